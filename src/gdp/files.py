@@ -1,0 +1,151 @@
+"""Reading and writing files: strict JSON, transparent gzip, atomic replacement.
+
+Every reader raises `InputError` with one line naming the file, the place in it and the remedy.
+Every writer writes to a temporary name beside the target and renames, so a file is whole or absent.
+"""
+
+import gzip
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gdp.errors import InputError
+
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The content of `path`, unzipped if its name ends in `.gz`."""
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; check the path") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a directory; name a file") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    if path.suffix != ".gz":
+        if content.startswith(GZIP_MAGIC):
+            raise InputError(f"{path}: is gzip but its name does not end in .gz; rename it to {path.name}.gz")
+        return content
+    if not content.startswith(GZIP_MAGIC):
+        raise InputError(f"{path}: its name ends in .gz but it is not gzip; rename it without .gz")
+    try:
+        return gzip.decompress(content)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        raise InputError(f"{path}: truncated or damaged gzip; write or copy the file again") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """The JSON document in `path` (gzip if it ends in `.gz`). Duplicate keys keep the last, as JSON readers do."""
+    content = read_bytes(path)
+    if not content.strip():
+        raise InputError(f"{path}: is empty; a JSON document is expected")
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise InputError(f"{path}: {where}: not valid JSON ({error.msg}); mend or rewrite the file") from None
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write `content` to `path`, gzip if it ends in `.gz`, through a temporary name and a rename."""
+    path = Path(path)
+    if path.suffix == ".gz":
+        content = gzip.compress(content, compresslevel=6, mtime=0)  # mtime 0: equal content, equal file
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.", suffix=".tmp")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException as error:
+        Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise InputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
+        raise
+
+
+def write_json(path: str | Path, document: object) -> None:
+    """Write `document` as JSON (gzip if `path` ends in `.gz`), atomically."""
+    write_bytes(path, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+
+
+def require_header(document: object, expected_format: str, version: int) -> Mapping[str, Any]:
+    """Check `format` and `version` of a document; messages name neither file nor op, the caller adds the file."""
+    if not isinstance(document, dict):
+        raise InputError(f"the document is a {type(document).__name__}; a {expected_format} mapping is expected")
+    found = document.get("format")
+    if found != expected_format:
+        raise InputError(f"format is {found!r}; {expected_format!r} is expected")
+    found_version = document.get("version")
+    if type(found_version) is not int or found_version != version:
+        raise InputError(f"version is {found_version!r}; this gdp reads {expected_format} version {version}")
+    return document
+
+
+def require_keys(record: object, where: str, fields: Mapping[str, Callable[[object], bool]], required: set[str]) -> None:
+    """Check that `record` is a mapping with all `required` keys, no unknown keys, and values of the right type."""
+    if not isinstance(record, dict):
+        raise InputError(f"{where}: is a {type(record).__name__}; a mapping is expected")
+    for key, value in record.items():
+        is_valid = fields.get(key)
+        if is_valid is None:
+            raise InputError(f"{where}: unknown key {key!r}; known keys: {', '.join(fields)}")
+        if not is_valid(value):
+            raise InputError(f"{where}: {key} is {_short(value)}; {is_valid.__doc__} is expected")
+    for key in sorted(required - record.keys()):
+        raise InputError(f"{where}: {key} is missing; add it")
+
+
+def is_string(value: object) -> bool:
+    """a string"""
+    return type(value) is str
+
+
+def is_flag(value: object) -> bool:
+    """true or false"""
+    return type(value) is bool
+
+
+def is_size(value: object) -> bool:
+    """an integer from 0 to 2^63 - 1"""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_index(value: object) -> bool:
+    """an integer from -1 to 2^63 - 1"""
+    return type(value) is int and -1 <= value < 2**63
+
+
+def is_list(value: object) -> bool:
+    """a list"""
+    return type(value) is list
+
+
+def is_number_list(value: object) -> bool:
+    """a list of integers"""
+    return type(value) is list and all(type(item) is int and -(2**63) <= item < 2**63 for item in value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

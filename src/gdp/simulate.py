@@ -1,0 +1,249 @@
+"""The one scorer: what a placement costs under the machine model (docs/machine-model.md, sections 3 and 4).
+
+`simulate` returns every start and finish, `evaluate` and `evaluate_many` only step time and peaks, for search.
+N ops, T tensors, D devices, B placements. Times in ns, sizes in bytes. The compiled code is in `engine.py`.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from gdp import engine
+from gdp.errors import InputError
+from gdp.graph import I64
+from gdp.problem import Placement, Plan, Problem
+
+NEVER = int(engine.NEVER)
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """One simulated step, in full."""
+
+    problem: Problem
+    placement: Placement  # [N]
+    op_start_ns: I64  # [N]
+    op_finish_ns: I64  # [N]
+    order: tuple[I64, ...]  # [D] ops of each device in the order of their starts
+    transfer_tensors: I64  # [R] one row a transfer, in the order of their requests
+    transfer_destinations: I64  # [R]
+    transfer_start_ns: I64  # [R]
+    transfer_end_ns: I64  # [R] end of channel occupancy
+    transfer_arrival_ns: I64  # [R]
+    step_time_ns: int
+    peak_memory_bytes: I64  # [D]
+
+    @cached_property
+    def missing_bytes(self) -> I64:
+        """[D] by how much the peak passes the memory limit; 0 where it fits."""
+        return np.maximum(self.peak_memory_bytes - self.problem.memory_limit_bytes, 0)
+
+    @cached_property
+    def reasons(self) -> list[str]:
+        """Why the plan is infeasible, one sentence each; empty when it is feasible."""
+        reasons = self.problem.broken_constraints(self.placement)
+        for device, missing in enumerate(self.missing_bytes.tolist()):
+            if missing:
+                name, limit = self.problem.cluster.devices[device].name, self.problem.memory_limit_bytes[device]
+                reasons.append(f"{name}: peak {self.peak_memory_bytes[device]} bytes, limit {limit}, {missing} bytes missing")
+        return reasons
+
+    @property
+    def feasible(self) -> bool:
+        """Whether memory, groups and allowed devices are all respected."""
+        return not self.reasons
+
+    @cached_property
+    def busy_fraction(self) -> npt.NDArray[np.float64]:
+        """[D] share of the step in which the device computes."""
+        busy = np.bincount(self.placement, self.op_finish_ns - self.op_start_ns, self.problem.num_devices)
+        return np.asarray(busy / max(self.step_time_ns, 1), np.float64)
+
+
+class Workspace:
+    """A thread's working memory for simulating placements of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        num_ops, num_devices = problem.num_ops, problem.num_devices
+        num_tensors, num_edges = problem.graph.num_tensors, len(problem.graph.consumers)
+        words = [num_ops]
+        for _ in range(3):
+            words.append((words[-1] + 63) // 64)
+        self.scratch = engine.Scratch(
+            missing=np.zeros(num_ops, np.int32),
+            bits0=np.zeros((num_devices, words[1]), np.uint64),
+            bits1=np.zeros((num_devices, words[2]), np.uint64),
+            bits2=np.zeros((num_devices, words[3]), np.uint64),
+            running=np.zeros(num_devices, np.uint32),
+            until_ns=np.zeros(num_devices, np.int64),
+            remaining_ns=np.zeros(num_devices, np.int64),
+            next_in_order=np.zeros(num_devices, np.int64),
+            channel_free_ns=np.zeros(len(problem.cluster.channels), np.int64),
+            heap_ns=np.zeros(num_edges + 1, np.int64),
+            heap_item=np.zeros(num_edges + 1, np.int64),
+        )
+        self.memory = engine.Memory(
+            limit_bytes=np.full(num_devices, NEVER),
+            usage_bytes=np.zeros(num_devices, np.int64),
+            peak_bytes=np.zeros(num_devices, np.int64),
+            uses=np.zeros((num_tensors, num_devices), np.int64),
+            heap_ns=np.zeros(2 * num_edges + 1, np.int64),
+            heap_item=np.zeros(2 * num_edges + 1, np.int64),
+        )
+
+
+def ranks_of(priority: npt.ArrayLike) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """(rank of each op, op of each rank): highest priority first, ties to the smaller op number."""
+    op_of_rank = np.argsort(-np.asarray(priority, np.int64), kind="stable").astype(np.uint32)
+    rank = np.empty_like(op_of_rank)
+    rank[op_of_rank] = np.arange(len(rank), dtype=np.uint32)
+    return rank, op_of_rank
+
+
+def simulate(
+    problem: Problem,
+    placement: npt.ArrayLike,
+    *,
+    priority: npt.ArrayLike | None = None,
+    order: Sequence[npt.ArrayLike] | None = None,
+) -> Simulation:
+    """One step under `placement` [N]. Ready ops start by `priority` [N] (default: the b-level), or, when `order` is given
+    ([D] lists of ops), each device starts its ops in that order: the replay of a plan.
+
+    Raises InputError for a placement on a device that cannot run the op, and for an order that deadlocks or does not
+    list each device's ops once.
+    """
+    devices = problem.check_placement(placement)
+    num_ops, num_devices, num_edges = problem.num_ops, problem.num_devices, len(problem.graph.consumers)
+    rank, op_of_rank = ranks_of(problem.b_level_ns if priority is None else priority)
+    record = engine.Record(
+        start_ns=np.zeros(num_ops, np.int64),
+        finish_ns=np.zeros(num_ops, np.int64),
+        started=np.zeros(num_ops, np.int32),
+        transfers=np.zeros((num_edges, 5), np.int64),
+        counts=np.zeros(2, np.int64),
+    )
+    workspace = Workspace(problem)
+    fixed = None if order is None else _flat_order(order, devices, num_devices)
+    status, step_time_ns = engine.run(
+        problem.arrays, devices, rank, op_of_rank, NEVER, workspace.scratch, workspace.memory, record, fixed
+    )
+    if status == engine.DEADLOCK:
+        stuck = _stuck_op(order or (), record.started[: record.counts[0]])
+        raise InputError(f"order: deadlock, op {stuck} waits for an op that comes later on its own or another device; reorder")
+    transfers = record.transfers[: record.counts[1]]
+    placed = devices.astype(np.int64)
+    return Simulation(
+        problem=problem,
+        placement=placed,
+        op_start_ns=record.start_ns,
+        op_finish_ns=record.finish_ns,
+        order=tuple(record.started[placed[record.started] == device].astype(np.int64) for device in range(num_devices)),
+        transfer_tensors=problem.tensor_numbers[transfers[:, 0]] if len(transfers) else transfers[:, 0],
+        transfer_destinations=transfers[:, 1],
+        transfer_start_ns=transfers[:, 2],
+        transfer_end_ns=transfers[:, 3],
+        transfer_arrival_ns=transfers[:, 4],
+        step_time_ns=int(step_time_ns),
+        peak_memory_bytes=workspace.memory.peak_bytes.copy(),
+    )
+
+
+def evaluate(problem: Problem, placement: npt.ArrayLike, *, priority: npt.ArrayLike | None = None) -> tuple[int, I64]:
+    """(step time in ns, peak memory in bytes [D]) of `placement`."""
+    times, peaks = evaluate_many(problem, np.asarray(placement)[None], priority=priority, num_threads=1)
+    return int(times[0]), peaks[0]
+
+
+def evaluate_many(
+    problem: Problem,
+    placements: npt.ArrayLike,
+    *,
+    priority: npt.ArrayLike | None = None,
+    stop_ns: int = NEVER,
+    num_threads: int | None = None,
+) -> tuple[I64, I64]:
+    """(step times [B] in ns, peaks [B, D] in bytes) of `placements` [B, N], over threads without the GIL.
+
+    A run stops early once its step time must reach `stop_ns`: its time is then a lower bound of at least `stop_ns`, and
+    its peaks cover the part that was run.
+    """
+    batch = np.stack([problem.check_placement(placement) for placement in np.asarray(placements)])
+    rank, op_of_rank = ranks_of(problem.b_level_ns if priority is None else priority)
+    times = np.zeros(len(batch), np.int64)
+    peaks = np.zeros((len(batch), problem.num_devices), np.int64)
+    num_threads = min(num_threads or default_threads(), len(batch))
+    shares = np.array_split(np.arange(len(batch)), num_threads)
+    workspaces = [Workspace(problem) for _ in shares]
+
+    def work(share: npt.NDArray[np.intp], workspace: Workspace) -> None:
+        _run_batch(
+            problem.arrays, batch, share, rank, op_of_rank, stop_ns, workspace.scratch, workspace.memory, times, peaks
+        )
+
+    if num_threads == 1:
+        work(shares[0], workspaces[0])
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(work, shares, workspaces))
+    return times, peaks
+
+
+def default_threads() -> int:
+    """How many threads work at once unless the caller says otherwise: the processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def replay(problem: Problem, plan: Plan) -> Simulation:
+    """The simulation of `plan` with its own order. InputError if it is a plan of another graph or cluster, or deadlocks."""
+    plan.check_belongs(problem.graph, problem.cluster)
+    return simulate(problem, plan.placement, order=plan.order)
+
+
+def verify(problem: Problem, plan: Plan) -> list[str]:
+    """What is wrong with `plan`: figures that a replay does not give, and reasons why it is infeasible. Empty if nothing."""
+    simulation = replay(problem, plan)
+    wrong = list(simulation.reasons)
+    if simulation.step_time_ns != plan.step_time_ns:
+        wrong.append(f"step_time_ns is {plan.step_time_ns}; the replay gives {simulation.step_time_ns}")
+    if not np.array_equal(simulation.peak_memory_bytes, plan.peak_memory_bytes):
+        wrong.append(
+            f"peak_memory_bytes is {plan.peak_memory_bytes.tolist()}; the replay gives {simulation.peak_memory_bytes.tolist()}"
+        )
+    if plan.lower_bound_ns > simulation.step_time_ns:
+        wrong.append(f"lower_bound_ns is {plan.lower_bound_ns}, above the step time {simulation.step_time_ns}")
+    return wrong
+
+
+@njit(cache=True, nogil=True)
+def _run_batch(arrays, placements, share, rank, op_of_rank, stop_ns, scratch, memory, times, peaks):  # type: ignore[no-untyped-def]
+    for index in share:
+        _, times[index] = engine.run(
+            arrays, placements[index], rank, op_of_rank, stop_ns, scratch, memory, None, None
+        )
+        peaks[index] = memory.peak_bytes
+
+
+def _flat_order(order: Sequence[npt.ArrayLike], devices: npt.NDArray[np.uint8], num_devices: int) -> engine.Order:
+    lists = [np.asarray(ops, np.int64) for ops in order]
+    if len(lists) != num_devices:
+        raise InputError(f"order has {len(lists)} lists; one per device, {num_devices}, is expected")
+    flat = np.concatenate(lists)
+    owner = np.repeat(np.arange(num_devices), [len(ops) for ops in lists])
+    if len(flat) != len(devices) or not np.array_equal(np.sort(flat), np.arange(len(devices))):
+        raise InputError(f"order lists {len(flat)} ops; each of the {len(devices)} ops exactly once is expected")
+    if (devices[flat] != owner).any():
+        op = int(flat[np.argmax(devices[flat] != owner)])
+        raise InputError(f"order: op {op} is listed on another device than its own, {devices[op]}; list it there")
+    return engine.Order(np.concatenate(([0], np.cumsum([len(ops) for ops in lists]))).astype(np.int64), flat.astype(np.uint32))
+
+
+def _stuck_op(order: Sequence[npt.ArrayLike], started: npt.NDArray[np.int32]) -> int:
+    done = set(started.tolist())
+    return next(int(op) for ops in order for op in np.asarray(ops).tolist() if op not in done)
