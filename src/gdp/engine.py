@@ -35,7 +35,6 @@ PINNED = 1 << 40  # a number of uses that is never used up
 class Arrays(NamedTuple):
     """What does not change between placements. N ops, T tensors (sorted by producer), E consumers, D devices, C channels."""
 
-    op_time_ns: Any  # int64 [N, D] (-1 never read: placements are checked before)
     num_inputs: Any  # int32 [N]
     sources: Any  # uint32 [num_sources] ops without inputs
     tensor_offsets: Any  # uint32 [N + 1] tensors of op v are tensor_offsets[v]:tensor_offsets[v + 1]
@@ -214,13 +213,14 @@ def _apply_transfer_events(
 
 
 @njit(cache=True, nogil=True)
-def run(arrays, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order):
-    """(status, step_time_ns) of `placement` uint8 [N]; `memory`, `record`, `order` may each be None.
+def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order):
+    """(status, step_time_ns) of `placement` uint8 [N] under `op_time_ns` int64 [N, D] (-1 is never read: placements are
+    checked before); `memory`, `record`, `order` may each be None.
 
     The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED or OUT_OF_MEMORY.
     """
-    op_time_ns, num_inputs, sources, tensor_offsets, consumer_offsets, consumers = arrays[:6]
-    occupancy_ns, route_rate, latency_ns, route_offsets, route_channels, tail_ns, memory_arrays = arrays[6:]
+    num_inputs, sources, tensor_offsets, consumer_offsets, consumers, occupancy_ns = arrays[:6]
+    route_rate, latency_ns, route_offsets, route_channels, tail_ns, memory_arrays = arrays[6:]
     missing, bits0, bits1, bits2, running, until_ns, remaining_ns, next_in_order = scratch[:8]
     channel_free_ns, heap_ns, heap_item = scratch[8:]
     resident_bytes, alloc_bytes, owner, owned_bytes, first_uses, copy_bytes = memory_arrays[:6]

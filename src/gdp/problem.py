@@ -158,9 +158,34 @@ class Problem:
         return reasons
 
 
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """How another placer did on the same problem."""
+
+    status: str  # "ok", "infeasible" (does not fit) or "failed" (found no placement)
+    step_time_ns: int | None
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """How a plan was found; not part of a `gdp-plan` file."""
+
+    seconds: float
+    simulations: int
+    baselines: Mapping[str, Baseline]
+    busy_fraction: npt.NDArray[np.float64]  # [D] share of the step in which the device computes
+    missing_bytes: I64  # [D] by how much the peak passes the memory limit: all 0 when the plan is feasible
+    interrupted: bool = False
+    expected_step_time_ns: int | None = None  # mean over perturbed op times, with `robust`
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A placement and the order of ops on each device, with the figures that a replay gives; a `gdp-plan` file."""
+    """A placement and the order of ops on each device, with the figures that a replay gives; a `gdp-plan` file.
+
+    `search` says how it was found when it comes from `gdp.place`; it is None when it was read from a file.
+    """
 
     graph: str  # fingerprint
     cluster: str  # fingerprint
@@ -173,6 +198,17 @@ class Plan:
     placer: str
     seed: int
     gdp_version: str
+    search: Search | None = None
+
+    @property
+    def status(self) -> str:
+        """"ok", or "infeasible" when the best placement found does not fit in memory."""
+        return "infeasible" if self.search is not None and self.search.missing_bytes.any() else "ok"
+
+    @property
+    def gap(self) -> float:
+        """How far the step time can at most be from the optimum: 0.1 = at most 10 % above the lower bound."""
+        return self.step_time_ns / self.lower_bound_ns - 1.0 if self.lower_bound_ns else 0.0
 
     def to_document(self) -> dict[str, Any]:
         """The `gdp-plan` document."""
@@ -378,7 +414,6 @@ def _flatten(problem: Problem) -> engine.Arrays:
         input_producers=producers[inputs].astype(np.uint32),
     )
     return engine.Arrays(
-        op_time_ns=problem.op_time_ns,
         num_inputs=num_inputs.astype(np.int32),
         sources=np.flatnonzero(num_inputs == 0).astype(np.uint32),
         tensor_offsets=_offsets(np.bincount(producers, minlength=num_ops)),

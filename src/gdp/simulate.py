@@ -132,7 +132,7 @@ def simulate(
     workspace = Workspace(problem)
     fixed = None if order is None else _flat_order(order, devices, num_devices)
     status, step_time_ns = engine.run(
-        problem.arrays, devices, rank, op_of_rank, NEVER, workspace.scratch, workspace.memory, record, fixed
+        problem.arrays, problem.op_time_ns, devices, rank, op_of_rank, NEVER, workspace.scratch, workspace.memory, record, fixed
     )
     if status == engine.DEADLOCK:
         stuck = _stuck_op(order or (), record.started[: record.counts[0]])
@@ -184,7 +184,7 @@ def evaluate_many(
 
     def work(share: npt.NDArray[np.intp], workspace: Workspace) -> None:
         _run_batch(
-            problem.arrays, batch, share, rank, op_of_rank, stop_ns, workspace.scratch, workspace.memory, times, peaks
+            problem.arrays, problem.op_time_ns, batch, share, rank, op_of_rank, stop_ns, workspace.scratch, workspace.memory, times, peaks
         )
 
     if num_threads == 1:
@@ -222,10 +222,10 @@ def verify(problem: Problem, plan: Plan) -> list[str]:
 
 
 @njit(cache=True, nogil=True)
-def _run_batch(arrays, placements, share, rank, op_of_rank, stop_ns, scratch, memory, times, peaks):  # type: ignore[no-untyped-def]
+def _run_batch(arrays, op_time_ns, placements, share, rank, op_of_rank, stop_ns, scratch, memory, times, peaks):  # type: ignore[no-untyped-def]
     for index in share:
         _, times[index] = engine.run(
-            arrays, placements[index], rank, op_of_rank, stop_ns, scratch, memory, None, None
+            arrays, op_time_ns, placements[index], rank, op_of_rank, stop_ns, scratch, memory, None, None
         )
         peaks[index] = memory.peak_bytes
 

@@ -1,0 +1,210 @@
+"""From records to a Graph and its Program: numbers, names, wholes and parts, groups, write-after-read tensors."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from gdp.capture.program import Layout, Program, Ref, Source, part_layout
+from gdp.capture.torch_dispatch import Record, Recorder
+from gdp.graph import Graph, Op, Tensor
+
+
+def assemble(
+    recorder: Recorder, name: str, outputs: Mapping[str, Ref], loss: Ref | None, gradients: Mapping[str, Ref]
+) -> tuple[Graph, Program]:
+    """The graph and program of what was recorded. The loss is kept, or, where there is none, the outputs."""
+    kept = [loss] if loss is not None else list(outputs.values())
+    records = _live(recorder, {ref.value for ref in (*outputs.values(), *gradients.values(), *kept)})
+    numbers = {record: number for number, record in enumerate(records)}
+    tensors = _Tensors(recorder, records, numbers)
+    for ref in (*outputs.values(), *gradients.values()):
+        tensors.need(ref.value)
+    for ref in kept:
+        tensors.keep(ref)
+    rows = tensors.rows()
+    control = _write_after_read(recorder, records, numbers, [(row.producer, row.consumers) for row in rows])
+    groups = _groups(records)
+    names = _names(records)
+    graph = Graph.build(
+        name,
+        [
+            Op(
+                names[number], record.kind, record.flops, record.bytes_accessed, record.dtype, record.resident_bytes,
+                record.phase, record.module, groups[number],
+            )
+            for number, record in enumerate(records)
+        ],
+        [*rows, *(Tensor(reader, tuple(sorted(writers))) for reader, writers in sorted(control.items()))],
+    )  # fmt: skip
+    keys = tensors.keys()
+    inputs_of: list[list[int]] = [[] for _ in records]
+    outputs_of: list[list[int]] = [[] for _ in records]
+    for number, row in enumerate(rows):
+        outputs_of[row.producer].append(number)
+        for op in row.consumers:
+            inputs_of[op].append(number)
+    base = {value: number for number, (value, layout) in enumerate(keys) if layout is None}
+    program = Program(
+        graph=graph,
+        calls=tuple(tuple(record.calls) for record in records),
+        inputs_of=tuple(map(tuple, inputs_of)),
+        outputs_of=tuple(map(tuple, outputs_of)),
+        tensor_values=tuple(value for value, _ in keys) + (-1,) * len(control),
+        tensor_layouts=tuple(layout for _, layout in keys) + (None,) * len(control),
+        layouts={number: value.layout for number, value in enumerate(recorder.values)},
+        sources={
+            numbers[record]: Source(record.source, base[record.outputs[0]], dict(record.views), record.constant)
+            for record in records
+            if record.source
+        },
+        private={numbers[record]: tuple(record.private) for record in records if record.private},
+        outputs=dict(outputs),
+        loss=loss,
+        gradients=dict(gradients),
+    )
+    return graph, program
+
+
+def _live(recorder: Recorder, wanted: set[int]) -> list[Record]:
+    """Without records that joined others and memory that was reserved but never used."""
+
+    def is_live(record: Record) -> bool:
+        if record.source:
+            return True
+        is_used = any(recorder.values[value].readers or value in wanted for value in record.outputs)
+        return bool(record.calls) and (is_used or record.bytes_accessed > 0 or record.flops > 0)
+
+    return [record for record in recorder.records if is_live(record)]
+
+
+class _Tensors:
+    """Which tensors the graph needs: every value that an op makes, and the parts of it that other ops read."""
+
+    def __init__(self, recorder: Recorder, records: list[Record], numbers: Mapping[Record, int]) -> None:
+        self.values, self.records, self.numbers = recorder.values, records, numbers
+        self.consumers: dict[int, dict[Layout | None, set[int]]] = defaultdict(lambda: defaultdict(set))
+        self.kept: set[tuple[int, Layout | None]] = set()
+        for record in records:
+            for value, layouts in record.reads.items():
+                for layout in self._parts(value, layouts):
+                    self.consumers[value][layout].add(numbers[record])
+
+    def need(self, value: int) -> None:
+        """Have a tensor for this value, whether or not an op consumes it."""
+        self.consumers[value][None].update(())
+
+    def keep(self, ref: Ref) -> None:
+        """Have a tensor for this that is never freed."""
+        (part,) = self._parts(ref.value, {ref.layout})
+        self.consumers[ref.value][part].update(())
+        self.kept.add((ref.value, part))
+
+    def keys(self) -> list[tuple[int, Layout | None]]:
+        """(value, part) of each tensor: the whole before its parts, in the order of ops."""
+        keys: list[tuple[int, Layout | None]] = []
+        for record in self.records:
+            for value in record.outputs:
+                parts = self.consumers.get(value, {})
+                if parts or self.values[value].owner is None or record.source:
+                    keys.append((value, None))
+                keys.extend((value, part) for part in parts if part is not None)
+        return keys
+
+    def rows(self) -> list[Tensor]:
+        """The graph's tensors, numbered as `keys`."""
+        rows: list[Tensor] = []
+        base = -1
+        for value, part in self.keys():
+            made = self.values[value]
+            consumers = tuple(sorted(self.consumers.get(value, {}).get(part, ())))
+            if part is None:
+                base = len(rows)
+            rows.append(
+                Tensor(
+                    producer=self.numbers[made.producer],
+                    consumers=consumers,
+                    bytes=made.num_bytes if part is None else _part_bytes(part),
+                    resident=made.owner is not None and part is None,
+                    keep=(value, part) in self.kept,
+                    view_of=-1 if part is None else base,
+                )
+            )
+        return rows
+
+    def _parts(self, value: int, layouts: set[Layout | None]) -> set[Layout | None]:
+        """The tensors from which an op makes these views of a value: the whole, or parts that are smaller together."""
+        made, parts = self.values[value], set[Layout | None]()
+        for layout in layouts:
+            part = None if layout is None or layout.dtype != made.layout.dtype else part_layout(layout)
+            if part is None:
+                return {None}
+            parts.add(part)
+        return parts if sum(_part_bytes(part) for part in parts if part is not None) < made.num_bytes else {None}
+
+
+def _part_bytes(part: Layout) -> int:
+    num_bytes = part.dtype.itemsize
+    for size in part.size:
+        num_bytes *= size
+    return num_bytes
+
+
+def _write_after_read(
+    recorder: Recorder, records: list[Record], numbers: Mapping[Record, int], edges: list[tuple[int, tuple[int, ...]]]
+) -> dict[int, set[int]]:
+    """By reader, the ops that overwrite what it reads and would not come after it for the sake of its results."""
+    writers = [record for record in records if record.overwrites]
+    bits = {numbers[record]: 1 << place for place, record in enumerate(writers)}
+    consumers: list[list[int]] = [[] for _ in records]
+    for producer, targets in edges:
+        consumers[producer].extend(targets)
+    later = [0] * len(records)  # the writers that come after each op anyway, as bits
+    for op in range(len(records) - 1, -1, -1):
+        reached = 0
+        for target in consumers[op]:
+            reached |= later[target] | bits.get(target, 0)
+        later[op] = reached
+    control: dict[int, set[int]] = defaultdict(set)
+    for record in writers:
+        writer = numbers[record]
+        for value in record.overwrites:
+            for reader in recorder.values[value].readers:
+                op = numbers.get(reader, writer)
+                if op != writer and not later[op] & bits[writer]:
+                    control[op].add(writer)
+    return control
+
+
+def _groups(records: list[Record]) -> list[int]:
+    """A number for each set of sources and writers of their memory that must share a device; -1 for all others."""
+    leader: dict[Record, Record] = {}
+
+    def find(record: Record) -> Record:
+        while leader.get(record, record) is not record:
+            record = leader[record]
+        return record
+
+    for record in records:
+        for owner in record.owners:
+            first, second = find(owner), find(record)
+            leader.setdefault(first, first)
+            leader[second] = first
+    numbers: dict[Record, int] = {}
+    return [numbers.setdefault(find(record), len(numbers)) if record in leader else -1 for record in records]
+
+
+def _names(records: list[Record]) -> list[str]:
+    """`encoder.layers.3.mm_0`, `encoder.layers.3.mm_backward_1`; sources and updates have names already."""
+    counts = Counter[str]()
+    names: dict[str, None] = {}
+    for record in records:
+        name = stem = record.name
+        if not stem:
+            short = record.kind.rpartition(".")[2].strip("_")
+            if record.phase == "backward" and not short.endswith("backward"):
+                short += "_backward"
+            stem = f"{record.module}.{short}" if record.module else short
+        while not name or name in names:
+            name = f"{stem}_{counts[stem]}"
+            counts[stem] += 1
+        names[name] = None
+    return list(names)

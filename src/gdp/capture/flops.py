@@ -1,0 +1,260 @@
+"""Floating point operations of an operator, from the shapes of one call.
+
+A fused multiply-add is two. Matrix products count their definition; element-wise operators one per element of the
+result, whatever the function (an exponential is one); reductions one per element read; normalisations and softmax
+what their definition takes per element; moving data counts nothing. What is in no table here and not
+in `torch.utils.flop_counter` is estimated as one per element of the result and named in the capture's coverage.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils.flop_counter import flop_registry
+
+Args = Sequence[Any]
+Formula = Callable[[Args, Mapping[str, Any], list[Tensor]], int]
+"""From a call's args, kwargs and the tensors that it returned or overwrote to FLOPs."""
+
+FORMULA, POINTWISE, MOVEMENT, UNKNOWN = "formula", "pointwise", "movement", "unknown"
+"""How FLOPs were found: by a formula, one per element, none to count, estimated."""
+
+_registered: dict[str, Formula] = {}
+
+
+def register_flops(op: str | OpOverload | OpOverloadPacket) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorator: take FLOPs of `op` (`"mylib.op"`, `"mylib.op.overload"` or the operator) from a function.
+
+    It is called as `function(*args, out_val=result, **kwargs)` with the (fake) tensors of the call, as raw formulas of
+    `torch.utils.flop_counter` are, and returns an integer. It comes before every formula of gdp and PyTorch.
+    """
+    name = str(op).replace("::", ".")
+
+    def register(function: Callable[..., int]) -> Callable[..., int]:
+        def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+            return int(function(*args, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs), **kwargs))
+
+        _registered[name] = formula
+        return function
+
+    return register
+
+
+def count_flops(func: OpOverload, args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> tuple[int, str]:
+    """(FLOPs, how they were found) of one call; `outputs` are the tensors that it made or overwrote."""
+    if _registered:
+        formula = _registered.get(str(func)) or _registered.get(str(func.overloadpacket))
+        if formula is not None:
+            return formula(args, kwargs, outputs), FORMULA
+    kind, found = _classify(func)
+    if found is not None:
+        return found(args, kwargs, outputs), kind
+    if kind == FORMULA:
+        result = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)), kind
+    if kind == MOVEMENT:
+        return 0, kind
+    return sum(output.numel() for output in outputs), kind
+
+
+_classes: dict[OpOverload, tuple[str, Formula | None]] = {}  # a cache: what `_classify` found
+
+
+def _classify(func: OpOverload) -> tuple[str, Formula | None]:
+    known = _classes.get(func)
+    if known is None:
+        namespace, _, name = func._schema.name.partition("::")
+        base = name[:-1] if name.endswith("_") else name
+        known = (UNKNOWN, None)
+        if namespace == "aten" and base in _FORMULAS:
+            known = (FORMULA, _FORMULAS[base])
+        elif namespace == "aten" and base in _MOVEMENT:
+            known = (MOVEMENT, None)
+        elif func.overloadpacket in flop_registry:
+            known = (FORMULA, None)
+        elif torch.Tag.pointwise in func.tags or (namespace == "aten" and base in _POINTWISE):
+            known = (POINTWISE, None)
+        _classes[func] = known
+    return known
+
+
+def _product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """[.., m, k] @ [.., k, n]"""
+    columns = args[1].shape[-1] if args[1].dim() > 1 else 1
+    return 2 * int(args[0].numel()) * int(columns)
+
+
+def _added_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """c + a @ b: the sum is one more per element."""
+    return _product(args[1:], kwargs, outputs) + outputs[0].numel()
+
+
+def _grouped_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """Mixture-of-experts product: rows (or columns, or inner dimension) of the groups add up to the operand's own."""
+    a, b = args[0], args[1]
+    rows, inner = int(a.shape[-2]), int(a.shape[-1])
+    return 2 * rows * inner * int(b.shape[-1]) * (int(a.shape[0]) if a.dim() == b.dim() == 3 else 1)
+
+
+def _convolution(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """x, weight, bias, stride, padding, dilation, transposed, ...; weight [out, in / groups, ...], transposed [in, ...]."""
+    x, weight, bias, transposed = args[0], args[1], args[2], args[6]
+    pixels = x if transposed else outputs[0]
+    # each pixel of each channel meets one filter: weight.shape[1:] multiply-adds
+    return int(2 * pixels.numel() * math.prod(weight.shape[1:])) + (outputs[0].numel() if bias is not None else 0)
+
+
+def _convolution_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """grad, x, weight, bias sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask"""
+    grad, x, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
+    forward = 2 * (x if transposed else grad).numel() * math.prod(weight.shape[1:])
+    return int(forward * (bool(mask[0]) + bool(mask[1])) + (grad.numel() if mask[2] else 0))
+
+
+def _attention(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """query, key, value [.., length, width]: two products and a softmax (5) for all pairs, causal or not."""
+    return _attention_pairs(args) * (2 * int(args[0].shape[-1]) + 2 * int(args[2].shape[-1]) + 5)
+
+
+def _attention_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """grad, query, key, value: scores again, gradients of value, scores, query and key; softmax 5, its backward 4."""
+    query, value = args[1], args[3]
+    return _attention_pairs(args[1:]) * (6 * int(query.shape[-1]) + 4 * int(value.shape[-1]) + 9)
+
+
+def _attention_pairs(args: Args) -> int:
+    query, key = args[0], args[1]
+    return int(math.prod(query.shape[:-1]) * key.shape[-2])
+
+
+def _rnn_layer(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """input [time, batch, width], weight_ih, weight_hh: the weights meet every step of every sequence."""
+    steps = math.prod(args[0].shape[:2])
+    return int(2 * steps * (args[1].numel() + args[2].numel()))
+
+
+def _pairwise_distance(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    return 3 * outputs[0].numel() * int(args[0].shape[-1])
+
+
+def _scatter(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """One addition per element scattered: the last tensor among the arguments."""
+    return int(next(item for item in reversed(list(args)) if isinstance(item, Tensor)).numel())
+
+
+def _sort(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    numel = int(args[0].numel())
+    return numel * max(1, math.ceil(math.log2(max(2, numel))))
+
+
+def _per_input(count: int, argument: int = 0) -> Formula:
+    def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+        return count * int(args[argument].numel())
+
+    return formula
+
+
+def _per_output(count: int) -> Formula:
+    def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+        return count * outputs[0].numel()
+
+    return formula
+
+
+def _pool(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """x, kernel_size: one comparison or addition per element of each window; one number stands for all dimensions."""
+    kernel, num_dims = args[1], outputs[0].dim() - 2
+    sizes = list(kernel) if isinstance(kernel, (list, tuple)) else [kernel]
+    return int(outputs[0].numel() * math.prod(sizes if len(sizes) > 1 else sizes * num_dims))
+
+
+def _constant_table() -> dict[str, Formula]:
+    """What definitions take per element of the result (`out`), or of the first argument or the one given (`read`)."""
+    out, read = _per_output, _per_input
+    softmax, softmax_backward = out(5), out(4)  # max, subtract, exp, sum, divide; y g, sum, subtract, multiply
+    # sum; subtract, square, sum; subtract, times 1 / deviation; scale, shift
+    norm = out(8)
+    # g scale, sum; normalise 2, times g, sum; dx = (g - a - x b) c 4; gradients of scale 2 and shift 1
+    norm_backward = read(13)
+    table: dict[str, Formula] = {
+        "_softmax": softmax, "_log_softmax": softmax, "logsumexp": read(4),
+        "_softmax_backward_data": softmax_backward, "_log_softmax_backward_data": softmax_backward,
+        "native_layer_norm": norm, "native_group_norm": norm, "native_batch_norm": norm, "cudnn_batch_norm": norm,
+        "_native_batch_norm_legit": norm, "_batch_norm_with_update": norm,
+        "native_layer_norm_backward": norm_backward, "native_group_norm_backward": norm_backward,
+        "native_batch_norm_backward": norm_backward, "batch_norm_backward": norm_backward,
+        "cudnn_batch_norm_backward": norm_backward,
+        # square, sum; times 1 / root, scale
+        "_fused_rms_norm": out(4),
+        # g scale, times x, sum; x a, subtract, times 1 / root; gradient of scale: normalise, times, sum
+        "_fused_rms_norm_backward": read(9),
+        # sum; subtract, square, sum
+        "var": read(4), "std": read(4), "var_mean": read(4), "std_mean": read(4),
+        "linalg_vector_norm": read(2), "norm": read(2),
+        # subtract, square or absolute value, sum; backward: subtract, times g, times 2 / n
+        "mse_loss": read(3), "smooth_l1_loss": read(3), "huber_loss": read(3), "l1_loss": read(3),
+        "mse_loss_backward": out(3), "smooth_l1_loss_backward": out(3), "huber_loss_backward": out(3),
+        # two logarithms, 1 - x, two products, sum
+        "binary_cross_entropy": read(6), "binary_cross_entropy_backward": out(6),
+        "nll_loss_forward": read(1, 1), "nll_loss2d_forward": read(1, 1),
+        "native_dropout": out(3),  # draw, times mask, scale
+        "glu": out(2), "glu_backward": out(3), "addcmul": out(3), "addcdiv": out(3), "addr": out(2),
+        # four products, three sums
+        "upsample_bilinear2d": out(7), "upsample_bilinear2d_backward": read(7),
+        "upsample_nearest2d_backward": read(1),
+        "avg_pool2d_backward": read(1), "avg_pool3d_backward": read(1), "_adaptive_avg_pool2d_backward": out(1),
+        "max_pool2d_with_indices_backward": read(1), "max_pool3d_with_indices_backward": read(1),
+        "dot": read(2), "vdot": read(2), "embedding_dense_backward": read(1),
+    }  # fmt: skip
+    reductions = (
+        "sum", "mean", "amax", "amin", "max", "min", "aminmax", "argmax", "argmin", "prod", "any", "all", "nansum",
+        "cumsum", "cumprod", "cummax", "topk", "count_nonzero", "bincount",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d",
+    )  # fmt: skip
+    return table | dict.fromkeys(reductions, read(1))
+
+
+_FORMULAS: dict[str, Formula] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "_int_mm", "linear"), _product),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), _added_product),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped_product),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "mkldnn_rnn_layer": _rnn_layer,
+    "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
+    **dict.fromkeys(("scatter_add", "scatter_reduce", "index_add", "index_put", "_index_put_impl"), _scatter),
+    "_cdist_forward": _pairwise_distance,
+    **dict.fromkeys(("sort", "argsort"), _sort),
+    **dict.fromkeys(("max_pool1d", "max_pool2d_with_indices", "max_pool3d_with_indices"), _pool),
+    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
+    **_constant_table(),
+}
+
+_POINTWISE = frozenset({
+    "hardtanh_backward", "elu_backward", "leaky_relu_backward", "hardswish_backward", "hardsigmoid_backward",
+    "softplus_backward", "mish_backward", "log_sigmoid_forward", "log_sigmoid_backward", "_prelu_kernel",
+    "_prelu_kernel_backward", "rrelu_with_noise", "rrelu_with_noise_backward", "softshrink_backward",
+    "hardshrink_backward", "tril", "triu", "bernoulli", "uniform", "normal", "random", "exponential", "geometric",
+    "rand", "randn", "randint", "rand_like", "randn_like", "randperm", "arange", "linspace", "nll_loss_backward",
+    "nll_loss2d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
+    "adaptive_max_pool2d_backward", "celu", "selu", "gelu", "silu", "clamp_min", "clamp_max", "_conj_physical",
+    "_foreach_add", "_foreach_mul",
+})  # fmt: skip
+
+_MOVEMENT = frozenset({
+    "cat", "stack", "copy", "clone", "_to_copy", "fill", "zero", "zeros", "ones", "full", "empty", "empty_like",
+    "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "empty_strided",
+    "new_empty_strided", "empty_permuted", "scalar_tensor", "lift_fresh", "eye", "embedding", "index", "index_select",
+    "gather", "take", "masked_select", "slice_backward", "select_backward", "diagonal_backward", "unfold_backward",
+    "as_strided_scatter", "slice_scatter", "select_scatter", "scatter", "index_copy", "constant_pad_nd",
+    "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "flip", "roll", "repeat",
+    "repeat_interleave", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "pixel_shuffle",
+    "pixel_unshuffle", "channel_shuffle", "im2col", "_reshape_copy", "split_with_sizes_copy", "view_copy",
+    "expand_copy", "permute_copy", "tril_indices", "triu_indices", "set", "resize", "nonzero_static", "index_fill",
+    "masked_scatter", "contiguous",
+})  # fmt: skip

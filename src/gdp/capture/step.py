@@ -1,0 +1,274 @@
+"""`capture` and `capture_fn`: run one step of a model on fake tensors, record it, and make a Graph of it."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from gdp.capture.assemble import assemble
+from gdp.capture.optimizers import OPTIMIZERS
+from gdp.capture.program import Program, Ref, named_inputs, named_state, named_tensors
+from gdp.capture.torch_dispatch import Recorder
+from gdp.errors import InputError
+from gdp.graph import Graph
+
+Loss = Callable[[Any], Tensor]
+OptimizerName = Literal["adam", "sgd"]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How the FLOPs of the recorded calls were found."""
+
+    unknown: Mapping[str, int]  # kind -> number of calls estimated at one FLOP per element of the result
+    num_formula: int
+    num_pointwise: int
+    num_movement: int  # nothing to count
+
+    @property
+    def num_unknown(self) -> int:
+        return sum(self.unknown.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """One step of a model: as a graph to place, as a program to execute, and how well its costs are known."""
+
+    graph: Graph
+    program: Program
+    coverage: Coverage
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    name: str,
+    training: bool = True,
+    optimizer: OptimizerName = "adam",
+    loss: Loss | None = None,
+) -> Capture:
+    """Record one step of `model(*args, **kwargs)`: forward, backward and update, or with `training=False` inference.
+
+    Model and inputs may be real, fake or on the meta device. They are only looked at: everything runs on fake copies on
+    the CPU and nothing is allocated. The model is captured in its own mode (`model.train()` or `.eval()`), inference
+    under `torch.no_grad`. Global state (generators, gradient mode, default type and device) is left as it is.
+
+    The loss is `loss(output)` if given; else the output's attribute or key `loss`; else the one float scalar among the
+    outputs; else the sum of the means of the float outputs. In training the loss alone is kept by the graph, in
+    inference the outputs. `optimizer` updates one parameter per op, with PyTorch's fused kernels and defaults.
+
+    Gradients are ordinary tensors, from the op that makes them to the update, as with `zero_grad(set_to_none=True)`;
+    `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
+    number, is left out), those of a buffer its own.
+
+    Raises InputError if the model fails or takes decisions from tensors' content, or if nothing in it can be trained.
+    """
+    with _isolated(FakeTensorMode()) as mode:
+        with _explained(name):
+            pairs = _fake_copies(model, args, kwargs or {}, mode)
+        return _record(*pairs, mode, name, training, optimizer, loss)
+
+
+def capture_fn(
+    build: Callable[[], tuple[Any, ...]],
+    *,
+    name: str,
+    training: bool = True,
+    optimizer: OptimizerName = "adam",
+    loss: Loss | None = None,
+) -> Capture:
+    """`capture` of what `build()` returns: (module, args) or (module, args, kwargs), built of fake tensors from the start.
+
+    `build` runs under `FakeTensorMode`: not even initial parameters are allocated, and it may not look at their content.
+    """
+    with _isolated(FakeTensorMode()) as mode:
+        with _explained(name), mode:
+            built = build()
+        if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], nn.Module):
+            raise InputError(
+                f"{name}: build() returned {type(built).__name__}; (module, args) or (module, args, kwargs) is expected"
+            )
+        model, args, kwargs = built if len(built) == 3 else (*built, {})
+        if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
+            with _explained(name):
+                model, args, kwargs = _fake_copies(model, args, kwargs, mode)
+        return _record(model, args, kwargs, mode, name, training, optimizer, loss)
+
+
+def _record(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode,
+    name: str, training: bool, optimizer: OptimizerName, loss: Loss | None,
+) -> Capture:  # fmt: skip
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"{name}: optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
+    recorder = Recorder(mode)
+    parameters = dict(model.named_parameters())
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        recorder.add_source("parameter", path, parameter)
+        parameter.grad = None
+    for path, buffer in model.named_buffers(remove_duplicate=False):
+        recorder.add_source("buffer", path, buffer)
+    for path, tensor in named_state(model):
+        if id(tensor) not in registered:
+            recorder.name_attribute(path, tensor)
+    for path, tensor in named_inputs(args, kwargs):
+        recorder.add_source("input", path, tensor)
+    handles = recorder.watch(model)
+    gradients: dict[str, Ref] = {}
+    loss_ref: Ref | None = None
+    try:
+        with mode, recorder, torch.set_grad_enabled(training), _explained(name, recorder):
+            output = model(*args, **kwargs)
+            if training:
+                value = _pick_loss(output, loss, name)
+                recorder.phase = "backward"
+                value.backward()  # type: ignore[no-untyped-call]
+                recorder.phase = "update"
+                for path, parameter in parameters.items():
+                    if parameter.requires_grad and parameter.grad is not None:
+                        gradients[path] = recorder.record_update(path, parameter, OPTIMIZERS[optimizer])
+                loss_ref = recorder.ref(value)
+            outputs = {path: recorder.ref(tensor) for path, tensor in named_tensors(output, "")}
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in parameters.values():
+            parameter.grad = None
+    if training and not gradients:
+        raise InputError(
+            f"{name}: no parameter gets a gradient from the loss; let one require it or capture with training=False"
+        )
+    graph, program = assemble(recorder, name, outputs, loss_ref, gradients)
+    covered = recorder.covered
+    coverage = Coverage(
+        MappingProxyType(dict(recorder.uncovered)), covered["formula"], covered["pointwise"], covered["movement"]
+    )
+    return Capture(graph, program, coverage)
+
+
+def _pick_loss(output: Any, loss: Loss | None, name: str) -> Tensor:
+    if loss is not None:
+        value = loss(output)
+    else:
+        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(value, Tensor):
+            floats = [
+                tensor for _, tensor in named_tensors(output, "") if tensor.is_floating_point() and tensor.requires_grad
+            ]
+            scalars = [tensor for tensor in floats if tensor.dim() == 0]
+            if not floats:
+                raise InputError(
+                    f"{name}: no output requires a gradient; unfreeze parameters, pass loss= or capture with training=False"
+                )
+            value = scalars[0] if len(scalars) == 1 else sum((tensor.mean() for tensor in floats[1:]), floats[0].mean())
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(
+            f"{name}: the loss is {shape}; a scalar tensor is expected, pass loss= with a function of the output"
+        )
+    if not value.requires_grad:
+        raise InputError(f"{name}: the loss requires no gradient; unfreeze parameters or capture with training=False")
+    return value
+
+
+def _fake_copies(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The model and its inputs with fake tensors in place of all tensors, shared memory still shared."""
+    state = [tensor for _, tensor in named_state(model)]
+    inputs = [tensor for _, tensor in named_inputs(args, kwargs)]
+    memo: dict[int, Any] = {}
+    for tensors in (state, inputs):
+        by_memory: dict[Any, dict[int, Tensor]] = {}
+        for tensor in tensors:
+            by_memory.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), {})[id(tensor)] = tensor
+        for sharing in by_memory.values():
+            memo |= dict(zip(sharing, _fake_memory(list(sharing.values()), mode), strict=True))
+    return (
+        copy.deepcopy(model, dict(memo)),
+        copy.deepcopy(tuple(args), dict(memo)),
+        copy.deepcopy(dict(kwargs), dict(memo)),
+    )
+
+
+def _fake_memory(tensors: list[Tensor], mode: FakeTensorMode) -> list[Tensor]:
+    """Fake tensors that overlap as these do, in memory of just the extent that they cover."""
+    start = min(tensor.storage_offset() for tensor in tensors)
+    end = max(
+        tensor.storage_offset()
+        + 1
+        + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else tensor.storage_offset()
+        for tensor in tensors
+    )
+    with mode, torch.no_grad():
+        memory = torch.empty(end - start, dtype=tensors[0].dtype)
+        fakes = []
+        for tensor in tensors:
+            fake = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start).detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes.append(
+                nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake.requires_grad_(tensor.requires_grad)
+            )
+    return fakes
+
+
+@contextlib.contextmanager
+def _isolated(mode: FakeTensorMode) -> Iterator[FakeTensorMode]:
+    """Nothing that a capture does to PyTorch's global state outlives it, and nothing of it reaches in."""
+    dtype, device = torch.get_default_dtype(), torch.device("cpu")
+    try:
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), device:
+            yield mode
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
+    """Errors of the model as InputError with the module that it was in and the remedy."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InputError(
+            f"{name}: {_place(recorder)}{error.func} depends on the content of a tensor, which a capture does not have; "
+            "take that decision outside the model or from shapes"
+        ) from error
+    except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
+        raise InputError(
+            f"{name}: {_place(recorder)}{_line(error)} has no fake implementation; register one with torch.library.register_fake"
+        ) from error
+    except Exception as error:
+        raise InputError(
+            f"{name}: {_place(recorder)}the model failed while being captured ({type(error).__name__}: {_line(error)}); "
+            "check its arguments, and that it uses tensors' shapes only, not their content"
+        ) from error
+
+
+def _place(recorder: Recorder | None) -> str:
+    where = recorder.last_module if recorder is not None else ""
+    return f"in module {where!r}, " if where else ""
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,151 @@
+"""Grouping: fewer, larger things to move in a search. Units (what must move as one) join along heavy edges.
+
+The partition is restricted to an incumbent (as in the V-cycles of multilevel partitioning, Walshaw 2004; Sanders and Schulz
+2011): units join only if the incumbent has them on one device, so that it survives the projection exactly.
+U units, G groups, P pairs of units that share tensors.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from gdp.graph import I64
+from gdp.problem import Bool, Placement, Problem
+
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The units of a problem, and the pairs of them that share tensors."""
+
+    index: I64  # [N] unit of each op
+    time_ns: I64  # [U] mean time of a unit's ops
+    allowed: Bool  # [U, D]
+    first: I64  # [P] lower unit of each pair
+    second: I64  # [P] higher unit
+    transfer_ns: I64  # [P] what cutting the pair would transfer, at the mean rate; at least 1
+
+    @property
+    def num_units(self) -> int:
+        return len(self.time_ns)
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Units":
+        """The units of `problem`: its groups, and every other op for itself."""
+        graph, index = problem.graph, problem.group_index
+        num_units = int(index.max()) + 1
+        runnable = problem.op_time_ns >= 0
+        mean_ns = np.where(runnable, problem.op_time_ns, 0).sum(axis=1) // np.maximum(runnable.sum(axis=1), 1)
+        time_ns = np.zeros(num_units, np.int64)
+        np.add.at(time_ns, index, mean_ns)
+        allowed = np.ones((num_units, problem.num_devices), np.bool_)
+        np.logical_and.at(allowed, index, problem.allowed)
+
+        sources, targets = index[graph.producers[graph.edge_tensors]], index[graph.consumers]
+        sizes = graph.tensor_bytes[graph.edge_tensors]
+        rates = problem.cluster.bytes_per_second[~np.eye(problem.num_devices, dtype=np.bool_)]
+        cost_ns = (sizes / (rates.mean() if len(rates) else 1.0) * 1e9).astype(np.int64) + 1
+        apart = sources != targets
+        low, high = np.minimum(sources, targets)[apart], np.maximum(sources, targets)[apart]
+        keys, inverse = np.unique(low * num_units + high, return_inverse=True)
+        transfer_ns = np.zeros(len(keys), np.int64)
+        np.add.at(transfer_ns, inverse, cost_ns[apart])
+        return cls(index, time_ns, allowed, keys // num_units, keys % num_units, transfer_ns)
+
+
+@dataclass(frozen=True, eq=False)
+class Grouping:
+    """Groups of ops that a search moves as one."""
+
+    offsets: I64  # [G + 1] group g moves members[offsets[g]:offsets[g + 1]]
+    members: I64  # [N]
+    allowed: Bool  # [G, D]
+    neighbour_offsets: I64  # [G + 1]
+    neighbours: I64  # groups that share tensors with each group
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.offsets) - 1
+
+
+def group_units(units: Units, placement: Placement, num_groups: int, score: F64, slack: float) -> Grouping:
+    """At most about `num_groups` groups: pairs join in the order of `score` [P] (highest first) where `placement` has
+    both on one device and the result takes at most `slack` times an equal share of the device-independent work.
+
+    When that leaves too many groups, the limit is doubled. Units without a common neighbour stay apart.
+    """
+    device_of_unit = np.zeros(units.num_units, np.int64)
+    device_of_unit[units.index] = placement
+    limit_ns = max(slack * float(units.time_ns.sum()) / num_groups, 1.0)
+    together = device_of_unit[units.first] == device_of_unit[units.second]
+    order = np.argsort(-score, kind="stable")
+    order = order[together[order]]
+    group_of_unit = _join(units.time_ns, units.first[order], units.second[order], num_groups, limit_ns)
+    return _grouping(units, group_of_unit)
+
+
+@njit(cache=True, nogil=True)
+def _join(time_ns, first, second, num_groups, limit_ns):
+    num_units = len(time_ns)
+    parent = np.arange(num_units)
+    weight = time_ns.astype(np.float64)
+    count = num_units
+    for _ in range(8):  # doublings of the limit
+        if count <= num_groups:
+            break
+        joined_any = False
+        for pair in range(len(first)):
+            a, b = first[pair], second[pair]
+            while parent[a] != a:
+                parent[a] = parent[parent[a]]
+                a = parent[a]
+            while parent[b] != b:
+                parent[b] = parent[parent[b]]
+                b = parent[b]
+            if a == b or weight[a] + weight[b] > limit_ns:
+                continue
+            parent[max(a, b)] = min(a, b)
+            weight[min(a, b)] += weight[max(a, b)]
+            joined_any = True
+            count -= 1
+            if count <= num_groups:
+                break
+        limit_ns *= 2.0
+        if not joined_any and limit_ns > weight.sum() * 4:
+            break
+    roots = np.full(num_units, -1, np.int64)
+    group_of_unit = np.empty(num_units, np.int64)
+    count = 0
+    for unit in range(num_units):
+        root = unit
+        while parent[root] != root:
+            root = parent[root]
+        if roots[root] < 0:
+            roots[root] = count
+            count += 1
+        group_of_unit[unit] = roots[root]
+    return group_of_unit
+
+
+def _grouping(units: Units, group_of_unit: I64) -> Grouping:
+    num_groups = int(group_of_unit.max()) + 1
+    group_of_op = group_of_unit[units.index]
+    allowed = np.ones((num_groups, units.allowed.shape[1]), np.bool_)
+    np.logical_and.at(allowed, group_of_unit, units.allowed)
+    low, high = group_of_unit[units.first], group_of_unit[units.second]
+    apart = low != high
+    keys = np.unique(np.concatenate((low[apart] * num_groups + high[apart], high[apart] * num_groups + low[apart])))
+    return Grouping(
+        offsets=_offsets(np.bincount(group_of_op, minlength=num_groups)),
+        members=np.argsort(group_of_op, kind="stable"),
+        allowed=allowed,
+        neighbour_offsets=_offsets(np.bincount(keys // num_groups, minlength=num_groups)),
+        neighbours=keys % num_groups,
+    )
+
+
+def _offsets(counts: I64) -> I64:
+    return np.concatenate(([0], np.cumsum(counts)))

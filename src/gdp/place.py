@@ -1,0 +1,131 @@
+"""START HERE: the main job on one page. A graph and a cluster go in, the best plan found in the budget comes out."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+
+from gdp.bounds import lower_bound
+from gdp.budget import Budget, Clock
+from gdp.cluster import Cluster
+from gdp.coarsen import Reduction, reduce
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.placers.local_search import Incumbent
+from gdp.placers.portfolio import Found, find, mean_step_time_ns, perturbed_times
+from gdp.problem import Plan, Problem, Search
+from gdp.simulate import simulate
+
+NUM_PERTURBATIONS = 4  # tables of perturbed op times that `robust` averages over while it searches
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is known while a search runs."""
+
+    step_time_ns: int  # of the best placement so far
+    feasible: bool
+    lower_bound_ns: int
+    simulations: int
+    seconds: float
+    seconds_left: float | None  # None with a budget in simulations
+
+
+def place(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    placer: str = "auto",
+    budget: Budget | str = "30s",
+    seed: int = 0,
+    pins: Sequence[tuple[str, str]] = (),
+    max_memory_bytes: Mapping[str, int] | None = None,
+    reserve: float = 0.0,
+    robust: float = 0.0,
+    num_threads: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Plan:
+    """The best plan of `graph` on `cluster` that `placer` finds within `budget`.
+
+    `auto` runs every classical placer and searches in the time left; it never answers worse than the best of them, and
+    never with a plan that does not fit where it found one that does. When nothing fits, the plan has the status
+    "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in simulations the same seed gives
+    the same plan. `pins`, `max_memory_bytes` and `reserve` are those of `Problem.build`; `robust` is the relative
+    deviation of the op times over which the step time is averaged while searching. `stop` ends the search early.
+    Raises InputError for arguments that make no sense.
+    """
+    if not 0 <= robust < 0.5:
+        raise InputError(f"robust is {robust}; a fraction of at least 0 and below 0.5 is expected, such as 0.02 or 2%")
+    if seed < 0:
+        raise InputError(f"seed is {seed}; an integer of at least 0 is expected")
+    clock = Clock(Budget.parse(budget) if isinstance(budget, str) else budget)
+    if stop is not None:
+        clock.stop = stop
+    problem = Problem.build(graph, cluster, pins=pins, max_memory_bytes=max_memory_bytes, reserve=reserve)
+    reduction = reduce(problem)
+    bound_ns = lower_bound(problem)
+
+    def report(best: Incumbent, simulations: int) -> None:
+        if on_progress is not None:
+            on_progress(
+                Progress(best.step_time_ns, best.excess_bytes == 0, bound_ns, simulations, clock.seconds, clock.seconds_left)
+            )
+
+    found = find(
+        reduction.problem,
+        placer,
+        clock,
+        seed=seed,
+        op_times_ns=perturbed_times(reduction.problem, robust, NUM_PERTURBATIONS, seed) if robust else None,
+        num_threads=num_threads,
+        on_progress=report,
+    )
+    if found.best is None:
+        raise InputError(f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use --placer auto")
+    return _plan(problem, reduction, found, found.best, bound_ns, placer, seed, clock, robust)
+
+
+def _plan(
+    problem: Problem,
+    reduction: Reduction,
+    found: Found,
+    best: Incumbent,
+    bound_ns: int,
+    placer: str,
+    seed: int,
+    clock: Clock,
+    robust: float,
+) -> Plan:
+    """The plan of the reduced placement `best`, expanded to the original ops and replayed there."""
+    reduced = simulate(reduction.problem, best.placement, priority=best.priority)
+    order = reduction.expand_order(reduced.order)
+    replayed = simulate(problem, reduction.expand(best.placement), order=order)
+    expected_ns = None
+    if robust:
+        tables = perturbed_times(problem, robust, 4 * NUM_PERTURBATIONS, seed + 1)  # not those that were searched on
+        expected_ns = mean_step_time_ns(problem, replayed.placement, tables, order)
+    return Plan(
+        graph=problem.graph.fingerprint,
+        cluster=problem.cluster.fingerprint,
+        devices=tuple(device.name for device in problem.cluster.devices),
+        placement=replayed.placement,
+        order=order,
+        step_time_ns=replayed.step_time_ns,
+        peak_memory_bytes=replayed.peak_memory_bytes,
+        lower_bound_ns=bound_ns,
+        placer=placer,
+        seed=seed,
+        gdp_version=version("gdp-placement"),
+        search=Search(
+            seconds=clock.seconds,
+            simulations=found.simulations,
+            baselines=found.baselines,
+            busy_fraction=np.asarray(replayed.busy_fraction),
+            missing_bytes=replayed.missing_bytes,
+            interrupted=clock.stop.is_set(),
+            expected_step_time_ns=expected_ns,
+        ),
+    )

@@ -1,0 +1,118 @@
+"""Simulated annealing over the devices of groups (Kirkpatrick et al. 1983), compiled: the inner loop of the local search.
+
+The random threshold of a move is drawn before it is simulated, so that the simulation stops as soon as the move is lost.
+N ops, G groups, D devices.
+"""
+
+import numpy as np
+from numba import njit
+
+from gdp import engine
+
+CURRENT_NS, BEST_NS, CURRENT_EXCESS, BEST_EXCESS, NUM_SIMULATIONS = range(5)  # entries of `state`
+
+
+@njit(cache=True, nogil=True)
+def mean_step_time(arrays, op_times_ns, placement, rank, op_of_rank, stop_ns, floor_ns, scratch):
+    """Mean step time over the tables `op_times_ns` [K, N, D], rounded down; NEVER once it must reach `stop_ns`.
+
+    `floor_ns` is a lower bound under every table: what the runs still to come take at least.
+    """
+    num_tables = len(op_times_ns)
+    left_ns = stop_ns * num_tables if stop_ns < engine.NEVER // num_tables else engine.NEVER
+    total_ns = 0
+    for table in range(num_tables):
+        stop = left_ns - total_ns - (num_tables - 1 - table) * floor_ns
+        status, step_time_ns = engine.run(
+            arrays, op_times_ns[table], placement, rank, op_of_rank, stop, scratch, None, None, None
+        )
+        if status != engine.COMPLETED:
+            return engine.NEVER
+        total_ns += step_time_ns
+    return total_ns // num_tables
+
+
+@njit(cache=True, nogil=True)
+def excess_bytes(arrays, op_time_ns, placement, rank, op_of_rank, scratch, memory):
+    """Bytes over the limits of `memory`, summed over devices; 0 when `placement` fits."""
+    limit_bytes = memory.limit_bytes.copy()
+    memory.limit_bytes[:] = engine.NEVER
+    engine.run(arrays, op_time_ns, placement, rank, op_of_rank, engine.NEVER, scratch, memory, None, None)
+    memory.limit_bytes[:] = limit_bytes
+    excess = 0
+    for device in range(len(limit_bytes)):
+        excess += max(0, memory.peak_bytes[device] - limit_bytes[device])
+    return excess
+
+
+@njit(cache=True, nogil=True)
+def anneal(
+    arrays, op_time_ns, op_times_ns, floor_ns, rank, op_of_rank, scratch, memory, memory_binds,
+    offsets, members, allowed, neighbour_offsets, neighbours,
+    placement, best, state, rng, num_moves, temperature,
+):  # fmt: skip
+    """Try `num_moves` moves from `placement` (changed in place); note the best in `best` and the figures in `state`.
+
+    A move puts a group on another device (drawn evenly, or a neighbour's), or swaps two groups. A step time of up to
+    `-temperature * log(u)` (relative, u uniform) above the current one is accepted. While the current placement does not fit
+    in memory, the bytes that it is over stand for the step time. Step times are means over `op_times_ns` [K, N, D].
+    """
+    num_groups = len(offsets) - 1
+    num_devices = allowed.shape[1]
+    for _ in range(num_moves):
+        group = rng.integers(0, num_groups)
+        old = placement[members[offsets[group]]]
+        other = -1
+        draw = rng.random()
+        if draw < 0.3 and neighbour_offsets[group] < neighbour_offsets[group + 1]:
+            neighbour = neighbours[rng.integers(neighbour_offsets[group], neighbour_offsets[group + 1])]
+            new = placement[members[offsets[neighbour]]]
+        elif draw < 0.8:
+            new = np.uint8(rng.integers(0, num_devices))
+        else:
+            other = rng.integers(0, num_groups)
+            new = placement[members[offsets[other]]]
+            if not allowed[other, old]:
+                continue
+        if new == old or not allowed[group, new]:
+            continue
+        for index in range(offsets[group], offsets[group + 1]):
+            placement[members[index]] = new
+        if other >= 0:
+            for index in range(offsets[other], offsets[other + 1]):
+                placement[members[index]] = old
+
+        state[NUM_SIMULATIONS] += 1
+        threshold = 1.0 - temperature * np.log(1.0 - rng.random())
+        excess = 0
+        if state[CURRENT_EXCESS] > 0:
+            excess = excess_bytes(arrays, op_time_ns, placement, rank, op_of_rank, scratch, memory)
+            accepted = excess <= state[CURRENT_EXCESS] * threshold
+            if accepted:
+                step_time_ns = mean_step_time(
+                    arrays, op_times_ns, placement, rank, op_of_rank, engine.NEVER, floor_ns, scratch
+                )
+        else:
+            stop_ns = np.int64(state[CURRENT_NS] * threshold) + 1
+            step_time_ns = mean_step_time(
+                arrays, op_times_ns, placement, rank, op_of_rank, stop_ns, floor_ns, scratch
+            )
+            accepted = step_time_ns < stop_ns
+            if accepted and memory_binds:
+                status, _ = engine.run(
+                    arrays, op_time_ns, placement, rank, op_of_rank, engine.NEVER, scratch, memory, None, None
+                )
+                accepted = status == engine.COMPLETED
+        if accepted:
+            state[CURRENT_NS] = step_time_ns
+            state[CURRENT_EXCESS] = excess
+            if excess < state[BEST_EXCESS] or (excess == state[BEST_EXCESS] and step_time_ns < state[BEST_NS]):
+                state[BEST_NS] = step_time_ns
+                state[BEST_EXCESS] = excess
+                best[:] = placement
+        else:
+            for index in range(offsets[group], offsets[group + 1]):
+                placement[members[index]] = old
+            if other >= 0:
+                for index in range(offsets[other], offsets[other + 1]):
+                    placement[members[index]] = new

@@ -1,0 +1,163 @@
+"""What the classical placers share: the contract, units as arrays, comparing candidates, repairing what does not fit.
+
+N ops, T tensors, U units (groups of ops that share a device, and each other op for itself), D devices.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from gdp.graph import I64, Bool
+from gdp.placers.memory_repair import excess_bytes, fit_memory
+from gdp.problem import Placement, Problem
+from gdp.simulate import evaluate_many
+
+Placer = Callable[[Problem, int], Placement | None]
+"""From a problem and a seed to a placement int64 [N] that obeys groups and allowed devices; None if there is none.
+
+The same problem and seed give the same answer. A placement that does not fit in memory is returned only if the placer
+found none that fits.
+"""
+
+_NUM_REPAIRS = 3  # candidates that are repaired when none of them fits
+
+
+@dataclass(frozen=True, eq=False)
+class UnitArrays:
+    """The figures of units."""
+
+    index: I64  # [N] unit of each op
+    first_op: I64  # [U] lowest op of each unit
+    time_ns: I64  # [U, D] the unit's ops one after the other; ops that cannot run there count as 0
+    resident_bytes: I64  # [U]
+    tensor_bytes: I64  # [U] what the unit's ops allocate
+    allowed: Bool  # [U, D]
+
+    @classmethod
+    def of(cls, problem: Problem) -> "UnitArrays":
+        """The units of `problem`, numbered as in `problem.group_index`."""
+        index = problem.group_index
+        _, first_op = np.unique(index, return_index=True)
+        time_ns = np.zeros((len(first_op), problem.num_devices), np.int64)
+        np.add.at(time_ns, index, np.maximum(problem.op_time_ns, 0))
+        resident_bytes, tensor_bytes = np.zeros((2, len(first_op)), np.int64)
+        np.add.at(resident_bytes, index, problem.graph.resident_bytes)
+        np.add.at(tensor_bytes, index, problem.arrays.memory.alloc_bytes)
+        allowed = np.ones(time_ns.shape, np.bool_)
+        np.logical_and.at(allowed, index, problem.allowed)
+        return cls(index, first_op, time_ns, resident_bytes, tensor_bytes, allowed)
+
+    @property
+    def num_units(self) -> int:
+        return len(self.first_op)
+
+    def mean_time_ns(self) -> I64:
+        """[U] mean over the devices where a unit may go."""
+        total = np.where(self.allowed, self.time_ns, 0).sum(axis=1)
+        return np.asarray(total // np.maximum(self.allowed.sum(axis=1), 1), np.int64)
+
+    def place(self, devices: npt.ArrayLike) -> Placement:
+        """[N] from `devices` [U]; a unit that is not allowed where it should go moves to its fastest device, and among
+        equally fast ones to that with the least work."""
+        chosen = np.array(devices, np.int64)
+        misplaced = np.flatnonzero(~self.allowed[np.arange(self.num_units), chosen])
+        if len(misplaced):
+            right = np.ones(self.num_units, np.bool_)
+            right[misplaced] = False
+            work_ns = np.bincount(
+                chosen[right], self.time_ns[np.flatnonzero(right), chosen[right]], self.allowed.shape[1]
+            )
+            for unit in misplaced.tolist():
+                targets = np.flatnonzero(self.allowed[unit])
+                times = self.time_ns[unit, targets]
+                fastest = targets[times == times.min()]
+                chosen[unit] = fastest[np.argmin(work_ns[fastest])]
+                work_ns[chosen[unit]] += times.min()
+        return chosen[self.index]
+
+
+def mean_op_time_ns(problem: Problem) -> I64:
+    """[N] mean over the devices that can run the op, rounded down: the priority's weight (docs/machine-model.md, section 3)."""
+    runnable = problem.op_time_ns >= 0
+    total = np.where(runnable, problem.op_time_ns, 0).sum(axis=1)
+    return np.asarray(total // np.maximum(runnable.sum(axis=1), 1), np.int64)
+
+
+def devices_by_speed(problem: Problem) -> I64:
+    """[D] the devices that may run the most ops first, then the faster ones, then by number."""
+    allowed = problem.allowed
+    work_ns = np.where(allowed, problem.op_time_ns, 0).sum(axis=0)
+    return np.lexsort((np.arange(problem.num_devices), work_ns, -allowed.sum(axis=0)))
+
+
+def device_subsets(problem: Problem, smallest: int) -> list[I64]:
+    """The best k devices in ascending order, for k from all down to `smallest`: each k up to 8, then powers of two."""
+    num_devices, by_speed = problem.num_devices, devices_by_speed(problem)
+    counts = {num_devices, *(k for k in range(smallest, num_devices) if k <= 8 or k & (k - 1) == 0)}
+    return [np.sort(by_speed[:count]) for count in sorted(counts, reverse=True)]
+
+
+def best_of(problem: Problem, candidates: Sequence[Placement]) -> Placement:
+    """The fastest of `candidates` [N] that fits in memory; if none fits, the best after repair of the nearest ones."""
+    if not candidates:
+        raise ValueError("best_of: no candidates")
+    unique = np.unique(np.asarray(candidates, np.int64), axis=0, return_index=True)[1]
+    batch = [candidates[number] for number in sorted(unique.tolist())]
+    times, peaks = evaluate_many(problem, batch)
+    excess = excess_bytes(problem, peaks)
+    order = np.lexsort((times, excess))
+    if excess[order[0]] == 0:
+        return batch[order[0]]
+    fastest = np.lexsort((excess, times))
+    chosen = list(dict.fromkeys([order[0], fastest[0], *order[1:]]))[:_NUM_REPAIRS]
+    repaired = np.array([fit_memory(problem, batch[number]) for number in chosen])
+    times, peaks = evaluate_many(problem, repaired)
+    best: Placement = repaired[np.lexsort((times, excess_bytes(problem, peaks)))[0]]
+    return best
+
+
+def any_fits(problem: Problem, candidates: Sequence[Placement]) -> bool:
+    """Whether one of `candidates` [N] fits in memory."""
+    _, peaks = evaluate_many(problem, np.asarray(candidates))
+    return bool((excess_bytes(problem, peaks) == 0).any())
+
+
+def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:
+    """[N] `labels` with each -1 replaced: a source takes its consumer's lowest label, another op that of the producer of its
+    largest input, and what is still left that of a consumer; 0 where nothing is labelled."""
+    arrays = problem.arrays
+    memory = arrays.memory
+    filled = np.array(labels, np.int64)
+    _inherit(
+        filled, arrays.tensor_offsets, arrays.consumer_offsets, arrays.consumers,
+        memory.input_offsets, memory.inputs, memory.input_producers, memory.copy_bytes,
+    )  # fmt: skip
+    return np.maximum(filled, 0)
+
+
+@njit(cache=True, nogil=True)
+def _inherit(
+    labels, tensor_offsets, consumer_offsets, consumers, input_offsets, inputs, input_producers, tensor_bytes
+):  # fmt: skip
+    num_ops = len(labels)
+    for sweep in range(3):
+        for step in range(num_ops):
+            op = step if sweep == 1 else num_ops - 1 - step
+            if labels[op] >= 0:
+                continue
+            if sweep == 1:
+                largest = np.int64(-1)
+                for index in range(input_offsets[op], input_offsets[op + 1]):
+                    label = labels[input_producers[index]]
+                    if label >= 0 and np.int64(tensor_bytes[inputs[index]]) > largest:
+                        largest = tensor_bytes[inputs[index]]
+                        labels[op] = label
+            elif sweep == 2 or input_offsets[op] == input_offsets[op + 1]:
+                for tensor in range(tensor_offsets[op], tensor_offsets[op + 1]):
+                    for index in range(consumer_offsets[tensor], consumer_offsets[tensor + 1]):
+                        label = labels[consumers[index]]
+                        if label >= 0 and (labels[op] < 0 or label < labels[op]):
+                            labels[op] = label

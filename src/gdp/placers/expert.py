@@ -1,0 +1,93 @@
+"""What an expert does by hand: layers on devices.
+
+Recurrent and transformer models: one layer per device in turn, embeddings with the first layer, attention and softmax with the
+last; other models: contiguous stages of about equal time (Zhou et al., arXiv 1910.01578, section 4.1). For models
+that are not built in, the list of repeated layers is found in the module paths and cut into equal contiguous ranges.
+"""
+
+import re
+from collections import defaultdict
+
+import numpy as np
+
+from gdp.graph import I64
+from gdp.placers.base import UnitArrays, inherit, mean_op_time_ns
+from gdp.placers.contiguous import module_order, stages
+from gdp.placers.memory_repair import fit_memory
+from gdp.problem import Placement, Problem
+
+_MIN_SHARE = 0.5  # of the longest list's layers that another list needs to count as one, such as an encoder's beside a decoder's
+
+
+def expert(problem: Problem, seed: int = 0) -> Placement | None:
+    """The multi-device expert, repaired if it does not fit in memory. A single device is `single`'s part."""
+    units = UnitArrays.of(problem)
+    devices = _expert_devices(problem)
+    if devices is None:
+        chosen = stages(problem, units, module_order(problem, units), np.arange(problem.num_devices))
+    else:
+        chosen = devices[units.first_op]
+    return fit_memory(problem, units.place(chosen))
+
+
+def _expert_devices(problem: Problem) -> I64 | None:
+    """[N] devices by layer; None where the expert cuts contiguous stages."""
+    from gdp import workloads  # PyTorch, which only this needs
+
+    modules = problem.graph.modules
+    if not any(modules):
+        return None
+    if problem.graph.name in workloads.names():
+        rule = workloads.get(problem.graph.name).expert
+        if rule is None:
+            return None
+        layers = {module: rule(module) if module else -1 for module in set(modules)}
+        return inherit(problem, [layers[module] for module in modules]) % problem.num_devices
+    return layer_ranges(problem)
+
+
+def layer_ranges(problem: Problem) -> I64 | None:
+    """[N] devices when the repeated layers that module paths show (`layers.0`, `layers.1`, ...) are cut into equal contiguous
+    ranges. What runs before a list goes with its first layer, anything else with the layer entered last. None: no layers.
+    """
+    modules, time_ns = problem.graph.modules, mean_op_time_ns(problem)
+    first_op: dict[str, int] = {}
+    list_time_ns: dict[str, int] = defaultdict(int)
+    layers_of: dict[str, set[str]] = defaultdict(set)
+    layer_of: dict[str, tuple[str, str]] = {}  # of a module: its outermost list and layer
+    for op, module in enumerate(modules):
+        if module not in first_op:
+            first_op[module] = op
+            if match := re.match(r"(.*?(?:^|\.))(\d+)(?:\.|$)", module):
+                layer_of[module] = match[1], match[1] + match[2]
+        if module in layer_of:
+            path, layer = layer_of[module]
+            list_time_ns[path] += int(time_ns[op])
+            layers_of[path].add(layer)
+    repeated = [path for path in layers_of if len(layers_of[path]) > 1]
+    if not repeated:
+        return None
+    longest = max(repeated, key=lambda path: (list_time_ns[path], len(layers_of[path])))
+    paths = {path for path in repeated if len(layers_of[path]) >= _MIN_SHARE * len(layers_of[longest])} | {longest}
+    entered: dict[str, int] = {}
+    for module, (path, layer) in layer_of.items():
+        if path in paths:
+            entered[layer] = min(first_op[module], entered.get(layer, problem.num_ops))
+    in_order = sorted(entered, key=lambda layer: _natural(layer, entered))
+    number = {layer: position for position, layer in enumerate(in_order)}
+    starts = np.array([entered[layer] for layer in in_order])
+    labels: dict[str, int] = {"": -1}
+    for module, op in first_op.items():
+        layer = layer_of.get(module, ("", ""))[1]
+        if layer in number:
+            labels[module] = number[layer]
+        elif module:
+            labels[module] = max(int(np.searchsorted(np.maximum.accumulate(starts), op, side="right")) - 1, 0)
+    layers = inherit(problem, [labels[module] for module in modules])
+    return layers * problem.num_devices // len(in_order)
+
+
+def _natural(layer: str, entered: dict[str, int]) -> tuple[int, int]:
+    """Lists by their first op, layers of a list by number."""
+    path, _, number = layer.rpartition(".")
+    return min(op for other, op in entered.items() if other.rpartition(".")[0] == path), int(number)

@@ -1,0 +1,175 @@
+"""Repair of placements that do not fit in memory: move what frees most per added time to devices with room.
+
+Units join into groups within each device (`gdp.grouping`), so that what belongs together moves together; when groups are too
+coarse, smaller ones are tried. N ops, T tensors, G groups, D devices.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.graph import I64, Bool
+from gdp.grouping import Grouping, Units, group_units
+from gdp.problem import Placement, Problem
+from gdp.simulate import Simulation, evaluate, simulate
+
+F64 = npt.NDArray[np.float64]
+
+_LEVELS = (128, 512, 2048)  # numbers of groups to move, coarse to fine
+_ROUNDS = 8  # simulated batches of moves at each level, for each device
+_FOREVER = np.iinfo(np.int64).max
+
+
+def excess_bytes(problem: Problem, peak_memory_bytes: I64) -> I64:
+    """[...] bytes over the limits, summed over devices, of peaks [..., D]."""
+    return np.asarray(np.maximum(peak_memory_bytes - problem.memory_limit_bytes, 0).sum(axis=-1), np.int64)
+
+
+def fit_memory(problem: Problem, placement: Placement) -> Placement:
+    """`placement` [N] changed until it fits in memory, or the nearest to that found with a bounded number of simulations.
+
+    Groups and allowed devices stay obeyed. A placement that fits is returned as it is.
+    """
+    best = np.asarray(placement, np.int64)
+    step_time_ns, peaks = evaluate(problem, best)
+    best_key = int(excess_bytes(problem, peaks)), step_time_ns
+    if best_key[0] == 0 or problem.num_devices == 1:
+        return best
+    units = Units.of(problem)
+    for num_groups in _LEVELS:
+        grouping = group_units(units, best, num_groups, units.transfer_ns.astype(np.float64), slack=3.0)
+        for candidate in _moves(problem, units, grouping, best):
+            step_time_ns, peaks = evaluate(problem, candidate)
+            best, best_key = min((best, best_key), (candidate, (int(excess_bytes(problem, peaks)), step_time_ns)), key=_key)
+            if best_key[0] == 0:
+                return best
+        if grouping.num_groups < num_groups:
+            break
+    return best
+
+
+def _key(found: tuple[Placement, tuple[int, int]]) -> tuple[int, int]:
+    return found[1]
+
+
+@dataclass(eq=False)
+class _Groups:
+    """Groups and where they are, for a series of moves."""
+
+    time_ns: I64  # [G, D]
+    allowed: Bool  # [G, D] and not left before
+    device: I64  # [G]
+    link_ns: F64  # [G, D] what is transferred between a group and others, by their device
+    offsets: I64  # [G + 1] neighbours of group g are neighbours[offsets[g]:offsets[g + 1]]
+    neighbours: I64
+    weights: F64  # like `neighbours`, the transfers
+
+    def move(self, group: int, target: int) -> None:
+        here = slice(self.offsets[group], self.offsets[group + 1])
+        np.add.at(self.link_ns, (self.neighbours[here], self.device[group]), -self.weights[here])
+        np.add.at(self.link_ns, (self.neighbours[here], target), self.weights[here])
+        self.allowed[group, self.device[group]] = False
+        self.device[group] = target
+
+
+def _moves(problem: Problem, units: Units, grouping: Grouping, start: Placement) -> Iterator[Placement]:
+    """Placements that free memory, step after step, where the device that misses most memory gives groups away."""
+    group_of_op = np.empty(problem.num_ops, np.int64)
+    group_of_op[grouping.members] = np.repeat(np.arange(grouping.num_groups), np.diff(grouping.offsets))
+    groups = _groups(problem, units, grouping, group_of_op, start)
+    for _ in range(_ROUNDS * problem.num_devices):
+        simulation = simulate(problem, groups.device[group_of_op])
+        missing = simulation.missing_bytes
+        device = int(np.argmax(missing))
+        if missing[device] == 0:
+            return
+        held = np.zeros(grouping.num_groups, np.int64)
+        np.add.at(held, group_of_op, held_bytes(simulation, device))
+        room = problem.memory_limit_bytes - simulation.peak_memory_bytes
+        if not _give_away(groups, device, int(missing[device]), held, room):
+            return
+        yield groups.device[group_of_op]
+
+
+def _give_away(groups: _Groups, device: int, missing: int, held: I64, room: I64) -> bool:
+    """Move groups off `device` until `missing` bytes are freed; False if none could move."""
+    here = np.flatnonzero((groups.device == device) & (held > 0))
+    room = room.copy()
+    has_moved = False
+    while missing > 0 and len(here):
+        freed = held[here]
+        cost_ns = np.maximum(groups.link_ns[here, device][:, None] - groups.link_ns[here], 0.0) + groups.time_ns[here] + 1.0
+        ratio = np.minimum(freed, missing)[:, None] / cost_ns
+        ratio[~groups.allowed[here] | (freed[:, None] > room)] = -1.0
+        ratio[:, device] = -1.0
+        pick, target = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+        if ratio[pick, target] <= 0:
+            break
+        groups.move(int(here[pick]), int(target))
+        missing -= int(freed[pick])
+        room[target] -= freed[pick]
+        here = np.delete(here, pick)
+        has_moved = True
+    return has_moved
+
+
+def _groups(problem: Problem, units: Units, grouping: Grouping, group_of_op: I64, placement: Placement) -> _Groups:
+    num_groups, num_devices = grouping.num_groups, problem.num_devices
+    time_ns = np.zeros((num_groups, num_devices), np.int64)
+    np.add.at(time_ns, group_of_op, np.maximum(problem.op_time_ns, 0))
+    group_of_unit = np.empty(units.num_units, np.int64)
+    group_of_unit[units.index] = group_of_op
+    device = np.empty(num_groups, np.int64)
+    device[group_of_op] = placement
+    first, second = group_of_unit[units.first], group_of_unit[units.second]
+    apart = first != second
+    sources = np.concatenate((first[apart], second[apart]))
+    targets = np.concatenate((second[apart], first[apart]))
+    weights = np.tile(units.transfer_ns[apart].astype(np.float64), 2)
+    order = np.argsort(sources, kind="stable")
+    link_ns = np.zeros((num_groups, num_devices))
+    np.add.at(link_ns, (sources, device[targets]), weights)
+    offsets = np.concatenate(([0], np.cumsum(np.bincount(sources, minlength=num_groups))))
+    return _Groups(time_ns, grouping.allowed.copy(), device, link_ns, offsets, targets[order], weights[order])
+
+
+def held_bytes(simulation: Simulation, device: int) -> I64:
+    """[N] what each op holds of `device`'s memory when its use is highest: its resident bytes, its tensors, and of
+    copies from elsewhere those that it is the last to consume. They sum to the peak."""
+    problem = simulation.problem
+    graph, placement, finish_ns = problem.graph, simulation.placement, simulation.op_finish_ns
+    owner = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors))
+    devices = placement[graph.producers]
+
+    # when each owner is freed on its producer's device
+    freed_ns = finish_ns[graph.producers]
+    is_local = placement[graph.consumers] == devices[graph.edge_tensors]
+    np.maximum.at(freed_ns, owner[graph.edge_tensors[is_local]], finish_ns[graph.consumers[is_local]])
+    np.maximum.at(freed_ns, owner[simulation.transfer_tensors], simulation.transfer_end_ns)
+    freed_ns[owner[graph.is_kept]] = _FOREVER
+    local = np.flatnonzero((devices == device) & (owner == np.arange(graph.num_tensors)) & ~graph.is_resident)
+
+    # copies on this device: the last consumer of each
+    received = np.flatnonzero(simulation.transfer_destinations == device)
+    last = np.full(graph.num_tensors, -1, np.int64)
+    edges = np.flatnonzero(~is_local & (placement[graph.consumers] == device))
+    edges = edges[np.argsort(finish_ns[graph.consumers[edges]], kind="stable")]
+    last[graph.edge_tensors[edges]] = graph.consumers[edges]
+    copies = simulation.transfer_tensors[received]
+
+    holder = np.concatenate((graph.producers[local], last[copies]))
+    size = graph.tensor_bytes[np.concatenate((local, copies))]
+    start_ns = np.concatenate((simulation.op_start_ns[graph.producers[local]], simulation.transfer_start_ns[received]))
+    end_ns = np.concatenate((freed_ns[local], finish_ns[last[copies]]))
+    moments = np.concatenate((end_ns, start_ns))  # frees first
+    change = np.concatenate((-size, size))
+    change[np.tile(start_ns == end_ns, 2)] = 0
+    order = np.argsort(moments, kind="stable")
+    held = np.where(placement == device, graph.resident_bytes, 0)
+    if len(order):
+        peak_ns = moments[order][np.argmax(np.cumsum(change[order]))]
+        alive = (start_ns <= peak_ns) & (peak_ns < end_ns)
+        np.add.at(held, holder[alive], size[alive])
+    return held

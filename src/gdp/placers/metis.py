@@ -1,0 +1,124 @@
+"""METIS: multilevel k-way graph partitioning (G. Karypis, V. Kumar, SIAM Journal on Scientific Computing 20, 1998), by PyMetis.
+
+Units are vertices, op times their weights, the times to transfer tensors the weights of edges. PyMetis takes one weight a vertex,
+so memory enters as a share of that weight, and by repair.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pymetis
+from scipy.optimize import linear_sum_assignment
+
+from gdp.graph import I64
+from gdp.grouping import Units
+from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets
+from gdp.problem import Placement, Problem
+
+_TOTAL_WEIGHT = 10**9  # of all vertices; METIS adds weights up in int64
+_IMBALANCES = (30, 100, 300, 1000)  # METIS' ufactor: a part may be heavier than its share by so many thousandths
+_WORK = 3_000_000  # vertices and edges partitioned in all, about 1 s
+_MEMORY_SHARES = (0.5, 0.8)
+
+
+def metis(problem: Problem, seed: int = 0) -> Placement | None:
+    """The best partition over numbers of parts, imbalances, both of METIS' algorithms and seeds, repaired if none fits."""
+    parts = _Partitioner(problem)
+    num_runs = max(_WORK // max(len(parts.units.index) + len(parts.graph.neighbours), 1), 2 * len(_IMBALANCES))
+    settings = [setting for setting, _ in zip(_settings(problem, seed), range(num_runs), strict=False)]
+    candidates = [parts.partition(*setting) for setting in settings]
+    if not any_fits(problem, candidates):
+        candidates += [
+            parts.partition(*setting, memory_share=share)
+            for setting in settings[: max(num_runs // 4, 2)]
+            for share in _MEMORY_SHARES
+        ]
+    return best_of(problem, candidates)
+
+
+def metis_blind(problem: Problem, seed: int = 0) -> Placement | None:
+    """METIS as the placement papers use it: one k-way partition with the default imbalance, blind to memory."""
+    everywhere = np.arange(problem.num_devices)
+    return _Partitioner(problem).partition(everywhere, _IMBALANCES[0], False, seed)
+
+
+def _settings(problem: Problem, seed: int) -> Iterator[tuple[I64, int, bool, int]]:
+    """Devices, imbalance, whether by recursive bisection, seed: without end, the most promising first."""
+    subsets = device_subsets(problem, smallest=min(2, problem.num_devices))
+    repeats = 1 if problem.num_devices == 1 else 64
+    for repeat in range(repeats):
+        for devices in subsets:
+            for imbalance in _IMBALANCES:
+                for recursive in (False, True):
+                    yield devices, imbalance, recursive, seed * repeats + repeat
+
+
+class _Csr(NamedTuple):
+    """An undirected graph as METIS takes it."""
+
+    offsets: I64  # [U + 1]
+    neighbours: I64  # [2P]
+    weights: I64  # [2P]
+
+
+class _Partitioner:
+    """The graph of a problem's units, ready for METIS."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.units = UnitArrays.of(problem)
+        pairs = Units.of(problem)
+        sources = np.concatenate((pairs.first, pairs.second))
+        order = np.argsort(sources, kind="stable")
+        scale = max(float(pairs.transfer_ns.sum()) / _TOTAL_WEIGHT, 1.0)
+        self.graph = _Csr(
+            offsets=np.concatenate(([0], np.cumsum(np.bincount(sources, minlength=pairs.num_units)))),
+            neighbours=np.concatenate((pairs.second, pairs.first))[order],
+            weights=np.tile(np.maximum(pairs.transfer_ns / scale, 1).astype(np.int64), 2)[order],
+        )
+
+    def partition(
+        self, devices: I64, imbalance: int, recursive: bool, seed: int, memory_share: float = 0.0
+    ) -> Placement:
+        """[N] one part for each of `devices`, as large as the device is fast."""
+        units = self.units
+        if len(devices) == 1 or units.num_units <= len(devices):
+            return units.place(devices[np.arange(units.num_units) % len(devices)])
+        held = units.resident_bytes + units.tensor_bytes
+        weights = (1 - memory_share) * _shares(units.mean_time_ns()) + memory_share * _shares(held)
+        work_ns = np.maximum(np.where(units.allowed, units.time_ns, 0).sum(axis=0)[devices], 1)
+        covered = units.mean_time_ns()[:, None] * units.allowed[:, devices]
+        speed = np.maximum(covered.sum(axis=0), 1) / work_ns  # relative, over the units that may go there
+        room = self.problem.memory_limit_bytes[devices].astype(np.float64)
+        target = (1 - memory_share) * _shares(speed) + memory_share * _shares(room)
+        options = pymetis.Options(ufactor=imbalance, seed=seed % 2**31)
+        found = pymetis.part_graph(
+            len(devices),
+            pymetis.CSRAdjacency(self.graph.offsets, self.graph.neighbours),
+            vweights=np.rint(weights * _TOTAL_WEIGHT).astype(np.int64),
+            eweights=self.graph.weights,
+            tpwgts=target.tolist(),
+            recursive=recursive,
+            options=options,
+        )
+        part_of_unit = np.asarray(found.vertex_part, np.int64)
+        return units.place(devices[self._assign(part_of_unit, devices)][part_of_unit])
+
+    def _assign(self, part_of_unit: I64, devices: I64) -> npt.NDArray[np.intp]:
+        """[parts] the position in `devices` of each part, so that parts go where their ops may run and run fast."""
+        cost = np.zeros((len(devices), len(devices)))
+        np.add.at(cost, part_of_unit, self.units.time_ns[:, devices])
+        misplaced = np.zeros_like(cost)
+        np.add.at(misplaced, part_of_unit, ~self.units.allowed[:, devices])
+        if (cost == cost[:, :1]).all() and not misplaced.any():
+            return np.arange(len(devices))
+        return np.asarray(linear_sum_assignment(cost + misplaced * max(float(cost.max()), 1.0))[1])
+
+
+def _shares(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Fractions that sum to 1; equal ones if all are 0."""
+    array = np.asarray(values, np.float64)
+    total = array.sum()
+    return array / total if total > 0 else np.full(len(array), 1 / max(len(array), 1))
