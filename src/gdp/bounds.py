@@ -26,6 +26,8 @@ weights y >= 0 of the devices that sum to 1, the sum over ops of min over device
 load of the most loaded device. Weights are found in floating point and rounded to integers: the bound itself is exact.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from scipy.optimize import linprog
@@ -36,11 +38,19 @@ from gdp.problem import Problem
 
 _NEVER = 2**61  # an op that cannot run there, a transfer without a route; sums of two such times still fit in int64
 _MAX_TAKEN = 64  # ops taken before each op; 256 raise no bound of a built-in workload by more than 0.1 %
-_TAKEN_BUDGET = 2**21  # ops taken in all, fewer for each op of a large problem: 50k ops on 8 unequal devices take 0.7 s
+_TAKEN_BUDGET = 2**21  # ops taken in all, fewer for each op of a large problem: 46k ops on 8 unequal devices take 0.7 s
 _DELAYED_BUDGET = 2**16  # calls of `_delayed` in all
 _WEIGHT_SCALE = 2**20  # sum of integer weights unless times are long: rounding costs less than 1e-5 of the bound
-_WEIGHT_ROUNDS = 60  # cutting planes; convergence within 1e-6 takes about 5 for each class of devices
+_WEIGHT_ROUNDS = 60  # cutting planes; 20k ops with random times on 8 devices: 200 add 0.006 % to the bound
 _INTERVAL_ROUNDS = 3  # alternations between the best interval and the best weights for its ops
+
+
+class Edges(NamedTuple):
+    """The predecessors of each op v are predecessors[offsets[v]:offsets[v + 1]]."""
+
+    offsets: I64  # [N + 1]
+    predecessors: I64  # [E]
+    transfer_ns: I64  # [E, C, C] from the predecessor's end on one class until all that v consumes is on another device
 
 
 def lower_bound(problem: Problem) -> int:
@@ -61,20 +71,28 @@ def _classes(op_time_ns: I64) -> tuple[I64, I64, I64]:
 
 def _heads_and_tails(problem: Problem, times: I64, device_class: I64, num_classes: int) -> tuple[I64, I64]:
     """([N, C] heads, [N, C] tails) of each op on each class; _NEVER where it cannot run."""
-    num_ops = problem.num_ops
-    sources, targets, transfer = _transfers(problem, device_class, num_classes)
     max_taken = min(_MAX_TAKEN, 1 + _TAKEN_BUDGET // times.size)
     max_delayed = 1 + _DELAYED_BUDGET // times.size
-    by_target = np.argsort(targets, kind="stable")
-    heads = _heads(times, _offsets(targets, num_ops), sources[by_target], transfer[by_target], max_taken, max_delayed)
-    last = num_ops - 1  # reversed, op v is op `last - v`
-    by_source = np.argsort(-sources, kind="stable")
-    reversed_transfer = np.ascontiguousarray(transfer[by_source].transpose(0, 2, 1))
-    reversed_offsets = _offsets(last - sources, num_ops)
-    tails = _heads(
-        times[::-1].copy(), reversed_offsets, last - targets[by_source], reversed_transfer, max_taken, max_delayed
+    forward, backward = edges(problem, device_class, num_classes)
+    heads = earliest_starts(times, *forward, max_taken, max_delayed)
+    tails = earliest_starts(times[::-1].copy(), *backward, max_taken, max_delayed)[::-1]
+    return heads, tails
+
+
+def edges(problem: Problem, device_class: I64, num_classes: int) -> tuple[Edges, Edges]:
+    """The edges of the graph, and those of the reversed graph, where op v is op N - 1 - v."""
+    num_ops = problem.num_ops
+    sources, targets, transfer = _transfers(problem, device_class, num_classes)
+    by_target, by_source = np.argsort(targets, kind="stable"), np.argsort(-sources, kind="stable")
+    last = num_ops - 1
+    return (
+        Edges(_offsets(targets, num_ops), sources[by_target], transfer[by_target]),
+        Edges(
+            _offsets(last - sources, num_ops),
+            last - targets[by_source],
+            np.ascontiguousarray(transfer[by_source].transpose(0, 2, 1)),
+        ),
     )
-    return heads, tails[::-1]
 
 
 def _offsets(ops: I64, num_ops: int) -> I64:
@@ -108,7 +126,7 @@ def _transfers(problem: Problem, device_class: I64, num_classes: int) -> tuple[I
 
 
 @njit(cache=True)
-def _heads(times, offsets, predecessors, transfer, max_taken, max_delayed):  # type: ignore[no-untyped-def]
+def earliest_starts(times, offsets, predecessors, transfer, max_taken, max_delayed):  # type: ignore[no-untyped-def]
     """[N, C] heads; predecessors of op v, and their rows of `transfer`, are those from offsets[v] to offsets[v + 1]."""
     num_ops, num_classes = times.shape
     heads = np.full((num_ops, num_classes), _NEVER)
@@ -127,17 +145,18 @@ def _heads(times, offsets, predecessors, transfer, max_taken, max_delayed):  # t
                 continue
             turn += 1
             num_candidates, num_taken, num_delayed = 0, 0, 0
-            path, serial, head = np.int64(0), np.int64(0), np.int64(_NEVER)
-            op, path_below = v, np.int64(0)
+            path, serial, head = 0, 0, _NEVER
+            op, path_below = v, 0
             while True:
                 for edge in range(offsets[op], offsets[op + 1]):
                     before = predecessors[edge]
                     if state[before] == 2 * turn + 1:
                         continue
                     arrival = _arrival(heads, times, transfer, edge, before, here)
-                    if op == v:
-                        at_home = heads[before, here] + times[before, here] if times[before, here] >= 0 else _NEVER
-                        path = max(path, min(at_home, arrival))
+                    if op == v and times[before, here] >= 0:
+                        path = max(path, min(heads[before, here] + times[before, here], arrival))
+                    elif op == v:
+                        path = max(path, arrival)
                     if state[before] != 2 * turn:
                         state[before] = 2 * turn
                         reach[before], below[before] = 0, 0
@@ -181,7 +200,7 @@ def _heads(times, offsets, predecessors, transfer, max_taken, max_delayed):  # t
                     at -= 1
                 by_head[at] = op
                 num_taken += 1
-                total, serial = np.int64(0), np.int64(0)
+                total, serial = 0, 0
                 for index in range(num_taken):
                     total += times[by_head[index], here]
                     serial = max(serial, heads[by_head[index], here] + total)
@@ -214,7 +233,7 @@ def _delayed(away, taken, here, heads, times, offsets, predecessors, transfer): 
                 starts[index] = max(starts[index], _arrival(heads, times, transfer, edge, before, here))
             elif at < index and ops[at] == before:
                 starts[index] = max(starts[index], starts[at] + times[before, here])
-    finish = np.int64(0)
+    finish = 0
     for index in np.argsort(starts):
         finish = max(finish, starts[index]) + times[ops[index], here]
     return finish
@@ -229,11 +248,11 @@ def _interval_bound(times: I64, multiplicity: I64, heads: I64, tails: I64) -> in
     members = np.arange(len(times))
     best = 0
     for _ in range(1 if len(multiplicity) == 1 else _INTERVAL_ROUNDS):
-        weights = _device_weights(times[members], multiplicity, scale)
+        weights = device_weights(times[members], multiplicity, scale)
         total = int(weights @ multiplicity)
         if not 0 < total <= scale:
             break
-        value, head, tail = _best_interval(_weighted_work(times, weights), heads, tails, by_head, by_tail, total)
+        value, head, tail = best_interval(weighted_work(times, weights), heads, tails, by_head, by_tail, total)
         bound = -(-int(value) // total)
         if bound <= best:
             break
@@ -242,7 +261,7 @@ def _interval_bound(times: I64, multiplicity: I64, heads: I64, tails: I64) -> in
     return best
 
 
-def _device_weights(times: I64, multiplicity: I64, scale: int) -> I64:
+def device_weights(times: I64, multiplicity: I64, scale: int) -> I64:
     """[C] integer weights, at most `scale` in all over the devices, that nearly maximise the work of `times` [N, C].
 
     J. E. Kelley, "The cutting-plane method for solving convex programs", SIAM Journal 8(4), 1960: each round adds the
@@ -286,7 +305,7 @@ def _loads(times, weights):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _weighted_work(times, weights):  # type: ignore[no-untyped-def]
+def weighted_work(times, weights):  # type: ignore[no-untyped-def]
     """[N] the least weighted time of each op."""
     work = np.full(len(times), np.iinfo(np.int64).max)
     for op in range(len(times)):
@@ -297,7 +316,7 @@ def _weighted_work(times, weights):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _best_interval(work, heads, tails, by_head, by_tail, scale):  # type: ignore[no-untyped-def]
+def best_interval(work, heads, tails, by_head, by_tail, scale):  # type: ignore[no-untyped-def]
     """(the largest scale * (a + b) + work of the ops with head >= a and tail >= b, a, b), over all a and b.
 
     Ops enter by falling head; a tree over the ops by tail holds, for each b, the value without a: an op adds its work
@@ -316,7 +335,7 @@ def _best_interval(work, heads, tails, by_head, by_tail, scale):  # type: ignore
         highest[size + at] = scale * tails[by_tail[at]] - inactive
     for node in range(size - 1, 0, -1):
         highest[node] = max(highest[2 * node], highest[2 * node + 1])
-    best, best_head, best_op = np.int64(0), np.int64(0), by_tail[0]
+    best, best_head, best_op = 0, 0, by_tail[0]
     for at in range(num_ops):
         op = by_head[at]
         if work[op] > 0:

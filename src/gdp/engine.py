@@ -29,7 +29,7 @@ COMPLETED, STOPPED, DEADLOCK, OUT_OF_MEMORY = 0, 1, 2, 3
 NEVER = np.iinfo(np.int64).max
 
 _TRANSFER_START, _TRANSFER_END = 0, 1
-PINNED = 1 << 40  # a number of uses that is never used up
+PINNED = 1 << 30  # a number of uses that is never used up
 
 
 class Arrays(NamedTuple):
@@ -56,12 +56,30 @@ class MemoryArrays(NamedTuple):
     alloc_bytes: Any  # int64 [N] allocated on its device when the op starts
     owner: Any  # uint32 [T] the tensor that owns the memory: itself, or the base of a view
     owned_bytes: Any  # int64 [T] given back when the owner is freed; 0 for views and resident tensors
-    first_uses: Any  # int64 [T] PINNED where the owner or one of its views is `keep`, else 0
+    first_uses: Any  # int32 [T] PINNED where the owner or one of its views is `keep`, else 0
     copy_bytes: Any  # int64 [T] bytes of a copy on another device
     producers: Any  # uint32 [T]
     input_offsets: Any  # uint32 [N + 1]
     inputs: Any  # uint32 [E] the tensors that an op consumes
     input_producers: Any  # uint32 [E] and their producers
+
+
+class Transfers(NamedTuple):
+    """Transfers under way, in queues. R = D * D routes; queue r < R is route r's.
+
+    Transfers of one route start, end and arrive in the order of their requests, so only the first of each route is in the
+    heap. A route without channels has no such order: its transfer number i is alone in queue R + i.
+    """
+
+    copy: Any  # int64 [E] tensor * D + destination
+    start_ns: Any  # int64 [E]
+    end_ns: Any  # int64 [E] end of occupancy
+    arrival_ns: Any  # int64 [E]
+    following: Any  # int32 [E] next transfer of the queue or -1
+    last: Any  # int32 [R] last transfer of each route's queue
+    num_waiting: Any  # int32 [R] transfers of each route that have not arrived
+    heap_ns: Any  # int64 [R + E] arrival of the first transfer of each queue
+    heap_item: Any  # int64 [R + E] that transfer
 
 
 class Scratch(NamedTuple):
@@ -76,8 +94,7 @@ class Scratch(NamedTuple):
     remaining_ns: Any  # int64 [D] work not yet started
     next_in_order: Any  # int64 [D] position in the order that is replayed
     channel_free_ns: Any  # int64 [C]
-    heap_ns: Any  # int64 [E + 1] arrivals under way
-    heap_item: Any  # int64 [E + 1] tensor * D + destination
+    transfers: Transfers
 
 
 class Memory(NamedTuple):
@@ -86,9 +103,11 @@ class Memory(NamedTuple):
     limit_bytes: Any  # int64 [D]
     usage_bytes: Any  # int64 [D]
     peak_bytes: Any  # int64 [D]
-    uses: Any  # int64 [T, D] what still holds an owner on its producer's device, or a copy on another
-    heap_ns: Any  # int64 [2E + 1] transfers' starts and ends that lie ahead
-    heap_item: Any  # int64 [2E + 1] (tensor * D + destination) * 2 + which
+    uses: Any  # int32 [T] what still holds an owner on its producer's device
+    copy_uses: Any  # int32 [T, D] consumers that still hold a copy; apart from `uses`, since most tensors have none
+    num_unstarted: Any  # int32 [R] transfers of each route whose memory is still to be taken
+    heap_ns: Any  # int64 [R + 2E] next start of each queue, and ends of the transfers that have started
+    heap_item: Any  # int64 [R + 2E] transfer * 2 + which
 
 
 class Record(NamedTuple):
@@ -170,10 +189,7 @@ def _push(heap_ns, heap_item, size, time_ns, item):
 
 
 @njit(cache=True, inline="always")
-def _drop_top(heap_ns, heap_item, size):
-    size -= 1
-    time_ns = heap_ns[size]
-    item = heap_item[size]
+def _replace_top(heap_ns, heap_item, size, time_ns, item):
     at = 0
     while True:
         child = 2 * at + 1
@@ -188,44 +204,55 @@ def _drop_top(heap_ns, heap_item, size):
         at = child
     heap_ns[at] = time_ns
     heap_item[at] = item
-    return size
 
 
 @njit(cache=True, inline="always")
 def _apply_transfer_events(
-    now, placement, owner, owned_bytes, copy_bytes, producers, uses, usage_bytes, heap_ns, heap_item, size
-):
+    now, placement, owner, owned_bytes, copy_bytes, producers, uses, usage_bytes,
+    copy, start_ns, end_ns, following, num_unstarted, heap_ns, heap_item, size,
+):  # fmt: skip
     """Apply every start and end of a transfer at `now`; the new size of the heap."""
-    num_devices = uses.shape[1]
+    num_devices = len(usage_bytes)
     while size > 0 and heap_ns[0] == now:
-        item = heap_item[0]
-        size = _drop_top(heap_ns, heap_item, size)
-        tensor = (item >> 1) // num_devices
-        if item & 1 == _TRANSFER_START:
-            usage_bytes[(item >> 1) - tensor * num_devices] += copy_bytes[tensor]
+        transfer = heap_item[0] >> 1
+        tensor = copy[transfer] // num_devices
+        if heap_item[0] & 1 == _TRANSFER_START:
+            device = copy[transfer] - tensor * num_devices
+            usage_bytes[device] += copy_bytes[tensor]
+            _replace_top(heap_ns, heap_item, size, end_ns[transfer], transfer * 2 + _TRANSFER_END)
+            route = np.int64(placement[producers[tensor]]) * num_devices + device
+            num_unstarted[route] -= 1
+            after = following[transfer]
+            if num_unstarted[route] > 0 and after >= 0:
+                size = _push(heap_ns, heap_item, size, start_ns[after], np.int64(after) * 2 + _TRANSFER_START)
         else:
+            size -= 1
+            _replace_top(heap_ns, heap_item, size, heap_ns[size], heap_item[size])
             base = owner[tensor]
-            device = placement[producers[tensor]]
-            uses[base, device] -= 1
-            if uses[base, device] == 0:
-                usage_bytes[device] -= owned_bytes[base]
+            uses[base] -= 1
+            if uses[base] == 0:
+                usage_bytes[placement[producers[tensor]]] -= owned_bytes[base]
     return size
 
 
 @njit(cache=True, nogil=True)
 def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order):
-    """(status, step_time_ns) of `placement` uint8 [N] under `op_time_ns` int64 [N, D] (-1 is never read: placements are
-    checked before); `memory`, `record`, `order` may each be None.
+    """(status, step_time_ns) of `placement` uint8 [N]; `memory`, `record`, `order` may each be None.
+
+    `op_time_ns` is int64 [N, D], or [N, 1] where all devices are alike: a large graph's table then stays in the cache. Its
+    -1 are never read: placements are checked before.
 
     The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED or OUT_OF_MEMORY.
     """
     num_inputs, sources, tensor_offsets, consumer_offsets, consumers, occupancy_ns = arrays[:6]
     route_rate, latency_ns, route_offsets, route_channels, tail_ns, memory_arrays = arrays[6:]
     missing, bits0, bits1, bits2, running, until_ns, remaining_ns, next_in_order = scratch[:8]
-    channel_free_ns, heap_ns, heap_item = scratch[8:]
+    channel_free_ns = scratch[8]
+    copy, transfer_start_ns, transfer_end_ns, arrival_ns, following, last, num_waiting, heap_ns, heap_item = scratch[9]
     resident_bytes, alloc_bytes, owner, owned_bytes, first_uses, copy_bytes = memory_arrays[:6]
     producers, input_offsets, inputs, input_producers = memory_arrays[6:]
-    num_ops, num_devices = op_time_ns.shape
+    num_ops, num_devices = len(op_time_ns), len(latency_ns)
+    devices_differ = op_time_ns.shape[1] > 1
     zero, one = np.uint64(0), np.uint64(1)
     heap_size = 0
     memory_size = 0
@@ -240,9 +267,10 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
     remaining_ns[:] = 0
     next_in_order[:] = 0
     channel_free_ns[:] = 0
+    num_waiting[:] = 0
     for op in range(num_ops):
         missing[op] = num_inputs[op]
-        remaining_ns[placement[op]] += op_time_ns[op, placement[op]]
+        remaining_ns[placement[op]] += op_time_ns[op, placement[op] if devices_differ else 0]
     if order is None:
         for op in sources:
             _add_ready(bits0, bits1, bits2, placement[op], rank[op])
@@ -250,14 +278,16 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
         if remaining_ns[device] >= stop_ns:
             return STOPPED, remaining_ns[device]
     if memory is not None:
-        limit_bytes, usage_bytes, peak_bytes, uses, memory_heap_ns, memory_heap_item = memory
+        limit_bytes, usage_bytes, peak_bytes, uses, copy_uses, num_unstarted, memory_heap_ns, memory_heap_item = memory
         usage_bytes[:] = 0
         peak_bytes[:] = 0
+        num_unstarted[:] = 0
         for op in range(num_ops):
             usage_bytes[placement[op]] += resident_bytes[op]
 
     now = 0
-    candidates = (one << np.uint64(num_devices)) - one if num_devices < 64 else ~zero
+    grown = ~zero >> np.uint64(64 - num_devices)  # devices whose memory may have grown since it was last sampled
+    candidates = grown  # devices that may be able to start an op
     while True:
         # idle devices in ascending order each start one op (section 3, rule 4)
         started_zero = False
@@ -277,7 +307,7 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
                     continue
                 op = order.ops[at]
                 next_in_order[device] += 1
-            duration = op_time_ns[op, device]
+            duration = op_time_ns[op, device if devices_differ else zero]
             if now + tail_ns[op] >= stop_ns or now + remaining_ns[device] >= stop_ns:
                 return STOPPED, max(now + tail_ns[op], now + remaining_ns[device])
             remaining_ns[device] -= duration
@@ -287,6 +317,7 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
                 started_zero = True
             if memory is not None:
                 usage_bytes[device] += alloc_bytes[op]
+                grown |= one << device
             if record is not None:
                 record.start_ns[op] = now
                 record.finish_ns[op] = now + duration
@@ -300,26 +331,28 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
             if memory is not None:
                 # memory moves at transfers' starts and ends too, which need be no event of rule 4
                 while True:
-                    for device in range(num_devices):
+                    while grown != zero:
+                        device = _trailing_zeros(grown)
+                        grown &= grown - one
                         if usage_bytes[device] > peak_bytes[device]:
                             peak_bytes[device] = usage_bytes[device]
                             if peak_bytes[device] > limit_bytes[device]:
                                 return OUT_OF_MEMORY, now
-                    if memory_size == 0 or memory_heap_ns[0] >= upcoming:
+                    if memory_size == 0 or memory_heap_ns[0] > upcoming:
                         break
+                    instant = memory_heap_ns[0]
                     memory_size = _apply_transfer_events(
-                        memory_heap_ns[0], placement, owner, owned_bytes, copy_bytes, producers,
-                        uses, usage_bytes, memory_heap_ns, memory_heap_item, memory_size,
+                        instant, placement, owner, owned_bytes, copy_bytes, producers, uses, usage_bytes,
+                        copy, transfer_start_ns, transfer_end_ns, following, num_unstarted,
+                        memory_heap_ns, memory_heap_item, memory_size,
                     )  # fmt: skip
+                    grown = ~zero >> np.uint64(64 - num_devices)
+                    if instant == upcoming:
+                        break  # the peak at that instant is known when its completions and starts are done
             if upcoming == NEVER:
                 break
             now = upcoming
             latest = now
-            if memory is not None:
-                memory_size = _apply_transfer_events(
-                    now, placement, owner, owned_bytes, copy_bytes, producers,
-                    uses, usage_bytes, memory_heap_ns, memory_heap_item, memory_size,
-                )  # fmt: skip
 
         # completions at `now`, ascending op number, each with its transfer requests
         while True:
@@ -337,18 +370,20 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
                     tensor = inputs[index]
                     if placement[input_producers[index]] == source:
                         tensor = owner[tensor]
-                        freed = owned_bytes[tensor]
+                        left = uses[tensor] - 1
+                        uses[tensor] = left
+                        if left == 0:
+                            usage_bytes[source] -= owned_bytes[tensor]
                     else:
-                        freed = copy_bytes[tensor]
-                    left = uses[tensor, source] - 1
-                    uses[tensor, source] = left
-                    if left == 0:
-                        usage_bytes[source] -= freed
+                        left = copy_uses[tensor, source] - 1
+                        copy_uses[tensor, source] = left
+                        if left == 0:
+                            usage_bytes[source] -= copy_bytes[tensor]
             first_tensor = tensor_offsets[op]
             end_tensor = tensor_offsets[op + one]
             if memory is not None:
                 for tensor in range(first_tensor, end_tensor):
-                    uses[tensor, source] = first_uses[tensor]
+                    uses[tensor] = first_uses[tensor]
             destinations = zero
             for tensor in range(first_tensor, end_tensor):
                 num_here = 0
@@ -364,7 +399,7 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
                     else:
                         destinations |= one << np.uint64(device)
                 if memory is not None:
-                    uses[owner[tensor], source] += num_here
+                    uses[owner[tensor]] += num_here
             while destinations != zero:
                 device = _trailing_zeros(destinations)
                 destinations &= destinations - one
@@ -384,40 +419,57 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
                     end = start + occupancy_ns[tensor, route_rate[source, device]]
                     for index in range(route_offsets[route], route_offsets[route + one]):
                         channel_free_ns[route_channels[index]] = end
-                    arrival = end + latency_ns[source, device]
-                    copy = np.int64(tensor) * num_devices + np.int64(device)
-                    heap_size = _push(heap_ns, heap_item, heap_size, arrival, copy)
-                    if record is not None:
-                        record.transfers[num_transfers, 0] = tensor
-                        record.transfers[num_transfers, 1] = device
-                        record.transfers[num_transfers, 2] = start
-                        record.transfers[num_transfers, 3] = end
-                        record.transfers[num_transfers, 4] = arrival
+                    transfer = num_transfers
                     num_transfers += 1
+                    copy[transfer] = np.int64(tensor) * num_devices + np.int64(device)
+                    transfer_start_ns[transfer] = start
+                    transfer_end_ns[transfer] = end
+                    arrival_ns[transfer] = end + latency_ns[source, device]
+                    following[transfer] = -1
+                    is_ordered = route_offsets[route] < route_offsets[route + one]
+                    if is_ordered and num_waiting[route] > 0:
+                        following[last[route]] = transfer
+                    else:
+                        heap_size = _push(heap_ns, heap_item, heap_size, arrival_ns[transfer], transfer)
+                    if is_ordered:
+                        num_waiting[route] += 1
+                        last[route] = transfer
                     if memory is not None:
-                        uses[tensor, device] = num_there
+                        copy_uses[tensor, device] = num_there
+                        if end > now:
+                            uses[owner[tensor]] += 1
                         if start == now:
                             usage_bytes[device] += copy_bytes[tensor]
+                            grown |= one << device
+                            if end > now:
+                                memory_size = _push(
+                                    memory_heap_ns, memory_heap_item, memory_size, end, transfer * 2 + _TRANSFER_END
+                                )
                         else:
-                            memory_size = _push(
-                                memory_heap_ns, memory_heap_item, memory_size, start, copy * 2 + _TRANSFER_START
-                            )
-                        if end > now:
-                            uses[owner[tensor], source] += 1
-                            memory_size = _push(
-                                memory_heap_ns, memory_heap_item, memory_size, end, copy * 2 + _TRANSFER_END
-                            )
+                            num_unstarted[route] += 1
+                            if num_unstarted[route] == 1:
+                                memory_size = _push(
+                                    memory_heap_ns, memory_heap_item, memory_size, start, transfer * 2 + _TRANSFER_START
+                                )
             if memory is not None:
                 for tensor in range(first_tensor, end_tensor):
-                    if uses[tensor, source] == 0:
+                    if uses[tensor] == 0:
                         usage_bytes[source] -= owned_bytes[tensor]  # 0 for views: their uses are their owner's
 
         # arrivals at `now`
         while heap_size > 0 and heap_ns[0] == now:
-            item = heap_item[0]
-            heap_size = _drop_top(heap_ns, heap_item, heap_size)
-            tensor = np.uint64(item // num_devices)
-            device = np.uint64(item % num_devices)
+            transfer = heap_item[0]
+            tensor = np.uint64(copy[transfer] // num_devices)
+            device = np.uint64(copy[transfer] % num_devices)
+            after = following[transfer]
+            if after >= 0:
+                _replace_top(heap_ns, heap_item, heap_size, arrival_ns[after], np.int64(after))
+            else:
+                heap_size -= 1
+                _replace_top(heap_ns, heap_item, heap_size, heap_ns[heap_size], heap_item[heap_size])
+            route = np.uint64(placement[producers[tensor]]) * np.uint64(num_devices) + device
+            if route_offsets[route] < route_offsets[route + one]:
+                num_waiting[route] -= 1
             candidates |= one << device
             for index in range(consumer_offsets[tensor], consumer_offsets[tensor + one]):
                 consumer = consumers[index]
@@ -428,6 +480,12 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
                         _add_ready(bits0, bits1, bits2, device, rank[consumer])
 
     if record is not None:
+        for transfer in range(num_transfers):
+            record.transfers[transfer, 0] = copy[transfer] // num_devices
+            record.transfers[transfer, 1] = copy[transfer] % num_devices
+            record.transfers[transfer, 2] = transfer_start_ns[transfer]
+            record.transfers[transfer, 3] = transfer_end_ns[transfer]
+            record.transfers[transfer, 4] = arrival_ns[transfer]
         record.counts[0] = num_started
         record.counts[1] = num_transfers
     if num_started < num_ops:

@@ -62,6 +62,7 @@ class Grouping:
 
     offsets: I64  # [G + 1] group g moves members[offsets[g]:offsets[g + 1]]
     members: I64  # [N]
+    group_of_op: I64  # [N]
     allowed: Bool  # [G, D]
     neighbour_offsets: I64  # [G + 1]
     neighbours: I64  # groups that share tensors with each group
@@ -140,6 +141,7 @@ def _grouping(units: Units, group_of_unit: I64) -> Grouping:
     keys = np.unique(np.concatenate((low[apart] * num_groups + high[apart], high[apart] * num_groups + low[apart])))
     return Grouping(
         offsets=_offsets(np.bincount(group_of_op, minlength=num_groups)),
+        group_of_op=group_of_op,
         members=np.argsort(group_of_op, kind="stable"),
         allowed=allowed,
         neighbour_offsets=_offsets(np.bincount(keys // num_groups, minlength=num_groups)),

@@ -105,6 +105,12 @@ class Problem:
         return np.where(self.op_time_ns >= 0, self.op_time_ns, np.iinfo(np.int64).max).min(axis=1)
 
     @cached_property
+    def time_table_ns(self) -> I64:
+        """[N, D] `op_time_ns` as the engine takes it: one column [N, 1] where all devices are alike."""
+        times = self.op_time_ns
+        return np.ascontiguousarray(times[:, :1]) if (times == times[:, :1]).all() else times
+
+    @cached_property
     def group_index(self) -> I64:
         """[N] units that move as one, numbered from 0 in the order of their first op: groups, and each other op for itself."""
         ids = np.where(self.graph.groups >= 0, self.graph.groups, -1 - np.arange(self.num_ops))
@@ -406,7 +412,7 @@ def _flatten(problem: Problem) -> engine.Arrays:
         alloc_bytes=alloc,
         owner=owner.astype(np.uint32),
         owned_bytes=owned,
-        first_uses=np.where(pinned, engine.PINNED, 0),
+        first_uses=np.where(pinned, engine.PINNED, 0).astype(np.int32),
         copy_bytes=sizes,
         producers=producers.astype(np.uint32),
         input_offsets=_offsets(num_inputs),

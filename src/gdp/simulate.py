@@ -70,8 +70,10 @@ class Workspace:
     """A thread's working memory for simulating placements of one problem."""
 
     def __init__(self, problem: Problem) -> None:
+        self._problem = problem
         num_ops, num_devices = problem.num_ops, problem.num_devices
         num_tensors, num_edges = problem.graph.num_tensors, len(problem.graph.consumers)
+        num_routes = num_devices * num_devices
         words = [num_ops]
         for _ in range(3):
             words.append((words[-1] + 63) // 64)
@@ -85,16 +87,38 @@ class Workspace:
             remaining_ns=np.zeros(num_devices, np.int64),
             next_in_order=np.zeros(num_devices, np.int64),
             channel_free_ns=np.zeros(len(problem.cluster.channels), np.int64),
-            heap_ns=np.zeros(num_edges + 1, np.int64),
-            heap_item=np.zeros(num_edges + 1, np.int64),
+            transfers=engine.Transfers(
+                copy=np.zeros(num_edges, np.int64),
+                start_ns=np.zeros(num_edges, np.int64),
+                end_ns=np.zeros(num_edges, np.int64),
+                arrival_ns=np.zeros(num_edges, np.int64),
+                following=np.zeros(num_edges, np.int32),
+                last=np.zeros(num_routes, np.int32),
+                num_waiting=np.zeros(num_routes, np.int32),
+                heap_ns=np.zeros(num_routes + num_edges, np.int64),
+                heap_item=np.zeros(num_routes + num_edges, np.int64),
+            ),
         )
         self.memory = engine.Memory(
             limit_bytes=np.full(num_devices, NEVER),
             usage_bytes=np.zeros(num_devices, np.int64),
             peak_bytes=np.zeros(num_devices, np.int64),
-            uses=np.zeros((num_tensors, num_devices), np.int64),
-            heap_ns=np.zeros(2 * num_edges + 1, np.int64),
-            heap_item=np.zeros(2 * num_edges + 1, np.int64),
+            uses=np.zeros(num_tensors, np.int32),
+            copy_uses=np.zeros((num_tensors, num_devices), np.int32),
+            num_unstarted=np.zeros(num_routes, np.int32),
+            heap_ns=np.zeros(num_routes + 2 * num_edges, np.int64),
+            heap_item=np.zeros(num_routes + 2 * num_edges, np.int64),
+        )
+
+    def new_record(self) -> engine.Record:
+        """Room for what a recorded run writes."""
+        num_ops, num_edges = self._problem.num_ops, len(self._problem.graph.consumers)
+        return engine.Record(
+            start_ns=np.zeros(num_ops, np.int64),
+            finish_ns=np.zeros(num_ops, np.int64),
+            started=np.zeros(num_ops, np.int32),
+            transfers=np.zeros((num_edges, 5), np.int64),
+            counts=np.zeros(2, np.int64),
         )
 
 
@@ -120,19 +144,13 @@ def simulate(
     list each device's ops once.
     """
     devices = problem.check_placement(placement)
-    num_ops, num_devices, num_edges = problem.num_ops, problem.num_devices, len(problem.graph.consumers)
+    num_devices = problem.num_devices
     rank, op_of_rank = ranks_of(problem.b_level_ns if priority is None else priority)
-    record = engine.Record(
-        start_ns=np.zeros(num_ops, np.int64),
-        finish_ns=np.zeros(num_ops, np.int64),
-        started=np.zeros(num_ops, np.int32),
-        transfers=np.zeros((num_edges, 5), np.int64),
-        counts=np.zeros(2, np.int64),
-    )
     workspace = Workspace(problem)
+    record = workspace.new_record()
     fixed = None if order is None else _flat_order(order, devices, num_devices)
     status, step_time_ns = engine.run(
-        problem.arrays, problem.op_time_ns, devices, rank, op_of_rank, NEVER, workspace.scratch, workspace.memory, record, fixed
+        problem.arrays, problem.time_table_ns, devices, rank, op_of_rank, NEVER, workspace.scratch, workspace.memory, record, fixed
     )
     if status == engine.DEADLOCK:
         stuck = _stuck_op(order or (), record.started[: record.counts[0]])
@@ -184,7 +202,7 @@ def evaluate_many(
 
     def work(share: npt.NDArray[np.intp], workspace: Workspace) -> None:
         _run_batch(
-            problem.arrays, problem.op_time_ns, batch, share, rank, op_of_rank, stop_ns, workspace.scratch, workspace.memory, times, peaks
+            problem.arrays, problem.time_table_ns, batch, share, rank, op_of_rank, stop_ns, workspace.scratch, workspace.memory, times, peaks
         )
 
     if num_threads == 1:

@@ -1,7 +1,7 @@
 """From records to a Graph and its Program: numbers, names, wholes and parts, groups, write-after-read tensors."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from gdp.capture.program import Layout, Program, Ref, Source, part_layout
 from gdp.capture.torch_dispatch import Record, Recorder
@@ -94,7 +94,7 @@ class _Tensors:
 
     def keep(self, ref: Ref) -> None:
         """Have a tensor for this that is never freed."""
-        (part,) = self._parts(ref.value, {ref.layout})
+        (part,) = self._parts(ref.value, [ref.layout])
         self.consumers[ref.value][part].update(())
         self.kept.add((ref.value, part))
 
@@ -130,15 +130,16 @@ class _Tensors:
             )
         return rows
 
-    def _parts(self, value: int, layouts: set[Layout | None]) -> set[Layout | None]:
+    def _parts(self, value: int, layouts: Iterable[Layout | None]) -> list[Layout | None]:
         """The tensors from which an op makes these views of a value: the whole, or parts that are smaller together."""
-        made, parts = self.values[value], set[Layout | None]()
+        made = self.values[value]
+        parts: dict[Layout | None, int] = {}  # in the order read, so that equal captures number tensors equally
         for layout in layouts:
             part = None if layout is None or layout.dtype != made.layout.dtype else part_layout(layout)
             if part is None:
-                return {None}
-            parts.add(part)
-        return parts if sum(_part_bytes(part) for part in parts if part is not None) < made.num_bytes else {None}
+                return [None]
+            parts[part] = _part_bytes(part)
+        return list(parts) if sum(parts.values()) < made.num_bytes else [None]
 
 
 def _part_bytes(part: Layout) -> int:

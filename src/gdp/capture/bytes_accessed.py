@@ -34,11 +34,7 @@ def bytes_accessed(
         # (table, indices, values): values as large as rows written; without values, an index for each element
         values = read[-1]
         rows = num_bytes(values) if len(read) > 2 else values.numel() * changed[0].element_size()
-        is_adding = (
-            "add" in name
-            or "reduce" in name
-            or (name.startswith(("index_put", "_index_put")) and tuple(args[3:4]) == (True,))
-        )
+        is_adding = "add" in name or "reduce" in name or ("index_put" in name and tuple(args[3:4]) == (True,))
         return bytes_read - bytes_changed + rows * (2 if is_adding else 1)
     if changed and (name in _OVERWRITERS or Tag.nondeterministic_seeded in func.tags):
         return bytes_read
@@ -46,7 +42,7 @@ def bytes_accessed(
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Bytes of distinct elements: what `expand` repeats counts once; windows that overlap count at most their memory."""
+    """Bytes of distinct elements: `expand` repeats none of them; overlapping windows are at most their memory."""
     count = tensor.numel()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride == 0 and size > 1:

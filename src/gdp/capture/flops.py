@@ -100,7 +100,7 @@ def _grouped_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor
 
 
 def _convolution(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """x, weight, bias, stride, padding, dilation, transposed, ...; weight [out, in / groups, ...], transposed [in, ...]."""
+    """x, weight, bias, ..., transposed at 6; weight [out, in / groups, ...] or, transposed, [in, ...]."""
     x, weight, bias, transposed = args[0], args[1], args[2], args[6]
     pixels = x if transposed else outputs[0]
     # each pixel of each channel meets one filter: weight.shape[1:] multiply-adds
@@ -148,6 +148,20 @@ def _scatter(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
 def _sort(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     numel = int(args[0].numel())
     return numel * max(1, math.ceil(math.log2(max(2, numel))))
+
+
+def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """x, dimensions: 5 n log2(n) of a complex transform of n elements, half if one side is real (FFTW's measure)."""
+    sides = (args[0], outputs[0])
+    longest = max(sides, key=Tensor.numel)
+    length = math.prod(longest.shape[dim] for dim in args[1])
+    flops = 5 * longest.numel() * math.ceil(math.log2(max(2, length)))
+    return int(flops) if all(side.is_complex() for side in sides) else int(flops) // 2
+
+
+def _embedding_bag(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """table, indices: one addition per element looked up."""
+    return int(args[1].numel() * args[0].shape[1])
 
 
 def _per_input(count: int, argument: int = 0) -> Formula:
@@ -208,6 +222,9 @@ def _constant_table() -> dict[str, Formula]:
         "avg_pool2d_backward": read(1), "avg_pool3d_backward": read(1), "_adaptive_avg_pool2d_backward": out(1),
         "max_pool2d_with_indices_backward": read(1), "max_pool3d_with_indices_backward": read(1),
         "dot": read(2), "vdot": read(2), "embedding_dense_backward": read(1),
+        "_embedding_bag_backward": out(1),
+        # square, sum, times g / norm; backward: times v, sum, v times that, subtract, scale
+        "_weight_norm_interface": read(3), "_weight_norm_interface_backward": read(5),
     }  # fmt: skip
     reductions = (
         "sum", "mean", "amax", "amin", "max", "min", "aminmax", "argmax", "argmin", "prod", "any", "all", "nansum",
@@ -230,13 +247,16 @@ _FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("scatter_add", "scatter_reduce", "index_add", "index_put", "_index_put_impl"), _scatter),
     "_cdist_forward": _pairwise_distance,
     **dict.fromkeys(("sort", "argsort"), _sort),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fourier),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
     **dict.fromkeys(("max_pool1d", "max_pool2d_with_indices", "max_pool3d_with_indices"), _pool),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
     **_constant_table(),
 }
 
 _POINTWISE = frozenset({
-    "hardtanh_backward", "elu_backward", "leaky_relu_backward", "hardswish_backward", "hardsigmoid_backward",
+    "masked_fill", "hardtanh_backward",
+    "elu_backward", "leaky_relu_backward", "hardswish_backward", "hardsigmoid_backward",
     "softplus_backward", "mish_backward", "log_sigmoid_forward", "log_sigmoid_backward", "_prelu_kernel",
     "_prelu_kernel_backward", "rrelu_with_noise", "rrelu_with_noise_backward", "softshrink_backward",
     "hardshrink_backward", "tril", "triu", "bernoulli", "uniform", "normal", "random", "exponential", "geometric",

@@ -24,15 +24,8 @@ class Optimizer:
 
 def _adam_calls(weight: Ref, gradient: Ref, state: list[Ref]) -> list[Call]:
     mean, square, count = state
-    options = {
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "weight_decay": 0.0,
-        "eps": 1e-8,
-        "amsgrad": False,
-        "maximize": False,
-    }
+    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+    options |= {"amsgrad": False, "maximize": False}
     return [
         Call(aten.add_.Tensor, (count, 1), {}, (-1,)),
         Call(aten._fused_adam_.default, ([weight], [gradient], [mean], [square], [], [count]), options, (-1,)),
@@ -47,7 +40,7 @@ def _sgd_calls(weight: Ref, gradient: Ref, state: list[Ref]) -> list[Call]:
 
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
     {
-        # mean: m + a (g - m) 3; square: b v + (1 - b) g g 4; sqrt, divide by correction, add eps 3; divide, scale, subtract 3
+        # mean m + a (g - m) 3; square b v + (1 - b) g g 4; root, over correction, plus eps 3; divide, scale, subtract 3
         "adam": Optimizer("aten._fused_adam_", num_moments=2, flops_per_element=13, passes=7, calls=_adam_calls),
         "sgd": Optimizer("aten._fused_sgd_", num_moments=0, flops_per_element=2, passes=3, calls=_sgd_calls),
     }

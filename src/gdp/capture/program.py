@@ -69,7 +69,7 @@ class Replay:
     state: Mapping[str, Tensor]  # parameters and buffers after the step
 
 
-_default_generator = threading.Lock()  # for operators that draw from PyTorch's global generator only
+_default_generator_lock = threading.Lock()  # for operators that draw from PyTorch's global generator only
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class Program:
         private: its device's optimizer state, by value; filled when first needed, then updated in place.
         device: where tensors created from nothing are to be; default: where they were at capture, on the CPU.
         """
-        memory = _Memory(self, {}, {})
+        memory = _Memory(self, device, {}, {})
         for tensor in self.inputs_of[op]:
             memory.add(tensor, inputs[tensor])
         for value in self.private.get(op, ()):
@@ -116,7 +116,7 @@ class Program:
             memory.values[value] = private[value]
         for call in self.calls[op]:
             with torch.set_grad_enabled(call.is_grad_enabled):
-                memory.run(call, device)
+                memory.run(call)
         return {tensor: memory.tensor(tensor) for tensor in self.outputs_of[op]}
 
     def bind(
@@ -170,15 +170,15 @@ class Program:
 
     def parts(self, op: int, content: Tensor) -> dict[int, Tensor]:
         """The tensors, by number, of the source `op`, whose memory is `content`."""
-        memory = _Memory(self, {self.tensor_values[self.sources[op].tensor]: content}, {})
+        memory = _Memory(self, None, {self.tensor_values[self.sources[op].tensor]: content}, {})
         return {tensor: memory.tensor(tensor) for tensor in self.outputs_of[op]}
 
     def results(self, held: Mapping[int, Tensor]) -> Replay:
-        """What a step gave, from all tensors by number (`bind`'s and `run`'s)."""
+        """What a step gave, from the tensors by number that `parts` and `run` made; more of them do no harm."""
         wholes = {
             value: held[tensor]
             for tensor, value in enumerate(self.tensor_values)
-            if value >= 0 and self.tensor_layouts[tensor] is None
+            if value >= 0 and self.tensor_layouts[tensor] is None and tensor in held
         }
 
         def read(ref: Ref) -> Tensor:
@@ -202,6 +202,7 @@ class _Memory:
     """What one op has at hand while it runs: whole values, and parts of values that it was given without the rest."""
 
     program: Program
+    device: torch.device | None
     values: dict[int, Tensor]
     parts: dict[int, list[tuple[Layout, Tensor]]]
 
@@ -216,25 +217,25 @@ class _Memory:
         value = self.program.tensor_values[tensor]
         return view_of(self.values[value], self.program.layouts[value], self.program.tensor_layouts[tensor])
 
-    def run(self, call: Call, device: torch.device | None) -> None:
+    def run(self, call: Call) -> None:
         args, kwargs = self._fill(call.args), {key: self._fill(value) for key, value in call.kwargs.items()}
-        if device is not None and "device" in kwargs:
-            kwargs["device"] = device
-        result = _seeded(call, args, kwargs, device) if call.seed >= 0 else call.func(*args, **kwargs)
+        if self.device is not None and "device" in kwargs:
+            kwargs["device"] = self.device
+        result = _seeded(call, args, kwargs, self.device) if call.seed >= 0 else call.func(*args, **kwargs)
         for old, new in call.writes:
             self.values[new] = self.values[old]
         for value, tensor in zip(call.outputs, leaves(result), strict=True):
             if value >= 0 and value not in self.values:
                 layout = self.program.layouts[value]
                 # kernels leave out what only a backward pass would read; nothing here reads it then
-                self.values[value] = empty(layout, device) if tensor is None else _as_recorded(tensor, layout)
+                self.values[value] = empty(layout, self.device) if tensor is None else _as_recorded(tensor, layout)
 
     def _fill(self, item: Any) -> Any:
         if type(item) is Ref:
             return self._read(item)
         if type(item) is tuple or type(item) is list:
             return type(item)([self._fill(part) for part in item])
-        return item
+        return item.to(self.device) if isinstance(item, Tensor) and self.device is not None else item
 
     def _read(self, ref: Ref) -> Tensor:
         whole = self.values.get(ref.value)
@@ -342,7 +343,7 @@ def _compact_strides(view: Layout, part: Layout) -> tuple[int, ...]:
 
 
 def _as_recorded(tensor: Tensor, layout: Layout) -> Tensor:
-    """`tensor` in the layout that the capture saw, since views are made from it; kernels on other devices may differ."""
+    """`tensor` in the layout that the capture saw, since views are made from it; other kernels may differ."""
     if tensor.stride() == layout.stride or tuple(tensor.shape) != layout.size:
         return tensor
     return empty(layout, tensor.device).copy_(tensor)
@@ -352,6 +353,8 @@ def _seeded(call: Call, args: Any, kwargs: dict[str, Any], device: torch.device 
     if any(argument.name == "generator" for argument in call.func._schema.arguments):
         kwargs["generator"] = torch.Generator(device or "cpu").manual_seed(call.seed)
         return call.func(*args, **kwargs)
-    with _default_generator, torch.random.fork_rng():
+    kind = "cuda" if device is None or device.type == "cpu" else device.type
+    others = [] if device is None or device.type == "cpu" else [device]
+    with _default_generator_lock, torch.random.fork_rng(others, device_type=kind):
         torch.manual_seed(call.seed)
         return call.func(*args, **kwargs)

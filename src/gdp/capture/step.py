@@ -78,10 +78,13 @@ def capture(
 
     Raises InputError if the model fails or takes decisions from tensors' content, or if nothing in it can be trained.
     """
-    with _isolated(FakeTensorMode()) as mode:
+    if isinstance(args, (Tensor, Mapping)):
+        raise InputError(f"{name}: args is a {type(args).__name__}; a tuple of the model's arguments is expected")
+    with _isolated():
+        mode = FakeTensorMode()
         with _explained(name):
-            pairs = _fake_copies(model, args, kwargs or {}, mode)
-        return _record(*pairs, mode, name, training, optimizer, loss)
+            step = _fake_copies(model, args, kwargs or {}, mode)
+        return _record(*step, mode, name, training, optimizer, loss)
 
 
 def capture_fn(
@@ -92,17 +95,17 @@ def capture_fn(
     optimizer: OptimizerName = "adam",
     loss: Loss | None = None,
 ) -> Capture:
-    """`capture` of what `build()` returns: (module, args) or (module, args, kwargs), built of fake tensors from the start.
+    """`capture` of what `build()` returns: (module, args) or (module, args, kwargs), built of fake tensors.
 
-    `build` runs under `FakeTensorMode`: not even initial parameters are allocated, and it may not look at their content.
+    `build` runs under `FakeTensorMode`: not even initial parameters are allocated, nor can it look at their content.
     """
-    with _isolated(FakeTensorMode()) as mode:
+    with _isolated():
+        mode = FakeTensorMode()
         with _explained(name), mode:
             built = build()
         if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], nn.Module):
-            raise InputError(
-                f"{name}: build() returned {type(built).__name__}; (module, args) or (module, args, kwargs) is expected"
-            )
+            found = type(built).__name__
+            raise InputError(f"{name}: build() returned {found}; (module, args) or (module, args, kwargs) is expected")
         model, args, kwargs = built if len(built) == 3 else (*built, {})
         if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
             with _explained(name):
@@ -163,34 +166,37 @@ def _record(
 
 
 def _pick_loss(output: Any, loss: Loss | None, name: str) -> Tensor:
-    if loss is not None:
-        value = loss(output)
-    else:
-        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if not isinstance(value, Tensor):
-            floats = [
-                tensor for _, tensor in named_tensors(output, "") if tensor.is_floating_point() and tensor.requires_grad
-            ]
-            scalars = [tensor for tensor in floats if tensor.dim() == 0]
-            if not floats:
-                raise InputError(
-                    f"{name}: no output requires a gradient; unfreeze parameters, pass loss= or capture with training=False"
-                )
-            value = scalars[0] if len(scalars) == 1 else sum((tensor.mean() for tensor in floats[1:]), floats[0].mean())
+    value = loss(output) if loss is not None else _default_loss(output, name)
     if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(
-            f"{name}: the loss is {shape}; a scalar tensor is expected, pass loss= with a function of the output"
-        )
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{name}: the loss is {found}; a scalar tensor is expected, let loss= return one")
     if not value.requires_grad:
         raise InputError(f"{name}: the loss requires no gradient; unfreeze parameters or capture with training=False")
     return value
+
+
+def _default_loss(output: Any, name: str) -> Tensor:
+    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(value, Tensor):
+        return value
+    tensors = [tensor for _, tensor in named_tensors(output, "")]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.requires_grad]
+    if not floats:
+        raise InputError(f"{name}: no output requires a gradient; unfreeze parameters or capture with training=False")
+    scalars = [tensor for tensor in floats if tensor.dim() == 0]
+    if len(scalars) == 1:
+        return scalars[0]
+    total = floats[0].mean()
+    for tensor in floats[1:]:
+        total = total + tensor.mean()
+    return total
 
 
 def _fake_copies(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """The model and its inputs with fake tensors in place of all tensors, shared memory still shared."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     state = [tensor for _, tensor in named_state(model)]
     inputs = [tensor for _, tensor in named_inputs(args, kwargs)]
     memo: dict[int, Any] = {}
@@ -210,33 +216,30 @@ def _fake_copies(
 def _fake_memory(tensors: list[Tensor], mode: FakeTensorMode) -> list[Tensor]:
     """Fake tensors that overlap as these do, in memory of just the extent that they cover."""
     start = min(tensor.storage_offset() for tensor in tensors)
-    end = max(
-        tensor.storage_offset()
-        + 1
-        + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if tensor.numel()
-        else tensor.storage_offset()
+    extents = [
+        tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         for tensor in tensors
-    )
+        if tensor.numel()
+    ]
     with mode, torch.no_grad():
-        memory = torch.empty(end - start, dtype=tensors[0].dtype)
-        fakes = []
+        memory = torch.empty(max(extents, default=start) - start, dtype=tensors[0].dtype)
+        fakes: list[Tensor] = []
         for tensor in tensors:
             fake = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start).detach()
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fakes.append(
-                nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake.requires_grad_(tensor.requires_grad)
-            )
+            if isinstance(tensor, nn.Parameter):
+                fakes.append(nn.Parameter(fake, tensor.requires_grad))
+            else:
+                fakes.append(fake.requires_grad_(tensor.requires_grad))
     return fakes
 
 
 @contextlib.contextmanager
-def _isolated(mode: FakeTensorMode) -> Iterator[FakeTensorMode]:
-    """Nothing that a capture does to PyTorch's global state outlives it, and nothing of it reaches in."""
-    dtype, device = torch.get_default_dtype(), torch.device("cpu")
+def _isolated() -> Iterator[None]:
+    """What a model does to global state ends with the capture; a default device or inference mode stays out."""
+    dtype = torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), device:
-            yield mode
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+            yield
     finally:
         torch.set_default_dtype(dtype)
 
@@ -250,16 +253,17 @@ def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
-            f"{name}: {_place(recorder)}{error.func} depends on the content of a tensor, which a capture does not have; "
+            f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have; "
             "take that decision outside the model or from shapes"
         ) from error
     except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
         raise InputError(
-            f"{name}: {_place(recorder)}{_line(error)} has no fake implementation; register one with torch.library.register_fake"
+            f"{name}: {_place(recorder)}{_line(error)} has no fake implementation; "
+            "register one with torch.library.register_fake"
         ) from error
     except Exception as error:
         raise InputError(
-            f"{name}: {_place(recorder)}the model failed while being captured ({type(error).__name__}: {_line(error)}); "
+            f"{name}: {_place(recorder)}the model failed ({type(error).__name__}: {_line(error)}); "
             "check its arguments, and that it uses tensors' shapes only, not their content"
         ) from error
 

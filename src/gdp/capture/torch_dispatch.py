@@ -30,6 +30,7 @@ from gdp.capture.flops import FORMULA, UNKNOWN, count_flops
 from gdp.capture.optimizers import Optimizer
 from gdp.capture.program import Call, Layout, Ref, leaves
 from gdp.capture.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
+from gdp.errors import InputError
 
 aten = torch.ops.aten
 _DEVICE_QUERY = torch.ops.prim.device.default
@@ -37,7 +38,7 @@ _DEVICE_QUERY = torch.ops.prim.device.default
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """An op in the making. `reads`: by value, the layouts read; None among them is the value as it was made."""
+    """An op in the making. `reads`: by value, the layouts read, in order; None among them is the value as made."""
 
     position: int
     kind: str
@@ -45,7 +46,7 @@ class Record:
     phase: str
     name: str = ""  # "": to be made from module and kind
     calls: list[Call] = field(default_factory=list)
-    reads: dict[int, set[Layout | None]] = field(default_factory=dict)
+    reads: dict[int, dict[Layout | None, None]] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
     overwrites: list[int] = field(default_factory=list)  # values whose earlier readers come first
     owners: list["Record"] = field(default_factory=list)  # sources with whose memory it must be
@@ -126,7 +127,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
 
     def watch(self, module: nn.Module) -> list[Any]:
-        """Follow which module is running; returns the hooks' handles."""
+        """Follow which module is running; returns the hooks' handles.
+
+        With hooks, nn.TransformerEncoderLayer and nn.MultiheadAttention do not use their fused kernels for inference.
+        """
         handles: list[Any] = []
         for path, part in module.named_modules():
 
@@ -175,6 +179,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor is None:
                 returned.append(-1)
                 continue
+            if tensor.layout is not torch.strided:
+                where = f" in module {module!r}" if module else ""
+                raise InputError(f"{traits.kind}{where}: makes a {tensor.layout} tensor; have it dense (sparse=False)")
             storage = tensor.untyped_storage()
             if storage._cdata not in self._memories:
                 self._new_value(storage, Value(_PENDING, _layout(tensor), storage.nbytes(), None))
@@ -201,7 +208,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen: dict[tuple[int, Layout | None], Tensor] = {}
         for ref, tensor in read:
             seen.setdefault((ref.value, ref.layout), tensor)
-            record.reads.setdefault(ref.value, set()).add(ref.layout)
+            record.reads.setdefault(ref.value, {})[ref.layout] = None
         record.dtype = _dtype_name((*made, *written, *seen.values()))
         record.bytes_accessed = bytes_accessed(func, args, list(seen.values()), made, written)
         record.outputs = [value for value in dict.fromkeys(returned) if value >= 0]
@@ -227,8 +234,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record.calls = optimizer.calls(weight, gradient, [Ref(value) for value in record.private])
         record.flops = optimizer.flops_per_element * parameter.numel()
         record.bytes_accessed = optimizer.passes * num_bytes
-        record.reads = {weight.value: {None}}
-        record.reads.setdefault(gradient.value, set()).add(gradient.layout)
+        record.reads = {weight.value: {None: None}}
+        record.reads.setdefault(gradient.value, {})[gradient.layout] = None
         self._commit(record, [parameter])
         self.covered[FORMULA] += 1
         return gradient
@@ -254,7 +261,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             old = self.values[memory.value]
             new_values.append((memory.value, len(self.values)))
             if maker is None:
-                record.reads.setdefault(memory.value, set()).add(None)
+                record.reads.setdefault(memory.value, {})[None] = None
                 record.overwrites.append(memory.value)
                 if old.owner is not None:
                     record.owners.append(old.owner)
@@ -309,7 +316,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         joined.bytes_accessed += writer.bytes_accessed
         for value, layouts in writer.reads.items():
             if self.values[value].producer is not maker:
-                joined.reads.setdefault(value, set()).update(layouts)
+                joined.reads.setdefault(value, {}).update(layouts)
         return joined
 
     def _new_value(self, storage: torch.UntypedStorage, value: Value) -> _Memory:

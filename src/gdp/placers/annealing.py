@@ -46,10 +46,52 @@ def excess_bytes(arrays, op_time_ns, placement, rank, op_of_rank, scratch, memor
 
 
 @njit(cache=True, nogil=True)
+def critical_path(arrays, placement, record, previous, arrival_ns, path):
+    """The ops of a critical path of a recorded run, last first, in `path` [N]; their number.
+
+    What an op waited for last is one step back: the producer of the input that came last, or the op before it on its device.
+    `previous` int32 [N] and `arrival_ns` int64 [T, D] are working memory.
+    """
+    num_devices = arrival_ns.shape[1]
+    last = np.full(num_devices, -1, np.int32)
+    op = record.started[0]
+    for index in range(record.counts[0]):
+        started = record.started[index]
+        previous[started] = last[placement[started]]
+        last[placement[started]] = started
+        if record.finish_ns[started] > record.finish_ns[op]:
+            op = started
+    for index in range(record.counts[1]):
+        arrival_ns[record.transfers[index, 0], record.transfers[index, 1]] = record.transfers[index, 4]
+    length = 0
+    while True:
+        path[length] = op
+        length += 1
+        start_ns = record.start_ns[op]
+        cause = previous[op]
+        if start_ns == 0:
+            return length
+        if cause < 0 or record.finish_ns[cause] < start_ns:
+            memory = arrays.memory
+            for index in range(memory.input_offsets[op], memory.input_offsets[op + 1]):
+                producer = memory.input_producers[index]
+                if placement[producer] == placement[op]:
+                    there_ns = record.finish_ns[producer]
+                else:
+                    there_ns = arrival_ns[memory.inputs[index], placement[op]]
+                if there_ns == start_ns:
+                    cause = producer
+                    break
+        if cause < 0:
+            return length
+        op = cause
+
+
+@njit(cache=True, nogil=True)
 def anneal(
     arrays, op_time_ns, op_times_ns, floor_ns, rank, op_of_rank, scratch, memory, memory_binds,
-    offsets, members, allowed, neighbour_offsets, neighbours,
-    placement, best, state, rng, num_moves, temperature,
+    offsets, members, allowed, neighbour_offsets, neighbours, group_of_op, record, previous, arrival_ns, path,
+    placement, best, state, rng, num_moves, temperature, guided,
 ):  # fmt: skip
     """Try `num_moves` moves from `placement` (changed in place); note the best in `best` and the figures in `state`.
 
@@ -59,8 +101,15 @@ def anneal(
     """
     num_groups = len(offsets) - 1
     num_devices = allowed.shape[1]
+    length = 0
+    if guided > 0.0:
+        engine.run(arrays, op_time_ns, placement, rank, op_of_rank, engine.NEVER, scratch, None, record, None)
+        length = critical_path(arrays, placement, record, previous, arrival_ns, path)
     for _ in range(num_moves):
-        group = rng.integers(0, num_groups)
+        if length > 0 and rng.random() < guided:
+            group = group_of_op[path[rng.integers(0, length)]]
+        else:
+            group = rng.integers(0, num_groups)
         old = placement[members[offsets[group]]]
         other = -1
         draw = rng.random()

@@ -3,7 +3,7 @@
 N ops, T tensors, U units (groups of ops that share a device, and each other op for itself), D devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,9 +37,9 @@ class UnitArrays:
     allowed: Bool  # [U, D]
 
     @classmethod
-    def of(cls, problem: Problem) -> "UnitArrays":
-        """The units of `problem`, numbered as in `problem.group_index`."""
-        index = problem.group_index
+    def of(cls, problem: Problem, index: I64 | None = None) -> "UnitArrays":
+        """The units that `index` [N] numbers in the order of their first ops; by default `problem.group_index`."""
+        index = problem.group_index if index is None else index
         _, first_op = np.unique(index, return_index=True)
         time_ns = np.zeros((len(first_op), problem.num_devices), np.int64)
         np.add.at(time_ns, index, np.maximum(problem.op_time_ns, 0))
@@ -80,7 +80,7 @@ class UnitArrays:
 
 
 def mean_op_time_ns(problem: Problem) -> I64:
-    """[N] mean over the devices that can run the op, rounded down: the priority's weight (docs/machine-model.md, section 3)."""
+    """[N] mean over the devices that can run the op, rounded down: the m of docs/machine-model.md, section 3."""
     runnable = problem.op_time_ns >= 0
     total = np.where(runnable, problem.op_time_ns, 0).sum(axis=1)
     return np.asarray(total // np.maximum(runnable.sum(axis=1), 1), np.int64)
@@ -125,9 +125,23 @@ def any_fits(problem: Problem, candidates: Sequence[Placement]) -> bool:
     return bool((excess_bytes(problem, peaks) == 0).any())
 
 
+def containers(modules: Iterable[str], *, outermost: bool = False) -> set[str]:
+    """The paths, the root among them, that hold numbered parts of `modules`: what runs directly in one (a sum of
+    layers' results) belongs to no layer. `outermost`: only those that are not themselves inside a numbered part."""
+    found = {""}
+    for module in set(modules):
+        parts = module.split(".")
+        numbered = [position for position, part in enumerate(parts) if part.isdecimal()]
+        if numbered:
+            last = numbered[0] if outermost else numbered[-1]
+            found.update(".".join(parts[:end]) for end in range(1, last + 1))
+    return found
+
+
 def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:
-    """[N] `labels` with each -1 replaced: a source takes its consumer's lowest label, another op that of the producer of its
-    largest input, and what is still left that of a consumer; 0 where nothing is labelled."""
+    """[N] `labels` with each -1 replaced: a source takes its consumers' lowest label, another op that of the producer
+    of its largest input (the highest, if several are), and what is still left that of a consumer; 0 if nothing is
+    labelled."""
     arrays = problem.arrays
     memory = arrays.memory
     filled = np.array(labels, np.int64)
@@ -152,9 +166,9 @@ def _inherit(
                 largest = np.int64(-1)
                 for index in range(input_offsets[op], input_offsets[op + 1]):
                     label = labels[input_producers[index]]
-                    if label >= 0 and np.int64(tensor_bytes[inputs[index]]) > largest:
-                        largest = tensor_bytes[inputs[index]]
-                        labels[op] = label
+                    size = np.int64(tensor_bytes[inputs[index]])
+                    if label >= 0 and (size > largest or (size == largest and label > labels[op])):
+                        largest, labels[op] = size, label
             elif sweep == 2 or input_offsets[op] == input_offsets[op + 1]:
                 for tensor in range(tensor_offsets[op], tensor_offsets[op + 1]):
                     for index in range(consumer_offsets[tensor], consumer_offsets[tensor + 1]):

@@ -1,42 +1,66 @@
 """Contiguous stages of about equal time, one a device, along an order of the units.
 
-Cutting a chain for a bottleneck by binary search, each device taking as much as fits in turn: A. Pinar, C. Aykanat, "Fast
-optimal load balancing algorithms for 1D partitioning", Journal of Parallel and Distributed Computing 64 (2004), for devices
-of unequal speed in a given order.
+Cutting a chain for a bottleneck by binary search, each device taking as much as fits in turn: A. Pinar, C. Aykanat,
+"Fast optimal load balancing algorithms for 1D partitioning", Journal of Parallel and Distributed Computing 64 (2004),
+for devices of unequal speed in a given order. U units, D devices.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.graph import I64
 from gdp.levels import longest_paths
-from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, inherit, mean_op_time_ns
+from gdp.placers.base import UnitArrays, any_fits, best_of, containers, device_subsets, inherit, mean_op_time_ns
+from gdp.placers.forward_units import unit_choices
 from gdp.problem import Placement, Problem
+from gdp.simulate import evaluate_many
 
 _MEMORY_SHARES = (0.5, 0.9)  # weight of memory in the balance, tried where balanced times alone do not fit
+_WORK = 1_000_000  # ops simulated in all, about half a second; above, the other numbers of devices are tried
+_NUM_CHAINS = 3  # only on so many of the best chains
 
 
 def contiguous(problem: Problem, seed: int = 0) -> Placement | None:
-    """The best of stages over 1 to D devices along three orders of the ops (topological, by module, folded)."""
-    units = UnitArrays.of(problem)
-    orders = (np.arange(units.num_units), module_order(problem, units), folded_order(problem, units))
+    """The best of stages over 1 to D devices along several chains: topological, folded, by module and by layer; with
+    each backward op by itself or following its forward op."""
+    chains: list[tuple[UnitArrays, Chain]] = []
+    for units in unit_choices(problem):
+        chains += [(units, topological_chain(problem, units)), (units, folded_chain(problem, units))]
+        chains += [(units, module_chain(problem, units, whole_layers=whole)) for whole in (False, True)]
     subsets = device_subsets(problem, smallest=1)
-    candidates = [units.place(stages(problem, units, order, devices)) for order in orders for devices in subsets]
+    candidates = [units.place(stages(problem, units, chain, subsets[0])) for units, chain in chains]
+    if problem.num_ops * len(chains) * len(subsets) > _WORK:
+        times, _ = evaluate_many(problem, np.array(candidates))
+        chains = [chains[number] for number in np.sort(np.argsort(times, kind="stable")[:_NUM_CHAINS])]
+    candidates += [
+        units.place(stages(problem, units, chain, devices)) for units, chain in chains for devices in subsets[1:]
+    ]
     if not any_fits(problem, candidates):
         candidates += [
-            units.place(stages(problem, units, order, devices, share))
-            for order in orders
+            units.place(stages(problem, units, chain, devices, share))
+            for units, chain in chains
             for devices in subsets
             for share in _MEMORY_SHARES
         ]
     return best_of(problem, candidates)
 
 
-def stages(problem: Problem, units: UnitArrays, order: I64, devices: I64, memory_share: float = 0.0) -> I64:
-    """[U] devices: `order` [U] cut into one stage for each of `devices`, so that the largest load of a stage is least.
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """An order of units, and which of them are not to be cut apart."""
 
-    A unit's load on a device is its share of all time there, or with `memory_share` a mix with its share of the device's memory.
+    order: I64  # [U]
+    block: I64 | None = None  # [U] non-decreasing along `order`; units of a block stay together
+
+
+def stages(problem: Problem, units: UnitArrays, chain: Chain, devices: I64, memory_share: float = 0.0) -> I64:
+    """[U] devices: `chain` cut into one stage for each of `devices`, so that the largest load of a stage is least.
+
+    A unit's load on a device is its share of all time there, or with `memory_share` a mix with its share of the memory.
     """
+    order = chain.order
     total_ns = max(int(units.mean_time_ns().sum()), 1)
     load = units.time_ns[order][:, devices] / total_ns
     if memory_share > 0:
@@ -45,22 +69,26 @@ def stages(problem: Problem, units: UnitArrays, order: I64, devices: I64, memory
         held_share = held[:, None] / max(held.sum(), 1.0) * (limits.mean() / limits)
         load = (1 - memory_share) * load + memory_share * held_share
     sums = np.concatenate((np.zeros((1, len(devices))), np.cumsum(load, axis=0)))
+    cuts = np.arange(len(order) + 1)  # where a stage may end
+    if chain.block is not None:
+        blocks = chain.block[order]
+        cuts = np.concatenate(([0], np.flatnonzero(blocks[1:] != blocks[:-1]) + 1, [len(order)]))
     low, high = 0.0, float(sums[-1].max())
-    ends = _cut(sums, high)
+    ends = _cut(sums[cuts], high)
     for _ in range(50):  # halvings: the bottleneck to 15 digits
         middle = (low + high) / 2
-        cut = _cut(sums, middle)
-        if cut[-1] == len(order):
-            high, ends = middle, cut
+        found = _cut(sums[cuts], middle)
+        if found[-1] == len(cuts) - 1:
+            high, ends = middle, found
         else:
             low = middle
     chosen = np.empty(len(order), np.int64)
-    chosen[order] = devices[np.searchsorted(ends, np.arange(len(order)), side="right")]
+    chosen[order] = devices[np.searchsorted(cuts[ends], np.arange(len(order)), side="right")]
     return chosen
 
 
 def _cut(sums: npt.NDArray[np.float64], bottleneck: float) -> I64:
-    """[stages] where each stage ends if it takes all that fits; the last entry is the number of units if all are taken."""
+    """[stages] after which row of `sums` each stage ends if it takes all that fits."""
     ends = np.empty(sums.shape[1], np.int64)
     start = 0
     for stage, column in enumerate(sums.T):
@@ -69,25 +97,69 @@ def _cut(sums: npt.NDArray[np.float64], bottleneck: float) -> I64:
     return ends
 
 
-def module_order(problem: Problem, units: UnitArrays) -> I64:
-    """[U] units by where the forward pass first enters their module, then folded: a layer's backward ops join its forward
-    ops. The folded order if the graph has no module paths."""
-    graph = problem.graph
-    if not any(graph.modules):
-        return folded_order(problem, units)
-    has_inputs = np.diff(problem.arrays.memory.input_offsets.astype(np.int64)) > 0
+def module_chain(problem: Problem, units: UnitArrays, *, whole_layers: bool) -> Chain:
+    """Units by where the forward pass first enters their module, then folded: a layer's backward ops join its forward
+    ops, and what runs in a container its inputs. `whole_layers`: a layer (`layers.3`, or a part without numbers) is a
+    block.
+
+    The folded chain if the graph has no module paths.
+    """
+    modules = problem.graph.modules
+    if not any(modules):
+        return folded_chain(problem, units)
+    entered = _entries(problem)
+    if whole_layers:
+        outer = containers(modules, outermost=True)
+        layer_of = {module: _layer(module, outer) for module in entered}
+        first: dict[str, int] = {}
+        for module, layer in layer_of.items():
+            first[layer] = min(entered[module], first.get(layer, problem.num_ops))
+        entered = {module: first[layer] for module, layer in layer_of.items()}
+    position = inherit(problem, [entered.get(module, -1) for module in modules])[units.first_op]
+    order = np.lexsort((_fold_ns(problem)[units.first_op], position))
+    return Chain(order, position if whole_layers else None)
+
+
+def _layer(module: str, outer: set[str]) -> str:
+    """The shortest path that leads to `module` and is not in `outer`."""
+    parts = module.split(".")
+    paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next((path for path in paths if path not in outer), module)
+
+
+def _entries(problem: Problem) -> dict[str, int]:
+    """Where the forward pass enters each module: its first op there, else the first that uses one of its parameters,
+    else as its enclosing module. Nothing for containers."""
+    graph, memory = problem.graph, problem.arrays.memory
+    inner = containers(graph.modules)
+    is_forward = np.array([phase in ("forward", "") for phase in graph.phases], np.bool_)
+    num_inputs = np.diff(memory.input_offsets.astype(np.int64))
     entered: dict[str, int] = {}
-    for is_first_choice in (True, False):
-        for op, (module, phase) in enumerate(zip(graph.modules, graph.phases, strict=True)):
-            if module and (not is_first_choice or (phase in ("forward", "") and has_inputs[op])):
-                entered.setdefault(module, op)
-    position = inherit(problem, [entered.get(module, -1) for module in graph.modules])[units.first_op]
-    return np.lexsort((_fold_ns(problem)[units.first_op], position))
+    for op in np.flatnonzero(is_forward & (num_inputs > 0)).tolist():
+        entered.setdefault(graph.modules[op], op)
+    users = np.repeat(np.arange(problem.num_ops), num_inputs)
+    is_use = is_forward[users] & (num_inputs[memory.input_producers] == 0)
+    used: dict[str, int] = {}
+    for source, user in zip(memory.input_producers[is_use].tolist(), users[is_use].tolist(), strict=True):
+        used.setdefault(graph.modules[source], user)
+    for module in dict.fromkeys(graph.modules):
+        found = module
+        while found and found not in entered and found not in used:
+            found = found.rpartition(".")[0]
+        if module not in entered and found:
+            entered[module] = entered[found] if found in entered else used[found]
+    return {module: op for module, op in entered.items() if module not in inner}
 
 
-def folded_order(problem: Problem, units: UnitArrays) -> I64:
-    """[U] units by their distance in time from the nearer end of the step, which pairs forward ops with their backward ops."""
-    return np.argsort(_fold_ns(problem)[units.first_op], kind="stable")
+def topological_chain(problem: Problem, units: UnitArrays) -> Chain:
+    """Units in the order of the step; a parameter comes where it is first used."""
+    position = np.where(problem.arrays.num_inputs > 0, np.arange(problem.num_ops), -1)
+    return Chain(np.argsort(inherit(problem, position)[units.first_op], kind="stable"))
+
+
+def folded_chain(problem: Problem, units: UnitArrays) -> Chain:
+    """Units by their distance in time from the nearer end of the step, which pairs forward with backward ops."""
+    return Chain(np.argsort(_fold_ns(problem)[units.first_op], kind="stable"))
 
 
 def _fold_ns(problem: Problem) -> I64:

@@ -1,8 +1,9 @@
 """What an expert does by hand: layers on devices.
 
-Recurrent and transformer models: one layer per device in turn, embeddings with the first layer, attention and softmax with the
-last; other models: contiguous stages of about equal time (Zhou et al., arXiv 1910.01578, section 4.1). For models
-that are not built in, the list of repeated layers is found in the module paths and cut into equal contiguous ranges.
+Recurrent and transformer models: one layer per device in turn, embeddings with the first layer, attention and softmax
+with the last; other models: contiguous stages of about equal time (Zhou et al., arXiv 1910.01578, section 4.1). For
+models that are not built in, the list of repeated layers is found in the module paths and cut into equal contiguous
+ranges.
 """
 
 import re
@@ -11,27 +12,32 @@ from collections import defaultdict
 import numpy as np
 
 from gdp.graph import I64
-from gdp.placers.base import UnitArrays, inherit, mean_op_time_ns
-from gdp.placers.contiguous import module_order, stages
+from gdp.placers.base import UnitArrays, containers, inherit, mean_op_time_ns
+from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.memory_repair import fit_memory
 from gdp.problem import Placement, Problem
 
-_MIN_SHARE = 0.5  # of the longest list's layers that another list needs to count as one, such as an encoder's beside a decoder's
+# Share of the main list's layers that another list needs to count too, such as an encoder's beside a decoder's.
+_MIN_SHARE = 0.5
+# No expert gives a CPU as many layers as an accelerator: devices this many times slower than the fastest are left out.
+_SLOWEST = 4.0
 
 
 def expert(problem: Problem, seed: int = 0) -> Placement | None:
     """The multi-device expert, repaired if it does not fit in memory. A single device is `single`'s part."""
     units = UnitArrays.of(problem)
-    devices = _expert_devices(problem)
-    if devices is None:
-        chosen = stages(problem, units, module_order(problem, units), np.arange(problem.num_devices))
+    work_ns = np.where(problem.allowed, problem.op_time_ns, 0).sum(axis=0) / np.maximum(problem.allowed.sum(axis=0), 1)
+    devices = np.flatnonzero(work_ns <= _SLOWEST * work_ns.min())
+    positions = _layer_devices(problem, len(devices))
+    if positions is None:
+        chosen = stages(problem, units, module_chain(problem, units, whole_layers=True), devices)
     else:
-        chosen = devices[units.first_op]
+        chosen = devices[positions[units.first_op]]
     return fit_memory(problem, units.place(chosen))
 
 
-def _expert_devices(problem: Problem) -> I64 | None:
-    """[N] devices by layer; None where the expert cuts contiguous stages."""
+def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:
+    """[N] which of `num_devices` devices by layer; None where the expert cuts contiguous stages."""
     from gdp import workloads  # PyTorch, which only this needs
 
     modules = problem.graph.modules
@@ -42,13 +48,16 @@ def _expert_devices(problem: Problem) -> I64 | None:
         if rule is None:
             return None
         layers = {module: rule(module) if module else -1 for module in set(modules)}
-        return inherit(problem, [layers[module] for module in modules]) % problem.num_devices
-    return layer_ranges(problem)
+        return inherit(problem, [layers[module] for module in modules]) % num_devices
+    return layer_ranges(problem, num_devices)
 
 
-def layer_ranges(problem: Problem) -> I64 | None:
-    """[N] devices when the repeated layers that module paths show (`layers.0`, `layers.1`, ...) are cut into equal contiguous
-    ranges. What runs before a list goes with its first layer, anything else with the layer entered last. None: no layers.
+def layer_ranges(problem: Problem, num_devices: int) -> I64 | None:
+    """[N] which of `num_devices` devices when the repeated layers that module paths show (`layers.0`, `layers.1`, ...) are cut into equal
+    contiguous ranges; None if there are none.
+
+    What runs before the first layer goes with it, what runs in a container of layers with its inputs, anything else
+    with the layer entered last.
     """
     modules, time_ns = problem.graph.modules, mean_op_time_ns(problem)
     first_op: dict[str, int] = {}
@@ -76,15 +85,18 @@ def layer_ranges(problem: Problem) -> I64 | None:
     in_order = sorted(entered, key=lambda layer: _natural(layer, entered))
     number = {layer: position for position, layer in enumerate(in_order)}
     starts = np.array([entered[layer] for layer in in_order])
-    labels: dict[str, int] = {"": -1}
+    inner = containers(entered)
+    labels: dict[str, int] = {}
     for module, op in first_op.items():
         layer = layer_of.get(module, ("", ""))[1]
         if layer in number:
             labels[module] = number[layer]
-        elif module:
+        elif module in inner:
+            labels[module] = -1
+        else:
             labels[module] = max(int(np.searchsorted(np.maximum.accumulate(starts), op, side="right")) - 1, 0)
     layers = inherit(problem, [labels[module] for module in modules])
-    return layers * problem.num_devices // len(in_order)
+    return layers * num_devices // len(in_order)
 
 
 def _natural(layer: str, entered: dict[str, int]) -> tuple[int, int]:

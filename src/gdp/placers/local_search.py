@@ -34,9 +34,11 @@ class SearchConfig:
     """Tunables of the local search; the defaults were chosen on half of the workloads (docs/method.md)."""
 
     levels: tuple[int, ...] = (60, 200, 800)  # number of groups at each level of a cycle
-    moves_per_group: float = 12.0  # annealing moves at each level, for each group
+    moves_per_group: float = 12.0  # annealing moves at each level, for each group, where there is time for them
+    num_cycles: int = 6  # cycles that an island should at least have time for: shorter ones on large graphs
     hot: float = 0.01  # relative temperature at the start of a level
     cold: float = 0.0003  # and at its end
+    guided: float = 0.5  # share of the moves that take a group with an op on the critical path
     score_spread: float = 1.0  # standard deviation of the noise on the logarithm of a pair's score
     slack: float = 3.0  # how much heavier than average a group may be
     keep_up: float = 1.02  # an island further behind the best takes it over
@@ -78,9 +80,12 @@ class _Island:
         self.rng = np.random.default_rng(seed)
         self.workspace = Workspace(problem)
         self.workspace.memory.limit_bytes[:] = problem.memory_limit_bytes
+        self.record = self.workspace.new_record()
+        self.previous = np.zeros(problem.num_ops, np.int32)
+        self.arrival_ns = np.zeros((problem.graph.num_tensors, problem.num_devices), np.int64)
+        self.path = np.zeros(problem.num_ops, np.int64)
         self.memory_binds = _memory_can_bind(problem)
         self.num_simulations = 0
-        self.seconds_per_move = 0.0
         self.incumbent: Incumbent | None = None
 
     def measure(self, placement: Placement, priority: I64 | None) -> Incumbent:
@@ -88,7 +93,7 @@ class _Island:
         rank, op_of_rank = ranks_of(self.problem.b_level_ns if priority is None else priority)
         devices = placement.astype(np.uint8)
         excess = annealing.excess_bytes(
-            self.arrays, self.problem.op_time_ns, devices, rank, op_of_rank, self.workspace.scratch, self.workspace.memory
+            self.arrays, self.problem.time_table_ns, devices, rank, op_of_rank, self.workspace.scratch, self.workspace.memory
         )
         step_time_ns = annealing.mean_step_time(
             self.arrays, self.op_times_ns, devices, rank, op_of_rank, NEVER, self.floor_ns, self.workspace.scratch
@@ -96,14 +101,12 @@ class _Island:
         self.num_simulations += 1
         return Incumbent(placement, int(step_time_ns), int(excess), priority)
 
-    def cycle(self, start: Incumbent, num_moves: int | None, clock: Clock) -> None:
-        """One V-cycle from `start`; with `num_moves` None as long as the configuration says and the clock lets."""
+    def cycle(self, start: Incumbent, num_moves: int, clock: Clock) -> None:
+        """One V-cycle of at most `num_moves` moves from `start`."""
         self.incumbent = start
-        levels = [level for level in self.config.levels if level < self.units.num_units] or [self.units.num_units]
-        weights = np.array(levels, np.float64)
-        for level, share in zip(levels, weights / weights.sum(), strict=True):
-            planned = int(level * self.config.moves_per_group) if num_moves is None else int(num_moves * share)
-            self._anneal(level, max(planned, 1), clock)
+        levels = _levels(self.config, self.units.num_units)
+        for level in levels:
+            self._anneal(level, max(num_moves * level // sum(levels), 1), clock)
         self._retune(clock)
 
     def _anneal(self, num_groups: int, num_moves: int, clock: Clock) -> None:
@@ -122,10 +125,11 @@ class _Island:
                 break
             temperature = config.hot * (config.cold / config.hot) ** (first / num_moves)
             annealing.anneal(
-                self.arrays, self.problem.op_time_ns, self.op_times_ns, self.floor_ns, rank, op_of_rank,
+                self.arrays, self.problem.time_table_ns, self.op_times_ns, self.floor_ns, rank, op_of_rank,
                 self.workspace.scratch, self.workspace.memory, self.memory_binds,
                 grouping.offsets, grouping.members, grouping.allowed, grouping.neighbour_offsets, grouping.neighbours,
-                placement, best, state, self.rng, min(_CHUNK, num_moves - first), temperature,
+                grouping.group_of_op, self.record, self.previous, self.arrival_ns, self.path,
+                placement, best, state, self.rng, min(_CHUNK, num_moves - first), temperature, config.guided,
             )  # fmt: skip
         self.num_simulations += int(state[annealing.NUM_SIMULATIONS])
         found = (int(state[annealing.BEST_EXCESS]), int(state[annealing.BEST_NS]))
@@ -167,11 +171,19 @@ def local_search(
     num_islands = config.num_islands or (num_threads if limit is None else 4)
     units = Units.of(problem)
     if op_times_ns is None:
-        op_times_ns = problem.op_time_ns[None]
+        op_times_ns = problem.time_table_ns[None]
     seeds = np.random.SeedSequence(seed).spawn(num_islands)
     islands = [_Island(problem, op_times_ns, units, config, child) for child in seeds]
+    began = clock.seconds
     pool_of_starts = sorted((islands[0].measure(np.asarray(start, np.int64), None) for start in starts), key=lambda x: x.key)
     best = pool_of_starts[0]
+    if limit is None:  # moves that an island has time for: a stopped simulation takes about two thirds of a full one
+        seconds_per_move = 0.67 * (clock.seconds - began) / len(starts)
+        total_moves = int((clock.seconds_left or 0.0) / max(seconds_per_move, 1e-6))
+    else:
+        total_moves = limit // num_islands
+    levels = _levels(config, units.num_units)
+    num_moves = max(min(int(sum(levels) * config.moves_per_group), total_moves // config.num_cycles), 1)
     if problem.num_devices == 1 or units.num_units == 0:
         return best, islands[0].num_simulations
     if on_progress:
@@ -180,11 +192,10 @@ def local_search(
     with ThreadPoolExecutor(num_threads) as pool:
         while not clock.stop.is_set() and clock.seconds_left != 0.0:
             spent = sum(island.num_simulations for island in islands)
-            share = None if limit is None else (limit - spent) // num_islands
-            if share is not None and share < 2:
-                break
-            planned = _moves_of_a_cycle(config, units.num_units)
-            num_moves = None if share is None else min(planned, share - 1)
+            if limit is not None:
+                num_moves = min(num_moves, (limit - spent) // num_islands - 1)  # 1 to measure the retuned priorities
+                if num_moves < 1:
+                    break
             begins = [
                 _choose_start(island, number, num_rounds, pool_of_starts, best) for number, island in enumerate(islands)
             ]
@@ -205,9 +216,8 @@ def local_search(
     return best, sum(island.num_simulations for island in islands)
 
 
-def _moves_of_a_cycle(config: SearchConfig, num_units: int) -> int:
-    levels = [level for level in config.levels if level < num_units] or [num_units]
-    return int(sum(levels) * config.moves_per_group)
+def _levels(config: SearchConfig, num_units: int) -> list[int]:
+    return [level for level in config.levels if level < num_units] or [num_units]
 
 
 def _choose_start(

@@ -1,7 +1,7 @@
 """Repair of placements that do not fit in memory: move what frees most per added time to devices with room.
 
-Units join into groups within each device (`gdp.grouping`), so that what belongs together moves together; when groups are too
-coarse, smaller ones are tried. N ops, T tensors, G groups, D devices.
+Units join into groups within each device (`gdp.grouping`), so that what belongs together moves together; when groups
+are too coarse, smaller ones are tried. N ops, T tensors, G groups, D devices.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def excess_bytes(problem: Problem, peak_memory_bytes: I64) -> I64:
 
 
 def fit_memory(problem: Problem, placement: Placement) -> Placement:
-    """`placement` [N] changed until it fits in memory, or the nearest to that found with a bounded number of simulations.
+    """`placement` [N] changed until it fits in memory, or the nearest found with a bounded number of simulations.
 
     Groups and allowed devices stay obeyed. A placement that fits is returned as it is.
     """
@@ -42,16 +42,14 @@ def fit_memory(problem: Problem, placement: Placement) -> Placement:
         grouping = group_units(units, best, num_groups, units.transfer_ns.astype(np.float64), slack=3.0)
         for candidate in _moves(problem, units, grouping, best):
             step_time_ns, peaks = evaluate(problem, candidate)
-            best, best_key = min((best, best_key), (candidate, (int(excess_bytes(problem, peaks)), step_time_ns)), key=_key)
+            key = int(excess_bytes(problem, peaks)), step_time_ns
+            if key < best_key:
+                best, best_key = candidate, key
             if best_key[0] == 0:
                 return best
         if grouping.num_groups < num_groups:
             break
     return best
-
-
-def _key(found: tuple[Placement, tuple[int, int]]) -> tuple[int, int]:
-    return found[1]
 
 
 @dataclass(eq=False)
@@ -68,8 +66,9 @@ class _Groups:
 
     def move(self, group: int, target: int) -> None:
         here = slice(self.offsets[group], self.offsets[group + 1])
-        np.add.at(self.link_ns, (self.neighbours[here], self.device[group]), -self.weights[here])
-        np.add.at(self.link_ns, (self.neighbours[here], target), self.weights[here])
+        neighbours, weights = self.neighbours[here], self.weights[here]  # each neighbour is listed once or more
+        np.add.at(self.link_ns[:, self.device[group]], neighbours, -weights)
+        np.add.at(self.link_ns[:, target], neighbours, weights)
         self.allowed[group, self.device[group]] = False
         self.device[group] = target
 
@@ -85,7 +84,7 @@ def _moves(problem: Problem, units: Units, grouping: Grouping, start: Placement)
         device = int(np.argmax(missing))
         if missing[device] == 0:
             return
-        held = np.zeros(grouping.num_groups, np.int64)
+        held = np.zeros((grouping.num_groups, problem.num_devices), np.int64)
         np.add.at(held, group_of_op, held_bytes(simulation, device))
         room = problem.memory_limit_bytes - simulation.peak_memory_bytes
         if not _give_away(groups, device, int(missing[device]), held, room):
@@ -94,22 +93,25 @@ def _moves(problem: Problem, units: Units, grouping: Grouping, start: Placement)
 
 
 def _give_away(groups: _Groups, device: int, missing: int, held: I64, room: I64) -> bool:
-    """Move groups off `device` until `missing` bytes are freed; False if none could move."""
-    here = np.flatnonzero((groups.device == device) & (held > 0))
-    room = room.copy()
+    """Move groups off `device` until `missing` bytes are freed; False if none could. `held` [G, D]: see
+    `held_bytes`."""
+    here = np.flatnonzero((groups.device == device) & held.any(axis=1))
+    room = np.maximum(room, 0)
     has_moved = False
     while missing > 0 and len(here):
-        freed = held[here]
-        cost_ns = np.maximum(groups.link_ns[here, device][:, None] - groups.link_ns[here], 0.0) + groups.time_ns[here] + 1.0
+        freed = held[here].sum(axis=1)
+        taken = freed[:, None] - held[here]  # copies need no room where their originals are
+        added_ns = np.maximum(groups.link_ns[here, device][:, None] - groups.link_ns[here], 0.0)
+        cost_ns = added_ns + groups.time_ns[here] + 1.0
         ratio = np.minimum(freed, missing)[:, None] / cost_ns
-        ratio[~groups.allowed[here] | (freed[:, None] > room)] = -1.0
+        ratio[~groups.allowed[here] | (taken > room)] = -1.0
         ratio[:, device] = -1.0
         pick, target = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
         if ratio[pick, target] <= 0:
             break
         groups.move(int(here[pick]), int(target))
         missing -= int(freed[pick])
-        room[target] -= freed[pick]
+        room[target] -= taken[pick, target]
         here = np.delete(here, pick)
         has_moved = True
     return has_moved
@@ -136,8 +138,11 @@ def _groups(problem: Problem, units: Units, grouping: Grouping, group_of_op: I64
 
 
 def held_bytes(simulation: Simulation, device: int) -> I64:
-    """[N] what each op holds of `device`'s memory when its use is highest: its resident bytes, its tensors, and of
-    copies from elsewhere those that it is the last to consume. They sum to the peak."""
+    """[N, D] what each op holds of `device`'s memory when its use is highest; the sum is the peak.
+
+    Its resident bytes, its tensors, and copies that it is the last to consume: these under the device of the original
+    if that still has it too, all else under `device` itself.
+    """
     problem = simulation.problem
     graph, placement, finish_ns = problem.graph, simulation.placement, simulation.op_finish_ns
     owner = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors))
@@ -160,16 +165,20 @@ def held_bytes(simulation: Simulation, device: int) -> I64:
     copies = simulation.transfer_tensors[received]
 
     holder = np.concatenate((graph.producers[local], last[copies]))
-    size = graph.tensor_bytes[np.concatenate((local, copies))]
+    tensors = np.concatenate((local, copies))
+    size = graph.tensor_bytes[tensors]
     start_ns = np.concatenate((simulation.op_start_ns[graph.producers[local]], simulation.transfer_start_ns[received]))
     end_ns = np.concatenate((freed_ns[local], finish_ns[last[copies]]))
     moments = np.concatenate((end_ns, start_ns))  # frees first
     change = np.concatenate((-size, size))
     change[np.tile(start_ns == end_ns, 2)] = 0
     order = np.argsort(moments, kind="stable")
-    held = np.where(placement == device, graph.resident_bytes, 0)
+    held = np.zeros((problem.num_ops, problem.num_devices), np.int64)
+    held[:, device] = np.where(placement == device, graph.resident_bytes, 0)
     if len(order):
         peak_ns = moments[order][np.argmax(np.cumsum(change[order]))]
         alive = (start_ns <= peak_ns) & (peak_ns < end_ns)
-        np.add.at(held, holder[alive], size[alive])
+        is_kept_there = graph.is_resident[owner[tensors]] | (freed_ns[owner[tensors]] > peak_ns)
+        place = np.where(is_kept_there, devices[tensors], device)
+        np.add.at(held, (holder[alive], place[alive]), size[alive])
     return held

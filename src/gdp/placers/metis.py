@@ -1,7 +1,8 @@
-"""METIS: multilevel k-way graph partitioning (G. Karypis, V. Kumar, SIAM Journal on Scientific Computing 20, 1998), by PyMetis.
+"""METIS: multilevel graph partitioning (G. Karypis, V. Kumar, SIAM Journal on Scientific Computing 20, 1998), by
+PyMetis.
 
-Units are vertices, op times their weights, the times to transfer tensors the weights of edges. PyMetis takes one weight a vertex,
-so memory enters as a share of that weight, and by repair.
+Units are vertices, op times their weights, the times to transfer tensors the weights of edges. PyMetis takes one weight
+a vertex, so memory enters as a share of that weight, and by repair. U units, P pairs of units that share tensors.
 """
 
 from collections.abc import Iterator
@@ -20,13 +21,16 @@ from gdp.problem import Placement, Problem
 _TOTAL_WEIGHT = 10**9  # of all vertices; METIS adds weights up in int64
 _IMBALANCES = (30, 100, 300, 1000)  # METIS' ufactor: a part may be heavier than its share by so many thousandths
 _WORK = 3_000_000  # vertices and edges partitioned in all, about 1 s
+_MAX_RUNS = 256
 _MEMORY_SHARES = (0.5, 0.8)
 
 
 def metis(problem: Problem, seed: int = 0) -> Placement | None:
-    """The best partition over numbers of parts, imbalances, both of METIS' algorithms and seeds, repaired if none fits."""
+    """The best partition over numbers of parts, imbalances, both of METIS' algorithms and seeds; repaired if none
+    fits."""
     parts = _Partitioner(problem)
-    num_runs = max(_WORK // max(len(parts.units.index) + len(parts.graph.neighbours), 1), 2 * len(_IMBALANCES))
+    size = len(parts.units.index) + len(parts.graph.neighbours)
+    num_runs = min(max(_WORK // size, 2 * len(_IMBALANCES)), _MAX_RUNS)
     settings = [setting for setting, _ in zip(_settings(problem, seed), range(num_runs), strict=False)]
     candidates = [parts.partition(*setting) for setting in settings]
     if not any_fits(problem, candidates):

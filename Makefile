@@ -1,0 +1,36 @@
+# make place      place gnmt-4 on four P100s: the main job
+# make test       lint, types, layers and all tests but the long ones
+PYTHON ?= python3
+MODEL ?= gnmt-4
+DEVICES ?= 4xp100-pcie-16g
+BUDGET ?= 30s
+
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: place test test-long lint clean
+
+place: $(INSTALLED)
+	@$(BIN)/gdp place $(MODEL) --devices $(DEVICES) --budget $(BUDGET)
+	@echo "The plan is in $(CURDIR)/plan.json"
+
+test: lint
+	$(BIN)/pytest
+
+test-long: $(INSTALLED)
+	$(BIN)/pytest -m long
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gdp needs Python 3.11 or newer; make PYTHON=... names another")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

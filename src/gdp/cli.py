@@ -1,0 +1,429 @@
+"""The command `gdp`: parse, call, print. Exit status: 0 done, 2 bad input, 3 nothing fits, 130 interrupted."""
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gdp.cluster import Cluster
+    from gdp.sources import Model
+
+OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
+
+app = typer.Typer(
+    help="Place the operators of a neural network on devices so that one step is as fast as possible within memory.",
+    add_completion=False,
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+devices_app = typer.Typer(help="Built-in kinds of devices, and what a DEVICES text stands for.", rich_markup_mode=None)
+bench_app = typer.Typer(help="Reproduce a table of docs/results.md.", rich_markup_mode=None)
+app.add_typer(devices_app, name="devices")
+app.add_typer(bench_app, name="bench")
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A built-in workload, a gdp-graph file, or package.module:function.")
+]
+DevicesOption = Annotated[
+    str, typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, or a cluster file.")
+]
+BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
+PinOption = Annotated[list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Where matching ops go. Repeatable.")]
+MaxMemoryOption = Annotated[
+    list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
+]
+ReserveOption = Annotated[str, typer.Option(metavar="SHARE", help="Keep this share of each device's memory free.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line `args` (default: the process's own) and return the exit status."""
+    try:
+        status = int(app(args, prog_name="gdp", standalone_mode=False) or OK)
+    except (InputError, typer.TyperException) as error:
+        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+        status = _fail(f"error: {' '.join(message.split())}", BAD_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    if status == INTERRUPTED:
+        _fail("interrupted", INTERRUPTED)
+    with _quiet_pipe():
+        sys.stdout.flush()
+    return status
+
+
+@app.callback(invoke_without_command=True)
+def gdp(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from gdp import __version__
+
+        _print(f"gdp {__version__}")
+        raise typer.Exit(OK)
+    if context.invoked_subcommand is None:
+        _print(context.get_help())
+        raise typer.Exit(OK)
+
+
+@app.command()
+def place(
+    model: ModelArgument,
+    devices: DevicesOption,
+    placer: Annotated[str, typer.Option(help="auto: all classical placers, then search.")] = "auto",
+    budget: BudgetOption = "30s",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    checkpoint: Annotated[str | None, typer.Option(metavar="FILE", help="Not in this version.")] = None,
+    pin: PinOption = None,
+    max_memory: MaxMemoryOption = None,
+    reserve: ReserveOption = "0%",
+    robust: Annotated[str, typer.Option(metavar="SHARE", help="Score means over op times that vary by it.")] = "0%",
+    microbatches: Annotated[int, typer.Option(metavar="M", help="Only 1 in this version.")] = 1,
+    threads: ThreadsOption = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write plan.json and graph.json.gz there.")] = None,
+    json: JsonOption = False,
+) -> int:
+    """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json."""
+    from gdp import options
+    from gdp.budget import Budget
+    from gdp.cluster import Cluster
+
+    if checkpoint is not None:
+        raise InputError(f"--checkpoint {checkpoint}: this version has no learned placer; leave the option out")
+    if microbatches != 1:
+        raise InputError(f"--microbatches is {microbatches}; this version places one batch, only 1 is expected")
+    limit = Budget.parse(budget)
+    cluster = Cluster.parse(devices)
+    constraints = _constraints(cluster, pin, max_memory, reserve)
+    spread = options.parse_fraction(robust, "--robust")
+    plan_path = (out or Path()) / "plan.json"
+    graph_path = None if out is None else out / "graph.json.gz"
+    for path in filter(None, (plan_path, graph_path)):
+        options.check_writable(path)
+    _check_placers([placer])
+
+    source = _read(model)
+    _warm_up()
+    graph = source.graph
+    from gdp.place import place as find_plan
+    from gdp.problem import Problem
+    from gdp.report import console, documents, progress
+    from gdp.simulate import replay
+
+    line = progress.SearchLine(f"{graph.name} on {cluster.name}")
+    with progress.stop_on_interrupt() as stop:
+        try:
+            with progress.live(line):
+                plan = find_plan(
+                    graph, cluster, placer=placer, budget=limit, seed=seed, robust=spread,
+                    num_threads=threads, on_progress=line, stop=stop, **constraints,
+                )  # fmt: skip
+        except InputError:
+            if stop.is_set():  # before there was any placement
+                return INTERRUPTED
+            raise
+        status = NOTHING_FITS if plan.status == "infeasible" else OK
+        if status == OK:
+            if graph_path is not None:
+                graph.save(graph_path)
+            plan.save(plan_path)
+        interrupted = stop.is_set()
+    if json:
+        _print_json(documents.place_document(graph, cluster, plan, plan_path if status == OK else None))
+    elif status == OK:
+        command = ["gdp", "simulate", str(graph_path or model), "--devices", devices, "--plan", str(plan_path)]
+        simulation = replay(Problem.build(graph, cluster, **constraints), plan)
+        _show(console.place_report(plan, simulation, source.unknown_costs, str(plan_path), shlex.join(command)))
+    if status == NOTHING_FITS:
+        _fail(console.nothing_fits(plan, cluster), NOTHING_FITS)
+    return INTERRUPTED if interrupted else status
+
+
+@app.command()
+def compare(
+    model: ModelArgument,
+    devices: DevicesOption,
+    placers: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: classical ones and auto.")] = None,
+    budget: BudgetOption = "30s",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each placer.")] = 3,
+    pin: PinOption = None,
+    max_memory: MaxMemoryOption = None,
+    reserve: ReserveOption = "0%",
+    threads: ThreadsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Run several placers on MODEL and DEVICES with several seeds, each with the whole budget."""
+    from gdp.budget import Budget
+    from gdp.cluster import Cluster
+
+    limit = Budget.parse(budget)
+    cluster = Cluster.parse(devices)
+    constraints = _constraints(cluster, pin, max_memory, reserve)
+    names = None if placers is None else [name.strip() for name in placers.split(",")]
+    _check_placers(names or ())
+
+    source = _read(model)
+    _warm_up()
+    from gdp.compare import DEFAULT_PLACERS
+    from gdp.compare import compare as run
+    from gdp.report import console, documents, progress
+
+    with progress.stop_on_interrupt() as stop, progress.live(f"{source.graph.name} on {cluster.name}"):
+        comparison = run(
+            source.graph, cluster, placers=DEFAULT_PLACERS if names is None else names, budget=limit, num_seeds=seeds,
+            num_threads=threads, stop=stop, **constraints,
+        )  # fmt: skip
+    if json:
+        _print_json(documents.compare_document(source.graph, cluster, comparison, str(limit)))
+    else:
+        _show(console.compare_report(comparison))
+    if comparison.interrupted:
+        return INTERRUPTED
+    if all(row.step_time_ns is None for row in comparison.rows):
+        return _fail("nothing fits in memory; `gdp place` says how much is missing", NOTHING_FITS)
+    return OK
+
+
+@app.command()
+def simulate(
+    graph: Annotated[str, typer.Argument(metavar="GRAPH", help="A gdp-graph file, or any other MODEL.")],
+    devices: DevicesOption,
+    plan: Annotated[Path, typer.Option(metavar="PLAN", help="A gdp-plan file.")],
+    json: JsonOption = False,
+) -> int:
+    """Derive every figure of a plan anew. Status 2 if the plan's differ, 3 if it does not fit."""
+    from gdp.bounds import lower_bound
+    from gdp.cluster import Cluster
+    from gdp.problem import Plan, Problem
+
+    cluster = Cluster.parse(devices)
+    read = Plan.load(plan)
+    problem = Problem.build(_read(graph).graph, cluster)
+    from gdp.report import console, documents
+    from gdp.simulate import replay, verify
+
+    try:
+        simulation = replay(problem, read)
+        wrong = [text for text in verify(problem, read) if text not in simulation.reasons]
+    except InputError as error:
+        raise InputError(f"{plan}: {error}") from None
+    bound_ns = lower_bound(problem)
+    if not wrong and read.lower_bound_ns > bound_ns:
+        wrong.append(f"lower_bound_ns is {read.lower_bound_ns}; the bound is {bound_ns}")
+    if wrong:
+        raise InputError(f"{plan}: the figures are not those of the plan: {', '.join(wrong)}; place the graph anew")
+    if json:
+        _print_json(documents.simulate_document(read, simulation, bound_ns))
+    else:
+        _show(console.simulate_report(read, simulation, bound_ns))
+    return OK if simulation.feasible else _fail(f"does not fit: {'; '.join(simulation.reasons)}", NOTHING_FITS)
+
+
+@app.command()
+def capture(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option(metavar="GRAPH.json.gz")],
+    inference: Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")] = False,
+    optimizer: Annotated[str, typer.Option(help="adam or sgd.")] = "adam",
+    json: JsonOption = False,
+) -> int:
+    """Write the graph of one step of MODEL."""
+    from gdp import options
+
+    if not out.name.endswith((".json", ".json.gz")):
+        raise InputError(f"--out {out}: a name that ends in .json or .json.gz is expected")
+    options.check_writable(out)
+    made = _read(model, training=not inference, optimizer=optimizer)
+    if not made.is_captured:
+        raise InputError(f"{model}: is a gdp-graph file already; name a workload or module:function")
+    made.graph.save(out)
+    from gdp.report import console, documents
+
+    if json:
+        unknown = dict(made.unknown_costs)
+        _print_json({**documents.graph_document(made.graph), "unknown_costs": unknown, "path": str(out)})
+    else:
+        _show(console.capture_report(made.graph, made.unknown_costs, str(out)))
+    return OK
+
+
+@devices_app.command("list")
+def devices_list() -> int:
+    """The built-in kinds of devices and links."""
+    from gdp.report import console
+
+    _show(console.kinds_report())
+    return OK
+
+
+@devices_app.command("show")
+def devices_show(
+    devices: Annotated[str, typer.Argument(metavar="DEVICES")],
+    json: Annotated[bool, typer.Option("--json", help="Print it as a gdp-cluster document.")] = False,
+) -> int:
+    """The devices and routes that DEVICES stands for."""
+    from gdp.cluster import Cluster
+
+    cluster = Cluster.parse(devices)
+    if json:
+        _print_json(cluster.to_document())
+    else:
+        from gdp.report import console
+
+        _show(console.cluster_report(cluster))
+    return OK
+
+
+@app.command()
+def workloads(json: JsonOption = False) -> int:
+    """The built-in models."""
+    from gdp import workloads as built_in
+
+    rows = [
+        {"name": item.name, "devices": item.cluster, "batch": item.batch_size, "description": item.description}
+        for item in map(built_in.get, built_in.names())
+    ]
+    if json:
+        _print_json({"workloads": rows})
+    else:
+        from gdp.report import console
+
+        _show(console.rows_report(rows))
+    return OK
+
+
+OutOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Write figures, and plans if any, there.")]
+
+
+@bench_app.command("search")
+def bench_search(
+    workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: the papers' fourteen.")] = None,
+    budget: BudgetOption = "30s",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each workload.")] = 3,
+    out: OutOption = None,
+    json: JsonOption = False,
+) -> int:
+    """How much faster `auto` is than the best classical placer and the expert, on the papers' workloads."""
+    from gdp import workloads as built_in
+    from gdp.bench import search
+    from gdp.budget import Budget
+
+    limit = Budget.parse(budget)
+    names = search.PAPER_WORKLOADS if workloads is None else [name.strip() for name in workloads.split(",")]
+    for name in names:
+        built_in.get(name)
+    return _bench(search.run(workloads=names, budget=limit, seeds=seeds, out=out, on_row=_log), json)
+
+
+@bench_app.command("simulator")
+def bench_simulator(out: OutOption = None, json: JsonOption = False) -> int:
+    """Simulations per second, against the plain-Python reference and against the size of the graph."""
+    from gdp.bench import simulator
+
+    return _bench(simulator.run(out=out, on_row=_log), json)
+
+
+def _bench(figures: dict[str, Any], json: bool) -> int:
+    if json:
+        _print_json(figures)
+    else:
+        _print(figures["markdown"])
+    return OK
+
+
+def _read(text: str, *, training: bool = True, optimizer: str = "adam") -> "Model":
+    from gdp.report.progress import live
+    from gdp.sources import read_model
+
+    with live(f"reading {text}"):
+        return read_model(text, training=training, optimizer=optimizer)
+
+
+def _warm_up() -> None:
+    from gdp.report.progress import live
+    from gdp.warmup import warm_up
+
+    with live("compiling (the first time takes up to a minute)"):
+        warm_up()
+
+
+def _constraints(
+    cluster: "Cluster", pin: list[str] | None, max_memory: list[str] | None, reserve: str
+) -> dict[str, Any]:
+    """The constraints of `Problem.build` from their options."""
+    from gdp import options
+
+    return {
+        "pins": options.parse_pins(pin or (), cluster),
+        "max_memory_bytes": options.parse_max_memory(max_memory or (), cluster),
+        "reserve": options.parse_fraction(reserve, "--reserve"),
+    }
+
+
+def _check_placers(names: Iterable[str]) -> None:
+    from gdp.placers.portfolio import PLACERS
+
+    for name in names:
+        if name not in PLACERS:
+            raise InputError(f"placer {name!r} is unknown; one of {', '.join(PLACERS)} is expected")
+
+
+# Printing
+
+
+def _show(parts: "Iterable[RenderableType]") -> None:
+    """Print tables and sentences; a table is not squeezed where there is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    with console.capture() as printed:
+        for part in parts:
+            console.print(part, soft_wrap=True)
+    _print("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    import orjson
+
+    _print(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+
+
+def _print(text: str) -> None:
+    with _quiet_pipe():
+        print(text, flush=True)
+
+
+def _log(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _fail(message: str, status: int) -> int:
+    _log(f"gdp: {message}")
+    return status
+
+
+@contextlib.contextmanager
+def _quiet_pipe() -> Any:
+    """A reader that has gone away (`gdp ... | head -1`) is no error: the rest is printed nowhere."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

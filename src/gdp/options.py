@@ -1,0 +1,74 @@
+"""What is written on the command line, as values: `10%`, `REGEX=DEVICE`, `DEVICE=SIZE`, places to write to."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from gdp.cluster import Cluster, parse_size
+from gdp.errors import InputError
+
+
+def parse_fraction(text: str, option: str) -> float:
+    """0.1 of `10%` or `0.1`; at least 0 and below 1."""
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)", text.strip())
+    value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= value < 1:
+        raise InputError(
+            f"{option} is {text!r}; a share of at least 0 % and below 100 % is expected, such as 10% or 0.1"
+        )
+    return value
+
+
+def parse_pins(texts: Sequence[str], cluster: Cluster) -> list[tuple[str, str]]:
+    """(regular expression, device) of each `REGEX=DEVICE`, split at the last `=`."""
+    pins = []
+    for text in texts:
+        pattern, equals, device = text.rpartition("=")
+        if not equals or not pattern:
+            raise InputError(
+                f"--pin is {text!r}; REGEX=DEVICE is expected, such as 'encoder.*={cluster.devices[0].name}'"
+            )
+        _check_device(device, f"--pin {text}", cluster)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InputError(f"--pin {text}: {pattern!r} is no regular expression ({error}); mend it") from None
+        pins.append((pattern, device))
+    return pins
+
+
+def parse_max_memory(texts: Sequence[str], cluster: Cluster) -> dict[str, int]:
+    """Bytes by device of each `DEVICE=SIZE`."""
+    limits: dict[str, int] = {}
+    for text in texts:
+        device, equals, size = text.rpartition("=")
+        if not equals or not device:
+            raise InputError(
+                f"--max-memory is {text!r}; DEVICE=SIZE is expected, such as {cluster.devices[0].name}=12GiB"
+            )
+        _check_device(device, f"--max-memory {text}", cluster)
+        if device in limits:
+            raise InputError(f"--max-memory {text}: {device} has a limit already; give each device one")
+        limits[device] = parse_size(size, f"--max-memory {device}")
+    return limits
+
+
+def check_writable(path: Path) -> None:
+    """InputError unless a file can be written to `path`, so that a search does not end in vain."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; name a file")
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise InputError(f"{path}: cannot be written, {parent} is no directory; choose another place")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: cannot be written, no permission to write to {parent}; choose another place")
+
+
+def _check_device(name: str, option: str, cluster: Cluster) -> None:
+    try:
+        cluster.device_number(name)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from None

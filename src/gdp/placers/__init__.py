@@ -1,0 +1,27 @@
+"""Placers: from a problem to a placement. `CLASSICAL` are those without search or training, in a fixed order."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from gdp.placers.base import Placer
+from gdp.placers.contiguous import contiguous
+from gdp.placers.expert import expert
+from gdp.placers.list_scheduling import heft, m_etf, m_sct, m_topo
+from gdp.placers.memory_repair import fit_memory
+from gdp.placers.metis import metis, metis_blind
+from gdp.placers.single import single
+
+__all__ = ["CLASSICAL", "Placer", "fit_memory", "metis_blind"]
+
+CLASSICAL: Mapping[str, Placer] = MappingProxyType(
+    {
+        "single": single,
+        "expert": expert,
+        "contiguous": contiguous,
+        "metis": metis,
+        "m-topo": m_topo,
+        "m-etf": m_etf,
+        "m-sct": m_sct,
+        "heft": heft,
+    }
+)

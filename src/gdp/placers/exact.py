@@ -1,0 +1,363 @@
+"""Exact placement of small graphs: branch and bound over units, on the machine model itself.
+
+Minimises the step time under the default priority over all placements that obey groups, allowed devices and memory.
+Units (groups, and each other op for itself) get their devices one after the other, in the order of their first ops. A
+partial placement is bounded as in `bounds.py`, with every placed op on its device only; a full one is simulated. Of
+devices whose exchange changes nothing but names one is tried; as the machine model sends to the lower device first,
+exchanged placements are simulated too where that order can matter.
+
+Sizes that take seconds: about 20 ops on 4 equal devices, more where the bound is tight.
+"""
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import permutations, product
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from gdp import engine
+from gdp.bounds import best_interval, device_weights, earliest_starts, edges, weighted_work
+from gdp.cluster import Cluster
+from gdp.graph import I64
+from gdp.problem import Placement, Problem
+from gdp.simulate import NEVER, Workspace, ranks_of
+
+_MAX_TAKEN, _MAX_DELAYED = 16, 4  # see bounds.py; a bound is worth no more time than a few simulations
+_NODES_PER_CALL = 256  # between two looks at the clock
+_MAX_EXCHANGES = 5040  # those of 7 equal devices; any further ones are taken for unequal
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """The best placement found; None if there is none that fits, which is certain only when `is_optimal`."""
+
+    placement: Placement | None  # [N]
+    step_time_ns: int | None
+    is_optimal: bool
+    num_nodes: int  # partial placements that were bounded and full ones that were simulated
+
+
+def exact(
+    problem: Problem,
+    seed: int = 0,
+    *,
+    max_nodes: int | None = None,
+    time_limit_s: float | None = None,
+    start: Placement | None = None,
+) -> Exact:
+    """The fastest placement of `problem` that fits, or the best found within about `max_nodes` nodes or `time_limit_s`.
+
+    `start` is a placement to begin with; it is ignored if it is not feasible. `seed` has no effect: nothing is random.
+    """
+    search = _Search.of(problem)
+    if start is not None and not problem.broken_constraints(start):
+        _simulate(search, problem.check_placement(start))
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    is_done = False
+    while not is_done:
+        num_nodes = int(search.best[1])
+        if (max_nodes is not None and num_nodes >= max_nodes) or (
+            deadline is not None and time.monotonic() >= deadline
+        ):
+            break
+        is_done = _branch(search, min(_NODES_PER_CALL, (max_nodes or NEVER) - num_nodes))
+    step_time_ns, num_nodes = search.best.tolist()
+    if step_time_ns == NEVER:
+        return Exact(None, None, is_done, num_nodes)
+    return Exact(search.best_placement.astype(np.int64), step_time_ns, is_done, num_nodes)
+
+
+class _Search(NamedTuple):
+    """The compiled search's data and state. U units, X exchanges."""
+
+    arrays: Any  # engine.Arrays
+    rank: Any
+    op_of_rank: Any
+    scratch: Any  # engine.Scratch
+    memory: Any  # engine.Memory
+    op_time_ns: Any  # int64 [N, D] -1 where an op is not allowed
+    resident_bytes: Any  # int64 [N]
+    forward: Any  # bounds.Edges
+    backward: Any  # bounds.Edges
+    weights: Any  # int64 [D] of bounds.device_weights
+    unit_offsets: Any  # int64 [U + 1]
+    unit_ops: Any  # int64 [N]
+    equal_before: Any  # int64 [D] the device before this one among those it can be exchanged with, or -1
+    exchanges: Any  # uint8 [X, D] renamings of devices that leave the problem as it is; the first leaves the names too
+    shares_channel: Any  # bool [D, D, D] whether routes from the first device to the other two share a channel
+    best: Any  # int64 [2] step time, nodes
+    best_placement: Any  # uint8 [N]
+    depth: Any  # int64 [1] units placed, -1 at the end
+    children: Any  # int64 [U, D] the devices to try for each unit, best first
+    child_bounds: Any  # int64 [U, D]
+    num_children: Any  # int64 [U] -1: not yet expanded
+    next_child: Any  # int64 [U]
+    placement: Any  # uint8 [N] of placed units
+    times: Any  # int64 [N, D] op_time_ns, but -1 on the other devices for ops of placed units
+
+    @classmethod
+    def of(cls, problem: Problem) -> "_Search":
+        num_ops, num_devices = problem.num_ops, problem.num_devices
+        rank, op_of_rank = ranks_of(problem.b_level_ns)
+        workspace = Workspace(problem)
+        workspace.memory.limit_bytes[:] = problem.memory_limit_bytes
+        op_time_ns = np.where(problem.allowed, problem.op_time_ns, -1)
+        forward, backward = edges(problem, np.arange(num_devices), num_devices)
+        between = ~np.eye(num_devices, dtype=np.bool_)
+        longest_ns = (
+            1 + int(op_time_ns.max(axis=1).sum()) + int(forward.transfer_ns[:, between].sum(axis=0).max(initial=0))
+        )
+        scale = min(2**20, 2**60 // longest_ns)
+        index = problem.group_index
+        num_units = int(index.max()) + 1
+        equal_before, exchanges = _exchanges(problem)
+        return cls(
+            arrays=problem.arrays,
+            rank=rank,
+            op_of_rank=op_of_rank,
+            scratch=workspace.scratch,
+            memory=workspace.memory,
+            op_time_ns=op_time_ns,
+            resident_bytes=problem.graph.resident_bytes,
+            forward=forward,
+            backward=backward,
+            weights=device_weights(op_time_ns, np.ones(num_devices, np.int64), scale),
+            unit_offsets=np.concatenate(([0], np.cumsum(np.bincount(index)))),
+            unit_ops=np.argsort(index, kind="stable"),
+            equal_before=equal_before,
+            exchanges=exchanges,
+            shares_channel=_shared_channels(problem.cluster),
+            best=np.array([NEVER, 0]),
+            best_placement=np.zeros(num_ops, np.uint8),
+            depth=np.zeros(1, np.int64),
+            children=np.zeros((num_units, num_devices), np.int64),
+            child_bounds=np.zeros((num_units, num_devices), np.int64),
+            num_children=np.full(num_units, -1),
+            next_child=np.zeros(num_units, np.int64),
+            placement=np.zeros(num_ops, np.uint8),
+            times=op_time_ns.copy(),
+        )
+
+
+def _exchanges(problem: Problem) -> tuple[I64, npt.NDArray[np.uint8]]:
+    """(the device before each among those it can be exchanged with [D], all renamings by exchanges [X, D])."""
+    num_devices = problem.num_devices
+    classes: list[list[int]] = []
+    for device in range(num_devices):
+        for members in classes:
+            larger = [len(other) + (other is members) for other in classes]
+            if _can_exchange(problem, members[0], device) and math.prod(map(math.factorial, larger)) <= _MAX_EXCHANGES:
+                members.append(device)
+                break
+        else:
+            classes.append([device])
+    before = np.full(num_devices, -1)
+    for members in classes:
+        before[members[1:]] = members[:-1]
+    renamings = []
+    for orders in product(*(permutations(members) for members in classes)):
+        renaming = np.zeros(num_devices, np.uint8)
+        for members, order in zip(classes, orders, strict=True):
+            renaming[members] = order
+        renamings.append(renaming)
+    return before, np.array(renamings)
+
+
+def _can_exchange(problem: Problem, first: int, second: int) -> bool:
+    """Whether two devices can swap names and leave costs, constraints, routes and shared channels as they are."""
+    cluster = problem.cluster
+    swap = np.arange(problem.num_devices)
+    swap[[first, second]] = second, first
+    per_device = (problem.op_time_ns, problem.allowed, problem.memory_limit_bytes)
+    per_pair = (cluster.latency_ns, cluster.bytes_per_second)
+    return (
+        all(np.array_equal(values[..., first], values[..., second]) for values in per_device)
+        and all(np.array_equal(values, values[np.ix_(swap, swap)]) for values in per_pair)
+        and _channel_uses(cluster, np.arange(problem.num_devices)) == _channel_uses(cluster, swap)
+    )
+
+
+def _channel_uses(cluster: Cluster, names: I64) -> Counter[frozenset[tuple[int, int]]]:
+    """How many channels have each set of routes, once devices are renamed."""
+    uses: list[set[tuple[int, int]]] = [set() for _ in cluster.channels]
+    for source, row in enumerate(cluster.route_channels):
+        for target, channels in enumerate(row):
+            for channel in channels:
+                uses[channel].add((int(names[source]), int(names[target])))
+    return Counter(map(frozenset, uses))
+
+
+def _shared_channels(cluster: Cluster) -> npt.NDArray[np.bool_]:
+    """[D, D, D] whether the routes from the first device to the other two, different ones, share a channel."""
+    shares = np.zeros((cluster.num_devices,) * 3, np.bool_)
+    for source, row in enumerate(cluster.route_channels):
+        for (target, channels), (other, others) in permutations(enumerate(row), 2):
+            shares[source, target, other] = bool(set(channels) & set(others))
+    return shares
+
+
+@njit(cache=True)
+def _branch(search, num_nodes):  # type: ignore[no-untyped-def]
+    """Search on for about `num_nodes` nodes; whether the search is done."""
+    depth, best, placement, times = search.depth, search.best, search.placement, search.times
+    num_units = len(search.children)
+    stop = best[1] + num_nodes
+    while best[1] < stop:
+        unit = depth[0]
+        if unit < 0:
+            return True
+        if unit == num_units:
+            _simulate(search, placement)
+            depth[0] -= 1
+            continue
+        ops = search.unit_ops[search.unit_offsets[unit] : search.unit_offsets[unit + 1]]
+        if search.num_children[unit] < 0:
+            _expand(search, unit, ops)
+        for op in ops:
+            times[op] = search.op_time_ns[op]
+        child = search.next_child[unit]
+        if child == search.num_children[unit] or search.child_bounds[unit, child] >= best[0]:
+            search.num_children[unit] = -1
+            depth[0] -= 1
+            continue
+        _put(search, ops, search.children[unit, child])
+        search.next_child[unit] += 1
+        depth[0] += 1
+    return depth[0] < 0
+
+
+@njit(cache=True)
+def _put(search, ops, device):  # type: ignore[no-untyped-def]
+    for op in ops:
+        search.placement[op] = device
+        search.times[op] = -1
+        search.times[op, device] = search.op_time_ns[op, device]
+
+
+@njit(cache=True)
+def _expand(search, unit, ops):  # type: ignore[no-untyped-def]
+    """Bound and sort the devices where `unit` can go."""
+    num_devices = search.op_time_ns.shape[1]
+    placed = search.unit_ops[: search.unit_offsets[unit]]
+    is_used = np.zeros(num_devices, np.bool_)
+    resident = np.zeros(num_devices, np.int64)
+    for op in placed:
+        is_used[search.placement[op]] = True
+        resident[search.placement[op]] += search.resident_bytes[op]
+    needed = search.resident_bytes[ops].sum()
+    count = 0
+    for device in range(num_devices):
+        before = search.equal_before[device]
+        if (
+            search.op_time_ns[ops[0], device] < 0
+            or (before >= 0 and not is_used[before])
+            or resident[device] + needed > search.memory.limit_bytes[device]
+        ):
+            continue
+        _put(search, ops, device)
+        bound = _bound(search, search.unit_ops[: search.unit_offsets[unit + 1]])
+        search.best[1] += 1
+        if bound >= search.best[0]:
+            continue
+        at = count
+        while at > 0 and search.child_bounds[unit, at - 1] > bound:
+            search.child_bounds[unit, at] = search.child_bounds[unit, at - 1]
+            search.children[unit, at] = search.children[unit, at - 1]
+            at -= 1
+        search.child_bounds[unit, at], search.children[unit, at] = bound, device
+        count += 1
+    search.num_children[unit] = count
+    search.next_child[unit] = 0
+
+
+@njit(cache=True)
+def _bound(search, placed):  # type: ignore[no-untyped-def]
+    """A step time that no completion of the partial placement beats; see bounds.py."""
+    times, stop_ns = search.times, search.best[0]
+    num_ops, num_devices = times.shape
+    forward, backward = search.forward, search.backward
+    heads = earliest_starts(times, forward[0], forward[1], forward[2], _MAX_TAKEN, _MAX_DELAYED)
+    tails = earliest_starts(times[::-1].copy(), backward[0], backward[1], backward[2], _MAX_TAKEN, _MAX_DELAYED)[::-1]
+    bound = 0
+    first_heads, first_tails = np.zeros(num_ops, np.int64), np.zeros(num_ops, np.int64)
+    for op in range(num_ops):
+        through = NEVER
+        for device in range(num_devices):
+            if times[op, device] >= 0:
+                through = min(through, heads[op, device] + times[op, device] + tails[op, device])
+        bound = max(bound, through)
+        first_heads[op], first_tails[op] = heads[op].min(), tails[op].min()
+    if bound >= stop_ns:
+        return bound
+    by_head, by_tail = np.argsort(-first_heads), np.argsort(first_tails)
+    for device in range(num_devices):
+        work = np.zeros(num_ops, np.int64)
+        for op in placed:
+            if search.placement[op] == device:
+                work[op] = times[op, device]
+        bound = max(bound, best_interval(work, first_heads, first_tails, by_head, by_tail, 1)[0])
+        if bound >= stop_ns:
+            return bound
+    total = search.weights.sum()
+    if total > 0:
+        work = weighted_work(times, search.weights)
+        bound = max(bound, -(-best_interval(work, first_heads, first_tails, by_head, by_tail, total)[0] // total))
+    return bound
+
+
+@njit(cache=True)
+def _simulate(search, placement):  # type: ignore[no-untyped-def]
+    """Simulate a full placement and, where the order of destinations can matter, all its exchanges; keep the best."""
+    num_exchanges = len(search.exchanges) if _order_matters(search, placement) else 1
+    num_devices = len(search.equal_before)
+    is_used = np.zeros(num_devices, np.bool_)
+    for device in placement:
+        is_used[device] = True
+    for exchange in search.exchanges[:num_exchanges]:
+        is_new = True
+        for device, before in enumerate(search.equal_before):
+            if before >= 0 and not is_used[device] and not is_used[before] and exchange[device] < exchange[before]:
+                is_new = False  # differs from another exchange on unused devices only
+        if not is_new:
+            continue
+        renamed = exchange[placement]
+        search.best[1] += 1
+        status, step_time_ns = engine.run(
+            search.arrays,
+            search.op_time_ns,
+            renamed,
+            search.rank,
+            search.op_of_rank,
+            search.best[0],
+            search.scratch,
+            search.memory,
+            None,
+            None,
+        )
+        if status == engine.COMPLETED and step_time_ns < search.best[0]:
+            search.best[0] = step_time_ns
+            search.best_placement[:] = renamed
+
+
+@njit(cache=True)
+def _order_matters(search, placement):  # type: ignore[no-untyped-def]
+    """Whether some op sends to two devices on routes that share a channel: then the lower device is served first."""
+    num_devices = len(search.equal_before)
+    receives = np.zeros(num_devices, np.bool_)
+    arrays = search.arrays
+    for op in range(len(placement)):
+        receives[:] = False
+        first, end = arrays.tensor_offsets[op], arrays.tensor_offsets[op + 1]
+        for consumer in arrays.consumers[arrays.consumer_offsets[first] : arrays.consumer_offsets[end]]:
+            receives[placement[consumer]] = True
+        receives[placement[op]] = False
+        for device in range(num_devices):
+            for other in range(device):
+                if receives[device] and receives[other] and search.shares_channel[placement[op], device, other]:
+                    return True
+    return False

@@ -1,0 +1,139 @@
+"""Units in which backward ops follow the forward ops that they belong to.
+
+Baechi (SoCC 2020, section 3.1) places the forward ops alone and gives each backward op its forward op's device. Which
+op that is the graph does not say; module paths, phases and what flows between ops tell it. N ops.
+"""
+
+import numpy as np
+from numba import njit
+
+from gdp.graph import I64
+from gdp.placers.base import UnitArrays, containers
+from gdp.problem import Problem
+
+
+def forward_units(problem: Problem) -> I64:
+    """[N] `problem.group_index` with ungrouped backward ops joined to other units, numbered from 0 in the order of
+    first ops.
+
+    A backward op joins the unit (a parameter with its update) that takes all its results, directly or through other such
+    ops, unless these results are much smaller than its inputs; else the latest forward op whose result it uses, else the
+    latest backward op that it follows, else a parameter that it uses, each time in its module, one inside or around it.
+    Units only join if they may go to the same devices.
+    """
+    graph, arrays = problem.graph, problem.arrays
+    memory = arrays.memory
+    is_backward = np.array([phase in ("backward", "update") for phase in graph.phases], np.bool_)
+    numbers = {path: number for number, path in enumerate(dict.fromkeys(graph.modules))}
+    module = np.fromiter((numbers[path] for path in graph.modules), np.int64, problem.num_ops)
+    inner = containers(graph.modules)
+    parent = np.array([_enclosing(path, numbers, inner) for path in numbers], np.int64)
+    follows = _leaders(
+        is_backward, module, parent, problem.group_index, graph.groups >= 0, memory.input_offsets, memory.inputs,
+        memory.input_producers, memory.copy_bytes, arrays.tensor_offsets, arrays.consumer_offsets, arrays.consumers,
+    )  # fmt: skip
+    unit = problem.group_index.copy()
+    followers = np.flatnonzero(follows >= 0)
+    same = (problem.allowed[followers] == problem.allowed[follows[followers]]).all(axis=1)
+    follows[followers[~same]] = -1
+    unit = np.asarray(_join(unit, follows), np.int64)
+    _, first, inverse = np.unique(unit, return_index=True, return_inverse=True)
+    position = np.empty(len(first), np.int64)
+    position[np.argsort(first, kind="stable")] = np.arange(len(first))
+    return position[inverse]
+
+
+def unit_choices(problem: Problem) -> list[UnitArrays]:
+    """The problem's units and, first, if they are others, those in which backward ops follow."""
+    choices = [UnitArrays.of(problem)]
+    following = forward_units(problem)
+    if int(following.max()) + 1 < choices[0].num_units:
+        choices.insert(0, UnitArrays.of(problem, following))
+    return choices
+
+
+def _enclosing(path: str, numbers: dict[str, int], inner: set[str]) -> int:
+    """The number of the nearest module around `path` that has ops and is no container, -1 if none."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in numbers and path not in inner:
+            return numbers[path]
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def _is_inside(parent, module, outer):
+    while module >= 0:
+        if module == outer:
+            return True
+        module = parent[module]
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _takers(
+    is_backward, unit, is_grouped, input_offsets, inputs, tensor_bytes, tensor_offsets, consumer_offsets, consumers
+):
+    """[N] an op of the one group that takes all results of each ungrouped backward op, -1 if there is none."""
+    num_ops = len(is_backward)
+    takers = np.full(num_ops, -1, np.int64)
+    for op in range(num_ops - 1, -1, -1):
+        if is_grouped[op] or not is_backward[op]:
+            continue
+        found, is_split = -1, False
+        input_bytes, output_bytes = 0, 0
+        for index in range(input_offsets[op], input_offsets[op + 1]):
+            input_bytes += tensor_bytes[inputs[index]]
+        for tensor in range(tensor_offsets[op], tensor_offsets[op + 1]):
+            output_bytes += tensor_bytes[tensor]
+            for index in range(consumer_offsets[tensor], consumer_offsets[tensor + 1]):
+                consumer = np.int64(consumers[index])
+                taker = consumer if is_grouped[consumer] else takers[consumer]
+                is_split |= taker < 0 or (found >= 0 and unit[taker] != unit[found])
+                found = taker
+        if not is_split and 2 * output_bytes >= input_bytes:  # a sum of two gradients counts as one of them
+            takers[op] = found
+    return takers
+
+
+@njit(cache=True, nogil=True)
+def _leaders(
+    is_backward, module, parent, unit, is_grouped, input_offsets, inputs, input_producers, tensor_bytes,
+    tensor_offsets, consumer_offsets, consumers,
+):  # fmt: skip
+    """[N] the op that each op follows, -1 if none."""
+    num_ops = len(module)
+    leaders = np.full(num_ops, -1, np.int64)
+    taker = _takers(
+        is_backward, unit, is_grouped, input_offsets, inputs, tensor_bytes, tensor_offsets, consumer_offsets, consumers
+    )
+    for op in range(num_ops):
+        if not is_backward[op] or is_grouped[op] or input_offsets[op] == input_offsets[op + 1]:
+            continue
+        forward, backward, source = -1, -1, -1
+        for index in range(input_offsets[op], input_offsets[op + 1]):
+            producer = np.int64(input_producers[index])
+            here, there = module[op], module[producer]
+            if not _is_inside(parent, here, there) and not _is_inside(parent, there, here):
+                continue
+            if input_offsets[producer] == input_offsets[producer + 1]:
+                source = producer
+            elif is_backward[producer]:
+                backward = max(backward, producer)
+            else:
+                forward = max(forward, producer)
+        for leader in (taker[op], forward, backward, source):
+            if leader >= 0:
+                leaders[op] = leader
+                break
+    return leaders
+
+
+@njit(cache=True, nogil=True)
+def _join(unit, leaders):
+    """`unit` with every op in the unit of the op that it follows; chains end, for only grouped ops are followed
+    forwards."""
+    for op in range(len(unit)):
+        if leaders[op] >= 0:
+            unit[op] = unit[leaders[op]]
+    return unit

@@ -1,0 +1,241 @@
+"""List scheduling: ops choose devices one after the other, by estimates of when they could start there and what still
+fits.
+
+m-TOPO, m-ETF and m-SCT: B. Jeon et al., "Baechi: Fast Device Placement of Machine Learning Graphs", SoCC 2020, which
+adds memory limits to known schedulers. HEFT: H. Topcuoglu, S. Hariri, M.-Y. Wu, IEEE TPDS 13(3), 2002. Each is tried on
+all devices and on fewer, with backward ops free or following their forward ops (as in Baechi), with estimates as
+published (no contention, no foresight) and with better ones; the best placement by simulation is kept. N ops, P pairs
+of ops.
+"""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from gdp.graph import I64, Bool
+from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, mean_op_time_ns
+from gdp.placers.contiguous import topological_chain
+from gdp.placers.forward_units import unit_choices
+from gdp.placers.list_kernels import earliest_first, in_order
+from gdp.placers.schedule import Schedule
+from gdp.problem import Placement, Problem
+from gdp.simulate import ranks_of
+
+F64 = npt.NDArray[np.float64]
+
+_WORK = 2_000_000  # ops x devices scheduled in all, about 1 s
+_LIMITS = (0.85, 0.7)  # of the memory, tried when what was planned with all of it does not fit
+_MAX_LP_EDGES = 3000  # above, the favourite children are found greedily: the linear program would take many seconds
+_FAVOURITE = 0.5  # Baechi's rounding of the relaxation
+
+Kernel = Callable[[Schedule, bool, bool], None]
+
+
+def m_topo(problem: Problem, seed: int = 0) -> Placement | None:
+    """Devices filled in turn along the topological order, to an equal share of their memory plus the largest unit."""
+    candidates = []
+    for units in unit_choices(problem):
+        order = topological_chain(problem, units).order
+        held = (units.resident_bytes + units.tensor_bytes)[order]
+        sums = np.concatenate(([0], np.cumsum(held, dtype=np.float64)))
+        for devices in device_subsets(problem, smallest=min(2, problem.num_devices)):
+            limits = np.maximum(problem.memory_limit_bytes[devices], 1).astype(np.float64)
+            caps = sums[-1] * limits / limits.sum() + held.max()
+            ends = np.empty(len(devices), np.int64)
+            start = 0
+            for position, cap in enumerate(caps):
+                start = max(int(np.searchsorted(sums, sums[start] + cap, side="right")) - 1, start)
+                ends[position] = start
+            ends[-1] = units.num_units
+            chosen = np.empty(units.num_units, np.int64)
+            chosen[order] = devices[np.searchsorted(ends, np.arange(units.num_units), side="right")]
+            candidates.append(units.place(chosen))
+    return best_of(problem, candidates)
+
+
+def m_etf(problem: Problem, seed: int = 0) -> Placement | None:
+    """Earliest time first: of all ready ops and devices with room, the pair that can start first."""
+    return _earliest_first(problem, np.full(problem.num_ops, -1))
+
+
+def m_sct(problem: Problem, seed: int = 0) -> Placement | None:
+    """Small communication times: as m-ETF, but a device waits for the favourite child of the op that it ran last,
+    unless there is something urgent to do (an op that could start at once on any device)."""
+    return _earliest_first(problem, favourite_children(problem))
+
+
+def heft(problem: Problem, seed: int = 0) -> Placement | None:
+    """Heterogeneous earliest finish time: ops by upward rank with mean transfer times, each where it ends first."""
+    sources, targets, transfer_ns = _transfers(problem)
+    _, op_of_rank = ranks_of(upward_ranks(problem, sources, targets, transfer_ns))
+    order = op_of_rank.astype(np.int64)
+
+    def kernel(schedule: Schedule, contention: bool, foresight: bool) -> None:
+        in_order(problem.arrays, schedule, order, contention, foresight)
+
+    return _best_schedule(problem, kernel)
+
+
+def upward_ranks(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) -> I64:
+    """[N] longest path from each op to the end of the step: mean op times, and between them mean transfer times [P]."""
+    ranks = mean_op_time_ns(problem)
+    times = ranks.tolist()
+    below = [0] * problem.num_ops
+    order = np.argsort(sources, kind="stable")[::-1]
+    for source, target, transfer in zip(
+        sources[order].tolist(), targets[order].tolist(), transfer_ns[order].tolist(), strict=True
+    ):
+        below[source] = max(below[source], transfer + times[target] + below[target])
+    return ranks + np.array(below, np.int64)
+
+
+def favourite_children(problem: Problem) -> I64:
+    """[N] the child of each op that gains most from running on the op's device right after it, -1 if none.
+
+    An op is the favourite of at most one parent. Up to a few thousand edges they come from the linear relaxation of
+    Hanen and Munier, as in Baechi; in larger graphs, where that takes too long, the heaviest path decides.
+    """
+    sources, targets, transfer_ns = _transfers(problem)
+    real = ~_floating(problem)[sources]
+    sources, targets, transfer_ns = sources[real], targets[real], transfer_ns[real]
+    apart = _relaxation(problem, sources, targets, transfer_ns) if 0 < len(sources) <= _MAX_LP_EDGES else None
+    if apart is None:
+        weight = transfer_ns + problem.b_level_ns[targets]
+        order = np.lexsort((targets, -transfer_ns, -weight))
+    else:
+        order = np.lexsort((targets, -transfer_ns, apart))
+        order = order[apart[order] < _FAVOURITE]
+    child, parent = np.full((2, problem.num_ops), -1)
+    for source, target in zip(sources[order].tolist(), targets[order].tolist(), strict=True):
+        if child[source] < 0 and parent[target] < 0:
+            child[source], parent[target] = target, source
+    return np.asarray(child, np.int64)
+
+
+def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) -> F64 | None:
+    """[P] how much each pair is apart, 0 to 1, in a shortest schedule on unlimited devices; None if it was not found.
+
+    Variables: x[P] (1: a transfer is made), start[N], end of the step. Each op keeps at most one child and one parent.
+    """
+    num_pairs, num_ops = len(sources), problem.num_ops
+    end = num_pairs + num_ops
+    time_ns = mean_op_time_ns(problem)
+    pairs, ops = np.arange(num_pairs), np.arange(num_ops)
+    rows, columns, values, bounds = [], [], [], []
+    count = 0
+
+    def add(number: int, entries: list[tuple[Any, Any, Any]], bound: Any) -> None:
+        nonlocal count
+        for row, column, value in entries:
+            rows.append(count + row)
+            columns.append(column)
+            values.append(np.broadcast_to(np.asarray(value, np.float64), np.shape(row)))
+        bounds.append(np.broadcast_to(np.asarray(bound, np.float64), number))
+        count += number
+
+    scale = max(float(time_ns.max()), float(transfer_ns.max()), 1.0)
+    # start[i] + time[i] + transfer * x <= start[j]
+    start = num_pairs + sources
+    add(num_pairs, [(pairs, start, 1), (pairs, num_pairs + targets, -1), (pairs, pairs, transfer_ns / scale)],
+        -time_ns[sources] / scale)  # fmt: skip
+    for ends in (sources, targets):  # of n pairs at least n - 1 are apart
+        distinct, row, number = np.unique(ends, return_inverse=True, return_counts=True)
+        add(len(distinct), [(row, pairs, -1)], 1 - number)
+    add(num_ops, [(ops, num_pairs + ops, 1), (ops, np.full(num_ops, end), -1)], -time_ns / scale)
+    cost = np.zeros(end + 1)
+    cost[end] = 1
+    matrix = coo_array(
+        (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(count, end + 1)
+    ).tocsr()
+    limits = np.tile([0.0, np.inf], (end + 1, 1))
+    limits[:num_pairs, 1] = 1
+    found = linprog(cost, A_ub=matrix, b_ub=np.concatenate(bounds), bounds=limits, method="highs-ds")
+    return np.asarray(found.x[:num_pairs], np.float64).round(9) if found.status == 0 else None
+
+
+def _earliest_first(problem: Problem, favourites: I64) -> Placement:
+    rank, op_of_rank = ranks_of(problem.b_level_ns)
+    ranks, ops = rank.astype(np.int64), op_of_rank.astype(np.int64)
+
+    def kernel(schedule: Schedule, contention: bool, foresight: bool) -> None:
+        earliest_first(problem.arrays, schedule, ranks, ops, favourites, contention, foresight)
+
+    return _best_schedule(problem, kernel)
+
+
+def _best_schedule(problem: Problem, kernel: Kernel) -> Placement:
+    floating = _floating(problem)
+
+    def run(devices: I64, units: UnitArrays, refined: bool, memory_share: float) -> Placement:
+        allowed = np.zeros_like(units.allowed)
+        allowed[:, devices] = units.allowed[:, devices]
+        nowhere = ~allowed.any(axis=1)
+        allowed[nowhere] = units.allowed[nowhere]
+        schedule = _empty_schedule(problem, units, floating, allowed, memory_share)
+        kernel(schedule, refined, refined)
+        return np.asarray(schedule.unit_device[units.index], np.int64)
+
+    subsets = device_subsets(problem, smallest=min(2, problem.num_devices))
+    most = max(_WORK // (problem.num_ops * problem.num_devices), 3)
+    settings = list(product(subsets, unit_choices(problem), (True, False)))[:most]
+    candidates = [run(*setting, 1.0) for setting in settings]
+    if not any_fits(problem, candidates):
+        candidates += [run(*setting, share) for setting in settings[:4] for share in _LIMITS]
+    return best_of(problem, candidates)
+
+
+def _empty_schedule(
+    problem: Problem, units: UnitArrays, floating: Bool, allowed: Bool, memory_share: float
+) -> Schedule:
+    arrays = problem.arrays
+    num_tensors, num_devices = problem.graph.num_tensors, problem.num_devices
+    uses = np.diff(arrays.consumer_offsets.astype(np.int64))
+    owner_uses = np.zeros(num_tensors, np.int64)
+    np.add.at(owner_uses, arrays.memory.owner, uses)
+    only = allowed.sum(axis=1) == 1
+    unit_device = np.where(only, np.argmax(allowed, axis=1), -1)
+    used_bytes = np.zeros(num_devices, np.int64)
+    np.add.at(used_bytes, unit_device[only], units.resident_bytes[only])
+    return Schedule(
+        op_time_ns=problem.op_time_ns,
+        unit=units.index,
+        allowed=allowed,
+        resident_bytes=units.resident_bytes,
+        limit_bytes=(problem.memory_limit_bytes * memory_share).astype(np.int64),
+        floating=floating,
+        unit_device=unit_device,
+        finish_ns=np.zeros(problem.num_ops, np.int64),
+        free_ns=np.zeros(num_devices, np.int64),
+        channel_free_ns=np.zeros(len(problem.cluster.channels), np.int64),
+        copy_ns=np.full((num_tensors, num_devices), -1, np.int64),
+        uses=uses,
+        owner_uses=owner_uses,
+        used_bytes=used_bytes,
+    )
+
+
+def _floating(problem: Problem) -> Bool:
+    """[N] sources that take no time wherever they may go."""
+    is_source = problem.arrays.num_inputs == 0
+    return np.asarray(is_source & (np.where(problem.allowed, problem.op_time_ns, 0).max(axis=1) == 0), np.bool_)
+
+
+def _transfers(problem: Problem) -> tuple[I64, I64, I64]:
+    """Producers, consumers and mean transfer time over pairs of devices [P] of each pair of ops that share tensors."""
+    arrays, num_devices = problem.arrays, problem.num_devices
+    counts = np.diff(arrays.consumer_offsets.astype(np.int64))
+    tensors = np.repeat(np.arange(problem.graph.num_tensors), counts)
+    keys = arrays.memory.producers[tensors].astype(np.int64) * problem.num_ops + arrays.consumers
+    pairs, inverse = np.unique(keys, return_inverse=True)
+    cost_ns = np.zeros(len(pairs))
+    if num_devices > 1:
+        apart = ~np.eye(num_devices, dtype=np.bool_)
+        share = np.bincount(arrays.route_rate[apart], minlength=arrays.occupancy_ns.shape[1]) / apart.sum()
+        np.add.at(cost_ns, inverse, (arrays.occupancy_ns @ share)[tensors])
+        cost_ns += arrays.latency_ns[apart].mean()
+    return pairs // problem.num_ops, pairs % problem.num_ops, cost_ns.astype(np.int64)

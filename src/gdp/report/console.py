@@ -1,0 +1,261 @@
+"""What a person reads in a terminal: sentences and tables. Step times in ms, sizes in GiB."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gdp.cluster import Cluster
+from gdp.compare import Comparison
+from gdp.devices import KINDS, LINKS
+from gdp.graph import Graph
+from gdp.problem import Plan
+from gdp.report.limits import Limits
+from gdp.simulate import Simulation
+
+
+def format_ms(time_ns: int | None) -> str:
+    """A time in ms with four significant digits: `123.4 ms`; `-` for None."""
+    return "-" if time_ns is None else f"{_digits(time_ns / 1e6, 4)} ms"
+
+
+def format_gib(size_bytes: int) -> str:
+    """A size in GiB with three significant digits: `1.25 GiB`."""
+    return f"{_digits(size_bytes / 2**30, 3)} GiB"
+
+
+def place_report(
+    plan: Plan, simulation: Simulation, unknown_costs: Mapping[str, int], plan_path: str, next_command: str
+) -> Iterator[RenderableType]:
+    """The answer of `gdp place`, from the headline to the next command."""
+    assert plan.search is not None
+    graph, cluster = simulation.problem.graph, simulation.problem.cluster
+    sizes = f"{graph.num_ops:,} ops, {graph.num_tensors:,} tensors"
+    searched = f"{plan.search.simulations:,} simulations in {plan.search.seconds:.1f} s, seed {plan.seed}"
+    yield Text(f"{graph.name} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
+    yield Text(_headline(plan), style="bold")
+    if plan.search.expected_step_time_ns is not None:
+        yield Text(f"Mean step time over perturbed op times: {format_ms(plan.search.expected_step_time_ns)}.")
+    above = f"at most {_digits(100 * plan.gap, 3)} % above the optimum"
+    yield Text(f"Lower bound {format_ms(plan.lower_bound_ns)}: the plan is {above}.")
+    if plan.search.baselines:
+        yield ""
+        yield _baselines(plan)
+    yield ""
+    yield from device_report(simulation)
+    if unknown_costs:
+        yield Text(_unknown(unknown_costs))
+    yield ""
+    yield Text(f"Plan written to {plan_path}")
+    yield Text(f"Next: {next_command}")
+
+
+def device_report(simulation: Simulation) -> Iterator[RenderableType]:
+    """A table of the devices, what limits the step, and devices that hold nothing."""
+    problem = simulation.problem
+    counts = np.bincount(simulation.placement, minlength=problem.num_devices)
+    table = _table("device", "kind", ">busy", ">ops", ">peak memory", ">limit")
+    for number, device in enumerate(problem.cluster.devices):
+        table.add_row(
+            device.name,
+            device.kind,
+            f"{simulation.busy_fraction[number]:.1%}",
+            f"{counts[number]:,}",
+            format_gib(int(simulation.peak_memory_bytes[number])),
+            format_gib(int(problem.memory_limit_bytes[number])),
+        )
+    yield table
+    yield ""
+    yield Text(str(Limits.of(simulation)))
+    empty = [device.name for number, device in enumerate(problem.cluster.devices) if not counts[number]]
+    if empty:
+        hold = "holds no op" if len(empty) == 1 else "hold no ops"
+        used = problem.num_devices - len(empty)
+        yield Text(f"{', '.join(empty)} {hold}: {used} device{'s' if used > 1 else ''} would do as well.")
+
+
+def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterator[RenderableType]:
+    """What `gdp simulate` found out about a plan whose figures are right."""
+    gap = simulation.step_time_ns / bound_ns - 1 if bound_ns else 0.0
+    yield Text(
+        f"Step time {format_ms(simulation.step_time_ns)} and peak memory as the plan says; "
+        f"lower bound {format_ms(bound_ns)}, at most {_digits(100 * gap, 3)} % above the optimum."
+    )
+    yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
+    yield ""
+    yield from device_report(simulation)
+
+
+def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
+    """The table of `gdp compare`: medians over seeds, the best in bold."""
+    best_ns = min((row.step_time_ns for row in comparison.rows if row.step_time_ns is not None), default=None)
+    table = _table(
+        "placer", "status", ">step time", ">best seed", ">worst seed", ">above bound", ">seconds", ">simulations"
+    )
+    for row in comparison.rows:
+        times = [time_ns for time_ns in row.step_time_ns_by_seed if time_ns is not None]
+        above = row.step_time_ns / max(comparison.lower_bound_ns, 1) - 1 if row.step_time_ns is not None else None
+        table.add_row(
+            row.placer,
+            _status(row.status),
+            format_ms(row.step_time_ns),
+            format_ms(min(times, default=None)),
+            format_ms(max(times, default=None)),
+            "-" if above is None else f"{above:.1%}",
+            f"{row.seconds:.2f}",
+            f"{row.simulations:,}",
+            style="bold" if row.step_time_ns is not None and row.step_time_ns == best_ns else None,
+        )
+    yield table
+    yield ""
+    yield Text(f"Lower bound {format_ms(comparison.lower_bound_ns)}. Step times are medians over seeds.")
+
+
+def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
+    """The devices of a cluster and its routes."""
+    devices = _table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch")
+    for device in cluster.devices:
+        devices.add_row(
+            device.name,
+            device.kind,
+            format_gib(device.memory_bytes),
+            f"{_digits(device.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
+            f"{_digits(device.memory_bytes_per_second / 1e9, 3)} GB/s",
+            f"{_digits(device.launch_ns / 1e3, 3)} us",
+        )
+    yield devices
+    if cluster.num_devices == 1:
+        return
+    yield ""
+    routes = _table("from", "to", ">bandwidth", ">latency", "channels")
+    for source, start in enumerate(cluster.devices):
+        for target, end in enumerate(cluster.devices):
+            if source != target:
+                route = cluster.route(source, target)
+                rate, latency = _digits(route.bytes_per_second / 1e9, 3), _digits(route.latency_ns / 1e3, 3)
+                routes.add_row(start.name, end.name, f"{rate} GB/s", f"{latency} us", " ".join(route.channels) or "-")
+    yield routes
+
+
+def kinds_report() -> Iterator[RenderableType]:
+    """The built-in kinds of devices and links."""
+    kinds = _table("kind", ">memory", ">float32", ">bandwidth", ">launch", "links")
+    for name, kind in KINDS.items():
+        kinds.add_row(
+            name,
+            format_gib(kind.memory_bytes),
+            f"{_digits(kind.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
+            f"{_digits(kind.memory_bytes_per_second / 1e9, 3)} GB/s",
+            f"{_digits(kind.launch_ns / 1e3, 3)} us",
+            ", ".join(filter(None, (kind.port, kind.nvlink))),
+        )
+    yield kinds
+    yield ""
+    links = _table("link", ">bandwidth", ">latency")
+    for link in LINKS.values():
+        rate, latency = _digits(link.bytes_per_second / 1e9, 3), _digits(link.latency_ns / 1e3, 3)
+        links.add_row(link.name, f"{rate} GB/s", f"{latency} us")
+    yield links
+    yield ""
+    yield Text("Combined: 4xp100-pcie-16g, 2xa100-sxm-80g+cpu-16core, 2x(4xl4-24g)@10gbit; or write a cluster file.")
+
+
+def rows_report(rows: Sequence[Mapping[str, object]]) -> Iterator[RenderableType]:
+    """Any rows with the same keys as a table."""
+    if rows:
+        columns = list(rows[0])
+        table = _table(*(f">{name}" if isinstance(rows[0][name], int | float) else name for name in columns))
+        for row in rows:
+            table.add_row(*(_cell(row.get(name)) for name in columns))
+        yield table
+
+
+def capture_report(graph: Graph, unknown_costs: Mapping[str, int], path: str) -> Iterator[RenderableType]:
+    """What `gdp capture` made."""
+    if unknown_costs:
+        yield Text(_unknown(unknown_costs))
+    yield Text(f"Graph of {graph.num_ops:,} ops and {graph.num_tensors:,} tensors written to {path}")
+
+
+def nothing_fits(plan: Plan, cluster: Cluster) -> str:
+    """One line with the devices that are too small and the bytes they lack."""
+    assert plan.search is not None
+    missing = plan.search.missing_bytes.tolist()
+    lacking = [
+        f"{device.name} lacks {short} bytes ({format_gib(short)})"
+        for device, short in zip(cluster.devices, missing, strict=True)
+        if short
+    ]
+    return f"nothing fits in memory: {', '.join(lacking)}; add devices or memory, or make the batch smaller"
+
+
+def _headline(plan: Plan) -> str:
+    assert plan.search is not None
+    times = {
+        name: baseline.step_time_ns
+        for name, baseline in plan.search.baselines.items()
+        if baseline.status == "ok" and baseline.step_time_ns is not None
+    }
+    best = min(times, key=times.__getitem__, default=None)
+    named = {"single": "the best single device", "expert": "the expert"}
+    if best is not None and best not in named:
+        named[best] = f"the best baseline ({best})"
+    step_ns = max(plan.step_time_ns, 1)
+    against = [f"{times[name] / step_ns:.2f} times {text}" for name, text in named.items() if name in times]
+    if against:
+        against[0] = against[0].replace(" times ", " times as fast as ", 1)
+    if "single" in plan.search.baselines and "single" not in times:
+        against.append("no single device can hold it")
+    return f"Step time {format_ms(plan.step_time_ns)}" + (": " + ", ".join(against) if against else "")
+
+
+def _baselines(plan: Plan) -> Table:
+    assert plan.search is not None
+    table = _table("placer", "status", ">step time", ">of the plan's", ">seconds")
+    step_ns = max(plan.step_time_ns, 1)
+    table.add_row(plan.placer, "ok", format_ms(plan.step_time_ns), "1.000", f"{plan.search.seconds:.2f}", style="bold")
+    baselines = sorted(
+        plan.search.baselines.items(), key=lambda item: (item[1].status != "ok", item[1].step_time_ns or math.inf)
+    )
+    for name, baseline in baselines:
+        time_ns, seconds = baseline.step_time_ns, f"{baseline.seconds:.2f}"
+        ratio = "-" if time_ns is None else f"{time_ns / step_ns:.3f}"
+        table.add_row(name, _status(baseline.status), format_ms(time_ns), ratio, seconds)
+    return table
+
+
+def _unknown(unknown_costs: Mapping[str, int]) -> str:
+    listed = sorted(unknown_costs.items(), key=lambda item: -item[1])
+    kinds = ", ".join(f"{kind} ({count})" for kind, count in listed[:6]) + (", ..." if len(listed) > 6 else "")
+    total = sum(unknown_costs.values())
+    return f"{total:,} ops have no known cost and count one FLOP per element (gdp.register_flops adds one): {kinds}"
+
+
+def _status(status: str) -> str:
+    return {"infeasible": "does not fit", "failed": "no placement"}.get(status, status)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return _digits(value, 4)
+    return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+
+def _digits(value: float, num_digits: int) -> str:
+    """`value` with that many significant digits, whole digits always in full."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = max(num_digits - 1 - math.floor(math.log10(abs(value))), 0)
+    return f"{value:,.{decimals}f}"
+
+
+def _table(*columns: str) -> Table:
+    """A table with these headings; `>` in front of a heading sets the column flush right."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    return table

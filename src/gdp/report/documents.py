@@ -1,0 +1,89 @@
+"""The JSON documents of `--json`: stable keys, times in ns, sizes in bytes."""
+
+from pathlib import Path
+from typing import Any
+
+from gdp.cluster import Cluster
+from gdp.compare import Comparison
+from gdp.graph import Graph
+from gdp.problem import Plan
+from gdp.simulate import Simulation
+
+
+def graph_document(graph: Graph) -> dict[str, Any]:
+    """Name, sizes and fingerprint of a graph."""
+    return {
+        "name": graph.name,
+        "num_ops": graph.num_ops,
+        "num_tensors": graph.num_tensors,
+        "fingerprint": graph.fingerprint,
+    }
+
+
+def cluster_document(cluster: Cluster) -> dict[str, Any]:
+    """Name, devices and fingerprint of a cluster."""
+    devices = [device.name for device in cluster.devices]
+    return {"name": cluster.name, "devices": devices, "fingerprint": cluster.fingerprint}
+
+
+def place_document(graph: Graph, cluster: Cluster, plan: Plan, path: Path | None) -> dict[str, Any]:
+    """What `gdp place --json` prints; `path` None: no plan was written."""
+    assert plan.search is not None
+    return {
+        "graph": graph_document(graph),
+        "cluster": cluster_document(cluster),
+        "placer": plan.placer,
+        "status": plan.status,
+        "step_time_ns": plan.step_time_ns,
+        "lower_bound_ns": plan.lower_bound_ns,
+        "gap": plan.gap,
+        "peak_memory_bytes": plan.peak_memory_bytes.tolist(),
+        "busy_fraction": plan.search.busy_fraction.tolist(),
+        "baselines": {
+            name: {"status": baseline.status, "step_time_ns": baseline.step_time_ns, "seconds": baseline.seconds}
+            for name, baseline in plan.search.baselines.items()
+        },
+        "seconds": plan.search.seconds,
+        "simulations": plan.search.simulations,
+        "plan": None if path is None else str(path),
+    }
+
+
+def compare_document(graph: Graph, cluster: Cluster, comparison: Comparison, budget: str) -> dict[str, Any]:
+    """What `gdp compare --json` prints."""
+    return {
+        "graph": graph_document(graph),
+        "cluster": cluster_document(cluster),
+        "budget": budget,
+        "rows": [
+            {
+                "placer": row.placer,
+                "status": row.status,
+                "step_time_ns": row.step_time_ns,
+                "step_time_ns_by_seed": list(row.step_time_ns_by_seed),
+                "seconds": row.seconds,
+                "simulations": row.simulations,
+            }
+            for row in comparison.rows
+        ],
+        "lower_bound_ns": comparison.lower_bound_ns,
+    }
+
+
+def simulate_document(plan: Plan, simulation: Simulation, bound_ns: int) -> dict[str, Any]:
+    """What `gdp simulate --json` prints: figures of the replay, and the bound derived anew."""
+    problem = simulation.problem
+    return {
+        "graph": graph_document(problem.graph),
+        "cluster": cluster_document(problem.cluster),
+        "placer": plan.placer,
+        "seed": plan.seed,
+        "gdp_version": plan.gdp_version,
+        "step_time_ns": simulation.step_time_ns,
+        "lower_bound_ns": bound_ns,
+        "gap": simulation.step_time_ns / bound_ns - 1.0 if bound_ns else 0.0,
+        "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
+        "busy_fraction": simulation.busy_fraction.tolist(),
+        "feasible": simulation.feasible,
+        "reasons": simulation.reasons,
+    }

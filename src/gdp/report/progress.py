@@ -1,0 +1,79 @@
+"""What is seen while gdp works: one live line on standard error, nothing if that is no terminal."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from gdp.place import Progress
+from gdp.report.console import format_ms
+
+_INTERRUPTED = 130  # the exit status of a program that Ctrl-C ends: 128 + SIGINT
+
+
+class SearchLine:
+    """The latest news of a search; the time left counts down between them."""
+
+    def __init__(self, title: str) -> None:
+        self.spinner = Spinner("dots", Text(title))
+        self.title = title
+        self.latest: tuple[Progress, float] | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        self.latest = progress, time.monotonic()
+
+    def __rich__(self) -> Spinner:
+        if self.latest is not None:
+            progress, since = self.latest
+            fits = "" if progress.feasible else " (does not fit yet)"
+            parts = [
+                f"{self.title}: {format_ms(progress.step_time_ns)}{fits}",
+                f"bound {format_ms(progress.lower_bound_ns)}",
+                f"gap {progress.step_time_ns / max(progress.lower_bound_ns, 1) - 1:.1%}",
+                f"{progress.simulations:,} simulations",
+            ]
+            if progress.seconds_left is not None:
+                parts.append(f"{max(progress.seconds_left - (time.monotonic() - since), 0):.0f} s left")
+            self.spinner.update(text=Text(" | ".join(parts)))
+        return self.spinner
+
+
+@contextlib.contextmanager
+def live(line: Any) -> Iterator[None]:
+    """Show `line` (text, or something with `__rich__`) at work, on a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    shown = Spinner("dots", Text(line)) if isinstance(line, str) else line
+    with Live(get_renderable=lambda: shown, console=Console(stderr=True), refresh_per_second=8, transient=True):
+        yield
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second ends the process at once."""
+    stop = threading.Event()
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(_INTERRUPTED)
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)

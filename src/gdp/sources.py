@@ -1,0 +1,224 @@
+"""MODEL -> Graph: a built-in workload, a `gdp-graph` file, or a function of the user's that returns a PyTorch model.
+
+Graphs of workloads are kept in the user's cache directory under a name that changes with the code which makes them, so
+a second run starts at once and without importing PyTorch.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from gdp import files
+from gdp.devices import suggest
+from gdp.errors import InputError
+from gdp.graph import Graph
+
+FORMAT, VERSION = "gdp-captured", 1
+OPTIMIZERS = ("adam", "sgd")
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """What MODEL stands for."""
+
+    graph: Graph
+    unknown_costs: Mapping[str, int]  # kind -> number of ops whose FLOPs were estimated from the size of their result
+    is_captured: bool  # False: the graph was read from a `gdp-graph` file
+
+
+def read_model(text: str, *, training: bool = True, optimizer: str = "adam") -> Model:
+    """The graph of `text`: a built-in workload's name, the path of a `gdp-graph` file, or `package.module:function`.
+
+    The function, looked for from the current directory on, returns (module, example_inputs) or (module, args, kwargs);
+    it runs under fake tensors, so nothing is allocated. Raises InputError with the remedy for anything else.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
+    if text.startswith("hf:"):
+        raise InputError(
+            f"{text}: this version reads no Transformers directories; "
+            "write a function that returns (model, args, kwargs) and give it as module:function"
+        )
+    if text.endswith(".onnx"):
+        raise InputError(f"{text}: this version reads no ONNX files; capture the PyTorch model as module:function")
+    if os.path.isfile(text) or text.endswith((".json", ".gz")):
+        return Model(Graph.load(text), {}, is_captured=False)
+    if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
+        return _capture(_user_function(text), text, training, optimizer)
+    return _workload(text, training, optimizer)
+
+
+def load(text: str, *, training: bool = True, optimizer: str = "adam") -> Graph:
+    """The graph of MODEL alone; see `read_model`."""
+    return read_model(text, training=training, optimizer=optimizer).graph
+
+
+def _workload(name: str, training: bool, optimizer: str) -> Model:
+    entry = _cache_entry(name, training, optimizer)
+    if entry is not None and entry.is_file():
+        with contextlib.suppress(InputError):  # damaged: captured anew below
+            return _read_entry(entry)
+    from gdp import workloads
+
+    if name not in workloads.names():
+        if os.path.isdir(name):
+            raise InputError(f"{name}: is a directory; name a gdp-graph file")
+        if os.sep in name:
+            raise InputError(f"{name}: no such file; check the path")
+        raise InputError(
+            f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz) or module:function; "
+            f"{suggest(name, workloads.names())}"
+        )
+    model = _capture(workloads.get(name).build, name, training, optimizer)
+    if entry is not None:
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "graph": model.graph.to_document(),
+            "unknown": dict(model.unknown_costs),
+        }
+        with contextlib.suppress(InputError):  # a cache that cannot be written costs time, no more
+            files.write_json(entry, document)
+    return model
+
+
+def _capture(build: Callable[[], tuple[Any, ...]], name: str, training: bool, optimizer: str) -> Model:
+    from gdp.capture import capture_fn
+
+    with contextlib.redirect_stdout(sys.stderr), _without_tracebacks():  # what a model prints is no part of our answer
+        made = capture_fn(build, name=name, training=training, optimizer=cast(Literal["adam", "sgd"], optimizer))
+    return Model(made.graph, made.coverage.unknown, is_captured=True)
+
+
+# The cache
+
+
+def cache_directory() -> Path | None:
+    """Where captured graphs are kept; it may be deleted at any time. None if there is no home directory."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "gdp" / "graphs"
+    except RuntimeError:
+        return None
+
+
+def _cache_entry(name: str, training: bool, optimizer: str) -> Path | None:
+    """The file of a workload's graph: its name has a hash of all that the graph depends on."""
+    directory = cache_directory()
+    if directory is None or not re.fullmatch(r"[\w.-]+", name):
+        return None
+    digest = hashlib.sha256(repr((FORMAT, VERSION, name, training, optimizer, version("torch"))).encode())
+    package = Path(__file__).parent
+    for source in sorted([package / "graph.py", *package.glob("capture/*.py"), *package.glob("workloads/*.py")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return directory / f"{name}-{digest.hexdigest()[:32]}.json.gz"
+
+
+def _is_counts(value: object) -> bool:
+    """a mapping from kinds to numbers"""
+    return type(value) is dict and all(files.is_size(count) for count in value.values())
+
+
+def _is_document(value: object) -> bool:
+    """a gdp-graph document"""
+    return type(value) is dict
+
+
+_ENTRY_FIELDS = {"format": files.is_string, "version": files.is_size, "graph": _is_document, "unknown": _is_counts}
+
+
+def _read_entry(path: Path) -> Model:
+    content = files.require_header(files.read_json(path), FORMAT, VERSION)
+    files.require_keys(content, "entry", _ENTRY_FIELDS, set(_ENTRY_FIELDS))
+    return Model(Graph.from_document(content["graph"]), content["unknown"], is_captured=True)
+
+
+# The user's functions
+
+
+def _user_function(text: str) -> Callable[[], tuple[Any, ...]]:
+    """The user's function, its answer put in order as (module, args, kwargs), its errors as one line."""
+    module_name, _, path = text.partition(":")
+    with _explained(text, f"module {module_name} cannot be imported"), _importable_here():
+        found: Any = import_module(module_name)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise InputError(f"{text}: module {module_name} has no {path}; check the name")
+        found = getattr(found, name)
+    if not callable(found):
+        kind = type(found).__name__
+        raise InputError(f"{text}: is no function but {kind}; one that returns (module, example_inputs) is expected")
+
+    def build() -> tuple[Any, ...]:
+        with _explained(text, "the function failed"), _importable_here():
+            return _module_and_inputs(found(), text)
+
+    return build
+
+
+def _module_and_inputs(answer: Any, text: str) -> tuple[Any, ...]:
+    from torch import Tensor, nn
+
+    if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
+        kinds = ", ".join(type(item).__name__ for item in (answer if isinstance(answer, tuple) else (answer,)))
+        raise InputError(f"{text}: returned {kinds}; (module, example_inputs) or (module, args, kwargs) is expected")
+    inputs, kwargs = answer[1], answer[2] if len(answer) == 3 else {}
+    if len(answer) == 2 and isinstance(inputs, Mapping):
+        return answer[0], (), dict(inputs)
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, tuple | list) or not isinstance(kwargs, Mapping):
+        raise InputError(
+            f"{text}: inputs are {type(inputs).__name__} and {type(kwargs).__name__}; "
+            "a tensor, a tuple or a dict of keyword inputs is expected"
+        )
+    return answer[0], tuple(inputs), dict(kwargs)
+
+
+@contextlib.contextmanager
+def _explained(text: str, what: str) -> Iterator[None]:
+    """Whatever the user's code raises as one line with the last line of the exception."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        if type(error).__module__ == "torch._subclasses.fake_tensor":
+            raise  # the capture knows what to do about these
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
+        raise InputError(f"{text}: {what} ({reason}); run it by itself to see more") from error
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """PyTorch logs a traceback when an operator fails on fake tensors, besides raising: one line says it all."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _importable_here() -> Iterator[None]:
+    """The current directory comes first where modules are looked for."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)

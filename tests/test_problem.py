@@ -1,0 +1,206 @@
+"""Problem.build's pins, groups and limits; gdp-plan files: strict readers, bit-equal round trips, where they belong."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gdp.cluster import Cluster
+from gdp.errors import InputError
+from gdp.graph import Graph, Op, Tensor
+from gdp.problem import Plan, Problem
+from gdp.simulate import simulate, verify
+
+CLUSTER = Cluster.parse("2xp100-pcie-16g")  # gpu0, gpu1
+GIB = 2**30
+
+
+def chain(*ops: Op) -> Graph:
+    """Each op feeds the next with a tensor of 4 bytes."""
+    return Graph.build("chain", ops, [Tensor(op, (op + 1,), 4) for op in range(len(ops) - 1)])
+
+
+LAYERS = chain(
+    Op("input", flops=10),
+    Op("mm_0", flops=10, module="encoder.layers.0"),
+    Op("mm_1", flops=10, module="encoder.layers.1"),
+    Op("mm_2", flops=10, module="decoder"),
+)
+
+
+def test_a_pin_holds_the_ops_whose_module_or_name_it_matches_anywhere_on_its_device() -> None:
+    problem = Problem.build(LAYERS, CLUSTER, pins=[(r"layers\.1|coder$", "gpu1"), ("^inp", "gpu0")])
+    assert problem.allowed.tolist() == [[True, False], [True, True], [False, True], [False, True]]
+
+
+def test_the_same_pin_twice_is_no_contradiction() -> None:
+    problem = Problem.build(LAYERS, CLUSTER, pins=[("encoder", "gpu1"), ("mm_1", "gpu1")])
+    assert problem.allowed[:, 0].tolist() == [True, False, False, True]
+
+
+def test_a_group_may_go_only_where_all_its_ops_may() -> None:
+    ops = (
+        Op("a", group=3, time_ns={"gpu0": 1, "gpu1": 1}),
+        Op("b", time_ns={"gpu0": 1, "gpu1": 1}),
+        Op("c", group=3, time_ns={"gpu0": -1, "gpu1": 1}),
+    )
+    problem = Problem.build(chain(*ops), CLUSTER)
+    assert problem.allowed.tolist() == [[False, True], [True, True], [False, True]]
+    assert problem.group_index.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ops", "options", "fragments"),
+    [
+        ((Op("a"),), {"pins": [("b", "gpu0")]}, ["pin b=gpu0", "matches no module path and no op name"]),
+        ((Op("a"),), {"pins": [("a", "gpu7")]}, ["pin a=gpu7", "no device 'gpu7'", "gpu0, gpu1"]),
+        ((Op("a"),), {"pins": [("(", "gpu0")]}, ["pin (=gpu0", "not a regular expression"]),
+        ((Op("a"),), {"pins": [("a", "gpu0"), (".", "gpu1")]}, ["pin .=gpu1", "'a'", "pinned to gpu0", "drop one"]),
+        ((Op("a", time_ns={"gpu0": -1}),), {"pins": [("a", "gpu0")]}, ["op 0 'a'", "pins leave no device"]),
+        (
+            (Op("a", group=0), Op("b", group=0)),
+            {"pins": [("a", "gpu0"), ("b", "gpu1")]},
+            ["op 0 'a'", "no device can hold its whole group 0"],
+        ),
+        (
+            (Op("a", group=0, time_ns={"gpu0": -1}), Op("b", group=0, time_ns={"gpu1": -1})),
+            {},
+            ["op 0 'a'", "no device can hold its whole group 0"],
+        ),
+        ((Op("a", time_ns={"p100-pcie-16g": -1}),), {}, ["op 0 'a'", "no device", "can run it"]),
+        ((Op("a"),), {"max_memory_bytes": {"gpu9": 1}}, ["max-memory gpu9", "no such device"]),
+        ((Op("a"),), {"max_memory_bytes": {"gpu0": -1}}, ["max-memory gpu0", "-1 bytes"]),
+        ((Op("a"),), {"reserve": 1.0}, ["reserve is 1.0", "below 1"]),
+        ((Op("a"),), {"reserve": -0.1}, ["reserve is -0.1"]),
+        ((Op("a"),), {"op_time_ns": np.ones((2, 2), np.int64)}, ["op_time_ns has shape (2, 2)", "(1, 2)"]),
+    ],
+)
+def test_constraints_that_cannot_be_kept_are_refused_in_one_line(
+    ops: tuple[Op, ...], options: dict[str, Any], fragments: list[str]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        Problem.build(chain(*ops), CLUSTER, **options)
+    assert "\n" not in str(caught.value)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_memory_limits_are_the_devices_own_lowered_by_name_less_a_share_of_the_whole_device() -> None:
+    problem = Problem.build(LAYERS, CLUSTER, max_memory_bytes={"gpu0": 12 * GIB}, reserve=0.25)
+    # gpu0: 12 - 16 / 4, gpu1: 16 - 16 / 4; a limit above the device's memory changes nothing
+    assert problem.memory_limit_bytes.tolist() == [8 * GIB, 12 * GIB]
+    assert Problem.build(LAYERS, CLUSTER, max_memory_bytes={"gpu1": 99 * GIB}).memory_limit_bytes[1] == 16 * GIB
+
+
+def test_a_placement_is_told_what_constraints_it_breaks() -> None:
+    ops = (Op("a", flops=1, group=0), Op("b", flops=1, group=0), Op("c", flops=1))
+    problem = Problem.build(chain(*ops), CLUSTER, pins=[("c", "gpu0")], max_memory_bytes={"gpu0": 3})
+    split = simulate(problem, [0, 1, 0])
+    assert not split.feasible
+    assert "group 0 is split over gpu0 and gpu1" in split.reasons
+    # c and b are on gpu0: the copy of b's 4 bytes does not fit in 3
+    assert any(
+        "gpu0: peak 8 bytes, limit 3, 5 bytes missing" in reason for reason in simulate(problem, [0, 0, 0]).reasons
+    )
+    assert any("'c' is not allowed on gpu1" in reason for reason in simulate(problem, [1, 1, 1]).reasons)
+
+
+# Plans
+
+
+def plan_of(problem: Problem, placement: list[int]) -> Plan:
+    step = simulate(problem, placement)
+    return Plan(
+        graph=problem.graph.fingerprint,
+        cluster=problem.cluster.fingerprint,
+        devices=tuple(device.name for device in problem.cluster.devices),
+        placement=step.placement,
+        order=step.order,
+        step_time_ns=step.step_time_ns,
+        peak_memory_bytes=step.peak_memory_bytes,
+        lower_bound_ns=1,
+        placer="hand",
+        seed=0,
+        gdp_version="0",
+    )
+
+
+PLAN = plan_of(Problem.build(LAYERS, CLUSTER), [0, 0, 1, 1])
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {**PLAN.to_document(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("content", "fragments"),
+    [
+        ([], ["list", "gdp-plan"]),
+        (document(format="gdp-graph"), ["format is 'gdp-graph'"]),
+        (document(version=3), ["version is 3", "reads gdp-plan version 1"]),
+        (document(note=""), ["unknown key 'note'"]),
+        ({key: value for key, value in document().items() if key != "order"}, ["order is missing"]),
+        (document(placement="0011"), ["placement is '0011'"]),
+        (document(placement=[0, 0, 1, 2]), ["op 3 is on device 2", "0 to 1"]),
+        (document(placement=[0, 0, 1, -1]), ["placement is [0, 0, 1, -1]"]),
+        (document(order=[[0, 1, 2, 3]]), ["order has 1 entries", "one per device, 2"]),
+        (document(order=[[0, 1], [2, 4]]), ["order of device 1", "4 is no op", "0 to 3"]),
+        (document(order=[[0, 1, 2], [3]]), ["order of device 0", "op 2 is placed on device 1"]),
+        (document(order=[[0, 1, 0], [2, 3]]), ["order of device 0", "op 0 is listed twice"]),
+        (document(order=[[0, 1], [2]]), ["op 3 is missing", "list every op once"]),
+        (document(order=[[0, 1], ["2", 3]]), ["order is", "a list of lists of integers"]),
+        (document(peak_memory_bytes=[1]), ["peak_memory_bytes has 1 entries"]),
+        (document(step_time_ns=1.5), ["step_time_ns is 1.5"]),
+        (document(step_time_ns=-1), ["step_time_ns is -1"]),
+        (document(devices=[1, 2]), ["devices is [1, 2]", "a list of strings"]),
+        (document(seed=None), ["seed is None"]),
+    ],
+)
+def test_a_bad_plan_is_refused_in_one_line_with_file_place_and_remedy(
+    tmp_path: Path, content: object, fragments: list[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError) as caught:
+        Plan.load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.json.gz"])
+def test_a_plan_that_is_read_and_written_again_is_bit_equal_and_verifies(tmp_path: Path, name: str) -> None:
+    PLAN.save(tmp_path / name)
+    read = Plan.load(tmp_path / name)
+    read.save(tmp_path / f"again-{name}")
+    assert (tmp_path / f"again-{name}").read_bytes() == (tmp_path / name).read_bytes()
+    assert verify(Problem.build(LAYERS, CLUSTER), read) == []
+
+
+def test_a_plan_is_refused_on_another_graph_or_cluster_but_not_under_another_name() -> None:
+    PLAN.check_belongs(replace(LAYERS, name="renamed"), replace(CLUSTER, name="renamed"))
+    with pytest.raises(InputError, match=r"the plan is of graph .*; place this graph anew"):
+        PLAN.check_belongs(chain(Op("other")), CLUSTER)
+    with pytest.raises(InputError, match=r"the plan is for cluster .*; place for this cluster anew"):
+        PLAN.check_belongs(LAYERS, Cluster.parse("2xl4-24g"))
+
+
+def test_verify_names_every_figure_that_a_replay_does_not_give() -> None:
+    problem = Problem.build(LAYERS, CLUSTER)
+    wrong = replace(PLAN, step_time_ns=PLAN.step_time_ns + 1, peak_memory_bytes=PLAN.peak_memory_bytes + 1)
+    step_time, peak = verify(problem, wrong)
+    assert step_time == f"step_time_ns is {PLAN.step_time_ns + 1}; the replay gives {PLAN.step_time_ns}"
+    assert peak.startswith("peak_memory_bytes is")
+    (bound,) = verify(problem, replace(PLAN, lower_bound_ns=PLAN.step_time_ns + 1))
+    assert bound.startswith("lower_bound_ns")
+
+
+def test_an_order_that_deadlocks_is_refused() -> None:
+    problem = Problem.build(LAYERS, CLUSTER)
+    with pytest.raises(InputError, match=r"deadlock, op 1 waits"):
+        simulate(problem, PLAN.placement, order=[[1, 0], [2, 3]])
