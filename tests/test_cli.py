@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gdp import sources
 from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
@@ -128,6 +129,10 @@ def test_when_nothing_fits_place_names_the_device_and_the_bytes_and_writes_nothi
     answer = json.loads(out)
     assert (answer["status"], answer["plan"]) == ("infeasible", None)
     assert not Path("answers").exists()
+    status, _, err = run(*place(*limits, "--placer", "single"))
+    assert status == 3
+    assert err.startswith("gdp: placer single found nothing that fits in memory: gpu")
+    assert err.endswith("; use --placer auto\n")
 
 
 # compare, simulate, capture, devices, workloads
@@ -221,6 +226,21 @@ def test_a_cluster_that_is_shown_as_json_is_a_cluster_file(run: Run) -> None:
 def test_workloads_lists_the_built_in_models(run: Run) -> None:
     assert "gnmt-8" in run("workloads")[1]
     assert [row["name"] for row in json.loads(run("workloads", "--json")[1])["workloads"]][:2] == ["rnnlm-2", "rnnlm-4"]
+
+
+def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing PyTorch takes longer than placing a small graph: a graph that is kept needs no model."""
+    kept = replace(two_chains(), name="rnnlm-2")
+    monkeypatch.setattr(sources, "_capture", lambda *_: sources.Model(kept, {}, is_captured=True))
+    sources.read_model("rnnlm-2")
+    commands = [
+        ["workloads"], ["devices", "list"], ["place", "rnnlm-2", "--devices", DEVICES, "--budget", "100sims"],
+        ["simulate", "rnnlm-2", "--devices", DEVICES, "--plan", "plan.json"],
+        ["compare", "rnnlm-2", "--devices", DEVICES, "--budget", "100sims", "--seeds", "1"],
+    ]  # fmt: skip
+    code = f"import sys; from gdp.cli import main; print(sum(map(main, {commands})), 'torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.endswith("\n0 False\n")
 
 
 def test_help_and_version_are_no_errors(run: Run) -> None:

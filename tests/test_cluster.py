@@ -96,7 +96,8 @@ def test_quantities_are_rounded_up_from_their_exact_decimal_value(
     ],
 )
 def test_quantity_examples(parse: object, value: object, expected: int) -> None:
-    assert callable(parse) and parse(value, "x") == expected
+    assert callable(parse)
+    assert parse(value, "x") == expected
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,8 @@ def test_a_bad_file_is_one_line_naming_file_place_and_remedy(case: str, tmp_path
     with pytest.raises(InputError) as error:
         Cluster.load(path)
     message = str(error.value)
-    assert message.startswith(f"{path}: ") and "\n" not in message
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
     for fragment in fragments:
         assert fragment in message
 
@@ -340,7 +342,8 @@ def test_eight_p100_form_the_hybrid_cube_mesh() -> None:
         (a, b) for a in range(8) for b in range(8) if a != b and cluster.route(a, b).channels == (f"gpu{a}->gpu{b}",)
     ]
     assert len(wired) == 8 * 4  # four links a card
-    assert (0, 4) in wired and (0, 5) not in wired
+    assert (0, 4) in wired
+    assert (0, 5) not in wired
     assert cluster.route(0, 5) == Route(10_000, 12_000_000_000, ("gpu0.pcie.up", "gpu5.pcie.down"))
 
 

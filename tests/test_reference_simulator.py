@@ -1,12 +1,12 @@
 """The reference simulator: hand cases, errors, and what must hold of every schedule."""
 
 import pytest
-from hand_cases import HAND_CASES, HandCase, make_cluster
 from hypothesis import given, settings
-from reference_simulator import DeadlockError, b_levels, replay, run
-from strategies import Instance, instances
 
 from gdp.graph import Graph, Op, Tensor
+from hand_cases import HAND_CASES, HandCase, make_cluster
+from reference_simulator import DeadlockError, b_levels, replay, run
+from strategies import Instance, instances
 
 FIELDS = ("op_start_ns", "op_finish_ns", "transfers", "order", "step_time_ns", "peak_memory_bytes")
 

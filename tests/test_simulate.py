@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from hand_cases import HAND_CASES, HandCase
 from hypothesis import given, settings
-from reference_simulator import Schedule, b_levels, replay, run
-from strategies import Instance, instances
 
 from gdp.errors import InputError
 from gdp.problem import Problem
 from gdp.simulate import Simulation, evaluate_many, simulate
+from hand_cases import HAND_CASES, HandCase
+from reference_simulator import Schedule, b_levels, replay, run
+from strategies import Instance, instances
 
 UNLIMITED = np.full(64, 2**62)
 
@@ -84,7 +84,7 @@ def test_replay_of_any_order_equals_reference(instance: Instance) -> None:
 @given(instances(num_placements=5))
 @settings(max_examples=200, deadline=None)
 def test_many_equal_one(instance: Instance) -> None:
-    """Many placements in one call, on one thread or two, give each placement's own figures; an early stop is a lower bound."""
+    """Many placements in a call, on one thread or two, give each one's own figures; an early stop is a lower bound."""
     problem = _problem(instance)
     singles = [simulate(problem, placement, priority=instance.priority) for placement in instance.placements]
     times = [single.step_time_ns for single in singles]

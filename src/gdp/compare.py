@@ -73,7 +73,7 @@ def compare(
     stop = stop or threading.Event()
     problem = Problem.build(graph, cluster, pins=pins, max_memory_bytes=max_memory_bytes, reserve=reserve)
     bound_ns = lower_bound(problem)
-    reduced = reduce(problem).problem
+    reduction = reduce(problem)
     rows: list[Row] = []
     for name in placers:
         times_ns: list[int | None] = []
@@ -82,12 +82,12 @@ def compare(
             if on_start is not None:
                 on_start(name, seed)
             clock = Clock(limit, stop=stop)
-            found = find(reduced, name, clock, seed=seed, num_threads=num_threads)
+            found = find(reduction, name, clock, seed=seed, num_threads=num_threads)
             if stop.is_set():
                 return Comparison(tuple(rows), bound_ns, interrupted=True)
             best = found.best
-            statuses.add("failed" if best is None else "infeasible" if best.excess_bytes else "ok")
-            times_ns.append(None if best is None or best.excess_bytes else best.step_time_ns)
+            statuses.add("failed" if best is None else "ok" if best.feasible else "infeasible")
+            times_ns.append(best.step_time_ns if best is not None and best.feasible else None)
             seconds += clock.seconds / num_seeds
             simulations += found.simulations
         status = next(status for status in ("failed", "infeasible", "ok") if status in statuses)

@@ -4,18 +4,19 @@ docs/machine-model.md, sections 3 and 4, is the definition; section numbers belo
 
 What makes it fast, and why that is exact:
 
-- Only events that can matter are ordered. Arrivals at one time commute (they only make ops ready), so a heap keyed by time
-  alone serves them; completions at one time do not (each requests transfers), so they run in ascending op number.
-- Priorities become ranks once (`simulate.ranks_of`), so "highest priority, ties to the smaller number" is "lowest set bit" of
-  a three-level bitmap per device: constant time to add and to take.
+- Only events that can matter are ordered. Arrivals at one time commute (they only make ops ready), so a heap keyed by
+  time alone serves them; completions at one time do not (each requests transfers), so they run in ascending op number.
+- Priorities become ranks once (`simulate.ranks_of`), so "highest priority, ties to the smaller number" is "lowest set
+  bit" of a three-level bitmap per device: constant time to add and to take.
 - Only devices where something changed are looked at: `candidates` holds those that fell idle or got a ready op.
 - Memory is a running sum per device. The peak is sampled when time moves on, so that everything freed at an instant is
   freed before what is allocated then is counted, as section 4 asks.
-- Optional parts (memory, recording, replay) are `None` when not wanted: Numba drops their code. Indices are unsigned, so
-  that Numba does not test for negative ones; records are unpacked once, as each use of a field costs a reference count.
-- A run stops as soon as its step time must reach `stop_ns`: an op started at `t` on device `d` ends the step no earlier than
-  `t + tail_ns[op]` (its own time and the longest path below it, everywhere at the fastest device) and device `d` is
-  busy for at least its unstarted work from `t` on.
+- Optional parts (memory, recording, replay) are `None` when not wanted: Numba drops their code. Indices are unsigned,
+  so that Numba does not test for negative ones; records are unpacked once, as each use of a field costs a reference
+  count.
+- A run stops as soon as its step time must reach `stop_ns`: an op started at `t` on device `d` ends the step no earlier
+  than `t + tail_ns[op]` (its own time and the longest path below it, everywhere at the fastest device) and device `d`
+  is busy for at least its unstarted work from `t` on.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ PINNED = 1 << 30  # a number of uses that is never used up
 
 
 class Arrays(NamedTuple):
-    """What does not change between placements. N ops, T tensors (sorted by producer), E consumers, D devices, C channels."""
+    """What placements have in common. N ops, T tensors (sorted by producer), E consumers, D devices, C channels."""
 
     num_inputs: Any  # int32 [N]
     sources: Any  # uint32 [num_sources] ops without inputs
@@ -67,8 +68,8 @@ class MemoryArrays(NamedTuple):
 class Transfers(NamedTuple):
     """Transfers under way, in queues. R = D * D routes; queue r < R is route r's.
 
-    Transfers of one route start, end and arrive in the order of their requests, so only the first of each route is in the
-    heap. A route without channels has no such order: its transfer number i is alone in queue R + i.
+    Transfers of one route start, end and arrive in the order of their requests, so only the first of each route is in
+    the heap. A route without channels has no such order: its transfer number i is alone in queue R + i.
     """
 
     copy: Any  # int64 [E] tensor * D + destination
@@ -239,8 +240,8 @@ def _apply_transfer_events(
 def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order):
     """(status, step_time_ns) of `placement` uint8 [N]; `memory`, `record`, `order` may each be None.
 
-    `op_time_ns` is int64 [N, D], or [N, 1] where all devices are alike: a large graph's table then stays in the cache. Its
-    -1 are never read: placements are checked before.
+    `op_time_ns` is int64 [N, D], or [N, 1] where all devices are alike: a large graph's table then stays in the cache.
+    Its -1 are never read: placements are checked before.
 
     The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED or OUT_OF_MEMORY.
     """

@@ -96,7 +96,9 @@ def require_header(document: object, expected_format: str, version: int) -> Mapp
     return document
 
 
-def require_keys(record: object, where: str, fields: Mapping[str, Callable[[object], bool]], required: set[str]) -> None:
+def require_keys(
+    record: object, where: str, fields: Mapping[str, Callable[[object], bool]], required: set[str]
+) -> None:
     """Check that `record` is a mapping with all `required` keys, no unknown keys, and values of the right type."""
     if not isinstance(record, dict):
         raise InputError(f"{where}: is a {type(record).__name__}; a mapping is expected")

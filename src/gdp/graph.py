@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -148,7 +149,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical content: compact JSON, sorted keys, every field explicit, the graph's name left out."""
+        """SHA-256 of the canonical content: compact JSON, sorted keys, every field explicit, no graph name."""
         document = self.to_document()
         del document["name"]
         return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()
@@ -163,7 +164,7 @@ class Graph:
         )  # fmt: skip
         tensors = zip(
             self.producers.tolist(),
-            (consumers[start:end] for start, end in zip(offsets, offsets[1:], strict=False)),
+            (consumers[start:end] for start, end in pairwise(offsets)),
             self.tensor_bytes.tolist(), self.is_resident.tolist(), self.is_kept.tolist(), self.view_of.tolist(),
             strict=True,
         )  # fmt: skip
@@ -212,7 +213,7 @@ def _is_times(value: object) -> bool:
 
 
 def _is_phase(value: object) -> bool:
-    """one of "forward", "backward", "update" and \"\" """
+    """one of "forward", "backward", "update" and \"\""""
     return type(value) is str and value in PHASES
 
 
@@ -271,18 +272,23 @@ def _check(graph: Graph) -> None:
             seen[name] = number
     for name in ("flops", "bytes_accessed", "resident_bytes"):
         values = getattr(graph, name)
-        if (bad := int(np.argmin(values))) >= 0 and values[bad] < 0:
-            raise InputError(f"{op_label(bad)}: {name} is {values[bad]}; an integer of at least 0 is expected")
+        lowest = int(np.argmin(values))
+        if values[lowest] < 0:
+            raise InputError(f"{op_label(lowest)}: {name} is {values[lowest]}; an integer of at least 0 is expected")
     if (graph.groups < -1).any():
-        bad = int(np.argmin(graph.groups))
-        raise InputError(f"{op_label(bad)}: group is {graph.groups[bad]}; -1 (none) or a number >= 0 is expected")
+        lowest = int(np.argmin(graph.groups))
+        raise InputError(f"{op_label(lowest)}: group is {graph.groups[lowest]}; -1 (none) or a number >= 0 is expected")
     for number, phase in enumerate(graph.phases):
         if phase not in PHASES:
-            raise InputError(f"{op_label(number)}: phase is {phase!r}; one of {', '.join(map(repr, PHASES))} is expected")
+            raise InputError(
+                f"{op_label(number)}: phase is {phase!r}; one of {', '.join(map(repr, PHASES))} is expected"
+            )
     for number, times in enumerate(graph.times_ns):
         for where, time_ns in times.items():
             if time_ns < -1:
-                raise InputError(f"{op_label(number)}: time_ns[{where!r}] is {time_ns}; at least -1 (cannot run) is expected")
+                raise InputError(
+                    f"{op_label(number)}: time_ns[{where!r}] is {time_ns}; at least -1 (cannot run) is expected"
+                )
     if num_tensors == 0:
         return
     if (bad := _first((graph.producers < 0) | (graph.producers >= num_ops))) is not None:
@@ -298,7 +304,9 @@ def _check_views(graph: Graph) -> None:
     for view in views.tolist():
         base = int(graph.view_of[view])
         if not 0 <= base < graph.num_tensors or base == view:
-            raise InputError(f"tensor {view}: view_of {base} is no other tensor; tensors are 0 to {graph.num_tensors - 1}")
+            raise InputError(
+                f"tensor {view}: view_of {base} is no other tensor; tensors are 0 to {graph.num_tensors - 1}"
+            )
         if graph.producers[base] != graph.producers[view]:
             raise InputError(f"tensor {view}: view_of {base} has another producer; a view and its base share theirs")
         if graph.view_of[base] != -1:
@@ -327,7 +335,8 @@ def _check_consumers(graph: Graph, op_label: Any) -> None:
         raise InputError(f"ops form a cycle: {path}; a step is acyclic, unroll loops")
     producer, consumer = int(graph.producers[tensors[bad]]), int(graph.consumers[bad])
     raise InputError(
-        f"tensor {tensors[bad]}: {op_label(producer)} feeds the earlier {op_label(consumer)}; number ops in topological order"
+        f"tensor {tensors[bad]}: {op_label(producer)} feeds the earlier {op_label(consumer)}; "
+        "number ops in topological order"
     )
 
 

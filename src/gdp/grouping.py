@@ -5,6 +5,7 @@ The partition is restricted to an incumbent (as in the V-cycles of multilevel pa
 U units, G groups, P pairs of units that share tensors.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +34,13 @@ class Units:
         return len(self.time_ns)
 
     @classmethod
-    def of(cls, problem: Problem) -> "Units":
-        """The units of `problem`: its groups, and every other op for itself."""
-        graph, index = problem.graph, problem.group_index
+    def of(cls, problem: Problem, index: I64 | None = None, max_consumers: int | None = None) -> "Units":
+        """The units that `index` [N] numbers; by default the groups of `problem`, and every other op for itself.
+
+        Tensors with more than `max_consumers` consumers (weights that all time steps share, say) make no pairs.
+        """
+        graph = problem.graph
+        index = problem.group_index if index is None else index
         num_units = int(index.max()) + 1
         runnable = problem.op_time_ns >= 0
         mean_ns = np.where(runnable, problem.op_time_ns, 0).sum(axis=1) // np.maximum(runnable.sum(axis=1), 1)
@@ -49,6 +54,8 @@ class Units:
         rates = problem.cluster.bytes_per_second[~np.eye(problem.num_devices, dtype=np.bool_)]
         cost_ns = (sizes / (rates.mean() if len(rates) else 1.0) * 1e9).astype(np.int64) + 1
         apart = sources != targets
+        if max_consumers is not None:
+            apart &= (np.diff(graph.consumer_offsets) <= max_consumers)[graph.edge_tensors]
         low, high = np.minimum(sources, targets)[apart], np.maximum(sources, targets)[apart]
         keys, inverse = np.unique(low * num_units + high, return_inverse=True)
         transfer_ns = np.zeros(len(keys), np.int64)
@@ -72,16 +79,21 @@ class Grouping:
         return len(self.offsets) - 1
 
 
-def group_units(units: Units, placement: Placement, num_groups: int, score: F64, slack: float) -> Grouping:
-    """At most about `num_groups` groups: pairs join in the order of `score` [P] (highest first) where `placement` has
-    both on one device and the result takes at most `slack` times an equal share of the device-independent work.
+def group_units(units: Units, placements: Sequence[Placement], num_groups: int, score: F64, slack: float) -> Grouping:
+    """At most about `num_groups` groups: pairs join in the order of `score` [P] (highest first) where each of `placements`
+    has both on one device and the result takes at most `slack` times an equal share of the work.
+
+    With two placements the groups are parts of both, and a search over them can combine the two (the combine operator of
+    Sanders and Schulz, "Distributed evolutionary graph partitioning", 2012).
 
     When that leaves too many groups, the limit is doubled. Units without a common neighbour stay apart.
     """
-    device_of_unit = np.zeros(units.num_units, np.int64)
-    device_of_unit[units.index] = placement
+    together = np.ones(len(units.first), np.bool_)
+    for placement in placements:
+        device_of_unit = np.zeros(units.num_units, np.int64)
+        device_of_unit[units.index] = placement
+        together &= device_of_unit[units.first] == device_of_unit[units.second]
     limit_ns = max(slack * float(units.time_ns.sum()) / num_groups, 1.0)
-    together = device_of_unit[units.first] == device_of_unit[units.second]
     order = np.argsort(-score, kind="stable")
     order = order[together[order]]
     group_of_unit = _join(units.time_ns, units.first[order], units.second[order], num_groups, limit_ns)

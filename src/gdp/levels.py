@@ -18,7 +18,9 @@ def longest_paths(graph: Graph, weights: I64, *, from_sources: bool = False) -> 
 @njit(cache=True, nogil=True)
 def _tails(weights, sources, targets):
     longest = weights.copy()
-    for edge in range(len(sources) - 1, -1, -1):  # ops are in topological order: an op's edges come after its successors'
+    for edge in range(
+        len(sources) - 1, -1, -1
+    ):  # ops are in topological order: an op's edges come after its successors'
         longest[sources[edge]] = max(longest[sources[edge]], weights[sources[edge]] + longest[targets[edge]])
     return longest
 

@@ -5,18 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-import numpy as np
-
 from gdp.bounds import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.coarsen import Reduction, reduce
+from gdp.coarsen import reduce
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.placers.local_search import Incumbent
-from gdp.placers.portfolio import Found, find, mean_step_time_ns, perturbed_times
+from gdp.placers.portfolio import Noise, find, mean_step_time_ns, perturbed_times
 from gdp.problem import Plan, Problem, Search
-from gdp.simulate import simulate
 
 NUM_PERTURBATIONS = 4  # tables of perturbed op times that `robust` averages over while it searches
 
@@ -71,50 +68,31 @@ def place(
     def report(best: Incumbent, simulations: int) -> None:
         if on_progress is not None:
             on_progress(
-                Progress(best.step_time_ns, best.excess_bytes == 0, bound_ns, simulations, clock.seconds, clock.seconds_left)
+                Progress(
+                    best.step_time_ns, best.excess_bytes == 0, bound_ns, simulations, clock.seconds, clock.seconds_left
+                )
             )
 
-    found = find(
-        reduction.problem,
-        placer,
-        clock,
-        seed=seed,
-        op_times_ns=perturbed_times(reduction.problem, robust, NUM_PERTURBATIONS, seed) if robust else None,
-        num_threads=num_threads,
-        on_progress=report,
-    )
+    noise = Noise.draw(reduction, robust, NUM_PERTURBATIONS, seed) if robust else None
+    found = find(reduction, placer, clock, seed=seed, noise=noise, num_threads=num_threads, on_progress=report)
     if found.best is None:
-        raise InputError(f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use --placer auto")
-    return _plan(problem, reduction, found, found.best, bound_ns, placer, seed, clock, robust)
-
-
-def _plan(
-    problem: Problem,
-    reduction: Reduction,
-    found: Found,
-    best: Incumbent,
-    bound_ns: int,
-    placer: str,
-    seed: int,
-    clock: Clock,
-    robust: float,
-) -> Plan:
-    """The plan of the reduced placement `best`, expanded to the original ops and replayed there."""
-    reduced = simulate(reduction.problem, best.placement, priority=best.priority)
-    order = reduction.expand_order(reduced.order)
-    replayed = simulate(problem, reduction.expand(best.placement), order=order)
+        raise InputError(
+            f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use --placer auto"
+        )
     expected_ns = None
     if robust:
-        tables = perturbed_times(problem, robust, 4 * NUM_PERTURBATIONS, seed + 1)  # not those that were searched on
-        expected_ns = mean_step_time_ns(problem, replayed.placement, tables, order)
+        other_tables = perturbed_times(
+            problem, robust, 4 * NUM_PERTURBATIONS, seed + 1
+        )  # not those that were searched on
+        expected_ns = mean_step_time_ns(found.best, other_tables)
     return Plan(
-        graph=problem.graph.fingerprint,
-        cluster=problem.cluster.fingerprint,
-        devices=tuple(device.name for device in problem.cluster.devices),
-        placement=replayed.placement,
-        order=order,
-        step_time_ns=replayed.step_time_ns,
-        peak_memory_bytes=replayed.peak_memory_bytes,
+        graph=graph.fingerprint,
+        cluster=cluster.fingerprint,
+        devices=tuple(device.name for device in cluster.devices),
+        placement=found.best.placement,
+        order=found.best.order,
+        step_time_ns=found.best.step_time_ns,
+        peak_memory_bytes=found.best.peak_memory_bytes,
         lower_bound_ns=bound_ns,
         placer=placer,
         seed=seed,
@@ -123,8 +101,8 @@ def _plan(
             seconds=clock.seconds,
             simulations=found.simulations,
             baselines=found.baselines,
-            busy_fraction=np.asarray(replayed.busy_fraction),
-            missing_bytes=replayed.missing_bytes,
+            busy_fraction=found.best.busy_fraction,
+            missing_bytes=found.best.missing_bytes,
             interrupted=clock.stop.is_set(),
             expected_step_time_ns=expected_ns,
         ),

@@ -1,7 +1,7 @@
 """Priorities that know a placement: b-levels with the op times on its devices and the transfers that it makes.
 
-The default priority of the machine model leaves transfers out, since it is the same for all placements. A plan carries its own
-order, so a search may start ops by the longest remaining path of its very placement instead.
+The default priority of the machine model leaves transfers out, since it is the same for all placements. A plan carries
+its own order, so a search may start ops by the longest remaining path of its very placement instead.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from gdp.problem import Placement, Problem
 
 
 def communication_levels(problem: Problem, placement: Placement) -> I64:
-    """[N] longest path from each op's start to the step's end, with transfers' occupancy and latency where devices differ."""
+    """[N] longest path from each op's start to the step's end; it has occupancy and latency where devices differ."""
     arrays = problem.arrays
     return np.asarray(
         _levels(

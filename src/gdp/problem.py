@@ -1,4 +1,4 @@
-"""Problem: a graph on a cluster with its costs and constraints, ready to be simulated; Plan: an answer; `gdp-plan` files.
+"""Problem: a graph on a cluster, its costs and constraints, ready to be simulated; Plan: an answer; `gdp-plan` files.
 
 docs/machine-model.md, sections 3, 4 and 6, is the definition. N ops, T tensors, D devices.
 """
@@ -57,20 +57,23 @@ class Problem:
     ) -> "Problem":
         """The problem of placing `graph` on `cluster`.
 
-        `op_time_ns` [N, D] replaces the cost model. `pins` are (regular expression, device name): ops whose module path
-        or name it matches anywhere go to that device. `max_memory_bytes` lowers the memory of devices by name; `reserve`
-        keeps a fraction of every device's memory free. Raises InputError where no device is left for an op or a group.
+        `op_time_ns` [N, D] replaces the cost model. `pins` are (regular expression, device name): ops whose module
+        path or name it matches anywhere go to that device. `max_memory_bytes` lowers the memory of devices by name;
+        `reserve` keeps a fraction of every device's memory free. Raises InputError where no device is left for an op or
+        a group.
         """
         times = op_times(graph, cluster) if op_time_ns is None else np.ascontiguousarray(op_time_ns, np.int64)
         if times.shape != (graph.num_ops, cluster.num_devices):
             raise InputError(
-                f"op_time_ns has shape {times.shape}; ({graph.num_ops}, {cluster.num_devices}), ops x devices, is expected"
+                f"op_time_ns has shape {times.shape}; "
+                f"({graph.num_ops}, {cluster.num_devices}), ops x devices, is expected"
             )
         runnable = times >= 0
         if not runnable.any(axis=1).all():
             op = int(np.argmin(runnable.any(axis=1)))
             raise InputError(
-                f"op {op} {graph.op_names[op]!r}: no device of {cluster.name!r} can run it; give it a time on one or add a device"
+                f"op {op} {graph.op_names[op]!r}: no device of {cluster.name!r} can run it; "
+                "give it a time on one or add a device"
             )
         allowed = runnable & _pinned(graph, cluster, pins)
         _intersect_groups(graph, allowed)
@@ -79,7 +82,8 @@ class Problem:
             where = f"op {op} {graph.op_names[op]!r}"
             if graph.groups[op] >= 0:
                 raise InputError(
-                    f"{where}: no device can hold its whole group {graph.groups[op]}; split the group, relax pins or add a device"
+                    f"{where}: no device can hold its whole group {graph.groups[op]}; "
+                    "split the group, relax pins or add a device"
                 )
             raise InputError(f"{where}: its pins leave no device that can run it; relax --pin")
         return cls(graph, cluster, times, allowed, _memory_limits(cluster, max_memory_bytes or {}, reserve))
@@ -94,7 +98,7 @@ class Problem:
 
     @cached_property
     def b_level_ns(self) -> I64:
-        """[N] the default priority: mean time over the devices that can run the op, plus the longest such path below it."""
+        """[N] the default priority: mean time over the devices that can run it, plus the longest such path below it."""
         runnable = self.op_time_ns >= 0
         mean_ns = np.where(runnable, self.op_time_ns, 0).sum(axis=1) // np.maximum(runnable.sum(axis=1), 1)
         return longest_paths(self.graph, mean_ns)
@@ -102,7 +106,7 @@ class Problem:
     @cached_property
     def fastest_ns(self) -> I64:
         """[N] the op's time on its fastest device."""
-        return np.where(self.op_time_ns >= 0, self.op_time_ns, np.iinfo(np.int64).max).min(axis=1)
+        return np.asarray(np.where(self.op_time_ns >= 0, self.op_time_ns, np.iinfo(np.int64).max).min(axis=1))
 
     @cached_property
     def time_table_ns(self) -> I64:
@@ -112,7 +116,7 @@ class Problem:
 
     @cached_property
     def group_index(self) -> I64:
-        """[N] units that move as one, numbered from 0 in the order of their first op: groups, and each other op for itself."""
+        """[N] units that move as one, numbered from 0 in the order of first ops: groups, and other ops each alone."""
         ids = np.where(self.graph.groups >= 0, self.graph.groups, -1 - np.arange(self.num_ops))
         _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
         position = np.empty(len(first), np.int64)
@@ -133,7 +137,10 @@ class Problem:
         """`placement` as the engine takes it; InputError if an op is on no device or on one that cannot run it."""
         values = np.asarray(placement)
         if values.shape != (self.num_ops,) or values.dtype.kind not in "iu":
-            raise InputError(f"placement has shape {values.shape} and type {values.dtype}; {self.num_ops} device numbers are expected")
+            raise InputError(
+                f"placement has shape {values.shape} and type {values.dtype}; "
+                f"{self.num_ops} device numbers are expected"
+            )
         if ((values < 0) | (values >= self.num_devices)).any():
             op = int(np.argmax((values < 0) | (values >= self.num_devices)))
             raise InputError(f"placement: op {op} is on device {values[op]}; devices are 0 to {self.num_devices - 1}")
@@ -141,7 +148,9 @@ class Problem:
         if cannot.any():
             op = int(np.argmax(cannot))
             device = self.cluster.devices[int(values[op])].name
-            raise InputError(f"placement: op {op} {self.graph.op_names[op]!r} cannot run on {device}; place it elsewhere")
+            raise InputError(
+                f"placement: op {op} {self.graph.op_names[op]!r} cannot run on {device}; place it elsewhere"
+            )
         return values.astype(np.uint8)
 
     def broken_constraints(self, placement: Placement) -> list[str]:
@@ -160,7 +169,9 @@ class Problem:
         if len(misplaced) and not reasons:
             op = int(misplaced[0])
             device_name = self.cluster.devices[int(placement[op])].name
-            reasons.append(f"op {op} {self.graph.op_names[op]!r} is not allowed on {device_name} ({len(misplaced)} such ops)")
+            reasons.append(
+                f"op {op} {self.graph.op_names[op]!r} is not allowed on {device_name} ({len(misplaced)} such ops)"
+            )
         return reasons
 
 
@@ -208,7 +219,7 @@ class Plan:
 
     @property
     def status(self) -> str:
-        """"ok", or "infeasible" when the best placement found does not fit in memory."""
+        """ "ok", or "infeasible" when the best placement found does not fit in memory."""
         return "infeasible" if self.search is not None and self.search.missing_bytes.any() else "ok"
 
     @property
@@ -265,7 +276,9 @@ class Plan:
                 if not 0 <= op < num_ops:
                     raise InputError(f"order of device {device}: {op} is no op; ops are 0 to {num_ops - 1}")
                 if content["placement"][op] != device:
-                    raise InputError(f"order of device {device}: op {op} is placed on device {content['placement'][op]}")
+                    raise InputError(
+                        f"order of device {device}: op {op} is placed on device {content['placement'][op]}"
+                    )
                 if seen[op]:
                     raise InputError(f"order of device {device}: op {op} is listed twice; list it once")
                 seen[op] = True
@@ -289,11 +302,13 @@ class Plan:
         """InputError unless this is a plan of `graph` on `cluster`."""
         if self.graph != graph.fingerprint:
             raise InputError(
-                f"the plan is of graph {self.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}); place this graph anew"
+                f"the plan is of graph {self.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}); "
+                "place this graph anew"
             )
         if self.cluster != cluster.fingerprint:
             raise InputError(
-                f"the plan is for cluster {self.cluster[:12]}, not for {cluster.name!r} ({cluster.fingerprint[:12]}); place for this cluster anew"
+                f"the plan is for cluster {self.cluster[:12]}, not for {cluster.name!r} ({cluster.fingerprint[:12]}); "
+                "place for this cluster anew"
             )
 
 
@@ -330,13 +345,15 @@ _PLAN_FIELDS = {
 
 
 def _pinned(graph: Graph, cluster: Cluster, pins: Iterable[tuple[str, str]]) -> Bool:
-    """[N, D] where pins let an op go. InputError for a pin that matches nothing, names no device or contradicts another."""
+    """[N, D] where pins let an op go. InputError for a pin that matches nothing, names no device or contradicts one."""
     allowed = np.ones((graph.num_ops, cluster.num_devices), np.bool_)
     names = [device.name for device in cluster.devices]
     pinned_by: dict[int, tuple[str, str]] = {}
     for pattern, device in pins:
         if device not in names:
-            raise InputError(f"pin {pattern}={device}: no device {device!r} in {cluster.name!r}; devices: {', '.join(names)}")
+            raise InputError(
+                f"pin {pattern}={device}: no device {device!r} in {cluster.name!r}; devices: {', '.join(names)}"
+            )
         try:
             matches = re.compile(pattern).search
         except re.error as error:
@@ -348,7 +365,8 @@ def _pinned(graph: Graph, cluster: Cluster, pins: Iterable[tuple[str, str]]) -> 
             earlier = pinned_by.setdefault(op, (pattern, device))
             if earlier[1] != device:
                 raise InputError(
-                    f"pin {pattern}={device}: op {graph.op_names[op]!r} is pinned to {earlier[1]} by {earlier[0]!r}; drop one"
+                    f"pin {pattern}={device}: op {graph.op_names[op]!r} is pinned to {earlier[1]} by {earlier[0]!r}; "
+                    "drop one"
                 )
         allowed[ops] = False
         allowed[ops, names.index(device)] = True
@@ -375,8 +393,12 @@ def _memory_limits(cluster: Cluster, max_memory_bytes: Mapping[str, int], reserv
             raise InputError(f"max-memory {name}: is {limit} bytes; at least 0 is expected")
     if not 0 <= reserve < 1:
         raise InputError(f"reserve is {reserve}; a fraction of at least 0 and below 1 is expected, such as 0.1 or 10%")
-    limits = [min(device.memory_bytes, max_memory_bytes.get(device.name, device.memory_bytes)) for device in cluster.devices]
-    return np.array([limit - int(device.memory_bytes * reserve) for limit, device in zip(limits, cluster.devices, strict=True)])
+    limits = [
+        min(device.memory_bytes, max_memory_bytes.get(device.name, device.memory_bytes)) for device in cluster.devices
+    ]
+    return np.array(
+        [limit - int(device.memory_bytes * reserve) for limit, device in zip(limits, cluster.devices, strict=True)]
+    )
 
 
 def _flatten(problem: Problem) -> engine.Arrays:

@@ -51,7 +51,9 @@ class Simulation:
         for device, missing in enumerate(self.missing_bytes.tolist()):
             if missing:
                 name, limit = self.problem.cluster.devices[device].name, self.problem.memory_limit_bytes[device]
-                reasons.append(f"{name}: peak {self.peak_memory_bytes[device]} bytes, limit {limit}, {missing} bytes missing")
+                reasons.append(
+                    f"{name}: peak {self.peak_memory_bytes[device]} bytes, limit {limit}, {missing} bytes missing"
+                )
         return reasons
 
     @property
@@ -137,8 +139,8 @@ def simulate(
     priority: npt.ArrayLike | None = None,
     order: Sequence[npt.ArrayLike] | None = None,
 ) -> Simulation:
-    """One step under `placement` [N]. Ready ops start by `priority` [N] (default: the b-level), or, when `order` is given
-    ([D] lists of ops), each device starts its ops in that order: the replay of a plan.
+    """One step under `placement` [N]. Ready ops start by `priority` [N] (default: the b-level), or, when `order` is
+    given ([D] lists of ops), each device starts its ops in that order: the replay of a plan.
 
     Raises InputError for a placement on a device that cannot run the op, and for an order that deadlocks or does not
     list each device's ops once.
@@ -150,11 +152,22 @@ def simulate(
     record = workspace.new_record()
     fixed = None if order is None else _flat_order(order, devices, num_devices)
     status, step_time_ns = engine.run(
-        problem.arrays, problem.time_table_ns, devices, rank, op_of_rank, NEVER, workspace.scratch, workspace.memory, record, fixed
+        problem.arrays,
+        problem.time_table_ns,
+        devices,
+        rank,
+        op_of_rank,
+        NEVER,
+        workspace.scratch,
+        workspace.memory,
+        record,
+        fixed,
     )
     if status == engine.DEADLOCK:
         stuck = _stuck_op(order or (), record.started[: record.counts[0]])
-        raise InputError(f"order: deadlock, op {stuck} waits for an op that comes later on its own or another device; reorder")
+        raise InputError(
+            f"order: deadlock, op {stuck} waits for an op that comes later on its own or another device; reorder"
+        )
     transfers = record.transfers[: record.counts[1]]
     placed = devices.astype(np.int64)
     return Simulation(
@@ -202,7 +215,17 @@ def evaluate_many(
 
     def work(share: npt.NDArray[np.intp], workspace: Workspace) -> None:
         _run_batch(
-            problem.arrays, problem.time_table_ns, batch, share, rank, op_of_rank, stop_ns, workspace.scratch, workspace.memory, times, peaks
+            problem.arrays,
+            problem.time_table_ns,
+            batch,
+            share,
+            rank,
+            op_of_rank,
+            stop_ns,
+            workspace.scratch,
+            workspace.memory,
+            times,
+            peaks,
         )
 
     if num_threads == 1:
@@ -219,20 +242,21 @@ def default_threads() -> int:
 
 
 def replay(problem: Problem, plan: Plan) -> Simulation:
-    """The simulation of `plan` with its own order. InputError if it is a plan of another graph or cluster, or deadlocks."""
+    """The simulation of `plan` with its own order. InputError if its graph or cluster is another, or it deadlocks."""
     plan.check_belongs(problem.graph, problem.cluster)
     return simulate(problem, plan.placement, order=plan.order)
 
 
 def verify(problem: Problem, plan: Plan) -> list[str]:
-    """What is wrong with `plan`: figures that a replay does not give, and reasons why it is infeasible. Empty if nothing."""
+    """What is wrong with `plan`: figures that a replay does not give, reasons why it is infeasible. Empty if none."""
     simulation = replay(problem, plan)
     wrong = list(simulation.reasons)
     if simulation.step_time_ns != plan.step_time_ns:
         wrong.append(f"step_time_ns is {plan.step_time_ns}; the replay gives {simulation.step_time_ns}")
     if not np.array_equal(simulation.peak_memory_bytes, plan.peak_memory_bytes):
         wrong.append(
-            f"peak_memory_bytes is {plan.peak_memory_bytes.tolist()}; the replay gives {simulation.peak_memory_bytes.tolist()}"
+            f"peak_memory_bytes is {plan.peak_memory_bytes.tolist()}; "
+            f"the replay gives {simulation.peak_memory_bytes.tolist()}"
         )
     if plan.lower_bound_ns > simulation.step_time_ns:
         wrong.append(f"lower_bound_ns is {plan.lower_bound_ns}, above the step time {simulation.step_time_ns}")
@@ -259,7 +283,9 @@ def _flat_order(order: Sequence[npt.ArrayLike], devices: npt.NDArray[np.uint8], 
     if (devices[flat] != owner).any():
         op = int(flat[np.argmax(devices[flat] != owner)])
         raise InputError(f"order: op {op} is listed on another device than its own, {devices[op]}; list it there")
-    return engine.Order(np.concatenate(([0], np.cumsum([len(ops) for ops in lists]))).astype(np.int64), flat.astype(np.uint32))
+    return engine.Order(
+        np.concatenate(([0], np.cumsum([len(ops) for ops in lists]))).astype(np.int64), flat.astype(np.uint32)
+    )
 
 
 def _stuck_op(order: Sequence[npt.ArrayLike], started: npt.NDArray[np.int32]) -> int:

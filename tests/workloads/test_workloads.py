@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gdp import workloads
 from gdp.errors import InputError
 from gdp.workloads import amoebanet, gnmt, inception, llama, mixture_of_experts, rnnlm, transformer_xl, wavenet
-from gdp.workloads.base import Example, layer_per_device
+from gdp.workloads.base import Example
 
 TINY: dict[str, Callable[[], Example]] = {
     "rnnlm": lambda: rnnlm.build(rnnlm.RNNLMConfig(2, 2, num_steps=3, hidden=8, vocabulary=11)),
@@ -121,7 +121,7 @@ def test_parameter_counts_are_the_published_ones() -> None:
 
 
 def test_the_expert_gives_a_layer_to_a_device_and_what_is_outside_layers_to_the_first_or_last() -> None:
-    rule = layer_per_device(4)
+    rule = workloads.layer_per_device(4)
     assert [rule(f"encoder.layers.{layer}.cell") for layer in range(4)] == [0, 1, 2, 3]
     assert rule("decoder.layers.2.dropout") == 2
     assert rule("encoder.embedding") == 0

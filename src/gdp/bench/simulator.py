@@ -113,7 +113,7 @@ def _move(
 ) -> I64:
     """`start` with `num_moves` of its groups (None: all) on random devices that are allowed them."""
     score = np.exp(rng.normal(0.0, 1.0, len(units.first))) * units.transfer_ns.astype(np.float64)
-    grouping = group_units(units, start, num_groups, score, slack=3.0)
+    grouping = group_units(units, [start], num_groups, score, slack=3.0)
     moved = np.arange(grouping.num_groups) if num_moves is None else rng.integers(0, grouping.num_groups, num_moves)
     placement = start.copy()
     for group in moved.tolist():

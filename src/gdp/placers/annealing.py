@@ -143,9 +143,7 @@ def anneal(
                 )
         else:
             stop_ns = np.int64(state[CURRENT_NS] * threshold) + 1
-            step_time_ns = mean_step_time(
-                arrays, op_times_ns, placement, rank, op_of_rank, stop_ns, floor_ns, scratch
-            )
+            step_time_ns = mean_step_time(arrays, op_times_ns, placement, rank, op_of_rank, stop_ns, floor_ns, scratch)
             accepted = step_time_ns < stop_ns
             if accepted and memory_binds:
                 status, _ = engine.run(

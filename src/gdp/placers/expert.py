@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import numpy as np
 
+from gdp import workloads
 from gdp.graph import I64
 from gdp.placers.base import UnitArrays, containers, inherit, mean_op_time_ns
 from gdp.placers.contiguous import module_chain, stages
@@ -26,8 +27,10 @@ _SLOWEST = 4.0
 def expert(problem: Problem, seed: int = 0) -> Placement | None:
     """The multi-device expert, repaired if it does not fit in memory. A single device is `single`'s part."""
     units = UnitArrays.of(problem)
-    work_ns = np.where(problem.allowed, problem.op_time_ns, 0).sum(axis=0) / np.maximum(problem.allowed.sum(axis=0), 1)
-    devices = np.flatnonzero(work_ns <= _SLOWEST * work_ns.min())
+    num_allowed = problem.allowed.sum(axis=0)
+    mean_ns = np.where(problem.allowed, problem.op_time_ns, 0).sum(axis=0) / np.maximum(num_allowed, 1)
+    mean_ns[num_allowed == 0] = np.inf
+    devices = np.flatnonzero(mean_ns <= _SLOWEST * mean_ns.min())
     positions = _layer_devices(problem, len(devices))
     if positions is None:
         chosen = stages(problem, units, module_chain(problem, units, whole_layers=True), devices)
@@ -38,8 +41,6 @@ def expert(problem: Problem, seed: int = 0) -> Placement | None:
 
 def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:
     """[N] which of `num_devices` devices by layer; None where the expert cuts contiguous stages."""
-    from gdp import workloads  # PyTorch, which only this needs
-
     modules = problem.graph.modules
     if not any(modules):
         return None
@@ -53,8 +54,8 @@ def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:
 
 
 def layer_ranges(problem: Problem, num_devices: int) -> I64 | None:
-    """[N] which of `num_devices` devices when the repeated layers that module paths show (`layers.0`, `layers.1`, ...) are cut into equal
-    contiguous ranges; None if there are none.
+    """[N] which of `num_devices` devices each op goes to when the repeated layers that module paths show (`layers.0`,
+    `layers.1`, ...) are cut into equal contiguous ranges; None if there are none.
 
     What runs before the first layer goes with it, what runs in a container of layers with its inputs, anything else
     with the layer entered last.

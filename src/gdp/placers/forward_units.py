@@ -16,10 +16,10 @@ def forward_units(problem: Problem) -> I64:
     """[N] `problem.group_index` with ungrouped backward ops joined to other units, numbered from 0 in the order of
     first ops.
 
-    A backward op joins the unit (a parameter with its update) that takes all its results, directly or through other such
-    ops, unless these results are much smaller than its inputs; else the latest forward op whose result it uses, else the
-    latest backward op that it follows, else a parameter that it uses, each time in its module, one inside or around it.
-    Units only join if they may go to the same devices.
+    A backward op joins the unit (a parameter with its update) that takes all its results, directly or through other
+    such ops, unless these results are much smaller than its inputs; else the latest forward op whose result it uses,
+    else the latest backward op that it follows, else a parameter that it uses, each time in its module, one inside or
+    around it. Units only join if they may go to the same devices.
     """
     graph, arrays = problem.graph, problem.arrays
     memory = arrays.memory

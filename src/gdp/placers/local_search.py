@@ -22,6 +22,8 @@ from gdp.graph import I64
 from gdp.grouping import Units, group_units
 from gdp.levels import longest_paths
 from gdp.placers import annealing
+from gdp.placers.forward_units import forward_units
+from gdp.placers.starts import diverse_starts
 from gdp.priorities import communication_levels
 from gdp.problem import Placement, Problem
 from gdp.simulate import NEVER, Workspace, default_threads, ranks_of
@@ -33,15 +35,20 @@ _CHUNK = 32  # moves between two looks at the clock
 class SearchConfig:
     """Tunables of the local search; the defaults were chosen on half of the workloads (docs/method.md)."""
 
-    levels: tuple[int, ...] = (60, 200, 800)  # number of groups at each level of a cycle
-    moves_per_group: float = 12.0  # annealing moves at each level, for each group, where there is time for them
+    levels: tuple[int, ...] = (30, 100, 300)  # number of groups at each level of a cycle
+    moves_per_group: float = 24.0  # annealing moves at each level, for each group, where there is time for them
     num_cycles: int = 6  # cycles that an island should at least have time for: shorter ones on large graphs
-    hot: float = 0.01  # relative temperature at the start of a level
+    hot: float = 0.015  # relative temperature at the start of a level
     cold: float = 0.0003  # and at its end
-    guided: float = 0.5  # share of the moves that take a group with an op on the critical path
-    score_spread: float = 1.0  # standard deviation of the noise on the logarithm of a pair's score
-    slack: float = 3.0  # how much heavier than average a group may be
-    keep_up: float = 1.02  # an island further behind the best takes it over
+    following: float = 0.5  # share of the levels on which backward ops first join their forward ops
+    mating: float = 0.5  # share of the cycles whose groups respect another good placement too
+    guided: float = 0.7  # share of the moves that take a group with an op on the critical path
+    score_spread: float = 0.5  # standard deviation of the noise on the logarithm of a pair's score
+    slack: float = 8.0  # how much heavier than average a group may be
+    num_starts: int = 64  # partitions made as further starts
+    start_share: float = 0.1  # of the time at most for them
+    num_tried: int = 8  # best starts, given and made, that get a cycle each
+    num_elites: int = 6  # incumbents that further cycles start from
     num_islands: int | None = None  # None: one per thread, or 4 with a budget in simulations
 
     def __post_init__(self) -> None:
@@ -64,6 +71,35 @@ class Incumbent:
         return self.excess_bytes, self.step_time_ns
 
 
+@dataclass(frozen=True, eq=False)
+class Neighbourhood:
+    """The pairs of units that may join: those that share tensors, and backward ops with their forward ops."""
+
+    units: Units
+    follows: npt.NDArray[np.bool_]  # [P] a unit of backward ops and the one that it follows
+
+    @classmethod
+    def of(cls, problem: Problem, followers: I64) -> "Neighbourhood":
+        """`followers` [N] are the units in which backward ops follow their forward ops."""
+        units = Units.of(problem)
+        _, first_op = np.unique(units.index, return_index=True)
+        _, leader_op = np.unique(followers, return_index=True)
+        leader = units.index[leader_op][followers[first_op]]
+        unit = np.arange(units.num_units)
+        joined = leader != unit
+        pairs = np.minimum(unit, leader)[joined] * units.num_units + np.maximum(unit, leader)[joined]
+        known = units.first * units.num_units + units.second
+        added = np.setdiff1d(pairs, known)
+        keys = np.concatenate((known, added))
+        more = replace(
+            units,
+            first=keys // units.num_units,
+            second=keys % units.num_units,
+            transfer_ns=np.concatenate((units.transfer_ns, np.ones(len(added), np.int64))),
+        )
+        return cls(more, np.isin(keys, pairs))
+
+
 OnProgress = Callable[[Incumbent, int], None]
 
 
@@ -71,9 +107,15 @@ class _Island:
     """One thread's search state."""
 
     def __init__(
-        self, problem: Problem, op_times_ns: I64, units: Units, config: SearchConfig, seed: np.random.SeedSequence
+        self,
+        problem: Problem,
+        op_times_ns: I64,
+        neighbourhood: Neighbourhood,
+        config: SearchConfig,
+        seed: np.random.SeedSequence,
     ) -> None:
-        self.problem, self.op_times_ns, self.units, self.config = problem, op_times_ns, units, config
+        self.problem, self.op_times_ns, self.config = problem, op_times_ns, config
+        self.neighbourhood, self.units = neighbourhood, neighbourhood.units
         fastest_ns = np.where(op_times_ns >= 0, op_times_ns, NEVER).min(axis=(0, 2))
         self.arrays = problem.arrays._replace(tail_ns=longest_paths(problem.graph, fastest_ns))
         self.floor_ns = int(self.arrays.tail_ns.max())
@@ -86,14 +128,20 @@ class _Island:
         self.path = np.zeros(problem.num_ops, np.int64)
         self.memory_binds = _memory_can_bind(problem)
         self.num_simulations = 0
-        self.incumbent: Incumbent | None = None
+        self.incumbent: Incumbent | None = None  # of the cycle under way
 
     def measure(self, placement: Placement, priority: I64 | None) -> Incumbent:
         """`placement` with its figures."""
         rank, op_of_rank = ranks_of(self.problem.b_level_ns if priority is None else priority)
         devices = placement.astype(np.uint8)
         excess = annealing.excess_bytes(
-            self.arrays, self.problem.time_table_ns, devices, rank, op_of_rank, self.workspace.scratch, self.workspace.memory
+            self.arrays,
+            self.problem.time_table_ns,
+            devices,
+            rank,
+            op_of_rank,
+            self.workspace.scratch,
+            self.workspace.memory,
         )
         step_time_ns = annealing.mean_step_time(
             self.arrays, self.op_times_ns, devices, rank, op_of_rank, NEVER, self.floor_ns, self.workspace.scratch
@@ -101,20 +149,27 @@ class _Island:
         self.num_simulations += 1
         return Incumbent(placement, int(step_time_ns), int(excess), priority)
 
-    def cycle(self, start: Incumbent, num_moves: int, clock: Clock) -> None:
-        """One V-cycle of at most `num_moves` moves from `start`."""
+    def cycle(self, start: Incumbent, mates: Sequence[Placement], num_moves: int, clock: Clock) -> Incumbent:
+        """The best of one V-cycle of at most `num_moves` moves from `start`, perhaps with one of `mates`."""
         self.incumbent = start
+        mate = None
+        if mates and self.rng.random() < self.config.mating:
+            mate = mates[self.rng.integers(len(mates))]
         levels = _levels(self.config, self.units.num_units)
         for level in levels:
-            self._anneal(level, max(num_moves * level // sum(levels), 1), clock)
+            self._anneal(level, mate, max(num_moves * level // sum(levels), 1), clock)
         self._retune(clock)
+        return self.incumbent
 
-    def _anneal(self, num_groups: int, num_moves: int, clock: Clock) -> None:
+    def _anneal(self, num_groups: int, mate: Placement | None, num_moves: int, clock: Clock) -> None:
         assert self.incumbent is not None
         config, incumbent = self.config, self.incumbent
         noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.units.first)))
         score = noise * self.units.transfer_ns if self.rng.random() < 0.7 else noise
-        grouping = group_units(self.units, incumbent.placement, num_groups, score, config.slack)
+        if self.rng.random() < config.following:
+            score = np.where(self.neighbourhood.follows, np.inf, score)
+        parents = [incumbent.placement] if mate is None else [incumbent.placement, mate]
+        grouping = group_units(self.units, parents, num_groups, score, config.slack)
         rank, op_of_rank = ranks_of(self.problem.b_level_ns if incumbent.priority is None else incumbent.priority)
         placement = incumbent.placement.astype(np.uint8)
         best = placement.copy()
@@ -156,39 +211,46 @@ def local_search(
     *,
     seed: int = 0,
     config: SearchConfig | None = None,
+    num_spent: int = 0,
     op_times_ns: I64 | None = None,
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> tuple[Incumbent, int]:
     """(the best incumbent found from `starts`, number of simulations) within the clock's budget.
 
-    `starts` are placements [N] that obey groups and allowed devices; they need not fit in memory. With `op_times_ns`
-    [K, N, D] an incumbent's step time is the mean over these tables instead of that under the problem's own times.
+    `starts` are placements [N] that obey groups and allowed devices; they need not fit in memory. `num_spent`
+    simulations of the budget are already used up. With `op_times_ns` [K, N, D] an incumbent's step time is the mean over
+    these tables instead of that under the problem's own times.
     """
     config = config or SearchConfig()
     num_threads = num_threads or default_threads()
-    limit = clock.budget.simulations
+    limit = None if clock.budget.simulations is None else clock.budget.simulations - num_spent
     num_islands = config.num_islands or (num_threads if limit is None else 4)
-    units = Units.of(problem)
+    followers = forward_units(problem)
+    neighbourhood = Neighbourhood.of(problem, followers)
     if op_times_ns is None:
         op_times_ns = problem.time_table_ns[None]
-    seeds = np.random.SeedSequence(seed).spawn(num_islands)
-    islands = [_Island(problem, op_times_ns, units, config, child) for child in seeds]
-    began = clock.seconds
-    pool_of_starts = sorted((islands[0].measure(np.asarray(start, np.int64), None) for start in starts), key=lambda x: x.key)
-    best = pool_of_starts[0]
-    if limit is None:  # moves that an island has time for: a stopped simulation takes about two thirds of a full one
-        seconds_per_move = 0.67 * (clock.seconds - began) / len(starts)
-        total_moves = int((clock.seconds_left or 0.0) / max(seconds_per_move, 1e-6))
-    else:
-        total_moves = limit // num_islands
-    levels = _levels(config, units.num_units)
-    num_moves = max(min(int(sum(levels) * config.moves_per_group), total_moves // config.num_cycles), 1)
-    if problem.num_devices == 1 or units.num_units == 0:
+    control, *seeds = np.random.SeedSequence(seed).spawn(num_islands + 1)
+    rng = np.random.default_rng(control)
+    islands = [_Island(problem, op_times_ns, neighbourhood, config, child) for child in seeds]
+    queue = sorted((islands[0].measure(np.asarray(start, np.int64), None) for start in starts), key=lambda x: x.key)
+    best = queue[0]
+    if problem.num_devices == 1 or len(neighbourhood.units.time_ns) < 2:
         return best, islands[0].num_simulations
     if on_progress:
         on_progress(best, islands[0].num_simulations)
-    num_rounds = 0
+
+    num_more = config.num_starts if limit is None else min(config.num_starts, limit // 20)
+    seconds = None if clock.seconds_left is None else config.start_share * clock.seconds_left
+    more = diverse_starts(problem, followers, num_more, seed, clock, seconds)
+    began = clock.seconds
+    queue += [islands[0].measure(start, None) for start in more]
+    queue = _best_distinct(queue, config.num_tried)
+    num_moves = _moves_of_a_cycle(config, neighbourhood, limit, num_islands, clock, began, len(more))
+    if not more and limit is None:  # no time was left to measure a simulation's length
+        num_moves = _CHUNK
+
+    elites: list[Incumbent] = []
     with ThreadPoolExecutor(num_threads) as pool:
         while not clock.stop.is_set() and clock.seconds_left != 0.0:
             spent = sum(island.num_simulations for island in islands)
@@ -196,39 +258,58 @@ def local_search(
                 num_moves = min(num_moves, (limit - spent) // num_islands - 1)  # 1 to measure the retuned priorities
                 if num_moves < 1:
                     break
-            begins = [
-                _choose_start(island, number, num_rounds, pool_of_starts, best) for number, island in enumerate(islands)
-            ]
+            mates = [incumbent.placement for incumbent in (*elites, *queue)]
+            begins = [queue.pop(0) if queue else _choose(elites, rng) for _ in islands]
             cycles = [
-                pool.submit(island.cycle, begin, num_moves, clock) for island, begin in zip(islands, begins, strict=True)
+                pool.submit(island.cycle, begin, mates, num_moves, clock)
+                for island, begin in zip(islands, begins, strict=True)
             ]
             try:
-                for cycle in cycles:
-                    cycle.result()
+                ended = [cycle.result() for cycle in cycles]
             except KeyboardInterrupt:
                 clock.stop.set()
-                for cycle in cycles:
-                    cycle.result()
-            best = min([best, *(island.incumbent for island in islands if island.incumbent)], key=lambda x: x.key)
-            num_rounds += 1
+                ended = [cycle.result() for cycle in cycles]
+            parents = {id(begin) for begin in begins}
+            kept = [incumbent for incumbent in elites if id(incumbent) not in parents]
+            elites = _best_distinct([*kept, *ended], config.num_elites)
+            best = min(best, elites[0], key=lambda x: x.key)
             if on_progress:
                 on_progress(best, sum(island.num_simulations for island in islands))
     return best, sum(island.num_simulations for island in islands)
+
+
+def _moves_of_a_cycle(
+    config: SearchConfig,
+    neighbourhood: Neighbourhood,
+    limit: int | None,
+    num_islands: int,
+    clock: Clock,
+    began: float,
+    num_measured: int,
+) -> int:
+    """As many moves as the levels want, but few enough for `config.num_cycles` cycles on each island."""
+    if limit is None:
+        seconds_per_move = (clock.seconds - began) / max(num_measured, 1) / 2  # most simulations of a search stop early
+        total = int((clock.seconds_left or 0.0) / max(seconds_per_move, 1e-6))
+    else:
+        total = max(limit, 0) // num_islands
+    levels = _levels(config, neighbourhood.units.num_units)
+    return max(min(int(sum(levels) * config.moves_per_group), total // config.num_cycles), 1)
 
 
 def _levels(config: SearchConfig, num_units: int) -> list[int]:
     return [level for level in config.levels if level < num_units] or [num_units]
 
 
-def _choose_start(
-    island: _Island, number: int, num_rounds: int, starts: Sequence[Incumbent], best: Incumbent
-) -> Incumbent:
-    """The start of an island's next cycle: the given starts in turn at first, then its own, or the best when it lags."""
-    if island.incumbent is None or num_rounds == 0:
-        return starts[number % len(starts)]
-    own = island.incumbent
-    behind = own.excess_bytes > best.excess_bytes or own.step_time_ns > best.step_time_ns * island.config.keep_up
-    return best if behind else own
+def _best_distinct(incumbents: Sequence[Incumbent], count: int) -> list[Incumbent]:
+    """The best `count`, one for each pair of figures: equal figures are nearly always one placement found twice."""
+    by_figures = {incumbent.key: incumbent for incumbent in reversed(incumbents)}
+    return sorted(by_figures.values(), key=lambda x: x.key)[:count]
+
+
+def _choose(elites: Sequence[Incumbent], rng: np.random.Generator) -> Incumbent:
+    """One of the elites, each half as likely as the one before it."""
+    return elites[min(int(rng.geometric(0.5)) - 1, len(elites) - 1)]
 
 
 def _memory_can_bind(problem: Problem) -> bool:

@@ -39,7 +39,7 @@ def fit_memory(problem: Problem, placement: Placement) -> Placement:
         return best
     units = Units.of(problem)
     for num_groups in _LEVELS:
-        grouping = group_units(units, best, num_groups, units.transfer_ns.astype(np.float64), slack=3.0)
+        grouping = group_units(units, [best], num_groups, units.transfer_ns.astype(np.float64), slack=3.0)
         for candidate in _moves(problem, units, grouping, best):
             step_time_ns, peaks = evaluate(problem, candidate)
             key = int(excess_bytes(problem, peaks)), step_time_ns

@@ -23,12 +23,18 @@ _IMBALANCES = (30, 100, 300, 1000)  # METIS' ufactor: a part may be heavier than
 _WORK = 3_000_000  # vertices and edges partitioned in all, about 1 s
 _MAX_RUNS = 256
 _MEMORY_SHARES = (0.5, 0.8)
+# METIS complains on standard output and leaves parts empty if a part has few vertices or one vertex most of the weight.
+_VERTICES_PER_PART = 8  # at least
+_SMALLEST_TARGET = 0.1  # of an equal share; slower devices get no part
+_SMALLEST_WEIGHT = 0.02  # of the mean weight
 
 
 def metis(problem: Problem, seed: int = 0) -> Placement | None:
     """The best partition over numbers of parts, imbalances, both of METIS' algorithms and seeds; repaired if none
     fits."""
-    parts = _Partitioner(problem)
+    if problem.num_devices == 1:
+        return np.zeros(problem.num_ops, np.int64)
+    parts = Partitioner(problem)
     size = len(parts.units.index) + len(parts.graph.neighbours)
     num_runs = min(max(_WORK // size, 2 * len(_IMBALANCES)), _MAX_RUNS)
     settings = [setting for setting, _ in zip(_settings(problem, seed), range(num_runs), strict=False)]
@@ -44,8 +50,10 @@ def metis(problem: Problem, seed: int = 0) -> Placement | None:
 
 def metis_blind(problem: Problem, seed: int = 0) -> Placement | None:
     """METIS as the placement papers use it: one k-way partition with the default imbalance, blind to memory."""
+    if problem.num_devices == 1:
+        return np.zeros(problem.num_ops, np.int64)
     everywhere = np.arange(problem.num_devices)
-    return _Partitioner(problem).partition(everywhere, _IMBALANCES[0], False, seed)
+    return Partitioner(problem).partition(everywhere, _IMBALANCES[0], False, seed)
 
 
 def _settings(problem: Problem, seed: int) -> Iterator[tuple[I64, int, bool, int]]:
@@ -67,20 +75,30 @@ class _Csr(NamedTuple):
     weights: I64  # [2P]
 
 
-class _Partitioner:
+class Partitioner:
     """The graph of a problem's units, ready for METIS."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        index: I64 | None = None,
+        max_consumers: int | None = None,
+        noise: np.random.Generator | None = None,
+    ) -> None:
+        """`index` and `max_consumers` are those of `Units.of`; `noise` perturbs the weights of edges (lognormal)."""
         self.problem = problem
-        self.units = UnitArrays.of(problem)
-        pairs = Units.of(problem)
+        self.units = UnitArrays.of(problem, index)
+        pairs = Units.of(problem, index, max_consumers)
+        transfer_ns = pairs.transfer_ns.astype(np.float64)
+        if noise is not None:
+            transfer_ns *= np.exp(noise.normal(size=len(transfer_ns)))
         sources = np.concatenate((pairs.first, pairs.second))
         order = np.argsort(sources, kind="stable")
-        scale = max(float(pairs.transfer_ns.sum()) / _TOTAL_WEIGHT, 1.0)
+        scale = max(float(transfer_ns.sum()) / _TOTAL_WEIGHT, 1.0)
         self.graph = _Csr(
             offsets=np.concatenate(([0], np.cumsum(np.bincount(sources, minlength=pairs.num_units)))),
             neighbours=np.concatenate((pairs.second, pairs.first))[order],
-            weights=np.tile(np.maximum(pairs.transfer_ns / scale, 1).astype(np.int64), 2)[order],
+            weights=np.tile(np.maximum(transfer_ns / scale, 1).astype(np.int64), 2)[order],
         )
 
     def partition(
@@ -88,15 +106,21 @@ class _Partitioner:
     ) -> Placement:
         """[N] one part for each of `devices`, as large as the device is fast."""
         units = self.units
-        if len(devices) == 1 or units.num_units <= len(devices):
-            return units.place(devices[np.arange(units.num_units) % len(devices)])
+        work_ns = np.maximum(np.where(units.allowed, units.time_ns, 0).sum(axis=0)[devices], 1)
+        covered_ns = (units.mean_time_ns()[:, None] * units.allowed[:, devices]).sum(axis=0)
+        speed = np.maximum(covered_ns, 1) / work_ns  # relative, over the units that may go there
+        room = self.problem.memory_limit_bytes[devices]
+        target = (1 - memory_share) * _shares(speed) + memory_share * _shares(room)
+        wanted = np.argsort(-target, kind="stable")[: max(units.num_units // _VERTICES_PER_PART, 1)]
+        wanted = np.sort(wanted[target[wanted] >= _SMALLEST_TARGET / len(devices)])
+        devices, target = devices[wanted], _shares(target[wanted])
+        if len(devices) == 1:
+            return units.place(np.repeat(devices, units.num_units))
         held = units.resident_bytes + units.tensor_bytes
         weights = (1 - memory_share) * _shares(units.mean_time_ns()) + memory_share * _shares(held)
-        work_ns = np.maximum(np.where(units.allowed, units.time_ns, 0).sum(axis=0)[devices], 1)
-        covered = units.mean_time_ns()[:, None] * units.allowed[:, devices]
-        speed = np.maximum(covered.sum(axis=0), 1) / work_ns  # relative, over the units that may go there
-        room = self.problem.memory_limit_bytes[devices].astype(np.float64)
-        target = (1 - memory_share) * _shares(speed) + memory_share * _shares(room)
+        weights = np.clip(
+            weights, _SMALLEST_WEIGHT / units.num_units, 1 / len(devices)
+        )  # heavier units fill a part anyway
         options = pymetis.Options(ufactor=imbalance, seed=seed % 2**31)
         found = pymetis.part_graph(
             len(devices),

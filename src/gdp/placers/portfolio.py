@@ -1,19 +1,20 @@
 """`auto`: every classical placer, then the local search from all their answers in the time left."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from gdp.budget import Clock
+from gdp.coarsen import Reduction
 from gdp.errors import InputError
 from gdp.graph import I64
 from gdp.placers import CLASSICAL
 from gdp.placers.exact import exact
 from gdp.placers.local_search import Incumbent, OnProgress, local_search
-from gdp.problem import Baseline, Placement, Problem
-from gdp.simulate import evaluate, simulate
+from gdp.problem import Baseline, Problem
+from gdp.simulate import Simulation, simulate
 
 SEARCHES = ("auto", "local-search", "exact")
 PLACERS = (*SEARCHES, *CLASSICAL)
@@ -22,99 +23,120 @@ SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that `auto` hands to the exac
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a placer found: the best incumbent (None: no placement at all), and what else it ran."""
+    """What a placer found: the best placement (None: none at all) as a replayed simulation, and what else was run."""
 
-    best: Incumbent | None
+    best: Simulation | None  # of the original problem
     simulations: int
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Noise:
+    """Perturbed op times to average step times over: tables of the original ops [K, N, D] and of the reduced [K, M, D]."""
+
+    original_ns: I64
+    reduced_ns: I64
+
+    @classmethod
+    def draw(cls, reduction: Reduction, spread: float, num_tables: int, seed: int) -> "Noise":
+        """Tables with a relative normal noise of deviation `spread` on each original op."""
+        original = perturbed_times(reduction.original, spread, num_tables, seed)
+        reduced = np.add.reduceat(np.maximum(original, 0)[:, reduction.members], reduction.member_offsets[:-1], axis=1)
+        return cls(original, np.where(reduction.problem.op_time_ns < 0, -1, reduced))
+
+
 def find(
-    problem: Problem,
+    reduction: Reduction,
     placer: str,
     clock: Clock,
     *,
     seed: int = 0,
-    op_times_ns: I64 | None = None,
+    noise: Noise | None = None,
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Found:
-    """Run `placer` on `problem` within the clock's budget. InputError for an unknown name.
+    """Run `placer` within the clock's budget. InputError for an unknown name.
 
-    With `op_times_ns` [K, N, D] step times are means over these tables (see `local_search`).
+    Classical placers see the original problem, searches the reduced one. With `noise` step times are means over its tables.
     """
+    problem = reduction.original
     if placer not in PLACERS:
         raise InputError(f"placer {placer!r} is unknown; one of {', '.join(PLACERS)} is expected")
     if placer == "exact":
         answer = exact(problem, seed, time_limit_s=clock.seconds_left, max_nodes=clock.budget.simulations)
-        best = None if answer.placement is None else _score(problem, answer.placement, op_times_ns)
-        return Found(best, answer.num_nodes)
-    if placer in CLASSICAL:
-        incumbent, _ = _run_classical(problem, placer, seed, op_times_ns)
-        return Found(incumbent, 1)
+        found = None if answer.placement is None else simulate(problem, answer.placement)
+        return Found(found, answer.num_nodes)
 
-    names = tuple(CLASSICAL) if placer == "auto" else ("single", "contiguous")
-    starts: list[Incumbent] = []
+    names = {"auto": tuple(CLASSICAL), "local-search": ("single", "contiguous")}.get(placer, (placer,))
+    classical: list[tuple[tuple[int, int], Simulation]] = []  # with what they are compared by
     baselines: dict[str, Baseline] = {}
     for name in names:
         if clock.stop.is_set():
             break
-        incumbent, baseline = _run_classical(problem, name, seed, op_times_ns)
-        baselines[name] = baseline
-        if incumbent is not None:
-            starts.append(incumbent)
-            if on_progress:
-                on_progress(min(starts, key=lambda x: x.key), len(starts))
-    if not starts:
+        began = time.perf_counter()
+        placement = CLASSICAL[name](problem, seed)
+        seconds = time.perf_counter() - began
+        if placement is None:
+            baselines[name] = Baseline("failed", None, seconds)
+            continue
+        simulation = simulate(problem, placement)
+        status = "ok" if simulation.feasible else "infeasible"
+        baselines[name] = Baseline(status, simulation.step_time_ns, seconds)
+        classical.append((_key(simulation, noise), simulation))
+        if on_progress:
+            best_key, best_so_far = min(classical, key=lambda item: item[0])
+            on_progress(Incumbent(best_so_far.placement, best_key[1], best_key[0]), len(classical))
+    if not classical:
         return Found(None, 0, baselines)
-    if placer == "auto" and problem.group_index.max() < SMALL_UNITS:
-        answer = exact(problem, seed, max_nodes=SMALL_NODES, time_limit_s=clock.seconds_left)
-        if answer.placement is not None:
-            starts.append(_score(problem, answer.placement, op_times_ns))
-    best = min(starts, key=lambda x: x.key)
-    searched, simulations = local_search(
-        problem,
-        [start.placement for start in starts],
-        clock,
-        seed=seed,
-        op_times_ns=op_times_ns,
-        num_threads=num_threads,
-        on_progress=on_progress,
-    )
-    best = min(best, searched, key=lambda x: x.key)
-    return Found(best, simulations + len(starts), baselines if placer == "auto" else {})
+    candidates = list(classical)
+    num_simulations = len(classical)
+    if placer in SEARCHES:
+        starts = [reduction.restrict(simulation.placement) for _, simulation in classical]
+        if placer == "auto" and reduction.problem.group_index.max() < SMALL_UNITS:
+            answer = exact(reduction.problem, seed, max_nodes=SMALL_NODES, time_limit_s=clock.seconds_left)
+            if answer.placement is not None:
+                starts.append(answer.placement)
+        searched, searches = local_search(
+            reduction.problem,
+            starts,
+            clock,
+            seed=seed,
+            num_spent=num_simulations,
+            op_times_ns=None if noise is None else noise.reduced_ns,
+            num_threads=num_threads,
+            on_progress=on_progress,
+        )
+        num_simulations += searches
+        expanded = _expand(reduction, searched)
+        candidates.append((_key(expanded, noise), expanded))
+    return Found(min(candidates, key=lambda item: item[0])[1], num_simulations, baselines if placer == "auto" else {})
 
 
-def _run_classical(
-    problem: Problem, name: str, seed: int, op_times_ns: I64 | None
-) -> tuple[Incumbent | None, Baseline]:
-    began = time.perf_counter()
-    placement = CLASSICAL[name](problem, seed)
-    if placement is None:
-        return None, Baseline("failed", None, time.perf_counter() - began)
-    incumbent = _score(problem, placement, op_times_ns)
-    status = "infeasible" if incumbent.excess_bytes else "ok"
-    nominal_ns = incumbent.step_time_ns if op_times_ns is None else evaluate(problem, placement)[0]
-    return incumbent, Baseline(status, nominal_ns, time.perf_counter() - began)
+def _expand(reduction: Reduction, incumbent: Incumbent) -> Simulation:
+    """The replay on the original ops of what the search found on the reduced ones."""
+    reduced = simulate(reduction.problem, incumbent.placement, priority=incumbent.priority)
+    order = reduction.expand_order(reduced.order)
+    return simulate(reduction.original, reduction.expand(incumbent.placement), order=order)
 
 
-def _score(problem: Problem, placement: Placement, op_times_ns: I64 | None) -> Incumbent:
-    step_time_ns, peaks = evaluate(problem, placement)
-    excess = int(np.maximum(peaks - problem.memory_limit_bytes, 0).sum())
-    if op_times_ns is not None:
-        step_time_ns = mean_step_time_ns(problem, placement, op_times_ns)
-    return Incumbent(np.asarray(placement, np.int64), step_time_ns, excess)
+def _key(simulation: Simulation, noise: Noise | None) -> tuple[int, int]:
+    """What placements are compared by: bytes missing, then step time."""
+    if noise is None:
+        return int(simulation.missing_bytes.sum()), simulation.step_time_ns
+    return int(simulation.missing_bytes.sum()), mean_step_time_ns(simulation, noise.original_ns)
 
 
-def mean_step_time_ns(
-    problem: Problem, placement: Placement, op_times_ns: I64, order: Sequence[I64] | None = None
-) -> int:
-    """Mean step time of `placement` over the tables `op_times_ns` [K, N, D], replaying `order` if given; rounded down."""
+def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
+    """Mean step time when the order of `simulation` is replayed under each table of `op_times_ns` [K, N, D]; rounded down."""
+    problem = simulation.problem
     times = [
-        simulate(Problem(problem.graph, problem.cluster, table, problem.allowed, problem.memory_limit_bytes), placement,
-                 priority=problem.b_level_ns, order=order).step_time_ns
+        simulate(
+            Problem(problem.graph, problem.cluster, table, problem.allowed, problem.memory_limit_bytes),
+            simulation.placement,
+            order=simulation.order,
+        ).step_time_ns
         for table in op_times_ns
-    ]  # fmt: skip
+    ]
     return sum(times) // len(times)
 
 
@@ -124,6 +146,3 @@ def perturbed_times(problem: Problem, spread: float, num_tables: int, seed: int)
     factors = np.maximum(1.0 + spread * rng.standard_normal((num_tables, problem.num_ops, 1)), 0.1)
     times = problem.op_time_ns[None]
     return np.where(times > 0, np.rint(times * factors).astype(np.int64), times)
-
-
-Placer = Callable[..., Found]

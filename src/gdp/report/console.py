@@ -35,7 +35,8 @@ def place_report(
     assert plan.search is not None
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     sizes = f"{graph.num_ops:,} ops, {graph.num_tensors:,} tensors"
-    searched = f"{plan.search.simulations:,} simulations in {plan.search.seconds:.1f} s, seed {plan.seed}"
+    plural = "" if plan.search.simulations == 1 else "s"
+    searched = f"{plan.search.simulations:,} simulation{plural} in {plan.search.seconds:.1f} s, seed {plan.seed}"
     yield Text(f"{graph.name} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
     yield Text(_headline(plan), style="bold")
     if plan.search.expected_step_time_ns is not None:
@@ -190,6 +191,8 @@ def nothing_fits(plan: Plan, cluster: Cluster) -> str:
         for device, short in zip(cluster.devices, missing, strict=True)
         if short
     ]
+    if plan.placer != "auto":
+        return f"placer {plan.placer} found nothing that fits in memory: {', '.join(lacking)}; use --placer auto"
     return f"nothing fits in memory: {', '.join(lacking)}; add devices or memory, or make the batch smaller"
 
 

@@ -3,18 +3,55 @@
 The papers give neither batch sizes nor hidden sizes. With the batch sizes here the expert's plan fits in 16 GiB P100s,
 while one P100 holds neither gnmt-8 nor any Transformer-XL, AmoebaNet, WaveNet, Llama or mixture of experts. With 80
 steps the graph of gnmt-8 has more than 50,000 ops, the size that the GDP paper claims.
+
+A family's file is imported when one of its workloads is built: until then PyTorch is not needed.
 """
 
+import re
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gdp.errors import InputError
-from gdp.workloads import amoebanet, gnmt, inception, llama, mixture_of_experts, rnnlm, transformer_xl, wavenet
-from gdp.workloads.base import Example, ExpertRule, Workload, layer_per_device
 
-__all__ = ["Example", "ExpertRule", "Workload", "get", "names"]
+if TYPE_CHECKING:
+    from gdp.workloads.base import Example
+
+ExpertRule = Callable[[str], int]
+"""From a module path to the layer whose device the expert gives it; layer l goes to device l modulo their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A built-in training workload: a model with example inputs, and the devices that it is usually placed on.
+
+    `build` draws the parameters and inputs from PyTorch's global generator, on the default device; under
+    `FakeTensorMode` it allocates nothing. `expert` is None where the expert cuts the model into contiguous stages of
+    about equal time instead of giving each layer a device.
+    """
+
+    name: str
+    family: str
+    cluster: str  # a preset for `Cluster.parse`
+    batch_size: int
+    description: str
+    build: "Callable[[], Example]"
+    expert: ExpertRule | None = None
+
+
+def layer_per_device(num_layers: int) -> ExpertRule:
+    """The expert of recurrent and transformer models: `layers.i` is layer i, an embedding goes with the first layer,
+    all else (attention between encoder and decoder, softmax, loss) with the last. Source: the GDP paper's human experts
+    (arXiv 1910.01578).
+    """
+
+    def layer_of(module: str) -> int:
+        if match := re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", module):
+            return int(match[1])
+        return 0 if "embedding" in module.split(".") else num_layers - 1
+
+    return layer_of
 
 
 def get(name: str) -> Workload:
@@ -29,68 +66,99 @@ def names() -> tuple[str, ...]:
     return tuple(_WORKLOADS)
 
 
-def _rnnlm(num_layers: int, batch_size: int) -> Workload:
-    config = rnnlm.RNNLMConfig(num_layers, batch_size)
-    text = f"LSTM language model, {num_layers} layers of {config.hidden}, {config.num_steps} steps unrolled"
-    return _workload(f"rnnlm-{num_layers}", num_layers, rnnlm.build, config, text, layer_per_device(num_layers))
+def _rnnlm(num_layers: int, batch_size: int, num_steps: int = 40, hidden: int = 2048) -> Workload:
+    def build() -> "Example":
+        from gdp.workloads import rnnlm
+
+        return rnnlm.build(rnnlm.RNNLMConfig(num_layers, batch_size, num_steps, hidden))
+
+    text = f"LSTM language model, {num_layers} layers of {hidden}, {num_steps} steps unrolled"
+    rule = layer_per_device(num_layers)
+    return Workload(f"rnnlm-{num_layers}", "rnnlm", _p100s(num_layers), batch_size, text, build, rule)
 
 
 def _gnmt(num_layers: int, batch_size: int, num_steps: int) -> Workload:
-    config = gnmt.GNMTConfig(num_layers, batch_size, num_steps)
+    def build() -> "Example":
+        from gdp.workloads import gnmt
+
+        return gnmt.build(gnmt.GNMTConfig(num_layers, batch_size, num_steps))
+
     text = f"LSTM translation with attention, {num_layers} + {num_layers} layers, {num_steps} steps unrolled"
-    return _workload(f"gnmt-{num_layers}", num_layers, gnmt.build, config, text, layer_per_device(num_layers))
+    rule = layer_per_device(num_layers)
+    return Workload(f"gnmt-{num_layers}", "gnmt", _p100s(num_layers), batch_size, text, build, rule)
 
 
-def _transformer_xl(num_layers: int, batch_size: int) -> Workload:
-    config = transformer_xl.TransformerXLConfig(num_layers, batch_size)
-    segments = f"{config.num_segments} segments of {config.segment_steps} unrolled"
+def _transformer_xl(num_layers: int, batch_size: int, num_segments: int = 8, segment_steps: int = 384) -> Workload:
+    def build() -> "Example":
+        from gdp.workloads import transformer_xl
+
+        config = transformer_xl.TransformerXLConfig(num_layers, batch_size, num_segments, segment_steps)
+        return transformer_xl.build(config)
+
+    segments = f"{num_segments} segments of {segment_steps} unrolled"
     text = f"transformer with relative positions, {num_layers} layers, {segments}"
     rule = layer_per_device(num_layers)
-    return _workload(f"transformer-xl-{num_layers}", num_layers, transformer_xl.build, config, text, rule)
+    return Workload(f"transformer-xl-{num_layers}", "transformer_xl", _p100s(num_layers), batch_size, text, build, rule)
 
 
-def _inception(batch_size: int) -> Workload:
-    config = inception.InceptionConfig(batch_size)
-    text = f"convolutional image classifier, {config.image_size} x {config.image_size} pixels"
-    return _workload(f"inception-v3-b{batch_size}", 2, inception.build, config, text)
+def _inception(batch_size: int, image_size: int = 299) -> Workload:
+    def build() -> "Example":
+        from gdp.workloads import inception
+
+        return inception.build(inception.InceptionConfig(batch_size, image_size))
+
+    text = f"convolutional image classifier, {image_size} x {image_size} pixels"
+    return Workload(f"inception-v3-b{batch_size}", "inception", _p100s(2), batch_size, text, build)
 
 
-def _amoebanet(batch_size: int) -> Workload:
-    config = amoebanet.AmoebaNetConfig(batch_size)
-    text = f"evolved image classifier, {3 * config.cells_per_stack} normal cells, {config.filters} filters"
-    return _workload("amoebanet", 4, amoebanet.build, config, text)
+def _amoebanet(batch_size: int, cells_per_stack: int = 6, filters: int = 80) -> Workload:
+    def build() -> "Example":
+        from gdp.workloads import amoebanet
+
+        return amoebanet.build(amoebanet.AmoebaNetConfig(batch_size, cells_per_stack, filters))
+
+    text = f"evolved image classifier, {3 * cells_per_stack} normal cells, {filters} filters"
+    return Workload("amoebanet", "amoebanet", _p100s(4), batch_size, text, build)
 
 
-def _wavenet(num_stacks: int, batch_size: int) -> Workload:
-    config = wavenet.WaveNetConfig(num_stacks, batch_size)
-    text = f"raw audio model, {num_stacks} stacks of {config.layers_per_stack} dilated convolutions"
-    return _workload(f"wavenet-{num_stacks}x{config.layers_per_stack}", num_stacks, wavenet.build, config, text)
+def _wavenet(num_stacks: int, batch_size: int, layers_per_stack: int = 9) -> Workload:
+    def build() -> "Example":
+        from gdp.workloads import wavenet
+
+        return wavenet.build(wavenet.WaveNetConfig(num_stacks, batch_size, layers_per_stack))
+
+    text = f"raw audio model, {num_stacks} stacks of {layers_per_stack} dilated convolutions"
+    return Workload(f"wavenet-{num_stacks}x{layers_per_stack}", "wavenet", _p100s(num_stacks), batch_size, text, build)
 
 
-def _llama(batch_size: int) -> Workload:
-    config = llama.LlamaConfig(batch_size)
-    text = f"Llama-style decoder of 1.1 G parameters, {config.num_layers} layers, {config.num_steps} tokens"
-    return _workload("llama-1b", 4, llama.build, config, text)
+def _llama(batch_size: int, num_layers: int = 22, num_steps: int = 1024) -> Workload:
+    def build() -> "Example":
+        from gdp.workloads import llama
+
+        return llama.build(llama.LlamaConfig(batch_size, num_layers, num_steps))
+
+    text = f"Llama-style decoder of 1.1 G parameters, {num_layers} layers, {num_steps} tokens"
+    return Workload("llama-1b", "llama", _p100s(4), batch_size, text, build)
 
 
-def _mixture_of_experts(batch_size: int) -> Workload:
-    config = mixture_of_experts.MixtureOfExpertsConfig(batch_size)
-    experts = f"{config.experts_per_token} of {config.num_experts} experts a token"
-    text = f"Llama-style decoder with routed experts, {config.num_layers} layers, {experts}"
-    return _workload("moe", 4, mixture_of_experts.build, config, text)
-
-
-def _workload(
-    name: str,
-    num_devices: int,
-    build: Callable[[Any], Example],
-    config: Any,
-    description: str,
-    expert: ExpertRule | None = None,
+def _mixture_of_experts(
+    batch_size: int, num_layers: int = 8, num_experts: int = 8, experts_per_token: int = 2
 ) -> Workload:
-    family = build.__module__.rpartition(".")[2]
-    cluster = f"{num_devices}xp100-pcie-16g"
-    return Workload(name, family, cluster, config.batch_size, description, partial(build, config), expert)
+    def build() -> "Example":
+        from gdp.workloads import mixture_of_experts
+
+        config = mixture_of_experts.MixtureOfExpertsConfig(
+            batch_size, num_layers, num_experts=num_experts, experts_per_token=experts_per_token
+        )
+        return mixture_of_experts.build(config)
+
+    experts = f"{experts_per_token} of {num_experts} experts a token"
+    text = f"Llama-style decoder with routed experts, {num_layers} layers, {experts}"
+    return Workload("moe", "mixture_of_experts", _p100s(4), batch_size, text, build)
+
+
+def _p100s(num_devices: int) -> str:
+    return f"{num_devices}xp100-pcie-16g"
 
 
 _WORKLOADS = MappingProxyType(

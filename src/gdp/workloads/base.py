@@ -1,8 +1,6 @@
-"""What the model families share: the `Workload` record, the layer-wise expert rule, checks of sizes, three modules."""
+"""What the model families share: checks of sizes, three modules."""
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,41 +11,6 @@ from gdp.errors import InputError
 
 Example = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 """A module, and the args and kwargs for which its forward returns the scalar loss."""
-
-ExpertRule = Callable[[str], int]
-"""From a module path to the layer whose device the expert gives it; layer l goes to device l modulo their number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A built-in training workload: a model with example inputs, and the devices that it is usually placed on.
-
-    `build` draws the parameters and inputs from PyTorch's global generator, on the default device; under
-    `FakeTensorMode` it allocates nothing. `expert` is None where the expert cuts the model into contiguous stages of
-    about equal time instead of giving each layer a device.
-    """
-
-    name: str
-    family: str
-    cluster: str  # a preset for `Cluster.parse`
-    batch_size: int
-    description: str
-    build: Callable[[], Example]
-    expert: ExpertRule | None = None
-
-
-def layer_per_device(num_layers: int) -> ExpertRule:
-    """The expert of recurrent and transformer models: `layers.i` is layer i, an embedding goes with the first layer,
-    all else (attention between encoder and decoder, softmax, loss) with the last. Source: the GDP paper's human experts
-    (arXiv 1910.01578).
-    """
-
-    def layer_of(module: str) -> int:
-        if match := re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", module):
-            return int(match[1])
-        return 0 if "embedding" in module.split(".") else num_layers - 1
-
-    return layer_of
 
 
 def check_config(config: Any) -> None:

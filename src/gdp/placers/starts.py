@@ -1,0 +1,41 @@
+"""Many different starts for a search: METIS partitions of the graph seen in several ways.
+
+Each combines: units alone, or backward ops with their forward ops; all tensors, or none that many ops share (weights shared by
+all time steps tie a layer together; without them, time steps part); exact or perturbed weights of edges; METIS' own settings.
+Each takes milliseconds; one in some dozens is better than any single careful run, and they differ, which a search needs.
+"""
+
+import numpy as np
+
+from gdp.budget import Clock
+from gdp.graph import I64
+from gdp.placers.base import device_subsets
+from gdp.placers.metis import Partitioner
+from gdp.problem import Placement, Problem
+
+_MAX_CONSUMERS = (None, 8, 3)
+_IMBALANCES = (30, 100, 300, 1000)
+
+
+def diverse_starts(
+    problem: Problem, followers: I64, num_starts: int, seed: int, clock: Clock, seconds: float | None
+) -> list[Placement]:
+    """Up to `num_starts` placements [N] that obey groups and allowed devices, fewer when `seconds` are over.
+
+    `followers` [N] are the units in which backward ops follow their forward ops (`forward_units`).
+    """
+    rng = np.random.default_rng(np.random.SeedSequence([seed, 0x57A275]))
+    subsets = device_subsets(problem, smallest=2)
+    deadline = None if seconds is None else clock.seconds + seconds
+    found: list[Placement] = []
+    while len(found) < num_starts and not clock.stop.is_set() and (deadline is None or clock.seconds < deadline):
+        partitioner = Partitioner(
+            problem,
+            followers if rng.random() < 0.5 else None,
+            _MAX_CONSUMERS[rng.integers(len(_MAX_CONSUMERS))],
+            rng if rng.random() < 0.5 else None,
+        )
+        devices = subsets[0] if rng.random() < 0.7 else subsets[rng.integers(len(subsets))]
+        imbalance = _IMBALANCES[rng.integers(len(_IMBALANCES))]
+        found.append(partitioner.partition(devices, imbalance, bool(rng.random() < 0.5), int(rng.integers(2**31))))
+    return found
