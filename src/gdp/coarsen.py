@@ -62,11 +62,12 @@ def reduce(problem: Problem) -> Reduction:
     for op in np.flatnonzero(only_successor >= 0).tolist():
         after = int(only_successor[op])
         is_chain = only_predecessor[after] == op
-        is_source = only_predecessor[op] == -1 and no_time[op] and graph.resident_bytes[op] == 0
+        is_source = only_predecessor[op] == -1 and no_time[op]
         if (
             (is_chain or is_source)
             and takes_time[after]
             and not keeps[op]
+            and graph.resident_bytes[op] == 0  # what must stay in memory may lie on another device than its reader
             and graph.groups[op] in (-1, graph.groups[after])
             and np.array_equal(problem.allowed[op], problem.allowed[after])
             and np.array_equal(problem.op_time_ns[op] >= 0, problem.op_time_ns[after] >= 0)

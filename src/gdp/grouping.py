@@ -1,7 +1,7 @@
 """Grouping: fewer, larger things to move in a search. Units (what must move as one) join along heavy edges.
 
-The partition is restricted to an incumbent (as in the V-cycles of multilevel partitioning, Walshaw 2004; Sanders and Schulz
-2011): units join only if the incumbent has them on one device, so that it survives the projection exactly.
+The partition is restricted to an incumbent (as in the V-cycles of multilevel partitioning, Walshaw 2004; Sanders and
+Schulz 2011): units join only if the incumbent has them on one device, so that it survives the projection exactly.
 U units, G groups, P pairs of units that share tensors.
 """
 
@@ -52,7 +52,7 @@ class Units:
         sources, targets = index[graph.producers[graph.edge_tensors]], index[graph.consumers]
         sizes = graph.tensor_bytes[graph.edge_tensors]
         rates = problem.cluster.bytes_per_second[~np.eye(problem.num_devices, dtype=np.bool_)]
-        cost_ns = (sizes / (rates.mean() if len(rates) else 1.0) * 1e9).astype(np.int64) + 1
+        cost_ns = (sizes / (rates.mean() if len(rates) else np.inf) * 1e9).astype(np.int64) + 1
         apart = sources != targets
         if max_consumers is not None:
             apart &= (np.diff(graph.consumer_offsets) <= max_consumers)[graph.edge_tensors]
@@ -80,11 +80,11 @@ class Grouping:
 
 
 def group_units(units: Units, placements: Sequence[Placement], num_groups: int, score: F64, slack: float) -> Grouping:
-    """At most about `num_groups` groups: pairs join in the order of `score` [P] (highest first) where each of `placements`
-    has both on one device and the result takes at most `slack` times an equal share of the work.
+    """At most about `num_groups` groups: pairs join in the order of `score` [P] (highest first) where each of
+    `placements` has both on one device and the result takes at most `slack` times an equal share of the work.
 
-    With two placements the groups are parts of both, and a search over them can combine the two (the combine operator of
-    Sanders and Schulz, "Distributed evolutionary graph partitioning", 2012).
+    With two placements the groups are parts of both, and a search over them can combine the two (the combine operator
+    of Sanders and Schulz, "Distributed evolutionary graph partitioning", 2012).
 
     When that leaves too many groups, the limit is doubled. Units without a common neighbour stay apart.
     """

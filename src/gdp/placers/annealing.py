@@ -1,6 +1,6 @@
-"""Simulated annealing over the devices of groups (Kirkpatrick et al. 1983), compiled: the inner loop of the local search.
+"""Simulated annealing over the devices of groups (Kirkpatrick et al. 1983), compiled: the local search's inner loop.
 
-The random threshold of a move is drawn before it is simulated, so that the simulation stops as soon as the move is lost.
+The random threshold of a move is drawn before it is simulated, so that the simulation stops when the move is lost.
 N ops, G groups, D devices.
 """
 
@@ -49,8 +49,8 @@ def excess_bytes(arrays, op_time_ns, placement, rank, op_of_rank, scratch, memor
 def critical_path(arrays, placement, record, previous, arrival_ns, path):
     """The ops of a critical path of a recorded run, last first, in `path` [N]; their number.
 
-    What an op waited for last is one step back: the producer of the input that came last, or the op before it on its device.
-    `previous` int32 [N] and `arrival_ns` int64 [T, D] are working memory.
+    What an op waited for last is one step back: the producer of the input that came last, or the op before it on its
+    device. `previous` int32 [N] and `arrival_ns` int64 [T, D] are working memory.
     """
     num_devices = arrival_ns.shape[1]
     last = np.full(num_devices, -1, np.int32)
@@ -96,8 +96,8 @@ def anneal(
     """Try `num_moves` moves from `placement` (changed in place); note the best in `best` and the figures in `state`.
 
     A move puts a group on another device (drawn evenly, or a neighbour's), or swaps two groups. A step time of up to
-    `-temperature * log(u)` (relative, u uniform) above the current one is accepted. While the current placement does not fit
-    in memory, the bytes that it is over stand for the step time. Step times are means over `op_times_ns` [K, N, D].
+    `-temperature * log(u)` (relative, u uniform) above the current one is accepted. While the current placement does not
+    fit in memory, the bytes that it is over stand for the step time. Step times are means over `op_times_ns` [K, N, D].
     """
     num_groups = len(offsets) - 1
     num_devices = allowed.shape[1]

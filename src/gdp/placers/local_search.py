@@ -2,12 +2,13 @@
 
 A cycle groups the incumbent's units, anneals the groups' devices, and repeats with more, smaller groups:
 
-    incumbent --group--> 60 groups --anneal--> 200 groups --anneal--> 800 groups --anneal--> incumbent
+    incumbent --group--> 30 groups --anneal--> 100 groups --anneal--> 300 groups --anneal--> incumbent
                 (only what the incumbent has on one device joins, so it is never lost)
 
-Several islands do this side by side from different starts; after each round an island that has fallen behind takes over the
-best. What is random comes from one generator per island, and with a budget in simulations a round's shares are fixed in
-advance, so the answer does not depend on the number of threads.
+The best starts get a cycle each; what comes out are the elites, from which all further cycles begin, each perhaps with
+groups that respect a second placement too, so that it can combine both. Several islands work side by side. What is
+random comes from one generator per island, and with a budget in simulations a round's shares are fixed in advance, so
+the answer does not depend on the number of threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ _CHUNK = 32  # moves between two looks at the clock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConfig:
-    """Tunables of the local search; the defaults were chosen on half of the workloads (docs/method.md)."""
+    """Tunables of the local search. They were chosen on five of the workloads (docs/results.md)."""
 
     levels: tuple[int, ...] = (30, 100, 300)  # number of groups at each level of a cycle
     moves_per_group: float = 24.0  # annealing moves at each level, for each group, where there is time for them
@@ -154,7 +155,7 @@ class _Island:
         self.incumbent = start
         mate = None
         if mates and self.rng.random() < self.config.mating:
-            mate = mates[self.rng.integers(len(mates))]
+            mate = mates[int(self.rng.integers(len(mates)))]
         levels = _levels(self.config, self.units.num_units)
         for level in levels:
             self._anneal(level, mate, max(num_moves * level // sum(levels), 1), clock)
@@ -165,7 +166,9 @@ class _Island:
         assert self.incumbent is not None
         config, incumbent = self.config, self.incumbent
         noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.units.first)))
-        score = noise * self.units.transfer_ns if self.rng.random() < 0.7 else noise
+        score: npt.NDArray[np.float64] = noise
+        if self.rng.random() < 0.7:
+            score = noise * self.units.transfer_ns
         if self.rng.random() < config.following:
             score = np.where(self.neighbourhood.follows, np.inf, score)
         parents = [incumbent.placement] if mate is None else [incumbent.placement, mate]
@@ -219,8 +222,8 @@ def local_search(
     """(the best incumbent found from `starts`, number of simulations) within the clock's budget.
 
     `starts` are placements [N] that obey groups and allowed devices; they need not fit in memory. `num_spent`
-    simulations of the budget are already used up. With `op_times_ns` [K, N, D] an incumbent's step time is the mean over
-    these tables instead of that under the problem's own times.
+    simulations of the budget are already used up. With `op_times_ns` [K, N, D] an incumbent's step time is the mean
+    over these tables instead of that under the problem's own times.
     """
     config = config or SearchConfig()
     num_threads = num_threads or default_threads()
@@ -259,7 +262,7 @@ def local_search(
                 if num_moves < 1:
                     break
             mates = [incumbent.placement for incumbent in (*elites, *queue)]
-            begins = [queue.pop(0) if queue else _choose(elites, rng) for _ in islands]
+            begins = [queue.pop(0) if queue else _choose(elites or [best], rng) for _ in islands]
             cycles = [
                 pool.submit(island.cycle, begin, mates, num_moves, clock)
                 for island, begin in zip(islands, begins, strict=True)
@@ -313,7 +316,7 @@ def _choose(elites: Sequence[Incumbent], rng: np.random.Generator) -> Incumbent:
 
 
 def _memory_can_bind(problem: Problem) -> bool:
-    """Whether any placement could pass a limit: not if everything at once, with a copy of all tensors, fits on each device."""
+    """Whether a placement could pass a limit: not if everything at once, all tensors with it, fits on each device."""
     graph = problem.graph
     everything = int(graph.resident_bytes.sum()) + int(graph.tensor_bytes.sum())
     return bool((problem.memory_limit_bytes < everything).any())

@@ -5,6 +5,10 @@ Units are vertices, op times their weights, the times to transfer tensors the we
 a vertex, so memory enters as a share of that weight, and by repair. U units, P pairs of units that share tensors.
 """
 
+import contextlib
+import ctypes
+import os
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -122,15 +126,16 @@ class Partitioner:
             weights, _SMALLEST_WEIGHT / units.num_units, 1 / len(devices)
         )  # heavier units fill a part anyway
         options = pymetis.Options(ufactor=imbalance, seed=seed % 2**31)
-        found = pymetis.part_graph(
-            len(devices),
-            pymetis.CSRAdjacency(self.graph.offsets, self.graph.neighbours),
-            vweights=np.rint(weights * _TOTAL_WEIGHT).astype(np.int64),
-            eweights=self.graph.weights,
-            tpwgts=target.tolist(),
-            recursive=recursive,
-            options=options,
-        )
+        with _complaints_to_stderr():
+            found = pymetis.part_graph(
+                len(devices),
+                pymetis.CSRAdjacency(self.graph.offsets, self.graph.neighbours),
+                vweights=np.rint(weights * _TOTAL_WEIGHT).astype(np.int64),
+                eweights=self.graph.weights,
+                tpwgts=target.tolist(),
+                recursive=recursive,
+                options=options,
+            )
         part_of_unit = np.asarray(found.vertex_part, np.int64)
         return units.place(devices[self._assign(part_of_unit, devices)][part_of_unit])
 
@@ -143,6 +148,24 @@ class Partitioner:
         if (cost == cost[:, :1]).all() and not misplaced.any():
             return np.arange(len(devices))
         return np.asarray(linear_sum_assignment(cost + misplaced * max(float(cost.max()), 1.0))[1])
+
+
+@contextlib.contextmanager
+def _complaints_to_stderr() -> Iterator[None]:
+    """METIS prints complaints with C's printf: they must not end up in a program's own output."""
+    try:
+        kept = os.dup(1)
+    except OSError:  # no standard output at all
+        yield
+        return
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _shares(values: npt.ArrayLike) -> npt.NDArray[np.float64]:

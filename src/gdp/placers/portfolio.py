@@ -32,7 +32,7 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """Perturbed op times to average step times over: tables of the original ops [K, N, D] and of the reduced [K, M, D]."""
+    """Perturbed op times to average step times over, of the original ops [K, N, D] and of the reduced [K, M, D]."""
 
     original_ns: I64
     reduced_ns: I64
@@ -57,7 +57,8 @@ def find(
 ) -> Found:
     """Run `placer` within the clock's budget. InputError for an unknown name.
 
-    Classical placers see the original problem, searches the reduced one. With `noise` step times are means over its tables.
+    Classical placers see the original problem, searches the reduced one. With `noise` step times are means over its
+    tables.
     """
     problem = reduction.original
     if placer not in PLACERS:
@@ -127,7 +128,7 @@ def _key(simulation: Simulation, noise: Noise | None) -> tuple[int, int]:
 
 
 def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
-    """Mean step time when the order of `simulation` is replayed under each table of `op_times_ns` [K, N, D]; rounded down."""
+    """Mean step time when the order of `simulation` is replayed under each of `op_times_ns` [K, N, D], rounded down."""
     problem = simulation.problem
     times = [
         simulate(
@@ -141,7 +142,7 @@ def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
 
 
 def perturbed_times(problem: Problem, spread: float, num_tables: int, seed: int) -> I64:
-    """[K, N, D] tables of op times with a relative normal noise of deviation `spread`, the same on all devices of an op."""
+    """[K, N, D] op times with a relative normal noise of deviation `spread`, the same on all devices of an op."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, 0x0B057]))
     factors = np.maximum(1.0 + spread * rng.standard_normal((num_tables, problem.num_ops, 1)), 0.1)
     times = problem.op_time_ns[None]

@@ -1,8 +1,8 @@
 """Many different starts for a search: METIS partitions of the graph seen in several ways.
 
-Each combines: units alone, or backward ops with their forward ops; all tensors, or none that many ops share (weights shared by
-all time steps tie a layer together; without them, time steps part); exact or perturbed weights of edges; METIS' own settings.
-Each takes milliseconds; one in some dozens is better than any single careful run, and they differ, which a search needs.
+Each combines: units alone, or backward ops with their forward ops; all tensors, or none that many ops share (weights
+shared by all time steps tie a layer together; without them, time steps part); exact or perturbed weights of edges;
+METIS' own settings. Each takes milliseconds, and they differ, which a search needs.
 """
 
 import numpy as np
