@@ -1,14 +1,13 @@
 """`gdp bench search`: what `auto` finds in a short time on the papers' workloads, against every classical placer.
 
-Each workload is placed on its own cluster, once for each seed. The classical placers run on the same costs, memory
-limits and simulator: within those very runs, on the reduced graph, and again on the graph as it was captured, where a
-rule by module path can see more. The better counts. Every plan is saved, read back and re-derived, as `gdp simulate`
-does; one that does not fit, or does not give its own figures again, ends the benchmark with an error.
+Each workload is placed on its own cluster, once for each seed. The classical placers run within those very runs, on the
+same graph, costs, memory limits and simulator; each counts with its best seed. Every plan is saved, read back and
+re-derived, as `gdp simulate` does; one that does not fit, or does not give its own figures again, ends the benchmark
+with an error.
 """
 
 import math
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -27,7 +26,7 @@ from gdp.graph import Graph
 from gdp.place import place
 from gdp.placers import CLASSICAL
 from gdp.problem import Baseline, Plan, Problem
-from gdp.simulate import evaluate, verify
+from gdp.simulate import verify
 from gdp.workloads import names
 
 PAPER_WORKLOADS = names()[:14]
@@ -49,7 +48,7 @@ class Row:
     lower_bound_ns: int
     simulations: tuple[int, ...]  # by seed
     seconds: tuple[float, ...]  # by seed
-    baselines: Mapping[str, Baseline]  # each placer's best run, on the reduced or the captured graph
+    baselines: Mapping[str, Baseline]  # each placer's best run over the seeds
 
     @property
     def mean_ns(self) -> float:
@@ -157,7 +156,7 @@ def _place_workload(name: str, graph: Graph, cluster: Cluster, budget: Budget, s
             raise RuntimeError(f"{name}, seed {seed}: the plan in {path.name} does not hold: {'; '.join(wrong)}")
         plans.append(plan)
     searches = [plan.search for plan in plans if plan.search is not None]
-    runs = [_classical(stored), *(search.baselines for search in searches)]
+    runs = [search.baselines for search in searches]
     return Row(
         workload=name,
         cluster=cluster.name,
@@ -168,21 +167,6 @@ def _place_workload(name: str, graph: Graph, cluster: Cluster, budget: Budget, s
         seconds=tuple(search.seconds for search in searches),
         baselines={placer: min((found[placer] for found in runs), key=_baseline_key) for placer in CLASSICAL},
     )
-
-
-def _classical(problem: Problem) -> dict[str, Baseline]:
-    """Every classical placer on `problem` as it is."""
-    baselines = {}
-    for name, placer in CLASSICAL.items():
-        began = time.perf_counter()
-        placement = placer(problem, 0)
-        if placement is None:
-            baselines[name] = Baseline("failed", None, time.perf_counter() - began)
-            continue
-        step_time_ns, peaks = evaluate(problem, placement)
-        fits = bool((peaks <= problem.memory_limit_bytes).all())
-        baselines[name] = Baseline("ok" if fits else "infeasible", step_time_ns, time.perf_counter() - began)
-    return baselines
 
 
 def _baseline_key(baseline: Baseline) -> tuple[bool, float]:
@@ -266,8 +250,8 @@ def _markdown(figures: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"    {figures['command']}",
         f"{machine_line()}.",
         f"Step times in ms; {seeds} seeds, {budget} each, on all threads. Memory is enforced: OOM is a placer without "
-        "a plan that fits. Classical placers ran on the captured graph and on the reduced one, where `auto` starts, "
-        "and count with their best run. The best classical plan is chosen for each workload with hindsight. The expert "
+        "a plan that fits. Each classical placer ran within the same runs and counts with its best seed. The best "
+        "classical plan is chosen for each workload with hindsight. The expert "
         "plan is the better of layers or stages on all devices and of a single device. Ratios are `auto` over the "
         "other, geometric means over seeds. The bound is a lower bound of any plan's step time. All "
         f"{count * seeds} plans were saved, read back and replayed: each fits and gives its own figures again.",

@@ -95,9 +95,10 @@ def anneal(
 ):  # fmt: skip
     """Try `num_moves` moves from `placement` (changed in place); note the best in `best` and the figures in `state`.
 
-    A move puts a group on another device (drawn evenly, or a neighbour's), or swaps two groups. A step time of up to
-    `-temperature * log(u)` (relative, u uniform) above the current one is accepted. While the current placement does not
-    fit in memory, the bytes that it is over stand for the step time. Step times are means over `op_times_ns` [K, N, D].
+    A move puts a group on another device (drawn evenly, or a neighbour's), or swaps two groups; a share `guided` of
+    the moves takes a group with an op on the critical path. A step time of up to `-temperature * log(u)` (relative, u
+    uniform) above the current one is accepted. While the current placement does not fit in memory, the bytes that it
+    is over stand for the step time. Step times are means over `op_times_ns` [K, N, D].
     """
     num_groups = len(offsets) - 1
     num_devices = allowed.shape[1]
