@@ -1,0 +1,129 @@
+"""The main job: what `place` promises for any graph and cluster."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from gdp.bench.graphs import lstm_training_graph
+from gdp.budget import Budget
+from gdp.cluster import Cluster
+from gdp.errors import InputError
+from gdp.graph import Graph, Op, Tensor
+from gdp.place import place
+from gdp.placers.portfolio import PLACERS
+from gdp.problem import Plan, Problem
+from gdp.simulate import evaluate_many, verify
+from strategies import FEATURES, Instance, instances
+
+GRAPH = lstm_training_graph(num_steps=3)
+CLUSTER = Cluster.parse("2xp100-pcie-16g")
+
+
+@given(instances(max_ops=9, max_devices=3, features=frozenset(FEATURES) - {"priorities"}))
+@settings(max_examples=150, deadline=None)
+def test_finds_what_fits_and_never_loses(instance: Instance) -> None:
+    """The plan verifies, is no worse than any baseline that fits, and fits whenever brute force finds a fit."""
+    graph, cluster = instance.graph, instance.cluster
+    problem = Problem.build(graph, cluster)
+    plan = place(graph, cluster, budget=Budget(simulations=200), num_threads=1)
+    assert plan.search is not None
+    units = problem.group_index
+    choices = [np.flatnonzero(problem.allowed[units == unit].all(axis=0)) for unit in range(units.max() + 1)]
+    placements = np.array([np.array(devices)[units] for devices in itertools.product(*choices)])
+    _, peaks = evaluate_many(problem, placements, num_threads=1)
+    if (peaks <= problem.memory_limit_bytes).all(axis=1).any():
+        assert plan.status == "ok"
+        assert verify(problem, plan) == []
+        fitting = [baseline for baseline in plan.search.baselines.values() if baseline.status == "ok"]
+        assert all(plan.step_time_ns <= (baseline.step_time_ns or 0) for baseline in fitting)
+    elif plan.status == "ok":  # only another order than the default made it fit
+        assert verify(problem, plan) == []
+
+
+@pytest.mark.parametrize("placer", PLACERS)
+def test_every_placer_keeps_the_contract(placer: str) -> None:
+    """Each placer's plan verifies on unequal devices with groups and a pin, and the same seed gives it again."""
+    graph, cluster = GRAPH, Cluster.parse("p100-pcie-16g+a100-sxm-80g")
+    pins = [("layers.0", "gpu1")] if any("layers.0" in module for module in graph.modules) else []
+    if placer == "exact":  # for small graphs
+        graph, pins = small_graph(), []
+    budget = Budget(simulations=300)
+    plan, again = (place(graph, cluster, placer=placer, budget=budget, seed=3, pins=pins) for _ in range(2))
+    assert verify(Problem.build(graph, cluster, pins=pins), plan) == []
+    assert plan.to_document() == again.to_document()
+
+
+def small_graph() -> Graph:
+    """Two chains that join."""
+    ops = [Op(f"op{op}", flops=10**10) for op in range(7)]
+    return Graph.build(
+        "small", ops, [Tensor(a, (b,), 10**6) for a, b in ((0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 6))]
+    )
+
+
+def test_threads_do_not_change_the_answer() -> None:
+    """The same seed and number of simulations give the same plan, twice in a row and with one thread or two."""
+    documents = [
+        place(GRAPH, CLUSTER, budget="1500sims", seed=7, num_threads=threads).to_document() for threads in (1, 2, 1)
+    ]
+    assert documents[0] == documents[1] == documents[2]
+    assert place(GRAPH, CLUSTER, budget="1500sims", seed=8).to_document() != documents[0]
+
+
+def test_stays_within_the_budget_of_simulations() -> None:
+    """A budget in simulations is not passed by more than the classical placers' own."""
+    plan = place(GRAPH, CLUSTER, budget="500sims")
+    assert plan.search is not None
+    assert 400 <= plan.search.simulations <= 500
+
+
+def test_robust_plans_say_what_to_expect() -> None:
+    """With `robust` the plan still verifies, and gives the mean step time over perturbed costs, near its own."""
+    plan = place(GRAPH, CLUSTER, budget="400sims", robust=0.02)
+    assert plan.search is not None
+    assert plan.search.expected_step_time_ns == pytest.approx(plan.step_time_ns, rel=0.1)
+    assert verify(Problem.build(GRAPH, CLUSTER), plan) == []
+
+
+def test_nothing_fits() -> None:
+    """When nothing fits the plan is infeasible and says which device lacks how many bytes."""
+    plan = place(GRAPH, CLUSTER, budget="300sims", max_memory_bytes={"gpu0": 1000, "gpu1": 1000})
+    assert plan.status == "infeasible"
+    assert plan.search is not None
+    assert (plan.search.missing_bytes == np.maximum(plan.peak_memory_bytes - 1000, 0)).all()
+
+
+def test_stop_ends_the_search_with_the_best_so_far() -> None:
+    """A stopped search returns a whole plan at once."""
+    stop = threading.Event()
+    plan = place(GRAPH, CLUSTER, budget="600s", stop=stop, on_progress=lambda _: stop.set())
+    assert plan.search is not None
+    assert plan.search.interrupted
+    assert verify(Problem.build(GRAPH, CLUSTER), plan) == []
+
+
+def test_plan_files_round_trip() -> None:
+    """A plan read back from its document is the plan."""
+    plan = place(GRAPH, CLUSTER, budget="50sims")
+    assert Plan.from_document(plan.to_document()).to_document() == plan.to_document()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"placer": "magic"}, "placer 'magic' is unknown"),
+        ({"budget": "soon"}, "budget is 'soon'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"robust": 0.7}, "robust is 0.7"),
+        ({"reserve": 1.0}, "reserve is 1.0"),
+        ({"pins": [("nothing", "gpu0")]}, "matches no module path"),
+        ({"max_memory_bytes": {"gpu9": 1}}, "no such device"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, object], message: str) -> None:
+    """Each is one clear error."""
+    with pytest.raises(InputError, match=message):
+        place(GRAPH, CLUSTER, **{"budget": "10sims", **arguments})  # type: ignore[arg-type]
