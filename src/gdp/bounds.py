@@ -222,7 +222,7 @@ def _arrival(heads, times, transfer, edge, before, here):  # type: ignore[no-unt
 @njit(cache=True)
 def _delayed(away, taken, here, heads, times, offsets, predecessors, transfer):  # type: ignore[no-untyped-def]
     """When all of `taken` can have run on one device of class `here` if op `away` runs on another device."""
-    ops = np.sort(taken)
+    ops = taken[np.argsort(taken)]
     starts = np.zeros(len(ops), np.int64)
     for index, op in enumerate(ops):
         starts[index] = heads[op, here]

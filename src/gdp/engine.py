@@ -122,7 +122,7 @@ class Record(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A plan's order to replay."""
+    """A plan's order to replay; without `ops`, ops start by rank. (One kind of compiled run serves both.)"""
 
     offsets: Any  # int64 [D + 1]
     ops: Any  # uint32 [N]
@@ -236,7 +236,7 @@ def _apply_transfer_events(
     return size
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, no_cpython_wrapper=True)  # called from compiled code only: a wrapper takes seconds
 def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order):
     """(status, step_time_ns) of `placement` uint8 [N]; `memory`, `record`, `order` may each be None.
 
@@ -272,7 +272,10 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
     for op in range(num_ops):
         missing[op] = num_inputs[op]
         remaining_ns[placement[op]] += op_time_ns[op, placement[op] if devices_differ else 0]
-    if order is None:
+    replays = False
+    if order is not None:
+        replays = len(order.ops) > 0
+    if not replays:
         for op in sources:
             _add_ready(bits0, bits1, bits2, placement[op], rank[op])
     for device in range(num_devices):
@@ -297,17 +300,17 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
             candidates &= candidates - one
             if until_ns[device] != NEVER:
                 continue
-            if order is None:
-                ready_rank = _take_ready(bits0, bits1, bits2, device)
-                if ready_rank == np.uint64(NEVER):
-                    continue
-                op = op_of_rank[ready_rank]
-            else:
+            if order is not None and replays:
                 at = order.offsets[device] + next_in_order[device]
                 if at == order.offsets[device + one] or missing[order.ops[at]] != 0:
                     continue
                 op = order.ops[at]
                 next_in_order[device] += 1
+            else:
+                ready_rank = _take_ready(bits0, bits1, bits2, device)
+                if ready_rank == np.uint64(NEVER):
+                    continue
+                op = op_of_rank[ready_rank]
             duration = op_time_ns[op, device if devices_differ else zero]
             if now + tail_ns[op] >= stop_ns or now + remaining_ns[device] >= stop_ns:
                 return STOPPED, max(now + tail_ns[op], now + remaining_ns[device])
@@ -395,7 +398,7 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
                         num_here += 1
                         left = missing[consumer] - 1
                         missing[consumer] = left
-                        if left == 0 and order is None:
+                        if left == 0 and not replays:
                             _add_ready(bits0, bits1, bits2, device, rank[consumer])
                     else:
                         destinations |= one << np.uint64(device)
@@ -477,7 +480,7 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
                 if placement[consumer] == device:
                     left = missing[consumer] - 1
                     missing[consumer] = left
-                    if left == 0 and order is None:
+                    if left == 0 and not replays:
                         _add_ready(bits0, bits1, bits2, device, rank[consumer])
 
     if record is not None:

@@ -101,6 +101,7 @@ class Workspace:
                 heap_item=np.zeros(num_routes + num_edges, np.int64),
             ),
         )
+        self.by_rank = engine.Order(np.zeros(num_devices + 1, np.int64), np.zeros(0, np.uint32))
         self.memory = engine.Memory(
             limit_bytes=np.full(num_devices, NEVER),
             usage_bytes=np.zeros(num_devices, np.int64),
@@ -150,8 +151,8 @@ def simulate(
     rank, op_of_rank = ranks_of(problem.b_level_ns if priority is None else priority)
     workspace = Workspace(problem)
     record = workspace.new_record()
-    fixed = None if order is None else _flat_order(order, devices, num_devices)
-    status, step_time_ns = engine.run(
+    fixed = workspace.by_rank if order is None else _flat_order(order, devices, num_devices)
+    status, step_time_ns = _run_recorded(
         problem.arrays,
         problem.time_table_ns,
         devices,
@@ -261,6 +262,12 @@ def verify(problem: Problem, plan: Plan) -> list[str]:
     if plan.lower_bound_ns > simulation.step_time_ns:
         wrong.append(f"lower_bound_ns is {plan.lower_bound_ns}, above the step time {simulation.step_time_ns}")
     return wrong
+
+
+@njit(cache=True, nogil=True)
+def _run_recorded(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order):  # type: ignore[no-untyped-def]
+    # `stop_ns` is an argument since Numba would compile `run` once more for a constant
+    return engine.run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order)
 
 
 @njit(cache=True, nogil=True)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdp import engine, files
+from gdp import files
 from gdp.bench.graphs import lstm_training_graph, lstm_training_graph_of, workload_inputs
 from gdp.bench.tables import machine, machine_line, markdown_table, spread
 from gdp.budget import Budget
@@ -31,6 +31,7 @@ from gdp.graph import I64
 from gdp.grouping import Units, group_units
 from gdp.place import place
 from gdp.placers import CLASSICAL
+from gdp.placers.annealing import mean_step_time
 from gdp.problem import Problem
 from gdp.simulate import NEVER, Workspace, evaluate_many, ranks_of, simulate
 
@@ -173,10 +174,9 @@ def _without_memory(problem: Problem, batch: I64) -> tuple[I64, Callable[[], I64
     devices = [problem.check_placement(placement) for placement in batch]
 
     def work() -> I64:
-        arrays, times = problem.arrays, problem.op_time_ns
+        arrays, times = problem.arrays, problem.time_table_ns[None]
         return np.array(
-            [engine.run(arrays, times, one, rank, op_of_rank, NEVER, scratch, None, None, None)[1] for one in devices],
-            np.int64,
+            [mean_step_time(arrays, times, one, rank, op_of_rank, NEVER, 0, scratch) for one in devices], np.int64
         )
 
     return work(), work

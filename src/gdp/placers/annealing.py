@@ -45,7 +45,7 @@ def excess_bytes(arrays, op_time_ns, placement, rank, op_of_rank, scratch, memor
     return excess
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, no_cpython_wrapper=True)
 def critical_path(arrays, placement, record, previous, arrival_ns, path):
     """The ops of a critical path of a recorded run, last first, in `path` [N]; their number.
 
@@ -90,7 +90,8 @@ def critical_path(arrays, placement, record, previous, arrival_ns, path):
 @njit(cache=True, nogil=True)
 def anneal(
     arrays, op_time_ns, op_times_ns, floor_ns, rank, op_of_rank, scratch, memory, memory_binds,
-    offsets, members, allowed, neighbour_offsets, neighbours, group_of_op, record, previous, arrival_ns, path,
+    offsets, members, allowed, neighbour_offsets, neighbours, group_of_op,
+    record, by_rank, previous, arrival_ns, path,
     placement, best, state, rng, num_moves, temperature, guided,
 ):  # fmt: skip
     """Try `num_moves` moves from `placement` (changed in place); note the best in `best` and the figures in `state`.
@@ -104,7 +105,10 @@ def anneal(
     num_devices = allowed.shape[1]
     length = 0
     if guided > 0.0:
-        engine.run(arrays, op_time_ns, placement, rank, op_of_rank, engine.NEVER, scratch, None, record, None)
+        limit_bytes = memory.limit_bytes.copy()
+        memory.limit_bytes[:] = engine.NEVER
+        engine.run(arrays, op_time_ns, placement, rank, op_of_rank, engine.NEVER, scratch, memory, record, by_rank)
+        memory.limit_bytes[:] = limit_bytes
         length = critical_path(arrays, placement, record, previous, arrival_ns, path)
     for _ in range(num_moves):
         if length > 0 and rng.random() < guided:

@@ -186,7 +186,7 @@ class _Island:
                 self.arrays, self.problem.time_table_ns, self.op_times_ns, self.floor_ns, rank, op_of_rank,
                 self.workspace.scratch, self.workspace.memory, self.memory_binds,
                 grouping.offsets, grouping.members, grouping.allowed, grouping.neighbour_offsets, grouping.neighbours,
-                grouping.group_of_op, self.record, self.previous, self.arrival_ns, self.path,
+                grouping.group_of_op, self.record, self.workspace.by_rank, self.previous, self.arrival_ns, self.path,
                 placement, best, state, self.rng, min(_CHUNK, num_moves - first), temperature, config.guided,
             )  # fmt: skip
         self.num_simulations += int(state[annealing.NUM_SIMULATIONS])
