@@ -26,6 +26,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from gdp.compiled import INNER
+
 COMPLETED, STOPPED, DEADLOCK, OUT_OF_MEMORY = 0, 1, 2, 3
 NEVER = np.iinfo(np.int64).max
 
@@ -236,7 +238,7 @@ def _apply_transfer_events(
     return size
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)  # called from compiled code only: a wrapper takes seconds
+@njit(**INNER)
 def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order):
     """(status, step_time_ns) of `placement` uint8 [N]; `memory`, `record`, `order` may each be None.
 

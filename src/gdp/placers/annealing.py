@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from gdp import engine
+from gdp.compiled import INNER
 
 CURRENT_NS, BEST_NS, CURRENT_EXCESS, BEST_EXCESS, NUM_SIMULATIONS = range(5)  # entries of `state`
 
@@ -45,7 +46,7 @@ def excess_bytes(arrays, op_time_ns, placement, rank, op_of_rank, scratch, memor
     return excess
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def critical_path(arrays, placement, record, previous, arrival_ns, path):
     """The ops of a critical path of a recorded run, last first, in `path` [N]; their number.
 

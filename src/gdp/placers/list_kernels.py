@@ -11,12 +11,13 @@ those consumers whose devices are settled.
 import numpy as np
 from numba import njit
 
+from gdp.compiled import INNER
 from gdp.placers.schedule import fits, may_go, place, ready_times, roomiest, sending_ns, settle_rest
 
 NEVER = np.iinfo(np.int64).max
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def _push(keys, items, size, key, item):
     at = size
     while at > 0:
@@ -28,7 +29,7 @@ def _push(keys, items, size, key, item):
     keys[at], items[at] = key, item
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def _drop_top(keys, items, size):
     """Remove the least of `size` entries."""
     size -= 1
@@ -173,7 +174,7 @@ def earliest_first(arrays, schedule, rank, op_of_rank, favourite, contention, fo
     settle_rest(schedule)
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def _candidate(
     arrays, schedule, op_of_rank, favourite, contention, keys, items, sizes, is_ready, is_placed, options, last, device,
     ready_ns,
@@ -282,7 +283,7 @@ def in_order(arrays, schedule, op_of_rank, contention, foresight):
     settle_rest(schedule)
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def _find_gap(starts, ends, count, ready_ns, time_ns):
     """The first gap in which `time_ns` fit after `ready_ns`, -1 if none does."""
     low, high = 0, count
@@ -298,7 +299,7 @@ def _find_gap(starts, ends, count, ready_ns, time_ns):
     return -1
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def _fill_gap(starts, ends, count, gap, begin, end, shortest):
     """Take `begin` to `end` out of a gap; the new number of gaps."""
     left, right = begin - starts[gap] >= shortest, ends[gap] - end >= shortest

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from gdp.compiled import INNER
+
 
 class Schedule(NamedTuple):
     """A schedule in the making. N ops, T tensors (numbered as in `engine.Arrays`), U units, D devices, C channels."""
@@ -30,7 +32,7 @@ class Schedule(NamedTuple):
     used_bytes: Any  # int64 [D]
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def home_of(schedule, unit, device):
     """Where a unit is, or would be if an op on `device` were its first consumer."""
     if schedule.unit_device[unit] >= 0:
@@ -44,12 +46,12 @@ def home_of(schedule, unit, device):
     return best
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def room_bytes(schedule, device):
     return schedule.limit_bytes[device] - schedule.used_bytes[device]
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def ready_times(arrays, schedule, op, only, contention, ready_ns):
     """When all inputs of `op` can be on each device, into `ready_ns` [D]; or on one only; the time of that or of the
     last."""
@@ -86,7 +88,7 @@ def ready_times(arrays, schedule, op, only, contention, ready_ns):
     return ready_ns[end - 1]
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def fits(arrays, schedule, op, device):
     """Whether `op`, what it brings with it and copies of its inputs fit on `device`."""
     memory = arrays.memory
@@ -110,7 +112,7 @@ def fits(arrays, schedule, op, device):
     return room >= 0
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def settle(schedule, unit, device):
     """Put a unit that is nowhere yet on `device`."""
     if schedule.unit_device[unit] < 0:
@@ -118,7 +120,7 @@ def settle(schedule, unit, device):
         schedule.used_bytes[device] += schedule.resident_bytes[unit]
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def place(arrays, schedule, op, device, contention):
     """Put `op` on `device` and bring its inputs there; when they are all there."""
     memory = arrays.memory
@@ -165,7 +167,7 @@ def place(arrays, schedule, op, device, contention):
     return latest
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def sending_ns(arrays, schedule, op, device):
     """How long the results of `op` take from `device` to those consumers that already have a device."""
     total = 0
@@ -180,7 +182,7 @@ def sending_ns(arrays, schedule, op, device):
     return total
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def may_go(schedule, op, device):
     unit = schedule.unit[op]
     if schedule.unit_device[unit] >= 0:
@@ -188,7 +190,7 @@ def may_go(schedule, op, device):
     return schedule.allowed[unit, device]
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def roomiest(schedule, op):
     """Where an op goes that fits nowhere."""
     best = -1
@@ -198,7 +200,7 @@ def roomiest(schedule, op):
     return best
 
 
-@njit(cache=True, nogil=True, no_cpython_wrapper=True)
+@njit(**INNER)
 def settle_rest(schedule):
     """Floating units that nothing consumes."""
     for op in range(len(schedule.unit)):
