@@ -165,3 +165,14 @@ def test_arrays_of_a_graph_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="read-only"):
         graph.flops[0] = 1
     assert graph.flops.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "a", "name": "b"}', '{"name" : "a", "name": "b"}', '{"x\\":": 1, "x\\":": 2}']
+)
+def test_a_key_that_stands_twice_is_an_error(tmp_path: Path, text: str) -> None:
+    """JSON readers keep the last of two equal keys; silently dropping the first would be a repair."""
+    path = tmp_path / "twice.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="stands twice"):
+        Graph.load(path)

@@ -14,7 +14,8 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.place import place
 from gdp.placers.portfolio import PLACERS
-from gdp.problem import Plan, Problem
+from gdp.plan import Plan
+from gdp.problem import Problem
 from gdp.simulate import evaluate_many, verify
 from strategies import FEATURES, Instance, instances
 
@@ -96,6 +97,14 @@ def test_nothing_fits() -> None:
     assert (plan.search.missing_bytes == np.maximum(plan.peak_memory_bytes - 1000, 0)).all()
 
 
+def test_the_exact_placer_says_what_is_missing() -> None:
+    """When nothing fits, the exact placer's plan is infeasible too, and is no error; it refuses `robust`."""
+    plan = place(small_graph(), CLUSTER, placer="exact", max_memory_bytes={"gpu0": 10, "gpu1": 10})
+    assert plan.status == "infeasible"
+    with pytest.raises(InputError, match="robust"):
+        place(small_graph(), CLUSTER, placer="exact", robust=0.02)
+
+
 def test_stop_ends_the_search_with_the_best_so_far() -> None:
     """A stopped search returns a whole plan at once."""
     stop = threading.Event()
@@ -117,6 +126,7 @@ def test_plan_files_round_trip() -> None:
         ({"placer": "magic"}, "placer 'magic' is unknown"),
         ({"budget": "soon"}, "budget is 'soon'"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"robust": 0.7}, "robust is 0.7"),
         ({"reserve": 1.0}, "reserve is 1.0"),
         ({"pins": [("nothing", "gpu0")]}, "matches no module path"),

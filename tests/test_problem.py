@@ -11,7 +11,8 @@ import pytest
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.problem import Plan, Problem
+from gdp.plan import Plan
+from gdp.problem import Problem
 from gdp.simulate import simulate, verify
 
 CLUSTER = Cluster.parse("2xp100-pcie-16g")  # gpu0, gpu1
@@ -88,10 +89,11 @@ def test_constraints_that_cannot_be_kept_are_refused_in_one_line(
         assert fragment in str(caught.value)
 
 
-def test_memory_limits_are_the_devices_own_lowered_by_name_less_a_share_of_the_whole_device() -> None:
-    problem = Problem.build(LAYERS, CLUSTER, max_memory_bytes={"gpu0": 12 * GIB}, reserve=0.25)
-    # gpu0: 12 - 16 / 4, gpu1: 16 - 16 / 4; a limit above the device's memory changes nothing
-    assert problem.memory_limit_bytes.tolist() == [8 * GIB, 12 * GIB]
+def test_memory_limits_are_the_lower_of_those_by_name_and_the_devices_own_less_a_share() -> None:
+    problem = Problem.build(LAYERS, CLUSTER, max_memory_bytes={"gpu0": 9 * GIB}, reserve=0.25)
+    # gpu0: 9 < 16 - 16 / 4, gpu1: 16 - 16 / 4; a limit above the device's memory changes nothing
+    assert problem.memory_limit_bytes.tolist() == [9 * GIB, 12 * GIB]
+    assert Problem.build(LAYERS, CLUSTER, max_memory_bytes={"gpu0": 0}, reserve=0.25).memory_limit_bytes[0] == 0
     assert Problem.build(LAYERS, CLUSTER, max_memory_bytes={"gpu1": 99 * GIB}).memory_limit_bytes[1] == 16 * GIB
 
 
@@ -204,3 +206,25 @@ def test_an_order_that_deadlocks_is_refused() -> None:
     problem = Problem.build(LAYERS, CLUSTER)
     with pytest.raises(InputError, match=r"deadlock, op 1 waits"):
         simulate(problem, PLAN.placement, order=[[1, 0], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (chain(Op("a", flops=1, resident_bytes=2**61), Op("b", flops=1, resident_bytes=2**62)), "sum to"),
+        (chain(Op("a", time_ns={"gpu0": 2**62}), Op("b", flops=1)), "op times and transfers sum to"),
+    ],
+)
+def test_sums_that_could_wrap_around_are_refused(graph: Graph, message: str) -> None:
+    """No figure may pass int64: a step of 2^62 bytes that "fits" would be the worst of answers."""
+    with pytest.raises(InputError, match=message):
+        Problem.build(graph, CLUSTER)
+
+
+def test_op_times_are_copied_and_checked() -> None:
+    times = np.ones((LAYERS.num_ops, CLUSTER.num_devices), np.int64)
+    problem = Problem.build(LAYERS, CLUSTER, op_time_ns=times)
+    times[:] = 5  # the caller's array stays writable, and the problem as it was
+    assert problem.op_time_ns.max() == 1
+    with pytest.raises(InputError, match="holds -2"):
+        Problem.build(LAYERS, CLUSTER, op_time_ns=times - 7)

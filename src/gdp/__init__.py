@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gdp.graph import Tensor as Tensor
     from gdp.place import Progress as Progress
     from gdp.place import place as place
-    from gdp.problem import Plan as Plan
+    from gdp.plan import Plan as Plan
     from gdp.problem import Problem as Problem
     from gdp.simulate import Simulation as Simulation
     from gdp.simulate import simulate as simulate
@@ -51,7 +51,7 @@ _HOME = {
     "Tensor": "graph",
     "Progress": "place",
     "place": "place",
-    "Plan": "problem",
+    "Plan": "plan",
     "Problem": "problem",
     "Simulation": "simulate",
     "simulate": "simulate",

@@ -118,11 +118,14 @@ def place(
     source = _read(model)
     _warm_up()
     graph = source.graph
+    from gdp.cost import unused_names
     from gdp.place import place as find_plan
     from gdp.problem import Problem
     from gdp.report import console, documents, progress
     from gdp.simulate import replay
 
+    for sentence in unused_names(graph, cluster):
+        _log(f"gdp: note: {sentence}")
     line = progress.SearchLine(f"{graph.name} on {cluster.name}")
     with progress.stop_on_interrupt() as stop:
         try:
@@ -131,15 +134,15 @@ def place(
                     graph, cluster, placer=placer, budget=limit, seed=seed, robust=spread,
                     num_threads=threads, on_progress=line, stop=stop, **constraints,
                 )  # fmt: skip
-        except InputError:
+        except InputError as error:
             if stop.is_set():  # before there was any placement
                 return INTERRUPTED
-            raise
+            raise InputError(f"{model} on {devices}: {error}") from None
         status = NOTHING_FITS if plan.status == "infeasible" else OK
         if status == OK:
+            plan.save(plan_path)
             if graph_path is not None:
                 graph.save(graph_path)
-            plan.save(plan_path)
         interrupted = stop.is_set()
     if json:
         _print_json(documents.place_document(graph, cluster, plan, plan_path if status == OK else None))
@@ -202,16 +205,21 @@ def simulate(
     graph: Annotated[str, typer.Argument(metavar="GRAPH", help="A gdp-graph file, or any other MODEL.")],
     devices: DevicesOption,
     plan: Annotated[Path, typer.Option(metavar="PLAN", help="A gdp-plan file.")],
+    pin: PinOption = None,
+    max_memory: MaxMemoryOption = None,
+    reserve: ReserveOption = "0%",
     json: JsonOption = False,
 ) -> int:
-    """Derive every figure of a plan anew. Status 2 if the plan's differ, 3 if it does not fit."""
+    """Derive every figure of a plan anew. Status 2 if the plan's differ, 3 if it breaks memory or a constraint."""
     from gdp.bounds import lower_bound
     from gdp.cluster import Cluster
-    from gdp.problem import Plan, Problem
+    from gdp.plan import Plan
+    from gdp.problem import Problem
 
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
-    problem = Problem.build(_read(graph).graph, cluster)
+    constraints = _constraints(cluster, pin, max_memory, reserve)
+    problem = Problem.build(_read(graph).graph, cluster, **constraints)
     from gdp.report import console, documents
     from gdp.simulate import replay, verify
 
@@ -353,10 +361,11 @@ def _read(text: str, *, training: bool = True, optimizer: str = "adam") -> "Mode
 
 
 def _warm_up() -> None:
-    from gdp.report.progress import live
+    from gdp.report.progress import live, said_if_slow
     from gdp.warmup import warm_up
 
-    with live("compiling (the first time takes up to a minute)"):
+    text = "compiling, once on a machine (up to a minute)"
+    with live(text), said_if_slow(text):
         warm_up()
 
 

@@ -11,12 +11,14 @@ with the device's peak rate for the op's dtype, or its float32 rate if it has no
 launches nothing and takes 0.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.cluster import Cluster, Device
+from gdp.devices import KINDS
 from gdp.errors import InputError
 from gdp.graph import Graph
 
@@ -61,6 +63,25 @@ def transfer_occupancy_ns(tensor_bytes: I64, bytes_per_second: int) -> I64:
             "; check its bytes and the link's bandwidth"
         )
     return _ceil_ns(tensor_bytes, bytes_per_second)
+
+
+def unused_names(graph: Graph, cluster: Cluster) -> list[str]:
+    """One sentence for each dtype that no device has a rate for, and for each name in `time_ns` that is no device or
+    kind: typing errors would change costs silently."""
+    rates = set().union(*(device.flops_per_second for device in cluster.devices))
+    dtypes = Counter(dtype for dtype, flops in zip(graph.dtypes, graph.flops.tolist(), strict=True) if flops)
+    places = Counter(where for table in graph.times_ns for where in table)
+    known = {device.name for device in cluster.devices} | {device.kind for device in cluster.devices} | set(KINDS)
+    sentences = [
+        f"{count} ops compute in {dtype!r}, for which no device has a rate: that of float32 is taken"
+        for dtype, count in dtypes.items()
+        if dtype not in rates
+    ]
+    return sentences + [
+        f"{count} ops have a time on {where!r}, which is no device of {cluster.name!r} and no built-in kind"
+        for where, count in places.items()
+        if where not in known
+    ]
 
 
 def _measured_times(graph: Graph, cluster: Cluster) -> tuple[I64, Bool]:

@@ -5,7 +5,9 @@ Every writer writes to a temporary name beside the target and renames, so a file
 """
 
 import gzip
+import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -43,15 +45,40 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_json(path: str | Path) -> Any:
-    """The JSON document in `path` (gzip if it ends in `.gz`). Duplicate keys keep the last, as JSON readers do."""
+    """The JSON document in `path` (gzip if it ends in `.gz`). A key that a mapping has twice is an error."""
     content = read_bytes(path)
     if not content.strip():
         raise InputError(f"{path}: is empty; a JSON document is expected")
     try:
-        return orjson.loads(content)
+        document = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise InputError(f"{path}: {where}: not valid JSON ({error.msg}); mend or rewrite the file") from None
+    # quick for what gdp writes: as many keys as `":` means no duplicates, unless there is white space before a colon
+    if re.search(rb'"\s+:', content) or content.count(b'":') != _num_keys(document):
+        try:
+            json.loads(content, object_pairs_hook=_refuse_duplicates)
+        except _DuplicateKeyError as error:
+            raise InputError(f"{path}: key {str(error)!r} stands twice in one mapping; keep one") from None
+    return document
+
+
+class _DuplicateKeyError(Exception):
+    pass
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    seen = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise _DuplicateKeyError(key)
+        seen.add(key)
+
+
+def _num_keys(document: object) -> int:
+    if isinstance(document, dict):
+        return len(document) + sum(map(_num_keys, document.values()))
+    return sum(map(_num_keys, document)) if isinstance(document, list) else 0
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:

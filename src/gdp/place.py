@@ -13,7 +13,8 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.placers.local_search import Incumbent
 from gdp.placers.portfolio import Noise, find, mean_step_time_ns, perturbed_times
-from gdp.problem import Plan, Problem, Search
+from gdp.plan import Plan, Search
+from gdp.problem import Problem
 
 NUM_PERTURBATIONS = 4  # tables of perturbed op times that `robust` averages over while it searches
 
@@ -56,8 +57,8 @@ def place(
     """
     if not 0 <= robust < 0.5:
         raise InputError(f"robust is {robust}; a fraction of at least 0 and below 0.5 is expected, such as 0.02 or 2%")
-    if seed < 0:
-        raise InputError(f"seed is {seed}; an integer of at least 0 is expected")
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed is {seed}; an integer from 0 to 2^63 - 1 is expected")
     clock = Clock(Budget.parse(budget) if isinstance(budget, str) else budget)
     if stop is not None:
         clock.stop = stop
@@ -74,11 +75,11 @@ def place(
             )
 
     noise = Noise.draw(reduction, robust, NUM_PERTURBATIONS, seed) if robust else None
-    found = find(reduction, placer, clock, seed=seed, noise=noise, num_threads=num_threads, on_progress=report)
+    found = find(
+        reduction, placer, clock, seed=seed, bound_ns=bound_ns, noise=noise, num_threads=num_threads, on_progress=report
+    )
     if found.best is None:
-        raise InputError(
-            f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use --placer auto"
-        )
+        raise InputError(f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use placer auto")
     expected_ns = None
     if robust:
         other_tables = perturbed_times(

@@ -1,19 +1,17 @@
-"""Problem: a graph on a cluster, its costs and constraints, ready to be simulated; Plan: an answer; `gdp-plan` files.
+"""Problem: a graph on a cluster with its costs and constraints, ready to be simulated.
 
-docs/machine-model.md, sections 3, 4 and 6, is the definition. N ops, T tensors, D devices.
+docs/machine-model.md, sections 3 and 4, is the definition. N ops, T tensors, D devices.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gdp import engine, files
+from gdp import engine
 from gdp.cluster import Cluster
 from gdp.cost import op_times, transfer_occupancy_ns
 from gdp.errors import InputError
@@ -24,7 +22,7 @@ I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 Placement = npt.NDArray[np.int64]
 
-FORMAT, VERSION = "gdp-plan", 1
+_LARGEST = 2**62  # what all sizes, or all times, of a problem may sum to: half of int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +60,15 @@ class Problem:
         `reserve` keeps a fraction of every device's memory free. Raises InputError where no device is left for an op or
         a group.
         """
-        times = op_times(graph, cluster) if op_time_ns is None else np.ascontiguousarray(op_time_ns, np.int64)
+        times = op_times(graph, cluster) if op_time_ns is None else np.array(op_time_ns, np.int64, order="C")
         if times.shape != (graph.num_ops, cluster.num_devices):
             raise InputError(
                 f"op_time_ns has shape {times.shape}; "
                 f"({graph.num_ops}, {cluster.num_devices}), ops x devices, is expected"
             )
+        if (times < -1).any():
+            raise InputError(f"op_time_ns holds {times.min()}; at least -1 (cannot run there) is expected")
+        _check_sums(graph, cluster, times)
         runnable = times >= 0
         if not runnable.any(axis=1).all():
             op = int(np.argmin(runnable.any(axis=1)))
@@ -112,7 +113,9 @@ class Problem:
     def time_table_ns(self) -> I64:
         """[N, D] `op_time_ns` as the engine takes it: one column [N, 1] where all devices are alike."""
         times = self.op_time_ns
-        return np.ascontiguousarray(times[:, :1]) if (times == times[:, :1]).all() else times
+        table = np.ascontiguousarray(times[:, :1]) if (times == times[:, :1]).all() else times
+        table.setflags(write=False)  # as `op_time_ns` is: Numba would compile everything anew for a writable one
+        return table
 
     @cached_property
     def group_index(self) -> I64:
@@ -175,175 +178,6 @@ class Problem:
         return reasons
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """How another placer did on the same problem."""
-
-    status: str  # "ok", "infeasible" (does not fit) or "failed" (found no placement)
-    step_time_ns: int | None
-    seconds: float
-
-
-@dataclass(frozen=True, eq=False)
-class Search:
-    """How a plan was found; not part of a `gdp-plan` file."""
-
-    seconds: float
-    simulations: int
-    baselines: Mapping[str, Baseline]
-    busy_fraction: npt.NDArray[np.float64]  # [D] share of the step in which the device computes
-    missing_bytes: I64  # [D] by how much the peak passes the memory limit: all 0 when the plan is feasible
-    interrupted: bool = False
-    expected_step_time_ns: int | None = None  # mean over perturbed op times, with `robust`
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A placement and the order of ops on each device, with the figures that a replay gives; a `gdp-plan` file.
-
-    `search` says how it was found when it comes from `gdp.place`; it is None when it was read from a file.
-    """
-
-    graph: str  # fingerprint
-    cluster: str  # fingerprint
-    devices: tuple[str, ...]
-    placement: Placement  # [N] device of each op
-    order: tuple[I64, ...]  # [D] the ops of each device in the order of their starts
-    step_time_ns: int
-    peak_memory_bytes: I64  # [D]
-    lower_bound_ns: int
-    placer: str
-    seed: int
-    gdp_version: str
-    search: Search | None = None
-
-    @property
-    def status(self) -> str:
-        """ "ok", or "infeasible" when the best placement found does not fit in memory."""
-        return "infeasible" if self.search is not None and self.search.missing_bytes.any() else "ok"
-
-    @property
-    def gap(self) -> float:
-        """How far the step time can at most be from the optimum: 0.1 = at most 10 % above the lower bound."""
-        return self.step_time_ns / self.lower_bound_ns - 1.0 if self.lower_bound_ns else 0.0
-
-    def to_document(self) -> dict[str, Any]:
-        """The `gdp-plan` document."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "graph": self.graph,
-            "cluster": self.cluster,
-            "devices": list(self.devices),
-            "placement": self.placement.tolist(),
-            "order": [ops.tolist() for ops in self.order],
-            "step_time_ns": self.step_time_ns,
-            "peak_memory_bytes": self.peak_memory_bytes.tolist(),
-            "lower_bound_ns": self.lower_bound_ns,
-            "placer": self.placer,
-            "seed": self.seed,
-            "gdp_version": self.gdp_version,
-        }
-
-    def save(self, path: str | Path) -> None:
-        """Write a `gdp-plan` file, atomically; gzip if `path` ends in `.gz`."""
-        files.write_json(path, self.to_document())
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Plan":
-        """Read a `gdp-plan` file. InputError names the file, the place and the remedy."""
-        document = files.read_json(path)
-        try:
-            return cls.from_document(document)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
-
-    @classmethod
-    def from_document(cls, document: object) -> "Plan":
-        """The plan of a `gdp-plan` document; strict."""
-        content = files.require_header(document, FORMAT, VERSION)
-        files.require_keys(content, "plan", _PLAN_FIELDS, set(_PLAN_FIELDS))
-        num_ops, num_devices = len(content["placement"]), len(content["devices"])
-        for op, device in enumerate(content["placement"]):
-            if not 0 <= device < num_devices:
-                raise InputError(f"placement: op {op} is on device {device}; devices are 0 to {num_devices - 1}")
-        for name in ("order", "peak_memory_bytes"):
-            if len(content[name]) != num_devices:
-                raise InputError(f"{name} has {len(content[name])} entries; one per device, {num_devices}, is expected")
-        seen = [False] * num_ops
-        for device, ops in enumerate(content["order"]):
-            for op in ops:
-                if not 0 <= op < num_ops:
-                    raise InputError(f"order of device {device}: {op} is no op; ops are 0 to {num_ops - 1}")
-                if content["placement"][op] != device:
-                    raise InputError(
-                        f"order of device {device}: op {op} is placed on device {content['placement'][op]}"
-                    )
-                if seen[op]:
-                    raise InputError(f"order of device {device}: op {op} is listed twice; list it once")
-                seen[op] = True
-        if not all(seen):
-            raise InputError(f"order: op {seen.index(False)} is missing; list every op once")
-        return cls(
-            graph=content["graph"],
-            cluster=content["cluster"],
-            devices=tuple(content["devices"]),
-            placement=np.array(content["placement"], np.int64),
-            order=tuple(np.array(ops, np.int64) for ops in content["order"]),
-            step_time_ns=content["step_time_ns"],
-            peak_memory_bytes=np.array(content["peak_memory_bytes"], np.int64),
-            lower_bound_ns=content["lower_bound_ns"],
-            placer=content["placer"],
-            seed=content["seed"],
-            gdp_version=content["gdp_version"],
-        )
-
-    def check_belongs(self, graph: Graph, cluster: Cluster) -> None:
-        """InputError unless this is a plan of `graph` on `cluster`."""
-        if self.graph != graph.fingerprint:
-            raise InputError(
-                f"the plan is of graph {self.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}); "
-                "place this graph anew"
-            )
-        if self.cluster != cluster.fingerprint:
-            raise InputError(
-                f"the plan is for cluster {self.cluster[:12]}, not for {cluster.name!r} ({cluster.fingerprint[:12]}); "
-                "place for this cluster anew"
-            )
-
-
-def _is_names(value: object) -> bool:
-    """a list of strings"""
-    return type(value) is list and all(type(item) is str for item in value)
-
-
-def _is_orders(value: object) -> bool:
-    """a list of lists of integers"""
-    return type(value) is list and all(files.is_number_list(item) for item in value)
-
-
-def _is_sizes(value: object) -> bool:
-    """a list of integers from 0 to 2^63 - 1"""
-    return type(value) is list and all(files.is_size(item) for item in value)
-
-
-_PLAN_FIELDS = {
-    "format": files.is_string,
-    "version": files.is_size,
-    "graph": files.is_string,
-    "cluster": files.is_string,
-    "devices": _is_names,
-    "placement": _is_sizes,
-    "order": _is_orders,
-    "step_time_ns": files.is_size,
-    "peak_memory_bytes": _is_sizes,
-    "lower_bound_ns": files.is_size,
-    "placer": files.is_string,
-    "seed": files.is_size,
-    "gdp_version": files.is_string,
-}
-
-
 def _pinned(graph: Graph, cluster: Cluster, pins: Iterable[tuple[str, str]]) -> Bool:
     """[N, D] where pins let an op go. InputError for a pin that matches nothing, names no device or contradicts one."""
     allowed = np.ones((graph.num_ops, cluster.num_devices), np.bool_)
@@ -393,12 +227,36 @@ def _memory_limits(cluster: Cluster, max_memory_bytes: Mapping[str, int], reserv
             raise InputError(f"max-memory {name}: is {limit} bytes; at least 0 is expected")
     if not 0 <= reserve < 1:
         raise InputError(f"reserve is {reserve}; a fraction of at least 0 and below 1 is expected, such as 0.1 or 10%")
-    limits = [
-        min(device.memory_bytes, max_memory_bytes.get(device.name, device.memory_bytes)) for device in cluster.devices
-    ]
     return np.array(
-        [limit - int(device.memory_bytes * reserve) for limit, device in zip(limits, cluster.devices, strict=True)]
+        [
+            min(device.memory_bytes - int(device.memory_bytes * reserve), max_memory_bytes.get(device.name, _LARGEST))
+            for device in cluster.devices
+        ],
+        np.int64,
     )
+
+
+def _check_sums(graph: Graph, cluster: Cluster, op_time_ns: I64) -> None:
+    """InputError where sums of sizes or times could pass int64: no figure may wrap around."""
+    sizes = graph.tensor_bytes.tolist()
+    total_bytes = sum(graph.resident_bytes.tolist()) + sum(sizes)
+    if total_bytes > _LARGEST:
+        raise InputError(
+            f"graph {graph.name!r}: resident_bytes and tensors' bytes sum to {total_bytes}; check the sizes"
+        )
+    apart = ~np.eye(cluster.num_devices, dtype=np.bool_)
+    if cluster.num_devices > 1:
+        slowest, latest_ns = int(cluster.bytes_per_second[apart].min()), int(cluster.latency_ns[apart].max())
+        used = [size for size, count in zip(sizes, np.diff(graph.consumer_offsets).tolist(), strict=True) if count]
+        transfers_ns = (sum(used) * 10**9 // slowest + len(used) * (latest_ns + 1)) * (cluster.num_devices - 1)
+    else:
+        transfers_ns = 0
+    total_ns = sum(op_time_ns.max(axis=1).tolist()) + transfers_ns
+    if total_ns > _LARGEST:
+        raise InputError(
+            f"graph {graph.name!r} on {cluster.name!r}: op times and transfers sum to {total_ns} ns; "
+            "check flops, sizes, times and rates"
+        )
 
 
 def _flatten(problem: Problem) -> engine.Arrays:

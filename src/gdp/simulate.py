@@ -17,7 +17,8 @@ from numba import njit
 from gdp import engine
 from gdp.errors import InputError
 from gdp.graph import I64
-from gdp.problem import Placement, Plan, Problem
+from gdp.plan import Plan
+from gdp.problem import Placement, Problem
 
 NEVER = int(engine.NEVER)
 
@@ -139,9 +140,12 @@ def simulate(
     *,
     priority: npt.ArrayLike | None = None,
     order: Sequence[npt.ArrayLike] | None = None,
+    op_time_ns: I64 | None = None,
 ) -> Simulation:
     """One step under `placement` [N]. Ready ops start by `priority` [N] (default: the b-level), or, when `order` is
     given ([D] lists of ops), each device starts its ops in that order: the replay of a plan.
+
+    `op_time_ns` [N, D] replaces the problem's times (of devices that can run an op; priorities stay).
 
     Raises InputError for a placement on a device that cannot run the op, and for an order that deadlocks or does not
     list each device's ops once.
@@ -154,7 +158,7 @@ def simulate(
     fixed = workspace.by_rank if order is None else _flat_order(order, devices, num_devices)
     status, step_time_ns = _run_recorded(
         problem.arrays,
-        problem.time_table_ns,
+        problem.time_table_ns if op_time_ns is None else op_time_ns,
         devices,
         rank,
         op_of_rank,

@@ -13,7 +13,8 @@ from gdp.bench.tables import geometric_mean, markdown_table, milliseconds
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.graph import Graph
-from gdp.problem import Baseline, Plan, Problem
+from gdp.plan import Baseline, Plan
+from gdp.problem import Problem
 from gdp.simulate import verify
 
 ROW = search.Row(

@@ -25,7 +25,8 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.place import place
 from gdp.placers import CLASSICAL
-from gdp.problem import Baseline, Plan, Problem
+from gdp.plan import Baseline, Plan
+from gdp.problem import Problem
 from gdp.simulate import verify
 from gdp.workloads import names
 

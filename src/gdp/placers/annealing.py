@@ -10,6 +10,7 @@ from numba import njit
 from gdp import engine
 from gdp.compiled import INNER
 
+_TO_NEIGHBOUR, _SWAP = 0.3, 0.2  # shares of the moves to a neighbour's device and of swaps; the rest go anywhere
 CURRENT_NS, BEST_NS, CURRENT_EXCESS, BEST_EXCESS, NUM_SIMULATIONS = range(5)  # entries of `state`
 
 
@@ -119,10 +120,10 @@ def anneal(
         old = placement[members[offsets[group]]]
         other = -1
         draw = rng.random()
-        if draw < 0.3 and neighbour_offsets[group] < neighbour_offsets[group + 1]:
+        if draw < _TO_NEIGHBOUR and neighbour_offsets[group] < neighbour_offsets[group + 1]:
             neighbour = neighbours[rng.integers(neighbour_offsets[group], neighbour_offsets[group + 1])]
             new = placement[members[offsets[neighbour]]]
-        elif draw < 0.8:
+        elif draw < 1.0 - _SWAP:
             new = np.uint8(rng.integers(0, num_devices))
         else:
             other = rng.integers(0, num_groups)

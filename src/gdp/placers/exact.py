@@ -10,6 +10,7 @@ Sizes that take seconds: about 20 ops on 4 equal devices, more where the bound i
 """
 
 import math
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -49,10 +50,12 @@ def exact(
     max_nodes: int | None = None,
     time_limit_s: float | None = None,
     start: Placement | None = None,
+    stop: threading.Event | None = None,
 ) -> Exact:
     """The fastest placement of `problem` that fits, or the best found within about `max_nodes` nodes or `time_limit_s`.
 
-    `start` is a placement to begin with; it is ignored if it is not feasible. `seed` has no effect: nothing is random.
+    `start` is a placement to begin with; it is ignored if it is not feasible. `stop` ends the search early. `seed` has
+    no effect: nothing is random.
     """
     search = _Search.of(problem)
     if start is not None and not problem.broken_constraints(start):
@@ -64,6 +67,8 @@ def exact(
         if (max_nodes is not None and num_nodes >= max_nodes) or (
             deadline is not None and time.monotonic() >= deadline
         ):
+            break
+        if stop is not None and stop.is_set():
             break
         is_done = _branch(search, min(_NODES_PER_CALL, (max_nodes or NEVER) - num_nodes))
     step_time_ns, num_nodes = search.best.tolist()

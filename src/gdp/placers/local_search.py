@@ -34,13 +34,14 @@ _CHUNK = 32  # moves between two looks at the clock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConfig:
-    """Tunables of the local search. They were chosen on five of the workloads (docs/results.md)."""
+    """Tunables of the local search. They were chosen on seven of the workloads (docs/results.md)."""
 
     levels: tuple[int, ...] = (30, 100, 300)  # number of groups at each level of a cycle
     moves_per_group: float = 24.0  # annealing moves at each level, for each group, where there is time for them
     num_cycles: int = 6  # cycles that an island should at least have time for: shorter ones on large graphs
     hot: float = 0.015  # relative temperature at the start of a level
     cold: float = 0.0003  # and at its end
+    weighted: float = 0.7  # share of the levels on which large transfers join first; noise alone decides on the others
     following: float = 0.5  # share of the levels on which backward ops first join their forward ops
     mating: float = 0.5  # share of the cycles whose groups respect another good placement too
     guided: float = 0.7  # share of the moves that take a group with an op on the critical path
@@ -53,8 +54,12 @@ class SearchConfig:
     num_islands: int | None = None  # None: one per thread, or 4 with a budget in simulations
 
     def __post_init__(self) -> None:
-        if not self.levels or min(self.levels) < 1 or self.hot < self.cold or self.cold <= 0:
-            raise ValueError(f"{self}: levels of at least 1 group and temperatures hot >= cold > 0 are expected")
+        shares = (self.guided, self.mating, self.following, self.weighted, self.start_share)
+        counts = (*self.levels, self.num_cycles, self.num_tried, self.num_elites)
+        if not self.levels or min(counts) < 1 or self.hot < self.cold or self.cold <= 0:
+            raise ValueError(f"{self}: counts of at least 1 and temperatures hot >= cold > 0 are expected")
+        if min(shares) < 0 or max(shares) > 1:
+            raise ValueError(f"{self}: shares from 0 to 1 are expected")
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +172,7 @@ class _Island:
         config, incumbent = self.config, self.incumbent
         noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.units.first)))
         score: npt.NDArray[np.float64] = noise
-        if self.rng.random() < 0.7:
+        if self.rng.random() < self.config.weighted:
             score = noise * self.units.transfer_ns
         if self.rng.random() < config.following:
             score = np.where(self.neighbourhood.follows, np.inf, score)
@@ -215,6 +220,7 @@ def local_search(
     seed: int = 0,
     config: SearchConfig | None = None,
     num_spent: int = 0,
+    bound_ns: int = 0,
     op_times_ns: I64 | None = None,
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
@@ -222,8 +228,9 @@ def local_search(
     """(the best incumbent found from `starts`, number of simulations) within the clock's budget.
 
     `starts` are placements [N] that obey groups and allowed devices; they need not fit in memory. `num_spent`
-    simulations of the budget are already used up. With `op_times_ns` [K, N, D] an incumbent's step time is the mean
-    over these tables instead of that under the problem's own times.
+    simulations of the budget are already used up. A feasible incumbent as fast as `bound_ns` ends the search. With
+    `op_times_ns` [K, N, D] an incumbent's step time is the mean over these tables instead of that under the problem's
+    own times.
     """
     config = config or SearchConfig()
     num_threads = num_threads or default_threads()
@@ -238,7 +245,7 @@ def local_search(
     islands = [_Island(problem, op_times_ns, neighbourhood, config, child) for child in seeds]
     queue = sorted((islands[0].measure(np.asarray(start, np.int64), None) for start in starts), key=lambda x: x.key)
     best = queue[0]
-    if problem.num_devices == 1 or len(neighbourhood.units.time_ns) < 2:
+    if problem.num_devices == 1 or neighbourhood.units.num_units < 2 or best.key <= (0, bound_ns):
         return best, islands[0].num_simulations
     if on_progress:
         on_progress(best, islands[0].num_simulations)
@@ -248,14 +255,18 @@ def local_search(
     more = diverse_starts(problem, followers, num_more, seed, clock, seconds)
     began = clock.seconds
     queue += [islands[0].measure(start, None) for start in more]
+    if limit is None:  # most simulations of a search stop early: half of a full one on average
+        seconds_per_move = (clock.seconds - began) / len(more) / 2 if more else 1.0
+        affordable = int((clock.seconds_left or 0.0) / max(seconds_per_move, 1e-6))
+    else:
+        affordable = max(limit, 0) // num_islands
+    wanted = int(sum(_levels(config, neighbourhood.units.num_units)) * config.moves_per_group)
+    num_moves = max(min(wanted, affordable // config.num_cycles), 1)
     queue = _best_distinct(queue, config.num_tried)
-    num_moves = _moves_of_a_cycle(config, neighbourhood, limit, num_islands, clock, began, len(more))
-    if not more and limit is None:  # no time was left to measure a simulation's length
-        num_moves = _CHUNK
 
     elites: list[Incumbent] = []
     with ThreadPoolExecutor(num_threads) as pool:
-        while not clock.stop.is_set() and clock.seconds_left != 0.0:
+        while not clock.stop.is_set() and clock.seconds_left != 0.0 and best.key > (0, bound_ns):
             spent = sum(island.num_simulations for island in islands)
             if limit is not None:
                 num_moves = min(num_moves, (limit - spent) // num_islands - 1)  # 1 to measure the retuned priorities
@@ -279,25 +290,6 @@ def local_search(
             if on_progress:
                 on_progress(best, sum(island.num_simulations for island in islands))
     return best, sum(island.num_simulations for island in islands)
-
-
-def _moves_of_a_cycle(
-    config: SearchConfig,
-    neighbourhood: Neighbourhood,
-    limit: int | None,
-    num_islands: int,
-    clock: Clock,
-    began: float,
-    num_measured: int,
-) -> int:
-    """As many moves as the levels want, but few enough for `config.num_cycles` cycles on each island."""
-    if limit is None:
-        seconds_per_move = (clock.seconds - began) / max(num_measured, 1) / 2  # most simulations of a search stop early
-        total = int((clock.seconds_left or 0.0) / max(seconds_per_move, 1e-6))
-    else:
-        total = max(limit, 0) // num_islands
-    levels = _levels(config, neighbourhood.units.num_units)
-    return max(min(int(sum(levels) * config.moves_per_group), total // config.num_cycles), 1)
 
 
 def _levels(config: SearchConfig, num_units: int) -> list[int]:

@@ -1,7 +1,7 @@
 """`auto`: every classical placer, then the local search from all their answers in the time left."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,8 @@ from gdp.graph import I64
 from gdp.placers import CLASSICAL
 from gdp.placers.exact import exact
 from gdp.placers.local_search import Incumbent, OnProgress, local_search
-from gdp.problem import Baseline, Problem
+from gdp.plan import Baseline
+from gdp.problem import Problem
 from gdp.simulate import Simulation, simulate
 
 SEARCHES = ("auto", "local-search", "exact")
@@ -42,7 +43,9 @@ class Noise:
         """Tables with a relative normal noise of deviation `spread` on each original op."""
         original = perturbed_times(reduction.original, spread, num_tables, seed)
         reduced = np.add.reduceat(np.maximum(original, 0)[:, reduction.members], reduction.member_offsets[:-1], axis=1)
-        return cls(original, np.where(reduction.problem.op_time_ns < 0, -1, reduced))
+        reduced = np.where(reduction.problem.op_time_ns < 0, -1, reduced)
+        reduced.setflags(write=False)
+        return cls(original, reduced)
 
 
 def find(
@@ -51,50 +54,32 @@ def find(
     clock: Clock,
     *,
     seed: int = 0,
+    bound_ns: int = 0,
     noise: Noise | None = None,
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Found:
     """Run `placer` within the clock's budget. InputError for an unknown name.
 
-    Classical placers see the original problem, searches the reduced one. With `noise` step times are means over its
-    tables.
+    Classical placers see the original problem, searches the reduced one, until they reach `bound_ns`. With `noise` step
+    times are means over its tables.
     """
-    problem = reduction.original
     if placer not in PLACERS:
         raise InputError(f"placer {placer!r} is unknown; one of {', '.join(PLACERS)} is expected")
     if placer == "exact":
-        answer = exact(problem, seed, time_limit_s=clock.seconds_left, max_nodes=clock.budget.simulations)
-        found = None if answer.placement is None else simulate(problem, answer.placement)
-        return Found(found, answer.num_nodes)
-
+        return _find_exactly(reduction.original, clock, noise)
     names = {"auto": tuple(CLASSICAL), "local-search": ("single", "contiguous")}.get(placer, (placer,))
-    classical: list[tuple[tuple[int, int], Simulation]] = []  # with what they are compared by
-    baselines: dict[str, Baseline] = {}
-    for name in names:
-        if clock.stop.is_set():
-            break
-        began = time.perf_counter()
-        placement = CLASSICAL[name](problem, seed)
-        seconds = time.perf_counter() - began
-        if placement is None:
-            baselines[name] = Baseline("failed", None, seconds)
-            continue
-        simulation = simulate(problem, placement)
-        status = "ok" if simulation.feasible else "infeasible"
-        baselines[name] = Baseline(status, simulation.step_time_ns, seconds)
-        classical.append((_key(simulation, noise), simulation))
-        if on_progress:
-            best_key, best_so_far = min(classical, key=lambda item: item[0])
-            on_progress(Incumbent(best_so_far.placement, best_key[1], best_key[0]), len(classical))
-    if not classical:
+    candidates, baselines = _run_classical(reduction.original, names, clock, seed, noise, on_progress)
+    if not candidates:
         return Found(None, 0, baselines)
-    candidates = list(classical)
-    num_simulations = len(classical)
+    num_simulations = len(candidates)
     if placer in SEARCHES:
-        starts = [reduction.restrict(simulation.placement) for _, simulation in classical]
+        starts = [reduction.restrict(candidate.placement) for _, candidate in candidates]
         if placer == "auto" and reduction.problem.group_index.max() < SMALL_UNITS:
-            answer = exact(reduction.problem, seed, max_nodes=SMALL_NODES, time_limit_s=clock.seconds_left)
+            limit = clock.budget.simulations
+            max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
+            answer = exact(reduction.problem, max_nodes=max_nodes, time_limit_s=clock.seconds_left, stop=clock.stop)
+            num_simulations += answer.num_nodes
             if answer.placement is not None:
                 starts.append(answer.placement)
         searched, searches = local_search(
@@ -103,6 +88,7 @@ def find(
             clock,
             seed=seed,
             num_spent=num_simulations,
+            bound_ns=bound_ns if noise is None else 0,
             op_times_ns=None if noise is None else noise.reduced_ns,
             num_threads=num_threads,
             on_progress=on_progress,
@@ -110,7 +96,47 @@ def find(
         num_simulations += searches
         expanded = _expand(reduction, searched)
         candidates.append((_key(expanded, noise), expanded))
-    return Found(min(candidates, key=lambda item: item[0])[1], num_simulations, baselines if placer == "auto" else {})
+    best = min(candidates, key=lambda candidate: candidate[0])[1]
+    return Found(best, num_simulations, baselines if placer == "auto" else {})
+
+
+def _find_exactly(problem: Problem, clock: Clock, noise: Noise | None) -> Found:
+    """The exact placer's answer; when nothing fits, what a single device would lack."""
+    if noise is not None:
+        raise InputError("robust: the exact placer knows one set of costs only; use another placer")
+    answer = exact(problem, time_limit_s=clock.seconds_left, max_nodes=clock.budget.simulations, stop=clock.stop)
+    placement = CLASSICAL["single"](problem, 0) if answer.placement is None else answer.placement
+    return Found(None if placement is None else simulate(problem, placement), answer.num_nodes)
+
+
+def _run_classical(
+    problem: Problem,
+    names: Sequence[str],
+    clock: Clock,
+    seed: int,
+    noise: Noise | None,
+    on_progress: OnProgress | None,
+) -> tuple[list[tuple[tuple[int, int], Simulation]], dict[str, Baseline]]:
+    """(the placements of these placers, each with what it is compared by; how each of them did)."""
+    candidates: list[tuple[tuple[int, int], Simulation]] = []
+    baselines: dict[str, Baseline] = {}
+    for name in names:
+        if clock.stop.is_set():
+            break
+        began = time.perf_counter()
+        placement = CLASSICAL[name](problem, seed)
+        seconds = time.perf_counter() - began
+        if placement is None or problem.broken_constraints(placement):
+            baselines[name] = Baseline("failed", None, seconds)
+            continue
+        simulation = simulate(problem, placement)
+        status = "ok" if simulation.feasible else "infeasible"
+        baselines[name] = Baseline(status, simulation.step_time_ns, seconds)
+        candidates.append((_key(simulation, noise), simulation))
+        if on_progress:
+            key, best = min(candidates, key=lambda candidate: candidate[0])
+            on_progress(Incumbent(best.placement, key[1], key[0]), len(candidates))
+    return candidates, baselines
 
 
 def _expand(reduction: Reduction, incumbent: Incumbent) -> Simulation:
@@ -129,15 +155,8 @@ def _key(simulation: Simulation, noise: Noise | None) -> tuple[int, int]:
 
 def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
     """Mean step time when the order of `simulation` is replayed under each of `op_times_ns` [K, N, D], rounded down."""
-    problem = simulation.problem
-    times = [
-        simulate(
-            Problem(problem.graph, problem.cluster, table, problem.allowed, problem.memory_limit_bytes),
-            simulation.placement,
-            order=simulation.order,
-        ).step_time_ns
-        for table in op_times_ns
-    ]
+    problem, placement, order = simulation.problem, simulation.placement, simulation.order
+    times = [simulate(problem, placement, order=order, op_time_ns=table).step_time_ns for table in op_times_ns]
     return sum(times) // len(times)
 
 
@@ -146,4 +165,6 @@ def perturbed_times(problem: Problem, spread: float, num_tables: int, seed: int)
     rng = np.random.default_rng(np.random.SeedSequence([seed, 0x0B057]))
     factors = np.maximum(1.0 + spread * rng.standard_normal((num_tables, problem.num_ops, 1)), 0.1)
     times = problem.op_time_ns[None]
-    return np.where(times > 0, np.rint(times * factors).astype(np.int64), times)
+    tables = np.where(times > 0, np.rint(times * factors).astype(np.int64), times)
+    tables.setflags(write=False)  # see `Problem.time_table_ns`
+    return tables

@@ -13,7 +13,7 @@ from gdp.cluster import Cluster
 from gdp.compare import Comparison
 from gdp.devices import KINDS, LINKS
 from gdp.graph import Graph
-from gdp.problem import Plan
+from gdp.plan import Plan
 from gdp.report.limits import Limits
 from gdp.simulate import Simulation
 
@@ -41,8 +41,7 @@ def place_report(
     yield Text(_headline(plan), style="bold")
     if plan.search.expected_step_time_ns is not None:
         yield Text(f"Mean step time over perturbed op times: {format_ms(plan.search.expected_step_time_ns)}.")
-    above = f"at most {_digits(100 * plan.gap, 3)} % above the optimum"
-    yield Text(f"Lower bound {format_ms(plan.lower_bound_ns)}: the plan is {above}.")
+    yield Text(f"{_bound_sentence(plan.step_time_ns, plan.lower_bound_ns)}.")
     if plan.search.baselines:
         yield ""
         yield _baselines(plan)
@@ -81,14 +80,18 @@ def device_report(simulation: Simulation) -> Iterator[RenderableType]:
 
 def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterator[RenderableType]:
     """What `gdp simulate` found out about a plan whose figures are right."""
-    gap = simulation.step_time_ns / bound_ns - 1 if bound_ns else 0.0
-    yield Text(
-        f"Step time {format_ms(simulation.step_time_ns)} and peak memory as the plan says; "
-        f"lower bound {format_ms(bound_ns)}, at most {_digits(100 * gap, 3)} % above the optimum."
-    )
+    yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory as the plan says.")
+    yield Text(f"{_bound_sentence(simulation.step_time_ns, bound_ns)}.")
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
     yield ""
     yield from device_report(simulation)
+
+
+def _bound_sentence(step_time_ns: int, bound_ns: int) -> str:
+    if bound_ns == 0 and step_time_ns > 0:
+        return "Lower bound 0: nothing is known of how far the optimum is"
+    above = 100 * (step_time_ns / bound_ns - 1) if bound_ns else 0.0
+    return f"Lower bound {format_ms(bound_ns)}: the plan is at most {_digits(above, 3)} % above the optimum"
 
 
 def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
@@ -187,7 +190,7 @@ def nothing_fits(plan: Plan, cluster: Cluster) -> str:
     assert plan.search is not None
     missing = plan.search.missing_bytes.tolist()
     lacking = [
-        f"{device.name} lacks {short} bytes ({format_gib(short)})"
+        f"{device.name} lacks {short} bytes" + (f" ({format_gib(short)})" if short >= 2**20 else "")
         for device, short in zip(cluster.devices, missing, strict=True)
         if short
     ]

@@ -6,7 +6,7 @@ from typing import Any
 from gdp.cluster import Cluster
 from gdp.compare import Comparison
 from gdp.graph import Graph
-from gdp.problem import Plan
+from gdp.plan import Plan
 from gdp.simulate import Simulation
 
 
@@ -26,6 +26,13 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
     return {"name": cluster.name, "devices": devices, "fingerprint": cluster.fingerprint}
 
 
+def _gap(step_time_ns: int, bound_ns: int) -> float | None:
+    """How far a step time is above a bound; None where the bound is 0 and the step time is not."""
+    if step_time_ns == bound_ns:
+        return 0.0
+    return step_time_ns / bound_ns - 1.0 if bound_ns else None
+
+
 def place_document(graph: Graph, cluster: Cluster, plan: Plan, path: Path | None) -> dict[str, Any]:
     """What `gdp place --json` prints; `path` None: no plan was written."""
     assert plan.search is not None
@@ -36,7 +43,7 @@ def place_document(graph: Graph, cluster: Cluster, plan: Plan, path: Path | None
         "status": plan.status,
         "step_time_ns": plan.step_time_ns,
         "lower_bound_ns": plan.lower_bound_ns,
-        "gap": plan.gap,
+        "gap": _gap(plan.step_time_ns, plan.lower_bound_ns),
         "peak_memory_bytes": plan.peak_memory_bytes.tolist(),
         "busy_fraction": plan.search.busy_fraction.tolist(),
         "baselines": {
@@ -81,7 +88,7 @@ def simulate_document(plan: Plan, simulation: Simulation, bound_ns: int) -> dict
         "gdp_version": plan.gdp_version,
         "step_time_ns": simulation.step_time_ns,
         "lower_bound_ns": bound_ns,
-        "gap": simulation.step_time_ns / bound_ns - 1.0 if bound_ns else 0.0,
+        "gap": _gap(simulation.step_time_ns, bound_ns),
         "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
         "busy_fraction": simulation.busy_fraction.tolist(),
         "feasible": simulation.feasible,

@@ -60,6 +60,19 @@ def live(line: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def said_if_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
+    """Say `text` where there is no terminal to show it on, but only if it takes long."""
+    timer = threading.Timer(seconds, lambda: print(f"gdp: {text}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    if not sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
     """An event that the first Ctrl-C sets; the second ends the process at once."""
     stop = threading.Event()
