@@ -247,22 +247,14 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
 
     The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED or OUT_OF_MEMORY.
     """
-    num_inputs, sources = arrays.num_inputs, arrays.sources
-    tensor_offsets, consumer_offsets, consumers = arrays.tensor_offsets, arrays.consumer_offsets, arrays.consumers
-    occupancy_ns, route_rate, latency_ns = arrays.occupancy_ns, arrays.route_rate, arrays.latency_ns
-    route_offsets, route_channels, tail_ns = arrays.route_offsets, arrays.route_channels, arrays.tail_ns
-    resident_bytes, alloc_bytes = arrays.memory.resident_bytes, arrays.memory.alloc_bytes
-    owner, owned_bytes = arrays.memory.owner, arrays.memory.owned_bytes
-    first_uses, copy_bytes, producers = arrays.memory.first_uses, arrays.memory.copy_bytes, arrays.memory.producers
-    input_offsets, inputs = arrays.memory.input_offsets, arrays.memory.inputs
-    input_producers = arrays.memory.input_producers
-    missing, bits0, bits1, bits2 = scratch.missing, scratch.bits0, scratch.bits1, scratch.bits2
-    running, until_ns, remaining_ns = scratch.running, scratch.until_ns, scratch.remaining_ns
-    next_in_order, channel_free_ns = scratch.next_in_order, scratch.channel_free_ns
-    copy, following, last = scratch.transfers.copy, scratch.transfers.following, scratch.transfers.last
-    transfer_start_ns, transfer_end_ns = scratch.transfers.start_ns, scratch.transfers.end_ns
-    arrival_ns, num_waiting = scratch.transfers.arrival_ns, scratch.transfers.num_waiting
-    heap_ns, heap_item = scratch.transfers.heap_ns, scratch.transfers.heap_item
+    # by position, as attributes of records in records take seconds to compile; `tests/test_engine.py` guards the order
+    num_inputs, sources, tensor_offsets, consumer_offsets, consumers, occupancy_ns = arrays[:6]
+    route_rate, latency_ns, route_offsets, route_channels, tail_ns, memory_arrays = arrays[6:]
+    missing, bits0, bits1, bits2, running, until_ns, remaining_ns, next_in_order = scratch[:8]
+    channel_free_ns = scratch[8]
+    copy, transfer_start_ns, transfer_end_ns, arrival_ns, following, last, num_waiting, heap_ns, heap_item = scratch[9]
+    resident_bytes, alloc_bytes, owner, owned_bytes, first_uses, copy_bytes = memory_arrays[:6]
+    producers, input_offsets, inputs, input_producers = memory_arrays[6:]
     num_ops, num_devices = len(op_time_ns), len(latency_ns)
     devices_differ = op_time_ns.shape[1] > 1
     zero, one = np.uint64(0), np.uint64(1)
@@ -293,9 +285,7 @@ def run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memor
         if remaining_ns[device] >= stop_ns:
             return STOPPED, remaining_ns[device]
     if memory is not None:
-        limit_bytes, usage_bytes, peak_bytes = memory.limit_bytes, memory.usage_bytes, memory.peak_bytes
-        uses, copy_uses, num_unstarted = memory.uses, memory.copy_uses, memory.num_unstarted
-        memory_heap_ns, memory_heap_item = memory.heap_ns, memory.heap_item
+        limit_bytes, usage_bytes, peak_bytes, uses, copy_uses, num_unstarted, memory_heap_ns, memory_heap_item = memory
         usage_bytes[:] = 0
         peak_bytes[:] = 0
         num_unstarted[:] = 0

@@ -1,6 +1,7 @@
-"""Longest paths over the ops of a graph: b-levels and tails (with `from_sources`, heads)."""
+"""Longest paths over the ops of a graph: b-levels and tails (with `from_sources`, heads); priorities as ranks."""
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from gdp.graph import I64, Graph
@@ -13,6 +14,14 @@ def longest_paths(graph: Graph, weights: I64, *, from_sources: bool = False) -> 
     if from_sources:
         return _heads(np.asarray(weights, np.int64), sources[order], targets[order])
     return _tails(np.asarray(weights, np.int64), sources[order], targets[order])
+
+
+def ranks_of(priority: npt.ArrayLike) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """(rank of each op, op of each rank): highest priority first, ties to the smaller op number."""
+    op_of_rank = np.argsort(-np.asarray(priority, np.int64), kind="stable").astype(np.uint32)
+    rank = np.empty_like(op_of_rank)
+    rank[op_of_rank] = np.arange(len(rank), dtype=np.uint32)
+    return rank, op_of_rank
 
 
 @njit(cache=True, nogil=True)

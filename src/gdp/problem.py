@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from gdp.cluster import Cluster
 from gdp.cost import op_times, transfer_occupancy_ns
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.levels import longest_paths
+from gdp.levels import longest_paths, ranks_of
 
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
@@ -105,6 +106,21 @@ class Problem:
         return longest_paths(self.graph, mean_ns)
 
     @cached_property
+    def ranks(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """(rank of each op [N], op of each rank [N]) by the default priority."""
+        return ranks_of(self.b_level_ns)
+
+    @cached_property
+    def runs_everywhere(self) -> bool:
+        """Whether all ops can run on all devices."""
+        return bool((self.op_time_ns >= 0).all())
+
+    @cached_property
+    def spare_workspaces(self) -> list[Any]:
+        """Working memory of the simulator that nobody uses now (`simulate.Workspace`)."""
+        return []
+
+    @cached_property
     def fastest_ns(self) -> I64:
         """[N] the op's time on its fastest device."""
         return np.asarray(np.where(self.op_time_ns >= 0, self.op_time_ns, np.iinfo(np.int64).max).min(axis=1))
@@ -144,11 +160,10 @@ class Problem:
                 f"placement has shape {values.shape} and type {values.dtype}; "
                 f"{self.num_ops} device numbers are expected"
             )
-        if ((values < 0) | (values >= self.num_devices)).any():
+        if values.min() < 0 or values.max() >= self.num_devices:
             op = int(np.argmax((values < 0) | (values >= self.num_devices)))
             raise InputError(f"placement: op {op} is on device {values[op]}; devices are 0 to {self.num_devices - 1}")
-        cannot = self.op_time_ns[np.arange(self.num_ops), values] < 0
-        if cannot.any():
+        if not self.runs_everywhere and (cannot := self.op_time_ns[np.arange(self.num_ops), values] < 0).any():
             op = int(np.argmax(cannot))
             device = self.cluster.devices[int(values[op])].name
             raise InputError(

@@ -17,6 +17,7 @@ from numba import njit
 from gdp import engine
 from gdp.errors import InputError
 from gdp.graph import I64
+from gdp.levels import ranks_of
 from gdp.plan import Plan
 from gdp.problem import Placement, Problem
 
@@ -114,6 +115,19 @@ class Workspace:
             heap_item=np.zeros(num_routes + 2 * num_edges, np.int64),
         )
 
+    @classmethod
+    def borrow(cls, problem: Problem) -> "Workspace":
+        """One that was given back, or a new one: making one takes as long as a simulation."""
+        try:
+            workspace: Workspace = problem.spare_workspaces.pop()
+        except IndexError:
+            workspace = cls(problem)
+        return workspace
+
+    def give_back(self) -> None:
+        """Let others borrow it; the one who does so has copied what is needed."""
+        self._problem.spare_workspaces.append(self)
+
     def new_record(self) -> engine.Record:
         """Room for what a recorded run writes."""
         num_ops, num_edges = self._problem.num_ops, len(self._problem.graph.consumers)
@@ -124,14 +138,6 @@ class Workspace:
             transfers=np.zeros((num_edges, 5), np.int64),
             counts=np.zeros(2, np.int64),
         )
-
-
-def ranks_of(priority: npt.ArrayLike) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """(rank of each op, op of each rank): highest priority first, ties to the smaller op number."""
-    op_of_rank = np.argsort(-np.asarray(priority, np.int64), kind="stable").astype(np.uint32)
-    rank = np.empty_like(op_of_rank)
-    rank[op_of_rank] = np.arange(len(rank), dtype=np.uint32)
-    return rank, op_of_rank
 
 
 def simulate(
@@ -152,8 +158,8 @@ def simulate(
     """
     devices = problem.check_placement(placement)
     num_devices = problem.num_devices
-    rank, op_of_rank = ranks_of(problem.b_level_ns if priority is None else priority)
-    workspace = Workspace(problem)
+    rank, op_of_rank = problem.ranks if priority is None else ranks_of(priority)
+    workspace = Workspace.borrow(problem)
     record = workspace.new_record()
     fixed = workspace.by_rank if order is None else _flat_order(order, devices, num_devices)
     status, step_time_ns = _run_recorded(
@@ -173,6 +179,8 @@ def simulate(
         raise InputError(
             f"order: deadlock, op {stuck} waits for an op that comes later on its own or another device; reorder"
         )
+    peaks = workspace.memory.peak_bytes.copy()
+    workspace.give_back()
     transfers = record.transfers[: record.counts[1]]
     placed = devices.astype(np.int64)
     return Simulation(
@@ -187,7 +195,7 @@ def simulate(
         transfer_end_ns=transfers[:, 3],
         transfer_arrival_ns=transfers[:, 4],
         step_time_ns=int(step_time_ns),
-        peak_memory_bytes=workspace.memory.peak_bytes.copy(),
+        peak_memory_bytes=peaks,
     )
 
 
@@ -211,12 +219,12 @@ def evaluate_many(
     its peaks cover the part that was run.
     """
     batch = np.stack([problem.check_placement(placement) for placement in np.asarray(placements)])
-    rank, op_of_rank = ranks_of(problem.b_level_ns if priority is None else priority)
+    rank, op_of_rank = problem.ranks if priority is None else ranks_of(priority)
     times = np.zeros(len(batch), np.int64)
     peaks = np.zeros((len(batch), problem.num_devices), np.int64)
     num_threads = min(num_threads or default_threads(), len(batch))
     shares = np.array_split(np.arange(len(batch)), num_threads)
-    workspaces = [Workspace(problem) for _ in shares]
+    workspaces = [Workspace.borrow(problem) for _ in shares]
 
     def work(share: npt.NDArray[np.intp], workspace: Workspace) -> None:
         _run_batch(
@@ -238,6 +246,8 @@ def evaluate_many(
     else:
         with ThreadPoolExecutor(num_threads) as pool:
             list(pool.map(work, shares, workspaces))
+    for workspace in workspaces:
+        workspace.give_back()
     return times, peaks
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from gdp import files
 from gdp.bench.graphs import lstm_training_graph, lstm_training_graph_of, workload_inputs
@@ -33,7 +34,7 @@ from gdp.place import place
 from gdp.placers import CLASSICAL
 from gdp.placers.annealing import mean_step_time
 from gdp.problem import Problem
-from gdp.simulate import NEVER, Workspace, evaluate_many, ranks_of, simulate
+from gdp.simulate import NEVER, Workspace, evaluate_many, simulate
 
 TARGET_PER_SECOND, AIM_PER_SECOND, TARGET_RATIO, TARGET_SLOPE = 1000, 2000, 100, 1.1
 COMMAND = "gdp bench simulator"
@@ -169,17 +170,22 @@ def _speed(
 
 def _without_memory(problem: Problem, batch: I64) -> tuple[I64, Callable[[], I64]]:
     """Step times [B] of the mode that searches use, and the function that computes them anew."""
-    rank, op_of_rank = ranks_of(problem.b_level_ns)
+    rank, op_of_rank = problem.ranks
     scratch = Workspace(problem).scratch
-    devices = [problem.check_placement(placement) for placement in batch]
+    devices = np.stack([problem.check_placement(placement) for placement in batch])
 
     def work() -> I64:
-        arrays, times = problem.arrays, problem.time_table_ns[None]
-        return np.array(
-            [mean_step_time(arrays, times, one, rank, op_of_rank, NEVER, 0, scratch) for one in devices], np.int64
-        )
+        times = np.zeros(len(devices), np.int64)
+        _run_all(problem.arrays, problem.time_table_ns[None], devices, rank, op_of_rank, NEVER, scratch, times)
+        return times
 
     return work(), work
+
+
+@njit(cache=True, nogil=True)
+def _run_all(arrays, op_times_ns, placements, rank, op_of_rank, stop_ns, scratch, times):  # type: ignore[no-untyped-def]
+    for index in range(len(placements)):
+        times[index] = mean_step_time(arrays, op_times_ns, placements[index], rank, op_of_rank, stop_ns, 0, scratch)
 
 
 def _rates(

@@ -25,8 +25,9 @@ from gdp import engine
 from gdp.bounds import best_interval, device_weights, earliest_starts, edges, weighted_work
 from gdp.cluster import Cluster
 from gdp.graph import I64
+from gdp.levels import ranks_of
 from gdp.problem import Placement, Problem
-from gdp.simulate import NEVER, Workspace, ranks_of
+from gdp.simulate import NEVER, Workspace
 
 _MAX_TAKEN, _MAX_DELAYED = 16, 4  # see bounds.py; a bound is worth no more time than a few simulations
 _NODES_PER_CALL = 256  # between two looks at the clock

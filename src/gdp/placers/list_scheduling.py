@@ -18,13 +18,13 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from gdp.graph import I64, Bool
+from gdp.levels import ranks_of
 from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, mean_op_time_ns
 from gdp.placers.contiguous import topological_chain
 from gdp.placers.forward_units import unit_choices
 from gdp.placers.list_kernels import earliest_first, in_order
 from gdp.placers.schedule import Schedule
 from gdp.problem import Placement, Problem
-from gdp.simulate import ranks_of
 
 F64 = npt.NDArray[np.float64]
 

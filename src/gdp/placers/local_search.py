@@ -21,13 +21,13 @@ import numpy.typing as npt
 from gdp.budget import Clock
 from gdp.graph import I64
 from gdp.grouping import Units, group_units
-from gdp.levels import longest_paths
+from gdp.levels import longest_paths, ranks_of
 from gdp.placers import annealing
 from gdp.placers.forward_units import forward_units
 from gdp.placers.starts import diverse_starts
 from gdp.priorities import communication_levels
 from gdp.problem import Placement, Problem
-from gdp.simulate import NEVER, Workspace, default_threads, ranks_of
+from gdp.simulate import NEVER, Workspace, default_threads
 
 _CHUNK = 32  # moves between two looks at the clock
 
@@ -138,19 +138,13 @@ class _Island:
 
     def measure(self, placement: Placement, priority: I64 | None) -> Incumbent:
         """`placement` with its figures."""
-        rank, op_of_rank = ranks_of(self.problem.b_level_ns if priority is None else priority)
-        devices = placement.astype(np.uint8)
+        rank, op_of_rank = self.problem.ranks if priority is None else ranks_of(priority)
+        devices, scratch = placement.astype(np.uint8), self.workspace.scratch
         excess = annealing.excess_bytes(
-            self.arrays,
-            self.problem.time_table_ns,
-            devices,
-            rank,
-            op_of_rank,
-            self.workspace.scratch,
-            self.workspace.memory,
+            self.arrays, self.problem.time_table_ns, devices, rank, op_of_rank, scratch, self.workspace.memory
         )
         step_time_ns = annealing.mean_step_time(
-            self.arrays, self.op_times_ns, devices, rank, op_of_rank, NEVER, self.floor_ns, self.workspace.scratch
+            self.arrays, self.op_times_ns, devices, rank, op_of_rank, NEVER, self.floor_ns, scratch
         )
         self.num_simulations += 1
         return Incumbent(placement, int(step_time_ns), int(excess), priority)
@@ -178,7 +172,7 @@ class _Island:
             score = np.where(self.neighbourhood.follows, np.inf, score)
         parents = [incumbent.placement] if mate is None else [incumbent.placement, mate]
         grouping = group_units(self.units, parents, num_groups, score, config.slack)
-        rank, op_of_rank = ranks_of(self.problem.b_level_ns if incumbent.priority is None else incumbent.priority)
+        rank, op_of_rank = self.problem.ranks if incumbent.priority is None else ranks_of(incumbent.priority)
         placement = incumbent.placement.astype(np.uint8)
         best = placement.copy()
         figures = (incumbent.step_time_ns, incumbent.excess_bytes)
