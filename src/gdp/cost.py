@@ -26,6 +26,8 @@ I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 NS_PER_SECOND = 10**9
+# what PyTorch calls types that devices have no rate of their own for; they take float32's as a matter of course
+_PLAIN_DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128"}
 _MAX = 2**63 - 1
 
 
@@ -66,9 +68,9 @@ def transfer_occupancy_ns(tensor_bytes: I64, bytes_per_second: int) -> I64:
 
 
 def unused_names(graph: Graph, cluster: Cluster) -> list[str]:
-    """One sentence for each dtype that no device has a rate for, and for each name in `time_ns` that is no device or
-    kind: typing errors would change costs silently."""
-    rates = set().union(*(device.flops_per_second for device in cluster.devices))
+    """One sentence for each dtype that is neither PyTorch's nor has a rate, and for each name in `time_ns` that is no
+    device or kind: typing errors would change costs silently."""
+    rates = _PLAIN_DTYPES.union(*(device.flops_per_second for device in cluster.devices))
     dtypes = Counter(dtype for dtype, flops in zip(graph.dtypes, graph.flops.tolist(), strict=True) if flops)
     places = Counter(where for table in graph.times_ns for where in table)
     known = {device.name for device in cluster.devices} | {device.kind for device in cluster.devices} | set(KINDS)
