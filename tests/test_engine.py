@@ -1,6 +1,7 @@
-"""The engine unpacks its records by position."""
+"""The compiled simulator unpacks its records by position."""
 
 from gdp import engine
+from gdp.memory import Memory
 
 
 def test_fields_stand_in_the_order_in_which_the_engine_unpacks_them() -> None:
@@ -8,12 +9,14 @@ def test_fields_stand_in_the_order_in_which_the_engine_unpacks_them() -> None:
     expected = {
         engine.Arrays: "num_inputs sources tensor_offsets consumer_offsets consumers occupancy_ns "
         "route_rate latency_ns route_offsets route_channels tail_ns memory",
-        engine.MemoryArrays: "resident_bytes alloc_bytes owner owned_bytes first_uses copy_bytes producers "
+        engine.MemoryArrays: "resident_bytes alloc_bytes owner owned_bytes copy_bytes producers "
         "input_offsets inputs input_producers",
-        engine.Scratch: "missing bits0 bits1 bits2 running until_ns remaining_ns next_in_order "
-        "channel_free_ns transfers",
-        engine.Transfers: "copy start_ns end_ns arrival_ns following last num_waiting heap_ns heap_item",
-        engine.Memory: "limit_bytes usage_bytes peak_bytes uses copy_uses num_unstarted heap_ns heap_item",
+        engine.Scratch: "missing bits0 bits1 bits2 running until_ns remaining_ns channel_free_ns queues",
+        engine.Queues: "last num_waiting heap_ns heap_item",
+        engine.Schedule: "finish_ns ops num_ops transfer_tensor transfer_route transfer_start_ns transfer_end_ns "
+        "arrival_ns first following num_transfers",
+        engine.Order: "offsets ops",
+        Memory: "freed_ns freed_by op_frees_bytes transfer_frees_bytes last_there heap_ns heap_item peak_bytes",
     }
     assert {record: list(record._fields) for record in expected} == {
         record: names.split() for record, names in expected.items()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from gdp import engine
+from gdp import engine, memory
 from gdp.errors import InputError
 from gdp.graph import I64
 from gdp.levels import ranks_of
@@ -89,30 +89,37 @@ class Workspace:
             running=np.zeros(num_devices, np.uint32),
             until_ns=np.zeros(num_devices, np.int64),
             remaining_ns=np.zeros(num_devices, np.int64),
-            next_in_order=np.zeros(num_devices, np.int64),
             channel_free_ns=np.zeros(len(problem.cluster.channels), np.int64),
-            transfers=engine.Transfers(
-                copy=np.zeros(num_edges, np.int64),
-                start_ns=np.zeros(num_edges, np.int64),
-                end_ns=np.zeros(num_edges, np.int64),
-                arrival_ns=np.zeros(num_edges, np.int64),
-                following=np.zeros(num_edges, np.int32),
+            queues=engine.Queues(
                 last=np.zeros(num_routes, np.int32),
                 num_waiting=np.zeros(num_routes, np.int32),
                 heap_ns=np.zeros(num_routes + num_edges, np.int64),
-                heap_item=np.zeros(num_routes + num_edges, np.int64),
+                heap_item=np.zeros(num_routes + num_edges, np.int32),
             ),
         )
+        self.schedule = engine.Schedule(
+            finish_ns=np.zeros(num_ops, np.int64),
+            ops=np.zeros((num_devices, num_ops), np.uint32),
+            num_ops=np.zeros(num_devices, np.int64),
+            transfer_tensor=np.zeros(num_edges, np.uint32),
+            transfer_route=np.zeros(num_edges, np.uint32),
+            transfer_start_ns=np.zeros(num_edges, np.int64),
+            transfer_end_ns=np.zeros(num_edges, np.int64),
+            arrival_ns=np.zeros(num_edges, np.int64),
+            first=np.zeros(num_routes, np.int32),
+            following=np.zeros(num_edges, np.int32),
+            num_transfers=np.zeros(1, np.int64),
+        )
         self.by_rank = engine.Order(np.zeros(num_devices + 1, np.int64), np.zeros(0, np.uint32))
-        self.memory = engine.Memory(
-            limit_bytes=np.full(num_devices, NEVER),
-            usage_bytes=np.zeros(num_devices, np.int64),
+        self.memory = memory.Memory(
+            freed_ns=np.zeros(num_tensors, np.int64),
+            freed_by=np.zeros(num_tensors, np.int32),
+            op_frees_bytes=np.zeros(num_ops, np.int64),
+            transfer_frees_bytes=np.zeros(num_edges, np.int64),
+            last_there=np.zeros(num_devices, np.uint32),
+            heap_ns=np.zeros(2 * num_devices + num_edges, np.int64),
+            heap_item=np.zeros(2 * num_devices + num_edges, np.int64),
             peak_bytes=np.zeros(num_devices, np.int64),
-            uses=np.zeros(num_tensors, np.int32),
-            copy_uses=np.zeros((num_tensors, num_devices), np.int32),
-            num_unstarted=np.zeros(num_routes, np.int32),
-            heap_ns=np.zeros(num_routes + 2 * num_edges, np.int64),
-            heap_item=np.zeros(num_routes + 2 * num_edges, np.int64),
         )
 
     @classmethod
@@ -127,17 +134,6 @@ class Workspace:
     def give_back(self) -> None:
         """Let others borrow it; the one who does so has copied what is needed."""
         self._problem.spare_workspaces.append(self)
-
-    def new_record(self) -> engine.Record:
-        """Room for what a recorded run writes."""
-        num_ops, num_edges = self._problem.num_ops, len(self._problem.graph.consumers)
-        return engine.Record(
-            start_ns=np.zeros(num_ops, np.int64),
-            finish_ns=np.zeros(num_ops, np.int64),
-            started=np.zeros(num_ops, np.int32),
-            transfers=np.zeros((num_edges, 5), np.int64),
-            counts=np.zeros(2, np.int64),
-        )
 
 
 def simulate(
@@ -159,44 +155,48 @@ def simulate(
     devices = problem.check_placement(placement)
     num_devices = problem.num_devices
     rank, op_of_rank = problem.ranks if priority is None else ranks_of(priority)
+    times = problem.time_table_ns if op_time_ns is None else op_time_ns
     workspace = Workspace.borrow(problem)
-    record = workspace.new_record()
-    fixed = workspace.by_rank if order is None else _flat_order(order, devices, num_devices)
-    status, step_time_ns = _run_recorded(
+    schedule = workspace.schedule
+    status, step_time_ns = _run(
         problem.arrays,
-        problem.time_table_ns if op_time_ns is None else op_time_ns,
+        times,
         devices,
         rank,
         op_of_rank,
         NEVER,
         workspace.scratch,
+        schedule,
+        workspace.by_rank if order is None else _flat_order(order, devices, num_devices),
         workspace.memory,
-        record,
-        fixed,
+    )
+    done = tuple(
+        ops[:count].astype(np.int64) for ops, count in zip(schedule.ops, schedule.num_ops.tolist(), strict=True)
     )
     if status == engine.DEADLOCK:
-        stuck = _stuck_op(order or (), record.started[: record.counts[0]])
+        stuck = _stuck_op(order or (), done)
         raise InputError(
             f"order: deadlock, op {stuck} waits for an op that comes later on its own or another device; reorder"
         )
-    peaks = workspace.memory.peak_bytes.copy()
-    workspace.give_back()
-    transfers = record.transfers[: record.counts[1]]
     placed = devices.astype(np.int64)
-    return Simulation(
+    sent = slice(0, int(schedule.num_transfers[0]))
+    finish_ns = schedule.finish_ns.copy()
+    simulation = Simulation(
         problem=problem,
         placement=placed,
-        op_start_ns=record.start_ns,
-        op_finish_ns=record.finish_ns,
-        order=tuple(record.started[placed[record.started] == device].astype(np.int64) for device in range(num_devices)),
-        transfer_tensors=problem.tensor_numbers[transfers[:, 0]] if len(transfers) else transfers[:, 0],
-        transfer_destinations=transfers[:, 1],
-        transfer_start_ns=transfers[:, 2],
-        transfer_end_ns=transfers[:, 3],
-        transfer_arrival_ns=transfers[:, 4],
+        op_start_ns=finish_ns - times[np.arange(len(placed)), placed if times.shape[1] > 1 else 0],
+        op_finish_ns=finish_ns,
+        order=done,
+        transfer_tensors=problem.tensor_numbers[schedule.transfer_tensor[sent]],
+        transfer_destinations=schedule.transfer_route[sent].astype(np.int64) % num_devices,
+        transfer_start_ns=schedule.transfer_start_ns[sent].copy(),
+        transfer_end_ns=schedule.transfer_end_ns[sent].copy(),
+        transfer_arrival_ns=schedule.arrival_ns[sent].copy(),
         step_time_ns=int(step_time_ns),
-        peak_memory_bytes=peaks,
+        peak_memory_bytes=workspace.memory.peak_bytes.copy(),
     )
+    workspace.give_back()
+    return simulation
 
 
 def evaluate(problem: Problem, placement: npt.ArrayLike, *, priority: npt.ArrayLike | None = None) -> tuple[int, I64]:
@@ -216,7 +216,7 @@ def evaluate_many(
     """(step times [B] in ns, peaks [B, D] in bytes) of `placements` [B, N], over threads without the GIL.
 
     A run stops early once its step time must reach `stop_ns`: its time is then a lower bound of at least `stop_ns`, and
-    its peaks cover the part that was run.
+    its peaks are 0.
     """
     batch = np.stack([problem.check_placement(placement) for placement in np.asarray(placements)])
     rank, op_of_rank = problem.ranks if priority is None else ranks_of(priority)
@@ -236,6 +236,8 @@ def evaluate_many(
             op_of_rank,
             stop_ns,
             workspace.scratch,
+            workspace.schedule,
+            workspace.by_rank,
             workspace.memory,
             times,
             peaks,
@@ -279,18 +281,28 @@ def verify(problem: Problem, plan: Plan) -> list[str]:
 
 
 @njit(cache=True, nogil=True)
-def _run_recorded(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order):  # type: ignore[no-untyped-def]
-    # `stop_ns` is an argument since Numba would compile `run` once more for a constant
-    return engine.run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, memory, record, order)
+def _run(arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, schedule, order, memory_scratch):  # type: ignore[no-untyped-def]
+    # `stop_ns` is an argument since Numba would compile `engine.run` once more for a constant
+    status, step_time_ns = engine.run(
+        arrays, op_time_ns, placement, rank, op_of_rank, stop_ns, scratch, schedule, order
+    )
+    if status == engine.COMPLETED:
+        memory.find_peaks(arrays, op_time_ns, placement, schedule, memory_scratch)
+    else:
+        memory_scratch.peak_bytes[:] = 0
+    return status, step_time_ns
 
 
 @njit(cache=True, nogil=True)
-def _run_batch(arrays, op_time_ns, placements, share, rank, op_of_rank, stop_ns, scratch, memory, times, peaks):  # type: ignore[no-untyped-def]
+def _run_batch(  # type: ignore[no-untyped-def]
+    arrays, op_time_ns, placements, share, rank, op_of_rank, stop_ns, scratch, schedule, order, memory_scratch,
+    times, peaks,
+):  # fmt: skip
     for index in share:
-        _, times[index] = engine.run(
-            arrays, op_time_ns, placements[index], rank, op_of_rank, stop_ns, scratch, memory, None, None
+        _, times[index] = _run(
+            arrays, op_time_ns, placements[index], rank, op_of_rank, stop_ns, scratch, schedule, order, memory_scratch
         )
-        peaks[index] = memory.peak_bytes
+        peaks[index] = memory_scratch.peak_bytes
 
 
 def _flat_order(order: Sequence[npt.ArrayLike], devices: npt.NDArray[np.uint8], num_devices: int) -> engine.Order:
@@ -309,6 +321,10 @@ def _flat_order(order: Sequence[npt.ArrayLike], devices: npt.NDArray[np.uint8], 
     )
 
 
-def _stuck_op(order: Sequence[npt.ArrayLike], started: npt.NDArray[np.int32]) -> int:
-    done = set(started.tolist())
-    return next(int(op) for ops in order for op in np.asarray(ops).tolist() if op not in done)
+def _stuck_op(order: Sequence[npt.ArrayLike], done: Sequence[I64]) -> int:
+    """The first op of the first device that has not started all its ops."""
+    return next(
+        int(np.asarray(ops)[len(there)])
+        for ops, there in zip(order, done, strict=True)
+        if len(there) < len(np.asarray(ops))
+    )

@@ -171,21 +171,28 @@ def _speed(
 def _without_memory(problem: Problem, batch: I64) -> tuple[I64, Callable[[], I64]]:
     """Step times [B] of the mode that searches use, and the function that computes them anew."""
     rank, op_of_rank = problem.ranks
-    scratch = Workspace(problem).scratch
+    workspace = Workspace(problem)
     devices = np.stack([problem.check_placement(placement) for placement in batch])
 
     def work() -> I64:
         times = np.zeros(len(devices), np.int64)
-        _run_all(problem.arrays, problem.time_table_ns[None], devices, rank, op_of_rank, NEVER, scratch, times)
+        _run_all(
+            problem.arrays, problem.time_table_ns[None], devices, rank, op_of_rank, NEVER,
+            workspace.scratch, workspace.schedule, workspace.by_rank, times,
+        )  # fmt: skip
         return times
 
     return work(), work
 
 
 @njit(cache=True, nogil=True)
-def _run_all(arrays, op_times_ns, placements, rank, op_of_rank, stop_ns, scratch, times):  # type: ignore[no-untyped-def]
+def _run_all(  # type: ignore[no-untyped-def]
+    arrays, op_times_ns, placements, rank, op_of_rank, stop_ns, scratch, schedule, order, times
+):  # fmt: skip
     for index in range(len(placements)):
-        times[index] = mean_step_time(arrays, op_times_ns, placements[index], rank, op_of_rank, stop_ns, 0, scratch)
+        times[index] = mean_step_time(
+            arrays, op_times_ns, placements[index], rank, op_of_rank, stop_ns, 0, scratch, schedule, order
+        )
 
 
 def _rates(

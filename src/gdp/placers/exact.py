@@ -26,6 +26,7 @@ from gdp.bounds import best_interval, device_weights, earliest_starts, edges, we
 from gdp.cluster import Cluster
 from gdp.graph import I64
 from gdp.levels import ranks_of
+from gdp.memory import find_peaks
 from gdp.problem import Placement, Problem
 from gdp.simulate import NEVER, Workspace
 
@@ -85,7 +86,10 @@ class _Search(NamedTuple):
     rank: Any
     op_of_rank: Any
     scratch: Any  # engine.Scratch
-    memory: Any  # engine.Memory
+    schedule: Any  # engine.Schedule
+    by_rank: Any  # engine.Order
+    memory: Any  # memory.Memory
+    limit_bytes: Any  # int64 [D]
     op_time_ns: Any  # int64 [N, D] -1 where an op is not allowed
     resident_bytes: Any  # int64 [N]
     forward: Any  # bounds.Edges
@@ -111,7 +115,6 @@ class _Search(NamedTuple):
         num_ops, num_devices = problem.num_ops, problem.num_devices
         rank, op_of_rank = ranks_of(problem.b_level_ns)
         workspace = Workspace(problem)
-        workspace.memory.limit_bytes[:] = problem.memory_limit_bytes
         op_time_ns = np.where(problem.allowed, problem.op_time_ns, -1)
         forward, backward = edges(problem, np.arange(num_devices), num_devices)
         between = ~np.eye(num_devices, dtype=np.bool_)
@@ -127,7 +130,10 @@ class _Search(NamedTuple):
             rank=rank,
             op_of_rank=op_of_rank,
             scratch=workspace.scratch,
+            schedule=workspace.schedule,
+            by_rank=workspace.by_rank,
             memory=workspace.memory,
+            limit_bytes=problem.memory_limit_bytes,
             op_time_ns=op_time_ns,
             resident_bytes=problem.graph.resident_bytes,
             forward=forward,
@@ -262,7 +268,7 @@ def _expand(search, unit, ops):  # type: ignore[no-untyped-def]
         if (
             search.op_time_ns[ops[0], device] < 0
             or (before >= 0 and not is_used[before])
-            or resident[device] + needed > search.memory.limit_bytes[device]
+            or resident[device] + needed > search.limit_bytes[device]
         ):
             continue
         _put(search, ops, device)
@@ -341,11 +347,13 @@ def _simulate(search, placement):  # type: ignore[no-untyped-def]
             search.op_of_rank,
             search.best[0],
             search.scratch,
-            search.memory,
-            None,
-            None,
+            search.schedule,
+            search.by_rank,
         )
-        if status == engine.COMPLETED and step_time_ns < search.best[0]:
+        if status != engine.COMPLETED or step_time_ns >= search.best[0]:
+            continue
+        find_peaks(search.arrays, search.op_time_ns, renamed, search.schedule, search.memory)
+        if (search.memory.peak_bytes <= search.limit_bytes).all():
             search.best[0] = step_time_ns
             search.best_placement[:] = renamed
 

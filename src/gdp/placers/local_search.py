@@ -121,14 +121,13 @@ class _Island:
         seed: np.random.SeedSequence,
     ) -> None:
         self.problem, self.op_times_ns, self.config = problem, op_times_ns, config
+        self.nominal_ns = problem.time_table_ns[None]
         self.neighbourhood, self.units = neighbourhood, neighbourhood.units
         fastest_ns = np.where(op_times_ns >= 0, op_times_ns, NEVER).min(axis=(0, 2))
         self.arrays = problem.arrays._replace(tail_ns=longest_paths(problem.graph, fastest_ns))
         self.floor_ns = int(self.arrays.tail_ns.max())
         self.rng = np.random.default_rng(seed)
         self.workspace = Workspace(problem)
-        self.workspace.memory.limit_bytes[:] = problem.memory_limit_bytes
-        self.record = self.workspace.new_record()
         self.previous = np.zeros(problem.num_ops, np.int32)
         self.arrival_ns = np.zeros((problem.graph.num_tensors, problem.num_devices), np.int64)
         self.path = np.zeros(problem.num_ops, np.int64)
@@ -139,15 +138,24 @@ class _Island:
     def measure(self, placement: Placement, priority: I64 | None) -> Incumbent:
         """`placement` with its figures."""
         rank, op_of_rank = self.problem.ranks if priority is None else ranks_of(priority)
-        devices, scratch = placement.astype(np.uint8), self.workspace.scratch
+        devices, workspace = placement.astype(np.uint8), self.workspace
+
+        def mean_ns(op_times_ns: I64) -> int:
+            return int(
+                annealing.mean_step_time(
+                    self.arrays, op_times_ns, devices, rank, op_of_rank, NEVER, self.floor_ns,
+                    workspace.scratch, workspace.schedule, workspace.by_rank,
+                )
+            )  # fmt: skip
+
+        nominal_ns = mean_ns(self.nominal_ns)
         excess = annealing.excess_bytes(
-            self.arrays, self.problem.time_table_ns, devices, rank, op_of_rank, scratch, self.workspace.memory
-        )
-        step_time_ns = annealing.mean_step_time(
-            self.arrays, self.op_times_ns, devices, rank, op_of_rank, NEVER, self.floor_ns, scratch
-        )
+            self.arrays, self.nominal_ns[0], devices, workspace.schedule, workspace.memory,
+            self.problem.memory_limit_bytes,
+        )  # fmt: skip
+        step_time_ns = nominal_ns if len(self.op_times_ns) == 1 else mean_ns(self.op_times_ns)
         self.num_simulations += 1
-        return Incumbent(placement, int(step_time_ns), int(excess), priority)
+        return Incumbent(placement, step_time_ns, int(excess), priority)
 
     def cycle(self, start: Incumbent, mates: Sequence[Placement], num_moves: int, clock: Clock) -> Incumbent:
         """The best of one V-cycle of at most `num_moves` moves from `start`, perhaps with one of `mates`."""
@@ -163,7 +171,7 @@ class _Island:
 
     def _anneal(self, num_groups: int, mate: Placement | None, num_moves: int, clock: Clock) -> None:
         assert self.incumbent is not None
-        config, incumbent = self.config, self.incumbent
+        config, incumbent, workspace = self.config, self.incumbent, self.workspace
         noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.units.first)))
         score: npt.NDArray[np.float64] = noise
         if self.rng.random() < self.config.weighted:
@@ -182,10 +190,11 @@ class _Island:
                 break
             temperature = config.hot * (config.cold / config.hot) ** (first / num_moves)
             annealing.anneal(
-                self.arrays, self.problem.time_table_ns, self.op_times_ns, self.floor_ns, rank, op_of_rank,
-                self.workspace.scratch, self.workspace.memory, self.memory_binds,
+                self.arrays, self.nominal_ns, self.op_times_ns, self.floor_ns, rank, op_of_rank,
+                workspace.scratch, workspace.schedule, workspace.by_rank, workspace.memory,
+                self.problem.memory_limit_bytes, self.memory_binds,
                 grouping.offsets, grouping.members, grouping.allowed, grouping.neighbour_offsets, grouping.neighbours,
-                grouping.group_of_op, self.record, self.workspace.by_rank, self.previous, self.arrival_ns, self.path,
+                grouping.group_of_op, self.previous, self.arrival_ns, self.path,
                 placement, best, state, self.rng, min(_CHUNK, num_moves - first), temperature, config.guided,
             )  # fmt: skip
         self.num_simulations += int(state[annealing.NUM_SIMULATIONS])

@@ -158,11 +158,11 @@ def place(arrays, schedule, op, device, contention):
                     schedule.used_bytes[other] -= memory.copy_bytes[tensor]
         owner = memory.owner[tensor]
         schedule.owner_uses[owner] -= 1
-        if schedule.owner_uses[owner] == 0 and memory.first_uses[owner] == 0:
+        if schedule.owner_uses[owner] == 0:
             home = schedule.unit_device[schedule.unit[memory.producers[owner]]]
             schedule.used_bytes[home] -= memory.owned_bytes[owner]
     for tensor in range(arrays.tensor_offsets[op], arrays.tensor_offsets[op + 1]):
-        if schedule.owner_uses[tensor] == 0 and memory.first_uses[tensor] == 0:
+        if schedule.owner_uses[tensor] == 0:
             schedule.used_bytes[device] -= memory.owned_bytes[tensor]
     return latest
 
