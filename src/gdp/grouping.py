@@ -42,10 +42,8 @@ class Units:
         graph = problem.graph
         index = problem.group_index if index is None else index
         num_units = int(index.max()) + 1
-        runnable = problem.op_time_ns >= 0
-        mean_ns = np.where(runnable, problem.op_time_ns, 0).sum(axis=1) // np.maximum(runnable.sum(axis=1), 1)
         time_ns = np.zeros(num_units, np.int64)
-        np.add.at(time_ns, index, mean_ns)
+        np.add.at(time_ns, index, problem.mean_op_time_ns)
         allowed = np.ones((num_units, problem.num_devices), np.bool_)
         np.logical_and.at(allowed, index, problem.allowed)
 

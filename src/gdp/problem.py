@@ -101,9 +101,14 @@ class Problem:
     @cached_property
     def b_level_ns(self) -> I64:
         """[N] the default priority: mean time over the devices that can run it, plus the longest such path below it."""
+        return longest_paths(self.graph, self.mean_op_time_ns)
+
+    @cached_property
+    def mean_op_time_ns(self) -> I64:
+        """[N] mean over the devices that can run the op, rounded down: the m of docs/machine-model.md, section 3."""
         runnable = self.op_time_ns >= 0
-        mean_ns = np.where(runnable, self.op_time_ns, 0).sum(axis=1) // np.maximum(runnable.sum(axis=1), 1)
-        return longest_paths(self.graph, mean_ns)
+        total = np.where(runnable, self.op_time_ns, 0).sum(axis=1)
+        return np.asarray(total // np.maximum(runnable.sum(axis=1), 1), np.int64)
 
     @cached_property
     def ranks(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:

@@ -3,13 +3,14 @@
 N ops, T tensors, U units (groups of ops that share a device, and each other op for itself), D devices.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from gdp.forward_units import forward_units
 from gdp.graph import I64, Bool
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.problem import Placement, Problem
@@ -79,11 +80,13 @@ class UnitArrays:
         return chosen[self.index]
 
 
-def mean_op_time_ns(problem: Problem) -> I64:
-    """[N] mean over the devices that can run the op, rounded down: the m of docs/machine-model.md, section 3."""
-    runnable = problem.op_time_ns >= 0
-    total = np.where(runnable, problem.op_time_ns, 0).sum(axis=1)
-    return np.asarray(total // np.maximum(runnable.sum(axis=1), 1), np.int64)
+def unit_choices(problem: Problem) -> list[UnitArrays]:
+    """The problem's units and, first, if they are others, those in which backward ops follow."""
+    choices = [UnitArrays.of(problem)]
+    following = forward_units(problem)
+    if int(following.max()) + 1 < choices[0].num_units:
+        choices.insert(0, UnitArrays.of(problem, following))
+    return choices
 
 
 def devices_by_speed(problem: Problem) -> I64:
@@ -123,19 +126,6 @@ def any_fits(problem: Problem, candidates: Sequence[Placement]) -> bool:
     """Whether one of `candidates` [N] fits in memory."""
     _, peaks = evaluate_many(problem, np.asarray(candidates))
     return bool((excess_bytes(problem, peaks) == 0).any())
-
-
-def containers(modules: Iterable[str], *, outermost: bool = False) -> set[str]:
-    """The paths, the root among them, that hold numbered parts of `modules`: what runs directly in one (a sum of
-    layers' results) belongs to no layer. `outermost`: only those that are not themselves inside a numbered part."""
-    found = {""}
-    for module in set(modules):
-        parts = module.split(".")
-        numbered = [position for position, part in enumerate(parts) if part.isdecimal()]
-        if numbered:
-            last = numbered[0] if outermost else numbered[-1]
-            found.update(".".join(parts[:end]) for end in range(1, last + 1))
-    return found
 
 
 def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gdp.forward_units import containers
 from gdp.graph import I64
 from gdp.levels import longest_paths
-from gdp.placers.base import UnitArrays, any_fits, best_of, containers, device_subsets, inherit, mean_op_time_ns
-from gdp.placers.forward_units import unit_choices
+from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, inherit, unit_choices
 from gdp.problem import Placement, Problem
 from gdp.simulate import evaluate_many
 
@@ -163,7 +163,7 @@ def folded_chain(problem: Problem, units: UnitArrays) -> Chain:
 
 
 def _fold_ns(problem: Problem) -> I64:
-    head_ns = longest_paths(problem.graph, mean_op_time_ns(problem), from_sources=True)
+    head_ns = longest_paths(problem.graph, problem.mean_op_time_ns, from_sources=True)
     distance = np.minimum(head_ns, problem.b_level_ns)
     # a source has no place of its own: it joins its earliest consumer
     distance[np.diff(problem.arrays.memory.input_offsets.astype(np.int64)) == 0] = -1

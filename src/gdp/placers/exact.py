@@ -12,7 +12,6 @@ Sizes that take seconds: about 20 ops on 4 equal devices, more where the bound i
 import math
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from itertools import permutations, product
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from gdp.levels import ranks_of
 from gdp.memory import find_peaks
 from gdp.problem import Placement, Problem
 from gdp.simulate import NEVER, Workspace
+from gdp.symmetry import can_exchange
 
 _MAX_TAKEN, _MAX_DELAYED = 16, 4  # see bounds.py; a bound is worth no more time than a few simulations
 _NODES_PER_CALL = 256  # between two looks at the clock
@@ -163,7 +163,7 @@ def _exchanges(problem: Problem) -> tuple[I64, npt.NDArray[np.uint8]]:
     for device in range(num_devices):
         for members in classes:
             larger = [len(other) + (other is members) for other in classes]
-            if _can_exchange(problem, members[0], device) and math.prod(map(math.factorial, larger)) <= _MAX_EXCHANGES:
+            if can_exchange(problem, members[0], device) and math.prod(map(math.factorial, larger)) <= _MAX_EXCHANGES:
                 members.append(device)
                 break
         else:
@@ -178,30 +178,6 @@ def _exchanges(problem: Problem) -> tuple[I64, npt.NDArray[np.uint8]]:
             renaming[members] = order
         renamings.append(renaming)
     return before, np.array(renamings)
-
-
-def _can_exchange(problem: Problem, first: int, second: int) -> bool:
-    """Whether two devices can swap names and leave costs, constraints, routes and shared channels as they are."""
-    cluster = problem.cluster
-    swap = np.arange(problem.num_devices)
-    swap[[first, second]] = second, first
-    per_device = (problem.op_time_ns, problem.allowed, problem.memory_limit_bytes)
-    per_pair = (cluster.latency_ns, cluster.bytes_per_second)
-    return (
-        all(np.array_equal(values[..., first], values[..., second]) for values in per_device)
-        and all(np.array_equal(values, values[np.ix_(swap, swap)]) for values in per_pair)
-        and _channel_uses(cluster, np.arange(problem.num_devices)) == _channel_uses(cluster, swap)
-    )
-
-
-def _channel_uses(cluster: Cluster, names: I64) -> Counter[frozenset[tuple[int, int]]]:
-    """How many channels have each set of routes, once devices are renamed."""
-    uses: list[set[tuple[int, int]]] = [set() for _ in cluster.channels]
-    for source, row in enumerate(cluster.route_channels):
-        for target, channels in enumerate(row):
-            for channel in channels:
-                uses[channel].add((int(names[source]), int(names[target])))
-    return Counter(map(frozenset, uses))
 
 
 def _shared_channels(cluster: Cluster) -> npt.NDArray[np.bool_]:

@@ -12,8 +12,9 @@ from collections import defaultdict
 import numpy as np
 
 from gdp import workloads
+from gdp.forward_units import containers
 from gdp.graph import I64
-from gdp.placers.base import UnitArrays, containers, inherit, mean_op_time_ns
+from gdp.placers.base import UnitArrays, inherit
 from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.memory_repair import fit_memory
 from gdp.problem import Placement, Problem
@@ -60,7 +61,7 @@ def layer_ranges(problem: Problem, num_devices: int) -> I64 | None:
     What runs before the first layer goes with it, what runs in a container of layers with its inputs, anything else
     with the layer entered last.
     """
-    modules, time_ns = problem.graph.modules, mean_op_time_ns(problem)
+    modules, time_ns = problem.graph.modules, problem.mean_op_time_ns
     first_op: dict[str, int] = {}
     list_time_ns: dict[str, int] = defaultdict(int)
     layers_of: dict[str, set[str]] = defaultdict(set)

@@ -19,9 +19,8 @@ from scipy.sparse import coo_array
 
 from gdp.graph import I64, Bool
 from gdp.levels import ranks_of
-from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, mean_op_time_ns
+from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
-from gdp.placers.forward_units import unit_choices
 from gdp.placers.list_kernels import earliest_first, in_order
 from gdp.placers.schedule import Schedule
 from gdp.problem import Placement, Problem
@@ -83,7 +82,7 @@ def heft(problem: Problem, seed: int = 0) -> Placement | None:
 
 def upward_ranks(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) -> I64:
     """[N] longest path from each op to the end of the step: mean op times, and between them mean transfer times [P]."""
-    ranks = mean_op_time_ns(problem)
+    ranks = problem.mean_op_time_ns
     times = ranks.tolist()
     below = [0] * problem.num_ops
     order = np.argsort(sources, kind="stable")[::-1]
@@ -124,7 +123,7 @@ def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) 
     """
     num_pairs, num_ops = len(sources), problem.num_ops
     end = num_pairs + num_ops
-    time_ns = mean_op_time_ns(problem)
+    time_ns = problem.mean_op_time_ns
     pairs, ops = np.arange(num_pairs), np.arange(num_ops)
     rows, columns, values, bounds = [], [], [], []
     count = 0

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.budget import Clock
+from gdp.forward_units import forward_units
 from gdp.graph import I64
 from gdp.grouping import Units, group_units
 from gdp.levels import longest_paths, ranks_of
 from gdp.placers import annealing
-from gdp.placers.forward_units import forward_units
 from gdp.placers.starts import diverse_starts
 from gdp.priorities import communication_levels
 from gdp.problem import Placement, Problem

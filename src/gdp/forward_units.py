@@ -4,11 +4,12 @@ Baechi (SoCC 2020, section 3.1) places the forward ops alone and gives each back
 op that is the graph does not say; module paths, phases and what flows between ops tell it. N ops.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from numba import njit
 
 from gdp.graph import I64
-from gdp.placers.base import UnitArrays, containers
 from gdp.problem import Problem
 
 
@@ -43,13 +44,17 @@ def forward_units(problem: Problem) -> I64:
     return position[inverse]
 
 
-def unit_choices(problem: Problem) -> list[UnitArrays]:
-    """The problem's units and, first, if they are others, those in which backward ops follow."""
-    choices = [UnitArrays.of(problem)]
-    following = forward_units(problem)
-    if int(following.max()) + 1 < choices[0].num_units:
-        choices.insert(0, UnitArrays.of(problem, following))
-    return choices
+def containers(modules: Iterable[str], *, outermost: bool = False) -> set[str]:
+    """The paths, the root among them, that hold numbered parts of `modules`: what runs directly in one (a sum of
+    layers' results) belongs to no layer. `outermost`: only those that are not themselves inside a numbered part."""
+    found = {""}
+    for module in set(modules):
+        parts = module.split(".")
+        numbered = [position for position, part in enumerate(parts) if part.isdecimal()]
+        if numbered:
+            last = numbered[0] if outermost else numbered[-1]
+            found.update(".".join(parts[:end]) for end in range(1, last + 1))
+    return found
 
 
 def _enclosing(path: str, numbers: dict[str, int], inner: set[str]) -> int:
