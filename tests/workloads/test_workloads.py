@@ -1,5 +1,7 @@
 """The built-in workloads: they train at tiny size, and at full size they are the published models."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -8,36 +10,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gdp import workloads
+from gdp.capture import capture_fn
+from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.workloads import amoebanet, gnmt, inception, llama, mixture_of_experts, rnnlm, transformer_xl, wavenet
-from gdp.workloads.base import Example
-
-TINY: dict[str, Callable[[], Example]] = {
-    "rnnlm": lambda: rnnlm.build(rnnlm.RNNLMConfig(2, 2, num_steps=3, hidden=8, vocabulary=11)),
-    "gnmt": lambda: gnmt.build(gnmt.GNMTConfig(3, 2, num_steps=3, hidden=8, vocabulary=11)),
-    "transformer_xl": lambda: transformer_xl.build(
-        transformer_xl.TransformerXLConfig(
-            2, 2, num_segments=2, segment_steps=3, hidden=8, num_heads=2, inner=16, vocabulary=11
-        )
-    ),
-    "inception": lambda: inception.build(
-        inception.InceptionConfig(2, image_size=299, num_classes=7, width_divisor=16, auxiliary=True)
-    ),
-    "amoebanet": lambda: amoebanet.build(
-        amoebanet.AmoebaNetConfig(2, cells_per_stack=1, filters=16, image_size=32, num_classes=7, stem_filters=4)
-    ),
-    "wavenet": lambda: wavenet.build(
-        wavenet.WaveNetConfig(2, 2, layers_per_stack=3, num_samples=20, channels=4, skip_channels=6, quantization=9)
-    ),
-    "llama": lambda: llama.build(
-        llama.LlamaConfig(2, 2, num_steps=5, hidden=16, num_heads=4, num_key_heads=2, inner=12, vocabulary=11)
-    ),
-    "mixture_of_experts": lambda: mixture_of_experts.build(
-        mixture_of_experts.MixtureOfExpertsConfig(
-            2, 2, num_steps=16, hidden=16, num_heads=4, num_key_heads=2, inner=12, num_experts=3, vocabulary=11
-        )
-    ),
-}
+from gdp.placers.base import any_fits
+from gdp.placers.contiguous import contiguous
+from gdp.problem import Problem
+from gdp.workloads import amoebanet, gnmt, inception, llama, mixture_of_experts, rnnlm, transformer_xl
+from tiny_models import TINY
 
 PAPER = [
     ("rnnlm-2", 2), ("rnnlm-4", 4), ("rnnlm-8", 8), ("gnmt-2", 2), ("gnmt-4", 4), ("gnmt-8", 8),
@@ -64,11 +44,28 @@ def test_every_parameter_of_a_tiny_model_gets_a_gradient_from_a_finite_loss(fami
         assert parameter.grad.any(), name
 
 
-def test_the_registry_holds_the_papers_workloads_on_their_numbers_of_devices_and_two_more() -> None:
-    assert workloads.names() == (*(name for name, _ in PAPER), "llama-1b", "moe")
+def test_the_registry_holds_the_papers_workloads_on_their_numbers_of_devices_and_further_models() -> None:
+    assert workloads.paper_names() == tuple(name for name, _ in PAPER)
+    assert workloads.further_names()[:2] == ("llama-1b", "moe")
+    assert workloads.names() == workloads.paper_names() + workloads.further_names()
     for name, num_devices in PAPER:
         assert workloads.get(name).cluster == f"{num_devices}xp100-pcie-16g"
     assert {workloads.get(name).family for name in workloads.names()} == set(TINY)
+
+
+def test_every_family_has_at_least_three_training_variants_named_after_it_and_their_sizes() -> None:
+    variants = workloads.training_variants()
+    families = [variant.family for variant in variants]
+    assert all(families.count(family) >= 3 for family in TINY)
+    assert all(variant.name.startswith(f"{variant.family}/") for variant in variants)
+    assert len({variant.name for variant in variants}) == len(variants)
+    assert variants[0].name == "rnnlm/l1-s30-h1024-b128"
+    assert {variant.name for variant in variants}.isdisjoint(workloads.names())
+
+
+def test_importing_the_registry_and_listing_variants_does_not_import_pytorch() -> None:
+    code = "import sys; from gdp import workloads; workloads.training_variants(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_unknown_workload_is_an_input_error_that_lists_the_known_ones() -> None:
@@ -118,6 +115,29 @@ def test_parameter_counts_are_the_published_ones() -> None:
         # 4 h of norms, at h = 1024: query, key, value, position and output are h^2 each, the inner size is 4 h.
         layer = transformer_xl.TransformerXLLayer(transformer_xl.TransformerXLConfig(1, 1))
         assert num_parameters(layer) == 13 * 1024**2 + 11 * 1024
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "workload",
+    [*map(workloads.get, workloads.further_names()), *workloads.training_variants()],
+    ids=lambda workload: workload.name,
+)
+def test_contiguous_stages_fit_and_the_backward_pass_takes_twice_the_flops_of_the_forward_pass(
+    workload: workloads.Workload,
+) -> None:
+    capture = capture_fn(workload.build, name=workload.name)
+    graph = capture.graph
+    assert not capture.coverage.unknown
+    forward, backward = (
+        sum(flops for flops, its in zip(graph.flops.tolist(), graph.phases, strict=True) if its == phase)
+        for phase in ("forward", "backward")
+    )
+    assert 1.8 < backward / forward < 2.2
+    problem = Problem.build(graph, Cluster.parse(workload.cluster))
+    placement = contiguous(problem)
+    assert placement is not None
+    assert any_fits(problem, [placement])
 
 
 def test_the_expert_gives_a_layer_to_a_device_and_what_is_outside_layers_to_the_first_or_last() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from gdp.errors import InputError
 from gdp.workloads.base import Example, check_config
-from gdp.workloads.inception import Classifier
+from gdp.workloads.vision import Classifier, random_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class AmoebaNetConfig:
     def __post_init__(self) -> None:
         check_config(self)
         if self.filters < 16:
-            raise InputError(f"AmoebaNetConfig: filters is {self.filters}; at least 16 is expected")
+            raise InputError(f"{type(self).__name__}: filters is {self.filters}; at least 16 is expected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +184,23 @@ class RectifiedClassifier(Classifier):
 class AmoebaNet(nn.Module):
     """Images [batch, 3, size, size] and labels [batch] -> mean cross-entropy."""
 
+    normal_cell, reduction_cell = NORMAL_CELL, REDUCTION_CELL
+
     def __init__(self, config: AmoebaNetConfig) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, config.stem_filters, 3, stride=2, padding=1, bias=False), batch_norm(config.stem_filters)
         )
         filters = config.filters
-        cells = [(REDUCTION_CELL, filters // 4), (REDUCTION_CELL, filters // 2)]
+        cells = [(self.reduction_cell, filters // 4), (self.reduction_cell, filters // 2)]
         for width in (filters, 2 * filters, 4 * filters):
-            cells += [(REDUCTION_CELL, width)] * (width > filters) + [(NORMAL_CELL, width)] * config.cells_per_stack
+            cells += [(self.reduction_cell, width)] * (width > filters)
+            cells += [(self.normal_cell, width)] * config.cells_per_stack
         self.cells = nn.ModuleList()
         last = before = config.stem_filters
         halve = False  # is the output before the last twice as large?
         for plan, width in cells:
-            stride = 2 if plan is REDUCTION_CELL else 1
+            stride = 2 if plan is self.reduction_cell else 1
             self.cells.append(Cell(plan, last, before, width, stride, halve=halve))
             last, before, halve = len(plan.outputs) * width, last, stride == 2
         self.classifier = RectifiedClassifier(last, config.num_classes, config.dropout)
@@ -211,5 +214,4 @@ class AmoebaNet(nn.Module):
 
 def build(config: AmoebaNetConfig) -> Example:
     """The model with one batch of random images."""
-    images = torch.randn(config.batch_size, 3, config.image_size, config.image_size)
-    return AmoebaNet(config), (images, torch.randint(config.num_classes, (config.batch_size,))), {}
+    return AmoebaNet(config), random_images(config.batch_size, config.image_size, config.num_classes), {}

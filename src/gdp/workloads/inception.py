@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.workloads.base import Dropout, Example, check_config
+from gdp.workloads.base import Example, check_config
+from gdp.workloads.vision import Classifier, random_images
 
 AUXILIARY_WEIGHT = 0.4  # TensorFlow-Slim, train_image_classifier
 
@@ -148,18 +149,6 @@ def mixed_8(inputs: int, divisor: int) -> Mixed:
     )
 
 
-class Classifier(nn.Module):
-    """Mean over the image, dropout, linear: features and labels [batch] -> mean cross-entropy."""
-
-    def __init__(self, inputs: int, num_classes: int, dropout: float) -> None:
-        super().__init__()
-        self.dropout = Dropout(dropout)
-        self.linear = nn.Linear(inputs, num_classes)
-
-    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.linear(self.dropout(features.mean(dim=(2, 3)))), labels)
-
-
 class AuxiliaryClassifier(nn.Module):
     """The side head on the last 17 x 17 features (figure 8)."""
 
@@ -202,5 +191,4 @@ class Inception(nn.Module):
 
 def build(config: InceptionConfig) -> Example:
     """The model with one batch of random images."""
-    images = torch.randn(config.batch_size, 3, config.image_size, config.image_size)
-    return Inception(config), (images, torch.randint(config.num_classes, (config.batch_size,))), {}
+    return Inception(config), random_images(config.batch_size, config.image_size, config.num_classes), {}

@@ -1,0 +1,101 @@
+"""A model of each family, small enough to train in a test."""
+
+from collections.abc import Callable
+
+from gdp.workloads import (
+    amoebanet,
+    bert,
+    clip,
+    deep_speech,
+    densenet,
+    dlrm,
+    efficientnet,
+    elmo,
+    gnmt,
+    gpt2,
+    hrnet,
+    inception,
+    llama,
+    mixture_of_experts,
+    nasnet,
+    resnet,
+    retinanet,
+    rnnlm,
+    t5,
+    transformer_xl,
+    tree_lstm,
+    unet,
+    vit,
+    wavenet,
+)
+from gdp.workloads.base import Example
+
+TINY: dict[str, Callable[[], Example]] = {
+    "rnnlm": lambda: rnnlm.build(rnnlm.RNNLMConfig(2, 2, num_steps=3, hidden=8, vocabulary=11)),
+    "gnmt": lambda: gnmt.build(gnmt.GNMTConfig(3, 2, num_steps=3, hidden=8, vocabulary=11)),
+    "transformer_xl": lambda: transformer_xl.build(
+        transformer_xl.TransformerXLConfig(
+            2, 2, num_segments=2, segment_steps=3, hidden=8, num_heads=2, inner=16, vocabulary=11
+        )
+    ),
+    "inception": lambda: inception.build(
+        inception.InceptionConfig(2, image_size=299, num_classes=7, width_divisor=16, auxiliary=True)
+    ),
+    "amoebanet": lambda: amoebanet.build(
+        amoebanet.AmoebaNetConfig(2, cells_per_stack=1, filters=16, image_size=32, num_classes=7, stem_filters=4)
+    ),
+    "wavenet": lambda: wavenet.build(
+        wavenet.WaveNetConfig(2, 2, layers_per_stack=3, num_samples=20, channels=4, skip_channels=6, quantization=9)
+    ),
+    "llama": lambda: llama.build(
+        llama.LlamaConfig(2, 2, num_steps=5, hidden=16, num_heads=4, num_key_heads=2, inner=12, vocabulary=11)
+    ),
+    "mixture_of_experts": lambda: mixture_of_experts.build(
+        mixture_of_experts.MixtureOfExpertsConfig(
+            2, 2, num_steps=16, hidden=16, num_heads=4, num_key_heads=2, inner=12, num_experts=3, vocabulary=11
+        )
+    ),
+    "resnet": lambda: resnet.build(resnet.ResNetConfig(2, 26, image_size=32, width=4, num_classes=7)),
+    "densenet": lambda: densenet.build(densenet.DenseNetConfig(2, 41, image_size=32, growth=4, num_classes=7)),
+    "nasnet": lambda: nasnet.build(
+        nasnet.NASNetConfig(2, cells_per_stack=1, filters=16, image_size=32, num_classes=7, stem_filters=4)
+    ),
+    "efficientnet": lambda: efficientnet.build(
+        efficientnet.EfficientNetConfig(2, width_percent=25, depth_percent=100, image_size=64, num_classes=7)
+    ),
+    "hrnet": lambda: hrnet.build(hrnet.HRNetConfig(2, 4, num_branches=3, image_height=32, image_width=16)),
+    "retinanet": lambda: retinanet.build(
+        retinanet.RetinaNetConfig(2, 26, image_size=128, width=4, channels=8, num_classes=3)
+    ),
+    "unet": lambda: unet.build(
+        unet.UNetConfig(2, image_size=16, num_levels=3, channels=8, attention_size=4, num_groups=4, dropout=0.1)
+    ),
+    "bert": lambda: bert.build(bert.BERTConfig(2, 2, num_steps=6, num_masked=3, hidden=8, num_heads=2, vocabulary=11)),
+    "gpt2": lambda: gpt2.build(gpt2.GPT2Config(2, 2, num_steps=5, hidden=8, num_heads=2, vocabulary=11)),
+    "t5": lambda: t5.build(t5.T5Config(2, 2, num_steps=5, hidden=8, num_heads=2, head=4, inner=16, vocabulary=11)),
+    "vit": lambda: vit.build(vit.ViTConfig(2, 2, hidden=8, num_heads=2, patch_size=4, image_size=8, num_classes=7)),
+    "clip": lambda: clip.build(
+        clip.CLIPConfig(
+            3,
+            2,
+            image_hidden=8,
+            text_hidden=4,
+            shared=6,
+            patch_size=4,
+            image_size=8,
+            num_steps=5,
+            vocabulary=11,
+            head=4,
+        )
+    ),
+    "dlrm": lambda: dlrm.build(dlrm.DLRMConfig(8, num_tables=6, hidden=4, max_rows=9)),
+    "deep_speech": lambda: deep_speech.build(
+        deep_speech.DeepSpeechConfig(2, 2, num_steps=5, hidden=8, num_letters=4, text_length=2)
+    ),
+    "elmo": lambda: elmo.build(
+        elmo.ELMoConfig(2, 2, num_steps=3, hidden=8, projected=4, word_length=9, vocabulary=11, filter_divisor=32)
+    ),
+    "tree_lstm": lambda: tree_lstm.build(
+        tree_lstm.TreeLSTMConfig(2, num_leaves=4, hidden=8, word_width=6, vocabulary=9)
+    ),
+}
