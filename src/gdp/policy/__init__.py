@@ -1,0 +1,1 @@
+"""Learned placement policies: networks, roll-outs, training, checkpoints."""

@@ -1,0 +1,74 @@
+"""GraphSAGE with max pooling: each op's vector, from its own features and those of ops up to L steps away.
+
+Per iteration (Zhou et al., arXiv 1910.01578, "graph embedding"; Hamilton et al., arXiv 1706.02216, algorithm 1):
+
+    h_N(v) = max over u in N(v) of sigmoid(W h_u + b)        elementwise; 0 where v has no neighbour
+    h_v   <- f(concat(h_v, h_N(v)))                          f: affine, then ReLU
+
+`torch_geometric.nn.SAGEConv` pools with a fixed ReLU, so the layer is made of PyTorch Geometric's parts instead; not as
+a `MessagePassing`, which leaves a generated file in the temporary directory of every process.
+N ops, F input features, H hidden, E edges.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.aggr import MaxAggregation
+
+_POOLS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "relu": torch.relu}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphEmbeddingConfig:
+    """Sizes and variants; the defaults are the published ones (sizes recalled with low confidence)."""
+
+    num_layers: int = 4  # iterations: how many edges away an op sees
+    hidden: int = 128
+    pool: str = "sigmoid"  # what the maximum is taken of: "sigmoid", or "relu" as in PyTorch Geometric's SAGEConv
+    residual: bool = False  # add a layer's input to its output where the widths agree
+    normalise: bool = False  # to length 1 after each layer, as GraphSAGE (not GDP) has it
+
+    def __post_init__(self) -> None:
+        if min(self.num_layers, self.hidden) < 1:
+            raise ValueError(f"{self}: at least one layer and one hidden unit are expected")
+        if self.pool not in _POOLS:
+            raise ValueError(f"pool is {self.pool!r}; one of {', '.join(map(repr, _POOLS))} is expected")
+
+
+class MaxPoolLayer(nn.Module):
+    """One iteration."""
+
+    def __init__(self, num_inputs: int, config: GraphEmbeddingConfig) -> None:
+        super().__init__()
+        self.activation = _POOLS[config.pool]
+        self.residual = config.residual and num_inputs == config.hidden
+        self.normalise = config.normalise
+        self.pool = nn.Linear(num_inputs, config.hidden)
+        self.maximum = MaxAggregation()
+        self.combine = nn.Linear(num_inputs + config.hidden, config.hidden)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """[N, H] from [N, F] and edges [2, E] (from, to)."""
+        sources, targets = edge_index
+        pooled = self.maximum(self.activation(self.pool(x)).index_select(0, sources), targets, dim_size=len(x))
+        out = torch.relu(self.combine(torch.cat((x, pooled), dim=-1)))
+        if self.residual:
+            out = out + x
+        return nn.functional.normalize(out, dim=-1) if self.normalise else out
+
+
+class GraphEmbedding(nn.Module):
+    """L iterations. Relabelling ops permutes the rows of the result; a disconnected union has each part's own rows."""
+
+    def __init__(self, num_inputs: int, config: GraphEmbeddingConfig) -> None:
+        super().__init__()
+        widths = [num_inputs, *[config.hidden] * (config.num_layers - 1)]
+        self.layers = nn.ModuleList(MaxPoolLayer(width, config) for width in widths)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """[N, H] from features float32 [N, F] and edges int64 [2, E]: column (u, v) makes u a neighbour of v."""
+        for layer in self.layers:
+            x = layer(x, edge_index)
+        return x

@@ -1,0 +1,141 @@
+"""The body of GDP's placer: a Transformer-XL over ops in topological order, without positions.
+
+Ops come in segments. At each layer a segment attends to itself and to what that layer saw of the segment before, as a
+cache without gradient (Dai et al., arXiv 1901.02860, section 3.2; Zhou et al., arXiv 1910.01578, "placement
+network"). Nothing is masked for coming later: all ops are placed at once.
+
+              [ segment 0 ]     [ segment 1 ]     [ segment 2 ]
+    layer 1         ^      .....>     ^      .....>     ^           ^   values and gradients
+              [ segment 0 ]     [ segment 1 ]     [ segment 2 ]     ..> values only
+    layer 0         ^      .....>     ^      .....>     ^
+              [ segment 0 ]     [ segment 1 ]     [ segment 2 ]
+
+A layer needs only the layer below, so it runs over all segments at once, without a loop.
+B graphs, N ops, H = d_model, S segments of L ops.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTransformerConfig:
+    """Sizes and variants; the defaults are the published ones where they are known.
+
+    The sizes of the paper are recalled with low confidence; 64 does not divide by its 3 heads, hence 4 of 16 each.
+    """
+
+    num_layers: int = 2
+    d_model: int = 64
+    num_heads: int = 4
+    feed_forward: int = 256  # 4 x d_model, the usual ratio; the paper gives none
+    segment: int = 128  # ops
+    norm: str = "post"  # "post": after each residual sum, as published; "pre": before each part, and once at the end
+    attention: bool = True  # without: each layer is its feed-forward part alone, and no op sees another
+
+    def __post_init__(self) -> None:
+        if min(self.num_layers, self.d_model, self.num_heads, self.feed_forward, self.segment) < 1:
+            raise ValueError(f"{self}: sizes of at least 1 are expected")
+        if self.d_model % self.num_heads:
+            raise ValueError(f"d_model {self.d_model} does not divide by num_heads {self.num_heads}; change one")
+        if self.norm not in ("post", "pre"):
+            raise ValueError(f"norm is {self.norm!r}; 'post' or 'pre' is expected")
+
+
+class SegmentAttention(nn.Module):
+    """Attention of each segment to itself and to the one before it."""
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query = nn.Linear(d_model, d_model, bias=False)
+        self.key_value = nn.Linear(d_model, 2 * d_model, bias=False)
+        self.out = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x: Tensor, cache: Tensor, visible: Tensor) -> Tensor:
+        """[B, S, L, H] from the same, what each segment leaves to the next, and `visible` [B * S, 1, 1, 2L]."""
+        before = pad(cache[:, :-1], (0, 0, 0, 0, 1, 0))
+        key, value = self.key_value(torch.cat((before, x), dim=2)).chunk(2, dim=-1)
+        attended = scaled_dot_product_attention(
+            self._heads(self.query(x)), self._heads(key), self._heads(value), attn_mask=visible
+        )
+        out: Tensor = self.out(attended.transpose(1, 2).reshape(x.shape))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B * S, heads, length, H / heads] from [B, S, length, H]."""
+        return x.reshape(-1, x.shape[2], self.num_heads, x.shape[3] // self.num_heads).transpose(1, 2)
+
+
+class SegmentLayer(nn.Module):
+    """Attention, unless it is left out, then a feed-forward part; a residual sum around and a norm at each."""
+
+    def __init__(self, config: SegmentTransformerConfig) -> None:
+        super().__init__()
+        self.is_pre_norm = config.norm == "pre"
+        width = config.d_model
+        self.attention = SegmentAttention(width, config.num_heads) if config.attention else None
+        self.attention_norm = nn.LayerNorm(width) if config.attention else None
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, config.feed_forward), nn.ReLU(), nn.Linear(config.feed_forward, width)
+        )
+        self.feed_forward_norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
+        """[B, S, L, H] from the same and `visible`; what trains here is trained through the cache too."""
+        if self.attention is not None and self.attention_norm is not None:
+            if self.is_pre_norm:
+                x = x + self.attention(self.attention_norm(x), self.attention_norm(x.detach()), visible)
+            else:
+                x = self.attention_norm(x + self.attention(x, x.detach(), visible))
+        if self.is_pre_norm:
+            out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        else:
+            out = self.feed_forward_norm(x + self.feed_forward(x))
+        return out
+
+
+class SegmentTransformer(nn.Module):
+    """The layers, from op vectors to op vectors."""
+
+    def __init__(self, config: SegmentTransformerConfig) -> None:
+        super().__init__()
+        self.segment = config.segment
+        self.layers = nn.ModuleList(SegmentLayer(config) for _ in range(config.num_layers))
+        self.last_norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, condition: Tensor | None = None) -> Tensor:
+        """The shape of `x`: [N, H] of one graph, or [B, N, H] of several, padded where `mask` [B, N] is false.
+
+        `condition`, shaped as `x`, multiplies every layer's input (`superposition.py`). Rows of padding mean nothing.
+        """
+        if x.dim() == 2:
+            alone: Tensor = self(x[None], mask, None if condition is None else condition[None])[0]
+            return alone
+        num_ops = x.shape[1]
+        length = min(self.segment, num_ops)
+        factor = 1 if condition is None else _segments(condition, length)
+        visible = _visible(x, mask, length)
+        x = _segments(x, length)
+        for layer in self.layers:
+            x = layer(factor * x, visible)
+        out: Tensor = self.last_norm(x).flatten(1, 2)[:, :num_ops]
+        return out
+
+
+def _segments(x: Tensor, length: int) -> Tensor:
+    """[B, S, L, H] from [B, N, H], zeros behind the last op."""
+    num_graphs, num_ops, width = x.shape
+    return pad(x, (0, 0, 0, -num_ops % length)).view(num_graphs, -1, length, width)
+
+
+def _visible(x: Tensor, mask: Tensor | None, length: int) -> Tensor:
+    """[B * S, 1, 1, 2L] which ops are there, in the segment before and in the segment itself."""
+    present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+    own = _segments(present[..., None], length)[..., 0]
+    both = torch.cat((pad(own[:, :-1], (0, 0, 1, 0)), own), dim=2)
+    # a segment of padding alone may see anything: a softmax over nothing is not a number
+    return (both | ~both.any(dim=2, keepdim=True)).flatten(0, 1)[:, None, None]
