@@ -86,7 +86,9 @@ def place(
     placer: Annotated[str, typer.Option(help="auto: all classical placers, then search.")] = "auto",
     budget: BudgetOption = "30s",
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    checkpoint: Annotated[str | None, typer.Option(metavar="FILE", help="Not in this version.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A policy of your own, for learned placers.")
+    ] = None,
     pin: PinOption = None,
     max_memory: MaxMemoryOption = None,
     reserve: ReserveOption = "0%",
@@ -101,8 +103,6 @@ def place(
     from gdp.budget import Budget
     from gdp.cluster import Cluster
 
-    if checkpoint is not None:
-        raise InputError(f"--checkpoint {checkpoint}: this version has no learned placer; leave the option out")
     if microbatches != 1:
         raise InputError(f"--microbatches is {microbatches}; this version places one batch, only 1 is expected")
     limit = Budget.parse(budget)
@@ -114,6 +114,14 @@ def place(
     for path in filter(None, (plan_path, graph_path)):
         options.check_writable(path)
     _check_placers([placer])
+    if checkpoint is not None:
+        from gdp.placers.portfolio import WITH_POLICY
+
+        if placer not in WITH_POLICY:
+            raise InputError(f"--checkpoint: {placer} asks no policy; use it with --placer {' or '.join(WITH_POLICY)}")
+        from gdp.policy.checkpoint import load_checkpoint
+
+        load_checkpoint(checkpoint)  # a bad file is better known now than after the graph's capture
 
     source = _read(model)
     _warm_up()
@@ -131,7 +139,7 @@ def place(
         try:
             with progress.live(line):
                 plan = find_plan(
-                    graph, cluster, placer=placer, budget=limit, seed=seed, robust=spread,
+                    graph, cluster, placer=placer, budget=limit, seed=seed, robust=spread, checkpoint=checkpoint,
                     num_threads=threads, on_progress=line, stop=stop, **constraints,
                 )  # fmt: skip
         except InputError as error:
@@ -266,6 +274,50 @@ def capture(
     else:
         _show(console.capture_report(made.graph, made.unknown_costs, str(out)))
     return OK
+
+
+@app.command()
+def train(
+    graphs: Annotated[
+        list[str], typer.Argument(metavar="GRAPH...", help="Graphs to train on: gdp-graph files, or MODELs.")
+    ],
+    devices: Annotated[list[str], typer.Option(metavar="DEVICES", help="Each graph is placed on each. Repeatable.")],
+    out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="Where the policy goes, such as my.safetensors.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where CHECKPOINT stands; same arguments.")] = False,
+    start: Annotated[Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Train on from this one.")] = None,
+    policy: Annotated[str | None, typer.Option(help="default, or paper: GDP as published.")] = None,
+    updates: Annotated[int, typer.Option(metavar="N", min=1, help="Over which the learning rate falls.")] = 500,
+    budget: Annotated[str | None, typer.Option(metavar="TIME", help="End earlier, after 10m or 2h.")] = None,
+    graphs_per_update: Annotated[int | None, typer.Option(metavar="G", min=1, help="Default: all, at most 8.")] = None,
+    samples: Annotated[int, typer.Option(metavar="S", min=2, help="Placements of a graph in an update.")] = 16,
+    learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 1e-3,
+    randomize: Annotated[bool, typer.Option("--randomize", help="Vary devices, links, memory and batch size.")] = False,
+    validation: Annotated[
+        list[str] | None, typer.Option(metavar="GRAPH", help="Keep the parameters that do best on it. Repeatable.")
+    ] = None,
+    save_every: Annotated[int, typer.Option(metavar="K", min=1, help="Write CHECKPOINT every K updates.")] = 10,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    threads: ThreadsOption = None,
+    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Write TensorBoard scalars there.")] = None,
+    json: JsonOption = False,
+) -> int:
+    """Train a policy on graphs; Ctrl-C saves. Under torchrun (-m gdp.cli train ...), processes share the graphs."""
+    from gdp.cli_train import TrainOptions, run
+
+    trained = run(
+        TrainOptions(
+            graphs=graphs, devices=devices, out=out, resume=resume, start=start, policy=policy, updates=updates,
+            budget=budget, graphs_per_update=graphs_per_update, samples=samples, learning_rate=learning_rate,
+            randomize=randomize, validation=validation or (), save_every=save_every, seed=seed, threads=threads,
+            tensorboard=tensorboard, command=shlex.join(["gdp", *sys.argv[1:]]),
+        ),
+        _warm_up,
+    )  # fmt: skip
+    if trained.is_first and json:
+        _print_json(trained.to_document())
+    elif trained.is_first:
+        _print(trained.to_text())
+    return INTERRUPTED if trained.interrupted else OK
 
 
 @devices_app.command("list")

@@ -1,6 +1,7 @@
 """What is seen while gdp works: one live line on standard error, nothing if that is no terminal."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -8,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -17,6 +18,9 @@ from rich.text import Text
 
 from gdp.place import Progress
 from gdp.report.console import format_ms
+
+if TYPE_CHECKING:
+    from gdp.policy.pretraining import Progress as TrainingProgress
 
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C ends: 128 + SIGINT
 
@@ -48,6 +52,39 @@ class SearchLine:
         return self.spinner
 
 
+class TrainingLine:
+    """The latest update of a training run."""
+
+    def __init__(self, title: str) -> None:
+        self.spinner = Spinner("dots", Text(title))
+        self.title = title
+
+    def __call__(self, progress: "TrainingProgress") -> None:
+        left = "" if progress.seconds_left is None else f" | {progress.seconds_left / 60:.0f} min left"
+        self.spinner.update(text=Text(f"{self.title}: {training_sentence(progress)}{left}"))
+
+    def __rich__(self) -> Spinner:
+        return self.spinner
+
+
+def training_sentence(progress: "TrainingProgress") -> str:
+    """Where training is: `update 12/500 | 1.34x the bound, best 1.21x | 100% fit | entropy 0.71`."""
+    parts = [f"update {progress.update}/{progress.updates}"]
+    if (last := progress.statistics) is not None:
+        parts += [
+            f"{last.step_time_ratio:.3f}x the bound, best {_ratio(last.best_step_time_ratio)}",
+            f"{last.feasible:.0%} fit",
+            f"entropy {last.entropy:.2f}",
+        ]
+    if (checked := progress.validation) is not None:
+        parts.append(f"validation {_ratio(checked.step_time_ratio)}")
+    return " | ".join(parts)
+
+
+def _ratio(ratio: float) -> str:
+    return "-" if math.isnan(ratio) else f"{ratio:.3f}x"
+
+
 @contextlib.contextmanager
 def live(line: Any) -> Iterator[None]:
     """Show `line` (text, or something with `__rich__`) at work, on a terminal."""
@@ -73,20 +110,22 @@ def said_if_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second ends the process at once."""
+def stop_on_interrupt(*, terminate: bool = False) -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets, or SIGTERM if `terminate`; a second Ctrl-C ends the process at once."""
     stop = threading.Event()
 
-    def handle(_signal: int, _frame: FrameType | None) -> None:
-        if stop.is_set():
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if stop.is_set() and number == signal.SIGINT:
             os._exit(_INTERRUPTED)
         stop.set()
 
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    previous = signal.signal(signal.SIGINT, handle)
+    numbers = (signal.SIGINT, signal.SIGTERM) if terminate else (signal.SIGINT,)
+    previous = [signal.signal(number, handle) for number in numbers]
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,222 @@
+"""Checkpoint files: a policy's parameters, how it was trained, and, until training ends, how to go on.
+
+    NAME.safetensors    metadata {"gdp": JSON}: format, version, policy, config, manifest
+                        tensors: parameters by name; "optimizer/..." the state of training
+
+A file is written under a temporary name and renamed: parameters and state are of the same update, whatever happens.
+Readers raise InputError with one line that names the file, what is wrong and the remedy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+import orjson
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from gdp import files
+from gdp.errors import InputError
+from gdp.policy.base import Policy
+
+FORMAT, VERSION = "gdp-checkpoint", 1
+_TRAINING = "optimizer/"
+
+POLICIES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "default": ("gdp.policy.scheduler", "SchedulerPolicy", "SchedulerConfig"),
+        "paper": ("gdp.policy.paper", "PaperPolicy", "PaperConfig"),
+    }
+)
+"""Module, policy and configuration of each name, imported when one is asked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What a checkpoint file holds."""
+
+    policy: str  # name
+    config: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    parameters: Mapping[str, Tensor]
+    training: Mapping[str, Tensor]  # empty where training has ended
+
+    def fill(self, policy: Policy) -> None:
+        """Give `policy` the parameters. InputError unless names and shapes are the policy's and all is finite."""
+        expected = policy.state_dict()
+        check_tensors(self.parameters, expected)
+        policy.load_state_dict(dict(self.parameters))
+
+
+def new_policy(name: str, *, seed: int = 0) -> Policy:
+    """The policy called `name` in its default configuration, with initial parameters that depend on `seed` alone."""
+    policy_class, config_class = _classes(name)
+    return _construct(policy_class, config_class(), seed)
+
+
+def save_checkpoint(
+    path: str | Path, policy: Policy, manifest: Mapping[str, Any], training: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write `policy`, its configuration, `manifest` (of JSON values) and the tensors of `training`, atomically."""
+    tensors = dict(policy.state_dict())
+    if bad := next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None):
+        raise InputError(f"{path}: not written, parameter {bad!r} is not finite; train with a lower learning rate")
+    tensors.update({_TRAINING + name: tensor for name, tensor in (training or {}).items()})
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "policy": policy.name,
+        "config": config_document(policy),
+        "manifest": dict(manifest),
+    }
+    # clones: parameters that share memory are stored one by one
+    content = save(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
+        {"gdp": orjson.dumps(header).decode()},
+    )
+    files.write_bytes(path, content)
+
+
+def config_document(policy: Policy) -> dict[str, Any]:
+    """All fields of the policy's configuration."""
+    return asdict(cast("Any", policy).config)
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """What the file holds, on the CPU; whether the parameters suit a policy is not looked at."""
+    if Path(path).is_dir():
+        raise InputError(f"{path}: is a directory; name a file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = _read_header(file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; check the path") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
+    except SafetensorError:
+        raise InputError(f"{path}: truncated, or no safetensors file; copy or train it again") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return Checkpoint(
+        policy=header["policy"],
+        config=header["config"],
+        manifest=header["manifest"],
+        parameters={name: tensor for name, tensor in tensors.items() if not name.startswith(_TRAINING)},
+        training={
+            name.removeprefix(_TRAINING): tensor for name, tensor in tensors.items() if name.startswith(_TRAINING)
+        },
+    )
+
+
+def read_manifest(path: str | Path) -> Mapping[str, Any]:
+    """How the policy in the file was trained."""
+    return read_checkpoint(path).manifest
+
+
+def load_checkpoint(path: str | Path) -> Policy:
+    """The policy in the file, on the CPU."""
+    checkpoint = read_checkpoint(path)
+    try:
+        policy_class, config_class = _classes(checkpoint.policy)
+        policy = _construct(policy_class, _read_config(config_class, checkpoint.config, "config"), 0)
+        checkpoint.fill(policy)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except (RuntimeError, ValueError) as error:  # sizes that no layer can have
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: config: {reason[:200]}; the file is damaged, train it again") from None
+    return policy
+
+
+def check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """InputError unless `found` has exactly the tensors `expected`, of these shapes and types, and all finite."""
+    for name in sorted(expected.keys() - found.keys()):
+        raise InputError(f"tensor {name!r} is missing; the file is of another gdp or damaged, train it again")
+    for name in sorted(found.keys() - expected.keys()):
+        raise InputError(f"tensor {name!r} is none of the policy's; the file is of another gdp, train it again")
+    for name, tensor in found.items():
+        shape, dtype = tuple(expected[name].shape), expected[name].dtype
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise InputError(
+                f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}; {dtype} {shape} is expected, train it again"
+            )
+        if not _is_finite(tensor):
+            raise InputError(f"tensor {name!r} holds values that are not finite; train it again")
+
+
+def _is_mapping(value: object) -> bool:
+    """a mapping"""
+    return type(value) is dict
+
+
+_HEADER_FIELDS = {
+    "format": files.is_string,
+    "version": files.is_size,
+    "policy": files.is_string,
+    "config": _is_mapping,
+    "manifest": _is_mapping,
+}
+
+
+def _read_header(metadata: Mapping[str, str] | None) -> Mapping[str, Any]:
+    text = (metadata or {}).get("gdp")
+    if text is None:
+        raise InputError("has no gdp header; name a file that `gdp train` wrote")
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        raise InputError("its gdp header is not JSON; copy or train it again") from None
+    header = files.require_header(document, FORMAT, VERSION)
+    files.require_keys(header, "header", _HEADER_FIELDS, set(_HEADER_FIELDS))
+    return header
+
+
+def _classes(name: str) -> tuple[Any, Any]:
+    """(policy, configuration) of `name`."""
+    if name not in POLICIES:
+        raise InputError(f"policy {name!r} is unknown; one of {', '.join(POLICIES)} is expected")
+    module, policy_class, config_class = POLICIES[name]
+    return getattr(import_module(module), policy_class), getattr(import_module(module), config_class)
+
+
+def _construct(policy_class: Any, config: Any, seed: int) -> Policy:
+    with torch.random.fork_rng(devices=[]):  # layers draw initial values from PyTorch's own generator
+        torch.manual_seed(seed)
+        policy: Policy = policy_class(config)
+    return policy
+
+
+def _read_config(config_class: Any, document: object, where: str) -> Any:
+    """The configuration that `config_document` gave; every field, each of the type that its default has."""
+    default = config_class()
+    names = [field.name for field in fields(config_class)]
+    if not isinstance(document, dict):
+        raise InputError(f"{where} is a {type(document).__name__}; a mapping is expected")
+    for name in sorted(set(names) ^ document.keys()):
+        raise InputError(f"{where}: {name} is {'missing' if name in names else 'unknown'}; the file is of another gdp")
+    values = {}
+    for name in names:
+        value, like = document[name], getattr(default, name)
+        if is_dataclass(like):
+            value = _read_config(type(like), value, f"{where}: {name}")
+        elif type(value) is list:
+            value = tuple(value)
+        elif type(value) is int and type(like) is float:
+            value = float(value)
+        if like is not None and type(value) is not type(like):
+            raise InputError(f"{where}: {name} is {value!r}; {type(like).__name__} is expected")
+        values[name] = value
+    try:
+        return config_class(**values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
