@@ -15,6 +15,7 @@ from gdp.placers.local_search import Incumbent
 from gdp.placers.portfolio import Noise, find, mean_step_time_ns, perturbed_times
 from gdp.plan import Plan, Search
 from gdp.problem import Problem
+from gdp.simulate import Simulation
 
 NUM_PERTURBATIONS = 4  # tables of perturbed op times that `robust` averages over while it searches
 
@@ -42,6 +43,7 @@ def place(
     max_memory_bytes: Mapping[str, int] | None = None,
     reserve: float = 0.0,
     robust: float = 0.0,
+    checkpoint: str | None = None,
     num_threads: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
@@ -52,7 +54,8 @@ def place(
     never with a plan that does not fit where it found one that does. When nothing fits, the plan has the status
     "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in simulations the same seed
     gives the same plan. `pins`, `max_memory_bytes` and `reserve` are those of `Problem.build`; `robust` is the relative
-    deviation of the op times over which the step time is averaged while searching. `stop` ends the search early.
+    deviation of the op times over which the step time is averaged while searching. `checkpoint` is the file of a policy
+    to use instead of the one that comes with gdp. `stop` ends the search early.
     Raises InputError for arguments that make no sense.
     """
     if not 0 <= robust < 0.5:
@@ -76,8 +79,9 @@ def place(
 
     noise = Noise.draw(reduction, robust, NUM_PERTURBATIONS, seed) if robust else None
     found = find(
-        reduction, placer, clock, seed=seed, bound_ns=bound_ns, noise=noise, num_threads=num_threads, on_progress=report
-    )
+        reduction, placer, clock, seed=seed, bound_ns=bound_ns, noise=noise, checkpoint=checkpoint,
+        num_threads=num_threads, on_progress=report,
+    )  # fmt: skip
     if found.best is None:
         raise InputError(f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use placer auto")
     expected_ns = None
@@ -86,19 +90,12 @@ def place(
             problem, robust, 4 * NUM_PERTURBATIONS, seed + 1
         )  # not those that were searched on
         expected_ns = mean_step_time_ns(found.best, other_tables)
-    return Plan(
-        graph=graph.fingerprint,
-        cluster=cluster.fingerprint,
-        devices=tuple(device.name for device in cluster.devices),
-        placement=found.best.placement,
-        order=found.best.order,
-        step_time_ns=found.best.step_time_ns,
-        peak_memory_bytes=found.best.peak_memory_bytes,
-        lower_bound_ns=bound_ns,
-        placer=placer,
-        seed=seed,
-        gdp_version=version("gdp-placement"),
-        search=Search(
+    return plan_of(
+        found.best,
+        bound_ns,
+        placer,
+        seed,
+        Search(
             seconds=clock.seconds,
             simulations=found.simulations,
             baselines=found.baselines,
@@ -107,4 +104,23 @@ def place(
             interrupted=clock.stop.is_set(),
             expected_step_time_ns=expected_ns,
         ),
+    )
+
+
+def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, search: Search | None = None) -> Plan:
+    """The plan that `simulation` runs."""
+    problem = simulation.problem
+    return Plan(
+        graph=problem.graph.fingerprint,
+        cluster=problem.cluster.fingerprint,
+        devices=tuple(device.name for device in problem.cluster.devices),
+        placement=simulation.placement,
+        order=simulation.order,
+        step_time_ns=simulation.step_time_ns,
+        peak_memory_bytes=simulation.peak_memory_bytes,
+        lower_bound_ns=bound_ns,
+        placer=placer,
+        seed=seed,
+        gdp_version=version("gdp-placement"),
+        search=search,
     )

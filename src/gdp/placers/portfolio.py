@@ -18,7 +18,9 @@ from gdp.problem import Problem
 from gdp.simulate import Simulation, simulate
 
 SEARCHES = ("auto", "local-search", "exact")
-PLACERS = (*SEARCHES, *CLASSICAL)
+WITH_POLICY = ("gdp-zero-shot", "gdp-finetune")  # they begin with a trained one
+LEARNED = (*WITH_POLICY, "gdp-one", "hdp")
+PLACERS = (*SEARCHES, *LEARNED, *CLASSICAL)
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that `auto` hands to the exact placer first, and its effort there
 
 
@@ -56,18 +58,22 @@ def find(
     seed: int = 0,
     bound_ns: int = 0,
     noise: Noise | None = None,
+    checkpoint: str | None = None,
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Found:
     """Run `placer` within the clock's budget. InputError for an unknown name.
 
-    Classical placers see the original problem, searches the reduced one, until they reach `bound_ns`. With `noise` step
-    times are means over its tables.
+    Classical placers see the original problem, searches and learned placers the reduced one, searches until they reach
+    `bound_ns`. With `noise` step times are means over its tables. `checkpoint` is the file of another policy than the
+    one that comes with gdp.
     """
     if placer not in PLACERS:
         raise InputError(f"placer {placer!r} is unknown; one of {', '.join(PLACERS)} is expected")
     if placer == "exact":
         return _find_exactly(reduction.original, clock, noise)
+    if placer in LEARNED:
+        return _ask_policy(reduction, placer, clock, seed, noise, checkpoint, num_threads, on_progress)
     names = {"auto": tuple(CLASSICAL), "local-search": ("single", "contiguous")}.get(placer, (placer,))
     candidates, baselines = _run_classical(reduction.original, names, clock, seed, noise, on_progress)
     if not candidates:
@@ -94,7 +100,7 @@ def find(
             on_progress=on_progress,
         )
         num_simulations += searches
-        expanded = _expand(reduction, searched)
+        expanded = expand(reduction, searched)
         candidates.append((_key(expanded, noise), expanded))
     best = min(candidates, key=lambda candidate: candidate[0])[1]
     return Found(best, num_simulations, baselines if placer == "auto" else {})
@@ -107,6 +113,35 @@ def _find_exactly(problem: Problem, clock: Clock, noise: Noise | None) -> Found:
     answer = exact(problem, time_limit_s=clock.seconds_left, max_nodes=clock.budget.simulations, stop=clock.stop)
     placement = CLASSICAL["single"](problem, 0) if answer.placement is None else answer.placement
     return Found(None if placement is None else simulate(problem, placement), answer.num_nodes)
+
+
+def _ask_policy(
+    reduction: Reduction,
+    placer: str,
+    clock: Clock,
+    seed: int,
+    noise: Noise | None,
+    checkpoint: str | None,
+    num_threads: int | None,
+    on_progress: OnProgress | None,
+) -> Found:
+    """A learned placer's answer."""
+    if noise is not None:
+        raise InputError(f"robust: {placer} knows one set of costs only; use another placer")
+    if placer == "hdp":
+        from gdp.placers.hdp import hdp
+
+        found = hdp(reduction.problem, clock, seed=seed, on_progress=on_progress)
+        if found.placement is None or found.step_time_ns is None:
+            return Found(None, found.num_simulations)
+        return Found(expand(reduction, Incumbent(found.placement, found.step_time_ns)), found.num_simulations)
+    from gdp.placers import learned  # PyTorch takes seconds to import
+
+    answer = learned.ask(
+        placer, reduction.problem, clock,
+        seed=seed, checkpoint=checkpoint, num_threads=num_threads, on_progress=on_progress,
+    )  # fmt: skip
+    return Found(expand(reduction, answer.incumbent), answer.num_simulations)
 
 
 def _run_classical(
@@ -139,8 +174,8 @@ def _run_classical(
     return candidates, baselines
 
 
-def _expand(reduction: Reduction, incumbent: Incumbent) -> Simulation:
-    """The replay on the original ops of what the search found on the reduced ones."""
+def expand(reduction: Reduction, incumbent: Incumbent) -> Simulation:
+    """The replay on the original ops of what was found on the reduced ones."""
     reduced = simulate(reduction.problem, incumbent.placement, priority=incumbent.priority)
     order = reduction.expand_order(reduced.order)
     return simulate(reduction.original, reduction.expand(incumbent.placement), order=order)

@@ -1,0 +1,268 @@
+"""The `default` policy: a learned list scheduler over the units of a problem.
+
+    units --features--> graph embedding --> segment placer (superposition) --> a weight vector for each unit
+                                                                                         |
+    roll-out (compiled): each unit in turn scores every device by its weights and the device's state, and draws one
+
+The network runs once for a problem, the roll-outs see devices only through features that are the same functions for all
+of them (`rollout.py`): one set of parameters serves any number and mix of devices. The roll-outs record these features,
+so log-probabilities of their choices can be computed again with gradients: logits [S, U, D] = weights [U, K] . features
+[S, U, D, K]. A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131), there for
+single ops of one graph; graph network, segment attention and superposition are GDP's (arXiv 1910.01578).
+
+S samples, U units, D devices, F unit features, K features of a unit on a device, H hidden.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gdp.graph import I64
+from gdp.policy.base import Instance, Policy, Rollouts
+from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
+from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
+from gdp.policy.rollout import DEVICE_FEATURES, NUM_FEATURES, RolloutArrays, roll_out
+from gdp.policy.superposition import Superposition
+from gdp.policy.units import NUM_UNIT_FEATURES, POSITION_FEATURES, UnitGraph, UnitSource
+from gdp.problem import Placement, Problem
+from gdp.simulate import Simulation, evaluate_many, simulate
+
+_LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
+_NUM_TRIED = 4  # placements of each step that leads to a training incumbent
+_FREED = (0.05, 0.4)  # share of the units that choose again when an incumbent is refined
+_SLACKS = (1.0, 1.2, 1.6, 1e9)  # of estimated memory, in turn over the samples: the estimate may be far too high
+# what a plain list scheduler weighs, in the order of `rollout.FEATURES`, rounded from an evolution strategy on the
+# training graphs: where training begins, to construct and to refine
+_INITIAL = (
+    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 0),
+    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 2),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes, and what the ablation leaves out."""
+
+    hidden: int = 64
+    num_graph_layers: int = 3
+    num_placer_layers: int = 2
+    num_heads: int = 4
+    segment: int = 64  # units
+    num_units: tuple[int, ...] = (50, 100, 200)  # drawn from for each instance
+    refining: float = 0.6  # share of training instances that refine an incumbent
+    attention: bool = True
+    superposition: bool = True
+    position: bool = True  # where a unit is in the step
+    device_features: bool = True  # loads, start times, speeds and memory, not only what is where
+    network: bool = True  # without: one weight vector for all units and problems
+
+    def __post_init__(self) -> None:
+        if not self.num_units or min(self.num_units) < 1:
+            raise ValueError(f"num_units is {self.num_units}; numbers of at least 1 are expected")
+
+
+@dataclass(frozen=True, eq=False)
+class UnitInstance(Instance):
+    """A problem in units."""
+
+    units: UnitGraph
+    arrays: RolloutArrays
+    features: Tensor  # float32 [U, F]
+    edge_index: Tensor  # int64 [2, 2P] both ways
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What was seen and chosen."""
+
+    device: Tensor  # int64 [S, U]
+    features: Tensor  # float32 [S, U, D, K]
+    mask: Tensor  # bool [S, U, D]
+
+
+@dataclass(eq=False)
+class _Sources:
+    """The last problems seen, so that drawing another grouping of one is cheap."""
+
+    limit: int = 256
+    known: dict[int, tuple[Problem, UnitSource]] = field(default_factory=dict)
+
+    def of(self, problem: Problem) -> UnitSource:
+        if id(problem) not in self.known:
+            while len(self.known) >= self.limit:
+                self.known.pop(next(iter(self.known)))
+            self.known[id(problem)] = (problem, UnitSource.of(problem))
+        return self.known[id(problem)][1]
+
+
+class SchedulerPolicy(Policy):
+    """The policy; see the module's text."""
+
+    name = "default"
+    seen: Tensor  # [F] 0 for the unit features that are left out
+    used: Tensor  # [K] 0 for the device features that are left out
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden
+        self.base = nn.Parameter(torch.tensor(_INITIAL, dtype=torch.float32))  # [2, K]
+        if config.network:
+            self.encode = nn.Sequential(nn.Linear(NUM_UNIT_FEATURES, hidden), nn.LayerNorm(hidden), nn.ReLU())
+            self.embed = GraphEmbedding(
+                hidden,
+                GraphEmbeddingConfig(num_layers=config.num_graph_layers, hidden=hidden, pool="relu", residual=True),
+            )
+            self.embed_norm = nn.LayerNorm(hidden)
+            body = SegmentTransformerConfig(
+                num_layers=config.num_placer_layers, d_model=hidden, num_heads=config.num_heads,
+                feed_forward=2 * hidden, segment=config.segment, norm="pre", attention=config.attention,
+            )  # fmt: skip
+            self.placer = Superposition(body) if config.superposition else SegmentTransformer(body)
+            self.head = nn.Linear(hidden, NUM_FEATURES)
+            nn.init.zeros_(self.head.weight)  # before training every unit has the base weights
+            nn.init.zeros_(self.head.bias)
+        position = torch.ones(NUM_UNIT_FEATURES)
+        if not config.position:
+            position[list(POSITION_FEATURES)] = 0.0
+        self.register_buffer("seen", position, persistent=False)
+        used = torch.ones(NUM_FEATURES)
+        if not config.device_features:
+            used[list(DEVICE_FEATURES)] = 0.0
+        self.register_buffer("used", used, persistent=False)
+        self._sources = _Sources()
+
+    def instance(self, problem: Problem, rng: np.random.Generator) -> UnitInstance:
+        """Units drawn by `rng`: how many, how they join, and whether backward ops go with their forward ops.
+
+        A share `refining` of the instances has an incumbent: the policy's own best of a few placements, refined up to
+        three times, so that it trains on what it will meet.
+        """
+        sizes = np.array(self.config.num_units)
+        instance = self.grouped(problem, int(rng.choice(sizes)), rng)
+        if rng.random() >= self.config.refining:
+            return instance
+        best: tuple[tuple[int, int], Placement] | None = None
+        for _ in range(int(rng.integers(1, 5))):
+            placements = self.sample(instance, _NUM_TRIED, rng).placements
+            step_time_ns, peaks = evaluate_many(problem, placements, num_threads=1)
+            excess = np.maximum(peaks - problem.memory_limit_bytes, 0).sum(axis=1)
+            first = int(np.lexsort((step_time_ns, excess))[0])
+            key = int(excess[first]), int(step_time_ns[first])
+            if best is None or key < best[0]:
+                best = key, placements[first]
+            incumbent = simulate(problem, best[1])
+            instance = self.grouped(problem, int(rng.choice(sizes)), rng, incumbent=incumbent)
+        return instance
+
+    def grouped(
+        self,
+        problem: Problem,
+        num_units: int,
+        rng: np.random.Generator,
+        *,
+        following: bool | None = None,
+        incumbent: Simulation | None = None,
+    ) -> UnitInstance:
+        """An instance of about `num_units` units, to place or, with `incumbent`, to refine; see `UnitSource.draw`."""
+        units = self.source(problem).draw(num_units, rng, following=following, incumbent=incumbent)
+        return self.view(problem, units)
+
+    def source(self, problem: Problem) -> UnitSource:
+        """What groupings of `problem` have in common."""
+        return self._sources.of(problem)
+
+    def view(self, problem: Problem, units: UnitGraph) -> UnitInstance:
+        """`problem` in `units`, on the policy's device."""
+        edges = torch.from_numpy(np.stack((units.sources, units.targets)))
+        return UnitInstance(
+            problem=problem,
+            units=units,
+            arrays=RolloutArrays.of(problem, units, self.source(problem).equal_before),
+            features=torch.from_numpy(units.features).to(self.device),
+            edge_index=torch.cat((edges, edges.flip(0)), dim=1).to(self.device),
+        )
+
+    def weights(self, instance: UnitInstance) -> Tensor:
+        """[U, K] how each unit weighs the features of devices."""
+        base = self.base[int(instance.units.incumbent[0] >= 0)]
+        if not self.config.network:
+            weights = base.expand(instance.units.num_units, NUM_FEATURES)
+        else:
+            x = self.encode(instance.features * self.seen)
+            x = self.embed_norm(self.embed(x, instance.edge_index))
+            weights = base + _LARGEST_CHANGE * torch.tanh(self.head(self.placer(x)) / _LARGEST_CHANGE)
+        scaled: Tensor = weights * self.used
+        return scaled
+
+    def sample(
+        self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
+    ) -> Rollouts:
+        """See `Policy.sample`."""
+        assert isinstance(instance, UnitInstance)
+        num_units, num_devices = instance.units.num_units, instance.problem.num_devices
+        with torch.no_grad():
+            weights = self.weights(instance)
+        devices = np.zeros((num_samples, num_units), np.int64)
+        features = np.zeros((num_samples, num_units, num_devices, NUM_FEATURES), np.float32)
+        masks = np.zeros((num_samples, num_units, num_devices), np.bool_)
+        roll_out(
+            instance.arrays,
+            weights.cpu().numpy(),
+            float(temperature),
+            rng.random((num_samples, num_units)),
+            np.resize(np.array(_SLACKS), num_samples),
+            _fixed(instance, num_samples, rng),
+            np.full((num_samples, num_units), -1),
+            instance.units.incumbent,
+            devices,
+            features,
+            masks,
+        )
+        choices = Choices(*(torch.from_numpy(array).to(self.device) for array in (devices, features, masks)))
+        with torch.no_grad():
+            log_prob = log_probabilities(weights, choices).gather(2, choices.device[..., None])[..., 0]
+        return Rollouts(devices[:, instance.units.unit_of_op], log_prob, choices)
+
+    def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        """See `Policy.score`."""
+        assert isinstance(instance, UnitInstance)
+        choices: Choices = rollouts.record
+        log_prob = log_probabilities(self.weights(instance), choices)
+        entropy = -(log_prob.exp() * log_prob.masked_fill(~choices.mask, 0.0)).sum(dim=2).mean()
+        return log_prob.gather(2, choices.device[..., None])[..., 0], entropy
+
+
+def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -> I64:
+    """[S, U] the device of each unit that stays, -1 for those that choose: all, or, to refine an incumbent, a part.
+
+    The part is drawn for each sample: units alone, a stretch of the step, or a unit with those nearest to it.
+    """
+    incumbent, near = instance.units.incumbent, instance.arrays.near
+    num_units = len(incumbent)
+    fixed = np.repeat(incumbent[None], num_samples, axis=0)
+    if num_units == 0 or incumbent[0] < 0:
+        return fixed
+    for sample in range(num_samples):
+        share = rng.uniform(*_FREED)
+        count = max(round(share * num_units), 1)
+        kind = rng.integers(3)
+        if kind == 0:
+            freed = rng.choice(num_units, count, replace=False)
+        elif kind == 1:
+            freed = (rng.integers(num_units) + np.arange(count)) % num_units
+        else:
+            closeness = near[rng.integers(num_units)].copy()
+            for _ in range(2):  # and their neighbours in turn
+                closeness = closeness + near.T @ closeness
+            freed = np.argsort(-closeness, kind="stable")[:count]
+        fixed[sample, freed] = -1
+    return fixed
+
+
+def log_probabilities(weights: Tensor, choices: Choices) -> Tensor:
+    """[S, U, D] of every device for every unit; -inf where it may not go."""
+    logits = torch.einsum("uk,sudk->sud", weights, choices.features)
+    return logits.masked_fill(~choices.mask, -torch.inf).log_softmax(dim=2)

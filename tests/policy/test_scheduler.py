@@ -1,0 +1,175 @@
+"""The default policy draws placements that keep the rules, treats like devices alike, and learns."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdp.budget import Budget, Clock
+from gdp.cluster import Cluster
+from gdp.graph import Graph, Op, Tensor
+from gdp.placers.learned import FineTuneConfig, ZeroShotConfig, fine_tune, zero_shot
+from gdp.policy.rollout import FEATURES, NUM_FEATURES, RolloutArrays, roll_out
+from gdp.policy.scheduler import SchedulerConfig, SchedulerPolicy, UnitInstance
+from gdp.policy.units import UnitSource
+from gdp.problem import Problem
+from gdp.simulate import evaluate, simulate
+from strategies import Instance, instances
+
+SMALL = SchedulerConfig(hidden=16, num_graph_layers=2, num_placer_layers=1, num_heads=2, segment=4, num_units=(4, 8))
+ABLATIONS = [
+    SMALL,
+    replace(SMALL, attention=False),
+    replace(SMALL, superposition=False),
+    replace(SMALL, position=False),
+    replace(SMALL, device_features=False),
+    replace(SMALL, network=False),
+]
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def policy_of(config: SchedulerConfig, seed: int = 0) -> SchedulerPolicy:
+    """With weights that differ from unit to unit, unlike the untrained policy's."""
+    torch.manual_seed(seed)
+    policy = SchedulerPolicy(config)
+    if config.network:
+        torch.nn.init.normal_(policy.head.weight, std=0.5)
+    return policy
+
+
+def layered(num_layers: int = 6, width: int = 4, num_devices: int = 3) -> Problem:
+    """Layers of independent ops that each feed two ops of the next layer."""
+    ops = [Op(f"op{i}", "mm", flops=10**9, module=f"layers.{i // width}") for i in range(num_layers * width)]
+    tensors = []
+    for op in range((num_layers - 1) * width):
+        below = (op // width + 1) * width
+        tensors.append(Tensor(op, (below + op % width, below + (op + 1) % width), 10_000))
+    return Problem.build(Graph.build("layered", ops, tensors), Cluster.parse(f"{num_devices}xp100-pcie-16g"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    instances(max_ops=24, keep_groups=True), st.sampled_from(ABLATIONS), st.sampled_from([0.0, 0.5, 1.0]), st.booleans()
+)
+def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
+    instance: Instance, config: SchedulerConfig, temperature: float, refines: bool
+) -> None:
+    problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
+    policy = policy_of(config)
+    view = policy.grouped(problem, 6, rng())
+    if refines:
+        incumbent = simulate(problem, policy.sample(view, 1, rng()).placements[0])
+        view = policy.grouped(problem, 6, rng(), incumbent=incumbent)
+    rollouts = policy.sample(view, 5, rng(), temperature=temperature)
+    assert not any(problem.broken_constraints(placement) for placement in rollouts.placements)
+    assert not rollouts.log_prob.requires_grad
+    log_prob, entropy = policy.score(view, rollouts)
+    torch.testing.assert_close(log_prob.detach(), rollouts.log_prob, rtol=1e-5, atol=1e-6)
+    (log_prob.mean() + entropy).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in policy.parameters())
+
+
+def test_a_forbidden_device_has_probability_zero() -> None:
+    problem = Problem.build(layered().graph, layered().cluster, pins=[(r"layers\.2", "gpu1")])
+    policy = policy_of(SMALL)
+    view = policy.grouped(problem, 24, rng())
+    rollouts = policy.sample(view, 50, rng())
+    assert (rollouts.placements[:, 8:12] == 1).all()
+    pinned = np.unique(view.units.unit_of_op[8:12])
+    assert (rollouts.log_prob[:, pinned] == 0).all()  # one device is left: log 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.permutations(range(4)))
+def test_renaming_devices_renames_what_the_policy_sees_of_them(names: list[int]) -> None:
+    problem = layered(num_devices=4)
+    units = UnitSource.of(problem).draw(24, rng(1))
+    alone = np.full(4, -1)  # without the rule on empty devices, which goes by number
+    arrays = RolloutArrays.of(problem, units, alone)
+    fixed = rng(2).integers(0, 4, (1, units.num_units))
+    fixed[0, -1] = -1
+    weights = rng(3).normal(size=(units.num_units, NUM_FEATURES)).astype(np.float32)
+    seen = []
+    for placed in (fixed, np.where(fixed < 0, -1, np.array(names)[fixed])):
+        chosen, features = np.zeros_like(fixed), np.zeros((1, units.num_units, 4, NUM_FEATURES), np.float32)
+        masks = np.zeros(features.shape[:3], np.bool_)
+        free = np.full_like(placed, -1)
+        roll_out(
+            arrays, weights, 0.0, np.zeros(fixed.shape), np.ones(1), placed, free, free[0], chosen, features, masks
+        )  # fmt: skip
+        seen.append((features[0, -1], chosen[0, -1]))
+    np.testing.assert_allclose(seen[1][0][names], seen[0][0], rtol=1e-5, atol=1e-6)
+    assert seen[1][1] == names[seen[0][1]]
+
+
+def test_of_like_devices_that_are_empty_only_the_first_may_be_chosen() -> None:
+    policy = policy_of(SMALL)
+    view = policy.grouped(layered(), 24, rng())
+    placements = policy.sample(view, 30, rng(), temperature=5.0).placements
+    order = [int(np.flatnonzero(view.units.unit_of_op == unit)[0]) for unit in range(view.units.num_units)]
+    for placement in placements:
+        first_uses = list(dict.fromkeys(placement[order].tolist()))
+        assert first_uses == sorted(first_uses)
+
+
+def test_refining_changes_the_freed_units_only() -> None:
+    problem, policy = layered(), policy_of(SMALL)
+    start = policy.sample(policy.grouped(problem, 24, rng()), 1, rng(), temperature=5.0).placements[0]
+    view = policy.grouped(problem, 24, rng(), incumbent=simulate(problem, start))
+    assert (view.units.incumbent[view.units.unit_of_op] == start).all()
+    rollouts = policy.sample(view, 40, rng(), temperature=5.0)
+    changed = (rollouts.placements != start).mean(axis=1)
+    assert 0 < changed.max() <= 0.4 + 1 / view.units.num_units
+
+
+def test_what_must_stay_in_memory_goes_where_it_fits() -> None:
+    # three ops of 6 GiB on devices of 16: two fit together, never three
+    ops = [Op(f"op{i}", "mm", flops=10**9, resident_bytes=6 * 2**30) for i in range(3)]
+    problem = Problem.build(Graph.build("big", ops, []), Cluster.parse("2xp100-pcie-16g"))
+    policy = policy_of(SMALL)
+    placements = policy.sample(policy.grouped(problem, 3, rng()), 40, rng(), temperature=5.0).placements
+    assert (np.sort(placements.sum(axis=1)) <= 2).all()
+    assert all((evaluate(problem, placement)[1] <= problem.memory_limit_bytes).all() for placement in placements)
+
+
+@pytest.mark.parametrize("devices", ["1xp100-pcie-16g", "16xp100-pcie-16g", "2xa100-sxm-80g+1xl4-24g+cpu-16core"])
+def test_one_policy_takes_any_number_and_mix_of_devices(devices: str) -> None:
+    problem = Problem.build(layered().graph, Cluster.parse(devices))
+    view = SchedulerPolicy(SMALL).instance(problem, rng())
+    assert isinstance(view, UnitInstance)
+    assert SchedulerPolicy(SMALL).sample(view, 3, rng()).placements.max() < problem.num_devices
+
+
+def test_there_is_a_starting_weight_for_every_feature() -> None:
+    assert SchedulerPolicy(SMALL).base.shape == (2, len(FEATURES))
+
+
+def test_zero_shot_keeps_to_its_simulations_and_repeats_itself() -> None:
+    problem, policy = layered(), policy_of(SMALL)
+    answers = [zero_shot(problem, policy, Clock(Budget.parse("1m")), seed=3) for _ in range(2)]
+    assert answers[0].num_simulations == ZeroShotConfig().num_simulations
+    assert np.array_equal(answers[0].incumbent.placement, answers[1].incumbent.placement)
+    assert evaluate(problem, answers[0].incumbent.placement)[0] == answers[0].incumbent.step_time_ns
+
+
+def test_fine_tuning_reaches_the_optimum_of_independent_ops_and_repeats_itself() -> None:
+    # 12 equal ops on 3 devices: 4 each
+    ops = [Op(f"op{i}", "mm") for i in range(12)]
+    cluster = Cluster.parse("3xp100-pcie-16g")
+    problem = Problem.build(Graph.build("even", ops, []), cluster, op_time_ns=np.full((12, 3), 1000))
+    config = FineTuneConfig(zero_shot=ZeroShotConfig(num_simulations=8, num_constructed=4, per_grouping=4, per_round=4))
+    found = []
+    for _ in range(2):
+        policy = policy_of(replace(SMALL, network=True))
+        torch.nn.init.zeros_(policy.base)
+        answer = fine_tune(problem, policy, Clock(Budget.parse("400sims")), seed=1, config=config)
+        assert answer.num_updates > 0
+        found.append(answer.incumbent)
+    assert found[0].step_time_ns == 4000
+    assert np.array_equal(found[0].placement, found[1].placement)
