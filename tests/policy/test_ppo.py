@@ -54,7 +54,8 @@ def test_relative_rewards_fall_with_the_step_time_and_with_what_does_not_fit() -
 
 def test_advantages_compare_with_the_batch_or_with_history() -> None:
     rewards = np.array([-1.0, -2.0, -3.0, -2.0])
-    assert advantages(rewards, CONFIG) == pytest.approx(np.array([1, 0, -1, 0]) / np.sqrt(0.5), rel=1e-3)
+    # the deviation is sqrt(0.5); 0.02 is added, so that differences of luck stay small
+    assert advantages(rewards, CONFIG) == pytest.approx(np.array([1, 0, -1, 0]) / (np.sqrt(0.5) + 0.02))
     plain = PPOConfig(normalize=False)
     assert advantages(rewards, plain, -1.5).tolist() == [0.5, -0.5, -1.5, -0.5]
     assert advantages(rewards, plain).tolist() == [1.0, 0.0, -1.0, 0.0]

@@ -1,7 +1,11 @@
 """A policy small enough to train in milliseconds, and problems to train it on."""
 
+import json
 import os
+import random
+import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,3 +163,25 @@ def train_tiny(
 
 def parameters(path: Path) -> dict[str, Tensor]:
     return dict(checkpoint.read_checkpoint(path).parameters)
+
+
+def kill_again_and_again(out: Path, whole: Path, num_updates: int, num_kills: int, seed: int) -> None:
+    """Train `whole` undisturbed, and `out` in children that are killed; writes the updates that each got to."""
+    moments, deaths = random.Random(seed), []
+    train_tiny(whole, num_updates)  # first: the children inherit what is compiled
+    for _ in range(num_kills):
+        before = out.stat().st_mtime_ns if out.exists() else None
+        child = os.fork()
+        if child == 0:
+            train_tiny(out, num_updates)
+            os._exit(0)
+        while (out.stat().st_mtime_ns if out.exists() else None) == before:
+            time.sleep(0.001)  # until the child has got somewhere
+        time.sleep(moments.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        deaths.append(checkpoint.read_manifest(out)["updates"])
+        if deaths[-1] == num_updates:
+            break
+    train_tiny(out, num_updates)
+    out.with_suffix(".json").write_text(json.dumps(deaths))

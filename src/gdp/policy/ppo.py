@@ -29,7 +29,7 @@ F64 = npt.NDArray[np.float64]
 REWARDS = ("relative", "paper")
 BASELINES = ("batch", "history")
 PAPER_INFEASIBLE_REWARD = -10.0
-_LEAST_DEVIATION = 1e-4  # rewards are near -1; a smaller spread is not worth blowing up to 1
+_LEAST_DEVIATION = 0.02  # rewards are near -1; a spread of a few percent is mostly luck, not worth blowing up to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from gdp.simulate import Simulation, evaluate_many, simulate
 _LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
 _FREED = (0.05, 0.4)  # share of the units that choose again when an incumbent is refined
-_SLACKS = (1.0, 1.2, 1.6, 1e9)  # of estimated memory, in turn over the samples: the estimate may be far too high
+_SLACKS = (1.0, 0.8, 1.3, 1e9)  # of estimated memory, in turn over the samples: the estimate is rough
 # what a plain list scheduler weighs, in the order of `rollout.FEATURES`, rounded from an evolution strategy on the
 # training graphs: where training begins, to construct and to refine
 _INITIAL = (
