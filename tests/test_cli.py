@@ -228,6 +228,11 @@ def test_a_cluster_that_is_shown_as_json_is_a_cluster_file(run: Run) -> None:
 def test_workloads_lists_the_built_in_models(run: Run) -> None:
     assert "gnmt-8" in run("workloads")[1]
     assert [row["name"] for row in json.loads(run("workloads", "--json")[1])["workloads"]][:2] == ["rnnlm-2", "rnnlm-4"]
+    closing = re.search(r"one of (\d+) smaller and larger variants: gdp workloads --variants", run("workloads")[1])
+    assert closing is not None
+    rows = json.loads(run("workloads", "--variants", "--json")[1])["workloads"]
+    assert len(rows) == int(closing[1])
+    assert rows[0]["name"] == "rnnlm/l1-s30-h1024-b128"
 
 
 def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +300,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--seed", "one"), ["--seed", "a valid integer"]),
     (place("--seed", "-1"), ["--seed", "greater than or equal to 0"]),
     (place("--placer", "magic"), ["placer 'magic' is unknown", "auto"]),
-    (place("--checkpoint", "file"), ["--checkpoint file", "no learned placer"]),
+    (place("--checkpoint", "file"), ["--checkpoint: auto asks no policy", "gdp-finetune"]),
     (place("--microbatches", "4"), ["--microbatches is 4"]),
     (place("--threads", "0"), ["--threads"]),
     (place("--pin", "left"), ["--pin is 'left'", "REGEX=DEVICE"]),
@@ -324,6 +329,12 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["capture", "cli_broken:fails", "--out", "g.json", "--optimizer", "adagrad"], ["'adagrad'", "adam, sgd"]),
     (["devices", "show", "toaster"], ["no kind 'toaster'"]),
     (["bench", "search", "--workloads", "gnmt-5"], ["'gnmt-5'"]),
+    (["bench", "paper", "--checkpoints", "none"], ["none: no such directory", "--hold-out"]),
+    (["bench", "paper", "--checkpoints", "directory"], ["directory: no checkpoint there holds family rnnlm out"]),
+    (["bench", "paper", "--checkpoints", "directory", "--hdp-factor", "0"], ["hdp_factor is 0.0"]),
+    (["bench", "generalization", "--checkpoints", "directory", "--workloads", "gnmt-5"], ["'gnmt-5'"]),
+    (["bench", "generalization", "--checkpoints", "directory", "--fine-tune-budget", "fast"], ["budget is 'fast'"]),
+    (["place", "gnmt/l9", "--devices", DEVICES], ["'gnmt/l9': no variant of that name", "gdp workloads --variants"]),
 ]
 
 

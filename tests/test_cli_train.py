@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from gdp import sources, workloads
 from gdp.cli import main
 from gdp.policy import checkpoint
 from gdp.policy.checkpoint import load_checkpoint, read_checkpoint, read_manifest
@@ -32,8 +34,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     random_graph(12, 0).save("random.json.gz")
     mixed_chain().save("chain.json.gz")
 
-    def call(*args: str, graphs: tuple[str, ...] = ("random.json.gz", "chain.json.gz")) -> Answer:
-        status = main(["train", *graphs, "--devices", DEVICES, *args])
+    def call(
+        *args: str, graphs: tuple[str, ...] = ("random.json.gz", "chain.json.gz"), devices: str | None = DEVICES
+    ) -> Answer:
+        status = main(["train", *graphs, *(["--devices", devices] if devices else []), *args])
         printed = capsys.readouterr()
         return status, printed.out, printed.err
 
@@ -126,3 +130,54 @@ def test_an_existing_checkpoint_is_neither_overwritten_nor_taken_for_another_run
     status, out, _ = run(*train("--resume", "--json"))
     assert (status, json.loads(out)["statistics"]) == (0, None)  # nothing was left to do
     assert Path(OUT).read_bytes() == before
+
+
+# The training set and families held out
+
+
+@pytest.fixture
+def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workloads and variants are small graphs of their names."""
+    read = sources.read_model
+
+    def read_small(text: str) -> sources.Model:
+        if workloads.find(text) is None:
+            return read(text)
+        return sources.Model(replace(random_graph(12, 0), name=text), {}, is_captured=True)
+
+    monkeypatch.setattr(sources, "read_model", read_small)
+
+
+@pytest.mark.usefixtures("_small_workloads")
+def test_the_training_set_goes_on_its_usual_devices_and_leaves_out_families_with_their_relatives(run: Run) -> None:
+    status, _, err = run(*train("--hold-out", "amoebanet"), graphs=("training-set",), devices=None)
+    assert status == 0, err
+    manifest = read_manifest(OUT)
+    assert manifest["held_out"] == ["amoebanet", "nasnet"]
+    sources_used = manifest["arguments"]["tasks"]["sources"]
+    expected = workloads.training_set(("amoebanet", "nasnet"))
+    assert len(sources_used) == len(expected) == len(workloads.training_set()) - 8  # 3 variants and 1 workload of each
+    assert {cluster["name"] for cluster in manifest["clusters"]} == {workload.cluster for workload in expected}
+    for devices in (DEVICES, None):
+        args = train("--resume", "--hold-out", "amoebanet")
+        answer = run(*args, graphs=("training-set",), devices=devices)
+        assert answer[0] == (2 if devices else 0)  # other devices, another run
+
+
+@pytest.mark.usefixtures("_small_workloads")
+def test_what_is_held_out_is_neither_trained_nor_chosen_on_nor_known_from_before(run: Run) -> None:
+    assert run(*train("--hold-out", "vit"))[0] == 0
+    for args, graphs, message in (
+        (["--hold-out", "amoebanet"], ("nasnet-a",), "nasnet-a: is of family nasnet, which is held out"),
+        (["--hold-out", "gnmt", "--validation", "gnmt-2"], ("rnnlm-2",), "gnmt-2: is of family gnmt, which is held"),
+        (["--hold-out", "clip", "--hold-out", "unet", "--from", OUT], ("rnnlm-2",), "without holding unet out"),
+        (["--hold-out", "cubism"], ("rnnlm-2",), "family 'cubism' is unknown; known: rnnlm, gnmt"),
+        ([], ("rnnlm-2", "chain.json.gz"), "chain.json.gz: is no built-in workload"),
+    ):
+        status, out, err = run(*train(*args, out="other.safetensors"), graphs=graphs, devices=None)
+        assert (status, out) == (2, "")
+        assert message in err
+    assert not Path("other.safetensors").exists()
+    args = train("--hold-out", "clip", "--from", OUT, out="other.safetensors")
+    assert run(*args, graphs=("rnnlm-2",), devices=None)[0] == 0
+    assert read_manifest("other.safetensors")["held_out"] == ["clip", "vit"]

@@ -92,6 +92,22 @@ def test_a_second_run_reads_the_cache_without_importing_pytorch() -> None:
         assert entry.read_bytes() == whole
 
 
+def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "rnnlm/l1-s30-h1024-b128"
+    captured: list[str] = []
+
+    def capture(build: object, name: str, *_: object) -> sources.Model:
+        captured.append(name)
+        return sources.Model(tiny(), {}, is_captured=True)
+
+    monkeypatch.setattr(sources, "_capture", capture)
+    for _ in range(2):
+        assert read_model(name).graph.fingerprint == tiny().fingerprint
+    assert captured == [name]
+    (entry,) = Path("cache/gdp/graphs").iterdir()
+    assert entry.name.startswith("rnnlm.l1-s30-h1024-b128-")
+
+
 def test_options_and_code_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = sources._cache_entry
     entries = {entry(WORKLOAD, True, "adam"), entry(WORKLOAD, False, "adam"), entry(WORKLOAD, True, "sgd")}
@@ -137,6 +153,7 @@ def test_a_function_of_the_users_is_captured_and_what_it_prints_is_no_answer(
         ("hf:directory", ["no Transformers directories", "module:function"]),
         ("gnmt-5", ["'gnmt-5'", "did you mean gnmt-"]),
         ("some/where", ["some/where: no such file"]),
+        ("rnnlm/l9", ["'rnnlm/l9': no variant of that name", "gdp workloads --variants"]),
         ("directory", ["directory: is a directory"]),
         ("none.json", ["none.json: no such file"]),
     ],

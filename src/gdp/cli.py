@@ -1,7 +1,5 @@
 """The command `gdp`: parse, call, print. Exit status: 0 done, 2 bad input, 3 nothing fits, 130 interrupted."""
 
-import contextlib
-import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,11 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gdp.cli_bench import bench_app
+from gdp.cli_shared import (
+    BudgetOption,
+    JsonOption,
+    ThreadsOption,
+    fail,
+    log,
+    print_json,
+    print_text,
+    quiet_pipe,
+    show,
+    warm_up,
+)
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from gdp.cluster import Cluster
     from gdp.sources import Model
 
@@ -28,7 +37,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 devices_app = typer.Typer(help="Built-in kinds of devices, and what a DEVICES text stands for.", rich_markup_mode=None)
-bench_app = typer.Typer(help="Reproduce a table of docs/results.md.", rich_markup_mode=None)
 app.add_typer(devices_app, name="devices")
 app.add_typer(bench_app, name="bench")
 
@@ -38,14 +46,11 @@ ModelArgument = Annotated[
 DevicesOption = Annotated[
     str, typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, or a cluster file.")
 ]
-BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
 PinOption = Annotated[list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Where matching ops go. Repeatable.")]
 MaxMemoryOption = Annotated[
     list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
 ]
 ReserveOption = Annotated[str, typer.Option(metavar="SHARE", help="Keep this share of each device's memory free.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -54,12 +59,12 @@ def main(args: Sequence[str] | None = None) -> int:
         status = int(app(args, prog_name="gdp", standalone_mode=False) or OK)
     except (InputError, typer.TyperException) as error:
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        status = _fail(f"error: {' '.join(message.split())}", BAD_INPUT)
+        status = fail(f"error: {' '.join(message.split())}", BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     if status == INTERRUPTED:
-        _fail("interrupted", INTERRUPTED)
-    with _quiet_pipe():
+        fail("interrupted", INTERRUPTED)
+    with quiet_pipe():
         sys.stdout.flush()
     return status
 
@@ -72,10 +77,10 @@ def gdp(
     if version:
         from gdp import __version__
 
-        _print(f"gdp {__version__}")
+        print_text(f"gdp {__version__}")
         raise typer.Exit(OK)
     if context.invoked_subcommand is None:
-        _print(context.get_help())
+        print_text(context.get_help())
         raise typer.Exit(OK)
 
 
@@ -124,7 +129,7 @@ def place(
         load_checkpoint(checkpoint)  # a bad file is better known now than after the graph's capture
 
     source = _read(model)
-    _warm_up()
+    warm_up()
     graph = source.graph
     from gdp.cost import unused_names
     from gdp.place import place as find_plan
@@ -133,7 +138,7 @@ def place(
     from gdp.simulate import replay
 
     for sentence in unused_names(graph, cluster):
-        _log(f"gdp: note: {sentence}")
+        log(f"gdp: note: {sentence}")
     line = progress.SearchLine(f"{graph.name} on {cluster.name}")
     with progress.stop_on_interrupt() as stop:
         try:
@@ -153,13 +158,13 @@ def place(
                 graph.save(graph_path)
         interrupted = stop.is_set()
     if json:
-        _print_json(documents.place_document(graph, cluster, plan, plan_path if status == OK else None))
+        print_json(documents.place_document(graph, cluster, plan, plan_path if status == OK else None))
     elif status == OK:
         command = ["gdp", "simulate", str(graph_path or model), "--devices", devices, "--plan", str(plan_path)]
         simulation = replay(Problem.build(graph, cluster, **constraints), plan)
-        _show(console.place_report(plan, simulation, source.unknown_costs, str(plan_path), shlex.join(command)))
+        show(console.place_report(plan, simulation, source.unknown_costs, str(plan_path), shlex.join(command)))
     if status == NOTHING_FITS:
-        _fail(console.nothing_fits(plan, cluster), NOTHING_FITS)
+        fail(console.nothing_fits(plan, cluster), NOTHING_FITS)
     return INTERRUPTED if interrupted else status
 
 
@@ -187,7 +192,7 @@ def compare(
     _check_placers(names or ())
 
     source = _read(model)
-    _warm_up()
+    warm_up()
     from gdp.compare import DEFAULT_PLACERS
     from gdp.compare import compare as run
     from gdp.report import console, documents, progress
@@ -198,13 +203,13 @@ def compare(
             num_threads=threads, stop=stop, **constraints,
         )  # fmt: skip
     if json:
-        _print_json(documents.compare_document(source.graph, cluster, comparison, str(limit)))
+        print_json(documents.compare_document(source.graph, cluster, comparison, str(limit)))
     else:
-        _show(console.compare_report(comparison))
+        show(console.compare_report(comparison))
     if comparison.interrupted:
         return INTERRUPTED
     if all(row.step_time_ns is None for row in comparison.rows):
-        return _fail("nothing fits in memory; `gdp place` says how much is missing", NOTHING_FITS)
+        return fail("nothing fits in memory; `gdp place` says how much is missing", NOTHING_FITS)
     return OK
 
 
@@ -242,10 +247,10 @@ def simulate(
     if wrong:
         raise InputError(f"{plan}: the figures are not those of the plan: {', '.join(wrong)}; place the graph anew")
     if json:
-        _print_json(documents.simulate_document(read, simulation, bound_ns))
+        print_json(documents.simulate_document(read, simulation, bound_ns))
     else:
-        _show(console.simulate_report(read, simulation, bound_ns))
-    return OK if simulation.feasible else _fail(f"does not fit: {'; '.join(simulation.reasons)}", NOTHING_FITS)
+        show(console.simulate_report(read, simulation, bound_ns))
+    return OK if simulation.feasible else fail(f"does not fit: {'; '.join(simulation.reasons)}", NOTHING_FITS)
 
 
 @app.command()
@@ -270,19 +275,25 @@ def capture(
 
     if json:
         unknown = dict(made.unknown_costs)
-        _print_json({**documents.graph_document(made.graph), "unknown_costs": unknown, "path": str(out)})
+        print_json({**documents.graph_document(made.graph), "unknown_costs": unknown, "path": str(out)})
     else:
-        _show(console.capture_report(made.graph, made.unknown_costs, str(out)))
+        show(console.capture_report(made.graph, made.unknown_costs, str(out)))
     return OK
 
 
 @app.command()
 def train(
     graphs: Annotated[
-        list[str], typer.Argument(metavar="GRAPH...", help="Graphs to train on: gdp-graph files, or MODELs.")
+        list[str], typer.Argument(metavar="GRAPH...", help="gdp-graph files, MODELs, or training-set: all of gdp's.")
     ],
-    devices: Annotated[list[str], typer.Option(metavar="DEVICES", help="Each graph is placed on each. Repeatable.")],
     out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="Where the policy goes, such as my.safetensors.")],
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DEVICES", help="Each graph goes on each; default: those of a workload. Repeatable."),
+    ] = None,
+    hold_out: Annotated[
+        list[str] | None, typer.Option(metavar="FAMILY", help="Leave it out, with families like it. Repeatable.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where CHECKPOINT stands; same arguments.")] = False,
     start: Annotated[Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Train on from this one.")] = None,
     policy: Annotated[str | None, typer.Option(help="default, or paper: GDP as published.")] = None,
@@ -306,17 +317,17 @@ def train(
 
     trained = run(
         TrainOptions(
-            graphs=graphs, devices=devices, out=out, resume=resume, start=start, policy=policy, updates=updates,
-            budget=budget, graphs_per_update=graphs_per_update, samples=samples, learning_rate=learning_rate,
-            randomize=randomize, validation=validation or (), save_every=save_every, seed=seed, threads=threads,
-            tensorboard=tensorboard, command=shlex.join(["gdp", *sys.argv[1:]]),
+            graphs=graphs, devices=devices or (), hold_out=hold_out or (), out=out, resume=resume, start=start,
+            policy=policy, updates=updates, budget=budget, graphs_per_update=graphs_per_update, samples=samples,
+            learning_rate=learning_rate, randomize=randomize, validation=validation or (), save_every=save_every,
+            seed=seed, threads=threads, tensorboard=tensorboard, command=shlex.join(["gdp", *sys.argv[1:]]),
         ),
-        _warm_up,
+        warm_up,
     )  # fmt: skip
     if trained.is_first and json:
-        _print_json(trained.to_document())
+        print_json(trained.to_document())
     elif trained.is_first:
-        _print(trained.to_text())
+        print_text(trained.to_text())
     return INTERRUPTED if trained.interrupted else OK
 
 
@@ -325,7 +336,7 @@ def devices_list() -> int:
     """The built-in kinds of devices and links."""
     from gdp.report import console
 
-    _show(console.kinds_report())
+    show(console.kinds_report())
     return OK
 
 
@@ -339,68 +350,38 @@ def devices_show(
 
     cluster = Cluster.parse(devices)
     if json:
-        _print_json(cluster.to_document())
+        print_json(cluster.to_document())
     else:
         from gdp.report import console
 
-        _show(console.cluster_report(cluster))
+        show(console.cluster_report(cluster))
     return OK
 
 
 @app.command()
-def workloads(json: JsonOption = False) -> int:
+def workloads(
+    variants: Annotated[bool, typer.Option("--variants", help="Those to train policies on.")] = False,
+    json: JsonOption = False,
+) -> int:
     """The built-in models."""
     from gdp import workloads as built_in
 
     rows = [
-        {"name": item.name, "devices": item.cluster, "batch": item.batch_size, "description": item.description}
-        for item in map(built_in.get, built_in.names())
-    ]
+        {
+            "name": item.name, "family": item.family, "devices": item.cluster, "batch": item.batch_size,
+            "description": item.description,
+        }
+        for item in map(built_in.get, built_in.variant_names() if variants else built_in.names())
+    ]  # fmt: skip
     if json:
-        _print_json({"workloads": rows})
+        print_json({"workloads": rows})
     else:
         from gdp.report import console
 
-        _show(console.rows_report(rows))
-    return OK
-
-
-OutOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Write figures, and plans if any, there.")]
-
-
-@bench_app.command("search")
-def bench_search(
-    workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: the papers' fourteen.")] = None,
-    budget: BudgetOption = "30s",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each workload.")] = 3,
-    out: OutOption = None,
-    json: JsonOption = False,
-) -> int:
-    """How much faster `auto` is than the best classical placer and the expert, on the papers' workloads."""
-    from gdp import workloads as built_in
-    from gdp.bench import search
-    from gdp.budget import Budget
-
-    limit = Budget.parse(budget)
-    names = search.PAPER_WORKLOADS if workloads is None else [name.strip() for name in workloads.split(",")]
-    for name in names:
-        built_in.get(name)
-    return _bench(search.run(workloads=names, budget=limit, seeds=seeds, out=out, on_row=_log), json)
-
-
-@bench_app.command("simulator")
-def bench_simulator(out: OutOption = None, json: JsonOption = False) -> int:
-    """Simulations per second, against the plain-Python reference and against the size of the graph."""
-    from gdp.bench import simulator
-
-    return _bench(simulator.run(out=out, on_row=_log), json)
-
-
-def _bench(figures: dict[str, Any], json: bool) -> int:
-    if json:
-        _print_json(figures)
-    else:
-        _print(figures["markdown"])
+        show(console.rows_report(rows))
+        if not variants:
+            count = len(built_in.variant_names())
+            print_text(f"\nMODEL may also be one of {count} smaller and larger variants: gdp workloads --variants")
     return OK
 
 
@@ -410,15 +391,6 @@ def _read(text: str, *, training: bool = True, optimizer: str = "adam") -> "Mode
 
     with live(f"reading {text}"):
         return read_model(text, training=training, optimizer=optimizer)
-
-
-def _warm_up() -> None:
-    from gdp.report.progress import live, said_if_slow
-    from gdp.warmup import warm_up
-
-    text = "compiling, once on a machine (up to a minute)"
-    with live(text), said_if_slow(text):
-        warm_up()
 
 
 def _constraints(
@@ -440,50 +412,6 @@ def _check_placers(names: Iterable[str]) -> None:
     for name in names:
         if name not in PLACERS:
             raise InputError(f"placer {name!r} is unknown; one of {', '.join(PLACERS)} is expected")
-
-
-# Printing
-
-
-def _show(parts: "Iterable[RenderableType]") -> None:
-    """Print tables and sentences; a table is not squeezed where there is no terminal."""
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    with console.capture() as printed:
-        for part in parts:
-            console.print(part, soft_wrap=True)
-    _print("\n".join(line.rstrip() for line in printed.get().splitlines()))
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    import orjson
-
-    _print(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY).decode())
-
-
-def _print(text: str) -> None:
-    with _quiet_pipe():
-        print(text, flush=True)
-
-
-def _log(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _fail(message: str, status: int) -> int:
-    _log(f"gdp: {message}")
-    return status
-
-
-@contextlib.contextmanager
-def _quiet_pipe() -> Any:
-    """A reader that has gone away (`gdp ... | head -1`) is no error: the rest is printed nowhere."""
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Several processes, on one host or many, train together when torchrun starts them:
 
-    torchrun --nproc-per-node 4 -m gdp.cli train GRAPH... --devices DEVICES --out CHECKPOINT
+    torchrun --nproc-per-node 4 -m gdp.cli train training-set --out CHECKPOINT
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from gdp import files, options, sources
+from gdp import files, options, sources, workloads
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.errors import InputError
@@ -21,10 +21,11 @@ from gdp.policy.base import Policy
 from gdp.policy.pretraining import Progress, TrainingConfig, best_path, train
 from gdp.policy.processes import Processes
 from gdp.policy.tasks import Source, Task, TaskConfig, Tasks
-from gdp.report.progress import TrainingLine, live, stop_on_interrupt, training_sentence
+from gdp.report.progress import TrainingLine, live, said_if_slow, stop_on_interrupt, training_sentence
 
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as they are given: these are what counts
 MAX_GRAPHS_PER_UPDATE = 8
+TRAINING_SET = "training-set"  # the GRAPH that stands for `workloads.training_set`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,8 @@ class TrainOptions:
     """The options of `gdp train`; without a number of graphs per update, it depends on how many graphs there are."""
 
     graphs: Sequence[str]
-    devices: Sequence[str]
+    devices: Sequence[str]  # none: workloads go on the devices that they are usually placed on
+    hold_out: Sequence[str]  # model families
     out: Path
     resume: bool
     start: Path | None  # --from
@@ -108,8 +110,9 @@ def run(given: TrainOptions, warm_up: Callable[[], None]) -> Trained:
     if given.out.exists() and not given.resume:
         raise InputError(f"{given.out}: exists; go on with it by --resume, or choose another --out")
     clusters = [Cluster.parse(text) for text in given.devices]
-    policy, origin = _policy(given)
-    pairs = _pairs(given.graphs, clusters)
+    held_out = workloads.hold_out(given.hold_out)
+    policy, origin = _policy(given, held_out)
+    pairs = _pairs(given.graphs, clusters, held_out)
     config = TrainingConfig(
         seed=given.seed,
         updates=given.updates,
@@ -120,7 +123,7 @@ def run(given: TrainOptions, warm_up: Callable[[], None]) -> Trained:
         ppo=ppo.PAPER if policy.name == "paper" else ppo.PPOConfig(),
     )
     tasks = Tasks(pairs, _task_config(given, policy), given.seed)
-    validation = _validation(given, clusters)
+    validation = _validation(given, clusters, held_out)
     seconds = None if limit is None else limit.seconds
     line = TrainingLine(f"training {policy.name}")
     warm_up()
@@ -136,30 +139,47 @@ def run(given: TrainOptions, warm_up: Callable[[], None]) -> Trained:
         policy.to(processes.device)
         with live(line):
             progress = train(
-                policy, tasks, config, given.out, resume=given.resume, origin=origin, command=given.command,
-                save_every=given.save_every, seconds=seconds, stop=stop, validation=validation,
+                policy, tasks, config, given.out, resume=given.resume, origin=origin, held_out=held_out,
+                command=given.command, save_every=given.save_every, seconds=seconds, stop=stop, validation=validation,
                 tensorboard=given.tensorboard, num_threads=given.threads, processes=processes, on_update=report,
             )  # fmt: skip
         return Trained(policy, progress, given, stop.is_set(), processes.is_first)
 
 
-def _policy(given: TrainOptions) -> tuple[Policy, str]:
+def _policy(given: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str]:
     """(the policy to start with, where its parameters are from)."""
     if given.start is None:
         return checkpoint.new_policy(given.policy or "default", seed=given.seed), ""
     policy = checkpoint.load_checkpoint(given.start)
     if given.policy not in (None, policy.name):
         raise InputError(f"{given.start}: holds policy {policy.name!r}, not {given.policy!r}; leave --policy out")
+    held_out_before = checkpoint.read_manifest(given.start).get("held_out", ())
+    for family in held_out:
+        if family not in held_out_before:
+            raise InputError(f"{given.start}: was trained without holding {family} out; start from another checkpoint")
     return policy, hashlib.sha256(files.read_bytes(given.start)).hexdigest()
 
 
-def _pairs(graphs: Sequence[str], clusters: Sequence[Cluster]) -> list[Source]:
-    """Each graph on each cluster."""
-    read = []
-    for text in graphs:
-        with live(f"reading {text}"):
-            read.append(sources.read_model(text).graph)
-    return [Source(graph, cluster) for graph in read for cluster in clusters]
+def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence[str]) -> list[Source]:
+    """Each graph on each of `clusters` or, without any, on the one that it is usually placed on.
+
+    InputError for one without such a cluster, and for one of a family that is `held_out`.
+    """
+    training_set = [workload.name for workload in workloads.training_set(held_out)]
+    names = [name for text in texts for name in (training_set if text == TRAINING_SET else (text,))]
+    pairs: list[Source] = []
+    with said_if_slow("capturing graphs, once on a machine (some minutes for the training set)", seconds=10.0):
+        for number, name in enumerate(names, 1):
+            with live(f"reading {name} ({number} of {len(names)})"):
+                graph = sources.read_model(name).graph
+            workload = workloads.find(graph.name)
+            if workload is not None and workload.family in held_out:
+                raise InputError(f"{name}: is of family {workload.family}, which is held out; leave one of both out")
+            if workload is None and not clusters:
+                raise InputError(f"{name}: is no built-in workload with devices of its own; say which with --devices")
+            usual = [Cluster.parse(workload.cluster)] if workload is not None else []
+            pairs += [Source(graph, cluster) for cluster in clusters or usual]
+    return pairs
 
 
 def _task_config(given: TrainOptions, policy: Policy) -> TaskConfig:
@@ -168,7 +188,7 @@ def _task_config(given: TrainOptions, policy: Policy) -> TaskConfig:
     return replace(config, max_devices=min(most, config.max_devices), min_devices=min(most, config.min_devices))
 
 
-def _validation(given: TrainOptions, clusters: Sequence[Cluster]) -> list[Task]:
-    pairs = _pairs(given.validation, clusters)
+def _validation(given: TrainOptions, clusters: Sequence[Cluster], held_out: Sequence[str]) -> list[Task]:
+    pairs = _pairs(given.validation, clusters, held_out)  # what is held out has no say in which parameters are kept
     tasks = Tasks(pairs, TaskConfig(), given.seed) if pairs else None
     return [tasks.unvaried(number) for number in range(len(pairs))] if tasks else []

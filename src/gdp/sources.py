@@ -63,22 +63,25 @@ def load(text: str, *, training: bool = True, optimizer: str = "adam") -> Graph:
 
 
 def _workload(name: str, training: bool, optimizer: str) -> Model:
-    entry = _cache_entry(name, training, optimizer)
-    if entry is not None and entry.is_file():
-        with contextlib.suppress(InputError):  # damaged: captured anew below
-            return _read_entry(entry)
     from gdp import workloads
 
-    if name not in workloads.names():
+    workload = workloads.find(name)
+    if workload is None:
         if os.path.isdir(name):
             raise InputError(f"{name}: is a directory; name a gdp-graph file")
+        if name.partition("/")[0] in workloads.family_names():
+            raise InputError(f"model {name!r}: no variant of that name; `gdp workloads --variants` lists them")
         if os.sep in name:
             raise InputError(f"{name}: no such file; check the path")
         raise InputError(
             f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz) or module:function; "
             f"{suggest(name, workloads.names())}"
         )
-    model = _capture(workloads.get(name).build, name, training, optimizer)
+    entry = _cache_entry(name, training, optimizer)
+    if entry is not None and entry.is_file():
+        with contextlib.suppress(InputError):  # damaged: captured anew below
+            return _read_entry(entry)
+    model = _capture(workload.build, name, training, optimizer)
     if entry is not None:
         document = {
             "format": FORMAT,
@@ -114,13 +117,13 @@ def cache_directory() -> Path | None:
 def _cache_entry(name: str, training: bool, optimizer: str) -> Path | None:
     """The file of a workload's graph: its name has a hash of all that the graph depends on."""
     directory = cache_directory()
-    if directory is None or not re.fullmatch(r"[\w.-]+", name):
+    if directory is None:
         return None
     digest = hashlib.sha256(repr((FORMAT, VERSION, name, training, optimizer, version("torch"))).encode())
     package = Path(__file__).parent
     for source in sorted([package / "graph.py", *package.glob("capture/*.py"), *package.glob("workloads/*.py")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return directory / f"{name}-{digest.hexdigest()[:32]}.json.gz"
+    return directory / f"{name.replace('/', '.')}-{digest.hexdigest()[:32]}.json.gz"
 
 
 def _is_counts(value: object) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gdp.bench import graphs, search, simulator
-from gdp.bench.tables import geometric_mean, markdown_table, milliseconds
+from gdp.bench import graphs, runs, search, simulator
+from gdp.bench.tables import geometric_mean, markdown_table, mean_ratio, mean_sentence, milliseconds, verdict
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.graph import Graph
@@ -67,8 +67,8 @@ def test_search_reports_every_workload_and_stores_plans_that_verify(tmp_path: Pa
 
 
 def test_search_ends_with_an_error_when_a_plan_does_not_give_its_figures_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "verify", lambda problem, plan: ["step_time_ns is 1; the replay gives 2"])
-    with pytest.raises(RuntimeError, match=r"lstm-2, seed 0: .* the replay gives 2"):
+    monkeypatch.setattr(runs, "verify", lambda problem, plan: ["step_time_ns is 1; the replay gives 2"])
+    with pytest.raises(RuntimeError, match=r"lstm-2-seed0.plan.json.gz does not hold: .* the replay gives 2"):
         run_search(None)
 
 
@@ -82,12 +82,18 @@ def test_ratios_are_to_the_best_plan_that_fits() -> None:
     assert ROW.gap == pytest.approx(102.5 / 50 - 1)
 
 
-def test_a_mean_leaves_out_rows_without_a_feasible_expert_and_says_over_how_many_it_is() -> None:
-    mean = search._mean([0.5, None, 2.0])
-    assert mean == {"ratio": pytest.approx(1.0), "num_workloads": 2}
-    sentence = search._mean_sentence(mean, 3, "expert", 0.72, 0.62)
-    assert "over 2 workloads, without the 1 where no expert plan fits" in sentence
-    assert "target 0.72: missed" in sentence
+def test_a_mean_leaves_out_rows_without_a_ratio_and_says_over_how_many_it_is() -> None:
+    mean = mean_ratio([0.5, None, 2.0])
+    assert mean == {"ratio": pytest.approx(1.0), "num_workloads": 2, "num_rows": 3}
+    sentence = mean_sentence("`auto`", mean, "the expert plan", 0.72, 0.62)
+    assert "over 2 workloads, without the 1 where one of both has no plan that fits" in sentence
+    assert "target 0.72: missed; aim 0.62: missed" in sentence
+    assert "so there is no mean" in mean_sentence("`auto`", mean_ratio([None]), "the expert plan", 0.72, 0.62)
+
+
+def test_a_verdict_is_of_at_most_or_at_least_the_target_and_the_aim() -> None:
+    assert verdict(0.7, 1 / 1.16, 0.65) == "target 0.862: reached; aim 0.65: missed"
+    assert verdict(0.5, 0.5, 0.75, at_least=True, text="{:.0%}".format) == "target 50%: reached; aim 75%: missed"
 
 
 def test_simulator_reports_speed_reference_ratio_and_slope(tmp_path: Path) -> None:

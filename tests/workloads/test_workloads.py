@@ -1,8 +1,10 @@
 """The built-in workloads: they train at tiny size, and at full size they are the published models."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +63,40 @@ def test_every_family_has_at_least_three_training_variants_named_after_it_and_th
     assert len({variant.name for variant in variants}) == len(variants)
     assert variants[0].name == "rnnlm/l1-s30-h1024-b128"
     assert {variant.name for variant in variants}.isdisjoint(workloads.names())
+
+
+def test_a_variant_is_found_by_name_but_is_none_of_the_listed_workloads() -> None:
+    assert workloads.variant_names() == tuple(variant.name for variant in workloads.training_variants())
+    for name in workloads.variant_names():
+        assert workloads.get(name).name == name
+    assert workloads.find("gnmt-3") is None
+
+
+def test_a_family_built_from_anothers_code_is_its_relative() -> None:
+    for family in workloads.family_names():
+        code = (Path(workloads.__file__).parent / f"{family}.py").read_text()
+        used = set(re.findall(r"from gdp\.workloads\.(\w+) import", code)) & set(workloads.family_names())
+        assert used <= workloads.with_relatives(family)
+        assert all(family in workloads.with_relatives(relative) for relative in workloads.with_relatives(family))
+
+
+def test_the_training_set_is_all_variants_and_small_workloads_but_for_families_held_out() -> None:
+    names = [workload.name for workload in workloads.training_set()]
+    assert set(workloads.variant_names()) <= set(names)
+    assert set(workloads.names()) - set(names) == {"rnnlm-4", "rnnlm-8", "gnmt-2", "gnmt-4", "gnmt-8"}
+    held_out = workloads.hold_out(["vit", "rnnlm"])
+    assert held_out == ("clip", "rnnlm", "vit")
+    left = workloads.training_set(held_out)
+    assert {workload.family for workload in left} == set(workloads.family_names()) - set(held_out)
+    with pytest.raises(InputError, match=r"family 'rnnlm-2' is unknown; did you mean rnnlm"):
+        workloads.hold_out(["rnnlm-2"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", workloads.names())
+def test_a_workload_is_in_the_training_set_if_it_has_at_most_6000_ops(name: str) -> None:
+    num_ops = capture_fn(workloads.get(name).build, name=name).graph.num_ops
+    assert (workloads.get(name) in workloads.training_set()) == (num_ops <= 6000)
 
 
 def test_importing_the_registry_and_listing_variants_does_not_import_pytorch() -> None:

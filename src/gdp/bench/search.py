@@ -6,50 +6,48 @@ re-derived, as `gdp simulate` does; one that does not fit, or does not give its 
 with an error.
 """
 
-import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gdp import files
+from gdp.bench.comparison import WorkloadRow, best_baselines, classical_table
 from gdp.bench.graphs import lstm_training_graph, workload_inputs
-from gdp.bench.tables import geometric_mean, machine, machine_line, markdown_table, milliseconds
+from gdp.bench.runs import require_verified, stored_problem
+from gdp.bench.tables import (
+    geometric_mean,
+    machine,
+    machine_line,
+    markdown_table,
+    mean_ratio,
+    mean_sentence,
+    milliseconds,
+    write_figures,
+)  # fmt: skip
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.place import place
-from gdp.placers import CLASSICAL
-from gdp.plan import Baseline, Plan
-from gdp.problem import Problem
-from gdp.simulate import verify
-from gdp.workloads import names
+from gdp.workloads import paper_names
 
-PAPER_WORKLOADS = names()[:14]
+PAPER_WORKLOADS = paper_names()
 TARGET_CLASSICAL, AIM_CLASSICAL = 0.85, 0.80  # times the best classical placer's step time, geometric mean
 TARGET_EXPERT, AIM_EXPERT = 0.72, 0.62  # times the expert's
-EXPERTS = ("expert", "single")  # a single device where all fits counts as expert too
 
 OnRow = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(WorkloadRow):
     """One workload: `auto` by seed, and the classical placers."""
 
-    workload: str
-    cluster: str
-    num_ops: int
     step_time_ns: tuple[int, ...]  # by seed
-    lower_bound_ns: int
     simulations: tuple[int, ...]  # by seed
     seconds: tuple[float, ...]  # by seed
-    baselines: Mapping[str, Baseline]  # each placer's best run over the seeds
 
     @property
     def mean_ns(self) -> float:
@@ -60,29 +58,10 @@ class Row:
         """How far the mean step time can at most be from the optimum."""
         return self.mean_ns / self.lower_bound_ns - 1.0
 
-    @cached_property
-    def best_classical(self) -> str | None:
-        """The fastest classical placer whose plan fits; None if there is none."""
-        return self._fastest(self.baselines)
-
-    @cached_property
-    def best_expert(self) -> str | None:
-        """`expert` or `single`, whichever fits and is faster; None if neither fits."""
-        return self._fastest([name for name in EXPERTS if name in self.baselines])
-
     def ratio(self, placer: str | None) -> float | None:
         """Geometric mean over seeds of `auto`'s step time over that of `placer`; None without one that fits."""
         other_ns = self.baseline_ns(placer)
         return None if other_ns is None else geometric_mean(np.array(self.step_time_ns) / other_ns)
-
-    def baseline_ns(self, placer: str | None) -> int | None:
-        """Step time of `placer`; None if it has no plan that fits."""
-        baseline = self.baselines.get(placer or "")
-        return baseline.step_time_ns if baseline is not None and baseline.status == "ok" else None
-
-    def _fastest(self, names: Sequence[str] | Mapping[str, Baseline]) -> str | None:
-        times = {name: time_ns for name in names if (time_ns := self.baseline_ns(name)) is not None}
-        return min(times, key=times.__getitem__, default=None)
 
     def to_document(self) -> dict[str, Any]:
         return {
@@ -129,35 +108,29 @@ def run(
         "seeds": seeds,
         "rows": [row.to_document() for row in rows],
         "geometric_means": {
-            "to_best_classical": _mean([row.ratio(row.best_classical) for row in rows]),
-            "to_expert": _mean([row.ratio(row.best_expert) for row in rows]),
-            "to_lower_bound": _mean([1.0 + row.gap for row in rows]),
+            "to_best_classical": mean_ratio([row.ratio(row.best_classical) for row in rows]),
+            "to_expert": mean_ratio([row.ratio(row.best_expert) for row in rows]),
+            "to_lower_bound": mean_ratio([1.0 + row.gap for row in rows]),
         },
     }
     if tuple(workloads) != PAPER_WORKLOADS:
         figures["command"] += f" --workloads {','.join(workloads)}"
     figures["markdown"] = _markdown(figures, rows)
     if out is not None:
-        files.write_json(out / "search.json", {key: value for key, value in figures.items() if key != "markdown"})
-        files.write_bytes(out / "search.md", figures["markdown"].encode())
+        write_figures(out, "search", figures)
     return figures
 
 
 def _place_workload(name: str, graph: Graph, cluster: Cluster, budget: Budget, seeds: int, out: Path) -> Row:
-    graph_path, cluster_path = out / f"{name}.graph.json.gz", out / f"{name}.cluster.json"
-    graph.save(graph_path)
-    cluster.save(cluster_path)
-    stored = Problem.build(Graph.load(graph_path), Cluster.load(cluster_path))
+    stored = stored_problem(name, graph, cluster, out)
     plans = []
     for seed in range(seeds):
         plan = place(graph, cluster, placer="auto", budget=budget, seed=seed)
         path = out / f"{name}-seed{seed}.plan.json.gz"
         plan.save(path)
-        if wrong := verify(stored, Plan.load(path)):
-            raise RuntimeError(f"{name}, seed {seed}: the plan in {path.name} does not hold: {'; '.join(wrong)}")
+        require_verified(path, stored, plan.step_time_ns)
         plans.append(plan)
     searches = [plan.search for plan in plans if plan.search is not None]
-    runs = [search.baselines for search in searches]
     return Row(
         workload=name,
         cluster=cluster.name,
@@ -166,18 +139,8 @@ def _place_workload(name: str, graph: Graph, cluster: Cluster, budget: Budget, s
         lower_bound_ns=plans[0].lower_bound_ns,
         simulations=tuple(search.simulations for search in searches),
         seconds=tuple(search.seconds for search in searches),
-        baselines={placer: min((found[placer] for found in runs), key=_baseline_key) for placer in CLASSICAL},
+        baselines=best_baselines([search.baselines for search in searches]),
     )
-
-
-def _baseline_key(baseline: Baseline) -> tuple[bool, float]:
-    return baseline.status != "ok", math.inf if baseline.step_time_ns is None else baseline.step_time_ns
-
-
-def _mean(ratios: Sequence[float | None]) -> dict[str, float | int | None]:
-    """Geometric mean of those that are there, and of how many."""
-    there = [ratio for ratio in ratios if ratio is not None]
-    return {"ratio": geometric_mean(there) if there else None, "num_workloads": len(there)}
 
 
 def _line(row: Row) -> str:
@@ -192,12 +155,6 @@ def _line(row: Row) -> str:
     return ", ".join(parts)
 
 
-def _cell(baseline: Baseline | None) -> str:
-    if baseline is None or baseline.step_time_ns is None:
-        return "none"
-    return milliseconds(baseline.step_time_ns) if baseline.status == "ok" else "OOM"
-
-
 def _optional(row: Row, placer: str | None) -> tuple[str, str]:
     """(time and name of `placer`, ratio of `auto` to it)."""
     time_ns, ratio = row.baseline_ns(placer), row.ratio(placer)
@@ -206,31 +163,14 @@ def _optional(row: Row, placer: str | None) -> tuple[str, str]:
     return f"{milliseconds(time_ns)} ({placer})", f"{ratio:.3f}"
 
 
-def _verdict(ratio: float, target: float, aim: float) -> str:
-    words = ["reached" if ratio <= limit else "missed" for limit in (target, aim)]
-    return f"target {target:.2f}: {words[0]}; aim {aim:.2f}: {words[1]}"
-
-
-def _mean_sentence(mean: Mapping[str, Any], num_rows: int, other: str, target: float, aim: float) -> str:
-    if mean["ratio"] is None:
-        return f"No {other} plan fits anywhere, so there is no mean ratio to it."
-    left_out = num_rows - mean["num_workloads"]
-    over = f"over {mean['num_workloads']} workloads"
-    if left_out:
-        over += f", without the {left_out} where no {other} plan fits"
-    verdict = _verdict(mean["ratio"], target, aim)
-    return f"`auto` takes **{mean['ratio']:.3f}x** the step time of the {other} plan ({over}; {verdict})."
-
-
 def _markdown(figures: Mapping[str, Any], rows: Sequence[Row]) -> str:
     means, seeds, budget = figures["geometric_means"], figures["seeds"], figures["budget"]
-    placers = list(dict.fromkeys(placer for row in rows for placer in row.baselines))
     main = [
         (
             row.workload, f"{row.num_ops:,}", row.cluster,
             milliseconds(row.mean_ns), milliseconds(min(row.step_time_ns)), milliseconds(max(row.step_time_ns)),
             milliseconds(row.lower_bound_ns), f"{row.gap:.1%}",
-            *_optional(row, row.best_classical), *_optional(row, row.best_expert), _cell(row.baselines.get("metis")),
+            *_optional(row, row.best_classical), *_optional(row, row.best_expert), row.baseline_cell("metis"),
             f"{np.mean(row.simulations):,.0f}", f"{np.mean(row.seconds):.1f}",
         )
         for row in rows
@@ -239,11 +179,10 @@ def _markdown(figures: Mapping[str, Any], rows: Sequence[Row]) -> str:
         "workload", "ops", "cluster", "auto, mean", "min", "max", "bound", "gap",
         "best classical", "ratio", "expert", "ratio", "metis", "simulations", "seconds",
     )  # fmt: skip
-    classical = [(row.workload, *(_cell(row.baselines.get(placer)) for placer in placers)) for row in rows]
     count = len(rows)
     sentences = (
-        _mean_sentence(means["to_best_classical"], count, "best classical", TARGET_CLASSICAL, AIM_CLASSICAL),
-        _mean_sentence(means["to_expert"], count, "expert", TARGET_EXPERT, AIM_EXPERT),
+        mean_sentence("`auto`", means["to_best_classical"], "the best classical plan", TARGET_CLASSICAL, AIM_CLASSICAL),
+        mean_sentence("`auto`", means["to_expert"], "the expert plan", TARGET_EXPERT, AIM_EXPERT),
         f"`auto` takes {means['to_lower_bound']['ratio']:.3f}x the lower bound (over {count} workloads).",
     )
     parts = (
@@ -261,6 +200,6 @@ def _markdown(figures: Mapping[str, Any], rows: Sequence[Row]) -> str:
         "\n".join(f"- {sentence}" for sentence in sentences),
         "### Classical placers",
         "Step times in ms, each placer's best run.",
-        markdown_table(("workload", *placers), classical),
+        classical_table(rows),
     )
     return "\n\n".join(parts) + "\n"

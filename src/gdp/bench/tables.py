@@ -1,13 +1,16 @@
-"""What the benchmarks share: Markdown tables, means of ratios, and the machine that a figure was made on."""
+"""What the benchmarks share: Markdown tables, means of ratios, verdicts, and the machine that a figure was made on."""
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gdp import files
 from gdp.simulate import default_threads
 
 
@@ -23,6 +26,62 @@ def geometric_mean(ratios: npt.ArrayLike) -> float:
     if not values.size or not (values > 0).all():
         raise ValueError(f"geometric mean of {values.tolist()}; at least one ratio, all above 0, is expected")
     return float(np.exp(np.log(values).mean()))
+
+
+def mean_ratio(ratios: Sequence[float | None]) -> dict[str, float | int | None]:
+    """Geometric mean of those that are there, and of how many out of how many."""
+    there = [ratio for ratio in ratios if ratio is not None]
+    return {
+        "ratio": geometric_mean(there) if there else None, "num_workloads": len(there), "num_rows": len(ratios),
+    }  # fmt: skip
+
+
+def mean_sentence(
+    what: str, mean: Mapping[str, Any], other: str, target: float | None = None, aim: float | None = None
+) -> str:
+    """The `mean_ratio` of the step times of `what` and `other`, with a verdict if there is a target."""
+    if mean["ratio"] is None:
+        return f"{what} and {other} have plans that fit on no workload together, so there is no mean ratio."
+    over = f"over {counted(mean['num_workloads'], 'workload')}"
+    if left_out := mean["num_rows"] - mean["num_workloads"]:
+        over += f", without the {left_out} where one of both has no plan that fits"
+    judged = "" if target is None else f"; {verdict(mean['ratio'], target, aim)}"
+    return f"{what} takes **{mean['ratio']:.3f}x** the step time of {other} ({over}{judged})."
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 seed`, `3 seeds`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def ratio_text(ratio: float) -> str:
+    """Two or three decimals: `0.85`, `0.862`."""
+    return f"{ratio:.3f}".removesuffix("0")
+
+
+def verdict(
+    value: float,
+    target: float,
+    aim: float | None = None,
+    *,
+    at_least: bool = False,
+    text: Callable[[float], str] = ratio_text,
+) -> str:
+    """Whether `value` is at most, or `at_least`, the target and perhaps the aim."""
+    limits = {"target": target} if aim is None else {"target": target, "aim": aim}
+    parts = []
+    for name, limit in limits.items():
+        reached = value >= limit if at_least else value <= limit
+        parts.append(f"{name} {text(limit)}: {'reached' if reached else 'missed'}")
+    return "; ".join(parts)
+
+
+def write_figures(out: Path, name: str, figures: Mapping[str, Any], plot: str | None = None) -> None:
+    """Write `figures` to NAME.json, their `markdown` to NAME.md, and an SVG `plot` to NAME.svg, all in `out`."""
+    files.write_json(out / f"{name}.json", {key: value for key, value in figures.items() if key != "markdown"})
+    files.write_bytes(out / f"{name}.md", figures["markdown"].encode())
+    if plot is not None:
+        files.write_bytes(out / f"{name}.svg", plot.encode())
 
 
 def milliseconds(time_ns: float) -> str:

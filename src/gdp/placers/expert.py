@@ -45,8 +45,9 @@ def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:
     modules = problem.graph.modules
     if not any(modules):
         return None
-    if problem.graph.name in workloads.names():
-        rule = workloads.get(problem.graph.name).expert
+    workload = workloads.find(problem.graph.name)
+    if workload is not None:
+        rule = workload.expert
         if rule is None:
             return None
         layers = {module: rule(module) if module else -1 for module in set(modules)}

@@ -98,6 +98,7 @@ def train(
     *,
     resume: bool = False,
     origin: str = "",
+    held_out: Sequence[str] = (),
     command: str = "",
     save_every: int = 10,
     seconds: float | None = None,
@@ -111,8 +112,9 @@ def train(
     """Train `policy` in place and write the checkpoint `out` every `save_every` updates and at the end.
 
     `resume` goes on where `out` stands if there is such a file; it must come from the same arguments, of which `origin`
-    (where the initial parameters are from, for a policy that is not new) is one. `seconds` and `stop` end a run early,
-    after the last whole update. With `validation` problems, the parameters that did best on them so far are kept in
+    (where the initial parameters are from, for a policy that is not new) is one. The manifest notes which model
+    families were `held_out`, here and where the parameters are from. `seconds` and `stop` end a run early, after the
+    last whole update. With `validation` problems, the parameters that did best on them so far are kept in
     `best_path(out)`. Several `processes`, one call in each, arrive at the parameters of one (default) up to rounding.
     Raises InputError: another run's file, a bad file, a gradient that is not finite.
     """
@@ -137,7 +139,7 @@ def train(
 
     def save(path: Path, *, is_final: bool, **more: Any) -> None:
         if processes.is_first:
-            manifest = _manifest(tasks, state, command, arguments) | more
+            manifest = _manifest(tasks, state, command, arguments) | {"held_out": list(held_out)} | more
             save_checkpoint(path, policy, manifest, None if is_final else state.tensors())
 
     def check() -> Validation:

@@ -6,27 +6,37 @@ more than 50,000 ops, the size that the GDP paper claims. The further models wer
 branches, towers, long recurrences, shared parameters, skips. Contiguous stages of each fit in its devices, most models
 do not fit in a single one.
 
+Beside them there are variants of every family, smaller and larger, to train policies on; they are found by name too.
 A family's file is imported when one of its workloads is built: until then PyTorch is not needed.
 """
 
+from collections.abc import Iterable
 from types import MappingProxyType
 
+from gdp.devices import suggest
 from gdp.errors import InputError
 from gdp.workloads import families
+from gdp.workloads.families import with_relatives
 from gdp.workloads.variants import training_variants
 from gdp.workloads.workload import ExpertRule, Family, Workload, layer_per_device
 
 __all__ = [
-    "ExpertRule", "Family", "Workload", "further_names", "get", "layer_per_device", "names", "paper_names",
-    "training_variants",
+    "ExpertRule", "Family", "Workload", "family_names", "find", "further_names", "get", "hold_out", "layer_per_device",
+    "names", "paper_names", "training_set", "training_variants", "variant_names", "with_relatives",
 ]  # fmt: skip
 
 
 def get(name: str) -> Workload:
-    """The workload of that name. InputError if there is none."""
-    if name not in _WORKLOADS:
+    """The workload or variant of that name. InputError if there is none."""
+    workload = find(name)
+    if workload is None:
         raise InputError(f"workload {name!r} is not built in; one of {', '.join(names())} is expected")
-    return _WORKLOADS[name]
+    return workload
+
+
+def find(name: str) -> Workload | None:
+    """The workload or variant of that name; None if there is none."""
+    return _WORKLOADS.get(name) or _VARIANTS.get(name)
 
 
 def names() -> tuple[str, ...]:
@@ -42,6 +52,33 @@ def paper_names() -> tuple[str, ...]:
 def further_names() -> tuple[str, ...]:
     """The names of the models beyond the papers'."""
     return tuple(workload.name for workload in _FURTHER)
+
+
+def variant_names() -> tuple[str, ...]:
+    """The names of all variants, family by family."""
+    return tuple(_VARIANTS)
+
+
+def family_names() -> tuple[str, ...]:
+    """The names of the model families, the papers' first."""
+    return tuple(dict.fromkeys(workload.family for workload in _WORKLOADS.values()))
+
+
+def hold_out(families: Iterable[str]) -> tuple[str, ...]:
+    """The names of `families` and of their relatives, sorted. InputError for what is no family."""
+    held_out: set[str] = set()
+    for family in families:
+        if family not in family_names():
+            raise InputError(f"family {family!r} is unknown; {suggest(family, family_names())}")
+        held_out |= with_relatives(family)
+    return tuple(sorted(held_out))
+
+
+def training_set(held_out: Iterable[str] = ()) -> tuple[Workload, ...]:
+    """What a policy is pre-trained on: the workloads that are not large and all variants, but for families held out."""
+    left_out = frozenset(held_out)
+    candidates = (*_WORKLOADS.values(), *_VARIANTS.values())
+    return tuple(item for item in candidates if item.family not in left_out and item.name not in _LARGE)
 
 
 _PAPERS = (
@@ -81,3 +118,6 @@ _FURTHER = (
     families.TREE_LSTM.workload("tree-lstm", "5xp100-sxm-16g", 2048),
 )
 _WORKLOADS = MappingProxyType({workload.name: workload for workload in _PAPERS + _FURTHER})
+_VARIANTS = MappingProxyType({variant.name: variant for variant in training_variants()})
+# more than 6,000 ops: an update on one costs as much as on a dozen others, and smaller ones of their families are there
+_LARGE = frozenset(("rnnlm-4", "rnnlm-8", "gnmt-2", "gnmt-4", "gnmt-8"))

@@ -1,4 +1,4 @@
-"""The model families: the six of the GDP papers, then the further ones."""
+"""The model families: the six of the GDP papers, then the further ones; and which are too alike to test each other."""
 
 from gdp.workloads.workload import Family
 
@@ -122,3 +122,14 @@ TREE_LSTM = Family(
     "LSTM of {hidden} up a binary tree of {num_leaves} words",
     {"hidden": 1024, "num_leaves": 32},
 )  # fmt: skip
+
+RELATIVES = ((AMOEBANET, NASNET), (RESNET, HRNET, RETINANET), (VIT, CLIP), (GPT2, LLAMA, MIXTURE_OF_EXPERTS))
+"""Families of which one is built from another's code, or is nearly the same model: a policy that was trained on one has
+seen the others. Layers that many families share (`lstm.py`, `transformer.py`, `vision.py`) make no relatives: the GDP
+papers too hold RNNLM out while GNMT is trained on."""
+
+
+def with_relatives(family: str) -> frozenset[str]:
+    """The names of `family` and of its relatives."""
+    found = (names for group in RELATIVES if family in (names := {relative.name for relative in group}))
+    return frozenset(next(found, {family}))

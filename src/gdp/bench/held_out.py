@@ -1,0 +1,61 @@
+"""Checkpoints that have not seen a model family, and which of them to ask for a workload."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gdp import workloads
+from gdp.errors import InputError
+from gdp.policy.checkpoint import read_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A checkpoint and what its manifest says."""
+
+    path: Path
+    families: frozenset[str]  # held out
+    graphs: frozenset[str]  # names of those it was trained on
+    updates: int
+    cpu_hours: float
+    is_best: bool  # the parameters that did best on validation graphs, of a file that has others too
+
+    @classmethod
+    def read(cls, path: Path) -> "HeldOut":
+        """The checkpoint `path`. InputError for a bad file and for one that was trained on what it holds out."""
+        manifest = read_manifest(path)
+        found = cls(
+            path=path,
+            families=frozenset(manifest.get("held_out", ())),
+            graphs=frozenset(graph["name"] for graph in manifest.get("graphs", ())),
+            updates=manifest.get("updates", 0),
+            cpu_hours=manifest.get("cpu_hours", 0.0),
+            is_best="validation" in manifest,
+        )
+        for name in sorted(found.graphs):
+            workload = workloads.find(name)
+            if workload is not None and workload.family in found.families:
+                raise InputError(f"{path}: was trained on {name}, of a family that it should hold out; train it again")
+        return found
+
+
+def checkpoints_in(directory: Path) -> list[HeldOut]:
+    """All checkpoints (`*.safetensors`) of a directory, by name."""
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such directory; name one with checkpoints of `gdp train --hold-out`")
+    return [HeldOut.read(path) for path in sorted(directory.glob("*.safetensors"))]
+
+
+def choose(checkpoints: list[HeldOut], workload: str, directory: Path) -> HeldOut:
+    """The one to ask for `workload`: it holds the family and its relatives out, and as little else as there is.
+
+    Of several, one that did best on validation graphs, then the one with the most updates. InputError if there is none.
+    """
+    family = workloads.get(workload).family
+    wanted = workloads.with_relatives(family)
+    fitting = [checkpoint for checkpoint in checkpoints if wanted <= checkpoint.families]
+    if not fitting:
+        raise InputError(
+            f"{directory}: no checkpoint there holds family {family} out, which {workload} needs; make it with: "
+            f"gdp train training-set --randomize --hold-out {family} --out {directory / family}.safetensors"
+        )
+    return min(fitting, key=lambda found: (len(found.families), not found.is_best, -found.updates, found.path.name))
