@@ -68,6 +68,7 @@ def draw_lesson(policy: SchedulerPolicy, example: Example, rng: np.random.Genera
         seen = incumbent_features(units, simulate(problem, wrong[units.unit_of_op]))
         units = replace(units, features=np.concatenate((units.features[:, : -seen.shape[1]], seen), axis=1))
         chooses = (wrong != right) | (rng.random(units.num_units) < rng.uniform(*config.others))
+        chooses[rng.integers(units.num_units)] = True  # at least one
         fixed = np.where(chooses, -1, right)[None]
     else:
         right = _first_use_first(right, source.equal_before)[right]
