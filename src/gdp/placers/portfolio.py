@@ -130,8 +130,10 @@ def _ask_policy(
         raise InputError(f"robust: {placer} knows one set of costs only; use another placer")
     if placer == "hdp":
         from gdp.placers.hdp import hdp
+        from gdp.placers.learned import one_thread
 
-        found = hdp(reduction.problem, clock, seed=seed, on_progress=on_progress)
+        with one_thread():
+            found = hdp(reduction.problem, clock, seed=seed, on_progress=on_progress)
         if found.placement is None or found.step_time_ns is None:
             return Found(None, found.num_simulations)
         return Found(expand(reduction, Incumbent(found.placement, found.step_time_ns)), found.num_simulations)
