@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -18,11 +17,11 @@ from gdp.simulate import evaluate_many, simulate
 from hand_cases import make_cluster
 from strategies import Instance, instances
 
-SMALL = HdpConfig(placer_hidden=32, learning_rate=0.01)
+SMALL = HdpConfig(placer_hidden=32, learning_rate=0.01, grouper_temperature=1.0)  # groupings are random at first
 
 
-def run(problem: Problem, num_updates: int, seed: int = 0, config: HdpConfig = SMALL) -> HdpResult:
-    return hdp(problem, Clock(Budget(seconds=60)), seed=seed, config=config, max_updates=num_updates)
+def run(problem: Problem, num_updates: int, seed: int = 0) -> HdpResult:
+    return hdp(problem, Clock(Budget(seconds=60)), seed=seed, config=SMALL, max_updates=num_updates)
 
 
 def two_chains(memory_bytes: int = 2**50, resident_bytes: int = 0) -> Problem:
@@ -54,16 +53,15 @@ def test_finds_the_optimum_of_a_tiny_problem() -> None:
 
 
 def test_learns_what_as_many_untrained_samples_do_not_find() -> None:
-    # a chain of 40 ops of 10 ns that pays 1000 ns wherever it changes device, and groupings that are random at first
+    # a chain of 40 ops of 10 ns that pays 1000 ns wherever it changes device
     tensors = [Tensor(op, (op + 1,), 1000) for op in range(39)]
     graph = Graph.build("test", [Op(f"op{op}") for op in range(40)], tensors)
     problem = Problem.build(graph, make_cluster(2, {}), op_time_ns=np.full((40, 2), 10, np.int64))
-    config = replace(SMALL, grouper_temperature=1.0)
     torch.manual_seed(0)
-    untrained, generator = HdpPolicy(problem, config), torch.Generator().manual_seed(0)
+    untrained, generator = HdpPolicy(problem, SMALL), torch.Generator().manual_seed(0)
     times = [evaluate_many(problem, untrained.sample(4, generator)[0])[0].min() for _ in range(150)]
     assert min(times) > 1400
-    assert run(problem, 150, config=config).step_time_ns == 400  # one device
+    assert run(problem, 150).step_time_ns == 400  # one device
 
 
 def test_same_seed_and_updates_give_the_same_answer() -> None:
@@ -96,7 +94,7 @@ def test_what_does_not_fit_is_met_and_never_returned() -> None:
     torch.manual_seed(0)
     placements, _ = HdpPolicy(problem, SMALL).sample(64, torch.Generator().manual_seed(0))
     assert np.any(evaluate_many(problem, placements)[1] > problem.memory_limit_bytes)
-    result = run(problem, 50, config=replace(SMALL, grouper_temperature=1.0))
+    result = run(problem, 50)
     assert result.placement is not None
     assert simulate(problem, result.placement).feasible
     assert run(two_chains(memory_bytes=9_999, resident_bytes=10_000), 20).placement is None
