@@ -82,7 +82,7 @@ def draw_lesson(policy: SchedulerPolicy, example: Example, rng: np.random.Genera
     )
     roll_out(
         instance.arrays, np.zeros((units.num_units, NUM_FEATURES), np.float32), 0.0, np.zeros(shape[:2]), _ANY_MEMORY,
-        fixed, np.where(fixed < 0, right[None], -1), units.incumbent, chosen, features, mask,
+        np.full(shape[0], instance.problem.num_devices), fixed, np.where(fixed < 0, right[None], -1), units.incumbent, chosen, features, mask, np.empty(shape[0]),
     )  # fmt: skip
     tensors = (torch.from_numpy(array).to(policy.device) for array in (chosen, features, mask))
     return Lesson(instance, Choices(*tensors))

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from numba import njit
-from scipy.sparse import coo_array, csr_array, diags_array
 
 from gdp.graph import I64
 from gdp.policy.units import UnitGraph
@@ -47,9 +46,12 @@ FEATURES = (
     "inputs to send above the lowest",
     "like units here, by load meanwhile",
     "was here",
+    "load after, above a fair share",
+    "unit before is here, within a fair share",
+    "most of like units are here",
 )
 NUM_FEATURES = len(FEATURES)
-DEVICE_FEATURES = (4, 5, 6, 7, 8, 9, 10, 11, 16, 17, 18, 19)  # those that know costs, loads, links or memory
+DEVICE_FEATURES = (4, 5, 6, 7, 8, 9, 10, 11, 16, 17, 18, 19, 21, 22)  # those that know costs, loads, links or memory
 _FORGET = 0.8  # of "recent units here", for each further unit
 
 
@@ -77,11 +79,7 @@ class RolloutArrays(NamedTuple):
     def of(cls, problem: Problem, units: UnitGraph, equal_before: I64) -> "RolloutArrays":
         """The arrays of `units` of `problem`."""
         num_units, num_devices = units.num_units, problem.num_devices
-        shape = (num_units, num_units)
-        pairs = coo_array((units.sent_ns, (units.sources, units.targets)), shape=shape).tocsr()
-        near = _rows_to_one(pairs + pairs.T)
-        second = near @ near
-        second = _rows_to_one(second - diags_array(second.diagonal()))
+        near, second = _nearness(units.sources, units.targets, units.sent_ns, num_units)
         by_target = np.argsort(units.targets, kind="stable")
         between = ~np.eye(num_devices, dtype=np.bool_)
         ns_per_byte, latency_ns = np.zeros((2, num_devices, num_devices))
@@ -97,8 +95,8 @@ class RolloutArrays(NamedTuple):
             time_ns=units.time_ns,
             work_ns=units.work_ns,
             slices=units.slices,
-            near=near.toarray(),
-            second=second.toarray(),
+            near=near,
+            second=second,
             similar=units.similar - np.eye(num_units),
             offsets=np.concatenate(([0], np.cumsum(np.bincount(units.targets, minlength=num_units)))),
             senders=units.sources[by_target],
@@ -113,13 +111,37 @@ class RolloutArrays(NamedTuple):
         )
 
 
-def _rows_to_one(matrix: csr_array) -> csr_array:
-    """`matrix` with rows that sum to 1, where they are not zero."""
-    return diags_array(1.0 / np.maximum(matrix.sum(axis=1), 1e-9)) @ matrix
+@njit(cache=True, nogil=True)
+def _nearness(sources, targets, sent_ns, num_units):
+    """(shares of each unit's transfers that are with each other unit [U, U], the same over two steps, not back)."""
+    near, second = np.zeros((2, num_units, num_units))
+    count = np.zeros(num_units + 1, np.int64)
+    for pair in range(len(sources)):
+        near[sources[pair], targets[pair]] += sent_ns[pair]
+        near[targets[pair], sources[pair]] += sent_ns[pair]
+        count[sources[pair] + 1] += 1
+        count[targets[pair] + 1] += 1
+    offsets = np.cumsum(count)
+    others = np.empty(offsets[-1], np.int64)
+    at = offsets[:-1].copy()
+    for pair in range(len(sources)):
+        for unit, other in ((sources[pair], targets[pair]), (targets[pair], sources[pair])):
+            others[at[unit]] = other
+            at[unit] += 1
+    for unit in range(num_units):
+        near[unit] /= max(near[unit].sum(), 1e-9)
+    for unit in range(num_units):
+        steps = np.unique(others[offsets[unit] : offsets[unit + 1]])
+        for middle in steps:
+            for other in np.unique(others[offsets[middle] : offsets[middle + 1]]):
+                if other != unit:
+                    second[unit, other] += near[unit, middle] * near[middle, other]
+        second[unit] /= max(second[unit].sum(), 1e-9)
+    return near, second
 
 
 @njit(cache=True, nogil=True)
-def roll_out(arrays, weights, temperature, uniforms, slack, fixed, forced, was, choices, features, masks):
+def roll_out(arrays, weights, temperature, uniforms, slack, most, fixed, forced, was, choices, features, masks, end):
     """Fill `choices` int64 [S, U], `features` float32 [S, U, D, K] and `masks` bool [S, U, D] (what may be chosen).
 
     `weights` float32 [U, K]; `uniforms` float64 [S, U] from 0 to 1 decide; temperature 0 takes the best, the lowest
@@ -157,6 +179,7 @@ def roll_out(arrays, weights, temperature, uniforms, slack, fixed, forced, was, 
         slice_load[:] = 0.0
         count[:] = 0
         num_used = 0
+        end[sample] = 0.0
         before = -1
         for unit in range(num_units):
             device = fixed[sample, unit]
@@ -177,7 +200,7 @@ def roll_out(arrays, weights, temperature, uniforms, slack, fixed, forced, was, 
         for unit in range(num_units):
             mask = masks[sample, unit]
             stays = fixed[sample, unit] >= 0
-            num_fitting, num_roomy = 0, 0
+            num_fitting, num_roomy, num_enough = 0, 0, 0
             for device in range(num_devices):
                 twin = equal_before[device]
                 mask[device] = time_ns[unit, device] >= 0.0 and not (
@@ -187,13 +210,17 @@ def roll_out(arrays, weights, temperature, uniforms, slack, fixed, forced, was, 
                     mask[device] = device == fixed[sample, unit]
                 if mask[device]:
                     num_fitting += resident[device] + resident_bytes[unit] <= limit_bytes[device]
-                    num_roomy += held[device] + held_bytes[unit] <= slack[sample] * limit_bytes[device]
+                    is_roomy = held[device] + held_bytes[unit] <= slack[sample] * limit_bytes[device]
+                    num_roomy += is_roomy
+                    num_enough += is_roomy and count[device] > 0
             if not stays:  # what must be in memory has to fit, and what may be alive as well, where that is possible
                 for device in range(num_devices):
                     if num_roomy > 0:
                         mask[device] &= held[device] + held_bytes[unit] <= slack[sample] * limit_bytes[device]
                     elif num_fitting > 0:
                         mask[device] &= resident[device] + resident_bytes[unit] <= limit_bytes[device]
+                    if num_used >= most[sample] and num_enough > 0:
+                        mask[device] &= count[device] > 0
 
             if forced[sample, unit] >= 0:
                 mask[forced[sample, unit]] = True
@@ -266,6 +293,10 @@ def roll_out(arrays, weights, temperature, uniforms, slack, fixed, forced, was, 
                 phi[18] = more / (1.0 + more)
                 phi[19] = min(similar_here[unit, device] * meanwhile[device] / max(similar_placed, 1e-9), 4.0)
                 phi[20] = 1.0 if was[unit] == device else 0.0
+                fair = share * max(num_devices / max(most[sample], 1), 1.0)
+                phi[21] = min(max(after / fair - 1.0, 0.0) * 4.0, 4.0)
+                phi[22] = 1.0 if device == before and after <= fair else 0.0
+                phi[23] = 1.0 if similar_here[unit, device] > 0.5 * similar_placed else 0.0
                 score = 0.0
                 for k in range(len(phi)):
                     score += weights[unit, k] * phi[k]
@@ -296,6 +327,7 @@ def roll_out(arrays, weights, temperature, uniforms, slack, fixed, forced, was, 
             choices[sample, unit] = chosen
             finish_ns[unit] = end_ns[chosen]
             free_ns[chosen] = end_ns[chosen]
+            end[sample] = max(end[sample], end_ns[chosen])
             before = chosen
             for device in range(num_devices):
                 recent[device] *= _FORGET

@@ -14,6 +14,7 @@ S samples, U units, D devices, F unit features, K features of a unit on a device
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +37,8 @@ _SLACKS = (1.0, 0.8, 1.3, 1e9)  # of estimated memory, in turn over the samples:
 # what a plain list scheduler weighs, in the order of `rollout.FEATURES`, rounded from an evolution strategy on the
 # training graphs: where training begins, to construct and to refine
 _INITIAL = (
-    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 0),
-    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 2),
+    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 0, 0, 0, 0),
+    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 2, 0, 0, 0),
 )
 
 
@@ -73,13 +74,14 @@ class UnitInstance(Instance):
     edge_index: Tensor  # int64 [2, 2P] both ways
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Choices:
     """What was seen and chosen."""
 
     device: Tensor  # int64 [S, U]
     features: Tensor  # float32 [S, U, D, K]
     mask: Tensor  # bool [S, U, D]
+    end_ns: Any = None
 
 
 @dataclass(eq=False)
@@ -198,7 +200,13 @@ class SchedulerPolicy(Policy):
         return scaled
 
     def sample(
-        self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
+        self,
+        instance: Instance,
+        num_samples: int,
+        rng: np.random.Generator,
+        *,
+        temperature: float = 1.0,
+        most: I64 | None = None,
     ) -> Rollouts:
         """See `Policy.sample`."""
         assert isinstance(instance, UnitInstance)
@@ -208,22 +216,26 @@ class SchedulerPolicy(Policy):
         devices = np.zeros((num_samples, num_units), np.int64)
         features = np.zeros((num_samples, num_units, num_devices, NUM_FEATURES), np.float32)
         masks = np.zeros((num_samples, num_units, num_devices), np.bool_)
+        end_ns = np.zeros(num_samples)
         roll_out(
             instance.arrays,
             weights.cpu().numpy(),
             float(temperature),
             rng.random((num_samples, num_units)),
             np.resize(np.array(_SLACKS), num_samples),
+            np.full(num_samples, num_devices) if most is None else most,
             _fixed(instance, num_samples, rng),
             np.full((num_samples, num_units), -1),
             instance.units.incumbent,
             devices,
             features,
             masks,
+            end_ns,
         )
         choices = Choices(*(torch.from_numpy(array).to(self.device) for array in (devices, features, masks)))
         with torch.no_grad():
             log_prob = log_probabilities(weights, choices).gather(2, choices.device[..., None])[..., 0]
+        choices.end_ns = end_ns
         return Rollouts(devices[:, instance.units.unit_of_op], log_prob, choices)
 
     def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,14 @@ first, as the search groups them, with noise, so that each drawing sees another 
 N ops, U units, P pairs of units that share tensors, D devices, B equal slices of the critical path, F features.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array
+from numba import njit
+from scipy.sparse import csr_array
 
 from gdp.forward_units import forward_units
 from gdp.graph import I64
@@ -61,20 +63,39 @@ class UnitSource:
     units: Units  # ops and their groups
     following: Units  # with backward ops in the units of their forward ops
     head_ns: I64  # [N] longest path before an op
+    critical_ns: float  # longest path
     freedom: I64  # [N] equal numbers for ops that may go to the same devices: only they join
     alive_share: float  # of all bytes that are allocated in a step, alive at once when one device runs everything
     equal_before: I64  # [D] see `symmetry.exchangeable_before`
+    sums: F64  # [N, C] what a unit sums over its ops, by `_COLUMNS`
+    op_time_ns: F64  # [N, D] at least 0
+    module: I64  # [N] number of each op's module
+    op_slice: I64  # [N] the slice of the critical path in which an op's middle is
+    latency_ns: float  # mean over pairs of devices
+    ns_per_byte: float  # at the mean rate; 0 on one device
 
     @classmethod
     def of(cls, problem: Problem) -> "UnitSource":
+        head_ns = longest_paths(problem.graph, problem.mean_op_time_ns, from_sources=True)
+        critical_ns = max(float((head_ns + problem.b_level_ns).max()), 1.0)
+        middle = (head_ns + problem.mean_op_time_ns / 2) / critical_ns
+        between = ~np.eye(problem.num_devices, dtype=np.bool_)
+        is_alone = not between.any()
         return cls(
             problem=problem,
             units=Units.of(problem),
             following=Units.of(problem, forward_units(problem)),
-            head_ns=longest_paths(problem.graph, problem.mean_op_time_ns, from_sources=True),
+            head_ns=head_ns,
+            critical_ns=critical_ns,
             freedom=np.unique(problem.allowed, axis=0, return_inverse=True)[1].reshape(-1),
             alive_share=_alive_share(problem),
             equal_before=exchangeable_before(problem),
+            sums=_sums(problem, head_ns),
+            op_time_ns=np.maximum(problem.op_time_ns, 0).astype(np.float64),
+            module=_numbered(problem.graph.modules),
+            op_slice=np.minimum(middle * NUM_SLICES, NUM_SLICES - 1).astype(np.int64),
+            latency_ns=0.0 if is_alone else float(problem.cluster.latency_ns[between].mean()),
+            ns_per_byte=0.0 if is_alone else 1e9 / float(problem.cluster.bytes_per_second[between].mean()),
         )
 
     def draw(
@@ -100,46 +121,57 @@ class UnitSource:
         return _unit_graph(self, grouping.group_of_op, incumbent)
 
 
+_COLUMNS = ("work", "weight", "head", "tail", "forward", "backward", "update", "ops", "resident", "allocated")
+_WEIGHTED = slice(_COLUMNS.index("head"), _COLUMNS.index("ops"))  # those that `weight` weighs
+
+
+def _sums(problem: Problem, head_ns: I64) -> F64:
+    """[N, C] the columns of `UnitSource.sums`."""
+    phases = np.array(problem.graph.phases)
+    work = problem.mean_op_time_ns.astype(np.float64)
+    weight = work + 1.0
+    return np.stack(
+        [
+            work, weight, head_ns * weight, problem.b_level_ns * weight,
+            *((phases == name) * weight for name in ("forward", "backward", "update")),
+            np.ones(problem.num_ops), problem.graph.resident_bytes, problem.arrays.memory.alloc_bytes,
+        ],
+        axis=1,
+    )  # fmt: skip
+
+
+def _numbered(names: Sequence[str]) -> I64:
+    """[N] equal numbers for equal names."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.fromiter((numbers[name] for name in names), np.int64, len(names))
+
+
 def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | None) -> UnitGraph:
-    problem, head_ns = source.problem, source.head_ns
-    graph, num_devices = problem.graph, problem.num_devices
-    first_ns = np.full(int(group_of_op.max()) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(first_ns, group_of_op, head_ns)
-    order = np.argsort(first_ns, kind="stable")
-    number = np.empty(len(order), np.int64)
-    number[order] = np.arange(len(order))
+    problem = source.problem
+    num_units, num_modules = int(group_of_op.max()) + 1, int(source.module.max()) + 1
+    first_ns = _first(group_of_op, source.head_ns, num_units)
+    number = np.empty(num_units, np.int64)
+    number[np.argsort(first_ns, kind="stable")] = np.arange(num_units)
     unit_of_op = number[group_of_op]
-    num_units = len(order)
 
-    def total(values: npt.NDArray[Any], shape: tuple[int, ...] = ()) -> F64:
-        summed = np.zeros((num_units, *shape))
-        np.add.at(summed, unit_of_op, values)
-        return summed
-
-    may_go = np.ones((num_units, num_devices), np.bool_)
-    np.logical_and.at(may_go, unit_of_op, problem.allowed)
-    time_ns = total(np.maximum(problem.op_time_ns, 0), (num_devices,))
+    sums, time_ns, may_go, slices, last_ns = _accumulate(
+        unit_of_op, source.sums, source.op_time_ns, problem.allowed, source.op_slice, source.head_ns, num_units
+    )
     work_ns = np.where(may_go, time_ns, 0.0).sum(axis=1) / may_go.sum(axis=1)
-    op_work_ns = problem.mean_op_time_ns.astype(np.float64)
-    critical_ns = max(float((head_ns + problem.b_level_ns).max()), 1.0)
-    slices = np.zeros((num_units, NUM_SLICES))
-    middle = (head_ns + op_work_ns / 2) / critical_ns
-    np.add.at(slices, (unit_of_op, np.minimum(middle * NUM_SLICES, NUM_SLICES - 1).astype(np.int64)), op_work_ns)
-    sources, targets, sent_bytes, sent_ns = _pairs(problem, unit_of_op)
-    module = np.unique(np.array(graph.modules), return_inverse=True)[1]
-    similar = _similarity(unit_of_op, module, op_work_ns + 1.0)
+    keys, sent_bytes = _pairs(problem, unit_of_op, num_units)
+    spent = np.bincount(unit_of_op * num_modules + source.module, source.sums[:, 1], num_units * num_modules)
     partial = UnitGraph(
         unit_of_op=unit_of_op,
         time_ns=np.where(may_go, time_ns, -1.0),
         work_ns=work_ns,
-        resident_bytes=total(graph.resident_bytes),
-        alive_bytes=total(problem.arrays.memory.alloc_bytes) * source.alive_share,
+        resident_bytes=sums[:, _COLUMNS.index("resident")].copy(),
+        alive_bytes=sums[:, _COLUMNS.index("allocated")] * source.alive_share,
         slices=slices,
-        similar=similar,
-        sources=sources,
-        targets=targets,
+        similar=_similarity(spent.reshape(num_units, num_modules)),
+        sources=keys // num_units,
+        targets=keys % num_units,
         sent_bytes=sent_bytes,
-        sent_ns=sent_ns,
+        sent_ns=sent_bytes * source.ns_per_byte + source.latency_ns,
         incumbent=np.full(num_units, -1),
         features=np.zeros((num_units, 0), np.float32),
     )
@@ -147,8 +179,39 @@ def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | No
         devices = np.empty(num_units, np.int64)
         devices[unit_of_op] = incumbent.placement
         partial = replace(partial, incumbent=devices)
-    alone = _features(problem, partial, head_ns, critical_ns)
+    alone = _features(source, partial, sums, np.sort(first_ns), last_ns)
     return replace(partial, features=np.concatenate((alone, incumbent_features(partial, incumbent)), axis=1))
+
+
+@njit(cache=True, nogil=True)
+def _first(unit_of_op, head_ns, num_units):
+    """[U] lowest head of each unit's ops."""
+    first_ns = np.full(num_units, np.iinfo(np.int64).max)
+    for op in range(len(unit_of_op)):
+        first_ns[unit_of_op[op]] = min(first_ns[unit_of_op[op]], head_ns[op])
+    return first_ns
+
+
+@njit(cache=True, nogil=True)
+def _accumulate(unit_of_op, columns, op_time_ns, allowed, op_slice, head_ns, num_units):
+    """Sums [U, C] of the columns, times [U, D], devices that all ops allow [U, D], work in slices [U, B], last heads."""
+    num_ops, num_columns = columns.shape
+    num_devices = op_time_ns.shape[1]
+    sums = np.zeros((num_units, num_columns))
+    time_ns = np.zeros((num_units, num_devices))
+    may_go = np.ones((num_units, num_devices), np.bool_)
+    slices = np.zeros((num_units, NUM_SLICES))
+    last_ns = np.zeros(num_units)
+    for op in range(num_ops):
+        unit = unit_of_op[op]
+        for column in range(num_columns):
+            sums[unit, column] += columns[op, column]
+        for device in range(num_devices):
+            time_ns[unit, device] += op_time_ns[op, device]
+            may_go[unit, device] &= allowed[op, device]
+        slices[unit, op_slice[op]] += columns[op, 0]
+        last_ns[unit] = max(last_ns[unit], head_ns[op])
+    return sums, time_ns, may_go, slices, last_ns
 
 
 def _alive_share(problem: Problem) -> float:
@@ -159,53 +222,51 @@ def _alive_share(problem: Problem) -> float:
     return float(np.clip((peaks.sum() - resident) / max(allocated, 1), 0.0, 1.0))
 
 
-def _pairs(problem: Problem, unit_of_op: I64) -> tuple[I64, I64, F64, F64]:
-    """(source, target, bytes, time at the mean rate and one mean latency) of each pair [P]; a tensor counts once."""
-    graph, cluster = problem.graph, problem.cluster
-    num_units = int(unit_of_op.max()) + 1
-    sources, targets = unit_of_op[graph.producers[graph.edge_tensors]], unit_of_op[graph.consumers]
-    apart = sources != targets
-    once = np.unique(np.stack((graph.edge_tensors[apart], sources[apart], targets[apart])), axis=1)
-    keys, inverse = np.unique(once[1] * num_units + once[2], return_inverse=True)
-    sent_bytes = np.asarray(np.bincount(inverse, graph.tensor_bytes[once[0]], len(keys)), np.float64)
-    between = ~np.eye(problem.num_devices, dtype=np.bool_)
-    if not between.any():
-        return keys // num_units, keys % num_units, sent_bytes, np.zeros(len(keys))
-    rate = float(cluster.bytes_per_second[between].mean())
-    sent_ns = sent_bytes / rate * 1e9 + float(cluster.latency_ns[between].mean())
-    return keys // num_units, keys % num_units, sent_bytes, sent_ns
+def _pairs(problem: Problem, unit_of_op: I64, num_units: int) -> tuple[I64, F64]:
+    """(source * U + target, bytes) of each pair [P] in order; a tensor counts once."""
+    graph = problem.graph
+    sent, tensors = _sent(unit_of_op, graph.producers, graph.consumer_offsets, graph.consumers, num_units)
+    keys, inverse = np.unique(sent, return_inverse=True)
+    return keys, np.asarray(np.bincount(inverse, graph.tensor_bytes[tensors], len(keys)), np.float64)
 
 
-def _similarity(unit_of_op: I64, module: I64, weight: F64) -> F64:
+@njit(cache=True, nogil=True)
+def _sent(unit_of_op, producers, consumer_offsets, consumers, num_units):
+    """(source * U + target, tensor) of each tensor and each other unit that takes it."""
+    keys, tensors = np.empty((2, len(consumers)), np.int64)
+    taken = np.full(num_units, -1)
+    count = 0
+    for tensor in range(len(producers)):
+        source = unit_of_op[producers[tensor]]
+        for index in range(consumer_offsets[tensor], consumer_offsets[tensor + 1]):
+            target = unit_of_op[consumers[index]]
+            if target != source and taken[target] != tensor:
+                taken[target] = tensor
+                keys[count], tensors[count] = source * num_units + target, tensor
+                count += 1
+    return keys[:count], tensors[:count]
+
+
+def _similarity(spent: F64) -> F64:
     """[U, U] cosine of what units spend in each module: parts of one layer at several time steps are alike."""
-    spent = coo_array((weight, (unit_of_op, module))).tocsr()
-    norm = np.sqrt(spent.multiply(spent).sum(axis=1))
-    scaled = spent.multiply(1.0 / norm[:, None]).tocsr()
+    scaled = csr_array(spent / np.sqrt((spent**2).sum(axis=1, keepdims=True)))
     return np.asarray((scaled @ scaled.T).todense(), np.float64)
 
 
-def _features(problem: Problem, units: UnitGraph, head_ns: I64, critical_ns: float) -> F32:
+def _features(source: UnitSource, units: UnitGraph, sums: F64, first_ns: I64, last_ns: F64) -> F32:
     """[U, F] what the network sees of each unit, free of scale: shares, ratios and logarithms of ratios."""
-    num_units, graph = units.num_units, problem.graph
+    problem, num_units, critical_ns = source.problem, units.num_units, source.critical_ns
     work, total_ns = units.work_ns, max(float(units.work_ns.sum()), 1.0)
     sent = np.bincount(units.sources, units.sent_ns, num_units)
     received = np.bincount(units.targets, units.sent_ns, num_units)
     degree = np.bincount(units.sources, minlength=num_units) + np.bincount(units.targets, minlength=num_units)
-    op_work = problem.mean_op_time_ns + 1.0
-    weight = np.bincount(units.unit_of_op, op_work, num_units)
-
-    def mean(values: npt.NDArray[Any]) -> F64:
-        return np.bincount(units.unit_of_op, values * op_work, num_units) / weight
-
-    first, last = np.full(num_units, np.inf), np.zeros(num_units)
-    np.minimum.at(first, units.unit_of_op, head_ns)
-    np.maximum.at(last, units.unit_of_op, head_ns)
-    phases = np.array(graph.phases)
+    head, tail, forward, backward, update = (sums[:, _WEIGHTED] / sums[:, 1:2]).T
+    num_ops = sums[:, _COLUMNS.index("ops")]
+    first, last = first_ns / critical_ns, last_ns / critical_ns
     limit = float(problem.memory_limit_bytes.sum())
     held = units.resident_bytes + units.alive_bytes
     fastest = np.where(units.time_ns >= 0, units.time_ns, np.inf).min(axis=1)
     slowest = units.time_ns.max(axis=1)
-    tail_ns = problem.b_level_ns
     per_unit = [
         np.log1p(work / total_ns * num_units),
         work / total_ns,
@@ -214,15 +275,15 @@ def _features(problem: Problem, units: UnitGraph, head_ns: I64, critical_ns: flo
         sent / (sent + work + 1.0),
         received / (received + work + 1.0),
         np.log1p(degree),
-        mean(head_ns) / critical_ns,
-        mean(tail_ns) / critical_ns,
-        first / critical_ns,
-        last / critical_ns,
-        (last - first) / critical_ns,
-        mean(phases == "forward"),
-        mean(phases == "backward"),
-        mean(phases == "update"),
-        np.log1p(np.bincount(units.unit_of_op, minlength=num_units)),
+        head / critical_ns,
+        tail / critical_ns,
+        first,
+        last,
+        last - first,
+        forward,
+        backward,
+        update,
+        np.log1p(num_ops),
         units.resident_bytes / limit * problem.num_devices,
         held / limit * problem.num_devices,
         np.log1p(slowest / (fastest + 1.0)),
@@ -241,7 +302,7 @@ def _features(problem: Problem, units: UnitGraph, head_ns: I64, critical_ns: flo
         float(degree.mean()) / 10.0,
         np.log(float(problem.memory_limit_bytes.max()) / max(float(problem.memory_limit_bytes.min()), 1.0)),
         np.log1p(problem.num_ops / num_units),
-        float((last - first).mean()) / critical_ns,
+        float((last - first).mean()),
     ]
     columns = [*per_unit, *(np.full(num_units, value) for value in whole)]
     return np.stack(columns, axis=1).astype(np.float32)
