@@ -28,7 +28,7 @@ CONFIG = AblationConfig(
     ),
     training=TrainingConfig(updates=2**31 - 1, graphs_per_update=1, samples=2),
     tasks=TaskConfig(),
-    zero_shot=ZeroShotConfig(num_simulations=8, num_constructed=4, per_grouping=2, per_round=4),
+    zero_shot=ZeroShotConfig(num_simulations=8, num_drawn=4, num_varied=2),
 )
 SECONDS = 0.1
 

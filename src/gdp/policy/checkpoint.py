@@ -24,7 +24,7 @@ from gdp import files
 from gdp.errors import InputError
 from gdp.policy.base import Policy
 
-FORMAT, VERSION = "gdp-checkpoint", 1
+FORMAT, VERSION = "gdp-checkpoint", 2
 _TRAINING = "optimizer/"
 
 POLICIES: Mapping[str, tuple[str, str, str]] = MappingProxyType(

@@ -1,15 +1,16 @@
 """Roll-outs of the default policy, compiled: units choose devices one after the other, as in list scheduling.
 
-The unit at hand scores each device by `weights[unit] @ features`, and a device is drawn with probabilities
+The unit at hand scores each device by `weights[unit] . features`, and a device is drawn with probabilities
 softmax(scores / temperature). The features say how the device stands to the unit now: what it holds of the unit's
 neighbours, when the unit could start there, how loaded it is while the unit runs, what memory is left. They are the
 same functions for every device and free of scale, so any number and mix of devices will do, and identical devices are
 treated alike; of several that are exchangeable and still empty, only the first may be chosen.
 
-A roll-out can also refine: some units stay where an incumbent has them, and the others choose again, each in turn, with
-all others in place. Then "neighbours placed" are all neighbours, and loads are those without the units to come.
+In further passes over the units each chooses again, with all others in place: a greedy pass sees only what comes before
+a unit, and repeating it mends much of that (restreaming, J. Nishimura and J. Ugander, KDD 2013). A roll-out that
+refines an incumbent begins so: some units stay where the incumbent has them, the others choose again.
 
-S samples, U units, D devices, K features, B slices of the critical path, P pairs of units.
+S samples, P passes, U units, D devices, K features, B slices of the step, E pairs of units.
 """
 
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from gdp.policy.units import UnitGraph
 from gdp.problem import Problem
 
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 
 FEATURES = (
     "neighbours here, of all",
@@ -61,12 +63,14 @@ class RolloutArrays(NamedTuple):
     time_ns: Any  # float64 [U, D] -1 where a unit may not go
     work_ns: Any  # float64 [U]
     slices: Any  # float64 [U, B]
-    near: Any  # float64 [U, U] share of a unit's transfers that are with each other unit
+    slice_ns: Any  # float64 [B] work of all units
+    total_ns: float
+    near: Any  # float64 [U, U] row v: of each unit's transfers, the share that is with v
     second: Any  # float64 [U, U] the same over two steps
     similar: Any  # float64 [U, U]
     offsets: Any  # int64 [U + 1] senders to unit u are senders[offsets[u]:offsets[u + 1]], placed before it or not
-    senders: Any  # int64 [P]
-    sent_bytes: Any  # float64 [P]
+    senders: Any  # int64 [E]
+    sent_bytes: Any  # float64 [E]
     ns_per_byte: Any  # float64 [D, D]
     latency_ns: Any  # float64 [D, D]
     resident_bytes: Any  # float64 [U]
@@ -95,6 +99,8 @@ class RolloutArrays(NamedTuple):
             time_ns=units.time_ns,
             work_ns=units.work_ns,
             slices=units.slices,
+            slice_ns=np.maximum(units.slices.sum(axis=0), 1e-9),
+            total_ns=max(float(units.work_ns.sum()), 1.0),
             near=near,
             second=second,
             similar=units.similar - np.eye(num_units),
@@ -111,237 +117,321 @@ class RolloutArrays(NamedTuple):
         )
 
 
+class Orders(NamedTuple):
+    """What is asked of each sample; see `styles.Style`."""
+
+    scale: Any  # float32 [S, 2, K] what features are multiplied by, in the first pass and in later ones
+    row: Any  # int64 [S, 2] which weights both have
+    temperature: Any  # float64 [S] 0 takes the best device, the lowest of several
+    slack: Any  # float64 [S] a device is full at so many times its memory; the estimate counts all that is ever alive
+    most: Any  # int64 [S] devices to use, more only where memory asks for it
+    passes: Any  # int64 [S]
+
+
+class Record(NamedTuple):
+    """What was seen and chosen at each turn, to score it again; without samples nothing is recorded."""
+
+    devices: Any  # int64 [S, P, U]
+    features: Any  # float32 [S, P, U, D, K] scaled
+    masks: Any  # bool [S, P, U, D] what could be chosen; one device where there was no choice
+
+    @classmethod
+    def empty(cls, num_samples: int, num_passes: int, num_units: int, num_devices: int) -> "Record":
+        """For `roll_out` to fill."""
+        shape = num_samples, num_passes, num_units
+        masks = np.zeros((*shape, num_devices), np.bool_)
+        masks[..., 0] = True  # of passes that a sample does not make
+        return cls(np.zeros(shape, np.int64), np.zeros((*shape, num_devices, NUM_FEATURES), np.float32), masks)
+
+
 @njit(cache=True, nogil=True)
 def _nearness(sources, targets, sent_ns, num_units):
-    """(shares of each unit's transfers that are with each other unit [U, U], the same over two steps, not back)."""
-    near, second = np.zeros((2, num_units, num_units))
+    """(near, second) of `RolloutArrays`."""
+    shared, near, second = np.zeros((3, num_units, num_units))
     count = np.zeros(num_units + 1, np.int64)
     for pair in range(len(sources)):
-        near[sources[pair], targets[pair]] += sent_ns[pair]
-        near[targets[pair], sources[pair]] += sent_ns[pair]
-        count[sources[pair] + 1] += 1
-        count[targets[pair] + 1] += 1
-    offsets = np.cumsum(count)
-    others = np.empty(offsets[-1], np.int64)
-    at = offsets[:-1].copy()
-    for pair in range(len(sources)):
-        for unit, other in ((sources[pair], targets[pair]), (targets[pair], sources[pair])):
-            others[at[unit]] = other
-            at[unit] += 1
+        shared[sources[pair], targets[pair]] += sent_ns[pair]
+        shared[targets[pair], sources[pair]] += sent_ns[pair]
+    others = np.empty(2 * len(sources), np.int64)
     for unit in range(num_units):
-        near[unit] /= max(near[unit].sum(), 1e-9)
+        total = 0.0
+        at = count[unit]
+        for other in range(num_units):
+            if shared[unit, other] > 0.0:
+                total += shared[unit, other]
+                others[at] = other
+                at += 1
+        count[unit + 1] = at
+        for index in range(count[unit], at):
+            shared[unit, others[index]] /= total
+            near[others[index], unit] = shared[unit, others[index]]
+    steps = np.zeros(num_units)
     for unit in range(num_units):
-        steps = np.unique(others[offsets[unit] : offsets[unit + 1]])
-        for middle in steps:
-            for other in np.unique(others[offsets[middle] : offsets[middle + 1]]):
-                if other != unit:
-                    second[unit, other] += near[unit, middle] * near[middle, other]
-        second[unit] /= max(second[unit].sum(), 1e-9)
+        steps[:] = 0.0
+        for index in range(count[unit], count[unit + 1]):
+            middle = others[index]
+            for further in range(count[middle], count[middle + 1]):
+                steps[others[further]] += shared[unit, middle] * shared[middle, others[further]]
+        steps[unit] = 0.0
+        total = max(steps.sum(), 1e-9)
+        for other in range(num_units):
+            second[other, unit] = steps[other] / total
     return near, second
 
 
-@njit(cache=True, nogil=True)
-def roll_out(arrays, weights, temperature, uniforms, slack, most, fixed, forced, was, choices, features, masks, end):
-    """Fill `choices` int64 [S, U], `features` float32 [S, U, D, K] and `masks` bool [S, U, D] (what may be chosen).
+class _State(NamedTuple):
+    """Where units are, and what devices hold."""
 
-    `weights` float32 [U, K]; `uniforms` float64 [S, U] from 0 to 1 decide; temperature 0 takes the best, the lowest
-    device of several. A unit only goes where memory is filled to at most `slack` float64 [S] times the limit, if there
-    is such a device; the estimate counts what is alive at different times together. `fixed` int64 [S, U] has the device
-    of a unit that stays, else -1; `forced` int64 [S, U] that which a unit takes in its turn whatever it would choose,
-    else -1 (to learn from an example); `was` int64 [U] that of each unit in the incumbent, -1 without one.
+    device: Any  # int64 [U] -1: nowhere yet
+    finish_ns: Any  # float64 [U]
+    near: Any  # float64 [D, U] share of each unit's transfers that are with units on the device
+    second: Any  # float64 [D, U]
+    similar: Any  # float64 [D, U]
+    slices: Any  # float64 [D, B]
+    count: Any  # int64 [D] units
+    load_ns: Any  # float64 [D]
+    resident: Any  # float64 [D] bytes
+    held: Any  # float64 [D] bytes
+    free_ns: Any  # float64 [D] end of the last unit of this pass
+    recent: Any  # float64 [D]
+
+
+@njit(cache=True, nogil=True)
+def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
+    """Fill `choices` int64 [S, U], and `record` if it has samples.
+
+    `weights` float32 [2, U, K], of units that see what came before them, and of units that see all others; `uniforms`
+    float64 [S, P, U] from 0 to 1 decide. `fixed` int64 [S, U] has the device of a unit that stays, else -1; `was` int64
+    [U] that of each unit in the incumbent, -1 without one.
     """
     num_samples, num_units = choices.shape
-    num_devices = len(arrays.speed)
-    num_slices = arrays.slices.shape[1]
-    time_ns, work_ns, slices, near, second, similar = arrays[:6]
-    offsets, senders, sent_bytes, ns_per_byte, latency_ns, resident_bytes, held_bytes, limit_bytes = arrays[6:14]
-    speed, equal_before = arrays[14:]
-    total_ns = max(work_ns.sum(), 1.0)
-    slice_ns = np.zeros(num_slices)
-    for unit in range(num_units):
-        for at in range(num_slices):
-            slice_ns[at] += slices[unit, at]
-    near_here, second_here, similar_here = np.empty((3, num_units, num_devices))
-    load_ns, free_ns, resident, held, recent, start_ns, end_ns, meanwhile, sending = np.empty((9, num_devices))
-    slice_load = np.empty((num_devices, num_slices))
-    finish_ns = np.empty(num_units)
-    scores = np.empty(num_devices)
-    count = np.empty(num_devices, np.int64)
+    num_devices, num_slices = len(arrays.speed), arrays.slices.shape[1]
+    by_unit = np.empty((3, num_devices, num_units))
+    by_device = np.empty((5, num_devices))
+    state = _State(
+        np.empty(num_units, np.int64), np.empty(num_units), by_unit[0], by_unit[1], by_unit[2],
+        np.empty((num_devices, num_slices)), np.empty(num_devices, np.int64), by_device[0], by_device[1],
+        by_device[2], by_device[3], by_device[4],
+    )  # fmt: skip
+    mask = np.empty(num_devices, np.bool_)
+    features = np.empty((num_devices, NUM_FEATURES), np.float32)
+    scores, scratch = np.empty(num_devices), np.empty((4, num_devices))
     for sample in range(num_samples):
-        near_here[:] = 0.0
-        second_here[:] = 0.0
-        similar_here[:] = 0.0
-        load_ns[:] = 0.0
-        free_ns[:] = 0.0
-        resident[:] = 0.0
-        held[:] = 0.0
-        recent[:] = 0.0
-        slice_load[:] = 0.0
-        count[:] = 0
-        num_used = 0
-        end[sample] = 0.0
-        before = -1
+        state.device[:] = -1
+        state.slices[:] = 0.0
+        state.count[:] = 0
+        by_unit[:] = 0.0
+        by_device[:] = 0.0
         for unit in range(num_units):
-            device = fixed[sample, unit]
-            if device < 0:
-                continue
-            choices[sample, unit] = device
-            load_ns[device] += time_ns[unit, device]
-            resident[device] += resident_bytes[unit]
-            held[device] += held_bytes[unit]
-            num_used += count[device] == 0
-            count[device] += 1
-            for at in range(num_slices):
-                slice_load[device, at] += slices[unit, at]
-            for other in range(num_units):
-                near_here[other, device] += near[other, unit]
-                second_here[other, device] += second[other, unit]
-                similar_here[other, device] += similar[other, unit]
-        for unit in range(num_units):
-            mask = masks[sample, unit]
-            stays = fixed[sample, unit] >= 0
-            num_fitting, num_roomy, num_enough = 0, 0, 0
-            for device in range(num_devices):
-                twin = equal_before[device]
-                mask[device] = time_ns[unit, device] >= 0.0 and not (
-                    twin >= 0 and count[device] == 0 and count[twin] == 0
-                )
-                if stays:
-                    mask[device] = device == fixed[sample, unit]
-                if mask[device]:
-                    num_fitting += resident[device] + resident_bytes[unit] <= limit_bytes[device]
-                    is_roomy = held[device] + held_bytes[unit] <= slack[sample] * limit_bytes[device]
-                    num_roomy += is_roomy
-                    num_enough += is_roomy and count[device] > 0
-            if not stays:  # what must be in memory has to fit, and what may be alive as well, where that is possible
-                for device in range(num_devices):
-                    if num_roomy > 0:
-                        mask[device] &= held[device] + held_bytes[unit] <= slack[sample] * limit_bytes[device]
-                    elif num_fitting > 0:
-                        mask[device] &= resident[device] + resident_bytes[unit] <= limit_bytes[device]
-                    if num_used >= most[sample] and num_enough > 0:
-                        mask[device] &= count[device] > 0
-
-            if forced[sample, unit] >= 0:
-                mask[forced[sample, unit]] = True
-            highest, lowest_start, lowest_end, lowest_meanwhile, lowest_sending = 0.0, np.inf, np.inf, np.inf, np.inf
-            fastest_ns = np.inf
-            near_placed, similar_placed = 0.0, 0.0
-            for device in range(num_devices):
-                near_placed += near_here[unit, device]
-                similar_placed += similar_here[unit, device]
-                highest = max(highest, load_ns[device])
-                if not mask[device]:
-                    continue
-                ready = 0.0
-                send = 0.0
-                for index in range(offsets[unit], offsets[unit + 1]):
-                    sender = senders[index]
-                    if sender > unit and fixed[sample, sender] < 0:
-                        continue
-                    home = choices[sample, sender]
-                    transfer = 0.0
-                    if home != device:
-                        transfer = sent_bytes[index] * ns_per_byte[home, device] + latency_ns[home, device]
-                    send += transfer
-                    if sender < unit:
-                        ready = max(ready, finish_ns[sender] + transfer)
-                sending[device] = send
-                start_ns[device] = max(ready, free_ns[device])
-                end_ns[device] = start_ns[device] + time_ns[unit, device]
-                crowd = 0.0
-                for at in range(num_slices):
-                    if slices[unit, at] > 0.0:
-                        crowd += slices[unit, at] * slice_load[device, at] / (slice_ns[at] * speed[device])
-                meanwhile[device] = crowd / max(work_ns[unit], 1.0)
-                lowest_start = min(lowest_start, start_ns[device])
-                lowest_end = min(lowest_end, end_ns[device])
-                lowest_meanwhile = min(lowest_meanwhile, meanwhile[device])
-                lowest_sending = min(lowest_sending, sending[device])
-                fastest_ns = min(fastest_ns, time_ns[unit, device])
-
-            best = -np.inf
-            for device in range(num_devices):
-                if not mask[device]:
-                    features[sample, unit, device] = 0.0
-                    continue
-                phi = features[sample, unit, device]
-                own_ns = max(work_ns[unit], 1.0)
-                share = speed[device] * total_ns
-                after = load_ns[device] + time_ns[unit, device]
-                memory = (held[device] + held_bytes[unit]) / limit_bytes[device]
-                late = (end_ns[device] - lowest_end) / own_ns
-                phi[0] = near_here[unit, device]
-                phi[1] = near_here[unit, device] / max(near_placed, 1e-9)
-                phi[2] = second_here[unit, device]
-                phi[3] = similar_here[unit, device] / max(similar_placed, 1e-9)
-                phi[4] = min((start_ns[device] - lowest_start) / share, 4.0)
-                phi[5] = late / (1.0 + late)
-                phi[6] = min(load_ns[device] / share, 4.0)
-                phi[7] = after / max(highest, after, 1.0)
-                phi[8] = min(meanwhile[device], 4.0)
-                phi[9] = min(meanwhile[device] - lowest_meanwhile, 4.0)
-                phi[10] = min(memory, 4.0)
-                phi[11] = min(max(memory - 0.8, 0.0) * 5.0, 4.0)
-                phi[12] = 1.0 if count[device] == 0 else 0.0
-                phi[13] = num_used / num_devices if count[device] == 0 else 0.0
-                phi[14] = 1.0 if device == before else 0.0
-                phi[15] = recent[device]
-                phi[16] = np.log((time_ns[unit, device] + 1.0) / (fastest_ns + 1.0))
-                phi[17] = sending[device] / (sending[device] + own_ns)
-                more = (sending[device] - lowest_sending) / own_ns
-                phi[18] = more / (1.0 + more)
-                phi[19] = min(similar_here[unit, device] * meanwhile[device] / max(similar_placed, 1e-9), 4.0)
-                phi[20] = 1.0 if was[unit] == device else 0.0
-                fair = share * max(num_devices / max(most[sample], 1), 1.0)
-                phi[21] = min(max(after / fair - 1.0, 0.0) * 4.0, 4.0)
-                phi[22] = 1.0 if device == before and after <= fair else 0.0
-                phi[23] = 1.0 if similar_here[unit, device] > 0.5 * similar_placed else 0.0
-                score = 0.0
-                for k in range(len(phi)):
-                    score += weights[unit, k] * phi[k]
-                scores[device] = score
-                best = max(best, score)
-
-            chosen = forced[sample, unit]
-            if chosen >= 0:
-                pass
-            elif temperature > 0.0:
-                total = 0.0
+            if fixed[sample, unit] >= 0:
+                _put(arrays, state, unit, fixed[sample, unit])
+        for turn in range(orders.passes[sample]):
+            later = min(turn, 1)
+            row = orders.row[sample, later]
+            state.free_ns[:] = 0.0
+            state.recent[:] = 0.0
+            before = -1
+            for unit in range(num_units):
+                stays = fixed[sample, unit]
+                old = was[unit] if state.device[unit] < 0 else state.device[unit]
+                if stays < 0 and state.device[unit] >= 0:
+                    _take(arrays, state, unit)
+                _may_choose(arrays, state, unit, stays, orders.slack[sample], orders.most[sample], mask)
+                end_ns = _see(arrays, state, unit, before, old, orders.most[sample], mask, features, scratch)
+                best = -np.inf
                 for device in range(num_devices):
                     if mask[device]:
-                        total += np.exp((scores[device] - best) / temperature)
-                target = uniforms[sample, unit] * total
+                        score = 0.0
+                        for k in range(NUM_FEATURES):
+                            features[device, k] *= orders.scale[sample, later, k]
+                            score += weights[row, unit, k] * features[device, k]
+                        scores[device] = score
+                        best = max(best, score)
+                chosen = _draw(scores, best, mask, orders.temperature[sample], uniforms[sample, turn, unit])
+                if len(record.devices) > 0:
+                    record.devices[sample, turn, unit] = chosen
+                    for device in range(num_devices):
+                        record.masks[sample, turn, unit, device] = mask[device]
+                        for k in range(NUM_FEATURES):
+                            value = features[device, k] if mask[device] else np.float32(0.0)
+                            record.features[sample, turn, unit, device, k] = value
+                if stays < 0:
+                    _put(arrays, state, unit, chosen)
+                state.finish_ns[unit] = end_ns[chosen]
+                state.free_ns[chosen] = end_ns[chosen]
+                before = chosen
                 for device in range(num_devices):
-                    if mask[device]:
-                        chosen = device
-                        target -= np.exp((scores[device] - best) / temperature)
-                        if target < 0.0:
-                            break
-            else:
-                for device in range(num_devices):
-                    if mask[device] and scores[device] == best:
-                        chosen = device
-                        break
+                    state.recent[device] *= _FORGET
+                state.recent[chosen] += 1.0 - _FORGET
+        for unit in range(num_units):
+            choices[sample, unit] = state.device[unit]
 
-            choices[sample, unit] = chosen
-            finish_ns[unit] = end_ns[chosen]
-            free_ns[chosen] = end_ns[chosen]
-            end[sample] = max(end[sample], end_ns[chosen])
-            before = chosen
-            for device in range(num_devices):
-                recent[device] *= _FORGET
-            recent[chosen] += 1.0 - _FORGET
-            if stays:
+
+@njit(cache=True, nogil=True)
+def _put(arrays, state, unit, device):
+    """Place a unit."""
+    state.device[unit] = device
+    state.count[device] += 1
+    state.load_ns[device] += arrays.time_ns[unit, device]
+    state.resident[device] += arrays.resident_bytes[unit]
+    state.held[device] += arrays.held_bytes[unit]
+    state.slices[device] += arrays.slices[unit]
+    state.near[device] += arrays.near[unit]
+    state.second[device] += arrays.second[unit]
+    state.similar[device] += arrays.similar[unit]
+
+
+@njit(cache=True, nogil=True)
+def _take(arrays, state, unit):
+    """Undo `_put`."""
+    device = state.device[unit]
+    state.device[unit] = -1
+    state.count[device] -= 1
+    state.load_ns[device] -= arrays.time_ns[unit, device]
+    state.resident[device] -= arrays.resident_bytes[unit]
+    state.held[device] -= arrays.held_bytes[unit]
+    state.slices[device] -= arrays.slices[unit]
+    state.near[device] -= arrays.near[unit]
+    state.second[device] -= arrays.second[unit]
+    state.similar[device] -= arrays.similar[unit]
+
+
+@njit(cache=True, nogil=True)
+def _may_choose(arrays, state, unit, stays, slack, most, mask):
+    """Fill `mask` [D]: what must be in memory has to fit, and what may be alive as well, where that is possible."""
+    num_devices = len(mask)
+    num_used, num_fitting, num_roomy, num_roomy_used = 0, 0, 0, 0
+    for device in range(num_devices):
+        num_used += state.count[device] > 0
+        twin = arrays.equal_before[device]
+        is_further = twin >= 0 and state.count[device] == 0 and state.count[twin] == 0
+        mask[device] = arrays.time_ns[unit, device] >= 0.0 and not is_further
+        if stays >= 0:
+            mask[device] = device == stays
+        if mask[device]:
+            num_fitting += _fits(arrays, state, unit, device, np.inf)
+            is_roomy = _fits(arrays, state, unit, device, slack)
+            num_roomy += is_roomy
+            num_roomy_used += is_roomy and state.count[device] > 0
+    if stays >= 0 or num_fitting == 0:
+        return
+    for device in range(num_devices):
+        mask[device] &= _fits(arrays, state, unit, device, slack if num_roomy > 0 else np.inf)
+        if num_used >= most and num_roomy_used > 0:
+            mask[device] &= state.count[device] > 0
+
+
+@njit(cache=True, nogil=True)
+def _fits(arrays, state, unit, device, slack):
+    """Whether what must stay in memory fits, and all that is ever alive into `slack` times as much."""
+    limit = arrays.limit_bytes[device]
+    return (
+        state.resident[device] + arrays.resident_bytes[unit] <= limit
+        and state.held[device] + arrays.held_bytes[unit] <= slack * limit
+    )
+
+
+@njit(cache=True, nogil=True)
+def _see(arrays, state, unit, before, old, most, mask, features, scratch):
+    """Fill `features` [D, K] of the devices in `mask`, in the order of `FEATURES`; returns when the unit would end."""
+    num_devices, num_slices = len(mask), arrays.slices.shape[1]
+    start_ns, end_ns, meanwhile, sending = scratch
+    total_ns, own_ns = arrays.total_ns, max(arrays.work_ns[unit], 1.0)
+    highest, lowest_start, lowest_end, lowest_meanwhile, lowest_sending = 0.0, np.inf, np.inf, np.inf, np.inf
+    fastest_ns = np.inf
+    near_placed, similar_placed = 0.0, 0.0
+    num_used = 0
+    for device in range(num_devices):
+        near_placed += state.near[device, unit]
+        similar_placed += state.similar[device, unit]
+        highest = max(highest, state.load_ns[device])
+        num_used += state.count[device] > 0
+        if not mask[device]:
+            continue
+        ready, send = 0.0, 0.0
+        for index in range(arrays.offsets[unit], arrays.offsets[unit + 1]):
+            sender = arrays.senders[index]
+            home = state.device[sender]
+            if home < 0:
                 continue
-            load_ns[chosen] += time_ns[unit, chosen]
-            resident[chosen] += resident_bytes[unit]
-            held[chosen] += held_bytes[unit]
-            num_used += count[chosen] == 0
-            count[chosen] += 1
-            for at in range(num_slices):
-                slice_load[chosen, at] += slices[unit, at]
-            for other in range(num_units):
-                near_here[other, chosen] += near[other, unit]
-                second_here[other, chosen] += second[other, unit]
-                similar_here[other, chosen] += similar[other, unit]
+            transfer = 0.0
+            if home != device:
+                transfer = arrays.sent_bytes[index] * arrays.ns_per_byte[home, device] + arrays.latency_ns[home, device]
+            send += transfer
+            if sender < unit:
+                ready = max(ready, state.finish_ns[sender] + transfer)
+        sending[device] = send
+        start_ns[device] = max(ready, state.free_ns[device])
+        end_ns[device] = start_ns[device] + arrays.time_ns[unit, device]
+        crowd = 0.0
+        for at in range(num_slices):
+            if arrays.slices[unit, at] > 0.0:
+                crowd += arrays.slices[unit, at] * state.slices[device, at] / (
+                    arrays.slice_ns[at] * arrays.speed[device]
+                )  # fmt: skip
+        meanwhile[device] = crowd / own_ns
+        lowest_start = min(lowest_start, start_ns[device])
+        lowest_end = min(lowest_end, end_ns[device])
+        lowest_meanwhile = min(lowest_meanwhile, meanwhile[device])
+        lowest_sending = min(lowest_sending, sending[device])
+        fastest_ns = min(fastest_ns, arrays.time_ns[unit, device])
+    near_placed, similar_placed = max(near_placed, 1e-9), max(similar_placed, 1e-9)
+    for device in range(num_devices):
+        if not mask[device]:
+            continue
+        share = arrays.speed[device] * total_ns
+        fair = share * max(num_devices / max(most, 1), 1.0)
+        after = state.load_ns[device] + arrays.time_ns[unit, device]
+        memory = (state.held[device] + arrays.held_bytes[unit]) / arrays.limit_bytes[device]
+        late = (end_ns[device] - lowest_end) / own_ns
+        more = (sending[device] - lowest_sending) / own_ns
+        like = state.similar[device, unit]
+        seen = features[device]
+        seen[0] = state.near[device, unit]
+        seen[1] = state.near[device, unit] / near_placed
+        seen[2] = state.second[device, unit]
+        seen[3] = like / similar_placed
+        seen[4] = min((start_ns[device] - lowest_start) / share, 4.0)
+        seen[5] = late / (1.0 + late)
+        seen[6] = min(state.load_ns[device] / share, 4.0)
+        seen[7] = after / max(highest, after, 1.0)
+        seen[8] = min(meanwhile[device], 4.0)
+        seen[9] = min(meanwhile[device] - lowest_meanwhile, 4.0)
+        seen[10] = min(memory, 4.0)
+        seen[11] = min(max(memory - 0.8, 0.0) * 5.0, 4.0)
+        seen[12] = 1.0 if state.count[device] == 0 else 0.0
+        seen[13] = num_used / num_devices if state.count[device] == 0 else 0.0
+        seen[14] = 1.0 if device == before else 0.0
+        seen[15] = state.recent[device]
+        seen[16] = np.log((arrays.time_ns[unit, device] + 1.0) / (fastest_ns + 1.0))
+        seen[17] = sending[device] / (sending[device] + own_ns)
+        seen[18] = more / (1.0 + more)
+        seen[19] = min(like * meanwhile[device] / similar_placed, 4.0)
+        seen[20] = 1.0 if device == old else 0.0
+        seen[21] = min(max(after / fair - 1.0, 0.0) * 4.0, 4.0)
+        seen[22] = 1.0 if device == before and after <= fair else 0.0
+        seen[23] = 1.0 if like > 0.5 * similar_placed else 0.0
+    return end_ns
+
+
+@njit(cache=True, nogil=True)
+def _draw(scores, best, mask, temperature, uniform):
+    """A device of `mask` [D]."""
+    chosen = -1
+    if temperature <= 0.0:
+        for device in range(len(mask)):
+            if mask[device] and scores[device] == best and chosen < 0:
+                chosen = device
+        return chosen
+    total = 0.0
+    for device in range(len(mask)):
+        if mask[device]:
+            total += np.exp((scores[device] - best) / temperature)
+    target = uniform * total
+    for device in range(len(mask)):
+        if mask[device]:
+            chosen = device
+            target -= np.exp((scores[device] - best) / temperature)
+            if target < 0.0:
+                break
+    return chosen

@@ -1,20 +1,21 @@
 """The `default` policy: a learned list scheduler over the units of a problem.
 
-    units --features--> graph embedding --> segment placer (superposition) --> a weight vector for each unit
+    units --features--> graph embedding --> segment placer (superposition) --> weight vectors for each unit
                                                                                          |
     roll-out (compiled): each unit in turn scores every device by its weights and the device's state, and draws one
 
 The network runs once for a problem, the roll-outs see devices only through features that are the same functions for all
-of them (`rollout.py`): one set of parameters serves any number and mix of devices. The roll-outs record these features,
-so log-probabilities of their choices can be computed again with gradients: logits [S, U, D] = weights [U, K] . features
-[S, U, D, K]. A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131), there for
-single ops of one graph; graph network, segment attention and superposition are GDP's (arXiv 1910.01578).
+of them (`rollout.py`): one set of parameters serves any number and mix of devices. A style (`styles.py`) bends the
+weights of each sample, so that samples differ on purpose. The roll-outs record the features, so log-probabilities of
+their choices can be computed again with gradients: logits [S, P, U, D] = weights [., U, K] . features [S, P, U, D, K].
+A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131), there for single ops of
+one graph; graph network, segment attention and superposition are GDP's (arXiv 1910.01578).
 
-S samples, U units, D devices, F unit features, K features of a unit on a device, H hidden.
+S samples, P passes, U units, D devices, F unit features, K features of a unit on a device, H hidden.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ from gdp.graph import I64
 from gdp.policy.base import Instance, Policy, Rollouts
 from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
 from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
-from gdp.policy.rollout import DEVICE_FEATURES, NUM_FEATURES, RolloutArrays, roll_out
+from gdp.policy.rollout import DEVICE_FEATURES, NUM_FEATURES, Orders, Record, RolloutArrays, roll_out
+from gdp.policy.styles import Style, draw_refinement, draw_style, orders_of
 from gdp.policy.superposition import Superposition
 from gdp.policy.units import NUM_UNIT_FEATURES, POSITION_FEATURES, UnitGraph, UnitSource
 from gdp.problem import Placement, Problem
@@ -32,13 +34,13 @@ from gdp.simulate import Simulation, evaluate_many, simulate
 
 _LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
-_FREED = (0.05, 0.4)  # share of the units that choose again when an incumbent is refined
-_SLACKS = (1.0, 0.8, 1.3, 1e9)  # of estimated memory, in turn over the samples: the estimate is rough
+_FREED = (0.08, 0.6)  # share of the units that choose again when an incumbent is refined
+_TRAINING_PASSES = 2  # at most: a record of more takes time and memory, and the weights are the same
 # what a plain list scheduler weighs, in the order of `rollout.FEATURES`, rounded from an evolution strategy on the
-# training graphs: where training begins, to construct and to refine
+# training graphs: where training begins, for units that see what came before them and for units that see all others
 _INITIAL = (
-    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 0, 0, 0, 0),
-    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 2, 0, 0, 0),
+    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 0, -4, 4, 1.5),
+    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 2, -4, 4, 1.5),
 )
 
 
@@ -71,17 +73,22 @@ class UnitInstance(Instance):
     units: UnitGraph
     arrays: RolloutArrays
     features: Tensor  # float32 [U, F]
-    edge_index: Tensor  # int64 [2, 2P] both ways
+    edge_index: Tensor  # int64 [2, 2E] both ways
+
+    @property
+    def refines(self) -> bool:
+        """Whether there is an incumbent."""
+        return int(self.units.incumbent[0]) >= 0
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Choices:
     """What was seen and chosen."""
 
-    device: Tensor  # int64 [S, U]
-    features: Tensor  # float32 [S, U, D, K]
-    mask: Tensor  # bool [S, U, D]
-    end_ns: Any = None
+    device: Tensor  # int64 [S, P, U]
+    features: Tensor  # float32 [S, P, U, D, K] scaled by the sample's style
+    mask: Tensor  # bool [S, P, U, D]
+    row: Tensor  # int64 [S, P] which weights were used
 
 
 @dataclass(eq=False)
@@ -123,7 +130,7 @@ class SchedulerPolicy(Policy):
                 feed_forward=2 * hidden, segment=config.segment, norm="pre", attention=config.attention,
             )  # fmt: skip
             self.placer = Superposition(body) if config.superposition else SegmentTransformer(body)
-            self.head = nn.Linear(hidden, NUM_FEATURES)
+            self.head = nn.Linear(hidden, 2 * NUM_FEATURES)
             nn.init.zeros_(self.head.weight)  # before training every unit has the base weights
             nn.init.zeros_(self.head.bias)
         position = torch.ones(NUM_UNIT_FEATURES)
@@ -148,7 +155,8 @@ class SchedulerPolicy(Policy):
             return instance
         best: tuple[tuple[int, int], Placement] | None = None
         for _ in range(int(rng.integers(1, 5))):
-            placements = self.sample(instance, _NUM_TRIED, rng).placements
+            styles = [self._training_style(instance, rng) for _ in range(_NUM_TRIED)]
+            placements = self.place(instance, styles, rng)
             step_time_ns, peaks = evaluate_many(problem, placements, num_threads=1)
             excess = np.maximum(peaks - problem.memory_limit_bytes, 0).sum(axis=1)
             first = int(np.lexsort((step_time_ns, excess))[0])
@@ -188,63 +196,70 @@ class SchedulerPolicy(Policy):
         )
 
     def weights(self, instance: UnitInstance) -> Tensor:
-        """[U, K] how each unit weighs the features of devices."""
-        base = self.base[int(instance.units.incumbent[0] >= 0)]
-        if not self.config.network:
-            weights = base.expand(instance.units.num_units, NUM_FEATURES)
-        else:
+        """[2, U, K] how each unit weighs the features of devices: one that sees what came before it, or all others."""
+        num_units = instance.units.num_units
+        weights = self.base[:, None].expand(2, num_units, NUM_FEATURES)
+        if self.config.network:
             x = self.encode(instance.features * self.seen)
             x = self.embed_norm(self.embed(x, instance.edge_index))
-            weights = base + _LARGEST_CHANGE * torch.tanh(self.head(self.placer(x)) / _LARGEST_CHANGE)
+            change = self.head(self.placer(x)).view(num_units, 2, NUM_FEATURES).transpose(0, 1)
+            weights = weights + _LARGEST_CHANGE * torch.tanh(change / _LARGEST_CHANGE)
         scaled: Tensor = weights * self.used
         return scaled
 
+    def place(self, instance: UnitInstance, styles: Sequence[Style], rng: np.random.Generator) -> I64:
+        """[S, N] a placement in each of `styles`, whose numbers of units `instance` need not have; not to learn from."""
+        return self._roll_out(instance, styles, rng, num_recorded=0)[0]
+
     def sample(
-        self,
-        instance: Instance,
-        num_samples: int,
-        rng: np.random.Generator,
-        *,
-        temperature: float = 1.0,
-        most: I64 | None = None,
+        self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
-        """See `Policy.sample`."""
+        """See `Policy.sample`. Each sample has a style of its own, but for temperature and passes."""
         assert isinstance(instance, UnitInstance)
-        num_units, num_devices = instance.units.num_units, instance.problem.num_devices
+        drawn = (self._training_style(instance, rng) for _ in range(num_samples))
+        styles = [replace(style, temperature=temperature) for style in drawn]
+        placements, weights, orders, record = self._roll_out(instance, styles, rng, num_recorded=num_samples)
+        num_passes = record.devices.shape[1]
+        row = np.repeat(orders.row, (1, num_passes - 1), axis=1) if num_passes > 1 else orders.row[:, :1]
+        choices = Choices(*(torch.from_numpy(array).to(self.device) for array in (*record, row)))
         with torch.no_grad():
-            weights = self.weights(instance)
-        devices = np.zeros((num_samples, num_units), np.int64)
-        features = np.zeros((num_samples, num_units, num_devices, NUM_FEATURES), np.float32)
-        masks = np.zeros((num_samples, num_units, num_devices), np.bool_)
-        end_ns = np.zeros(num_samples)
-        roll_out(
-            instance.arrays,
-            weights.cpu().numpy(),
-            float(temperature),
-            rng.random((num_samples, num_units)),
-            np.resize(np.array(_SLACKS), num_samples),
-            np.full(num_samples, num_devices) if most is None else most,
-            _fixed(instance, num_samples, rng),
-            np.full((num_samples, num_units), -1),
-            instance.units.incumbent,
-            devices,
-            features,
-            masks,
-            end_ns,
-        )
-        choices = Choices(*(torch.from_numpy(array).to(self.device) for array in (devices, features, masks)))
-        with torch.no_grad():
-            log_prob = log_probabilities(weights, choices).gather(2, choices.device[..., None])[..., 0]
-        choices.end_ns = end_ns
-        return Rollouts(devices[:, instance.units.unit_of_op], log_prob, choices)
+            log_prob = log_probabilities(weights, choices).gather(3, choices.device[..., None])[..., 0]
+        return Rollouts(placements, log_prob.flatten(1), choices)
 
     def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
         """See `Policy.score`."""
         assert isinstance(instance, UnitInstance)
         choices: Choices = rollouts.record
         log_prob = log_probabilities(self.weights(instance), choices)
-        entropy = -(log_prob.exp() * log_prob.masked_fill(~choices.mask, 0.0)).sum(dim=2).mean()
-        return log_prob.gather(2, choices.device[..., None])[..., 0], entropy
+        entropy = -(log_prob.exp() * log_prob.masked_fill(~choices.mask, 0.0)).sum(dim=3).mean()
+        return log_prob.gather(3, choices.device[..., None])[..., 0].flatten(1), entropy
+
+    def _training_style(self, instance: UnitInstance, rng: np.random.Generator) -> Style:
+        style = draw_refinement(rng) if instance.refines else draw_style(rng)
+        return replace(style, passes=min(style.passes, _TRAINING_PASSES))
+
+    def _roll_out(
+        self, instance: UnitInstance, styles: Sequence[Style], rng: np.random.Generator, num_recorded: int
+    ) -> tuple[I64, Tensor, Orders, Record]:
+        """(placements [S, N], weights, what was asked for, the record of the first `num_recorded` samples)."""
+        num_units, num_devices = instance.units.num_units, instance.problem.num_devices
+        with torch.no_grad():
+            weights = self.weights(instance)
+        orders = orders_of(styles, num_devices, refines=instance.refines)
+        num_passes = int(orders.passes.max())
+        record = Record.empty(num_recorded, num_passes, num_units, num_devices)
+        devices = np.empty((len(styles), num_units), np.int64)
+        roll_out(
+            instance.arrays,
+            weights.cpu().numpy(),
+            orders,
+            _fixed(instance, len(styles), rng),
+            instance.units.incumbent,
+            rng.random((len(styles), num_passes, num_units)),
+            devices,
+            record,
+        )
+        return devices[:, instance.units.unit_of_op], weights, orders, record
 
 
 def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -> I64:
@@ -255,7 +270,7 @@ def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -
     incumbent, near = instance.units.incumbent, instance.arrays.near
     num_units = len(incumbent)
     fixed = np.repeat(incumbent[None], num_samples, axis=0)
-    if num_units == 0 or incumbent[0] < 0:
+    if not instance.refines:
         return fixed
     for sample in range(num_samples):
         share = rng.uniform(*_FREED)
@@ -266,15 +281,15 @@ def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -
         elif kind == 1:
             freed = (rng.integers(num_units) + np.arange(count)) % num_units
         else:
-            closeness = near[rng.integers(num_units)].copy()
+            closeness = near[:, rng.integers(num_units)].copy()
             for _ in range(2):  # and their neighbours in turn
-                closeness = closeness + near.T @ closeness
+                closeness = closeness + near @ closeness
             freed = np.argsort(-closeness, kind="stable")[:count]
         fixed[sample, freed] = -1
     return fixed
 
 
 def log_probabilities(weights: Tensor, choices: Choices) -> Tensor:
-    """[S, U, D] of every device for every unit; -inf where it may not go."""
-    logits = torch.einsum("uk,sudk->sud", weights, choices.features)
-    return logits.masked_fill(~choices.mask, -torch.inf).log_softmax(dim=2)
+    """[S, P, U, D] of every device for every unit; -inf where it may not go. `weights` [2, U, K]."""
+    logits = torch.einsum("spuk,spudk->spud", weights[choices.row], choices.features)
+    return logits.masked_fill(~choices.mask, -torch.inf).log_softmax(dim=3)

@@ -7,7 +7,6 @@ N ops, U units, P pairs of units that share tensors, D devices, B equal slices o
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -159,7 +158,7 @@ def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | No
     )
     work_ns = np.where(may_go, time_ns, 0.0).sum(axis=1) / may_go.sum(axis=1)
     keys, sent_bytes = _pairs(problem, unit_of_op, num_units)
-    spent = np.bincount(unit_of_op * num_modules + source.module, source.sums[:, 1], num_units * num_modules)
+    spent: F64 = np.bincount(unit_of_op * num_modules + source.module, source.sums[:, 1], num_units * num_modules)
     partial = UnitGraph(
         unit_of_op=unit_of_op,
         time_ns=np.where(may_go, time_ns, -1.0),
@@ -167,7 +166,7 @@ def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | No
         resident_bytes=sums[:, _COLUMNS.index("resident")].copy(),
         alive_bytes=sums[:, _COLUMNS.index("allocated")] * source.alive_share,
         slices=slices,
-        similar=_similarity(spent.reshape(num_units, num_modules)),
+        similar=_similarity(spent.reshape((num_units, num_modules))),
         sources=keys // num_units,
         targets=keys % num_units,
         sent_bytes=sent_bytes,
@@ -194,7 +193,7 @@ def _first(unit_of_op, head_ns, num_units):
 
 @njit(cache=True, nogil=True)
 def _accumulate(unit_of_op, columns, op_time_ns, allowed, op_slice, head_ns, num_units):
-    """Sums [U, C] of the columns, times [U, D], devices that all ops allow [U, D], work in slices [U, B], last heads."""
+    """(sums of the columns [U, C], times [U, D], devices that all ops allow [U, D], work in slices [U, B], last heads)."""
     num_ops, num_columns = columns.shape
     num_devices = op_time_ns.shape[1]
     sums = np.zeros((num_units, num_columns))

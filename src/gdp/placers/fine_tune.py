@@ -1,0 +1,84 @@
+"""Training a policy on the graph at hand: PPO on refinements of the best placement, and on what it constructs.
+
+The placements that the updates are made of are simulated anyway; the best one that fits is the answer. It begins with
+what the policy answers at once (`zero_shot.py`), and some rounds go on varying styles, which is search, not training.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gdp.budget import Clock
+from gdp.placers.zero_shot import Answer, Best, OnProgress, ZeroShotConfig, ask_at_once
+from gdp.policy.base import Instance, Policy
+from gdp.policy.ppo import PPOConfig, Trials, draw_trials, improve
+from gdp.policy.scheduler import SchedulerPolicy
+from gdp.problem import Problem
+from gdp.simulate import Simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuneConfig:
+    """Training on one graph."""
+
+    learning_rate: float = 1e-3
+    num_instances: int = 4  # of an update: groupings
+    num_samples: int = 4  # placements of each
+    constructing: float = 0.15  # share of the instances that construct, the others refine the best placement
+    varying: float = 0.25  # share of the rounds that vary styles
+    max_updates: int | None = None
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(num_epochs=2, entropy_weight=0.003))
+    zero_shot: ZeroShotConfig = field(default_factory=ZeroShotConfig)
+
+
+def fine_tune(
+    problem: Problem,
+    policy: Policy,
+    clock: Clock,
+    *,
+    seed: int = 0,
+    config: FineTuneConfig | None = None,
+    num_threads: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Answer:
+    """The best placement seen while `policy` (changed in place) trains on `problem` until the clock is up.
+
+    A budget in simulations makes it reproducible.
+    """
+    config = config or FineTuneConfig()
+    rng = np.random.default_rng(np.random.SeedSequence([seed, 0xF17E]))
+    best = Best(problem, clock, on_progress, num_threads)
+    styles = ask_at_once(best, policy, rng, config.zero_shot)
+    assert best.incumbent is not None
+    reference_ns = best.incumbent.step_time_ns
+    optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
+    earlier: list[float] = []  # mean reward of each update
+    while best.left and len(earlier) != config.max_updates:
+        if styles is not None and rng.random() < config.varying:
+            styles.try_out(styles.vary(config.zero_shot.per_round), best)
+            continue
+        trials: list[Trials] = []
+        while len(trials) < config.num_instances and (best.left or not trials):
+            constructs = rng.random() < config.constructing
+            instance = _instance(policy, problem, None if constructs else best.simulation, config.zero_shot, rng)
+            trials.append(
+                draw_trials(
+                    policy, instance, config.num_samples, rng, config.ppo, reference_ns, num_threads=num_threads
+                )
+            )
+            best.look(trials[-1].rollouts.placements, trials[-1].step_time_ns, trials[-1].peak_memory_bytes)
+        baseline = float(np.mean(earlier)) if config.ppo.baseline == "history" and earlier else None
+        improve(policy, optimizer, trials, config.ppo, baselines=[baseline] * len(trials))
+        earlier.append(float(np.mean([trial.rewards.mean() for trial in trials])))
+    return best.answer(len(earlier))
+
+
+def _instance(
+    policy: Policy, problem: Problem, incumbent: Simulation | None, config: ZeroShotConfig, rng: np.random.Generator
+) -> Instance:
+    """What to train on next; policies that do not refine always construct."""
+    if not isinstance(policy, SchedulerPolicy):
+        return policy.instance(problem, rng)
+    sizes = policy.config.num_units if incumbent is None else config.refinement_units
+    return policy.grouped(problem, int(rng.choice(np.array(sizes))), rng, incumbent=incumbent)
