@@ -115,7 +115,7 @@ def test_the_constant_policy_goes_anywhere_with_equal_probability() -> None:
     rng = np.random.default_rng(0)
     instance = policy.instance(problem, rng)
     rollouts = policy.sample(instance, 4, rng)
-    num_choices = rollouts.record.mask.sum(dim=2)
+    num_choices = rollouts.record.mask.sum(dim=3).flatten(1)
     assert torch.allclose(rollouts.log_prob, -num_choices.log(), atol=1e-6)
     assert num_choices.max() == 3
 

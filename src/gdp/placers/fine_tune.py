@@ -56,7 +56,8 @@ def fine_tune(
     earlier: list[float] = []  # mean reward of each update
     while best.left and len(earlier) != config.max_updates:
         if styles is not None and rng.random() < config.varying:
-            styles.try_out(styles.vary(config.zero_shot.per_round), best)
+            per_round = config.zero_shot.per_round
+            styles.try_out(styles.vary(per_round * config.zero_shot.num_candidates), best, per_round)
             continue
         trials: list[Trials] = []
         while len(trials) < config.num_instances and (best.left or not trials):

@@ -16,6 +16,7 @@ import numpy as np
 from gdp.budget import Clock
 from gdp.graph import I64
 from gdp.placers.local_search import Incumbent
+from gdp.placement_bounds import placement_bounds
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
@@ -36,6 +37,7 @@ class ZeroShotConfig:
     num_drawn: int = 24  # of them on styles drawn at random
     num_varied: int = 24  # and on variations of the best ones; what is left refines the best placement
     per_round: int = 4  # what is found goes into the next round
+    num_candidates: int = 4  # drawn for each that is simulated: those with the lowest bounds on their step times
     refinement_units: tuple[int, ...] = (100, 200, 400, 800)  # in turn
 
     def __post_init__(self) -> None:
@@ -139,10 +141,22 @@ class Styles:
         placement: Placement = self.policy.place(instance, [style], self.rng)[0]
         return placement
 
-    def try_out(self, styles: list[Style], best: Best) -> None:
-        """Construct with each of `styles`."""
-        keys = best.try_out(np.stack([self.construct(style) for style in styles]))
-        self.tried = sorted([*self.tried, *zip(keys, styles, strict=True)], key=lambda tried: tried[0])
+    def try_out(self, styles: list[Style], best: Best, count: int) -> None:
+        """Construct with each of `styles`, and simulate the `count` that promise most."""
+        placements = np.stack([self.construct(style) for style in styles])
+        chosen = most_promising(self.problem, placements, count)
+        keys = best.try_out(placements[chosen])
+        tried = [(key, styles[number]) for key, number in zip(keys, chosen.tolist(), strict=True)]
+        self.tried = sorted([*self.tried, *tried], key=lambda tried: tried[0])
+
+
+def most_promising(problem: Problem, placements: I64, count: int) -> I64:
+    """[at most count] numbers of those of `placements` [S, N] with the lowest bounds, each placement once."""
+    _, once = np.unique(placements, axis=0, return_index=True)
+    once = np.sort(once)
+    if len(once) > count:
+        once = once[np.argsort(placement_bounds(problem, placements[once]), kind="stable")]
+    return once[:count]
 
 
 def zero_shot(
@@ -174,19 +188,24 @@ def ask_at_once(best: Best, policy: Policy, rng: np.random.Generator, config: Ze
         for begin in range(0, count, config.per_round):
             if best.incumbent is not None and not best.left:
                 return styles
-            styles.try_out(propose(min(config.per_round, count - begin)), best)
+            number = min(config.per_round, count - begin)
+            styles.try_out(propose(number * config.num_candidates), best, number)
     number = 0
     while best.left and best.num_simulations < config.num_simulations:
         num_units = config.refinement_units[number % len(config.refinement_units)]
-        best.try_out(refinements(best, policy, num_units, config.num_simulations, config.per_round, rng))
+        best.try_out(refinements(best, policy, num_units, config, rng))
         number += 1
     return styles
 
 
 def refinements(
-    best: Best, policy: SchedulerPolicy, num_units: int, num_simulations: int, per_round: int, rng: np.random.Generator
+    best: Best, policy: SchedulerPolicy, num_units: int, config: ZeroShotConfig, rng: np.random.Generator
 ) -> I64:
     """[S, N] the best placement refined, each differently; as many as simulations are left, at least one."""
     instance = policy.grouped(best.problem, num_units, rng, incumbent=best.simulation)
-    count = max(min(per_round, num_simulations - best.num_simulations), 1)
-    return policy.place(instance, [draw_refinement(rng) for _ in range(count)], rng)
+    count = max(min(config.per_round, config.num_simulations - best.num_simulations), 1)
+    drawn = policy.place(instance, [draw_refinement(rng) for _ in range(count * config.num_candidates)], rng)
+    assert best.incumbent is not None
+    changed = drawn[(drawn != best.incumbent.placement).any(axis=1)]
+    placements = changed if len(changed) else drawn[:1]
+    return placements[most_promising(best.problem, placements, count)]

@@ -208,7 +208,7 @@ class SchedulerPolicy(Policy):
         return scaled
 
     def place(self, instance: UnitInstance, styles: Sequence[Style], rng: np.random.Generator) -> I64:
-        """[S, N] a placement in each of `styles`, whose numbers of units `instance` need not have; not to learn from."""
+        """[S, N] a placement in each of `styles`, in the units of `instance`; nothing is recorded to learn from."""
         return self._roll_out(instance, styles, rng, num_recorded=0)[0]
 
     def sample(

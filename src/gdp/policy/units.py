@@ -158,7 +158,8 @@ def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | No
     )
     work_ns = np.where(may_go, time_ns, 0.0).sum(axis=1) / may_go.sum(axis=1)
     keys, sent_bytes = _pairs(problem, unit_of_op, num_units)
-    spent: F64 = np.bincount(unit_of_op * num_modules + source.module, source.sums[:, 1], num_units * num_modules)
+    in_module = unit_of_op * num_modules + source.module
+    spent = np.asarray(np.bincount(in_module, source.sums[:, 1], num_units * num_modules), np.float64)
     partial = UnitGraph(
         unit_of_op=unit_of_op,
         time_ns=np.where(may_go, time_ns, -1.0),
@@ -193,7 +194,7 @@ def _first(unit_of_op, head_ns, num_units):
 
 @njit(cache=True, nogil=True)
 def _accumulate(unit_of_op, columns, op_time_ns, allowed, op_slice, head_ns, num_units):
-    """(sums of the columns [U, C], times [U, D], devices that all ops allow [U, D], work in slices [U, B], last heads)."""
+    """(sums of the columns [U, C], times [U, D], what all ops allow [U, D], work in slices [U, B], last heads [U])."""
     num_ops, num_columns = columns.shape
     num_devices = op_time_ns.shape[1]
     sums = np.zeros((num_units, num_columns))
