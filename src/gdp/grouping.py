@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from numba import njit
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from gdp.graph import I64
 from gdp.problem import Bool, Placement, Problem
@@ -20,7 +22,7 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The units of a problem, and the pairs of them that share tensors."""
+    """The units of a problem, and the pairs of them that share tensors (or link parts that share none)."""
 
     index: I64  # [N] unit of each op
     time_ns: I64  # [U] mean time of a unit's ops
@@ -58,7 +60,25 @@ class Units:
         keys, inverse = np.unique(low * num_units + high, return_inverse=True)
         transfer_ns = np.zeros(len(keys), np.int64)
         np.add.at(transfer_ns, inverse, cost_ns[apart])
-        return cls(index, time_ns, allowed, keys // num_units, keys % num_units, transfer_ns)
+        first, second = keys // num_units, keys % num_units
+        return cls(index, time_ns, allowed, *_connected(first, second, transfer_ns, num_units))
+
+
+def _connected(first: I64, second: I64, transfer_ns: I64, num_units: int) -> tuple[I64, I64, I64]:
+    """The pairs, and the lightest possible ones from each connected part of the graph to the next.
+
+    Counters of batch normalisation, say, are hundreds of parts of two ops. Were they never to join, a grouping would
+    have to spend its number of groups on them and put all the rest into one.
+    """
+    pairs = coo_array((np.ones(len(first)), (first, second)), shape=(num_units, num_units))
+    _, part = connected_components(pairs, directed=False)
+    begins = np.sort(np.unique(part, return_index=True)[1])
+    ones = np.ones(len(begins) - 1, np.int64)
+    return (
+        np.concatenate((first, begins[:-1])),
+        np.concatenate((second, begins[1:])),
+        np.concatenate((transfer_ns, ones)),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,7 +125,9 @@ def test_what_devices_hold_is_as_if_counted_anew_after_many_passes() -> None:
     for device in range(3):
         here = others[chosen[0, :last] == device]
         seen = dict(zip(FEATURES, record.features[0, -1, last, device], strict=True))
-        assert seen["neighbours here, of all"] == pytest.approx(arrays.near[here, last].sum(), abs=1e-5)
+        row = slice(arrays.near.offsets[last], arrays.near.offsets[last + 1])
+        there = np.isin(arrays.near.units[row], here)
+        assert seen["neighbours here, of all"] == pytest.approx(arrays.near.shares[row][there].sum(), abs=1e-5)
         load = units.time_ns[here, device].sum() / (arrays.speed[device] * arrays.total_ns)
         assert seen["load"] == pytest.approx(min(load, 4.0), rel=1e-5)
         assert seen["empty"] == float(len(here) == 0)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from gdp.budget import Clock
 from gdp.graph import I64
@@ -24,6 +25,7 @@ from gdp.policy.styles import Style, draw_refinement, draw_style, vary
 from gdp.problem import Placement, Problem
 from gdp.simulate import Simulation, evaluate, evaluate_many, simulate
 
+F64 = npt.NDArray[np.float64]
 OnProgress = Callable[[Incumbent, int], None]
 
 _PARENT = 0.4  # probability that the best style is varied, then the next, and so on
@@ -71,6 +73,11 @@ class Best:
     curve: list[tuple[float, int, int]] = field(default_factory=list)
     incumbent: Incumbent | None = None
     _simulation: Simulation | None = None
+    _seen: list[float] = field(default_factory=list)  # peaks over what would be filled, of all that was simulated
+
+    @property
+    def _peak_per_filled(self) -> float:
+        return float(np.median(self._seen)) if self._seen else 0.0
 
     @property
     def simulation(self) -> Simulation:
@@ -88,6 +95,22 @@ class Best:
         within = limit is None or self.num_simulations < limit
         return within and not self.clock.stop.is_set() and self.clock.seconds_left != 0.0
 
+    def most_promising(self, placements: I64, count: int) -> I64:
+        """[at most count] numbers of those of `placements` [S, N] that should fit and have the lowest bounds on their
+        step times, each placement once."""
+        once = np.sort(np.unique(placements, axis=0, return_index=True)[1])
+        if len(once) > count:
+            is_full = self._filled(placements[once]) * self._peak_per_filled > 1.0
+            once = once[np.lexsort((placement_bounds(self.problem, placements[once]), is_full))]
+        return once[:count]
+
+    def _filled(self, placements: I64) -> F64:
+        """[S] how full the fullest device is if everything that is ever allocated there is alive at once."""
+        held = self.problem.graph.resident_bytes + self.problem.arrays.memory.alloc_bytes
+        devices = self.problem.num_devices
+        filled = np.stack([np.bincount(placement, held, devices) for placement in placements])
+        return np.asarray((filled / np.maximum(self.problem.memory_limit_bytes, 1)).max(axis=1), np.float64)
+
     def try_out(self, placements: I64) -> list[tuple[int, int]]:
         """Simulate `placements` [S, N] and keep the best; what each is compared by."""
         step_time_ns, peaks = evaluate_many(self.problem, placements, num_threads=self.num_threads)
@@ -97,6 +120,8 @@ class Best:
         """Count simulated `placements` [S, N], and keep the best; what each is compared by."""
         self.num_simulations += len(placements)
         excess = excess_bytes(self.problem, peak_memory_bytes)
+        full = (peak_memory_bytes / np.maximum(self.problem.memory_limit_bytes, 1)).max(axis=1)
+        self._seen.extend((full / np.maximum(self._filled(placements), 1e-9)).tolist())
         first = int(np.lexsort((step_time_ns, excess))[0])
         found = Incumbent(placements[first], int(step_time_ns[first]), int(excess[first]))
         if self.incumbent is None or found.key < self.incumbent.key:
@@ -144,19 +169,10 @@ class Styles:
     def try_out(self, styles: list[Style], best: Best, count: int) -> None:
         """Construct with each of `styles`, and simulate the `count` that promise most."""
         placements = np.stack([self.construct(style) for style in styles])
-        chosen = most_promising(self.problem, placements, count)
+        chosen = best.most_promising(placements, count)
         keys = best.try_out(placements[chosen])
         tried = [(key, styles[number]) for key, number in zip(keys, chosen.tolist(), strict=True)]
         self.tried = sorted([*self.tried, *tried], key=lambda tried: tried[0])
-
-
-def most_promising(problem: Problem, placements: I64, count: int) -> I64:
-    """[at most count] numbers of those of `placements` [S, N] with the lowest bounds, each placement once."""
-    _, once = np.unique(placements, axis=0, return_index=True)
-    once = np.sort(once)
-    if len(once) > count:
-        once = once[np.argsort(placement_bounds(problem, placements[once]), kind="stable")]
-    return once[:count]
 
 
 def zero_shot(
@@ -208,4 +224,4 @@ def refinements(
     assert best.incumbent is not None
     changed = drawn[(drawn != best.incumbent.placement).any(axis=1)]
     placements = changed if len(changed) else drawn[:1]
-    return placements[most_promising(best.problem, placements, count)]
+    return placements[best.most_promising(placements, count)]

@@ -57,6 +57,14 @@ DEVICE_FEATURES = (4, 5, 6, 7, 8, 9, 10, 11, 16, 17, 18, 19, 21, 22)  # those th
 _FORGET = 0.8  # of "recent units here", for each further unit
 
 
+class Shares(NamedTuple):
+    """For each unit, others with a number: units[offsets[u] : offsets[u + 1]] and shares of the same positions."""
+
+    offsets: Any  # int64 [U + 1]
+    units: Any  # int64
+    shares: Any  # float64
+
+
 class RolloutArrays(NamedTuple):
     """What roll-outs of a unit graph on a cluster share."""
 
@@ -65,9 +73,9 @@ class RolloutArrays(NamedTuple):
     slices: Any  # float64 [U, B]
     slice_ns: Any  # float64 [B] work of all units
     total_ns: float
-    near: Any  # float64 [U, U] row v: of each unit's transfers, the share that is with v
-    second: Any  # float64 [U, U] the same over two steps
-    similar: Any  # float64 [U, U]
+    near: Shares  # of a unit's transfers, with each neighbour
+    second: Shares  # the same over two steps
+    similar: Shares  # 0 to 1, how much alike units are
     offsets: Any  # int64 [U + 1] senders to unit u are senders[offsets[u]:offsets[u + 1]], placed before it or not
     senders: Any  # int64 [E]
     sent_bytes: Any  # float64 [E]
@@ -84,6 +92,7 @@ class RolloutArrays(NamedTuple):
         """The arrays of `units` of `problem`."""
         num_units, num_devices = units.num_units, problem.num_devices
         near, second = _nearness(units.sources, units.targets, units.sent_ns, num_units)
+        similar = units.similar
         by_target = np.argsort(units.targets, kind="stable")
         between = ~np.eye(num_devices, dtype=np.bool_)
         ns_per_byte, latency_ns = np.zeros((2, num_devices, num_devices))
@@ -101,9 +110,9 @@ class RolloutArrays(NamedTuple):
             slices=units.slices,
             slice_ns=np.maximum(units.slices.sum(axis=0), 1e-9),
             total_ns=max(float(units.work_ns.sum()), 1.0),
-            near=near,
-            second=second,
-            similar=units.similar - np.eye(num_units),
+            near=Shares(*near),
+            second=Shares(*second),
+            similar=Shares(similar.indptr.astype(np.int64), similar.indices.astype(np.int64), similar.data),
             offsets=np.concatenate(([0], np.cumsum(np.bincount(units.targets, minlength=num_units)))),
             senders=units.sources[by_target],
             sent_bytes=units.sent_bytes[by_target],
@@ -146,37 +155,64 @@ class Record(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _nearness(sources, targets, sent_ns, num_units):
-    """(near, second) of `RolloutArrays`."""
-    shared, near, second = np.zeros((3, num_units, num_units))
+    """(near, second) of `RolloutArrays`, each (offsets, units, shares)."""
     count = np.zeros(num_units + 1, np.int64)
     for pair in range(len(sources)):
-        shared[sources[pair], targets[pair]] += sent_ns[pair]
-        shared[targets[pair], sources[pair]] += sent_ns[pair]
-    others = np.empty(2 * len(sources), np.int64)
+        count[sources[pair] + 1] += 1
+        count[targets[pair] + 1] += 1
+    begin = np.cumsum(count)
+    at = begin[:-1].copy()
+    other, amount = np.empty(begin[-1], np.int64), np.empty(begin[-1])
+    for pair in range(len(sources)):
+        for unit, neighbour in ((sources[pair], targets[pair]), (targets[pair], sources[pair])):
+            other[at[unit]] = neighbour
+            amount[at[unit]] = sent_ns[pair]
+            at[unit] += 1
+    sums = np.zeros(num_units)
+    near_offsets, second_offsets = np.zeros((2, num_units + 1), np.int64)
+    near_units, near_shares = np.empty(begin[-1], np.int64), np.empty(begin[-1])
+    for unit in range(num_units):  # two units may send both ways
+        end, total = near_offsets[unit], 0.0
+        for index in range(begin[unit], begin[unit + 1]):
+            if sums[other[index]] == 0.0:
+                near_units[end] = other[index]
+                end += 1
+            sums[other[index]] += max(amount[index], 1e-9)
+            total += max(amount[index], 1e-9)
+        for index in range(near_offsets[unit], end):
+            near_shares[index] = sums[near_units[index]] / total
+            sums[near_units[index]] = 0.0
+        near_offsets[unit + 1] = end
+    bound = 0
     for unit in range(num_units):
+        steps = 0
+        for index in range(near_offsets[unit], near_offsets[unit + 1]):
+            steps += near_offsets[near_units[index] + 1] - near_offsets[near_units[index]]
+        bound += min(steps, num_units)
+    second_units, second_shares = np.empty(bound, np.int64), np.empty(bound)
+    for unit in range(num_units):
+        end = second_offsets[unit]
+        for index in range(near_offsets[unit], near_offsets[unit + 1]):
+            middle = near_units[index]
+            for further in range(near_offsets[middle], near_offsets[middle + 1]):
+                if near_units[further] == unit:
+                    continue
+                if sums[near_units[further]] == 0.0:
+                    second_units[end] = near_units[further]
+                    end += 1
+                sums[near_units[further]] += near_shares[index] * near_shares[further]
         total = 0.0
-        at = count[unit]
-        for other in range(num_units):
-            if shared[unit, other] > 0.0:
-                total += shared[unit, other]
-                others[at] = other
-                at += 1
-        count[unit + 1] = at
-        for index in range(count[unit], at):
-            shared[unit, others[index]] /= total
-            near[others[index], unit] = shared[unit, others[index]]
-    steps = np.zeros(num_units)
-    for unit in range(num_units):
-        steps[:] = 0.0
-        for index in range(count[unit], count[unit + 1]):
-            middle = others[index]
-            for further in range(count[middle], count[middle + 1]):
-                steps[others[further]] += shared[unit, middle] * shared[middle, others[further]]
-        steps[unit] = 0.0
-        total = max(steps.sum(), 1e-9)
-        for other in range(num_units):
-            second[other, unit] = steps[other] / total
-    return near, second
+        for index in range(second_offsets[unit], end):
+            second_shares[index] = sums[second_units[index]]
+            total += second_shares[index]
+            sums[second_units[index]] = 0.0
+        for index in range(second_offsets[unit], end):
+            second_shares[index] /= total
+        second_offsets[unit + 1] = end
+    end, last = near_offsets[num_units], second_offsets[num_units]
+    return (near_offsets, near_units[:end], near_shares[:end]), (
+        second_offsets, second_units[:last], second_shares[:last]
+    )  # fmt: skip
 
 
 class _State(NamedTuple):
@@ -184,9 +220,6 @@ class _State(NamedTuple):
 
     device: Any  # int64 [U] -1: nowhere yet
     finish_ns: Any  # float64 [U]
-    near: Any  # float64 [D, U] share of each unit's transfers that are with units on the device
-    second: Any  # float64 [D, U]
-    similar: Any  # float64 [D, U]
     slices: Any  # float64 [D, B]
     count: Any  # int64 [D] units
     load_ns: Any  # float64 [D]
@@ -206,21 +239,18 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
     """
     num_samples, num_units = choices.shape
     num_devices, num_slices = len(arrays.speed), arrays.slices.shape[1]
-    by_unit = np.empty((3, num_devices, num_units))
     by_device = np.empty((5, num_devices))
     state = _State(
-        np.empty(num_units, np.int64), np.empty(num_units), by_unit[0], by_unit[1], by_unit[2],
-        np.empty((num_devices, num_slices)), np.empty(num_devices, np.int64), by_device[0], by_device[1],
-        by_device[2], by_device[3], by_device[4],
+        np.empty(num_units, np.int64), np.empty(num_units), np.empty((num_devices, num_slices)),
+        np.empty(num_devices, np.int64), by_device[0], by_device[1], by_device[2], by_device[3], by_device[4],
     )  # fmt: skip
     mask = np.empty(num_devices, np.bool_)
     features = np.empty((num_devices, NUM_FEATURES), np.float32)
-    scores, scratch = np.empty(num_devices), np.empty((4, num_devices))
+    scores, scratch = np.empty(num_devices), np.empty((7, num_devices))
     for sample in range(num_samples):
         state.device[:] = -1
         state.slices[:] = 0.0
         state.count[:] = 0
-        by_unit[:] = 0.0
         by_device[:] = 0.0
         for unit in range(num_units):
             if fixed[sample, unit] >= 0:
@@ -267,7 +297,7 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
             choices[sample, unit] = state.device[unit]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, inline="always")
 def _put(arrays, state, unit, device):
     """Place a unit."""
     state.device[unit] = device
@@ -276,12 +306,9 @@ def _put(arrays, state, unit, device):
     state.resident[device] += arrays.resident_bytes[unit]
     state.held[device] += arrays.held_bytes[unit]
     state.slices[device] += arrays.slices[unit]
-    state.near[device] += arrays.near[unit]
-    state.second[device] += arrays.second[unit]
-    state.similar[device] += arrays.similar[unit]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, inline="always")
 def _take(arrays, state, unit):
     """Undo `_put`."""
     device = state.device[unit]
@@ -291,12 +318,9 @@ def _take(arrays, state, unit):
     state.resident[device] -= arrays.resident_bytes[unit]
     state.held[device] -= arrays.held_bytes[unit]
     state.slices[device] -= arrays.slices[unit]
-    state.near[device] -= arrays.near[unit]
-    state.second[device] -= arrays.second[unit]
-    state.similar[device] -= arrays.similar[unit]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, inline="always")
 def _may_choose(arrays, state, unit, stays, slack, most, mask):
     """Fill `mask` [D]: what must be in memory has to fit, and what may be alive as well, where that is possible."""
     num_devices = len(mask)
@@ -321,7 +345,7 @@ def _may_choose(arrays, state, unit, stays, slack, most, mask):
             mask[device] &= state.count[device] > 0
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, inline="always")
 def _fits(arrays, state, unit, device, slack):
     """Whether what must stay in memory fits, and all that is ever alive into `slack` times as much."""
     limit = arrays.limit_bytes[device]
@@ -331,19 +355,22 @@ def _fits(arrays, state, unit, device, slack):
     )
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, inline="always")
 def _see(arrays, state, unit, before, old, most, mask, features, scratch):
     """Fill `features` [D, K] of the devices in `mask`, in the order of `FEATURES`; returns when the unit would end."""
     num_devices, num_slices = len(mask), arrays.slices.shape[1]
-    start_ns, end_ns, meanwhile, sending = scratch
+    start_ns, end_ns, meanwhile, sending, near, second, similar = scratch
+    _gather(arrays.near, state, unit, near)
+    _gather(arrays.second, state, unit, second)
+    _gather(arrays.similar, state, unit, similar)
     total_ns, own_ns = arrays.total_ns, max(arrays.work_ns[unit], 1.0)
     highest, lowest_start, lowest_end, lowest_meanwhile, lowest_sending = 0.0, np.inf, np.inf, np.inf, np.inf
     fastest_ns = np.inf
     near_placed, similar_placed = 0.0, 0.0
     num_used = 0
     for device in range(num_devices):
-        near_placed += state.near[device, unit]
-        similar_placed += state.similar[device, unit]
+        near_placed += near[device]
+        similar_placed += similar[device]
         highest = max(highest, state.load_ns[device])
         num_used += state.count[device] > 0
         if not mask[device]:
@@ -385,11 +412,11 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
         memory = (state.held[device] + arrays.held_bytes[unit]) / arrays.limit_bytes[device]
         late = (end_ns[device] - lowest_end) / own_ns
         more = (sending[device] - lowest_sending) / own_ns
-        like = state.similar[device, unit]
+        like = similar[device]
         seen = features[device]
-        seen[0] = state.near[device, unit]
-        seen[1] = state.near[device, unit] / near_placed
-        seen[2] = state.second[device, unit]
+        seen[0] = near[device]
+        seen[1] = near[device] / near_placed
+        seen[2] = second[device]
         seen[3] = like / similar_placed
         seen[4] = min((start_ns[device] - lowest_start) / share, 4.0)
         seen[5] = late / (1.0 + late)
@@ -414,7 +441,17 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
     return end_ns
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, inline="always")
+def _gather(shares, state, unit, on_device):
+    """Fill `on_device` [D] with the sum of the unit's shares with units there."""
+    on_device[:] = 0.0
+    for index in range(shares.offsets[unit], shares.offsets[unit + 1]):
+        device = state.device[shares.units[index]]
+        if device >= 0:
+            on_device[device] += shares.shares[index]
+
+
+@njit(cache=True, inline="always")
 def _draw(scores, best, mask, temperature, uniform):
     """A device of `mask` [D]."""
     chosen = -1

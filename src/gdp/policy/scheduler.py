@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor, nn
 
 from gdp.graph import I64
@@ -36,11 +37,11 @@ _LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, 
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
 _FREED = (0.08, 0.6)  # share of the units that choose again when an incumbent is refined
 _TRAINING_PASSES = 2  # at most: a record of more takes time and memory, and the weights are the same
-# what a plain list scheduler weighs, in the order of `rollout.FEATURES`, rounded from an evolution strategy on the
-# training graphs: where training begins, for units that see what came before them and for units that see all others
+# what a plain list scheduler would weigh, in the order of `rollout.FEATURES`, in powers of two, by hand: where training
+# begins, for units that see what came before them and for units that see all others
 _INITIAL = (
-    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 0, -4, 4, 1.5),
-    (6, 0, 3, 0.5, -0.5, -0.5, -4, 0, -0.5, -1.5, -2, -4, 1, -1, 0.5, -1, -8, -5, -10, -1, 2, -4, 4, 1.5),
+    (4, 0, 2, 1, -1, -1, -4, 0, -1, -1, -2, -4, 1, -1, 1, -1, -8, -4, -8, -1, 0, -4, 4, 1),
+    (4, 0, 2, 1, -1, -1, -4, 0, -1, -1, -2, -4, 1, -1, 1, -1, -8, -4, -8, -1, 2, -4, 4, 1),
 )
 
 
@@ -269,6 +270,7 @@ def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -
     """
     incumbent, near = instance.units.incumbent, instance.arrays.near
     num_units = len(incumbent)
+    received = csr_array((near.shares, near.units, near.offsets), shape=(num_units, num_units)).T
     fixed = np.repeat(incumbent[None], num_samples, axis=0)
     if not instance.refines:
         return fixed
@@ -281,9 +283,10 @@ def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -
         elif kind == 1:
             freed = (rng.integers(num_units) + np.arange(count)) % num_units
         else:
-            closeness = near[:, rng.integers(num_units)].copy()
-            for _ in range(2):  # and their neighbours in turn
-                closeness = closeness + near @ closeness
+            closeness = np.zeros(num_units)
+            closeness[rng.integers(num_units)] = 1.0
+            for _ in range(3):  # its neighbours, theirs, and so on
+                closeness = closeness + received @ closeness
             freed = np.argsort(-closeness, kind="stable")[:count]
         fixed[sample, freed] = -1
     return fixed

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from numba import njit
-from scipy.sparse import csr_array
+from scipy.sparse import coo_array, csr_array
 
 from gdp.forward_units import forward_units
 from gdp.graph import I64
@@ -41,7 +41,7 @@ class UnitGraph:
     resident_bytes: F64  # [U]
     alive_bytes: F64  # [U] what its ops allocate, scaled to what is alive at once when one device runs everything
     slices: F64  # [U, B] share of the unit's work in each slice of the critical path
-    similar: F64  # [U, U] 0 to 1, how much two units are parts of the same modules
+    similar: csr_array  # float64 [U, U] 0 to 1, how much two units are parts of the same modules; 0 with itself
     sources: I64  # [P] sending unit of each pair
     targets: I64  # [P] receiving unit
     sent_bytes: F64  # [P]
@@ -147,7 +147,7 @@ def _numbered(names: Sequence[str]) -> I64:
 
 def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | None) -> UnitGraph:
     problem = source.problem
-    num_units, num_modules = int(group_of_op.max()) + 1, int(source.module.max()) + 1
+    num_units = int(group_of_op.max()) + 1
     first_ns = _first(group_of_op, source.head_ns, num_units)
     number = np.empty(num_units, np.int64)
     number[np.argsort(first_ns, kind="stable")] = np.arange(num_units)
@@ -158,8 +158,6 @@ def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | No
     )
     work_ns = np.where(may_go, time_ns, 0.0).sum(axis=1) / may_go.sum(axis=1)
     keys, sent_bytes = _pairs(problem, unit_of_op, num_units)
-    in_module = unit_of_op * num_modules + source.module
-    spent = np.asarray(np.bincount(in_module, source.sums[:, 1], num_units * num_modules), np.float64)
     partial = UnitGraph(
         unit_of_op=unit_of_op,
         time_ns=np.where(may_go, time_ns, -1.0),
@@ -167,7 +165,7 @@ def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | No
         resident_bytes=sums[:, _COLUMNS.index("resident")].copy(),
         alive_bytes=sums[:, _COLUMNS.index("allocated")] * source.alive_share,
         slices=slices,
-        similar=_similarity(spent.reshape((num_units, num_modules))),
+        similar=_similarity(unit_of_op, source.module, source.sums[:, 1], num_units),
         sources=keys // num_units,
         targets=keys % num_units,
         sent_bytes=sent_bytes,
@@ -247,10 +245,13 @@ def _sent(unit_of_op, producers, consumer_offsets, consumers, num_units):
     return keys[:count], tensors[:count]
 
 
-def _similarity(spent: F64) -> F64:
+def _similarity(unit_of_op: I64, module: I64, weight: F64, num_units: int) -> csr_array:
     """[U, U] cosine of what units spend in each module: parts of one layer at several time steps are alike."""
-    scaled = csr_array(spent / np.sqrt((spent**2).sum(axis=1, keepdims=True)))
-    return np.asarray((scaled @ scaled.T).todense(), np.float64)
+    spent = coo_array((weight, (unit_of_op, module)), shape=(num_units, int(module.max()) + 1)).tocsr()
+    spent.data /= np.repeat(np.sqrt(np.add.reduceat(spent.data**2, spent.indptr[:-1])), np.diff(spent.indptr))
+    similar = (spent @ spent.T).tocsr()
+    similar.data[similar.indices == np.repeat(np.arange(num_units), np.diff(similar.indptr))] = 0.0
+    return similar
 
 
 def _features(source: UnitSource, units: UnitGraph, sums: F64, first_ns: I64, last_ns: F64) -> F32:
@@ -287,7 +288,7 @@ def _features(source: UnitSource, units: UnitGraph, sums: F64, first_ns: I64, la
         units.resident_bytes / limit * problem.num_devices,
         held / limit * problem.num_devices,
         np.log1p(slowest / (fastest + 1.0)),
-        units.similar.sum(axis=1) / num_units,
+        (units.similar.sum(axis=1) + 1.0) / num_units,
         np.arange(num_units) / num_units,
     ]
     parallelism = total_ns / critical_ns
@@ -298,7 +299,7 @@ def _features(source: UnitSource, units: UnitGraph, sums: F64, first_ns: I64, la
         min(held.sum() / limit, 4.0),
         units.resident_bytes.sum() / limit,
         np.log(num_units) / 5.0,
-        float((units.similar > 0.5).mean()),
+        float((units.similar.data > 0.5).sum() + num_units) / num_units**2,
         float(degree.mean()) / 10.0,
         np.log(float(problem.memory_limit_bytes.max()) / max(float(problem.memory_limit_bytes.min()), 1.0)),
         np.log1p(problem.num_ops / num_units),
