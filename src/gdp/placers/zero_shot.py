@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from gdp.budget import Clock
 from gdp.graph import I64
-from gdp.placers.local_search import Incumbent
 from gdp.placement_bounds import placement_bounds
+from gdp.placers.local_search import Incumbent
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
@@ -36,8 +36,8 @@ class ZeroShotConfig:
     """How the simulations are spent; repairing what does not fit comes on top."""
 
     num_simulations: int = 64
-    num_drawn: int = 24  # of them on styles drawn at random
-    num_varied: int = 24  # and on variations of the best ones; what is left refines the best placement
+    num_drawn: int = 16  # of them on styles drawn at random
+    num_varied: int = 16  # and on variations of the best ones; what is left refines the best placement
     per_round: int = 4  # what is found goes into the next round
     num_candidates: int = 4  # drawn for each that is simulated: those with the lowest bounds on their step times
     refinement_units: tuple[int, ...] = (100, 200, 400, 800)  # in turn

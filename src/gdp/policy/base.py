@@ -32,6 +32,7 @@ class Rollouts:
     placements: I64  # [S, N] they obey groups and allowed devices
     log_prob: Tensor  # [S, C] of each choice when it was drawn, without gradient; 0 where there was nothing to choose
     record: Any  # the policy's own
+    group: I64 | None = None  # [S] samples of one number are alike but for luck, and compared; None: all are
 
 
 class Policy(nn.Module):

@@ -141,10 +141,15 @@ def relative_rewards(
     return np.asarray(-np.sqrt(step_time_ns / max(reference_ns, 1)) - penalty, np.float64)
 
 
-def advantages(rewards: F64, config: PPOConfig, baseline: float | None = None) -> F64:
-    """[S] rewards less `baseline` (None: their own mean), over their deviation if the configuration says so."""
-    difference = rewards - (rewards.mean() if baseline is None else baseline)
-    return difference / (rewards.std() + _LEAST_DEVIATION) if config.normalize else difference
+def advantages(rewards: F64, config: PPOConfig, baseline: float | None = None, group: I64 | None = None) -> F64:
+    """[S] rewards less `baseline` (None: the mean of their group), over their deviation from it if the configuration
+    says so."""
+    if baseline is None and group is not None:
+        mean = np.bincount(group, rewards)[group] / np.bincount(group)[group]
+    else:
+        mean = np.full(len(rewards), rewards.mean() if baseline is None else baseline)
+    deviation = rewards.std() if group is None else float(np.sqrt(np.mean((rewards - mean) ** 2)))
+    return (rewards - mean) / (deviation + _LEAST_DEVIATION) if config.normalize else rewards - mean
 
 
 def improve(
@@ -168,7 +173,7 @@ def improve(
     sizes = [parameter.numel() for parameter in parameters]
     num_problems = len(trials) if num_problems is None else num_problems
     gains = [
-        torch.from_numpy(advantages(trial.rewards, config, baseline)).to(device, torch.float32)
+        torch.from_numpy(advantages(trial.rewards, config, baseline, trial.rollouts.group)).to(device, torch.float32)
         for trial, baseline in zip(trials, baselines or [None] * len(trials), strict=True)
     ]
     for _ in range(config.num_epochs):

@@ -36,6 +36,7 @@ from gdp.simulate import Simulation, evaluate_many, simulate
 _LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
 _FREED = (0.08, 0.6)  # share of the units that choose again when an incumbent is refined
+_MANY, _ALIKE = 16, 4  # of so many samples so many are alike: their differences are due to choices alone
 _TRAINING_PASSES = 2  # at most: a record of more takes time and memory, and the weights are the same
 # what a plain list scheduler would weigh, in the order of `rollout.FEATURES`, in powers of two, by hand: where training
 # begins, for units that see what came before them and for units that see all others
@@ -215,17 +216,19 @@ class SchedulerPolicy(Policy):
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
-        """See `Policy.sample`. Each sample has a style of its own, but for temperature and passes."""
+        """See `Policy.sample`. Samples have styles drawn for training: few have one each, of many four share one."""
         assert isinstance(instance, UnitInstance)
-        drawn = (self._training_style(instance, rng) for _ in range(num_samples))
-        styles = [replace(style, temperature=temperature) for style in drawn]
+        alike = _ALIKE if num_samples >= _MANY else 1
+        group = np.arange(num_samples) // alike
+        drawn = [self._training_style(instance, rng) for _ in range(int(group[-1]) + 1)]
+        styles = [replace(drawn[number], temperature=temperature) for number in group]
         placements, weights, orders, record = self._roll_out(instance, styles, rng, num_recorded=num_samples)
         num_passes = record.devices.shape[1]
         row = np.repeat(orders.row, (1, num_passes - 1), axis=1) if num_passes > 1 else orders.row[:, :1]
         choices = Choices(*(torch.from_numpy(array).to(self.device) for array in (*record, row)))
         with torch.no_grad():
             log_prob = log_probabilities(weights, choices).gather(3, choices.device[..., None])[..., 0]
-        return Rollouts(placements, log_prob.flatten(1), choices)
+        return Rollouts(placements, log_prob.flatten(1), choices, group if alike > 1 else None)
 
     def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
         """See `Policy.score`."""
