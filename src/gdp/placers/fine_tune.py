@@ -57,7 +57,7 @@ def fine_tune(
     while best.left and len(earlier) != config.max_updates:
         if styles is not None and rng.random() < config.varying:
             per_round = config.zero_shot.per_round
-            styles.try_out(styles.vary(per_round * config.zero_shot.num_candidates), best, per_round)
+            styles.try_out(styles.vary(per_round * config.zero_shot.candidates(problem)), best, per_round)
             continue
         trials: list[Trials] = []
         while len(trials) < config.num_instances and (best.left or not trials):

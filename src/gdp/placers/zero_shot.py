@@ -28,6 +28,7 @@ from gdp.simulate import Simulation, evaluate, evaluate_many, simulate
 F64 = npt.NDArray[np.float64]
 OnProgress = Callable[[Incumbent, int], None]
 
+_LARGE = 30_000  # ops; beyond, drawing takes longer than an answer may
 _PARENT = 0.4  # probability that the best style is varied, then the next, and so on
 
 
@@ -39,7 +40,7 @@ class ZeroShotConfig:
     num_drawn: int = 16  # of them on styles drawn at random
     num_varied: int = 16  # and on variations of the best ones; what is left refines the best placement
     per_round: int = 4  # what is found goes into the next round
-    num_candidates: int = 4  # drawn for each that is simulated: those with the lowest bounds on their step times
+    num_candidates: int = 4  # drawn for each that is simulated, fewer on large graphs; the lowest bounds are simulated
     refinement_units: tuple[int, ...] = (100, 200, 400, 800)  # in turn
 
     def __post_init__(self) -> None:
@@ -49,6 +50,11 @@ class ZeroShotConfig:
             raise ValueError(f"{self}: num_simulations is lower than num_drawn and num_varied together")
         if not self.refinement_units:
             raise ValueError(f"{self}: some numbers of units are expected")
+
+
+    def candidates(self, problem: Problem) -> int:
+        """Placements to draw for each that is simulated."""
+        return max(min(self.num_candidates, self.num_candidates * _LARGE // problem.num_ops), 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +104,8 @@ class Best:
     def most_promising(self, placements: I64, count: int) -> I64:
         """[at most count] numbers of those of `placements` [S, N] that should fit and have the lowest bounds on their
         step times, each placement once."""
-        once = np.sort(np.unique(placements, axis=0, return_index=True)[1])
+        first = {placement.tobytes(): number for number, placement in reversed(list(enumerate(placements)))}
+        once = np.sort(np.fromiter(first.values(), np.int64, len(first)))
         if len(once) > count:
             is_full = self._filled(placements[once]) * self._peak_per_filled > 1.0
             once = once[np.lexsort((placement_bounds(self.problem, placements[once]), is_full))]
@@ -205,7 +212,7 @@ def ask_at_once(best: Best, policy: Policy, rng: np.random.Generator, config: Ze
             if best.incumbent is not None and not best.left:
                 return styles
             number = min(config.per_round, count - begin)
-            styles.try_out(propose(number * config.num_candidates), best, number)
+            styles.try_out(propose(number * config.candidates(problem)), best, number)
     number = 0
     while best.left and best.num_simulations < config.num_simulations:
         num_units = config.refinement_units[number % len(config.refinement_units)]
@@ -220,7 +227,7 @@ def refinements(
     """[S, N] the best placement refined, each differently; as many as simulations are left, at least one."""
     instance = policy.grouped(best.problem, num_units, rng, incumbent=best.simulation)
     count = max(min(config.per_round, config.num_simulations - best.num_simulations), 1)
-    drawn = policy.place(instance, [draw_refinement(rng) for _ in range(count * config.num_candidates)], rng)
+    drawn = policy.place(instance, [draw_refinement(rng) for _ in range(count * config.candidates(best.problem))], rng)
     assert best.incumbent is not None
     changed = drawn[(drawn != best.incumbent.placement).any(axis=1)]
     placements = changed if len(changed) else drawn[:1]
