@@ -51,7 +51,6 @@ class ZeroShotConfig:
         if not self.refinement_units:
             raise ValueError(f"{self}: some numbers of units are expected")
 
-
     def candidates(self, problem: Problem) -> int:
         """Placements to draw for each that is simulated."""
         return max(min(self.num_candidates, self.num_candidates * _LARGE // problem.num_ops), 1)

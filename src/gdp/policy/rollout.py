@@ -229,7 +229,7 @@ class _State(NamedTuple):
     recent: Any  # float64 [D]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
     """Fill `choices` int64 [S, U], and `record` if it has samples.
 
@@ -244,6 +244,7 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
         np.empty(num_units, np.int64), np.empty(num_units), np.empty((num_devices, num_slices)),
         np.empty(num_devices, np.int64), by_device[0], by_device[1], by_device[2], by_device[3], by_device[4],
     )  # fmt: skip
+    scale, rows, temperature, slack, most, passes = orders
     mask = np.empty(num_devices, np.bool_)
     features = np.empty((num_devices, NUM_FEATURES), np.float32)
     scores, scratch = np.empty(num_devices), np.empty((7, num_devices))
@@ -255,9 +256,9 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
         for unit in range(num_units):
             if fixed[sample, unit] >= 0:
                 _put(arrays, state, unit, fixed[sample, unit])
-        for turn in range(orders.passes[sample]):
+        for turn in range(passes[sample]):
             later = min(turn, 1)
-            row = orders.row[sample, later]
+            row = rows[sample, later]
             state.free_ns[:] = 0.0
             state.recent[:] = 0.0
             before = -1
@@ -266,18 +267,18 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
                 old = was[unit] if state.device[unit] < 0 else state.device[unit]
                 if stays < 0 and state.device[unit] >= 0:
                     _take(arrays, state, unit)
-                _may_choose(arrays, state, unit, stays, orders.slack[sample], orders.most[sample], mask)
-                end_ns = _see(arrays, state, unit, before, old, orders.most[sample], mask, features, scratch)
+                _may_choose(arrays, state, unit, stays, slack[sample], most[sample], mask)
+                end_ns = _see(arrays, state, unit, before, old, most[sample], mask, features, scratch)
                 best = -np.inf
                 for device in range(num_devices):
                     if mask[device]:
                         score = 0.0
                         for k in range(NUM_FEATURES):
-                            features[device, k] *= orders.scale[sample, later, k]
+                            features[device, k] *= scale[sample, later, k]
                             score += weights[row, unit, k] * features[device, k]
                         scores[device] = score
                         best = max(best, score)
-                chosen = _draw(scores, best, mask, orders.temperature[sample], uniforms[sample, turn, unit])
+                chosen = _draw(scores, best, mask, temperature[sample], uniforms[sample, turn, unit])
                 if len(record.devices) > 0:
                     record.devices[sample, turn, unit] = chosen
                     for device in range(num_devices):
@@ -324,46 +325,48 @@ def _take(arrays, state, unit):
 def _may_choose(arrays, state, unit, stays, slack, most, mask):
     """Fill `mask` [D]: what must be in memory has to fit, and what may be alive as well, where that is possible."""
     num_devices = len(mask)
+    time_ns, limit_bytes, equal_before = arrays.time_ns, arrays.limit_bytes, arrays.equal_before
+    count, resident, held = state.count, state.resident, state.held
+    own_resident, own_held = arrays.resident_bytes[unit], arrays.held_bytes[unit]
     num_used, num_fitting, num_roomy, num_roomy_used = 0, 0, 0, 0
     for device in range(num_devices):
-        num_used += state.count[device] > 0
-        twin = arrays.equal_before[device]
-        is_further = twin >= 0 and state.count[device] == 0 and state.count[twin] == 0
-        mask[device] = arrays.time_ns[unit, device] >= 0.0 and not is_further
+        num_used += count[device] > 0
+        twin = equal_before[device]
+        is_further = twin >= 0 and count[device] == 0 and count[twin] == 0
+        mask[device] = time_ns[unit, device] >= 0.0 and not is_further
         if stays >= 0:
             mask[device] = device == stays
         if mask[device]:
-            num_fitting += _fits(arrays, state, unit, device, np.inf)
-            is_roomy = _fits(arrays, state, unit, device, slack)
+            is_fitting = resident[device] + own_resident <= limit_bytes[device]
+            is_roomy = is_fitting and held[device] + own_held <= slack * limit_bytes[device]
+            num_fitting += is_fitting
             num_roomy += is_roomy
-            num_roomy_used += is_roomy and state.count[device] > 0
-    if stays >= 0 or num_fitting == 0:
-        return
-    for device in range(num_devices):
-        mask[device] &= _fits(arrays, state, unit, device, slack if num_roomy > 0 else np.inf)
-        if num_used >= most and num_roomy_used > 0:
-            mask[device] &= state.count[device] > 0
-
-
-@njit(cache=True, inline="always")
-def _fits(arrays, state, unit, device, slack):
-    """Whether what must stay in memory fits, and all that is ever alive into `slack` times as much."""
-    limit = arrays.limit_bytes[device]
-    return (
-        state.resident[device] + arrays.resident_bytes[unit] <= limit
-        and state.held[device] + arrays.held_bytes[unit] <= slack * limit
-    )
+            num_roomy_used += is_roomy and count[device] > 0
+    if stays < 0 and num_fitting > 0:
+        for device in range(num_devices):
+            mask[device] &= resident[device] + own_resident <= limit_bytes[device]
+            if num_roomy > 0:
+                mask[device] &= held[device] + own_held <= slack * limit_bytes[device]
+            if num_used >= most and num_roomy_used > 0:
+                mask[device] &= count[device] > 0
 
 
 @njit(cache=True, inline="always")
 def _see(arrays, state, unit, before, old, most, mask, features, scratch):
     """Fill `features` [D, K] of the devices in `mask`, in the order of `FEATURES`; returns when the unit would end."""
-    num_devices, num_slices = len(mask), arrays.slices.shape[1]
+    # each access to a field of a record counts references, which in the loops would take most of the time
+    time_ns, work_ns, work_slices, slice_ns = arrays.time_ns, arrays.work_ns, arrays.slices, arrays.slice_ns
+    offsets, senders, sent_bytes = arrays.offsets, arrays.senders, arrays.sent_bytes
+    ns_per_byte, latency_ns, speed = arrays.ns_per_byte, arrays.latency_ns, arrays.speed
+    held_bytes, limit_bytes = arrays.held_bytes, arrays.limit_bytes
+    home_of, finish_ns, free_ns, load_ns = state.device, state.finish_ns, state.free_ns, state.load_ns
+    count, held, recent, load_slices = state.count, state.held, state.recent, state.slices
+    num_devices, num_slices = len(mask), work_slices.shape[1]
     start_ns, end_ns, meanwhile, sending, near, second, similar = scratch
-    _gather(arrays.near, state, unit, near)
-    _gather(arrays.second, state, unit, second)
-    _gather(arrays.similar, state, unit, similar)
-    total_ns, own_ns = arrays.total_ns, max(arrays.work_ns[unit], 1.0)
+    _gather(arrays.near, home_of, unit, near)
+    _gather(arrays.second, home_of, unit, second)
+    _gather(arrays.similar, home_of, unit, similar)
+    total_ns, own_ns = arrays.total_ns, max(work_ns[unit], 1.0)
     highest, lowest_start, lowest_end, lowest_meanwhile, lowest_sending = 0.0, np.inf, np.inf, np.inf, np.inf
     fastest_ns = np.inf
     near_placed, similar_placed = 0.0, 0.0
@@ -371,45 +374,45 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
     for device in range(num_devices):
         near_placed += near[device]
         similar_placed += similar[device]
-        highest = max(highest, state.load_ns[device])
-        num_used += state.count[device] > 0
+        highest = max(highest, load_ns[device])
+        num_used += count[device] > 0
         if not mask[device]:
             continue
         ready, send = 0.0, 0.0
-        for index in range(arrays.offsets[unit], arrays.offsets[unit + 1]):
-            sender = arrays.senders[index]
-            home = state.device[sender]
+        for index in range(offsets[unit], offsets[unit + 1]):
+            sender = senders[index]
+            home = home_of[sender]
             if home < 0:
                 continue
             transfer = 0.0
             if home != device:
-                transfer = arrays.sent_bytes[index] * arrays.ns_per_byte[home, device] + arrays.latency_ns[home, device]
+                transfer = sent_bytes[index] * ns_per_byte[home, device] + latency_ns[home, device]
             send += transfer
             if sender < unit:
-                ready = max(ready, state.finish_ns[sender] + transfer)
+                ready = max(ready, finish_ns[sender] + transfer)
         sending[device] = send
-        start_ns[device] = max(ready, state.free_ns[device])
-        end_ns[device] = start_ns[device] + arrays.time_ns[unit, device]
+        start_ns[device] = max(ready, free_ns[device])
+        end_ns[device] = start_ns[device] + time_ns[unit, device]
         crowd = 0.0
         for at in range(num_slices):
-            if arrays.slices[unit, at] > 0.0:
-                crowd += arrays.slices[unit, at] * state.slices[device, at] / (
-                    arrays.slice_ns[at] * arrays.speed[device]
+            if work_slices[unit, at] > 0.0:
+                crowd += work_slices[unit, at] * load_slices[device, at] / (
+                    slice_ns[at] * speed[device]
                 )  # fmt: skip
         meanwhile[device] = crowd / own_ns
         lowest_start = min(lowest_start, start_ns[device])
         lowest_end = min(lowest_end, end_ns[device])
         lowest_meanwhile = min(lowest_meanwhile, meanwhile[device])
         lowest_sending = min(lowest_sending, sending[device])
-        fastest_ns = min(fastest_ns, arrays.time_ns[unit, device])
+        fastest_ns = min(fastest_ns, time_ns[unit, device])
     near_placed, similar_placed = max(near_placed, 1e-9), max(similar_placed, 1e-9)
     for device in range(num_devices):
         if not mask[device]:
             continue
-        share = arrays.speed[device] * total_ns
+        share = speed[device] * total_ns
         fair = share * max(num_devices / max(most, 1), 1.0)
-        after = state.load_ns[device] + arrays.time_ns[unit, device]
-        memory = (state.held[device] + arrays.held_bytes[unit]) / arrays.limit_bytes[device]
+        after = load_ns[device] + time_ns[unit, device]
+        memory = (held[device] + held_bytes[unit]) / limit_bytes[device]
         late = (end_ns[device] - lowest_end) / own_ns
         more = (sending[device] - lowest_sending) / own_ns
         like = similar[device]
@@ -420,17 +423,17 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
         seen[3] = like / similar_placed
         seen[4] = min((start_ns[device] - lowest_start) / share, 4.0)
         seen[5] = late / (1.0 + late)
-        seen[6] = min(state.load_ns[device] / share, 4.0)
+        seen[6] = min(load_ns[device] / share, 4.0)
         seen[7] = after / max(highest, after, 1.0)
         seen[8] = min(meanwhile[device], 4.0)
         seen[9] = min(meanwhile[device] - lowest_meanwhile, 4.0)
         seen[10] = min(memory, 4.0)
         seen[11] = min(max(memory - 0.8, 0.0) * 5.0, 4.0)
-        seen[12] = 1.0 if state.count[device] == 0 else 0.0
-        seen[13] = num_used / num_devices if state.count[device] == 0 else 0.0
+        seen[12] = 1.0 if count[device] == 0 else 0.0
+        seen[13] = num_used / num_devices if count[device] == 0 else 0.0
         seen[14] = 1.0 if device == before else 0.0
-        seen[15] = state.recent[device]
-        seen[16] = np.log((arrays.time_ns[unit, device] + 1.0) / (fastest_ns + 1.0))
+        seen[15] = recent[device]
+        seen[16] = np.log((time_ns[unit, device] + 1.0) / (fastest_ns + 1.0))
         seen[17] = sending[device] / (sending[device] + own_ns)
         seen[18] = more / (1.0 + more)
         seen[19] = min(like * meanwhile[device] / similar_placed, 4.0)
@@ -442,13 +445,14 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
 
 
 @njit(cache=True, inline="always")
-def _gather(shares, state, unit, on_device):
+def _gather(those, home_of, unit, on_device):
     """Fill `on_device` [D] with the sum of the unit's shares with units there."""
+    offsets, units, shares = those
     on_device[:] = 0.0
-    for index in range(shares.offsets[unit], shares.offsets[unit + 1]):
-        device = state.device[shares.units[index]]
+    for index in range(offsets[unit], offsets[unit + 1]):
+        device = home_of[units[index]]
         if device >= 0:
-            on_device[device] += shares.shares[index]
+            on_device[device] += shares[index]
 
 
 @njit(cache=True, inline="always")
