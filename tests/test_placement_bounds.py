@@ -2,9 +2,7 @@
 
 import numpy as np
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from gdp.bounds import lower_bound
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.placement_bounds import placement_bounds
@@ -14,8 +12,8 @@ from strategies import Instance, instances
 
 
 @settings(max_examples=300, deadline=None)
-@given(instances(max_ops=20, num_placements=3), st.randoms(use_true_random=False))
-def test_no_order_of_a_placement_beats_its_bound(instance: Instance, random: object) -> None:
+@given(instances(max_ops=20, num_placements=3))
+def test_no_order_of_a_placement_beats_its_bound(instance: Instance) -> None:
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     bounds = placement_bounds(problem, instance.placements)
     for placement, bound in zip(instance.placements, bounds.tolist(), strict=True):
@@ -35,7 +33,6 @@ def test_one_device_a_chain_and_a_busy_channel_reach_it() -> None:
         step_time_ns = simulate(problem, placement).step_time_ns
         bound = int(placement_bounds(problem, [placement])[0])
         assert bound <= step_time_ns
-        assert lower_bound(problem) <= step_time_ns
         if tensors is chain:
             assert bound == step_time_ns
         else:  # all but the first of the ops behind the channel, which may start before the second transfer ends

@@ -54,19 +54,20 @@ def fine_tune(
     reference_ns = best.incumbent.step_time_ns
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
     earlier: list[float] = []  # mean reward of each update
+    num_instances, num_samples = config.num_instances, config.num_samples
+    if styles is None:  # groupings differ, other policies see a problem in one way only
+        num_instances, num_samples = 1, num_instances * num_samples
     while best.left and len(earlier) != config.max_updates:
         if styles is not None and rng.random() < config.varying:
             per_round = config.zero_shot.per_round
             styles.try_out(styles.vary(per_round * config.zero_shot.candidates(problem)), best, per_round)
             continue
         trials: list[Trials] = []
-        while len(trials) < config.num_instances and (best.left or not trials):
+        while len(trials) < num_instances and (best.left or not trials):
             constructs = rng.random() < config.constructing
             instance = _instance(policy, problem, None if constructs else best.simulation, config.zero_shot, rng)
             trials.append(
-                draw_trials(
-                    policy, instance, config.num_samples, rng, config.ppo, reference_ns, num_threads=num_threads
-                )
+                draw_trials(policy, instance, num_samples, rng, config.ppo, reference_ns, num_threads=num_threads)
             )
             best.look(trials[-1].rollouts.placements, trials[-1].step_time_ns, trials[-1].peak_memory_bytes)
         baseline = float(np.mean(earlier)) if config.ppo.baseline == "history" and earlier else None

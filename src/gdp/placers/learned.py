@@ -1,15 +1,12 @@
 """The learned placers by their names, with the policy that comes with gdp or another."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.resources import files
-
-import torch
 
 from gdp.budget import Clock
 from gdp.placers.fine_tune import FineTuneConfig, fine_tune
 from gdp.placers.zero_shot import Answer, OnProgress, ZeroShotConfig, zero_shot
 from gdp.policy.checkpoint import load_checkpoint, new_policy
+from gdp.policy.processes import one_thread
 from gdp.problem import Problem
 
 __all__ = ["Answer", "FineTuneConfig", "ZeroShotConfig", "ask", "fine_tune", "one_thread", "shipped", "zero_shot"]
@@ -39,14 +36,3 @@ def ask(
 def shipped() -> str:
     """The file of the policy that comes with gdp."""
     return str(files("gdp.policy") / "default.safetensors")
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch on one thread: the networks are small, and the processors have simulations to do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -201,9 +201,11 @@ def ask_at_once(best: Best, policy: Policy, rng: np.random.Generator, config: Ze
     """Let `best` look at what `policy` draws; the styles that were tried, if it has any."""
     problem = best.problem
     if not isinstance(policy, SchedulerPolicy):
-        while best.num_simulations < config.num_simulations and (best.incumbent is None or best.left):
+        instance = policy.instance(problem, rng)
+        best.try_out(policy.sample(instance, 1, rng, temperature=0.0).placements)
+        while best.left and best.num_simulations < config.num_simulations:
             count = min(config.per_round, config.num_simulations - best.num_simulations)
-            best.try_out(policy.sample(policy.instance(problem, rng), count, rng).placements)
+            best.try_out(policy.sample(instance, count, rng).placements)
         return None
     styles = Styles(policy, problem, rng)
     for count, propose in ((config.num_drawn, styles.draw), (config.num_varied, styles.vary)):

@@ -6,10 +6,9 @@ Nothing random outlives an update, so parameters, optimizer state and the number
 are all that a run needs to go on exactly as if it had never stopped. G tasks an update, P sources of tasks.
 """
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from math import cos, exp, inf, log, nan, pi
@@ -24,7 +23,7 @@ from gdp.errors import InputError
 from gdp.policy.base import Instance, Policy
 from gdp.policy.checkpoint import save_checkpoint
 from gdp.policy.ppo import PPOConfig, Statistics, Trials, draw_trials, improve
-from gdp.policy.processes import Processes
+from gdp.policy.processes import Processes, one_thread
 from gdp.policy.tasks import Task, Tasks
 from gdp.policy.training_state import TrainingState
 
@@ -153,7 +152,7 @@ def train(
         left = None if seconds is None else max(seconds - elapsed, 0.0)
         return Progress(state.updates, config.updates, statistics, checked, elapsed, state.cpu_hours, left)
 
-    with _Scalars(tensorboard if processes.is_first else None, state.updates) as scalars, _one_torch_thread():
+    with _Scalars(tensorboard if processes.is_first else None, state.updates) as scalars, one_thread():
         latest = progress(None, check() if validation and state.updates == 0 else None)
         for update in range(state.updates, config.updates):
             before = time.process_time()
@@ -271,22 +270,6 @@ def _manifest(tasks: Tasks, state: TrainingState, command: str, arguments: dict[
         "cpu_hours": state.cpu_hours,
         "arguments": arguments,
     }
-
-
-@contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """PyTorch's operators take one thread meanwhile, simulations take all.
-
-    They are small: two threads gain little, and wait for each other for most of the time where others use the machine
-    (an update of the default policy took 0.2 s with one thread, 20 s with two, on two busy cores). Processes share the
-    work better, and what is learnt does not depend on the number of processors.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Scalars:

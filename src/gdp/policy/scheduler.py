@@ -179,20 +179,13 @@ class SchedulerPolicy(Policy):
         incumbent: Simulation | None = None,
     ) -> UnitInstance:
         """An instance of about `num_units` units, to place or, with `incumbent`, to refine; see `UnitSource.draw`."""
-        units = self.source(problem).draw(num_units, rng, following=following, incumbent=incumbent)
-        return self.view(problem, units)
-
-    def source(self, problem: Problem) -> UnitSource:
-        """What groupings of `problem` have in common."""
-        return self._sources.of(problem)
-
-    def view(self, problem: Problem, units: UnitGraph) -> UnitInstance:
-        """`problem` in `units`, on the policy's device."""
+        source = self._sources.of(problem)
+        units = source.draw(num_units, rng, following=following, incumbent=incumbent)
         edges = torch.from_numpy(np.stack((units.sources, units.targets)))
         return UnitInstance(
             problem=problem,
             units=units,
-            arrays=RolloutArrays.of(problem, units, self.source(problem).equal_before),
+            arrays=RolloutArrays.of(problem, units, source.equal_before),
             features=torch.from_numpy(units.features).to(self.device),
             edge_index=torch.cat((edges, edges.flip(0)), dim=1).to(self.device),
         )
@@ -273,10 +266,10 @@ def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -
     """
     incumbent, near = instance.units.incumbent, instance.arrays.near
     num_units = len(incumbent)
-    received = csr_array((near.shares, near.units, near.offsets), shape=(num_units, num_units)).T
     fixed = np.repeat(incumbent[None], num_samples, axis=0)
     if not instance.refines:
         return fixed
+    received = csr_array((near.shares, near.units, near.offsets), shape=(num_units, num_units)).T
     for sample in range(num_samples):
         share = rng.uniform(*_FREED)
         count = max(round(share * num_units), 1)

@@ -17,7 +17,7 @@ from gdp.forward_units import forward_units
 from gdp.graph import I64
 from gdp.grouping import Units, group_units
 from gdp.levels import longest_paths
-from gdp.problem import Placement, Problem
+from gdp.problem import Problem
 from gdp.simulate import Simulation, evaluate
 from gdp.symmetry import exchangeable_before
 
@@ -103,19 +103,16 @@ class UnitSource:
         rng: np.random.Generator,
         *,
         following: bool | None = None,
-        within: Placement | None = None,
         incumbent: Simulation | None = None,
     ) -> UnitGraph:
         """About `num_units` units. `following`: whether backward ops go with their forward ops (drawn when None).
 
-        Units are parts of what a placement has on one device: `within`, or that of the `incumbent` to refine.
+        With an `incumbent` to refine, units are parts of what it has on one device.
         """
         follows = bool(rng.random() < 0.5) if following is None else following
-        if incumbent is not None:
-            within = incumbent.placement
-        units = self.following if follows and within is None else self.units
+        units = self.following if follows and incumbent is None else self.units
         score = np.exp(rng.normal(0.0, _SPREAD, len(units.first))) * units.transfer_ns.astype(np.float64)
-        together = [self.freedom] if within is None else [self.freedom, within]
+        together = [self.freedom] if incumbent is None else [self.freedom, incumbent.placement]
         grouping = group_units(units, together, num_units, score, _SLACK)
         return _unit_graph(self, grouping.group_of_op, incumbent)
 
