@@ -88,7 +88,7 @@ def gdp(
 def place(
     model: ModelArgument,
     devices: DevicesOption,
-    placer: Annotated[str, typer.Option(help="auto: all classical placers, then search.")] = "auto",
+    placer: Annotated[str, typer.Option(help="auto: classical placers, the policy, then search.")] = "auto",
     budget: BudgetOption = "30s",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     checkpoint: Annotated[
@@ -124,9 +124,14 @@ def place(
 
         if placer not in WITH_POLICY:
             raise InputError(f"--checkpoint: {placer} asks no policy; use it with --placer {' or '.join(WITH_POLICY)}")
-        from gdp.policy.checkpoint import load_checkpoint
+        if placer == "auto":  # a bad file is better known now than after the graph's capture
+            from gdp.policy.pretrained import read_constructor
 
-        load_checkpoint(checkpoint)  # a bad file is better known now than after the graph's capture
+            read_constructor(checkpoint)
+        else:
+            from gdp.policy.checkpoint import load_checkpoint
+
+            load_checkpoint(checkpoint)
 
     source = _read(model)
     warm_up()
@@ -301,7 +306,7 @@ def train(
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="End earlier, after 10m or 2h.")] = None,
     graphs_per_update: Annotated[int | None, typer.Option(metavar="G", min=1, help="Default: all, at most 8.")] = None,
     samples: Annotated[int, typer.Option(metavar="S", min=2, help="Placements of a graph in an update.")] = 16,
-    learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 1e-3,
+    learning_rate: Annotated[float | None, typer.Option(help="Of Adam; default: the policy's.")] = None,
     randomize: Annotated[bool, typer.Option("--randomize", help="Vary devices, links, memory and batch size.")] = False,
     validation: Annotated[
         list[str] | None, typer.Option(metavar="GRAPH", help="Keep the parameters that do best on it. Repeatable.")

@@ -43,7 +43,7 @@ class TrainOptions:
     budget: str | None
     graphs_per_update: int | None
     samples: int
-    learning_rate: float
+    learning_rate: float | None  # None: the policy's
     randomize: bool
     validation: Sequence[str]
     save_every: int
@@ -119,7 +119,7 @@ def run(given: TrainOptions, warm_up: Callable[[], None]) -> Trained:
         graphs_per_update=given.graphs_per_update
         or (MAX_GRAPHS_PER_UPDATE if given.randomize else min(len(pairs), MAX_GRAPHS_PER_UPDATE)),
         samples=given.samples,
-        learning_rate=given.learning_rate,
+        learning_rate=policy.learning_rate if given.learning_rate is None else given.learning_rate,
         ppo=ppo.PAPER if policy.name == "paper" else ppo.PPOConfig(),
     )
     tasks = Tasks(pairs, _task_config(given, policy), given.seed)

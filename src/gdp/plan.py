@@ -23,7 +23,7 @@ FORMAT, VERSION = "gdp-plan", 1
 class Baseline:
     """How another placer did on the same problem."""
 
-    status: str  # "ok", "infeasible" (does not fit) or "failed" (found no placement)
+    status: str  # "ok", "infeasible" (does not fit), "failed" (found no placement) or "skipped" (no time for it)
     step_time_ns: int | None
     seconds: float
 

@@ -24,7 +24,14 @@ from gdp.problem import Problem
 CONFIG = AblationConfig(
     parts=("attention", "network"),
     policy=SchedulerConfig(
-        hidden=8, num_graph_layers=1, num_placer_layers=1, num_heads=2, segment=4, num_units=(6,), refining=0.0
+        hidden=8,
+        num_graph_layers=1,
+        num_placer_layers=1,
+        num_heads=2,
+        segment=4,
+        num_units=(6,),
+        refining=0.0,
+        network=True,
     ),
     training=TrainingConfig(updates=2**31 - 1, graphs_per_update=1, samples=2),
     tasks=TaskConfig(),

@@ -17,6 +17,7 @@ from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.placers.portfolio import QUICK
 from gdp.plan import Baseline, Plan
 from gdp.policy.checkpoint import new_policy, save_checkpoint
 from gdp.problem import Problem
@@ -191,8 +192,8 @@ def test_generalization_says_of_each_target_whether_it_is_reached_and_resumes(tm
             assert zero_shot["simulations"] <= methods.ZERO_SHOT_SIMULATIONS + 1
             assert 0 < fine_tuned["updates"] <= generalization.MAX_UPDATES
             assert fine_tuned["step_time_ns"] >= row["lower_bound_ns"]
-            best = min(found["step_time_ns"] for found in search["baselines"].values() if found["status"] == "ok")
-            assert search["step_time_ns"] <= best  # of the same run
+            quick = [row["baselines"][name] for name in QUICK if row["baselines"][name]["status"] == "ok"]
+            assert search["step_time_ns"] <= min(found["step_time_ns"] for found in quick)
     text = (tmp_path / "out/generalization.md").read_text()
     assert text == figures["markdown"]
     for part in ("target 1.00", "aim 0.90", "of 2** workloads (target 50%", "target 0.862", "| unet-256 |", "0.25"):

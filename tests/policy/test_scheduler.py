@@ -17,10 +17,12 @@ from gdp.policy.scheduler import SchedulerConfig, SchedulerPolicy, UnitInstance
 from gdp.policy.styles import draw_refinement, draw_style, orders_of, vary
 from gdp.policy.units import UnitSource
 from gdp.problem import Problem
-from gdp.simulate import evaluate, simulate
+from gdp.simulate import evaluate
 from strategies import Instance, instances
 
-SMALL = SchedulerConfig(hidden=16, num_graph_layers=2, num_placer_layers=1, num_heads=2, segment=4, num_units=(4, 8))
+SMALL = SchedulerConfig(
+    hidden=16, num_graph_layers=2, num_placer_layers=1, num_heads=2, segment=4, num_units=(4, 8), network=True
+)
 ABLATIONS = [
     SMALL,
     replace(SMALL, attention=False),
@@ -63,10 +65,10 @@ def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
 ) -> None:
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     policy = policy_of(config)
-    view = policy.grouped(problem, 6, rng())
+    view = policy.constructor.grouped(problem, 6, rng())
     if refines:
-        incumbent = simulate(problem, policy.sample(view, 1, rng()).placements[0])
-        view = policy.grouped(problem, 6, rng(), incumbent=incumbent)
+        incumbent = policy.sample(view, 1, rng()).placements[0]
+        view = policy.constructor.grouped(problem, 6, rng(), incumbent=incumbent)
     rollouts = policy.sample(view, 5, rng(), temperature=temperature)
     assert not any(problem.broken_constraints(placement) for placement in rollouts.placements)
     assert not rollouts.log_prob.requires_grad
@@ -79,7 +81,7 @@ def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
 def test_a_forbidden_device_has_probability_zero() -> None:
     problem = Problem.build(layered().graph, layered().cluster, pins=[(r"layers\.2", "gpu1")])
     policy = policy_of(SMALL)
-    view = policy.grouped(problem, 24, rng())
+    view = policy.constructor.grouped(problem, 24, rng())
     rollouts = policy.sample(view, 50, rng())
     assert (rollouts.placements[:, 8:12] == 1).all()
     pinned = np.unique(view.units.unit_of_op[8:12])
@@ -135,18 +137,18 @@ def test_what_devices_hold_is_as_if_counted_anew_after_many_passes() -> None:
 
 def test_a_style_uses_no_more_devices_than_it_says() -> None:
     policy = policy_of(SMALL)
-    view = policy.grouped(layered(num_devices=4), 24, rng())
+    view = policy.constructor.grouped(layered(num_devices=4), 24, rng())
     for most, count in ((0.25, 1), (0.5, 2), (1.0, 4)):
         style = replace(draw_style(rng(1)), temperature=5.0, most=most)
-        used = [len(np.unique(placement)) for placement in policy.place(view, [style] * 20, rng())]
+        used = [len(np.unique(placement)) for placement in policy.constructor.place(view, [style] * 20, rng())]
         assert max(used) == count
 
 
 def test_of_like_devices_that_are_empty_only_the_first_may_be_chosen() -> None:
     policy = policy_of(SMALL)
-    view = policy.grouped(layered(), 24, rng())
+    view = policy.constructor.grouped(layered(), 24, rng())
     styles = [replace(draw_style(rng(seed)), temperature=5.0, passes=1) for seed in range(30)]
-    placements = policy.place(view, styles, rng())
+    placements = policy.constructor.place(view, styles, rng())
     order = [int(np.flatnonzero(view.units.unit_of_op == unit)[0]) for unit in range(view.units.num_units)]
     for placement in placements:
         first_uses = list(dict.fromkeys(placement[order].tolist()))
@@ -155,8 +157,8 @@ def test_of_like_devices_that_are_empty_only_the_first_may_be_chosen() -> None:
 
 def test_refining_changes_the_freed_units_only() -> None:
     problem, policy = layered(), policy_of(SMALL)
-    start = policy.sample(policy.grouped(problem, 24, rng()), 1, rng(), temperature=5.0).placements[0]
-    view = policy.grouped(problem, 24, rng(), incumbent=simulate(problem, start))
+    start = policy.sample(policy.constructor.grouped(problem, 24, rng()), 1, rng(), temperature=5.0).placements[0]
+    view = policy.constructor.grouped(problem, 24, rng(), incumbent=start)
     assert (view.units.incumbent[view.units.unit_of_op] == start).all()
     rollouts = policy.sample(view, 40, rng(), temperature=5.0)
     changed = (rollouts.placements != start).mean(axis=1)
@@ -168,7 +170,7 @@ def test_what_must_stay_in_memory_goes_where_it_fits() -> None:
     ops = [Op(f"op{i}", "mm", flops=10**9, resident_bytes=6 * 2**30) for i in range(3)]
     problem = Problem.build(Graph.build("big", ops, []), Cluster.parse("2xp100-pcie-16g"))
     policy = policy_of(SMALL)
-    placements = policy.sample(policy.grouped(problem, 3, rng()), 40, rng(), temperature=5.0).placements
+    placements = policy.sample(policy.constructor.grouped(problem, 3, rng()), 40, rng(), temperature=5.0).placements
     assert (np.sort(placements.sum(axis=1)) <= 2).all()
     assert all((evaluate(problem, placement)[1] <= problem.memory_limit_bytes).all() for placement in placements)
 

@@ -19,7 +19,8 @@ from gdp.cluster import Cluster
 from gdp.graph import I64, Graph, Op
 from gdp.graph import Tensor as GraphTensor
 from gdp.policy import checkpoint
-from gdp.policy.base import Instance, Policy, Rollouts
+from gdp.policy.base import Policy, Rollouts
+from gdp.policy.instance import Instance
 from gdp.policy.pretraining import Progress, TrainingConfig, train
 from gdp.policy.processes import Processes
 from gdp.policy.tasks import Source, TaskConfig, Tasks

@@ -1,4 +1,4 @@
-"""`gdp bench ablation`: the default policy with one part removed, each trained equally long, on families held out.
+"""`gdp bench ablation`: the policy with its network, and with one part removed, trained equally long, held out.
 
     full, without attention, without ... --train (equal CPU time)--> zero-shot on held-out workloads --> ratios
     untrained, random, constant          ---------------------------------^
@@ -52,7 +52,7 @@ class AblationConfig:
     """What is trained, on what, and how it is asked; only the seed of `training` is replaced."""
 
     parts: tuple[str, ...] = PARTS
-    policy: SchedulerConfig = field(default_factory=SchedulerConfig)
+    policy: SchedulerConfig = field(default_factory=partial(SchedulerConfig, network=True))
     # no run comes near that many updates, so the learning rate stays what it is: CPU time ends training
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(updates=2**31 - 1))
     tasks: TaskConfig = field(default_factory=lambda: TaskConfig(random_share=0.75))  # as `gdp train --randomize`
@@ -297,7 +297,7 @@ class _Study:
         if path.exists() and 3600 * read_manifest(path)["cpu_hours"] >= self.cpu_seconds:
             stop.set()
         tasks = Tasks(self.sources, self.config.tasks, seed)
-        training = replace(self.config.training, seed=seed)
+        training = replace(self.config.training, seed=seed, learning_rate=policy.learning_rate)
         return train(
             policy, tasks, training, path, resume=True, held_out=self.held_out, stop=stop, on_update=watch
         ).update
@@ -381,7 +381,8 @@ def _markdown(figures: Mapping[str, Any], summaries: Sequence[Summary], config: 
         "## Ablation",
         f"    {figures['command']}",
         f"{machine_line()}.",
-        f"The default policy, and the same with one part removed (without network: one weight vector for all units), "
+        f"The default policy with its network, and with one part removed (without network: one weight vector for all "
+        f"units, which is the policy that comes with gdp), "
         f"each trained with {seeds} seeds for {figures['budget']} of CPU time on {len(figures['trained_on'])} graphs "
         f"of all families but {', '.join(figures['hold_out'])}, with drawn devices, memory and batch sizes. Then each "
         f"places the "

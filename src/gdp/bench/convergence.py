@@ -56,7 +56,7 @@ class Method:
 
     name: str
     placer: str  # of `portfolio.find`
-    asks_policy: bool = False  # begins with the trained one
+    asks_policy: bool = False  # the trained one
     plans: bool = False  # by its budget
 
 
@@ -65,7 +65,8 @@ METHODS = (
     Method("gdp", "gdp-finetune", asks_policy=True),
     Method("gdp-one", "gdp-one"),
     Method("hdp", "hdp"),
-    Method(PLAIN, "auto", plans=True),
+    Method(PLAIN, "portfolio", plans=True),
+    Method(GUIDED, "auto", asks_policy=True, plans=True),
 )
 
 

@@ -9,7 +9,8 @@ from gdp.bench.runs import Method, Outcome
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.coarsen import Reduction, reduce
-from gdp.placers import learned, metis_blind
+from gdp.placers import CLASSICAL, learned, metis_blind
+from gdp.placers.classical_runs import ClassicalRuns
 from gdp.placers.portfolio import expand, find
 from gdp.policy.base import Policy
 from gdp.policy.checkpoint import load_checkpoint, new_policy
@@ -74,16 +75,27 @@ def hdp(cpu_seconds: float) -> Method:
 
 
 def plain_search(cpu_seconds: float) -> Method:
-    """All classical placers and the search, without a policy, for so much processor time.
+    """Classical placers and the search, without a policy, for so much processor time.
 
     On one thread: the search plans ahead by its clock, and with several the processor's runs faster than the wall's.
     """
 
     def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        found = find(reduction, "auto", clock, seed=seed, num_threads=1)
-        return Outcome(found.best, found.simulations, baselines=found.baselines)
+        found = find(reduction, "portfolio", clock, seed=seed, num_threads=1)
+        return Outcome(found.best, found.simulations)
 
     return Method("search", run, Budget(seconds=cpu_seconds), counts_cpu=True)
+
+
+def classical() -> Method:
+    """Every classical placer; the best one's answer."""
+
+    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
+        runs = ClassicalRuns(reduction.original, clock, seed)
+        runs.run(tuple(CLASSICAL))
+        return Outcome(runs.best, len(runs.candidates), baselines=runs.baselines)
+
+    return Method("classical", run, Budget(simulations=len(CLASSICAL)))
 
 
 def blind_metis() -> Method:

@@ -10,19 +10,18 @@ import numpy as np
 import torch
 
 from gdp.budget import Clock
-from gdp.placers.zero_shot import Answer, Best, OnProgress, ZeroShotConfig, ask_at_once
-from gdp.policy.base import Instance, Policy
+from gdp.placers.zero_shot import Answer, Best, OnProgress, ZeroShotConfig, construct_at_once, sample_at_once
+from gdp.policy.base import Policy
+from gdp.policy.instance import Instance
 from gdp.policy.ppo import PPOConfig, Trials, draw_trials, improve
-from gdp.policy.scheduler import SchedulerPolicy
-from gdp.problem import Problem
-from gdp.simulate import Simulation
+from gdp.problem import Placement, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuneConfig:
     """Training on one graph."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float | None = None  # None: the policy's
     num_instances: int = 4  # of an update: groupings
     num_samples: int = 4  # placements of each
     constructing: float = 0.15  # share of the instances that construct, the others refine the best placement
@@ -49,23 +48,27 @@ def fine_tune(
     config = config or FineTuneConfig()
     rng = np.random.default_rng(np.random.SeedSequence([seed, 0xF17E]))
     best = Best(problem, clock, on_progress, num_threads)
-    styles = ask_at_once(best, policy, rng, config.zero_shot)
+    if policy.constructor is None:
+        styles = None
+        sample_at_once(best, policy, rng, config.zero_shot)
+    else:
+        styles = construct_at_once(best, policy.constructor, rng, config.zero_shot)
     assert best.incumbent is not None
     reference_ns = best.incumbent.step_time_ns
-    optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
+    learning_rate = policy.learning_rate if config.learning_rate is None else config.learning_rate
+    optimizer = torch.optim.Adam(policy.parameters(), lr=learning_rate)
     earlier: list[float] = []  # mean reward of each update
     num_instances, num_samples = config.num_instances, config.num_samples
     if styles is None:  # groupings differ, other policies see a problem in one way only
         num_instances, num_samples = 1, num_instances * num_samples
     while best.left and len(earlier) != config.max_updates:
         if styles is not None and rng.random() < config.varying:
-            per_round = config.zero_shot.per_round
-            styles.try_out(styles.vary(per_round * config.zero_shot.candidates(problem)), best, per_round)
+            styles.vary(best, config.zero_shot.per_round)
             continue
         trials: list[Trials] = []
         while len(trials) < num_instances and (best.left or not trials):
             constructs = rng.random() < config.constructing
-            instance = _instance(policy, problem, None if constructs else best.simulation, config.zero_shot, rng)
+            instance = _instance(policy, problem, None if constructs else best.placement, config.zero_shot, rng)
             trials.append(
                 draw_trials(policy, instance, num_samples, rng, config.ppo, reference_ns, num_threads=num_threads)
             )
@@ -77,10 +80,10 @@ def fine_tune(
 
 
 def _instance(
-    policy: Policy, problem: Problem, incumbent: Simulation | None, config: ZeroShotConfig, rng: np.random.Generator
+    policy: Policy, problem: Problem, incumbent: Placement | None, config: ZeroShotConfig, rng: np.random.Generator
 ) -> Instance:
     """What to train on next; policies that do not refine always construct."""
-    if not isinstance(policy, SchedulerPolicy):
+    if policy.constructor is None:
         return policy.instance(problem, rng)
     sizes = policy.config.num_units if incumbent is None else config.refinement_units
-    return policy.grouped(problem, int(rng.choice(np.array(sizes))), rng, incumbent=incumbent)
+    return policy.constructor.grouped(problem, int(rng.choice(np.array(sizes))), rng, incumbent=incumbent)

@@ -1,11 +1,10 @@
 """The learned placers by their names, with the policy that comes with gdp or another."""
 
-from importlib.resources import files
-
 from gdp.budget import Clock
 from gdp.placers.fine_tune import FineTuneConfig, fine_tune
 from gdp.placers.zero_shot import Answer, OnProgress, ZeroShotConfig, zero_shot
 from gdp.policy.checkpoint import load_checkpoint, new_policy
+from gdp.policy.pretrained import shipped
 from gdp.policy.processes import one_thread
 from gdp.problem import Problem
 
@@ -31,8 +30,3 @@ def ask(
     run = zero_shot if name == "gdp-zero-shot" else fine_tune
     with one_thread():
         return run(problem, policy, clock, seed=seed, num_threads=num_threads, on_progress=on_progress)
-
-
-def shipped() -> str:
-    """The file of the policy that comes with gdp."""
-    return str(files("gdp.policy") / "default.safetensors")

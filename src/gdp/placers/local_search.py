@@ -9,6 +9,9 @@ The best starts get a cycle each; what comes out are the elites, from which all 
 groups that respect a second placement too, so that it can combine both. Several islands work side by side. What is
 random comes from one generator per island, and with a budget in simulations a round's shares are fixed in advance, so
 the answer does not depend on the number of threads.
+
+With a policy the search is guided: some cycles refine the incumbent by it (`refinement.py`) instead of annealing, the
+more often the more that gains.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +27,16 @@ from gdp.graph import I64
 from gdp.grouping import Units, group_units
 from gdp.levels import longest_paths, ranks_of
 from gdp.placers import annealing
+from gdp.placers.refinement import Refiner
+from gdp.placers.screening import Screen
 from gdp.placers.starts import diverse_starts
+from gdp.policy.construction import Constructor
 from gdp.priorities import communication_levels
 from gdp.problem import Placement, Problem
 from gdp.simulate import NEVER, Workspace, default_threads
 
 _CHUNK = 32  # moves between two looks at the clock
+_FORGET = 0.3  # weight of the last cycle in what a kind of cycle gains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +56,12 @@ class SearchConfig:
     slack: float = 8.0  # how much heavier than average a group may be
     num_starts: int = 64  # partitions made as further starts
     start_share: float = 0.1  # of the time at most for them
-    num_tried: int = 8  # best starts, given and made, that get a cycle each
+    num_tried: int = 8  # best starts, given and made, that get a cycle each, in at most half of the cycles
     num_elites: int = 6  # incumbents that further cycles start from
     num_islands: int | None = None  # None: one per thread, or 4 with a budget in simulations
+    refining: tuple[float, float] = (0.1, 0.9)  # least and most share of the cycles that refine, if there is a policy
+    per_refinement: int = 4  # placements that are simulated of each
+    moves_per_refined: float = 4.0  # annealing moves that take as long as one of them
 
     def __post_init__(self) -> None:
         shares = (self.guided, self.mating, self.following, self.weighted, self.start_share)
@@ -119,6 +129,7 @@ class _Island:
         neighbourhood: Neighbourhood,
         config: SearchConfig,
         seed: np.random.SeedSequence,
+        constructor: Constructor | None,
     ) -> None:
         self.problem, self.op_times_ns, self.config = problem, op_times_ns, config
         self.nominal_ns = problem.time_table_ns[None]
@@ -134,6 +145,9 @@ class _Island:
         self.memory_binds = _memory_can_bind(problem)
         self.num_simulations = 0
         self.incumbent: Incumbent | None = None  # of the cycle under way
+        self.refiner = None if constructor is None else Refiner(problem, constructor, Screen(problem))
+        self.gains = {"anneal": 0.0, "refine": 0.0}  # relative, for the time spent, of late
+        self.cycle_seconds = 0.1  # that the last cycle of annealing took
 
     def measure(self, placement: Placement, priority: I64 | None) -> Incumbent:
         """`placement` with its figures."""
@@ -168,6 +182,46 @@ class _Island:
             self._anneal(level, mate, max(num_moves * level // sum(levels), 1), clock)
         self._retune(clock)
         return self.incumbent
+
+    def refine(self, start: Incumbent, num_moves: int, clock: Clock) -> Incumbent:
+        """The best of some refinements of `start`, which take as long as a cycle of annealing, or, where simulations
+        are counted, as `num_moves` moves are thought to take."""
+        assert self.refiner is not None
+        self.incumbent = start
+        end, left = clock.seconds + self.cycle_seconds, max(round(num_moves / self.config.moves_per_refined), 1)
+        while not clock.stop.is_set() and clock.seconds_left != 0.0:
+            count = (
+                self.config.per_refinement if clock.seconds_left is not None else min(left, self.config.per_refinement)
+            )
+            placements = self.refiner.propose(self.incumbent.placement, count, self.rng)
+            for placement in placements:
+                found = self.measure(placement, self.incumbent.priority)
+                self.refiner.screen.learn(placement[None], self.workspace.memory.peak_bytes[None])
+                if found.key < self.incumbent.key:
+                    self.incumbent = found
+            left -= len(placements)
+            if clock.seconds >= end if clock.seconds_left is not None else left <= 0:
+                break
+        self._retune(clock)
+        return self.incumbent
+
+    def turn(self, start: Incumbent, mates: Sequence[Placement], num_moves: int, clock: Clock) -> Incumbent:
+        """A cycle of the kind that has gained more of late, at times of the other."""
+        gains, total = self.gains, sum(self.gains.values())
+        share = 0.0
+        if self.refiner is not None:
+            share = float(np.clip(gains["refine"] / total if total > 0 else 0.5, *self.config.refining))
+        refines, began = self.rng.random() < share, clock.seconds
+        if refines:
+            ended = self.refine(start, num_moves, clock)
+        else:
+            ended = self.cycle(start, mates, num_moves, clock)
+            self.cycle_seconds = clock.seconds - began
+        gain = max(1.0 - ended.step_time_ns / max(start.step_time_ns, 1), 0.0) if start.excess_bytes == 0 else 0.0
+        spent = 1.0 if clock.seconds_left is None else max(clock.seconds - began, 1e-6)
+        kind = "refine" if refines else "anneal"
+        gains[kind] += _FORGET * (gain / spent - gains[kind])
+        return ended
 
     def _anneal(self, num_groups: int, mate: Placement | None, num_moves: int, clock: Clock) -> None:
         assert self.incumbent is not None
@@ -225,6 +279,7 @@ def local_search(
     num_spent: int = 0,
     bound_ns: int = 0,
     op_times_ns: I64 | None = None,
+    constructor: Constructor | None = None,
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> tuple[Incumbent, int]:
@@ -233,7 +288,7 @@ def local_search(
     `starts` are placements [N] that obey groups and allowed devices; they need not fit in memory. `num_spent`
     simulations of the budget are already used up. A feasible incumbent as fast as `bound_ns` ends the search. With
     `op_times_ns` [K, N, D] an incumbent's step time is the mean over these tables instead of that under the problem's
-    own times.
+    own times. With a `constructor` the search is guided.
     """
     config = config or SearchConfig()
     num_threads = num_threads or default_threads()
@@ -245,7 +300,7 @@ def local_search(
         op_times_ns = problem.time_table_ns[None]
     control, *seeds = np.random.SeedSequence(seed).spawn(num_islands + 1)
     rng = np.random.default_rng(control)
-    islands = [_Island(problem, op_times_ns, neighbourhood, config, child) for child in seeds]
+    islands = [_Island(problem, op_times_ns, neighbourhood, config, child, constructor) for child in seeds]
     queue = sorted((islands[0].measure(np.asarray(start, np.int64), None) for start in starts), key=lambda x: x.key)
     best = queue[0]
     if problem.num_devices == 1 or neighbourhood.units.num_units < 2 or best.key <= (0, bound_ns):
@@ -265,7 +320,8 @@ def local_search(
         affordable = max(limit, 0) // num_islands
     wanted = int(sum(_levels(config, neighbourhood.units.num_units)) * config.moves_per_group)
     num_moves = max(min(wanted, affordable // config.num_cycles), 1)
-    queue = _best_distinct(queue, config.num_tried)
+    num_cycles = num_islands * affordable // num_moves
+    queue = _best_distinct(queue, max(min(config.num_tried, num_cycles // 2), 1))
 
     elites: list[Incumbent] = []
     with ThreadPoolExecutor(num_threads) as pool:
@@ -278,7 +334,7 @@ def local_search(
             mates = [incumbent.placement for incumbent in (*elites, *queue)]
             begins = [queue.pop(0) if queue else _choose(elites or [best], rng) for _ in islands]
             cycles = [
-                pool.submit(island.cycle, begin, mates, num_moves, clock)
+                pool.submit(island.turn, begin, mates, num_moves, clock)
                 for island, begin in zip(islands, begins, strict=True)
             ]
             try:

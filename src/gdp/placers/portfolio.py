@@ -1,26 +1,36 @@
-"""`auto`: every classical placer, then the local search from all their answers in the time left."""
+"""`auto`: quick classical placers, the policy's answer, the other classical placers, then the search from all of them.
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+    single ... contiguous --> zero-shot --> METIS ... --> local search, guided by the policy --> the best of all
 
-import numpy as np
+`portfolio` is the same without the policy. A placer takes seconds on a graph of 50,000 ops: with a small budget the
+slower ones are skipped, so that time is left for the search.
+"""
 
-from gdp.budget import Clock
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gdp.budget import Budget, Clock
 from gdp.coarsen import Reduction
 from gdp.errors import InputError
-from gdp.graph import I64
 from gdp.placers import CLASSICAL
+from gdp.placers.classical_runs import ClassicalRuns
 from gdp.placers.exact import exact
 from gdp.placers.local_search import Incumbent, OnProgress, local_search
+from gdp.placers.noise import Noise, key_of
+from gdp.placers.zero_shot import zero_shot
 from gdp.plan import Baseline
+from gdp.policy.construction import Constructor
+from gdp.policy.pretrained import read_constructor
 from gdp.problem import Problem
 from gdp.simulate import Simulation, simulate
 
-SEARCHES = ("auto", "local-search", "exact")
-WITH_POLICY = ("gdp-zero-shot", "gdp-finetune")  # they begin with a trained one
-LEARNED = (*WITH_POLICY, "gdp-one", "hdp")
+SEARCHES = ("auto", "portfolio", "local-search", "exact")
+WITH_POLICY = ("auto", "gdp-zero-shot", "gdp-finetune")  # they ask a trained one
+LEARNED = ("gdp-zero-shot", "gdp-finetune", "gdp-one", "hdp")
 PLACERS = (*SEARCHES, *LEARNED, *CLASSICAL)
+FEW = ("single", "contiguous")  # classical placers that the local search starts from
+QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that a search always runs
+POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.4  # of the time: for the policy at most; until no classical placer is begun
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that `auto` hands to the exact placer first, and its effort there
 
 
@@ -31,23 +41,6 @@ class Found:
     best: Simulation | None  # of the original problem
     simulations: int
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class Noise:
-    """Perturbed op times to average step times over, of the original ops [K, N, D] and of the reduced [K, M, D]."""
-
-    original_ns: I64
-    reduced_ns: I64
-
-    @classmethod
-    def draw(cls, reduction: Reduction, spread: float, num_tables: int, seed: int) -> "Noise":
-        """Tables with a relative normal noise of deviation `spread` on each original op."""
-        original = perturbed_times(reduction.original, spread, num_tables, seed)
-        reduced = np.add.reduceat(np.maximum(original, 0)[:, reduction.members], reduction.member_offsets[:-1], axis=1)
-        reduced = np.where(reduction.problem.op_time_ns < 0, -1, reduced)
-        reduced.setflags(write=False)
-        return cls(original, reduced)
 
 
 def find(
@@ -74,36 +67,78 @@ def find(
         return _find_exactly(reduction.original, clock, noise)
     if placer in LEARNED:
         return _ask_policy(reduction, placer, clock, seed, noise, checkpoint, num_threads, on_progress)
-    names = {"auto": tuple(CLASSICAL), "local-search": ("single", "contiguous")}.get(placer, (placer,))
-    candidates, baselines = _run_classical(reduction.original, names, clock, seed, noise, on_progress)
-    if not candidates:
-        return Found(None, 0, baselines)
-    num_simulations = len(candidates)
-    if placer in SEARCHES:
-        starts = [reduction.restrict(candidate.placement) for _, candidate in candidates]
-        if placer == "auto" and reduction.problem.group_index.max() < SMALL_UNITS:
-            limit = clock.budget.simulations
-            max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
-            answer = exact(reduction.problem, max_nodes=max_nodes, time_limit_s=clock.seconds_left, stop=clock.stop)
-            num_simulations += answer.num_nodes
-            if answer.placement is not None:
-                starts.append(answer.placement)
-        searched, searches = local_search(
-            reduction.problem,
-            starts,
-            clock,
-            seed=seed,
-            num_spent=num_simulations,
-            bound_ns=bound_ns if noise is None else 0,
-            op_times_ns=None if noise is None else noise.reduced_ns,
-            num_threads=num_threads,
-            on_progress=on_progress,
-        )
-        num_simulations += searches
-        expanded = expand(reduction, searched)
-        candidates.append((_key(expanded, noise), expanded))
+    if placer not in SEARCHES:
+        classical = ClassicalRuns(reduction.original, clock, seed, noise, on_progress)
+        classical.run((placer,))
+        return Found(classical.best, len(classical.candidates))
+    constructor = read_constructor(checkpoint) if placer == "auto" and reduction.problem.num_devices > 1 else None
+    return _search(
+        reduction, clock, constructor,
+        seed=seed, is_quick=placer == "local-search", bound_ns=bound_ns, noise=noise, num_threads=num_threads,
+        on_progress=on_progress,
+    )  # fmt: skip
+
+
+def _search(
+    reduction: Reduction,
+    clock: Clock,
+    constructor: Constructor | None,
+    *,
+    seed: int,
+    is_quick: bool,
+    bound_ns: int,
+    noise: Noise | None,
+    num_threads: int | None,
+    on_progress: OnProgress | None,
+) -> Found:
+    """Starts, then the local search; guided if there is a `constructor`, from two starts alone if it `is_quick`."""
+    problem, limit = reduction.problem, clock.budget.simulations
+    classical = ClassicalRuns(reduction.original, clock, seed, noise, on_progress)
+    classical.run(FEW if is_quick else QUICK)
+    starts, num_simulations = [], 0
+    if constructor is not None:
+        share = replace(clock, budget=_share(clock, POLICY_SHARE))
+        answer = zero_shot(
+            problem, constructor, share, seed=seed, num_threads=num_threads, on_progress=on_progress
+        )  # fmt: skip
+        starts.append(answer.incumbent.placement)
+        num_simulations += answer.num_simulations
+    if not is_quick:
+        classical.run([name for name in CLASSICAL if name not in QUICK], until=CLASSICAL_SHARE)
+    starts += [reduction.restrict(simulation.placement) for _, simulation in classical.candidates]
+    num_simulations += len(classical.candidates)
+    baselines = {} if is_quick else classical.baselines
+    if not starts:
+        return Found(None, num_simulations, baselines)
+    if not is_quick and problem.group_index.max() < SMALL_UNITS:
+        max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
+        exactly = exact(problem, max_nodes=max_nodes, time_limit_s=clock.seconds_left, stop=clock.stop)
+        num_simulations += exactly.num_nodes
+        if exactly.placement is not None:
+            starts.append(exactly.placement)
+    searched, searches = local_search(
+        problem,
+        starts,
+        clock,
+        seed=seed,
+        num_spent=num_simulations,
+        bound_ns=bound_ns if noise is None else 0,
+        op_times_ns=None if noise is None else noise.reduced_ns,
+        constructor=constructor,
+        num_threads=num_threads,
+        on_progress=on_progress,
+    )
+    expanded = expand(reduction, searched)
+    candidates = [*classical.candidates, (key_of(expanded, noise), expanded)]
     best = min(candidates, key=lambda candidate: candidate[0])[1]
-    return Found(best, num_simulations, baselines if placer == "auto" else {})
+    return Found(best, num_simulations + searches, baselines)
+
+
+def _share(clock: Clock, share: float) -> Budget:
+    """What the clock's budget must be for a part that may take a `share` of what is left."""
+    if clock.budget.simulations is not None:
+        return Budget(simulations=int(share * clock.budget.simulations))
+    return Budget(seconds=clock.seconds + share * (clock.seconds_left or 0.0))
 
 
 def _find_exactly(problem: Problem, clock: Clock, noise: Noise | None) -> Found:
@@ -146,62 +181,8 @@ def _ask_policy(
     return Found(expand(reduction, answer.incumbent), answer.num_simulations)
 
 
-def _run_classical(
-    problem: Problem,
-    names: Sequence[str],
-    clock: Clock,
-    seed: int,
-    noise: Noise | None,
-    on_progress: OnProgress | None,
-) -> tuple[list[tuple[tuple[int, int], Simulation]], dict[str, Baseline]]:
-    """(the placements of these placers, each with what it is compared by; how each of them did)."""
-    candidates: list[tuple[tuple[int, int], Simulation]] = []
-    baselines: dict[str, Baseline] = {}
-    for name in names:
-        if clock.stop.is_set():
-            break
-        began = time.perf_counter()
-        placement = CLASSICAL[name](problem, seed)
-        seconds = time.perf_counter() - began
-        if placement is None or problem.broken_constraints(placement):
-            baselines[name] = Baseline("failed", None, seconds)
-            continue
-        simulation = simulate(problem, placement)
-        status = "ok" if simulation.feasible else "infeasible"
-        baselines[name] = Baseline(status, simulation.step_time_ns, seconds)
-        candidates.append((_key(simulation, noise), simulation))
-        if on_progress:
-            key, best = min(candidates, key=lambda candidate: candidate[0])
-            on_progress(Incumbent(best.placement, key[1], key[0]), len(candidates))
-    return candidates, baselines
-
-
 def expand(reduction: Reduction, incumbent: Incumbent) -> Simulation:
     """The replay on the original ops of what was found on the reduced ones."""
     reduced = simulate(reduction.problem, incumbent.placement, priority=incumbent.priority)
     order = reduction.expand_order(reduced.order)
     return simulate(reduction.original, reduction.expand(incumbent.placement), order=order)
-
-
-def _key(simulation: Simulation, noise: Noise | None) -> tuple[int, int]:
-    """What placements are compared by: bytes missing, then step time."""
-    if noise is None:
-        return int(simulation.missing_bytes.sum()), simulation.step_time_ns
-    return int(simulation.missing_bytes.sum()), mean_step_time_ns(simulation, noise.original_ns)
-
-
-def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
-    """Mean step time when the order of `simulation` is replayed under each of `op_times_ns` [K, N, D], rounded down."""
-    problem, placement, order = simulation.problem, simulation.placement, simulation.order
-    times = [simulate(problem, placement, order=order, op_time_ns=table).step_time_ns for table in op_times_ns]
-    return sum(times) // len(times)
-
-
-def perturbed_times(problem: Problem, spread: float, num_tables: int, seed: int) -> I64:
-    """[K, N, D] op times with a relative normal noise of deviation `spread`, the same on all devices of an op."""
-    rng = np.random.default_rng(np.random.SeedSequence([seed, 0x0B057]))
-    factors = np.maximum(1.0 + spread * rng.standard_normal((num_tables, problem.num_ops, 1)), 0.1)
-    times = problem.op_time_ns[None]
-    tables = np.where(times > 0, np.rint(times * factors).astype(np.int64), times)
-    tables.setflags(write=False)  # see `Problem.time_table_ns`
-    return tables

@@ -10,25 +10,26 @@ a reduced one), S samples.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from gdp.budget import Clock
 from gdp.graph import I64
-from gdp.placement_bounds import placement_bounds
 from gdp.placers.local_search import Incumbent
 from gdp.placers.memory_repair import excess_bytes, fit_memory
-from gdp.policy.base import Policy
-from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.styles import Style, draw_refinement, draw_style, vary
+from gdp.placers.refinement import NUM_CANDIDATES, NUM_UNITS, Refiner, candidates_of
+from gdp.placers.screening import Screen
+from gdp.policy.construction import Constructor
+from gdp.policy.styles import Style, draw_style, vary
 from gdp.problem import Placement, Problem
-from gdp.simulate import Simulation, evaluate, evaluate_many, simulate
+from gdp.simulate import evaluate, evaluate_many
 
-F64 = npt.NDArray[np.float64]
+if TYPE_CHECKING:  # PyTorch takes seconds to import
+    from gdp.policy.base import Policy
+
 OnProgress = Callable[[Incumbent, int], None]
 
-_LARGE = 30_000  # ops; beyond, drawing takes longer than an answer may
 _PARENT = 0.4  # probability that the best style is varied, then the next, and so on
 
 
@@ -40,8 +41,8 @@ class ZeroShotConfig:
     num_drawn: int = 16  # of them on styles drawn at random
     num_varied: int = 16  # and on variations of the best ones; what is left refines the best placement
     per_round: int = 4  # what is found goes into the next round
-    num_candidates: int = 4  # drawn for each that is simulated, fewer on large graphs; the lowest bounds are simulated
-    refinement_units: tuple[int, ...] = (100, 200, 400, 800)  # in turn
+    num_candidates: int = NUM_CANDIDATES  # drawn for each that is simulated, fewer on large graphs
+    refinement_units: tuple[int, ...] = NUM_UNITS  # in turn
 
     def __post_init__(self) -> None:
         if min(self.num_drawn, self.per_round) < 1 or self.num_varied < 0:
@@ -50,10 +51,6 @@ class ZeroShotConfig:
             raise ValueError(f"{self}: num_simulations is lower than num_drawn and num_varied together")
         if not self.refinement_units:
             raise ValueError(f"{self}: some numbers of units are expected")
-
-    def candidates(self, problem: Problem) -> int:
-        """Placements to draw for each that is simulated."""
-        return max(min(self.num_candidates, self.num_candidates * _LARGE // problem.num_ops), 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,21 +74,16 @@ class Best:
     num_simulations: int = 0
     curve: list[tuple[float, int, int]] = field(default_factory=list)
     incumbent: Incumbent | None = None
-    _simulation: Simulation | None = None
-    _seen: list[float] = field(default_factory=list)  # peaks over what would be filled, of all that was simulated
+    screen: Screen = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.screen = Screen(self.problem)
 
     @property
-    def _peak_per_filled(self) -> float:
-        return float(np.median(self._seen)) if self._seen else 0.0
-
-    @property
-    def simulation(self) -> Simulation:
-        """The best placement's, in full."""
+    def placement(self) -> Placement:
+        """The best one [N]."""
         assert self.incumbent is not None
-        if self._simulation is None:
-            self._simulation = simulate(self.problem, self.incumbent.placement)
-            self.num_simulations += 1
-        return self._simulation
+        return self.incumbent.placement
 
     @property
     def left(self) -> bool:
@@ -99,23 +91,6 @@ class Best:
         limit = self.clock.budget.simulations
         within = limit is None or self.num_simulations < limit
         return within and not self.clock.stop.is_set() and self.clock.seconds_left != 0.0
-
-    def most_promising(self, placements: I64, count: int) -> I64:
-        """[at most count] numbers of those of `placements` [S, N] that should fit and have the lowest bounds on their
-        step times, each placement once."""
-        first = {placement.tobytes(): number for number, placement in reversed(list(enumerate(placements)))}
-        once = np.sort(np.fromiter(first.values(), np.int64, len(first)))
-        if len(once) > count:
-            is_full = self._filled(placements[once]) * self._peak_per_filled > 1.0
-            once = once[np.lexsort((placement_bounds(self.problem, placements[once]), is_full))]
-        return once[:count]
-
-    def _filled(self, placements: I64) -> F64:
-        """[S] how full the fullest device is if everything that is ever allocated there is alive at once."""
-        held = self.problem.graph.resident_bytes + self.problem.arrays.memory.alloc_bytes
-        devices = self.problem.num_devices
-        filled = np.stack([np.bincount(placement, held, devices) for placement in placements])
-        return np.asarray((filled / np.maximum(self.problem.memory_limit_bytes, 1)).max(axis=1), np.float64)
 
     def try_out(self, placements: I64) -> list[tuple[int, int]]:
         """Simulate `placements` [S, N] and keep the best; what each is compared by."""
@@ -125,13 +100,12 @@ class Best:
     def look(self, placements: I64, step_time_ns: I64, peak_memory_bytes: I64) -> list[tuple[int, int]]:
         """Count simulated `placements` [S, N], and keep the best; what each is compared by."""
         self.num_simulations += len(placements)
+        self.screen.learn(placements, peak_memory_bytes)
         excess = excess_bytes(self.problem, peak_memory_bytes)
-        full = (peak_memory_bytes / np.maximum(self.problem.memory_limit_bytes, 1)).max(axis=1)
-        self._seen.extend((full / np.maximum(self._filled(placements), 1e-9)).tolist())
         first = int(np.lexsort((step_time_ns, excess))[0])
         found = Incumbent(placements[first], int(step_time_ns[first]), int(excess[first]))
         if self.incumbent is None or found.key < self.incumbent.key:
-            self.incumbent, self._simulation = found, None
+            self.incumbent = found
             if found.excess_bytes == 0:
                 self.curve.append((self.clock.seconds, self.num_simulations, found.step_time_ns))
             if self.on_progress:
@@ -152,38 +126,38 @@ class Best:
 class Styles:
     """The styles that were tried on a problem, the best first."""
 
-    policy: SchedulerPolicy
+    constructor: Constructor
     problem: Problem
     rng: np.random.Generator
+    num_candidates: int
     tried: list[tuple[tuple[int, int], Style]] = field(default_factory=list)
 
-    def draw(self, count: int) -> list[Style]:
-        """`count` styles at random."""
-        return [draw_style(self.rng) for _ in range(count)]
+    def draw(self, best: Best, count: int) -> None:
+        """Construct in styles at random, and simulate the `count` placements that promise most."""
+        self._try_out([draw_style(self.rng) for _ in range(count * self.num_candidates)], best, count)
 
-    def vary(self, count: int) -> list[Style]:
-        """`count` styles near to the best."""
-        ranks = np.minimum(self.rng.geometric(_PARENT, count) - 1, len(self.tried) - 1)
-        return [vary(self.tried[rank][1], self.rng) for rank in ranks]
+    def vary(self, best: Best, count: int) -> None:
+        """The same in styles near to the best."""
+        ranks = np.minimum(self.rng.geometric(_PARENT, count * self.num_candidates) - 1, len(self.tried) - 1)
+        self._try_out([vary(self.tried[rank][1], self.rng) for rank in ranks], best, count)
 
-    def construct(self, style: Style) -> Placement:
-        """A placement [N], in a grouping of its own."""
-        instance = self.policy.grouped(self.problem, style.num_units, self.rng, following=style.following)
-        placement: Placement = self.policy.place(instance, [style], self.rng)[0]
-        return placement
-
-    def try_out(self, styles: list[Style], best: Best, count: int) -> None:
-        """Construct with each of `styles`, and simulate the `count` that promise most."""
-        placements = np.stack([self.construct(style) for style in styles])
-        chosen = best.most_promising(placements, count)
+    def _try_out(self, styles: list[Style], best: Best, count: int) -> None:
+        placements = np.stack([self._construct(style) for style in styles])
+        chosen = best.screen.most_promising(placements, count)
         keys = best.try_out(placements[chosen])
         tried = [(key, styles[number]) for key, number in zip(keys, chosen.tolist(), strict=True)]
         self.tried = sorted([*self.tried, *tried], key=lambda tried: tried[0])
 
+    def _construct(self, style: Style) -> Placement:
+        """A placement [N], in a grouping of its own."""
+        instance = self.constructor.grouped(self.problem, style.num_units, self.rng, following=style.following)
+        placement: Placement = self.constructor.place(instance, [style], self.rng)[0]
+        return placement
+
 
 def zero_shot(
     problem: Problem,
-    policy: Policy,
+    policy: "Policy | Constructor",
     clock: Clock,
     *,
     seed: int = 0,
@@ -193,43 +167,36 @@ def zero_shot(
 ) -> Answer:
     """The best of a few placements that `policy` draws; it is not changed. Ends early when the clock is up."""
     best = Best(problem, clock, on_progress, num_threads)
-    ask_at_once(best, policy, np.random.default_rng(seed), config or ZeroShotConfig())
+    rng, config = np.random.default_rng(seed), config or ZeroShotConfig()
+    if isinstance(policy, Constructor):
+        construct_at_once(best, policy, rng, config)
+    elif policy.constructor is not None:
+        construct_at_once(best, policy.constructor, rng, config)
+    else:
+        sample_at_once(best, policy, rng, config)
     return best.answer()
 
 
-def ask_at_once(best: Best, policy: Policy, rng: np.random.Generator, config: ZeroShotConfig) -> Styles | None:
-    """Let `best` look at what `policy` draws; the styles that were tried, if it has any."""
+def construct_at_once(best: Best, constructor: Constructor, rng: np.random.Generator, config: ZeroShotConfig) -> Styles:
+    """Let `best` look at what is drawn, varied and refined; the styles that were tried."""
     problem = best.problem
-    if not isinstance(policy, SchedulerPolicy):
-        instance = policy.instance(problem, rng)
-        best.try_out(policy.sample(instance, 1, rng, temperature=0.0).placements)
-        while best.left and best.num_simulations < config.num_simulations:
-            count = min(config.per_round, config.num_simulations - best.num_simulations)
-            best.try_out(policy.sample(instance, count, rng).placements)
-        return None
-    styles = Styles(policy, problem, rng)
+    styles = Styles(constructor, problem, rng, candidates_of(problem, config.num_candidates))
     for count, propose in ((config.num_drawn, styles.draw), (config.num_varied, styles.vary)):
         for begin in range(0, count, config.per_round):
             if best.incumbent is not None and not best.left:
                 return styles
-            number = min(config.per_round, count - begin)
-            styles.try_out(propose(number * config.candidates(problem)), best, number)
-    number = 0
+            propose(best, min(config.per_round, count - begin))
+    refiner = Refiner(problem, constructor, best.screen, config.num_candidates, config.refinement_units)
     while best.left and best.num_simulations < config.num_simulations:
-        num_units = config.refinement_units[number % len(config.refinement_units)]
-        best.try_out(refinements(best, policy, num_units, config, rng))
-        number += 1
+        count = min(config.per_round, config.num_simulations - best.num_simulations)
+        best.try_out(refiner.propose(best.placement, count, rng))
     return styles
 
 
-def refinements(
-    best: Best, policy: SchedulerPolicy, num_units: int, config: ZeroShotConfig, rng: np.random.Generator
-) -> I64:
-    """[S, N] the best placement refined, each differently; as many as simulations are left, at least one."""
-    instance = policy.grouped(best.problem, num_units, rng, incumbent=best.simulation)
-    count = max(min(config.per_round, config.num_simulations - best.num_simulations), 1)
-    drawn = policy.place(instance, [draw_refinement(rng) for _ in range(count * config.candidates(best.problem))], rng)
-    assert best.incumbent is not None
-    changed = drawn[(drawn != best.incumbent.placement).any(axis=1)]
-    placements = changed if len(changed) else drawn[:1]
-    return placements[best.most_promising(placements, count)]
+def sample_at_once(best: Best, policy: "Policy", rng: np.random.Generator, config: ZeroShotConfig) -> None:
+    """Let `best` look at the likeliest placement of a policy that knows no styles, and at what it samples."""
+    instance = policy.instance(best.problem, rng)
+    best.try_out(policy.sample(instance, 1, rng, temperature=0.0).placements)
+    while best.left and best.num_simulations < config.num_simulations:
+        count = min(config.per_round, config.num_simulations - best.num_simulations)
+        best.try_out(policy.sample(instance, count, rng).placements)

@@ -15,14 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gdp.graph import I64
+from gdp.policy.construction import Constructor
+from gdp.policy.instance import Instance
 from gdp.problem import Problem
-
-
-@dataclass(frozen=True, eq=False)
-class Instance:
-    """A problem as a policy sees it: its features, computed once. Policies extend it."""
-
-    problem: Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +35,8 @@ class Policy(nn.Module):
 
     name: str  # under which `checkpoint.POLICIES` knows it
     config: Any  # its frozen configuration
+    learning_rate: float = 1e-3  # of Adam, that suits its parameters
+    constructor: Constructor | None = None  # draws placements unit by unit, in styles; None for policies that do not
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> Instance:
         """The features of `problem`. What is random in them (a grouping, say) comes from `rng`.

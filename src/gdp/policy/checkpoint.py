@@ -16,15 +16,14 @@ from typing import Any, cast
 
 import orjson
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from gdp import files
 from gdp.errors import InputError
 from gdp.policy.base import Policy
+from gdp.policy.checkpoint_file import FORMAT, VERSION, opened
 
-FORMAT, VERSION = "gdp-checkpoint", 2
 _TRAINING = "optimizer/"
 
 POLICIES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -89,20 +88,8 @@ def config_document(policy: Policy) -> dict[str, Any]:
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """What the file holds, on the CPU; whether the parameters suit a policy is not looked at."""
-    if Path(path).is_dir():
-        raise InputError(f"{path}: is a directory; name a file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = _read_header(file.metadata())
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; check the path") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
-    except SafetensorError:
-        raise InputError(f"{path}: truncated, or no safetensors file; copy or train it again") from None
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    with opened(path, "pt") as (header, file):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
     return Checkpoint(
         policy=header["policy"],
         config=header["config"],
@@ -148,33 +135,6 @@ def check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
             )
         if not _is_finite(tensor):
             raise InputError(f"tensor {name!r} holds values that are not finite; train it again")
-
-
-def _is_mapping(value: object) -> bool:
-    """a mapping"""
-    return type(value) is dict
-
-
-_HEADER_FIELDS = {
-    "format": files.is_string,
-    "version": files.is_size,
-    "policy": files.is_string,
-    "config": _is_mapping,
-    "manifest": _is_mapping,
-}
-
-
-def _read_header(metadata: Mapping[str, str] | None) -> Mapping[str, Any]:
-    text = (metadata or {}).get("gdp")
-    if text is None:
-        raise InputError("has no gdp header; name a file that `gdp train` wrote")
-    try:
-        document = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        raise InputError("its gdp header is not JSON; copy or train it again") from None
-    header = files.require_header(document, FORMAT, VERSION)
-    files.require_keys(header, "header", _HEADER_FIELDS, set(_HEADER_FIELDS))
-    return header
 
 
 def _classes(name: str) -> tuple[Any, Any]:

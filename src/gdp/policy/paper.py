@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from gdp.errors import InputError
 from gdp.graph import I64, Graph
-from gdp.policy.base import Instance, Policy, Rollouts
+from gdp.policy.base import Policy, Rollouts
 from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
+from gdp.policy.instance import Instance
 from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
 from gdp.policy.superposition import Superposition
 from gdp.problem import Problem

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from gdp.errors import InputError
 from gdp.graph import I64, Bool
-from gdp.policy.base import Instance, Policy, Rollouts
+from gdp.policy.base import Policy, Rollouts
+from gdp.policy.instance import Instance
 from gdp.simulate import evaluate_many
 
 F64 = npt.NDArray[np.float64]

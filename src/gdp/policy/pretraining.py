@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from gdp.errors import InputError
-from gdp.policy.base import Instance, Policy
+from gdp.policy.base import Policy
 from gdp.policy.checkpoint import save_checkpoint
+from gdp.policy.instance import Instance
 from gdp.policy.ppo import PPOConfig, Statistics, Trials, draw_trials, improve
 from gdp.policy.processes import Processes, one_thread
 from gdp.policy.tasks import Task, Tasks

@@ -2,11 +2,11 @@
 
 Drawing a device for every op teaches nothing in short budgets (docs/method.md): ops join into units along heavy edges
 first, as the search groups them, with noise, so that each drawing sees another grouping.
-N ops, U units, P pairs of units that share tensors, D devices, B equal slices of the critical path, F features.
+N ops, U units, P pairs of units that share tensors, D devices, B equal slices of the critical path, C columns.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +17,13 @@ from gdp.forward_units import forward_units
 from gdp.graph import I64
 from gdp.grouping import Units, group_units
 from gdp.levels import longest_paths
-from gdp.problem import Problem
-from gdp.simulate import Simulation, evaluate
+from gdp.problem import Placement, Problem
+from gdp.simulate import evaluate
 from gdp.symmetry import exchangeable_before
 
-F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 NUM_SLICES = 16
-NUM_UNIT_FEATURES = 36
-POSITION_FEATURES = (7, 8, 9, 10, 11, 20)  # columns that tell where in the step a unit is
 _SLACK = 4.0  # how much heavier than average a unit may be
 _SPREAD = 0.5  # standard deviation of the noise on the logarithm of a pair's score
 
@@ -47,7 +44,10 @@ class UnitGraph:
     sent_bytes: F64  # [P]
     sent_ns: F64  # [P] at the mean rate and latency
     incumbent: I64  # [U] device of each unit in the placement to refine, -1 without one
-    features: F32  # [U, F]
+    sums: F64  # [U, C] over the unit's ops, by `COLUMNS`
+    first_ns: I64  # [U] lowest head of the unit's ops
+    last_ns: F64  # [U] highest
+    critical_ns: float  # longest path of the problem
 
     @property
     def num_units(self) -> int:
@@ -66,7 +66,7 @@ class UnitSource:
     freedom: I64  # [N] equal numbers for ops that may go to the same devices: only they join
     alive_share: float  # of all bytes that are allocated in a step, alive at once when one device runs everything
     equal_before: I64  # [D] see `symmetry.exchangeable_before`
-    sums: F64  # [N, C] what a unit sums over its ops, by `_COLUMNS`
+    sums: F64  # [N, C] what a unit sums over its ops, by `COLUMNS`
     op_time_ns: F64  # [N, D] at least 0
     module: I64  # [N] number of each op's module
     op_slice: I64  # [N] the slice of the critical path in which an op's middle is
@@ -103,22 +103,22 @@ class UnitSource:
         rng: np.random.Generator,
         *,
         following: bool | None = None,
-        incumbent: Simulation | None = None,
+        incumbent: Placement | None = None,
     ) -> UnitGraph:
         """About `num_units` units. `following`: whether backward ops go with their forward ops (drawn when None).
 
-        With an `incumbent` to refine, units are parts of what it has on one device.
+        With an `incumbent` [N] to refine, units are parts of what it has on one device.
         """
         follows = bool(rng.random() < 0.5) if following is None else following
         units = self.following if follows and incumbent is None else self.units
         score = np.exp(rng.normal(0.0, _SPREAD, len(units.first))) * units.transfer_ns.astype(np.float64)
-        together = [self.freedom] if incumbent is None else [self.freedom, incumbent.placement]
+        together = [self.freedom] if incumbent is None else [self.freedom, incumbent]
         grouping = group_units(units, together, num_units, score, _SLACK)
         return _unit_graph(self, grouping.group_of_op, incumbent)
 
 
-_COLUMNS = ("work", "weight", "head", "tail", "forward", "backward", "update", "ops", "resident", "allocated")
-_WEIGHTED = slice(_COLUMNS.index("head"), _COLUMNS.index("ops"))  # those that `weight` weighs
+COLUMNS = ("work", "weight", "head", "tail", "forward", "backward", "update", "ops", "resident", "allocated")
+WEIGHTED = slice(COLUMNS.index("head"), COLUMNS.index("ops"))  # those that `weight` weighs
 
 
 def _sums(problem: Problem, head_ns: I64) -> F64:
@@ -142,7 +142,7 @@ def _numbered(names: Sequence[str]) -> I64:
     return np.fromiter((numbers[name] for name in names), np.int64, len(names))
 
 
-def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | None) -> UnitGraph:
+def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Placement | None) -> UnitGraph:
     problem = source.problem
     num_units = int(group_of_op.max()) + 1
     first_ns = _first(group_of_op, source.head_ns, num_units)
@@ -155,27 +155,27 @@ def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Simulation | No
     )
     work_ns = np.where(may_go, time_ns, 0.0).sum(axis=1) / may_go.sum(axis=1)
     keys, sent_bytes = _pairs(problem, unit_of_op, num_units)
-    partial = UnitGraph(
+    devices = np.full(num_units, -1)
+    if incumbent is not None:
+        devices[unit_of_op] = incumbent
+    return UnitGraph(
         unit_of_op=unit_of_op,
         time_ns=np.where(may_go, time_ns, -1.0),
         work_ns=work_ns,
-        resident_bytes=sums[:, _COLUMNS.index("resident")].copy(),
-        alive_bytes=sums[:, _COLUMNS.index("allocated")] * source.alive_share,
+        resident_bytes=sums[:, COLUMNS.index("resident")].copy(),
+        alive_bytes=sums[:, COLUMNS.index("allocated")] * source.alive_share,
         slices=slices,
         similar=_similarity(unit_of_op, source.module, source.sums[:, 1], num_units),
         sources=keys // num_units,
         targets=keys % num_units,
         sent_bytes=sent_bytes,
         sent_ns=sent_bytes * source.ns_per_byte + source.latency_ns,
-        incumbent=np.full(num_units, -1),
-        features=np.zeros((num_units, 0), np.float32),
+        incumbent=devices,
+        sums=sums,
+        first_ns=np.sort(first_ns),
+        last_ns=last_ns,
+        critical_ns=source.critical_ns,
     )
-    if incumbent is not None:
-        devices = np.empty(num_units, np.int64)
-        devices[unit_of_op] = incumbent.placement
-        partial = replace(partial, incumbent=devices)
-    alone = _features(source, partial, sums, np.sort(first_ns), last_ns)
-    return replace(partial, features=np.concatenate((alone, incumbent_features(partial, incumbent)), axis=1))
 
 
 @njit(cache=True, nogil=True)
@@ -249,80 +249,3 @@ def _similarity(unit_of_op: I64, module: I64, weight: F64, num_units: int) -> cs
     similar = (spent @ spent.T).tocsr()
     similar.data[similar.indices == np.repeat(np.arange(num_units), np.diff(similar.indptr))] = 0.0
     return similar
-
-
-def _features(source: UnitSource, units: UnitGraph, sums: F64, first_ns: I64, last_ns: F64) -> F32:
-    """[U, F] what the network sees of each unit, free of scale: shares, ratios and logarithms of ratios."""
-    problem, num_units, critical_ns = source.problem, units.num_units, source.critical_ns
-    work, total_ns = units.work_ns, max(float(units.work_ns.sum()), 1.0)
-    sent = np.bincount(units.sources, units.sent_ns, num_units)
-    received = np.bincount(units.targets, units.sent_ns, num_units)
-    degree = np.bincount(units.sources, minlength=num_units) + np.bincount(units.targets, minlength=num_units)
-    head, tail, forward, backward, update = (sums[:, _WEIGHTED] / sums[:, 1:2]).T
-    num_ops = sums[:, _COLUMNS.index("ops")]
-    first, last = first_ns / critical_ns, last_ns / critical_ns
-    limit = float(problem.memory_limit_bytes.sum())
-    held = units.resident_bytes + units.alive_bytes
-    fastest = np.where(units.time_ns >= 0, units.time_ns, np.inf).min(axis=1)
-    slowest = units.time_ns.max(axis=1)
-    per_unit = [
-        np.log1p(work / total_ns * num_units),
-        work / total_ns,
-        np.log1p(sent / (work + 1.0)),
-        np.log1p(received / (work + 1.0)),
-        sent / (sent + work + 1.0),
-        received / (received + work + 1.0),
-        np.log1p(degree),
-        head / critical_ns,
-        tail / critical_ns,
-        first,
-        last,
-        last - first,
-        forward,
-        backward,
-        update,
-        np.log1p(num_ops),
-        units.resident_bytes / limit * problem.num_devices,
-        held / limit * problem.num_devices,
-        np.log1p(slowest / (fastest + 1.0)),
-        (units.similar.sum(axis=1) + 1.0) / num_units,
-        np.arange(num_units) / num_units,
-    ]
-    parallelism = total_ns / critical_ns
-    whole = [
-        np.log2(problem.num_devices),
-        np.log(parallelism),
-        np.log1p(units.sent_ns.sum() / total_ns),
-        min(held.sum() / limit, 4.0),
-        units.resident_bytes.sum() / limit,
-        np.log(num_units) / 5.0,
-        float((units.similar.data > 0.5).sum() + num_units) / num_units**2,
-        float(degree.mean()) / 10.0,
-        np.log(float(problem.memory_limit_bytes.max()) / max(float(problem.memory_limit_bytes.min()), 1.0)),
-        np.log1p(problem.num_ops / num_units),
-        float((last - first).mean()),
-    ]
-    columns = [*per_unit, *(np.full(num_units, value) for value in whole)]
-    return np.stack(columns, axis=1).astype(np.float32)
-
-
-def incumbent_features(units: UnitGraph, incumbent: Simulation | None) -> F32:
-    """[U, 4] how units fare in the placement to refine: whether there is one, how near to critical the unit is, how
-    busy its device is, and what share of its transfers is made. Zeros without one."""
-    if incumbent is None:
-        return np.zeros((units.num_units, 4), np.float32)
-    problem, step_ns = incumbent.problem, max(incumbent.step_time_ns, 1)
-    op_work = problem.mean_op_time_ns + 1.0
-    critical = (incumbent.op_start_ns + problem.b_level_ns) / step_ns
-    weighted = np.bincount(units.unit_of_op, critical * op_work, units.num_units)
-    apart = units.incumbent[units.sources] != units.incumbent[units.targets]
-    both = np.concatenate((units.sources, units.targets))
-    made = np.bincount(both, np.tile(units.sent_ns * apart, 2), units.num_units)
-    every = np.bincount(both, np.tile(units.sent_ns, 2), units.num_units)
-    columns = [
-        np.ones(units.num_units),
-        weighted / np.bincount(units.unit_of_op, op_work, units.num_units),
-        incumbent.busy_fraction[units.incumbent],
-        made / np.maximum(every, 1.0),
-    ]
-    return np.stack(columns, axis=1).astype(np.float32)

@@ -242,7 +242,7 @@ def _unknown(unknown_costs: Mapping[str, int]) -> str:
 
 
 def _status(status: str) -> str:
-    return {"infeasible": "does not fit", "failed": "no placement"}.get(status, status)
+    return {"infeasible": "does not fit", "failed": "no placement", "skipped": "no time"}.get(status, status)
 
 
 def _cell(value: object) -> str:

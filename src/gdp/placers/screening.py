@@ -1,0 +1,46 @@
+"""Which of many placements to simulate: those that should fit in memory and have the lowest bounds on their step times.
+
+A bound costs a tenth of a simulation. N ops, S placements, D devices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.graph import I64
+from gdp.placement_bounds import placement_bounds
+from gdp.problem import Problem
+
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class Screen:
+    """Ranks placements of `problem`; what is simulated tells it how much of what is allocated is alive at once."""
+
+    problem: Problem
+    _seen: list[float] = field(default_factory=list)  # peaks over what would be filled
+
+    def most_promising(self, placements: I64, count: int) -> I64:
+        """[at most count] numbers of `placements` [S, N], each placement once."""
+        first = {placement.tobytes(): number for number, placement in reversed(list(enumerate(placements)))}
+        once = np.sort(np.fromiter(first.values(), np.int64, len(first)))
+        if len(once) > count:
+            peak_per_filled = float(np.median(self._seen)) if self._seen else 0.0
+            is_full = self._filled(placements[once]) * peak_per_filled > 1.0
+            once = once[np.lexsort((placement_bounds(self.problem, placements[once]), is_full))]
+        return once[:count]
+
+    def learn(self, placements: I64, peak_memory_bytes: I64) -> None:
+        """`placements` [S, N] were simulated and had these peaks [S, D]."""
+        full = (peak_memory_bytes / np.maximum(self.problem.memory_limit_bytes, 1)).max(axis=1)
+        self._seen.extend((full / np.maximum(self._filled(placements), 1e-9)).tolist())
+
+    def _filled(self, placements: I64 | Sequence[I64]) -> F64:
+        """[S] how full the fullest device is if everything that is ever allocated there is alive at once."""
+        held = self.problem.graph.resident_bytes + self.problem.arrays.memory.alloc_bytes
+        devices = self.problem.num_devices
+        filled = np.stack([np.bincount(placement, held, devices) for placement in placements])
+        return np.asarray((filled / np.maximum(self.problem.memory_limit_bytes, 1)).max(axis=1), np.float64)

@@ -1,0 +1,71 @@
+"""The search that a policy guides keeps every promise of the plain one."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdp.budget import Budget, Clock
+from gdp.coarsen import reduce
+from gdp.placers.local_search import SearchConfig, local_search
+from gdp.placers.memory_repair import excess_bytes
+from gdp.placers.portfolio import QUICK, find
+from gdp.placers.refinement import Refiner
+from gdp.placers.screening import Screen
+from gdp.policy.pretrained import read_constructor
+from gdp.problem import Problem
+from gdp.simulate import evaluate
+from policy.test_scheduler import layered
+from strategies import Instance, instances
+
+ONLY_REFINES = SearchConfig(refining=(1.0, 1.0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(instances(max_ops=24, keep_groups=True), st.integers(1, 60))
+def test_figures_are_true_and_no_worse_than_the_starts_within_the_budget(instance: Instance, budget: int) -> None:
+    problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
+    starts = [problem.allowed.argmax(axis=1)]
+    best, num_simulations = local_search(
+        problem, starts, Clock(Budget(simulations=budget)), config=ONLY_REFINES, constructor=read_constructor()
+    )
+    assert not problem.broken_constraints(best.placement)
+    step_time_ns, peaks = evaluate(problem, best.placement, priority=best.priority)
+    assert best.key == (int(excess_bytes(problem, peaks[None])[0]), step_time_ns)
+    start_ns, start_peaks = evaluate(problem, starts[0])
+    assert best.key <= (int(excess_bytes(problem, start_peaks[None])[0]), start_ns)
+    assert num_simulations <= max(budget, 1) + len(starts)
+
+
+def test_refinements_differ_from_the_incumbent_and_improve_a_bad_one() -> None:
+    problem = layered(num_devices=3)
+    rng = np.random.default_rng(0)
+    incumbent = rng.integers(0, 3, problem.num_ops)
+    refiner = Refiner(problem, read_constructor(), Screen(problem))
+    start_ns = evaluate(problem, incumbent)[0]
+    times = []
+    for _ in range(6):
+        placements = refiner.propose(incumbent, 4, rng)
+        assert 1 <= len(placements) <= 4
+        assert len(np.unique(placements, axis=0)) == len(placements)
+        times += [evaluate(problem, placement)[0] for placement in placements]
+    assert min(times) < start_ns
+
+
+def test_a_short_budget_skips_slow_placers_and_says_so() -> None:
+    """Only quick placers run when the clock is up at once; with simulations for a budget all run."""
+    reduction = reduce(layered())
+    short = find(reduction, "auto", Clock(Budget(seconds=0.0)))
+    assert {name for name, found in short.baselines.items() if found.status != "skipped"} == set(QUICK)
+    counted = find(reduction, "auto", Clock(Budget(simulations=100)))
+    assert "skipped" not in {found.status for found in counted.baselines.values()}
+
+
+@pytest.mark.parametrize("placer", ["auto", "portfolio"])
+def test_one_seed_gives_one_answer_on_any_number_of_threads(placer: str) -> None:
+    reduction = reduce(layered(num_layers=12, num_devices=4))
+    found = [
+        find(reduction, placer, Clock(Budget(simulations=3000)), seed=3, num_threads=threads) for threads in (1, 2, 1)
+    ]
+    assert len({run.best.step_time_ns for run in found if run.best}) == 1
+    assert len({run.simulations for run in found}) == 1
