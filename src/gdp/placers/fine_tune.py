@@ -22,7 +22,7 @@ class FineTuneConfig:
     """Training on one graph."""
 
     learning_rate: float | None = None  # None: the policy's
-    num_instances: int = 4  # of an update: groupings
+    num_instances: int = 16  # of an update: groupings
     num_samples: int = 4  # placements of each
     constructing: float = 0.15  # share of the instances that construct, the others refine the best placement
     varying: float = 0.25  # share of the rounds that vary styles
