@@ -11,6 +11,7 @@ import typer
 from gdp.cli_bench import bench_app
 from gdp.cli_shared import (
     BudgetOption,
+    CheckpointOption,
     JsonOption,
     ThreadsOption,
     fail,
@@ -91,9 +92,7 @@ def place(
     placer: Annotated[str, typer.Option(help="auto: classical placers, the policy, then search.")] = "auto",
     budget: BudgetOption = "30s",
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    checkpoint: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A policy of your own, for learned placers.")
-    ] = None,
+    checkpoint: CheckpointOption = None,
     pin: PinOption = None,
     max_memory: MaxMemoryOption = None,
     reserve: ReserveOption = "0%",
@@ -119,19 +118,7 @@ def place(
     for path in filter(None, (plan_path, graph_path)):
         options.check_writable(path)
     _check_placers([placer])
-    if checkpoint is not None:
-        from gdp.placers.portfolio import WITH_POLICY
-
-        if placer not in WITH_POLICY:
-            raise InputError(f"--checkpoint: {placer} asks no policy; use it with --placer {' or '.join(WITH_POLICY)}")
-        if placer == "auto":  # a bad file is better known now than after the graph's capture
-            from gdp.policy.pretrained import read_constructor
-
-            read_constructor(checkpoint)
-        else:
-            from gdp.policy.checkpoint import load_checkpoint
-
-            load_checkpoint(checkpoint)
+    _check_checkpoint(checkpoint, [placer])
 
     source = _read(model)
     warm_up()
@@ -180,6 +167,7 @@ def compare(
     placers: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: classical ones and auto.")] = None,
     budget: BudgetOption = "30s",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each placer.")] = 3,
+    checkpoint: CheckpointOption = None,
     pin: PinOption = None,
     max_memory: MaxMemoryOption = None,
     reserve: ReserveOption = "0%",
@@ -195,6 +183,7 @@ def compare(
     constraints = _constraints(cluster, pin, max_memory, reserve)
     names = None if placers is None else [name.strip() for name in placers.split(",")]
     _check_placers(names or ())
+    _check_checkpoint(checkpoint, names or ["auto"])
 
     source = _read(model)
     warm_up()
@@ -205,7 +194,7 @@ def compare(
     with progress.stop_on_interrupt() as stop, progress.live(f"{source.graph.name} on {cluster.name}"):
         comparison = run(
             source.graph, cluster, placers=DEFAULT_PLACERS if names is None else names, budget=limit, num_seeds=seeds,
-            num_threads=threads, stop=stop, **constraints,
+            checkpoint=checkpoint, num_threads=threads, stop=stop, **constraints,
         )  # fmt: skip
     if json:
         print_json(documents.compare_document(source.graph, cluster, comparison, str(limit)))
@@ -417,6 +406,26 @@ def _check_placers(names: Iterable[str]) -> None:
     for name in names:
         if name not in PLACERS:
             raise InputError(f"placer {name!r} is unknown; one of {', '.join(PLACERS)} is expected")
+
+
+def _check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
+    """A bad file is better known now than after the graph's capture."""
+    if checkpoint is None:
+        return
+    from gdp.placers.portfolio import WITH_POLICY
+
+    if not set(placers) & set(WITH_POLICY):
+        raise InputError(
+            f"--checkpoint: {', '.join(placers)} asks no policy; use it with --placer {' or '.join(WITH_POLICY)}"
+        )
+    if "auto" in placers:
+        from gdp.policy.pretrained import read_constructor
+
+        read_constructor(checkpoint)
+    else:
+        from gdp.policy.checkpoint import load_checkpoint
+
+        load_checkpoint(checkpoint)
 
 
 if __name__ == "__main__":

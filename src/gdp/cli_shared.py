@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
+CheckpointOption = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A policy of your own, for auto and learned placers.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
 

@@ -53,6 +53,7 @@ def compare(
     pins: Sequence[tuple[str, str]] = (),
     max_memory_bytes: Mapping[str, int] | None = None,
     reserve: float = 0.0,
+    checkpoint: str | None = None,
     num_threads: int | None = None,
     on_start: Callable[[str, int], None] | None = None,
     stop: threading.Event | None = None,
@@ -60,7 +61,8 @@ def compare(
     """Run each of `placers` with seeds 0 to `num_seeds` - 1, each with the whole `budget`.
 
     `on_start(placer, seed)` is called before each run. After `stop` only the rows that are complete are returned.
-    Constraints are those of `Problem.build`. Raises InputError for unknown placers and numbers that make no sense.
+    Constraints are those of `Problem.build`; `checkpoint` is the file of a policy to use instead of the one that comes
+    with gdp. Raises InputError for unknown placers and numbers that make no sense.
     """
     for name in placers:
         if name not in PLACERS:
@@ -82,7 +84,7 @@ def compare(
             if on_start is not None:
                 on_start(name, seed)
             clock = Clock(limit, stop=stop)
-            found = find(reduction, name, clock, seed=seed, num_threads=num_threads)
+            found = find(reduction, name, clock, seed=seed, checkpoint=checkpoint, num_threads=num_threads)
             if stop.is_set():
                 return Comparison(tuple(rows), bound_ns, interrupted=True)
             best = found.best

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.policy.checkpoint import new_policy
 from gdp.policy.graph_embedding import GraphEmbeddingConfig
 from gdp.policy.paper import PaperConfig, PaperPolicy, kind_numbers
 from gdp.policy.placement_network import SegmentTransformerConfig
@@ -33,6 +34,12 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def policy_of(config: PaperConfig, seed: int = 0) -> PaperPolicy:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return PaperPolicy(config)
+
+
 def chain(num_devices: int, op_time_ns: list[list[int]], *, groups: tuple[int, ...] = ()) -> Problem:
     """Ops that feed one another, each of its own kind."""
     num_ops = len(op_time_ns)
@@ -48,7 +55,7 @@ def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
     instance: Instance, config: PaperConfig, temperature: float
 ) -> None:
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
-    policy = PaperPolicy(config)
+    policy = policy_of(config)
     view = policy.instance(problem, rng())
     rollouts = policy.sample(view, 5, rng(), temperature=temperature)
     assert rollouts.placements.shape == (5, problem.num_ops)
@@ -68,7 +75,7 @@ def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
 
 def test_a_forbidden_device_has_probability_0_and_finite_gradients_however_much_it_is_wanted() -> None:
     problem = chain(3, [[1, -1, 1]] * 4 + [[1, 1, -1]] * 4)
-    policy = PaperPolicy(SMALL)
+    policy = policy_of(SMALL)
     with torch.no_grad():
         policy.head.bias[1:3] = 1e4
     view = policy.instance(problem, rng())
@@ -83,7 +90,7 @@ def test_a_forbidden_device_has_probability_0_and_finite_gradients_however_much_
 
 def test_probabilities_sum_to_1_over_placements_and_are_the_frequencies_of_samples() -> None:
     problem = chain(3, [[1, 1, 1], [1, -1, 1], [1, 1, 1], [1, 1, 1]], groups=(0, -1, -1, 0))
-    policy = PaperPolicy(SMALL, seed=3)
+    policy = policy_of(SMALL, seed=3)
     view = policy.instance(problem, rng())
     rollouts = policy.sample(view, 20000, rng())
     every = np.array([(a, b, c, a) for a, b, c in product(range(3), (0, 2), range(3))])
@@ -114,7 +121,7 @@ def test_training_reaches_the_known_optimum_of_a_tiny_problem(config: PaperConfi
     assert tuple(best) == fast
     assert (step_times == step_times.min()).sum() == 1
 
-    policy, draws = PaperPolicy(config), rng()
+    policy, draws = policy_of(config), rng()
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     view = policy.instance(problem, draws)
     for _ in range(60):  # REINFORCE with the batch's mean as the baseline
@@ -130,7 +137,7 @@ def test_training_reaches_the_known_optimum_of_a_tiny_problem(config: PaperConfi
 
 def test_the_same_seed_gives_the_same_parameters_and_samples_and_leaves_torchs_generator_alone() -> None:
     state = torch.random.get_rng_state()
-    first, second, other = PaperPolicy(SMALL, seed=1), PaperPolicy(SMALL, seed=1), PaperPolicy(SMALL, seed=2)
+    first, second, other = (new_policy("paper", seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), state)
     same, different = (torch.nn.utils.parameters_to_vector(policy.parameters()) for policy in (second, other))
     mine = torch.nn.utils.parameters_to_vector(first.parameters())
@@ -151,11 +158,11 @@ def test_unknown_kinds_fall_into_buckets_behind_the_known_ones_always_into_the_s
 
 
 def test_more_devices_than_the_policy_takes_are_refused_in_one_line() -> None:
-    policy = PaperPolicy(replace(SMALL, max_devices=2), name="paper-2")
+    policy = policy_of(replace(SMALL, max_devices=2))
     policy.instance(chain(2, [[1, 1]]), rng())
     with pytest.raises(InputError) as error:
         policy.instance(chain(3, [[1, 1, 1]]), rng())
-    assert "3 devices, policy 'paper-2' takes at most 2; place on fewer devices" in str(error.value)
+    assert "3 devices, policy 'paper' takes at most 2; place on fewer devices" in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -77,18 +77,18 @@ class PaperInstance(Instance):
 
 
 class PaperPolicy(Policy):
-    """The network and its distribution. Initial parameters depend on `seed` alone."""
+    """The network and its distribution."""
 
-    def __init__(self, config: PaperConfig, *, seed: int = 0, name: str = "paper") -> None:
+    name = "paper"
+
+    def __init__(self, config: PaperConfig) -> None:
         super().__init__()
-        self.config, self.name = config, name
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.kind = nn.Embedding(len(config.kinds) + config.num_unknown_kinds, config.kind_width)
-            self.graph = GraphEmbedding(config.kind_width + 1, config.graph)
-            self.project = nn.Linear(config.graph.hidden, config.placer.d_model)
-            self.placer = (Superposition if config.superposition else SegmentTransformer)(config.placer)
-            self.head = nn.Linear(config.placer.d_model, config.max_devices)
+        self.config = config
+        self.kind = nn.Embedding(len(config.kinds) + config.num_unknown_kinds, config.kind_width)
+        self.graph = GraphEmbedding(config.kind_width + 1, config.graph)
+        self.project = nn.Linear(config.graph.hidden, config.placer.d_model)
+        self.placer = (Superposition if config.superposition else SegmentTransformer)(config.placer)
+        self.head = nn.Linear(config.placer.d_model, config.max_devices)
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> PaperInstance:
         """The features of `problem`, nothing random. InputError if its cluster has more than `max_devices` devices.

@@ -6,6 +6,7 @@ Nothing random outlives an update, so parameters, optimizer state and the number
 are all that a run needs to go on exactly as if it had never stopped. G tasks an update, P sources of tasks.
 """
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -267,10 +268,26 @@ def _manifest(tasks: Tasks, state: TrainingState, command: str, arguments: dict[
         "seed": arguments["training"]["seed"],
         "command": command,
         "gdp_version": version("gdp-placement"),
+        "commit": _commit(),
         "updates": state.updates,
         "cpu_hours": state.cpu_hours,
         "arguments": arguments,
     }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that gdp runs from, with "-dirty" where files differ; None where it runs from none."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # the checkout may be of a project that gdp is installed in
+        return git("describe", "--always", "--dirty", "--abbrev=40")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 class _Scalars:
