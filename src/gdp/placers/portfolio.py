@@ -30,7 +30,7 @@ LEARNED = ("gdp-zero-shot", "gdp-finetune", "gdp-one", "hdp")
 PLACERS = (*SEARCHES, *LEARNED, *CLASSICAL)
 FEW = ("single", "contiguous")  # classical placers that the local search starts from
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that a search always runs
-POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.4  # of the time: for the policy at most; until no classical placer is begun
+POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.15  # of the time: for the policy at most; until no classical placer is begun
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that `auto` hands to the exact placer first, and its effort there
 
 
