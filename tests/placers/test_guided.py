@@ -69,3 +69,14 @@ def test_one_seed_gives_one_answer_on_any_number_of_threads(placer: str) -> None
     ]
     assert len({run.best.step_time_ns for run in found if run.best}) == 1
     assert len({run.simulations for run in found}) == 1
+
+
+def test_progress_only_improves_and_counts_all_simulations() -> None:
+    seen: list[tuple[tuple[int, int], int]] = []
+    reduction = reduce(layered(num_layers=12, num_devices=4))
+    clock = Clock(Budget(simulations=2000))
+    found = find(reduction, "auto", clock, on_progress=lambda best, count: seen.append((best.key, count)))
+    assert [key for key, _ in seen] == sorted((key for key, _ in seen), reverse=True)
+    assert [count for _, count in seen] == sorted(count for _, count in seen)
+    assert found.best is not None
+    assert seen[-1][1] <= found.simulations

@@ -1,6 +1,6 @@
-"""`auto`: quick classical placers, the policy's answer, the other classical placers, then the search from all of them.
+"""`auto`: classical placers, the policy's answer, then the search from all of them, guided by the policy.
 
-    single ... contiguous --> zero-shot --> METIS ... --> local search, guided by the policy --> the best of all
+    single ... contiguous --> METIS ... --> zero-shot --> local search, guided by the policy --> the best of all
 
 `portfolio` is the same without the policy. A placer takes seconds on a graph of 50,000 ops: with a small budget the
 slower ones are skipped, so that time is left for the search.
@@ -93,21 +93,20 @@ def _search(
 ) -> Found:
     """Starts, then the local search; guided if there is a `constructor`, from two starts alone if it `is_quick`."""
     problem, limit = reduction.problem, clock.budget.simulations
-    classical = ClassicalRuns(reduction.original, clock, seed, noise, on_progress)
+    report = None if on_progress is None else _Improving(on_progress)
+    classical = ClassicalRuns(reduction.original, clock, seed, noise, report)
     classical.run(FEW if is_quick else QUICK)
-    starts, num_simulations = [], 0
-    if constructor is not None:
-        share = replace(clock, budget=_share(clock, POLICY_SHARE))
-        answer = zero_shot(
-            problem, constructor, share, seed=seed, num_threads=num_threads, on_progress=on_progress
-        )  # fmt: skip
-        starts.append(answer.incumbent.placement)
-        num_simulations += answer.num_simulations
     if not is_quick:
         classical.run([name for name in CLASSICAL if name not in QUICK], until=CLASSICAL_SHARE)
-    starts += [reduction.restrict(simulation.placement) for _, simulation in classical.candidates]
-    num_simulations += len(classical.candidates)
+    starts = [reduction.restrict(simulation.placement) for _, simulation in classical.candidates]
+    num_simulations = len(classical.candidates)
     baselines = {} if is_quick else classical.baselines
+    if constructor is not None:
+        share = replace(clock, budget=_share(clock, POLICY_SHARE))
+        after = None if report is None else report.after(num_simulations)
+        answer = zero_shot(problem, constructor, share, seed=seed, num_threads=num_threads, on_progress=after)
+        starts.append(answer.incumbent.placement)
+        num_simulations += answer.num_simulations
     if not starts:
         return Found(None, num_simulations, baselines)
     if not is_quick and problem.group_index.max() < SMALL_UNITS:
@@ -126,12 +125,29 @@ def _search(
         op_times_ns=None if noise is None else noise.reduced_ns,
         constructor=constructor,
         num_threads=num_threads,
-        on_progress=on_progress,
+        on_progress=None if report is None else report.after(num_simulations),
     )
     expanded = expand(reduction, searched)
     candidates = [*classical.candidates, (key_of(expanded, noise), expanded)]
     best = min(candidates, key=lambda candidate: candidate[0])[1]
     return Found(best, num_simulations + searches, baselines)
+
+
+@dataclass(eq=False)
+class _Improving:
+    """Reports the best so far, whichever part of a search found it, and the simulations of all parts."""
+
+    report: OnProgress
+    best: Incumbent | None = None
+
+    def __call__(self, incumbent: Incumbent, num_simulations: int) -> None:
+        if self.best is None or incumbent.key < self.best.key:
+            self.best = incumbent
+        self.report(self.best, num_simulations)
+
+    def after(self, num_spent: int) -> OnProgress:
+        """What a part is to call that begins when `num_spent` simulations have been made."""
+        return lambda incumbent, num_simulations: self(incumbent, num_spent + num_simulations)
 
 
 def _share(clock: Clock, share: float) -> Budget:
