@@ -239,7 +239,7 @@ def _markdown(figures: Mapping[str, Any], rows: Sequence[MethodsRow], asked: Map
         f"Step times in ms: mean over {counted(seeds, 'seed')}, range in brackets. Each workload is placed by a policy "
         "whose training had no graph of its family or of families like it. Zero-shot: the best of at most "
         f"{methods.ZERO_SHOT_SIMULATIONS} simulated placements (those of a repair come on top), nothing trained. "
-        f"Fine-tuned: trained on the graph for at most {figures['fine_tune_budget']} and fewer than "
+        f"Fine-tuned: trained on the graph for at most {figures['fine_tune_budget']} of processor time and fewer than "
         f"{MAX_UPDATES + 1} updates. Seconds are from the graph in memory to the placement. Search: "
         "classical placers, then the search without a policy, with the processor time that fine-tuning took with the "
         "same seed. Every classical placer counts with its best seed; the best one is chosen for each workload with "

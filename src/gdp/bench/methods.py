@@ -1,4 +1,7 @@
-"""The methods that the benchmarks of the learned policy compare, each on one thread of PyTorch."""
+"""The methods that the benchmarks of the learned policy compare.
+
+What has a budget in time runs on one thread by processor time, so that a busy machine does not change who wins.
+"""
 
 import hashlib
 from pathlib import Path
@@ -42,7 +45,7 @@ def fine_tuned(checkpoint: Path, budget: Budget, *, max_updates: int | None = No
         config = learned.FineTuneConfig(max_updates=max_updates)
         return _train(reduction, load_checkpoint(checkpoint), clock, seed, config)
 
-    return Method("fine-tuned", run, budget, settings=settings)
+    return Method("fine-tuned", run, budget, counts_cpu=True, settings=settings)
 
 
 def from_scratch(budget: Budget) -> Method:
@@ -51,7 +54,7 @@ def from_scratch(budget: Budget) -> Method:
     def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
         return _train(reduction, new_policy("default", seed=seed), clock, seed, learned.FineTuneConfig())
 
-    return Method("gdp-one", run, budget)
+    return Method("gdp-one", run, budget, counts_cpu=True)
 
 
 def published(budget: Budget) -> Method:
@@ -60,7 +63,7 @@ def published(budget: Budget) -> Method:
     def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
         return _train(reduction, new_policy("paper", seed=seed), clock, seed, learned.FineTuneConfig(ppo=PAPER))
 
-    return Method("gdp-published", run, budget)
+    return Method("gdp-published", run, budget, counts_cpu=True)
 
 
 def hdp(cpu_seconds: float) -> Method:
@@ -118,7 +121,8 @@ def warm_up() -> None:
 
 def _train(reduction: Reduction, policy: Policy, clock: Clock, seed: int, config: learned.FineTuneConfig) -> Outcome:
     with learned.one_thread():
-        return _outcome(reduction, learned.fine_tune(reduction.problem, policy, clock, seed=seed, config=config))
+        answer = learned.fine_tune(reduction.problem, policy, clock, seed=seed, config=config, num_threads=1)
+        return _outcome(reduction, answer)
 
 
 def _outcome(reduction: Reduction, answer: learned.Answer) -> Outcome:

@@ -195,7 +195,7 @@ def _markdown(figures: Mapping[str, Any], rows: Sequence[MethodsRow], asked: Map
         "device. Classical placers count with their best seeds; the best one is "
         "chosen for each workload with hindsight. metis-blind is METIS as the paper used it, blind to memory. "
         "gdp-published is the paper's network, reward and training, gdp-one gdp's own policy, both untrained at the "
-        f"start, for {figures['one_budget']} on the workload itself. gdp-batch is the policy that comes with gdp, "
+        f"start, for {figures['one_budget']} of processor time on the workload itself. gdp-batch is the policy that comes with gdp, "
         "trained on graphs of all families, without training on the workload; zero-shot and fine-tuned "
         f"({figures['fine_tune_budget']}) the one whose training held the workload's family out, and those like it. "
         f"HDP had {figures['hdp_factor']:g} times the processor time that fine-tuning took with the same seed, the "
