@@ -13,6 +13,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.place import place
+from gdp.placers import CLASSICAL
 from gdp.placers.portfolio import PLACERS
 from gdp.plan import Plan
 from gdp.problem import Problem
@@ -76,9 +77,12 @@ def test_threads_do_not_change_the_answer() -> None:
 
 def test_stays_within_the_budget_of_simulations() -> None:
     """A budget in simulations is not passed by more than the classical placers' own."""
-    plan = place(GRAPH, CLUSTER, budget="500sims")
-    assert plan.search is not None
-    assert 400 <= plan.search.simulations <= 500
+    for placer in ("auto", "portfolio", "gdp-zero-shot"):
+        for seed, budget in itertools.product(range(4), (5, 60, 500)):
+            plan = place(GRAPH, CLUSTER, placer=placer, budget=Budget(simulations=budget), seed=seed)
+            assert plan.search is not None
+            assert plan.search.simulations <= max(budget, len(CLASSICAL) + 12)
+            assert placer == "gdp-zero-shot" or budget < 500 or plan.search.simulations >= 400
 
 
 def test_robust_plans_say_what_to_expect() -> None:

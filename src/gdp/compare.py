@@ -11,7 +11,7 @@ from gdp.coarsen import reduce
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.placers import CLASSICAL
-from gdp.placers.portfolio import PLACERS, find
+from gdp.placers.portfolio import PLACERS, find, prepare
 from gdp.problem import Problem
 
 DEFAULT_PLACERS = (*CLASSICAL, "auto")
@@ -78,6 +78,7 @@ def compare(
     reduction = reduce(problem)
     rows: list[Row] = []
     for name in placers:
+        prepare(name)
         times_ns: list[int | None] = []
         statuses, seconds, simulations = set(), 0.0, 0
         for seed in range(num_seeds):

@@ -13,7 +13,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.placers.local_search import Incumbent
 from gdp.placers.noise import Noise, mean_step_time_ns, perturbed_times
-from gdp.placers.portfolio import find
+from gdp.placers.portfolio import find, prepare
 from gdp.plan import Plan, Search
 from gdp.problem import Problem
 from gdp.simulate import Simulation
@@ -64,6 +64,7 @@ def place(
         raise InputError(f"robust is {robust}; a fraction of at least 0 and below 0.5 is expected, such as 0.02 or 2%")
     if not 0 <= seed < 2**63:
         raise InputError(f"seed is {seed}; an integer from 0 to 2^63 - 1 is expected")
+    prepare(placer)
     clock = Clock(Budget.parse(budget) if isinstance(budget, str) else budget)
     if stop is not None:
         clock.stop = stop

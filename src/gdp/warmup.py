@@ -10,13 +10,23 @@ _MIB = 2**20
 
 
 def warm_up() -> None:
-    """Run `auto` on a small step that only just fits: all that it calls is compiled, or loaded from the cache."""
-    ops = [Op(f"op{op}", "mm", 10**9, resident_bytes=_MIB, module=f"layers.{op // 4}") for op in range(_NUM_OPS)]
-    tensors = [
-        Tensor(op, tuple(later for later in (op + 2, op + 3) if later < _NUM_OPS), _MIB) for op in range(_NUM_OPS - 2)
-    ]
+    """Run `auto` on small steps: all that it calls is compiled, or loaded from the cache.
+
+    One only just fits; the other has unequal devices, and transfers that keep every placement far from the lower bound,
+    which would end the search.
+    """
     limit = (_NUM_OPS // 2 + 4) * _MIB  # half of what is resident and some tensors
     place(
-        Graph.build("warm-up", ops, tensors), Cluster.parse("2xp100-pcie-16g"), budget=Budget(simulations=200),
+        _step(_MIB), Cluster.parse("2xp100-pcie-16g"), budget=Budget(simulations=80),
         max_memory_bytes={"gpu0": limit, "gpu1": limit},
     )  # fmt: skip
+    place(_step(64 * _MIB), Cluster.parse("2xp100-pcie-16g+l4-24g"), budget=Budget(simulations=80))
+
+
+def _step(tensor_bytes: int) -> Graph:
+    ops = [Op(f"op{op}", "mm", 10**9, resident_bytes=_MIB, module=f"layers.{op // 4}") for op in range(_NUM_OPS)]
+    tensors = [
+        Tensor(op, tuple(later for later in (op + 2, op + 3) if later < _NUM_OPS), tensor_bytes)
+        for op in range(_NUM_OPS - 2)
+    ]
+    return Graph.build("warm-up", ops, tensors)

@@ -17,7 +17,8 @@ from gdp.graph import Graph
 from gdp.placers.learned import ZeroShotConfig
 from gdp.policy.checkpoint import read_manifest
 from gdp.policy.pretraining import TrainingConfig
-from gdp.policy.scheduler import SchedulerConfig, SchedulerPolicy
+from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.tasks import TaskConfig
 from gdp.problem import Problem
 

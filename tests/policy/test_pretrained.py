@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from gdp.errors import InputError
 from gdp.policy.checkpoint import load_checkpoint, new_policy, read_manifest, save_checkpoint
 from gdp.policy.pretrained import read_constructor, shipped
+from gdp.policy.rollout import NUM_FEATURES
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.styles import draw_style
 from gdp.problem import Problem
@@ -43,12 +44,20 @@ def test_the_constructor_in_a_file_places_as_the_policy_does(checkpoint: Path) -
     assert np.array_equal(place(read_constructor(checkpoint), problem), place(policy.constructor, problem))
 
 
-def test_a_search_that_asks_the_policy_does_not_import_pytorch() -> None:
-    code = (
-        "import sys; from gdp.warmup import warm_up; warm_up(); from gdp.placers.portfolio import read_constructor; "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_after_warming_up_nothing_of_a_search_is_left_to_compile_and_pytorch_is_not_imported() -> None:
+    code = """
+import sys
+from gdp.warmup import warm_up
+warm_up()
+assert "torch" not in sys.modules
+from gdp import bounds, priorities
+from gdp.placers import annealing
+from gdp.policy import rollout
+for compiled in (annealing.anneal, priorities._levels, bounds._loads, rollout.roll_out):
+    assert compiled.signatures, compiled
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_shipped_policy_was_trained_on_every_family() -> None:
@@ -58,16 +67,38 @@ def test_the_shipped_policy_was_trained_on_every_family() -> None:
     assert "gdp train" in manifest["command"]
 
 
-def test_what_no_search_can_ask_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_policy_that_no_search_can_ask_is_one_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "policy.safetensors"
     save_checkpoint(path, new_policy("paper"), {})
     with pytest.raises(InputError, match="holds policy 'paper', which no search can ask"):
         read_constructor(path)
+
+
+BASE = torch.ones(2, NUM_FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"base": torch.zeros(2, 3)}, "tensor 'base' is torch.float32 (2, 3)"),
+        ({"base": BASE.bfloat16()}, "tensor 'base' is torch.bfloat16"),
+        ({"base": BASE * torch.nan}, "tensor 'base' holds values that are not finite"),
+        ({"base": BASE * 3e38}, "tensor 'base' has weights beyond 1e+06"),
+        ({"base": BASE, "other": BASE}, "tensor 'other' is none of the policy's"),
+        ({"other": BASE}, "tensor 'base' is missing"),
+    ],
+)
+def test_a_damaged_file_is_the_same_clear_error_for_all_who_read_it(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    path = tmp_path / "policy.safetensors"
     save_checkpoint(path, new_policy("default"), {})
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    for base, message in ((torch.zeros(2, 3), "tensor 'base' is float32"), (None, "tensor 'base' is missing")):
-        tensors = {"other": torch.zeros(1)} if base is None else {**load_file(path), "base": base}
-        save_file(tensors, tmp_path / "bad.safetensors", metadata)
-        with pytest.raises(InputError, match=message):
-            read_constructor(tmp_path / "bad.safetensors")
+    save_file(tensors, path, metadata)
+    for read in (read_constructor, load_checkpoint):
+        with pytest.raises(InputError) as error:
+            read(path)
+        assert message in str(error.value)
+        assert str(error.value).startswith(str(path))
+        assert str(error.value).count(str(path)) == 1

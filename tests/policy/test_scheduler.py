@@ -12,8 +12,10 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.placers.learned import FineTuneConfig, ZeroShotConfig, fine_tune, zero_shot
+from gdp.policy.construction import UnitInstance
 from gdp.policy.rollout import FEATURES, NUM_FEATURES, Record, RolloutArrays, roll_out
-from gdp.policy.scheduler import SchedulerConfig, SchedulerPolicy, UnitInstance
+from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.styles import draw_refinement, draw_style, orders_of, vary
 from gdp.policy.units import UnitSource
 from gdp.problem import Problem

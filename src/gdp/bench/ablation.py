@@ -35,7 +35,8 @@ from gdp.placers.portfolio import find
 from gdp.policy.base import Policy
 from gdp.policy.checkpoint import read_manifest
 from gdp.policy.pretraining import Progress, TrainingConfig, train
-from gdp.policy.scheduler import SchedulerConfig, SchedulerPolicy
+from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.tasks import Source, TaskConfig, Tasks
 from gdp.problem import Problem
 

@@ -1,4 +1,4 @@
-"""The learned placers by their names, with the policy that comes with gdp or another."""
+"""The learned placers that need PyTorch, by their names, with the policy that comes with gdp or another."""
 
 from gdp.budget import Clock
 from gdp.placers.fine_tune import FineTuneConfig, fine_tune
@@ -21,12 +21,11 @@ def ask(
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Answer:
-    """What the learned placer called `name` answers: `gdp-zero-shot` and `gdp-finetune` begin with the policy in the
-    file `checkpoint` (None: the one that comes with gdp), `gdp-one` with an untrained one.
+    """What the placer called `name`, which trains a policy on `problem`, answers: `gdp-finetune` begins with the policy
+    in the file `checkpoint` (None: the one that comes with gdp), `gdp-one` with an untrained one.
 
     Raises InputError for a bad checkpoint.
     """
     policy = new_policy("default", seed=seed) if name == "gdp-one" else load_checkpoint(checkpoint or shipped())
-    run = zero_shot if name == "gdp-zero-shot" else fine_tune
     with one_thread():
-        return run(problem, policy, clock, seed=seed, num_threads=num_threads, on_progress=on_progress)
+        return fine_tune(problem, policy, clock, seed=seed, num_threads=num_threads, on_progress=on_progress)

@@ -177,9 +177,11 @@ class _Island:
         mate = None
         if mates and self.rng.random() < self.config.mating:
             mate = mates[int(self.rng.integers(len(mates)))]
-        levels = _levels(self.config, self.units.num_units)
+        levels, left = _levels(self.config, self.units.num_units), num_moves
         for level in levels:
-            self._anneal(level, mate, max(num_moves * level // sum(levels), 1), clock)
+            share = min(max(num_moves * level // sum(levels), 1), left)
+            self._anneal(level, mate, share, clock)
+            left -= share
         self._retune(clock)
         return self.incumbent
 
@@ -217,7 +219,10 @@ class _Island:
         else:
             ended = self.cycle(start, mates, num_moves, clock)
             self.cycle_seconds = clock.seconds - began
-        gain = max(1.0 - ended.step_time_ns / max(start.step_time_ns, 1), 0.0) if start.excess_bytes == 0 else 0.0
+        before, after = start.step_time_ns, ended.step_time_ns
+        if start.excess_bytes > 0:
+            before, after = start.excess_bytes, ended.excess_bytes
+        gain = max(1.0 - after / max(before, 1), 0.0)
         spent = 1.0 if clock.seconds_left is None else max(clock.seconds - began, 1e-6)
         kind = "refine" if refines else "anneal"
         gains[kind] += _FORGET * (gain / spent - gains[kind])

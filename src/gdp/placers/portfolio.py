@@ -20,7 +20,7 @@ from gdp.placers.noise import Noise, key_of
 from gdp.placers.zero_shot import zero_shot
 from gdp.plan import Baseline
 from gdp.policy.construction import Constructor
-from gdp.policy.pretrained import read_constructor
+from gdp.policy.pretrained import read_constructor, read_policy
 from gdp.problem import Problem
 from gdp.simulate import Simulation, simulate
 
@@ -30,6 +30,7 @@ LEARNED = ("gdp-zero-shot", "gdp-finetune", "gdp-one", "hdp")
 PLACERS = (*SEARCHES, *LEARNED, *CLASSICAL)
 FEW = ("single", "contiguous")  # classical placers that the local search starts from
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that a search always runs
+SLOW = ("m-etf", "m-sct", "metis")  # those that it runs if there is time
 POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.15  # of the time: for the policy at most; until no classical placer is begun
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that `auto` hands to the exact placer first, and its effort there
 
@@ -97,7 +98,7 @@ def _search(
     classical = ClassicalRuns(reduction.original, clock, seed, noise, report)
     classical.run(FEW if is_quick else QUICK)
     if not is_quick:
-        classical.run([name for name in CLASSICAL if name not in QUICK], until=CLASSICAL_SHARE)
+        classical.run(SLOW, until=CLASSICAL_SHARE)
     starts = [reduction.restrict(simulation.placement) for _, simulation in classical.candidates]
     num_simulations = len(classical.candidates)
     baselines = {} if is_quick else classical.baselines
@@ -166,6 +167,12 @@ def _find_exactly(problem: Problem, clock: Clock, noise: Noise | None) -> Found:
     return Found(None if placement is None else simulate(problem, placement), answer.num_nodes)
 
 
+def prepare(placer: str) -> None:
+    """Import what `placer` needs, before a clock runs: PyTorch takes seconds."""
+    if placer in LEARNED and placer != "gdp-zero-shot":
+        from gdp.placers import hdp, learned  # noqa: F401
+
+
 def _ask_policy(
     reduction: Reduction,
     placer: str,
@@ -179,21 +186,27 @@ def _ask_policy(
     """A learned placer's answer."""
     if noise is not None:
         raise InputError(f"robust: {placer} knows one set of costs only; use another placer")
-    if placer == "hdp":
+    problem = reduction.problem
+    if placer == "gdp-zero-shot":
+        answer = zero_shot(
+            problem, read_policy(checkpoint), clock, seed=seed, num_threads=num_threads, on_progress=on_progress
+        )
+    elif placer == "hdp":
         from gdp.placers.hdp import hdp
         from gdp.placers.learned import one_thread
 
         with one_thread():
-            found = hdp(reduction.problem, clock, seed=seed, on_progress=on_progress)
+            found = hdp(problem, clock, seed=seed, on_progress=on_progress)
         if found.placement is None or found.step_time_ns is None:
             return Found(None, found.num_simulations)
         return Found(expand(reduction, Incumbent(found.placement, found.step_time_ns)), found.num_simulations)
-    from gdp.placers import learned  # PyTorch takes seconds to import
+    else:
+        from gdp.placers import learned
 
-    answer = learned.ask(
-        placer, reduction.problem, clock,
-        seed=seed, checkpoint=checkpoint, num_threads=num_threads, on_progress=on_progress,
-    )  # fmt: skip
+        answer = learned.ask(
+            placer, problem, clock,
+            seed=seed, checkpoint=checkpoint, num_threads=num_threads, on_progress=on_progress,
+        )  # fmt: skip
     return Found(expand(reduction, answer.incumbent), answer.num_simulations)
 
 

@@ -3,6 +3,7 @@
 A bound costs a tenth of a simulation. N ops, S placements, D devices.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ class Screen:
     """Ranks placements of `problem`; what is simulated tells it how much of what is allocated is alive at once."""
 
     problem: Problem
-    _seen: list[float] = field(default_factory=list)  # peaks over what would be filled
+    _seen: deque[float] = field(default_factory=lambda: deque(maxlen=256))  # peaks over what would be filled
 
     def most_promising(self, placements: I64, count: int) -> I64:
         """[at most count] numbers of `placements` [S, N], each placement once."""

@@ -88,9 +88,12 @@ class Best:
     @property
     def left(self) -> bool:
         """Whether there is time, and a simulation to spend."""
+        return self.at_most(1) > 0 and not self.clock.stop.is_set() and self.clock.seconds_left != 0.0
+
+    def at_most(self, count: int) -> int:
+        """`count`, or the simulations that the budget still has if they are fewer."""
         limit = self.clock.budget.simulations
-        within = limit is None or self.num_simulations < limit
-        return within and not self.clock.stop.is_set() and self.clock.seconds_left != 0.0
+        return count if limit is None else min(count, max(limit - self.num_simulations, 0))
 
     def try_out(self, placements: I64) -> list[tuple[int, int]]:
         """Simulate `placements` [S, N] and keep the best; what each is compared by."""
@@ -185,10 +188,10 @@ def construct_at_once(best: Best, constructor: Constructor, rng: np.random.Gener
         for begin in range(0, count, config.per_round):
             if best.incumbent is not None and not best.left:
                 return styles
-            propose(best, min(config.per_round, count - begin))
+            propose(best, max(best.at_most(min(config.per_round, count - begin)), 1))
     refiner = Refiner(problem, constructor, best.screen, config.num_candidates, config.refinement_units)
     while best.left and best.num_simulations < config.num_simulations:
-        count = min(config.per_round, config.num_simulations - best.num_simulations)
+        count = best.at_most(min(config.per_round, config.num_simulations - best.num_simulations))
         best.try_out(refiner.propose(best.placement, count, rng))
     return styles
 
@@ -198,5 +201,5 @@ def sample_at_once(best: Best, policy: "Policy", rng: np.random.Generator, confi
     instance = policy.instance(best.problem, rng)
     best.try_out(policy.sample(instance, 1, rng, temperature=0.0).placements)
     while best.left and best.num_simulations < config.num_simulations:
-        count = min(config.per_round, config.num_simulations - best.num_simulations)
+        count = best.at_most(min(config.per_round, config.num_simulations - best.num_simulations))
         best.try_out(policy.sample(instance, count, rng).placements)

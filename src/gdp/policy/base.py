@@ -55,6 +55,9 @@ class Policy(nn.Module):
         """(log-probability [S, C] of each choice at temperature 1, a choice's mean entropy in nats), with gradients."""
         raise NotImplementedError
 
+    def check(self) -> None:
+        """InputError for parameters, read from a file, that are finite and yet cannot be used."""
+
     def num_parameters(self) -> int:
         """How many numbers are trained."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)

@@ -8,7 +8,7 @@ Readers raise InputError with one line that names the file, what is wrong and th
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +22,7 @@ from torch import Tensor
 from gdp import files
 from gdp.errors import InputError
 from gdp.policy.base import Policy
-from gdp.policy.checkpoint_file import FORMAT, VERSION, opened
-
-_TRAINING = "optimizer/"
+from gdp.policy.checkpoint_file import FORMAT, TRAINING, VERSION, opened, read_config
 
 POLICIES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -65,7 +63,7 @@ def save_checkpoint(
     tensors = dict(policy.state_dict())
     if bad := next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None):
         raise InputError(f"{path}: not written, parameter {bad!r} is not finite; train with a lower learning rate")
-    tensors.update({_TRAINING + name: tensor for name, tensor in (training or {}).items()})
+    tensors.update({TRAINING + name: tensor for name, tensor in (training or {}).items()})
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -94,10 +92,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         policy=header["policy"],
         config=header["config"],
         manifest=header["manifest"],
-        parameters={name: tensor for name, tensor in tensors.items() if not name.startswith(_TRAINING)},
-        training={
-            name.removeprefix(_TRAINING): tensor for name, tensor in tensors.items() if name.startswith(_TRAINING)
-        },
+        parameters={name: tensor for name, tensor in tensors.items() if not name.startswith(TRAINING)},
+        training={name.removeprefix(TRAINING): tensor for name, tensor in tensors.items() if name.startswith(TRAINING)},
     )
 
 
@@ -111,8 +107,9 @@ def load_checkpoint(path: str | Path) -> Policy:
     checkpoint = read_checkpoint(path)
     try:
         policy_class, config_class = _classes(checkpoint.policy)
-        policy = _construct(policy_class, _read_config(config_class, checkpoint.config, "config"), 0)
+        policy = _construct(policy_class, read_config(config_class, checkpoint.config, "config"), 0)
         checkpoint.fill(policy)
+        policy.check()
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     except (RuntimeError, ValueError) as error:  # sizes that no layer can have
@@ -150,32 +147,6 @@ def _construct(policy_class: Any, config: Any, seed: int) -> Policy:
         torch.manual_seed(seed)
         policy: Policy = policy_class(config)
     return policy
-
-
-def _read_config(config_class: Any, document: object, where: str) -> Any:
-    """The configuration that `config_document` gave; every field, each of the type that its default has."""
-    default = config_class()
-    names = [field.name for field in fields(config_class)]
-    if not isinstance(document, dict):
-        raise InputError(f"{where} is a {type(document).__name__}; a mapping is expected")
-    for name in sorted(set(names) ^ document.keys()):
-        raise InputError(f"{where}: {name} is {'missing' if name in names else 'unknown'}; the file is of another gdp")
-    values = {}
-    for name in names:
-        value, like = document[name], getattr(default, name)
-        if is_dataclass(like):
-            value = _read_config(type(like), value, f"{where}: {name}")
-        elif type(value) is list:
-            value = tuple(value)
-        elif type(value) is int and type(like) is float:
-            value = float(value)
-        if like is not None and type(value) is not type(like):
-            raise InputError(f"{where}: {name} is {value!r}; {type(like).__name__} is expected")
-        values[name] = value
-    try:
-        return config_class(**values)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{where}: {error}") from None
 
 
 def _is_finite(tensor: Tensor) -> bool:

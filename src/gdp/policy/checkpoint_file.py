@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from gdp import files
 from gdp.errors import InputError
 
 FORMAT, VERSION = "gdp-checkpoint", 2
+TRAINING = "optimizer/"  # what the names of tensors of a training's state begin with
 
 
 def _is_mapping(value: object) -> bool:
@@ -61,3 +63,29 @@ def _read_header(metadata: Mapping[str, str] | None) -> Mapping[str, Any]:
     header = files.require_header(document, FORMAT, VERSION)
     files.require_keys(header, "header", _HEADER_FIELDS, set(_HEADER_FIELDS))
     return header
+
+
+def read_config(config_class: Any, document: object, where: str) -> Any:
+    """The configuration that `config_document` gave; every field, each of the type that its default has."""
+    default = config_class()
+    names = [field.name for field in fields(config_class)]
+    if not isinstance(document, dict):
+        raise InputError(f"{where} is a {type(document).__name__}; a mapping is expected")
+    for name in sorted(set(names) ^ document.keys()):
+        raise InputError(f"{where}: {name} is {'missing' if name in names else 'unknown'}; the file is of another gdp")
+    values = {}
+    for name in names:
+        value, like = document[name], getattr(default, name)
+        if is_dataclass(like):
+            value = read_config(type(like), value, f"{where}: {name}")
+        elif type(value) is list:
+            value = tuple(value)
+        elif type(value) is int and type(like) is float:
+            value = float(value)
+        if like is not None and type(value) is not type(like):
+            raise InputError(f"{where}: {name} is {value!r}; {type(like).__name__} is expected")
+        values[name] = value
+    try:
+        return config_class(**values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}") from None

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
 
+from gdp.errors import InputError
 from gdp.graph import I64
 from gdp.policy.instance import Instance
 from gdp.policy.rollout import Orders, Record, RolloutArrays, roll_out
@@ -24,6 +25,7 @@ from gdp.problem import Placement, Problem
 
 F32 = npt.NDArray[np.float32]
 
+_LARGEST_WEIGHT = 1e6  # scores of larger ones could overflow; trained ones are below 10
 _FREED = (0.08, 0.6)  # share of the units that choose again when an incumbent is refined
 
 
@@ -58,6 +60,12 @@ class _Sources:
                 self.known.pop(next(iter(self.known)))
             self.known[id(problem)] = (problem, UnitSource.of(problem))
         return self.known[id(problem)][1]
+
+
+def check_weights(base: F32) -> None:
+    """InputError for weights that are finite and yet too large to add up."""
+    if np.abs(base).max() > _LARGEST_WEIGHT:
+        raise InputError(f"tensor 'base' has weights beyond {_LARGEST_WEIGHT:g}; the file is damaged, train it again")
 
 
 class Constructor:

@@ -2,13 +2,18 @@
 
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gdp.errors import InputError
-from gdp.policy.checkpoint_file import opened
-from gdp.policy.construction import Constructor
+from gdp.policy.checkpoint_file import TRAINING, opened, read_config
+from gdp.policy.construction import F32, Constructor, check_weights
 from gdp.policy.rollout import NUM_FEATURES
+from gdp.policy.scheduler_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from gdp.policy.base import Policy
 
 
 def shipped() -> str:
@@ -16,25 +21,41 @@ def shipped() -> str:
     return str(files("gdp.policy") / "default.safetensors")
 
 
-def read_constructor(path: str | Path | None = None) -> Constructor:
-    """The constructor of the policy in the file `path` (None: the one that comes with gdp).
-
-    Raises InputError for a bad file and for a policy that does not draw placements unit by unit.
-    """
+def read_policy(path: str | Path | None = None) -> "Constructor | Policy":
+    """What draws the placements of the policy in the file `path` (None: the one that comes with gdp): a constructor, or
+    a policy that has none. InputError for a bad file."""
     path = shipped() if path is None else path
     with opened(path, "numpy") as (header, file):
-        is_plain = header["config"].get("network") is False and header["config"].get("device_features") is True
-        if header["policy"] == "default" and is_plain:
-            if "base" not in file.keys():  # noqa: SIM118, it is no mapping
-                raise InputError("tensor 'base' is missing; the file is damaged, train it again")
-            base = file.get_tensor("base")
-            if base.shape != (2, NUM_FEATURES) or base.dtype != np.float32 or not np.isfinite(base).all():
-                expected = f"finite float32 {(2, NUM_FEATURES)} is expected"
-                raise InputError(f"tensor 'base' is {base.dtype} {base.shape}; {expected}, train it again")
-            return Constructor.alike(base)
-    from gdp.policy.checkpoint import load_checkpoint
+        weights = _plain_weights(header, file)
+    if weights is not None:
+        return Constructor.alike(weights)
+    from gdp.policy.checkpoint import load_checkpoint  # says what is wrong if it is no policy
 
     policy = load_checkpoint(path)
-    if policy.constructor is None:
+    return policy if policy.constructor is None else policy.constructor
+
+
+def read_constructor(path: str | Path | None = None) -> Constructor:
+    """The same; InputError also for a policy that does not draw placements unit by unit."""
+    policy = read_policy(path)
+    if not isinstance(policy, Constructor):
         raise InputError(f"{path}: holds policy {policy.name!r}, which no search can ask; train policy default")
-    return policy.constructor
+    return policy
+
+
+def _plain_weights(header: Any, file: Any) -> F32 | None:
+    """[2, K] the weights of a default policy that has no network and nothing left out; None for all else."""
+    if header["policy"] != "default":
+        return None
+    config = read_config(SchedulerConfig, header["config"], "config")
+    names = {name for name in file.keys() if not name.startswith(TRAINING)}  # noqa: SIM118, it is no mapping
+    if config.network or not config.device_features or names != {"base"}:
+        return None
+    found = file.get_slice("base")
+    if found.get_dtype() != "F32" or found.get_shape() != [2, NUM_FEATURES]:
+        return None
+    weights: F32 = file.get_tensor("base")
+    if not np.isfinite(weights).all():
+        return None
+    check_weights(weights)
+    return weights

@@ -459,9 +459,12 @@ def _gather(those, home_of, unit, on_device):
 def _draw(scores, best, mask, temperature, uniform):
     """A device of `mask` [D]."""
     chosen = -1
+    for device in range(len(mask) - 1, -1, -1):  # the first device, unless scores, of whatever weights, say better
+        if mask[device]:
+            chosen = device
     if temperature <= 0.0:
-        for device in range(len(mask)):
-            if mask[device] and scores[device] == best and chosen < 0:
+        for device in range(len(mask) - 1, -1, -1):
+            if mask[device] and scores[device] == best:
                 chosen = device
         return chosen
     total = 0.0

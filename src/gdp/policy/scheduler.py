@@ -1,15 +1,16 @@
 """The `default` policy: a learned list scheduler over the units of a problem.
 
-    units --features--> graph embedding --> segment placer (superposition) --> weight vectors for each unit
-                                                                                         |
+    weights of features, or: units --> graph embedding --> segment placer (superposition) --> weights for each unit
+                                                                                                    |
     roll-out (compiled): each unit in turn scores every device by its weights and the device's state, and draws one
 
-The network runs once for a problem, the roll-outs see devices only through features that are the same functions for all
-of them (`rollout.py`): one set of parameters serves any number and mix of devices. A style (`styles.py`) bends the
-weights of each sample, so that samples differ on purpose. The roll-outs record the features, so log-probabilities of
-their choices can be computed again with gradients: logits [S, P, U, D] = weights [., U, K] . features [S, P, U, D, K].
-A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131), there for single ops of
-one graph; graph network, segment attention and superposition are GDP's (arXiv 1910.01578).
+The roll-outs see devices only through features that are the same functions for all of them (`rollout.py`): one set of
+parameters serves any number and mix of devices. By default all units share one set of weights; the network, which gives
+each its own and runs once for a problem, is there for the ablation (docs/method.md says why). A style (`styles.py`)
+bends the weights of each sample, so that samples differ on purpose. The roll-outs record the features, so
+log-probabilities of their choices can be computed again with gradients: logits [S, P, U, D] = weights [., U, K] .
+features [S, P, U, D, K]. A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131),
+there for single ops of one graph; graph network, segment attention and superposition are GDP's (arXiv 1910.01578).
 
 S samples, P passes, U units, D devices, F unit features, K features of a unit on a device, H hidden.
 """
@@ -22,11 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from gdp.policy.base import Policy, Rollouts
-from gdp.policy.construction import Constructor, UnitInstance
+from gdp.policy.construction import Constructor, UnitInstance, check_weights
 from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
 from gdp.policy.instance import Instance
 from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
+from gdp.policy.processes import one_thread
 from gdp.policy.rollout import DEVICE_FEATURES, NUM_FEATURES
+from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.styles import Style, draw_refinement, draw_style
 from gdp.policy.superposition import Superposition
 from gdp.policy.unit_features import NUM_UNIT_FEATURES, POSITION_FEATURES
@@ -46,28 +49,6 @@ _INITIAL = (
     (4, 0, 2, 1, -1, -1, -4, 0, -1, -1, -2, -4, 1, -1, 1, -1, -8, -4, -8, -1, 0, -4, 4, 1),
     (4, 0, 2, 1, -1, -1, -4, 0, -1, -1, -2, -4, 1, -1, 1, -1, -8, -4, -8, -1, 2, -4, 4, 1),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Sizes, and what the ablation leaves out."""
-
-    hidden: int = 64
-    num_graph_layers: int = 3
-    num_placer_layers: int = 2
-    num_heads: int = 4
-    segment: int = 64  # units
-    num_units: tuple[int, ...] = (50, 100, 200)  # drawn from for each instance
-    refining: float = 0.6  # share of training instances that refine an incumbent
-    attention: bool = True
-    superposition: bool = True
-    position: bool = True  # where a unit is in the step
-    device_features: bool = True  # loads, start times, speeds and memory, not only what is where
-    network: bool = False  # without: one weight vector for all units; docs/method.md says why
-
-    def __post_init__(self) -> None:
-        if not self.num_units or min(self.num_units) < 1:
-            raise ValueError(f"num_units is {self.num_units}; numbers of at least 1 are expected")
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +100,10 @@ class SchedulerPolicy(Policy):
         self.constructor = Constructor(self._weights)
         if not config.network:
             self.learning_rate = _PLAIN_LEARNING_RATE
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        check_weights(self.base.detach().numpy())
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> UnitInstance:
         """Units drawn by `rng`: how many, how they join, and whether backward ops go with their forward ops.
@@ -187,7 +172,7 @@ class SchedulerPolicy(Policy):
         return replace(style, passes=min(style.passes, _TRAINING_PASSES))
 
     def _weights(self, instance: UnitInstance) -> F32:
-        with torch.no_grad():
+        with torch.no_grad(), one_thread():
             weights: F32 = self.weights(instance).cpu().numpy()
         return weights
 

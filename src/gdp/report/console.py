@@ -209,7 +209,8 @@ def _headline(plan: Plan) -> str:
     best = min(times, key=times.__getitem__, default=None)
     named = {"single": "the best single device", "expert": "the expert"}
     if best is not None and best not in named:
-        named[best] = f"the best baseline ({best})"
+        skipped = any(baseline.status == "skipped" for baseline in plan.search.baselines.values())
+        named[best] = f"the best baseline {'that ran ' if skipped else ''}({best})"
     step_ns = max(plan.step_time_ns, 1)
     against = [f"{times[name] / step_ns:.2f} times {text}" for name, text in named.items() if name in times]
     if against:

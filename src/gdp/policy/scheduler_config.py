@@ -1,0 +1,25 @@
+"""The configuration of the default policy; reading one needs no PyTorch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes, and what the ablation leaves out."""
+
+    hidden: int = 64
+    num_graph_layers: int = 3
+    num_placer_layers: int = 2
+    num_heads: int = 4
+    segment: int = 64  # units
+    num_units: tuple[int, ...] = (50, 100, 200)  # drawn from for each instance
+    refining: float = 0.6  # share of training instances that refine an incumbent
+    attention: bool = True
+    superposition: bool = True
+    position: bool = True  # where a unit is in the step
+    device_features: bool = True  # loads, start times, speeds and memory, not only what is where
+    network: bool = False  # without: one weight vector for all units; docs/method.md says why
+
+    def __post_init__(self) -> None:
+        if not self.num_units or min(self.num_units) < 1:
+            raise ValueError(f"num_units is {self.num_units}; numbers of at least 1 are expected")
