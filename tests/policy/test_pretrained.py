@@ -84,7 +84,7 @@ BASE = torch.ones(2, NUM_FEATURES)
         ({"base": BASE.bfloat16()}, "tensor 'base' is torch.bfloat16"),
         ({"base": BASE * torch.nan}, "tensor 'base' holds values that are not finite"),
         ({"base": BASE * 3e38}, "tensor 'base' has weights beyond 1e+06"),
-        ({"base": BASE, "other": BASE}, "tensor 'other' is none of the policy's"),
+        ({"base": BASE, "other": BASE.clone()}, "tensor 'other' is none of the policy's"),
         ({"other": BASE}, "tensor 'base' is missing"),
     ],
 )
