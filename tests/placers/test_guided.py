@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdp.budget import Budget, Clock
+from gdp.cluster import Cluster
 from gdp.coarsen import reduce
+from gdp.graph import Graph, Op
 from gdp.placers.local_search import SearchConfig, local_search
 from gdp.placers.memory_repair import excess_bytes
 from gdp.placers.portfolio import QUICK, find
@@ -80,3 +82,20 @@ def test_progress_only_improves_and_counts_all_simulations() -> None:
     assert [count for _, count in seen] == sorted(count for _, count in seen)
     assert found.best is not None
     assert seen[-1][1] <= found.simulations
+
+
+def test_what_should_not_fit_is_left_out_but_for_the_most_promising() -> None:
+    """The guess at memory can be wrong where it decides all, so one of four is chosen by its bound alone."""
+    ops = [Op(f"op{op}", "mm", flops=10**9, resident_bytes=100) for op in range(8)]
+    problem = Problem.build(
+        Graph.build("independent", ops, []), Cluster.parse("2xp100-pcie-16g"),
+        max_memory_bytes={"gpu0": 350, "gpu1": 10**6},
+    )  # fmt: skip
+    halves = np.array([[0, 0, 0, 0, 1, 1, 1, 1], [1, 0, 0, 0, 0, 1, 1, 1]])  # fastest, and 50 bytes too large for gpu0
+    few = np.array([[1] * 8, *(np.eye(8, dtype=np.int64)[:6] == 0).astype(np.int64)])
+    screen = Screen(problem)
+    screen.learn(few, np.array([evaluate(problem, placement)[1] for placement in few]))
+    placements = np.concatenate((few, halves))
+    chosen = screen.most_promising(placements, 4)
+    assert sum(number >= len(few) for number in chosen) == 1
+    assert len(set(chosen.tolist())) == 4

@@ -17,6 +17,9 @@ from gdp.problem import Problem
 F64 = npt.NDArray[np.float64]
 
 
+_BOLD = 4  # one of so many is chosen by its bound alone: the guess at what fits can be wrong where memory decides all
+
+
 @dataclass(eq=False)
 class Screen:
     """Ranks placements of `problem`; what is simulated tells it how much of what is allocated is alive at once."""
@@ -31,7 +34,11 @@ class Screen:
         if len(once) > count:
             peak_per_filled = float(np.median(self._seen)) if self._seen else 0.0
             is_full = self._filled(placements[once]) * peak_per_filled > 1.0
-            once = once[np.lexsort((placement_bounds(self.problem, placements[once]), is_full))]
+            bounds = placement_bounds(self.problem, placements[once])
+            fitting = once[np.lexsort((bounds, is_full))]
+            bold = once[np.argsort(bounds, kind="stable")][: count // _BOLD]
+            careful = fitting[~np.isin(fitting, bold)][: count - len(bold)]
+            once = fitting[np.isin(fitting, bold) | np.isin(fitting, careful)]
         return once[:count]
 
     def learn(self, placements: I64, peak_memory_bytes: I64) -> None:
