@@ -77,7 +77,7 @@ def test_threads_do_not_change_the_answer() -> None:
 
 def test_stays_within_the_budget_of_simulations() -> None:
     """A budget in simulations is not passed by more than the classical placers' own."""
-    for placer in ("auto", "portfolio", "gdp-zero-shot"):
+    for placer in ("auto", "guided", "gdp-zero-shot"):
         for seed, budget in itertools.product(range(4), (5, 60, 500)):
             plan = place(GRAPH, CLUSTER, placer=placer, budget=Budget(simulations=budget), seed=seed)
             assert plan.search is not None

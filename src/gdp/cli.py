@@ -89,7 +89,7 @@ def gdp(
 def place(
     model: ModelArgument,
     devices: DevicesOption,
-    placer: Annotated[str, typer.Option(help="auto: classical placers, the policy, then search.")] = "auto",
+    placer: Annotated[str, typer.Option(help="auto: classical placers, then search.")] = "auto",
     budget: BudgetOption = "30s",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     checkpoint: CheckpointOption = None,
@@ -418,7 +418,7 @@ def _check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
         raise InputError(
             f"--checkpoint: {', '.join(placers)} asks no policy; use it with --placer {' or '.join(WITH_POLICY)}"
         )
-    if "auto" in placers:
+    if "guided" in placers:
         from gdp.policy.pretrained import read_constructor
 
         read_constructor(checkpoint)

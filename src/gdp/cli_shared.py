@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
 CheckpointOption = Annotated[
-    str | None, typer.Option(metavar="FILE", help="A policy of your own, for auto and learned placers.")
+    str | None, typer.Option(metavar="FILE", help="A policy of your own, for guided and learned placers.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]

@@ -5,12 +5,12 @@ from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.place import place
 
-_NUM_OPS = 40  # enough for `auto` to go through every stage
+_NUM_OPS = 40  # enough for `guided` to go through every stage
 _MIB = 2**20
 
 
 def warm_up() -> None:
-    """Run `auto` on small steps: all that it calls is compiled, or loaded from the cache.
+    """Run `guided` on small steps: all that it calls is compiled, or loaded from the cache.
 
     One only just fits; the other has unequal devices, and transfers that keep every placement far from the lower bound,
     which would end the search.
@@ -18,9 +18,9 @@ def warm_up() -> None:
     limit = (_NUM_OPS // 2 + 4) * _MIB  # half of what is resident and some tensors
     place(
         _step(_MIB), Cluster.parse("2xp100-pcie-16g"), budget=Budget(simulations=80),
-        max_memory_bytes={"gpu0": limit, "gpu1": limit},
+        placer="guided", max_memory_bytes={"gpu0": limit, "gpu1": limit},
     )  # fmt: skip
-    place(_step(64 * _MIB), Cluster.parse("2xp100-pcie-16g+l4-24g"), budget=Budget(simulations=80))
+    place(_step(64 * _MIB), Cluster.parse("2xp100-pcie-16g+l4-24g"), budget=Budget(simulations=80), placer="guided")
 
 
 def _step(tensor_bytes: int) -> Graph:

@@ -15,7 +15,7 @@ from gdp.graph import Graph
 from gdp.placers.local_search import Incumbent
 from gdp.policy.checkpoint import new_policy, save_checkpoint
 
-LEARNED, PLANNING, GUIDING = Method("gdp", "gdp-finetune"), Method(PLAIN, "auto", plans=True), Method(GUIDED, "auto")
+LEARNED, PLANNING, GUIDING = Method("gdp", "gdp-finetune"), Method(PLAIN, "auto", plans=True), Method(GUIDED, "guided")
 
 
 def small_inputs(name: str) -> tuple[Graph, Cluster]:

@@ -57,13 +57,13 @@ def test_refinements_differ_from_the_incumbent_and_improve_a_bad_one() -> None:
 def test_a_short_budget_skips_slow_placers_and_says_so() -> None:
     """Only quick placers run when the clock is up at once; with simulations for a budget all run."""
     reduction = reduce(layered())
-    short = find(reduction, "auto", Clock(Budget(seconds=0.0)))
+    short = find(reduction, "guided", Clock(Budget(seconds=0.0)))
     assert {name for name, found in short.baselines.items() if found.status != "skipped"} == set(QUICK)
-    counted = find(reduction, "auto", Clock(Budget(simulations=100)))
+    counted = find(reduction, "guided", Clock(Budget(simulations=100)))
     assert "skipped" not in {found.status for found in counted.baselines.values()}
 
 
-@pytest.mark.parametrize("placer", ["auto", "portfolio"])
+@pytest.mark.parametrize("placer", ["auto", "guided"])
 def test_one_seed_gives_one_answer_on_any_number_of_threads(placer: str) -> None:
     reduction = reduce(layered(num_layers=12, num_devices=4))
     found = [
@@ -77,7 +77,7 @@ def test_progress_only_improves_and_counts_all_simulations() -> None:
     seen: list[tuple[tuple[int, int], int]] = []
     reduction = reduce(layered(num_layers=12, num_devices=4))
     clock = Clock(Budget(simulations=2000))
-    found = find(reduction, "auto", clock, on_progress=lambda best, count: seen.append((best.key, count)))
+    found = find(reduction, "guided", clock, on_progress=lambda best, count: seen.append((best.key, count)))
     assert [key for key, _ in seen] == sorted((key for key, _ in seen), reverse=True)
     assert [count for _, count in seen] == sorted(count for _, count in seen)
     assert found.best is not None

@@ -65,8 +65,8 @@ METHODS = (
     Method("gdp", "gdp-finetune", asks_policy=True),
     Method("gdp-one", "gdp-one"),
     Method("hdp", "hdp"),
-    Method(PLAIN, "portfolio", plans=True),
-    Method(GUIDED, "auto", asks_policy=True, plans=True),
+    Method(PLAIN, "auto", plans=True),
+    Method(GUIDED, "guided", asks_policy=True, plans=True),
 )
 
 

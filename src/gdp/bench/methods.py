@@ -84,7 +84,7 @@ def plain_search(cpu_seconds: float) -> Method:
     """
 
     def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        found = find(reduction, "portfolio", clock, seed=seed, num_threads=1)
+        found = find(reduction, "auto", clock, seed=seed, num_threads=1)
         return Outcome(found.best, found.simulations)
 
     return Method("search", run, Budget(seconds=cpu_seconds), counts_cpu=True)

@@ -1,9 +1,9 @@
-"""`auto`: classical placers, the policy's answer, then the search from all of them, guided by the policy.
+"""`auto`: classical placers, then the local search from all their answers in the time left.
 
-    single ... contiguous --> METIS ... --> zero-shot --> local search, guided by the policy --> the best of all
+    single ... contiguous --> METIS ... --> (zero-shot -->) local search (, guided by the policy) --> the best of all
 
-`portfolio` is the same without the policy. A placer takes seconds on a graph of 50,000 ops: with a small budget the
-slower ones are skipped, so that time is left for the search.
+`guided` asks the policy too. It is not the default, for on average it is no better (docs/results.md). A placer takes
+seconds on a graph of 50,000 ops: with a small budget the slower ones are skipped, so that time is left for the search.
 """
 
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ from gdp.policy.pretrained import read_constructor, read_policy
 from gdp.problem import Problem
 from gdp.simulate import Simulation, simulate
 
-SEARCHES = ("auto", "portfolio", "local-search", "exact")
-WITH_POLICY = ("auto", "gdp-zero-shot", "gdp-finetune")  # they ask a trained one
+SEARCHES = ("auto", "guided", "local-search", "exact")
+WITH_POLICY = ("guided", "gdp-zero-shot", "gdp-finetune")  # they ask a trained one
 LEARNED = ("gdp-zero-shot", "gdp-finetune", "gdp-one", "hdp")
 PLACERS = (*SEARCHES, *LEARNED, *CLASSICAL)
 FEW = ("single", "contiguous")  # classical placers that the local search starts from
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that a search always runs
 SLOW = ("m-etf", "m-sct", "metis")  # those that it runs if there is time
 POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.15  # of the time: for the policy at most; until no classical placer is begun
-SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that `auto` hands to the exact placer first, and its effort there
+SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that go to the exact placer first, and its effort there
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ def find(
         classical = ClassicalRuns(reduction.original, clock, seed, noise, on_progress)
         classical.run((placer,))
         return Found(classical.best, len(classical.candidates))
-    constructor = read_constructor(checkpoint) if placer == "auto" and reduction.problem.num_devices > 1 else None
+    constructor = read_constructor(checkpoint) if placer == "guided" and reduction.problem.num_devices > 1 else None
     return _search(
         reduction, clock, constructor,
         seed=seed, is_quick=placer == "local-search", bound_ns=bound_ns, noise=noise, num_threads=num_threads,
