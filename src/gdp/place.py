@@ -52,11 +52,12 @@ def place(
     """The best plan of `graph` on `cluster` that `placer` finds within `budget`.
 
     `auto` runs the classical placers, slow ones if there is time, and searches in the time left; it never answers worse
-    than the best of them, and never with a plan that does not fit where it found one that does. When nothing fits, the plan has the status
-    "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in simulations the same seed
-    gives the same plan. `pins`, `max_memory_bytes` and `reserve` are those of `Problem.build`; `robust` is the relative
-    deviation of the op times over which the step time is averaged while searching. `checkpoint` is the file of a policy
-    to use instead of the one that comes with gdp, by `guided` and the learned placers. `stop` ends the search early.
+    than the best of them, and never with a plan that does not fit where it found one that does. When nothing fits, the
+    plan has the status "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in
+    simulations the same seed gives the same plan. `pins`, `max_memory_bytes` and `reserve` are those of
+    `Problem.build`; `robust` is the relative deviation of the op times over which the step time is averaged while
+    searching. `checkpoint` is the file of a policy to use instead of the one that comes with gdp, by `guided` and the
+    learned placers. `stop` ends the search early.
     Raises InputError for arguments that make no sense.
     """
     if not 0 <= robust < 0.5:
