@@ -50,7 +50,8 @@ OnRow = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AblationConfig:
-    """What is trained, on what, and how it is asked; only the seed of `training` is replaced."""
+    """What is trained, on what, and how it is asked; the seed of `training` is replaced, and its learning rate by the
+    policy's."""
 
     parts: tuple[str, ...] = PARTS
     policy: SchedulerConfig = field(default_factory=partial(SchedulerConfig, network=True))

@@ -64,8 +64,8 @@ class SearchConfig:
     moves_per_refined: float = 4.0  # annealing moves that take as long as one of them
 
     def __post_init__(self) -> None:
-        shares = (self.guided, self.mating, self.following, self.weighted, self.start_share)
-        counts = (*self.levels, self.num_cycles, self.num_tried, self.num_elites)
+        shares = (self.guided, self.mating, self.following, self.weighted, self.start_share, *self.refining)
+        counts = (*self.levels, self.num_cycles, self.num_tried, self.num_elites, self.per_refinement)
         if not self.levels or min(counts) < 1 or self.hot < self.cold or self.cold <= 0:
             raise ValueError(f"{self}: counts of at least 1 and temperatures hot >= cold > 0 are expected")
         if min(shares) < 0 or max(shares) > 1:

@@ -16,7 +16,6 @@ from gdp.problem import Problem
 
 F64 = npt.NDArray[np.float64]
 
-
 _BOLD = 4  # one of so many is chosen by its bound alone: the guess at what fits can be wrong where memory decides all
 
 
