@@ -3,7 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-from gdp.capture.program import Layout, Program, Ref, Source, part_layout
+from gdp.capture.layouts import Layout, part_layout
+from gdp.capture.program import Program, Ref, Source
 from gdp.capture.torch_dispatch import Record, Recorder
 from gdp.graph import Graph, Op, Tensor
 

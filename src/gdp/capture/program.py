@@ -6,26 +6,19 @@ offset, where they are read. The memory of a value is safe to overwrite when the
 write-after-read tensors have put every earlier reader before it.
 """
 
-import threading
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from gdp.capture.layouts import Layout, empty, view_of
+from gdp.capture.routine import Routine
 from gdp.errors import InputError
 from gdp.graph import Graph
-
-
-class Layout(NamedTuple):
-    """Where a tensor lies in its memory, in elements of `dtype`."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +62,6 @@ class Replay:
     state: Mapping[str, Tensor]  # parameters and buffers after the step
 
 
-_default_generator_lock = threading.Lock()  # for operators that draw from PyTorch's global generator only
-
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """The executable side of a captured `Graph`: N ops and T tensors, numbered as there.
@@ -99,25 +89,54 @@ class Program:
         inputs: Mapping[int, Tensor],
         private: MutableMapping[int, Tensor],
         device: torch.device | None = None,
+        seed: int = 0,
     ) -> dict[int, Tensor]:
         """Execute `op` and return its tensors by number.
 
         inputs: the tensors that it consumes, by number; a part may be a view of its base or a contiguous copy.
         private: its device's optimizer state, by value; filled when first needed, then updated in place.
         device: where tensors created from nothing are to be; default: where they were at capture, on the CPU.
+        seed: added to the seeds of random numbers; `num_draws` more for every step gives each its own.
         """
-        memory = _Memory(self, device, {}, {})
-        for tensor in self.inputs_of[op]:
-            memory.add(tensor, inputs[tensor])
-        for value in self.private.get(op, ()):
-            if value not in private:
-                layout = self.layouts[value]
-                private[value] = torch.zeros_like(empty(layout, device))
-            memory.values[value] = private[value]
-        for call in self.calls[op]:
-            with torch.set_grad_enabled(call.is_grad_enabled):
-                memory.run(call)
-        return {tensor: memory.tensor(tensor) for tensor in self.outputs_of[op]}
+        return self.routine(op, device).run(inputs, private, seed)
+
+    def routine(self, op: int, device: torch.device | None = None) -> Routine:
+        """`op` made ready to run on `device`, as `run` does; kept for the next time."""
+        key = op, device
+        if key not in self._routines:
+            self._routines[key] = Routine(self, op, device)
+        return self._routines[key]
+
+    @cached_property
+    def _routines(self) -> dict[tuple[int, torch.device | None], Routine]:
+        return {}
+
+    @cached_property
+    def num_draws(self) -> int:
+        """How many calls draw random numbers: their seeds are below it."""
+        return max((call.seed for calls in self.calls for call in calls), default=-1) + 1
+
+    @cached_property
+    def result_tensors(self) -> frozenset[int]:
+        """The tensors that `results` reads the loss, outputs and gradients from."""
+        refs = [*self.outputs.values(), *self.gradients.values(), *([] if self.loss is None else [self.loss])]
+        values = {ref.value for ref in refs}
+        return frozenset(
+            tensor
+            for tensor, (value, part) in enumerate(zip(self.tensor_values, self.tensor_layouts, strict=True))
+            if value in values and part is None
+        )
+
+    def memory_for(self, tensor: int, device: torch.device | None = None) -> Tensor:
+        """Uninitialised memory on `device` for a copy of that tensor, as `run` takes it."""
+        part = self.tensor_layouts[tensor]
+        if part is None:
+            return empty(self.layouts[self.tensor_values[tensor]], device)
+        return torch.empty(part.size, dtype=part.dtype, device=device)
+
+    def ref_of(self, tensor: int) -> Ref:
+        """What a tensor with content is: a value, or a part of one."""
+        return Ref(self.tensor_values[tensor], self.tensor_layouts[tensor])
 
     def bind(
         self, state: nn.Module | Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -170,8 +189,8 @@ class Program:
 
     def parts(self, op: int, content: Tensor) -> dict[int, Tensor]:
         """The tensors, by number, of the source `op`, whose memory is `content`."""
-        memory = _Memory(self, None, {self.tensor_values[self.sources[op].tensor]: content}, {})
-        return {tensor: memory.tensor(tensor) for tensor in self.outputs_of[op]}
+        made = self.layouts[self.tensor_values[self.sources[op].tensor]]
+        return {tensor: view_of(content, made, self.tensor_layouts[tensor]) for tensor in self.outputs_of[op]}
 
     def results(self, held: Mapping[int, Tensor]) -> Replay:
         """What a step gave, from the tensors by number that `parts` and `run` made; more of them do no harm."""
@@ -195,58 +214,6 @@ class Program:
                 for name, view in source.views.items()
             },
         )
-
-
-@dataclass(slots=True)
-class _Memory:
-    """What one op has at hand while it runs: whole values, and parts of values that it was given without the rest."""
-
-    program: Program
-    device: torch.device | None
-    values: dict[int, Tensor]
-    parts: dict[int, list[tuple[Layout, Tensor]]]
-
-    def add(self, tensor: int, content: Tensor) -> None:
-        value, part = self.program.tensor_values[tensor], self.program.tensor_layouts[tensor]
-        if part is None:
-            self.values[value] = content
-        else:
-            self.parts.setdefault(value, []).append((part, content))
-
-    def tensor(self, tensor: int) -> Tensor:
-        value = self.program.tensor_values[tensor]
-        return view_of(self.values[value], self.program.layouts[value], self.program.tensor_layouts[tensor])
-
-    def run(self, call: Call) -> None:
-        args, kwargs = self._fill(call.args), {key: self._fill(value) for key, value in call.kwargs.items()}
-        if self.device is not None and "device" in kwargs:
-            kwargs["device"] = self.device
-        result = _seeded(call, args, kwargs, self.device) if call.seed >= 0 else call.func(*args, **kwargs)
-        for old, new in call.writes:
-            self.values[new] = self.values[old]
-        for value, tensor in zip(call.outputs, leaves(result), strict=True):
-            if value >= 0 and value not in self.values:
-                layout = self.program.layouts[value]
-                # kernels leave out what only a backward pass would read; nothing here reads it then
-                self.values[value] = empty(layout, self.device) if tensor is None else _as_recorded(tensor, layout)
-
-    def _fill(self, item: Any) -> Any:
-        if type(item) is Ref:
-            return self._read(item)
-        if type(item) is tuple or type(item) is list:
-            return type(item)([self._fill(part) for part in item])
-        return item.to(self.device) if isinstance(item, Tensor) and self.device is not None else item
-
-    def _read(self, ref: Ref) -> Tensor:
-        whole = self.values.get(ref.value)
-        if whole is not None:
-            return view_of(whole, self.program.layouts[ref.value], ref.layout)
-        assert ref.layout is not None, "the graph gives an op that reads a whole value the whole value"
-        key = part_layout(ref.layout)
-        part, content = next(entry for entry in self.parts[ref.value] if entry[0] == key)
-        if content.stride() == part.stride:
-            return content.as_strided(ref.layout.size, ref.layout.stride, content.storage_offset())
-        return content.as_strided(ref.layout.size, _compact_strides(ref.layout, part), content.storage_offset())
 
 
 def named_state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -282,79 +249,3 @@ def named_tensors(item: Any, name: str) -> Iterable[tuple[str, Tensor]]:
         children = enumerate(item)
     for key, child in children:
         yield from named_tensors(child, f"{name}.{key}" if name else str(key))
-
-
-def leaves(result: Any) -> list[Tensor | None]:
-    """The tensors of an operator's result, in order, with None for those it left out; numbers are passed over."""
-    if isinstance(result, (list, tuple)):
-        return [leaf for item in result for leaf in leaves(item)]
-    return [result] if result is None or isinstance(result, Tensor) else []
-
-
-def empty(layout: Layout, device: torch.device | None = None) -> Tensor:
-    """Uninitialised memory of this layout."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
-    memory = torch.empty(layout.offset + (span if 0 not in layout.size else 0), dtype=layout.dtype, device=device)
-    return memory.as_strided(layout.size, layout.stride, layout.offset)
-
-
-def view_of(whole: Tensor, made: Layout, view: Layout | None) -> Tensor:
-    """The part `view` of the memory of `whole`, which was made with the layout `made`; None is all of it."""
-    if view is None or view == made:
-        return whole
-    if view.dtype == whole.dtype:
-        return whole.as_strided(view.size, view.stride, view.offset + whole.storage_offset() - made.offset)
-    empty_view = torch.empty(0, dtype=view.dtype, device=whole.device)
-    return empty_view.set_(whole.untyped_storage(), view.offset, view.size, view.stride)
-
-
-def part_layout(view: Layout) -> Layout | None:
-    """The memory that `view` covers, in the fewest dimensions, outermost first; None if it overlaps itself.
-
-    Views of one part with different shapes (a chunk, the chunk split into heads) have the same `part_layout`.
-    """
-    strides = zip(view.stride, view.size, strict=True)
-    dims = sorted(((stride, size) for stride, size in strides if size != 1 and stride != 0), reverse=True)
-    merged: list[tuple[int, int]] = []
-    for stride, size in dims:
-        if merged and merged[-1][0] < stride * size:
-            return None
-        if merged and merged[-1][0] == stride * size:
-            merged[-1] = (stride, merged[-1][1] * size)
-        else:
-            merged.append((stride, size))
-    return Layout(tuple(size for _, size in merged), tuple(stride for stride, _ in merged), view.offset, view.dtype)
-
-
-def _compact_strides(view: Layout, part: Layout) -> tuple[int, ...]:
-    """The strides of `view` in a contiguous copy of the `part` that it covers."""
-    compact, step = {}, 1
-    for size, stride in zip(reversed(part.size), reversed(part.stride), strict=True):
-        compact[stride] = step
-        step *= size
-
-    def stride_in_copy(size: int, stride: int) -> int:
-        if size == 1 or stride == 0:
-            return 0 if stride == 0 else 1
-        unit = max(known for known in compact if known <= stride)
-        return stride // unit * compact[unit]
-
-    return tuple(stride_in_copy(size, stride) for size, stride in zip(view.size, view.stride, strict=True))
-
-
-def _as_recorded(tensor: Tensor, layout: Layout) -> Tensor:
-    """`tensor` in the layout that the capture saw, since views are made from it; other kernels may differ."""
-    if tensor.stride() == layout.stride or tuple(tensor.shape) != layout.size:
-        return tensor
-    return empty(layout, tensor.device).copy_(tensor)
-
-
-def _seeded(call: Call, args: Any, kwargs: dict[str, Any], device: torch.device | None) -> Any:
-    if any(argument.name == "generator" for argument in call.func._schema.arguments):
-        kwargs["generator"] = torch.Generator(device or "cpu").manual_seed(call.seed)
-        return call.func(*args, **kwargs)
-    kind = "cuda" if device is None or device.type == "cpu" else device.type
-    others = [] if device is None or device.type == "cpu" else [device]
-    with _default_generator_lock, torch.random.fork_rng(others, device_type=kind):
-        torch.manual_seed(call.seed)
-        return call.func(*args, **kwargs)

@@ -27,8 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from gdp.capture.bytes_accessed import bytes_accessed
 from gdp.capture.flops import FORMULA, UNKNOWN, count_flops
+from gdp.capture.layouts import Layout
 from gdp.capture.optimizers import Optimizer
-from gdp.capture.program import Call, Layout, Ref, leaves
+from gdp.capture.program import Call, Ref
+from gdp.capture.routine import leaves
 from gdp.capture.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
 from gdp.errors import InputError
 

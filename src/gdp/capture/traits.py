@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from gdp.capture.bytes_accessed import NO_BYTES
-from gdp.capture.program import leaves
+from gdp.capture.routine import leaves
 
 aten = torch.ops.aten
 

@@ -1,0 +1,144 @@
+"""Lanes: how one worker prepares its thread, hands tensors over and takes them, on a CPU or a CUDA device.
+
+CPU devices of one process share memory: a tensor is handed over as it is, and the write-after-read tensors of the graph
+keep it unchanged until its readers are done. A CUDA device computes on a stream of its own, and copies on one stream
+per destination; events order them, so that copies overlap computation:
+
+    compute   op -> event      op       op
+    copy               wait event -> copy -> event
+    receiver                                 wait event -> op
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdp.execute.targets import Target
+
+
+class Parcel(NamedTuple):
+    """A tensor on its way: its number, its content (None: a control tensor), and what it must wait for."""
+
+    tensor: int
+    content: Tensor | None
+    event: Any = None  # torch.cuda.Event
+
+
+MemoryFor = Callable[[int, torch.device], Tensor]
+"""Memory for a copy of that tensor on that device."""
+
+
+class CpuLane:
+    """A worker thread's own cores, on which kernels run to their end before the next begins."""
+
+    def __init__(self, target: Target, memory_for: MemoryFor) -> None:
+        self.target, self._memory_for = target, memory_for
+        self._streams: dict[torch.device, Any] = {}
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Pin this thread; kernels use as many threads as the device has cores."""
+        if self.target.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(threading.get_native_id(), self.target.cores)
+        torch.set_num_threads(self.target.num_threads)
+        yield
+
+    def pack(self, tensor: int, content: Tensor | None, to: torch.device) -> Parcel:
+        """What is handed to a worker of the device `to`."""
+        if content is None or to.type == "cpu":
+            return Parcel(tensor, content)
+        return _copy_on(_stream(self._streams, to, to), self._memory_for, tensor, content.pin_memory(), to)
+
+    def unpack(self, parcel: Parcel) -> Tensor | None:
+        """The content, ready to be read here."""
+        if parcel.event is not None:
+            parcel.event.synchronize()
+        return parcel.content
+
+    def now(self) -> Any:
+        """A moment in this device's time, for `times_ns`."""
+        return time.perf_counter_ns()
+
+    def times_ns(self, moments: list[Any]) -> list[int]:
+        """The moments in ns; the first is where this process's clock stood when the step began."""
+        return moments
+
+
+class CudaLane:
+    """A compute stream, and a copy stream for each device that is sent to."""
+
+    def __init__(self, target: Target, memory_for: MemoryFor) -> None:
+        self.target, self._memory_for = target, memory_for
+        self._compute = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+        self._streams: dict[torch.device, Any] = {}
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Launch this thread's kernels on the compute stream."""
+        with torch.cuda.device(self.target.device), torch.cuda.stream(self._compute):
+            yield
+
+    def pack(self, tensor: int, content: Tensor | None, to: torch.device) -> Parcel:
+        """As `CpuLane.pack`; the copy starts when what was launched so far is done."""
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self._compute)
+        if content is None or to == self.target.device:
+            return Parcel(tensor, content, done)
+        stream = _stream(self._streams, to, self.target.device)
+        stream.wait_event(done)
+        content.record_stream(stream)
+        return _copy_on(stream, self._memory_for, tensor, content, to)
+
+    def unpack(self, parcel: Parcel) -> Tensor | None:
+        """The content, to be read on the compute stream."""
+        if parcel.event is not None:
+            self._compute.wait_event(parcel.event)
+        if parcel.content is not None:
+            parcel.content.record_stream(self._compute)
+        return parcel.content
+
+    def now(self) -> Any:
+        """As `CpuLane.now`; kernels run later than they are launched."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._compute)
+        return time.perf_counter_ns(), event
+
+    def times_ns(self, moments: list[Any]) -> list[int]:
+        """As `CpuLane.times_ns`: the first event's moment is when it was recorded, since the stream was idle then."""
+        self._compute.synchronize()
+        if not moments:
+            return []
+        base_ns, base = moments[0]
+        return [base_ns + int(1e6 * base.elapsed_time(event)) for _, event in moments]
+
+
+Lane = CpuLane | CudaLane
+
+
+def lane_of(target: Target, memory_for: MemoryFor) -> Lane:
+    """The lane of a target."""
+    return CudaLane(target, memory_for) if target.device.type == "cuda" else CpuLane(target, memory_for)
+
+
+def _stream(streams: dict[torch.device, Any], to: torch.device, device: torch.device) -> Any:
+    if to not in streams:
+        streams[to] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return streams[to]
+
+
+def _copy_on(stream: Any, memory_for: MemoryFor, tensor: int, content: Tensor, to: torch.device) -> Parcel:
+    with torch.cuda.stream(stream):
+        copy = memory_for(tensor, to)
+        if to.type == "cpu":
+            pinned = copy.pin_memory()  # or the copy would hold up the thread that launches it
+            copy = pinned if pinned.stride() == copy.stride() else copy
+        copy.copy_(content, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+    return Parcel(tensor, copy, event)

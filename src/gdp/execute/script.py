@@ -1,0 +1,60 @@
+"""Script: what one device does in a step, op by op; made once from a program, a placement and an order.
+
+    await what other devices send -> run the op -> send what others need of it -> drop what nobody here needs any more
+
+docs/machine-model.md, sections 3 and 4, says what is sent where and when it is freed. Tensors without bytes are control
+dependencies; they are sent and awaited like all others, without content.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.capture import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One op on its device. Tensors are numbers of the graph's."""
+
+    op: int
+    awaited: tuple[int, ...]  # consumed first here, produced elsewhere
+    sends: tuple[tuple[int, int], ...]  # (device, tensor), in the order of the machine model
+    drops: tuple[int, ...]  # held no longer than this
+
+
+Script = tuple[Task, ...]
+
+
+def scripts(
+    program: Program, order: Sequence[npt.ArrayLike], retained: Collection[int] = frozenset()
+) -> tuple[Script, ...]:
+    """[D] the script of each device, whose ops `order` lists; kept and `retained` tensors stay on their producers'."""
+    graph = program.graph
+    device_of, position = {}, {}
+    lists: list[list[int]] = [np.asarray(ops, np.int64).tolist() for ops in order]
+    for device, ops in enumerate(lists):
+        for place, op in enumerate(ops):
+            device_of[op], position[op] = device, place
+    awaited: dict[int, list[int]] = defaultdict(list)
+    sends: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    drops: dict[int, list[int]] = defaultdict(list)
+    for tensor, producer in enumerate(graph.producers.tolist()):
+        home = device_of[producer]
+        consumers: dict[int, list[int]] = defaultdict(list)
+        for op in graph.consumers_of(tensor).tolist():
+            consumers[device_of[op]].append(op)
+        for device, ops in consumers.items():
+            ops.sort(key=position.__getitem__)
+            if device != home:
+                sends[producer].append((device, tensor))
+                awaited[ops[0]].append(tensor)
+                drops[ops[-1]].append(tensor)
+        if not graph.is_kept[tensor] and tensor not in retained:
+            drops[consumers[home][-1] if home in consumers else producer].append(tensor)
+    return tuple(
+        tuple(Task(op, tuple(awaited[op]), tuple(sorted(sends[op])), tuple(drops[op])) for op in ops) for ops in lists
+    )

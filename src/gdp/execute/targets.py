@@ -1,0 +1,71 @@
+"""Targets: the real devices that the devices of a plan stand for."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gdp.errors import InputError
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device of a plan and where it runs: pinned to processor cores, or on a GPU."""
+
+    name: str  # in the plan
+    device: torch.device
+    cores: tuple[int, ...] = ()  # of a CPU; () is not pinned
+
+    @property
+    def num_threads(self) -> int:
+        """Intra-op threads."""
+        return max(len(self.cores), 1)
+
+
+def find_targets(names: Sequence[str], on: Sequence[str] | None = None) -> tuple[Target, ...]:
+    """[D] where each device of a plan runs.
+
+    `on` says it for each device in turn: `cpu` (any core), `cpu:1` (that core), `cpu:0-3` (these), `cuda:0`. Without
+    it a device runs where its name says: `cpu1` on core 1, `cuda0` on GPU 0. InputError for what is not there.
+    """
+    if on is not None and len(on) != len(names):
+        raise InputError(f"--on names {len(on)} devices; the plan has {len(names)}: {', '.join(names)}")
+    places = [_place_of(name) for name in names] if on is None else [text.strip() for text in on]
+    return tuple(_target(name, place) for name, place in zip(names, places, strict=True))
+
+
+def available_cores() -> tuple[int, ...]:
+    """The processor cores that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def _place_of(name: str) -> str:
+    if match := re.fullmatch(r"(cpu|cuda|gpu)[-_:]?(\d+)", name):
+        return f"{'cpu' if match[1] == 'cpu' else 'cuda'}:{match[2]}"
+    raise InputError(
+        f"device {name!r} of the plan: nothing on this machine is called so; say where it runs, "
+        "as in --on cpu:0,cpu:1 or --on cpu:0,cuda:0"
+    )
+
+
+def _target(name: str, place: str) -> Target:
+    if place == "cpu":
+        return Target(name, CPU)
+    match = re.fullmatch(r"(cpu|cuda):(\d+)(?:-(\d+))?", place)
+    if match is None or (match[1] == "cuda" and match[3]):
+        raise InputError(f"--on {place!r}: cpu, cpu:1, cpu:0-3 or cuda:0 is expected")
+    first, last = int(match[2]), int(match[3] or match[2])
+    if match[1] == "cuda":
+        count = torch.cuda.device_count()
+        if first >= count:
+            raise InputError(f"device {name!r} of the plan: there is no {place} here, but {count} CUDA devices")
+        return Target(name, torch.device("cuda", first))
+    cores, here = tuple(range(first, last + 1)), available_cores()
+    if not cores or (here and not set(cores) <= set(here)):
+        listed = ", ".join(map(str, here))
+        raise InputError(f"device {name!r} of the plan: there is no {place} here; cores: {listed}; see --on")
+    return Target(name, CPU, cores)

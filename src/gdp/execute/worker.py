@@ -1,0 +1,152 @@
+"""Worker: carries out one device's script, step after step, on whatever mailbox connects it with the others."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gdp.capture import Program
+from gdp.execute.lanes import Lane
+from gdp.execute.script import Script
+
+
+class Mailbox(Protocol):
+    """How a worker hands tensors to others and gets theirs."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def send(self, tensor: int, content: Tensor | None, device: int) -> None:
+        """Hand a tensor to the worker of `device`; returns before it is there."""
+
+    def receive(self, tensor: int) -> Tensor | None:
+        """A tensor from elsewhere, waiting for it if need be."""
+
+    def finish(self) -> None:
+        """All that was sent is on its way out; what was held for it may go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What to do in a step."""
+
+    inputs: Mapping[int, Tensor]  # by tensor number: the step's inputs, on the CPU
+    seed: int  # added to those of the program's random numbers
+    script: Script
+    is_timed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRecord:
+    """What a device did in a step. Times in ns of this host's `time.perf_counter_ns`."""
+
+    held: Mapping[int, Tensor | None]  # by number: what its script did not drop
+    ops: tuple[int, ...] = ()
+    start_ns: tuple[int, ...] = ()
+    finish_ns: tuple[int, ...] = ()
+    wait_ns: tuple[int, ...] = ()  # how long each op waited for tensors from elsewhere before it started
+
+
+class Stopped(BaseException):
+    """A worker is to end, since another failed or the executor closes."""
+
+
+@dataclass(slots=True)
+class ExecutionError(Exception):
+    """An op, or a device, failed while a plan ran."""
+
+    device: str
+    what: str  # the op, or what the device was doing
+    cause: BaseException | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        Exception.__init__(self, str(self))
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Was there no memory left?"""
+        text = str(self.cause)
+        return isinstance(self.cause, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
+
+    def __str__(self) -> str:
+        remedy = self.note
+        if not remedy and self.is_out_of_memory:
+            remedy = "; place with --max-memory or --reserve, or a smaller batch"
+        elif not remedy and isinstance(self.cause, NotImplementedError):
+            remedy = "; pin the op to another device with --pin"
+        lines = " ".join(str(self.cause).split()) if self.cause is not None else ""
+        reason = "out of memory" if self.is_out_of_memory else lines[:200]
+        return f"device {self.device!r}: {self.what}{': ' if reason else ''}{reason}{remedy}"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One device: its parameters, buffers and optimizer state, and the ops that it runs.
+
+    `state` holds the memory of sources by tensor number, `private` optimizer state by value; both are on the device.
+    """
+
+    program: Program
+    lane: Lane
+    mailbox: Mailbox
+    stop: threading.Event
+    state: dict[int, Tensor] = field(default_factory=dict)
+    private: dict[int, Tensor] = field(default_factory=dict)
+
+    def load(self, content: Mapping[int, Tensor]) -> None:
+        """Put parameters and buffers, by tensor number, on the device; they are copied."""
+        for tensor, memory in content.items():
+            self.state[tensor] = self._on_device(tensor, memory)
+
+    def step(self, orders: Orders) -> DeviceRecord:
+        """Carry out a step. ExecutionError names the op that failed."""
+        program, mailbox, lane, clock = self.program, self.mailbox, self.lane, self.lane.now
+        device = None if lane.target.device.type == "cpu" else lane.target.device
+        held: dict[int, Tensor | None] = {}
+        moments: list[Any] = []
+        mailbox.begin()
+        clock_in = moments.append if orders.is_timed else _ignore
+        if orders.is_timed:
+            clock_in(clock())
+        for task in orders.script:
+            op = task.op
+            if self.stop.is_set():
+                raise Stopped
+            try:
+                for tensor in task.awaited:
+                    held[tensor] = mailbox.receive(tensor)
+                if orders.is_timed:
+                    clock_in(clock())
+                if (source := program.sources.get(op)) is not None:
+                    content = self.state.get(source.tensor)
+                    if content is None:
+                        content = self._on_device(source.tensor, orders.inputs[source.tensor])
+                    held.update(program.parts(op, content))
+                else:
+                    held.update(program.routine(op, device).run(held, self.private, orders.seed))  # type: ignore[arg-type]
+                for to, tensor in task.sends:
+                    mailbox.send(tensor, held.get(tensor), to)
+                for tensor in task.drops:
+                    held.pop(tensor, None)
+            except (RuntimeError, MemoryError, ValueError, TypeError, IndexError) as error:
+                raise ExecutionError(lane.target.name, f"op {program.graph.op_names[op]!r}", error) from error
+            if orders.is_timed:
+                clock_in(clock())
+        mailbox.finish()
+        if not orders.is_timed:
+            return DeviceRecord(held)
+        times_ns = lane.times_ns(moments)
+        starts, finishes = tuple(times_ns[1::2]), tuple(times_ns[2::2])
+        waits = tuple(start - before for start, before in zip(starts, times_ns[0::2], strict=False))
+        return DeviceRecord(held, tuple(task.op for task in orders.script), starts, finishes, waits)
+
+    def _on_device(self, tensor: int, memory: Tensor) -> Tensor:
+        return self.program.memory_for(tensor, self.lane.target.device).copy_(memory)
+
+
+def _ignore(_moment: object) -> None:
+    pass
