@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,9 +97,9 @@ def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pyte
     name = "rnnlm/l1-s30-h1024-b128"
     captured: list[str] = []
 
-    def capture(build: object, name: str, *_: object) -> sources.Model:
+    def capture(build: object, name: str, *_: object) -> SimpleNamespace:
         captured.append(name)
-        return sources.Model(tiny(), {}, is_captured=True)
+        return SimpleNamespace(graph=tiny(), coverage=SimpleNamespace(unknown={}))
 
     monkeypatch.setattr(sources, "_capture", capture)
     for _ in range(2):

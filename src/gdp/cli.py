@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gdp.cli_bench import bench_app
+from gdp.cli_run import run
 from gdp.cli_shared import (
     BudgetOption,
     CheckpointOption,
+    DevicesOption,
     JsonOption,
+    ModelArgument,
     ThreadsOption,
     fail,
     log,
@@ -40,13 +43,8 @@ app = typer.Typer(
 devices_app = typer.Typer(help="Built-in kinds of devices, and what a DEVICES text stands for.", rich_markup_mode=None)
 app.add_typer(devices_app, name="devices")
 app.add_typer(bench_app, name="bench")
+app.command()(run)
 
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A built-in workload, a gdp-graph file, or package.module:function.")
-]
-DevicesOption = Annotated[
-    str, typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, or a cluster file.")
-]
 PinOption = Annotated[list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Where matching ops go. Repeatable.")]
 MaxMemoryOption = Annotated[
     list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
@@ -98,8 +96,13 @@ def place(
     reserve: ReserveOption = "0%",
     robust: Annotated[str, typer.Option(metavar="SHARE", help="Score means over op times that vary by it.")] = "0%",
     microbatches: Annotated[int, typer.Option(metavar="M", help="Only 1 in this version.")] = 1,
+    times: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Op times that `gdp run --times` measured.")
+    ] = None,
     threads: ThreadsOption = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write plan.json and graph.json.gz there.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz and cluster.json there.")
+    ] = None,
     json: JsonOption = False,
 ) -> int:
     """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json."""
@@ -114,13 +117,15 @@ def place(
     constraints = _constraints(cluster, pin, max_memory, reserve)
     spread = options.parse_fraction(robust, "--robust")
     plan_path = (out or Path()) / "plan.json"
-    graph_path = None if out is None else out / "graph.json.gz"
-    for path in filter(None, (plan_path, graph_path)):
+    # a graph with measured times is nowhere else
+    graph_path = None if out is None and times is None else plan_path.with_name("graph.json.gz")
+    cluster_path = None if out is None else out / "cluster.json"
+    for path in filter(None, (plan_path, graph_path, cluster_path)):
         options.check_writable(path)
     _check_placers([placer])
     _check_checkpoint(checkpoint, [placer])
 
-    source = _read(model)
+    source = _read(model) if times is None else _read_timed(model, times, cluster)
     warm_up()
     graph = source.graph
     from gdp.cost import unused_names
@@ -148,6 +153,8 @@ def place(
             plan.save(plan_path)
             if graph_path is not None:
                 graph.save(graph_path)
+            if cluster_path is not None:
+                cluster.save(cluster_path)
         interrupted = stop.is_set()
     if json:
         print_json(documents.place_document(graph, cluster, plan, plan_path if status == OK else None))
@@ -377,6 +384,17 @@ def workloads(
             count = len(built_in.variant_names())
             print_text(f"\nMODEL may also be one of {count} smaller and larger variants: gdp workloads --variants")
     return OK
+
+
+def _read_timed(text: str, times: Path, cluster: "Cluster") -> "Model":
+    """MODEL with the measured times of its ops on the kinds of devices in `cluster`."""
+    from gdp.measured_times import MeasuredTimes
+    from gdp.report.progress import live
+    from gdp.sources import read_timed_model
+
+    known = MeasuredTimes(times)
+    with live(f"capturing {text}"):
+        return read_timed_model(text, known, [device.kind for device in cluster.devices])
 
 
 def _read(text: str, *, training: bool = True, optimizer: str = "adam") -> "Model":

@@ -11,6 +11,12 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A built-in workload, a gdp-graph file, or package.module:function.")
+]
+DevicesOption = Annotated[
+    str, typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, or a cluster file.")
+]
 BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
 CheckpointOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A policy of your own, for guided and learned placers.")

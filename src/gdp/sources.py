@@ -10,20 +10,28 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from gdp import files
 from gdp.devices import suggest
 from gdp.errors import InputError
 from gdp.graph import Graph
 
+if TYPE_CHECKING:
+    from gdp.capture import Capture
+    from gdp.measured_times import MeasuredTimes
+
 FORMAT, VERSION = "gdp-captured", 1
 OPTIMIZERS = ("adam", "sgd")
+
+
+Build = Callable[[], tuple[Any, ...]]
+"""Returns (module, args, kwargs)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,47 +49,16 @@ def read_model(text: str, *, training: bool = True, optimizer: str = "adam") -> 
     The function, looked for from the current directory on, returns (module, example_inputs) or (module, args, kwargs);
     it runs under fake tensors, so nothing is allocated. Raises InputError with the remedy for anything else.
     """
-    if optimizer not in OPTIMIZERS:
-        raise InputError(f"optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
-    if text.startswith("hf:"):
-        raise InputError(
-            f"{text}: this version reads no Transformers directories; "
-            "write a function that returns (model, args, kwargs) and give it as module:function"
-        )
-    if text.endswith(".onnx"):
-        raise InputError(f"{text}: this version reads no ONNX files; capture the PyTorch model as module:function")
-    if os.path.isfile(text) or text.endswith((".json", ".gz")):
+    _check_optimizer(optimizer)
+    if _is_graph_file(text):
         return Model(Graph.load(text), {}, is_captured=False)
-    if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
-        return _capture(_user_function(text), text, training, optimizer)
-    return _workload(text, training, optimizer)
-
-
-def load(text: str, *, training: bool = True, optimizer: str = "adam") -> Graph:
-    """The graph of MODEL alone; see `read_model`."""
-    return read_model(text, training=training, optimizer=optimizer).graph
-
-
-def _workload(name: str, training: bool, optimizer: str) -> Model:
-    from gdp import workloads
-
-    workload = workloads.find(name)
-    if workload is None:
-        if os.path.isdir(name):
-            raise InputError(f"{name}: is a directory; name a gdp-graph file")
-        if name.partition("/")[0] in workloads.family_names():
-            raise InputError(f"model {name!r}: no variant of that name; `gdp workloads --variants` lists them")
-        if os.sep in name:
-            raise InputError(f"{name}: no such file; check the path")
-        raise InputError(
-            f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz) or module:function; "
-            f"{suggest(name, workloads.names())}"
-        )
-    entry = _cache_entry(name, training, optimizer)
+    build = builder_of(text)
+    entry = None if ":" in text else _cache_entry(text, training, optimizer)
     if entry is not None and entry.is_file():
         with contextlib.suppress(InputError):  # damaged: captured anew below
             return _read_entry(entry)
-    model = _capture(workload.build, name, training, optimizer)
+    made = _capture(build, text, training, optimizer)
+    model = Model(made.graph, made.coverage.unknown, is_captured=True)
     if entry is not None:
         document = {
             "format": FORMAT,
@@ -94,12 +71,78 @@ def _workload(name: str, training: bool, optimizer: str) -> Model:
     return model
 
 
-def _capture(build: Callable[[], tuple[Any, ...]], name: str, training: bool, optimizer: str) -> Model:
+def read_capture(text: str, *, training: bool = True, optimizer: str = "adam") -> "Capture":
+    """As `read_model`, with the program that says what each op executes; InputError for a `gdp-graph` file."""
+    _check_optimizer(optimizer)
+    return _capture(builder_of(text), text, training, optimizer)
+
+
+def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[str]) -> Model:
+    """As `read_model`, of a training step, with what is known of its ops on these kinds of devices."""
+    from gdp.capture.signature import LIBRARY, signatures
+    from gdp.measured_times import with_measured_times
+
+    made = read_capture(text)
+    graph = with_measured_times(made.graph, signatures(made.program), times, device_kinds, LIBRARY)
+    return Model(graph, made.coverage.unknown, is_captured=True)
+
+
+def builder_of(text: str) -> Build:
+    """What builds the model that `text` names, with example inputs, on whatever device is the default.
+
+    InputError for a `gdp-graph` file, which has no model, and for what is unknown.
+    """
+    if _is_graph_file(text):
+        raise InputError(f"{text}: a gdp-graph file does not say what its ops execute; name the model itself")
+    if text.startswith("hf:"):
+        raise InputError(
+            f"{text}: this version reads no Transformers directories; "
+            "write a function that returns (model, args, kwargs) and give it as module:function"
+        )
+    if text.endswith(".onnx"):
+        raise InputError(f"{text}: this version reads no ONNX files; capture the PyTorch model as module:function")
+    if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
+        return _user_function(text)
+    return _workload(text)
+
+
+def load(text: str, *, training: bool = True, optimizer: str = "adam") -> Graph:
+    """The graph of MODEL alone; see `read_model`."""
+    return read_model(text, training=training, optimizer=optimizer).graph
+
+
+def _is_graph_file(text: str) -> bool:
+    return (os.path.isfile(text) and not text.endswith(".onnx")) or text.endswith((".json", ".gz"))
+
+
+def _check_optimizer(optimizer: str) -> None:
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
+
+
+def _workload(name: str) -> Build:
+    from gdp import workloads
+
+    workload = workloads.find(name)
+    if workload is not None:
+        return workload.build
+    if os.path.isdir(name):
+        raise InputError(f"{name}: is a directory; name a gdp-graph file")
+    if name.partition("/")[0] in workloads.family_names():
+        raise InputError(f"model {name!r}: no variant of that name; `gdp workloads --variants` lists them")
+    if os.sep in name:
+        raise InputError(f"{name}: no such file; check the path")
+    raise InputError(
+        f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz) or module:function; "
+        f"{suggest(name, workloads.names())}"
+    )
+
+
+def _capture(build: Build, name: str, training: bool, optimizer: str) -> "Capture":
     from gdp.capture import capture_fn
 
     with contextlib.redirect_stdout(sys.stderr), _without_tracebacks():  # what a model prints is no part of our answer
-        made = capture_fn(build, name=name, training=training, optimizer=cast(Literal["adam", "sgd"], optimizer))
-    return Model(made.graph, made.coverage.unknown, is_captured=True)
+        return capture_fn(build, name=name, training=training, optimizer=cast(Literal["adam", "sgd"], optimizer))
 
 
 # The cache
@@ -148,7 +191,7 @@ def _read_entry(path: Path) -> Model:
 # The user's functions
 
 
-def _user_function(text: str) -> Callable[[], tuple[Any, ...]]:
+def _user_function(text: str) -> Build:
     """The user's function, its answer put in order as (module, args, kwargs), its errors as one line."""
     module_name, _, path = text.partition(":")
     with _explained(text, f"module {module_name} cannot be imported"), _importable_here():

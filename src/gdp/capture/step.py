@@ -139,7 +139,7 @@ def _record(
         with mode, recorder, torch.set_grad_enabled(training), _explained(name, recorder):
             output = model(*args, **kwargs)
             if training:
-                value = _pick_loss(output, loss, name)
+                value = pick_loss(output, loss, name)
                 recorder.phase = "backward"
                 value.backward()  # type: ignore[no-untyped-call]
                 recorder.phase = "update"
@@ -165,7 +165,8 @@ def _record(
     return Capture(graph, program, coverage)
 
 
-def _pick_loss(output: Any, loss: Loss | None, name: str) -> Tensor:
+def pick_loss(output: Any, loss: Loss | None, name: str) -> Tensor:
+    """The loss that `capture` takes of a model's output; InputError, naming the model `name`, if there is none."""
     value = loss(output) if loss is not None else _default_loss(output, name)
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -21,6 +21,16 @@ class Target:
     cores: tuple[int, ...] = ()  # of a CPU; () is not pinned
 
     @property
+    def place(self) -> str:
+        """Where that is, in words: `core 1`, `cores 0-3`, `any core`, `cuda:0`."""
+        if self.device.type != "cpu":
+            return str(self.device)
+        if not self.cores:
+            return "any core"
+        first, last = self.cores[0], self.cores[-1]
+        return f"core {first}" if first == last else f"cores {first}-{last}"
+
+    @property
     def num_threads(self) -> int:
         """Intra-op threads."""
         return max(len(self.cores), 1)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from gdp.cluster import Cluster
 from gdp.compare import Comparison
+from gdp.cost import count_time_sources
 from gdp.devices import KINDS, LINKS
 from gdp.graph import Graph
 from gdp.plan import Plan
@@ -49,6 +50,7 @@ def place_report(
     yield from device_report(simulation)
     if unknown_costs:
         yield Text(_unknown(unknown_costs))
+    yield from _time_sources(graph, cluster)
     yield ""
     yield Text(f"Plan written to {plan_path}")
     yield Text(f"Next: {next_command}")
@@ -58,7 +60,7 @@ def device_report(simulation: Simulation) -> Iterator[RenderableType]:
     """A table of the devices, what limits the step, and devices that hold nothing."""
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
-    table = _table("device", "kind", ">busy", ">ops", ">peak memory", ">limit")
+    table = new_table("device", "kind", ">busy", ">ops", ">peak memory", ">limit")
     for number, device in enumerate(problem.cluster.devices):
         table.add_row(
             device.name,
@@ -97,7 +99,7 @@ def _bound_sentence(step_time_ns: int, bound_ns: int) -> str:
 def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
     """The table of `gdp compare`: medians over seeds, the best in bold."""
     best_ns = min((row.step_time_ns for row in comparison.rows if row.step_time_ns is not None), default=None)
-    table = _table(
+    table = new_table(
         "placer", "status", ">step time", ">best seed", ">worst seed", ">above bound", ">seconds", ">simulations"
     )
     for row in comparison.rows:
@@ -121,7 +123,7 @@ def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
 
 def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     """The devices of a cluster and its routes."""
-    devices = _table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch")
+    devices = new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch")
     for device in cluster.devices:
         devices.add_row(
             device.name,
@@ -135,7 +137,7 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     if cluster.num_devices == 1:
         return
     yield ""
-    routes = _table("from", "to", ">bandwidth", ">latency", "channels")
+    routes = new_table("from", "to", ">bandwidth", ">latency", "channels")
     for source, start in enumerate(cluster.devices):
         for target, end in enumerate(cluster.devices):
             if source != target:
@@ -147,7 +149,7 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
 
 def kinds_report() -> Iterator[RenderableType]:
     """The built-in kinds of devices and links."""
-    kinds = _table("kind", ">memory", ">float32", ">bandwidth", ">launch", "links")
+    kinds = new_table("kind", ">memory", ">float32", ">bandwidth", ">launch", "links")
     for name, kind in KINDS.items():
         kinds.add_row(
             name,
@@ -159,7 +161,7 @@ def kinds_report() -> Iterator[RenderableType]:
         )
     yield kinds
     yield ""
-    links = _table("link", ">bandwidth", ">latency")
+    links = new_table("link", ">bandwidth", ">latency")
     for link in LINKS.values():
         rate, latency = _digits(link.bytes_per_second / 1e9, 3), _digits(link.latency_ns / 1e3, 3)
         links.add_row(link.name, f"{rate} GB/s", f"{latency} us")
@@ -172,7 +174,7 @@ def rows_report(rows: Sequence[Mapping[str, object]]) -> Iterator[RenderableType
     """Any rows with the same keys as a table."""
     if rows:
         columns = list(rows[0])
-        table = _table(*(f">{name}" if isinstance(rows[0][name], int | float) else name for name in columns))
+        table = new_table(*(f">{name}" if isinstance(rows[0][name], int | float) else name for name in columns))
         for row in rows:
             table.add_row(*(_cell(row.get(name)) for name in columns))
         yield table
@@ -220,9 +222,21 @@ def _headline(plan: Plan) -> str:
     return f"Step time {format_ms(plan.step_time_ns)}" + (": " + ", ".join(against) if against else "")
 
 
+def _time_sources(graph: Graph, cluster: Cluster) -> Iterator[RenderableType]:
+    """How many op times were measured, if any, and how many are modelled."""
+    if not any(graph.times_ns):
+        return
+    counts = count_time_sources(graph, cluster)
+    for device, count in counts.items():
+        modelled, known = count["roofline"], count["measured"] + count["free"]
+        yield Text(
+            f"Op times on {device}: {known:,} of {graph.num_ops:,} measured or free, {modelled:,} by the roofline."
+        )
+
+
 def _baselines(plan: Plan) -> Table:
     assert plan.search is not None
-    table = _table("placer", "status", ">step time", ">of the plan's", ">seconds")
+    table = new_table("placer", "status", ">step time", ">of the plan's", ">seconds")
     step_ns = max(plan.step_time_ns, 1)
     table.add_row(plan.placer, "ok", format_ms(plan.step_time_ns), "1.000", f"{plan.search.seconds:.2f}", style="bold")
     baselines = sorted(
@@ -260,7 +274,7 @@ def _digits(value: float, num_digits: int) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
     """A table with these headings; `>` in front of a heading sets the column flush right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:

@@ -5,6 +5,7 @@ from typing import Any
 
 from gdp.cluster import Cluster
 from gdp.compare import Comparison
+from gdp.cost import count_time_sources
 from gdp.graph import Graph
 from gdp.plan import Plan
 from gdp.simulate import Simulation
@@ -53,6 +54,7 @@ def place_document(graph: Graph, cluster: Cluster, plan: Plan, path: Path | None
         "seconds": plan.search.seconds,
         "simulations": plan.search.simulations,
         "plan": None if path is None else str(path),
+        "op_times": count_time_sources(graph, cluster),
     }
 
 

@@ -1,0 +1,146 @@
+"""What `gdp run` prints: measured beside predicted."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from gdp.execute.arms import Arm
+from gdp.execute.equality import Equality
+from gdp.execute.prediction import OpPrediction, Prediction
+from gdp.execute.run import Run
+from gdp.report.console import format_ms, new_table
+
+
+def run_report(run: Run, times_path: str | None) -> Iterator[RenderableType]:
+    """The answer of `gdp run`."""
+    places = ", ".join(f"{target.name} ({target.place})" for target in run.targets)
+    yield Text(f"{run.graph.name}: {len(run.placed.step_ns)} steps on {places}")
+    yield Text(_headline(run), style="bold")
+    yield Text(f"{_equality(run.equality, run.reference)}")
+    yield ""
+    rows = new_table("", ">median", ">quartiles", ">predicted", ">error")
+    rows.add_row("plan", *_spread(run.placed), format_ms(run.plan.step_time_ns), f"{run.error:+.1%}")
+    if run.one_device is not None:
+        rows.add_row(f"all on {run.one_device_name}", *_spread(run.one_device), "-", "-")
+    yield rows
+    if run.prediction is None:
+        yield ""
+        yield Text("With --devices, the cluster that was placed for, predictions are compared op by op.")
+    else:
+        yield from _prediction(run.prediction)
+    if times_path is not None:
+        yield ""
+        yield Text(f"Measured op times are in {times_path}; use them with gdp place --times {times_path}")
+
+
+def run_document(run: Run) -> dict[str, Any]:
+    """What `gdp run --json` prints; times in ns."""
+    document: dict[str, Any] = {
+        "graph": run.graph.name,
+        "devices": [target.name for target in run.targets],
+        "places": [target.place for target in run.targets],
+        "steps": len(run.placed.step_ns),
+        "step_time_ns": run.placed.median_step_ns,
+        "step_time_quartiles_ns": list(run.placed.step_quartiles_ns),
+        "step_times_ns": run.placed.step_ns,
+        "predicted_step_time_ns": run.plan.step_time_ns,
+        "error": run.error,
+        "one_device": None,
+        "speedup": run.speedup,
+        "results": {
+            "equal": run.is_equal,
+            "reference": run.reference,
+            "tensors": run.equality.num_tensors,
+            "bit_equal_tensors": run.equality.num_equal,
+            "largest_relative_difference": run.equality.largest_difference,
+        },
+    }
+    if run.one_device is not None:
+        document["one_device"] = {
+            "device": run.one_device_name,
+            "step_time_ns": run.one_device.median_step_ns,
+            "step_time_quartiles_ns": list(run.one_device.step_quartiles_ns),
+            "step_times_ns": run.one_device.step_ns,
+        }
+    found = run.prediction
+    if found is not None:
+        document["prediction"] = {
+            "devices": [
+                {
+                    "name": row.name, "num_ops": row.num_ops, "predicted_busy_ns": row.predicted_busy_ns,
+                    "busy_ns": row.busy_ns, "wait_ns": row.wait_ns,
+                }
+                for row in found.devices
+            ],
+            "kinds": [_op_document(row) for row in found.kinds],
+            "ops": [_op_document(row) for row in found.ops],
+            "transfers": [
+                {
+                    "from": row.source, "to": row.destination, "num_tensors": row.num_tensors,
+                    "predicted_ns": row.predicted_ns, "measured_ns": row.measured_ns,
+                }
+                for row in found.hand_overs
+            ],
+        }  # fmt: skip
+    return document
+
+
+def _headline(run: Run) -> str:
+    text = f"Step time {format_ms(run.placed.median_step_ns)}, predicted {format_ms(run.plan.step_time_ns)}"
+    if run.speedup is None:
+        return f"{text}; on one device it does not fit"
+    return f"{text}; {run.speedup:.2f}x as fast as on {run.one_device_name} alone"
+
+
+def _equality(equality: Equality, reference: str) -> str:
+    num, equal = equality.num_tensors, equality.num_equal
+    if equality.is_exact:
+        return f"Loss, outputs, gradients and buffers ({num} tensors): bit for bit those of {reference}."
+    return (
+        f"{num - equal} of {num} result tensors differ from those of {reference}, "
+        f"by at most {equality.largest_difference:.1e} of their largest element ({equality.where})."
+    )
+
+
+def _spread(arm: Arm) -> tuple[str, str]:
+    low, high = arm.step_quartiles_ns
+    return format_ms(arm.median_step_ns), f"{format_ms(low)} to {format_ms(high)}"
+
+
+def _prediction(found: Prediction) -> Iterator[RenderableType]:
+    yield ""
+    rows = new_table("device", ">ops", ">busy, predicted", ">busy, measured", ">waiting")
+    for device in found.devices:
+        rows.add_row(
+            device.name, f"{device.num_ops:,}", format_ms(device.predicted_busy_ns), format_ms(device.busy_ns),
+            format_ms(device.wait_ns),
+        )  # fmt: skip
+    yield rows
+    if found.hand_overs:
+        yield ""
+        rows = new_table("transfer", ">awaited", ">predicted, median", ">measured, median")
+        for row in found.hand_overs:
+            rows.add_row(
+                f"{row.source} to {row.destination}", f"{row.num_tensors:,}", format_ms(row.predicted_ns),
+                format_ms(row.measured_ns),
+            )  # fmt: skip
+        yield rows
+    for title, listed in (("kinds of ops", found.kinds), ("ops", found.ops)):
+        yield ""
+        yield Text(f"What explains most of the error, {title}:")
+        rows = new_table("", ">ops", ">predicted", ">measured", ">difference")
+        for op in listed:
+            rows.add_row(op.name, f"{op.num_ops:,}", *_op_cells(op))
+        yield rows
+
+
+def _op_cells(op: OpPrediction) -> tuple[str, str, str]:
+    return format_ms(op.predicted_ns), format_ms(op.measured_ns), f"{op.error_ns / 1e6:+.3f} ms"
+
+
+def _op_document(op: OpPrediction) -> dict[str, Any]:
+    return {
+        "name": op.name, "num_ops": op.num_ops, "predicted_ns": op.predicted_ns, "measured_ns": op.measured_ns
+    }  # fmt: skip
