@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from gdp.compare import Comparison as Comparison
     from gdp.compare import compare as compare
     from gdp.errors import InputError as InputError
+    from gdp.execute.placed import Placed as Placed
+    from gdp.execute.placed import placed as placed
+    from gdp.execute.run import run as run
     from gdp.graph import Graph as Graph
     from gdp.graph import Op as Op
     from gdp.graph import Tensor as Tensor
@@ -46,6 +49,9 @@ _HOME = {
     "Comparison": "compare",
     "compare": "compare",
     "InputError": "errors",
+    "Placed": "execute.placed",
+    "placed": "execute.placed",
+    "run": "execute.run",
     "Graph": "graph",
     "Op": "graph",
     "Tensor": "graph",

@@ -145,27 +145,53 @@ class Program:
 
         InputError names what is missing or of another shape or type.
         """
-        given_state = dict(named_state(state)) if isinstance(state, nn.Module) else state
-        given_inputs = dict(named_inputs(args, kwargs))
-        bound: dict[int, Tensor] = {}
-        for source in self.sources.values():
-            made = self.layouts[self.tensor_values[source.tensor]]
-            memory = torch.zeros_like(empty(made))
-            for name, view in source.views.items():
-                given = source.constant
-                if given is None:
-                    given = (given_inputs if source.kind == "input" else given_state).get(name)
-                where = f"{source.kind} {name!r}"
-                if given is None:
-                    raise InputError(f"{where}: is missing; give the model's {source.kind}s as they were at capture")
-                if tuple(given.shape) != view.size or given.dtype != view.dtype:
-                    raise InputError(
-                        f"{where}: is {list(given.shape)} {given.dtype}; {list(view.size)} {view.dtype} was captured, "
-                        "give that or capture again"
-                    )
-                view_of(memory, made, view).copy_(given.detach())
-            bound[source.tensor] = memory
-        return bound
+        return self.bind_state(state) | self.bind_inputs(args, kwargs)
+
+    def bind_state(self, state: nn.Module | Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """As `bind`, parameters and buffers alone."""
+        given = dict(named_state(state)) if isinstance(state, nn.Module) else state
+        return {source.tensor: self._bind(source, given) for source in self.sources.values() if source.kind != "input"}
+
+    def bind_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
+        """As `bind`, inputs alone."""
+        given = dict(named_inputs(args, kwargs))
+        return {source.tensor: self._bind(source, given) for source in self.sources.values() if source.kind == "input"}
+
+    def _bind(self, source: Source, given: Mapping[str, Tensor]) -> Tensor:
+        made = self.layouts[self.tensor_values[source.tensor]]
+        memory = torch.zeros_like(empty(made))
+        for name, view in source.views.items():
+            tensor = given.get(name) if source.constant is None else source.constant
+            where = f"{source.kind} {name!r}"
+            if tensor is None:
+                raise InputError(f"{where}: is missing; give the model's {source.kind}s as they were at capture")
+            if tuple(tensor.shape) != view.size or tensor.dtype != view.dtype:
+                raise InputError(
+                    f"{where}: is {list(tensor.shape)} {tensor.dtype}; {list(view.size)} {view.dtype} was captured, "
+                    "give that or capture again"
+                )
+            view_of(memory, made, view).copy_(tensor.detach())
+        return memory
+
+    def state_by_name(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Parameters and buffers under each of their names, from tensors by number."""
+        return {
+            name: view_of(held[source.tensor], self.layouts[self.tensor_values[source.tensor]], view)
+            for source in self.sources.values()
+            if source.kind != "input"
+            for name, view in source.views.items()
+        }
+
+    def loss_of(self, held: Mapping[int, Tensor]) -> Tensor | None:
+        """The loss, from the tensors by number that the graph keeps."""
+        if self.loss is None:
+            return None
+        for tensor, content in held.items():
+            if self.tensor_values[tensor] == self.loss.value and self.graph.is_kept[tensor]:
+                if self.tensor_layouts[tensor] is not None:  # one element, whatever part it is
+                    return content.reshape(self.loss.layout.size if self.loss.layout is not None else ())
+                return view_of(content, self.layouts[self.loss.value], self.loss.layout)
+        raise AssertionError("the graph keeps the loss")
 
     def replay(
         self,
@@ -207,12 +233,7 @@ class Program:
             None if self.loss is None else read(self.loss),
             {name: read(ref) for name, ref in self.outputs.items()},
             {name: read(ref) for name, ref in self.gradients.items()},
-            {
-                name: read(Ref(self.tensor_values[source.tensor], view))
-                for source in self.sources.values()
-                if source.kind != "input"
-                for name, view in source.views.items()
-            },
+            self.state_by_name(held),
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gdp.capture import Program, Replay
+from gdp.capture.layouts import empty
 from gdp.execute.lanes import Lane, Parcel, lane_of
 from gdp.execute.script import Script, scripts
 from gdp.execute.targets import Target
@@ -130,12 +131,15 @@ class ThreadExecutor:
         for queue, script in zip(self._orders, chosen, strict=True):
             queue.put(Orders(inputs, seed, script, is_timed))
         records: list[DeviceRecord | None] = [None] * len(self.targets)
-        while None in records:
-            number, answer = self._next_answer()
-            if isinstance(answer, BaseException):
-                self.close()
-                raise answer
-            records[number] = answer
+        try:
+            while None in records:
+                number, answer = self._next_answer()
+                if isinstance(answer, BaseException):
+                    raise answer
+                records[number] = answer
+        except BaseException:  # also an interrupt: a step that is not whole cannot go on
+            self.close()
+            raise
         self.num_steps += 1
         return StepRecord(tuple(record for record in records if record), start_ns, time.perf_counter_ns())
 
@@ -146,6 +150,21 @@ class ThreadExecutor:
             held.update({tensor: content for tensor, content in device.held.items() if content is not None})
             held.update(worker.state)
         return self.program.results(held)
+
+    def loss(self, record: StepRecord) -> Tensor | None:
+        """The loss of a step, retained or not; a copy on its device."""
+        held = {tensor: content for device in record.devices for tensor, content in device.held.items()}
+        found = self.program.loss_of({tensor: content for tensor, content in held.items() if content is not None})
+        return None if found is None else found.clone()
+
+    def load_private(self, content: Mapping[int, Tensor]) -> None:
+        """Copy optimizer state, by value, to the devices of its parameters."""
+        for op, values in self.program.private.items():
+            worker = self._workers[self._home[op]]
+            for value in values:
+                if value in content:
+                    place = worker.lane.target.device
+                    worker.private[value] = empty(self.program.layouts[value], place).copy_(content[value])
 
     def state(self) -> dict[int, Tensor]:
         """Parameters and buffers now, by tensor number, where they are."""

@@ -1,0 +1,196 @@
+"""`gdp run` measures a plan beside one device, checks its results, and fails in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gdp import Cluster, Plan, Problem, simulate
+from gdp.capture import Replay, capture
+from gdp.cli import main
+from gdp.execute.arms import run_arms
+from gdp.execute.equality import compare, eager_step
+from gdp.execute.prediction import predict, rank_correlation
+from gdp.execute.targets import CPU, Target
+from gdp.measured_times import MeasuredTimes
+from tiny_models import TINY
+
+CLUSTER = """
+format: gdp-cluster
+version: 1
+name: two cores
+devices:
+  - {name: cpu0, kind: core, memory: 1GiB, flops: {float32: 1e11}, memory_bandwidth: 10GB/s, launch: 10us}
+  - {name: cpu1, kind: core, memory: 1GiB, flops: {float32: 1e11}, memory_bandwidth: 10GB/s, launch: 10us}
+links: [{from: "*", to: "*", bandwidth: 1e15, latency: 30us, channels: []}]
+"""
+MODEL = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(32, 32), nn.Dropout(dropout), nn.ReLU()) for _ in range(2))
+    def forward(self, x):
+        return (self.left(x) - self.right(x)).square().mean()
+def net():
+    return Net(0.0).eval(), (torch.randn(8, 32),)
+def dropping():
+    return Net(0.5), (torch.randn(8, 32),)
+def wide():
+    return Net(0.0).eval(), (torch.randn(9, 32),)
+"""
+ON = ["--on", "cpu,cpu"]  # also where there is one core only
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run_models.py").write_text(MODEL)
+    (tmp_path / "two.yaml").write_text(CLUSTER)
+    return tmp_path
+
+
+def place(model: str, *options: str) -> int:
+    return main(["place", model, "--devices", "two.yaml", "--budget", "50sims", "--out", "p", *options])
+
+
+def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*args, "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+@pytest.mark.parametrize(("model", "reference"), [("net", "PyTorch's own step"), ("dropping", "one device")])
+def test_place_run_and_place_again_with_what_was_measured(
+    here: Path, capsys: pytest.CaptureFixture[str], model: str, reference: str
+) -> None:
+    model = f"run_models:{model}"
+    assert place(model) == 0
+    plan = ["--plan", "p/plan.json", *ON, "--steps", "3"]
+    found = answer(capsys, "run", model, *plan, "--times", "times.db")
+    assert found["results"]["equal"]
+    assert reference in found["results"]["reference"]
+    assert found["results"]["bit_equal_tensors"] == found["results"]["tensors"] > 4
+    assert found["steps"] == len(found["step_times_ns"]) == len(found["one_device"]["step_times_ns"]) == 3
+    assert found["speedup"] == found["one_device"]["step_time_ns"] / found["step_time_ns"]
+    assert found["error"] == found["predicted_step_time_ns"] / found["step_time_ns"] - 1
+    devices = found["prediction"]["devices"]
+    assert sum(device["num_ops"] for device in devices) == len(Plan.load("p/plan.json").placement)
+
+    assert sum(MeasuredTimes("times.db").count().values()) > 0
+    placed = answer(
+        capsys, "place", model, "--devices", "two.yaml", "--budget", "50sims", "--out", "p", "--times", "times.db"
+    )
+    assert all(count["measured"] > 0 and not count["roofline"] for count in placed["op_times"].values())
+    again = answer(capsys, "run", model, *plan)
+    assert again["predicted_step_time_ns"] == placed["step_time_ns"]
+    assert main(["run", model, *plan]) == 0
+    text = capsys.readouterr().out
+    assert "bit for bit" in text
+    assert "What explains most of the error" in text
+    assert main(["simulate", "p/graph.json.gz", "--devices", "p/cluster.json", "--plan", "p/plan.json"]) == 0
+
+
+def test_without_its_cluster_a_plan_still_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert place("run_models:net") == 0
+    Path("p/cluster.json").unlink()
+    found = answer(capsys, "run", "run_models:net", "--plan", "p/plan.json", "--steps", "1", *ON)
+    assert "prediction" not in found
+    assert main(["run", "run_models:net", "--plan", "p/plan.json", "--times", "t.db", *ON]) == 2
+    assert "say them with --devices" in capsys.readouterr().err
+    assert not Path("t.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "run_models:wide"}, "is not the step of 'run_models:wide'"),
+        ({"model": "p/graph.json.gz"}, "does not say what its ops execute"),
+        ({"--plan": "absent.json"}, "no such file"),
+        ({"--on": "cpu"}, "--on names 1 devices; the plan has 2"),
+        ({"--on": "cpu,cuda:63"}, "there is no cuda:63 here"),
+        ({"--devices": "2xp100-pcie-16g"}, "place for this cluster anew"),
+        ({"--times": "run_models.py"}, "cannot be used as a file of measured times"),
+        ({"--optimizer": "adamw"}, "one of adam, sgd is expected"),
+        ({"--optimizer": "sgd"}, "--optimizer"),
+        ({"--steps": "0"}, "--steps"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str], message: str
+) -> None:
+    assert place("run_models:net") == 0
+    options = {"--plan": "p/plan.json", "--on": "cpu,cpu"} | change
+    model = options.pop("model", "run_models:net")
+    capsys.readouterr()
+    assert main(["run", model, *(word for pair in options.items() for word in pair)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = [line for line in printed.err.splitlines() if line.startswith("gdp: error")]
+    assert message in line
+
+
+def test_a_difference_is_found_and_named() -> None:
+    def replay(value: float) -> Replay:
+        return Replay(torch.tensor(1.0), {"": torch.tensor([2.0])}, {"w": torch.tensor([1.0, 4.0, value])}, {})
+
+    assert compare(replay(3.0), replay(3.0)).is_exact
+    found = compare(replay(3.5), replay(3.0))
+    assert (found.num_tensors, found.num_equal, found.where) == (3, 2, "'w' of the gradients")
+    assert found.largest_difference == 0.5 / 4
+    assert compare(replay(float("nan")), replay(float("nan"))).is_exact
+    assert not compare(replay(float("nan")), replay(3.0)).is_close(1.0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "inception", "dlrm", "t5"])
+def test_the_program_computes_what_pytorch_computes(name: str) -> None:
+    model, args, kwargs = TINY[name]()
+    for part in model.modules():
+        if hasattr(part, "fraction"):
+            part.fraction = 0.0
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    program = capture(model, args, kwargs, name=name).program
+    found = compare(program.replay(model, args, kwargs), eager_step(program, model, args, kwargs))
+    assert found.is_exact, found
+    assert found.num_tensors > len(dict(model.named_parameters()))
+
+
+def test_a_prediction_adds_up() -> None:
+    model, args, kwargs = TINY["gnmt"]()
+    found = capture(model, args, kwargs, name="gnmt")
+    cluster = Cluster.parse("2xp100-pcie-16g")
+    problem = Problem.build(found.graph, cluster)
+    groups = found.graph.groups
+    placement = np.arange(found.graph.num_ops) // 40 % 2
+    for group in set(groups[groups >= 0].tolist()):
+        placement[groups == group] = placement[groups == group][0]
+    simulation = simulate(problem, placement)
+    targets = [Target("a", CPU), Target("b", CPU)]
+    content = found.program.bind(model, args, kwargs)
+    arm = run_arms(found.program, content, {"plan": simulation.order}, targets, steps=4)["plan"]
+    made = predict(found.program, simulation, arm, num_listed=10**6)
+    assert made.predicted_step_ns == simulation.step_time_ns
+    assert made.measured_step_ns == arm.median_step_ns
+    for listed in (made.kinds, made.ops):
+        assert sum(row.predicted_ns for row in listed) == sum(device.predicted_busy_ns for device in made.devices)
+        assert sum(row.measured_ns for row in listed) == sum(device.busy_ns for device in made.devices)
+        assert sum(row.num_ops for row in listed) == found.graph.num_ops
+        errors = [abs(row.error_ns) for row in listed]
+        assert errors == sorted(errors, reverse=True)
+    assert {(row.source, row.destination) for row in made.hand_overs} <= {
+        (a.name, b.name) for a in cluster.devices for b in cluster.devices if a is not b
+    }
+    assert all(row.measured_ns >= 0 for row in made.hand_overs)
+
+
+def test_rank_correlation_looks_at_the_order_alone() -> None:
+    assert rank_correlation([1, 2, 3, 50], [10, 20, 21, 22]) == 1.0
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == -1.0

@@ -1,0 +1,315 @@
+"""A plan executed by worker threads computes what PyTorch computes, wherever its ops are, and fails in one line."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gdp
+from gdp import Cluster, InputError, Plan, Problem, simulate
+from gdp.capture import Capture, Replay, capture
+from gdp.execute.arms import on_one_device, run_arms
+from gdp.execute.script import scripts
+from gdp.execute.targets import CPU, Target, available_cores, find_targets
+from gdp.execute.threads import ThreadExecutor
+from gdp.execute.worker import ExecutionError
+from gdp.place import plan_of
+from gdp.simulate import Simulation
+from tiny_models import TINY
+
+CLUSTER = Cluster.parse("4xp100-pcie-16g")
+
+
+def randomly_placed(found: Capture, num_devices: int, seed: int) -> Simulation:
+    """The step with its ops on random devices, groups kept, each device's ops in the order of the machine model."""
+    random, groups = np.random.default_rng(seed), found.graph.groups
+    placement = random.integers(0, num_devices, found.graph.num_ops)
+    for group in set(groups[groups >= 0].tolist()):
+        placement[groups == group] = placement[groups == group][0]
+    return simulate(Problem.build(found.graph, CLUSTER), placement)
+
+
+def cpus(count: int = 4) -> list[Target]:
+    return [Target(f"cpu{number}", CPU) for number in range(count)]
+
+
+def assert_same(found: Replay, expected: Replay) -> None:
+    for kind in ("outputs", "gradients", "state"):
+        here, there = getattr(found, kind), getattr(expected, kind)
+        assert here.keys() == there.keys()
+        for name in here:
+            assert torch.equal(here[name], there[name]), f"{kind} {name}"
+    if expected.loss is not None:
+        assert torch.equal(found.loss, expected.loss)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_random_placements_give_the_bits_of_the_unplaced_step(name: str) -> None:
+    model, args, kwargs = TINY[name]()
+    found = capture(model, args, kwargs, name=name)
+    expected = found.program.replay(model, args, kwargs)
+    content = found.program.bind(model, args, kwargs)
+    for seed in range(3):
+        order = randomly_placed(found, seed + 2, seed).order
+        with ThreadExecutor(found.program, order, cpus()) as executor:
+            executor.load(content)
+            record = executor.step(content, retain=True)
+            assert_same(executor.results(record), expected)
+            assert torch.equal(executor.loss(record), expected.loss)
+
+
+@pytest.mark.parametrize("name", ["gnmt", "inception", "dlrm"])
+def test_inference_gives_the_bits_of_pytorch(name: str) -> None:
+    model, args, kwargs = TINY[name]()
+    model.eval()
+    found = capture(model, args, kwargs, name=name, training=False)
+    with torch.no_grad():
+        expected = model(*args, **kwargs)
+    content = found.program.bind(model, args, kwargs)
+    with ThreadExecutor(found.program, randomly_placed(found, 3, 0).order, cpus()) as executor:
+        executor.load(content)
+        (output,) = executor.results(executor.step(content, retain=True)).outputs.values()
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("name", ["rnnlm", "transformer_xl", "amoebanet"])
+def test_on_one_device_a_script_holds_what_the_machine_model_counts(name: str) -> None:
+    model, args, kwargs = TINY[name]()
+    graph = (found := capture(model, args, kwargs, name=name)).graph
+    simulation = simulate(Problem.build(graph, CLUSTER), np.zeros(graph.num_ops, np.int64))
+    script, *others = scripts(found.program, simulation.order)
+    own = np.where(graph.is_resident | (graph.view_of >= 0), 0, graph.tensor_bytes)
+    outputs: dict[int, list[int]] = {}
+    for tensor, producer in enumerate(graph.producers.tolist()):
+        outputs.setdefault(producer, []).append(tensor)
+    num_users = np.zeros(graph.num_tensors, np.int64)  # of a base: itself and its views
+    held = peak = int(graph.resident_bytes.sum())
+    for task in script:
+        for tensor in outputs.get(task.op, []):
+            num_users[tensor if graph.view_of[tensor] < 0 else graph.view_of[tensor]] += 1
+            held += int(own[tensor])
+        peak = max(peak, held)
+        for tensor in task.drops:
+            base = tensor if graph.view_of[tensor] < 0 else int(graph.view_of[tensor])
+            num_users[base] -= 1
+            held -= 0 if num_users[base] else int(own[base])
+    assert not any(others)
+    assert peak == simulation.peak_memory_bytes[0]
+
+
+def test_a_script_awaits_sends_and_drops_each_tensor_once() -> None:
+    model, args, kwargs = TINY["gnmt"]()
+    found = capture(model, args, kwargs, name="gnmt")
+    simulation = randomly_placed(found, 4, 1)
+    made = scripts(found.program, simulation.order)
+    sent = sorted((tensor, to) for script in made for task in script for to, tensor in task.sends)
+    awaited = sorted(
+        (tensor, device) for device, script in enumerate(made) for task in script for tensor in task.awaited
+    )
+    transfers = zip(simulation.transfer_tensors.tolist(), simulation.transfer_destinations.tolist(), strict=True)
+    assert sent == awaited == sorted(transfers)
+    dropped = sorted(tensor for script in made for task in script for tensor in task.drops)
+    kept = found.graph.is_kept
+    assert dropped == sorted(np.flatnonzero(~kept).tolist() + [tensor for tensor, _ in sent])
+
+
+class Net(nn.Module):
+    """Two towers with running statistics, and dropout if asked."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        self.right = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.left(x) - self.right(x)).square().mean()
+
+
+def plan_of_net(dropout: float = 0.0, seed: int = 0, num_devices: int = 3) -> Plan:
+    found = capture(Net(dropout), (torch.zeros(5, 6),), name="net")
+    cluster = Cluster.parse(f"{num_devices}xp100-pcie-16g")
+    simulation = randomly_placed(found, num_devices, seed)
+    return plan_of(simulate(Problem.build(found.graph, cluster), simulation.placement), 0, "random", 0)
+
+
+def batches(count: int) -> list[Tensor]:
+    torch.manual_seed(7)
+    return [torch.randn(5, 6) for _ in range(count)]
+
+
+def eager_losses(model: nn.Module, count: int, learning_rate: float = 1e-3) -> list[Tensor]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, fused=True)
+    losses = []
+    for batch in batches(count):
+        optimizer.zero_grad()
+        loss = model(batch)
+        losses.append(loss.detach())
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def test_twenty_placed_steps_are_the_bits_of_twenty_unplaced_ones() -> None:
+    torch.manual_seed(0)
+    model, alone = Net(), Net()
+    alone.load_state_dict(model.state_dict())
+    expected = eager_losses(alone, 20, 0.01)
+    with gdp.placed(model, plan_of_net(), on=["cpu"] * 3, learning_rate=0.01) as trained:
+        losses = [trained(batch) for batch in batches(20)]
+        state = trained.state_dict()
+    assert [float(loss) for loss in losses] == [float(loss) for loss in expected]
+    assert state.keys() == alone.state_dict().keys()
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+        assert torch.equal(model.state_dict()[name], tensor), f"{name} after close"
+
+
+def test_training_goes_on_from_saved_state_as_if_it_had_not_stopped() -> None:
+    torch.manual_seed(0)
+    model, plan = Net(), plan_of_net(seed=1)
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with gdp.placed(model, plan, on=["cpu"] * 3) as trained:
+        losses = [trained(batch) for batch in batches(8)]
+    other = Net()
+    other.load_state_dict(first)
+    with gdp.placed(other, plan, on=["cpu"] * 3) as trained:
+        for batch in batches(4):
+            trained(batch)
+        saved, optimizer = trained.state_dict(), trained.optimizer_state_dict()
+    with gdp.placed(Net(), plan_of_net(seed=2), on=["cpu"] * 3) as trained:
+        trained(batches(1)[0])
+        trained.load_state_dict(saved)
+        trained.load_optimizer_state_dict(optimizer)
+        again = [trained(batch) for batch in batches(8)[4:]]
+    assert list(map(float, again)) == list(map(float, losses[4:]))
+
+
+def test_dropout_differs_from_step_to_step_but_not_from_placement_to_placement() -> None:
+    torch.manual_seed(0)
+    model = Net(0.5)
+    runs = []
+    for seed in range(2):
+        with gdp.placed(Net(0.5), plan_of_net(0.5, seed), on=["cpu"] * 3) as trained:
+            trained.load_state_dict(model.state_dict())
+            same = batches(1)[0]
+            runs.append([float(trained(same)) for _ in range(4)])
+    assert runs[0] == runs[1]
+    with gdp.placed(Net(0.5), plan_of_net(0.5), on=["cpu"] * 3, learning_rate=1e-30) as trained:
+        losses = {float(trained(batches(1)[0])) for _ in range(4)}
+    assert len(losses) == 4
+
+
+def test_a_plan_of_another_step_is_refused() -> None:
+    with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained, pytest.raises(InputError, match="place it anew"):
+        trained(torch.zeros(4, 6))
+    trained = gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, optimizer="sgd")
+    with pytest.raises(InputError, match="--optimizer"):
+        trained(torch.zeros(5, 6))
+
+
+@pytest.mark.parametrize(
+    ("names", "on", "message"),
+    [
+        (["p100-0"], None, "say where it runs"),
+        (["cpu0", "cpu1"], ["cpu:0"], "--on names 1 devices; the plan has 2"),
+        (["cpu4096"], None, "there is no cpu:4096 here"),
+        (["cuda99"], None, "there is no cuda:99 here"),
+        (["a"], ["tpu:0"], "cpu, cpu:1, cpu:0-3 or cuda:0 is expected"),
+        (["a"], ["cpu:3-1"], "there is no cpu:3-1 here"),
+    ],
+)
+def test_devices_that_are_not_there_are_named(names: list[str], on: list[str] | None, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        find_targets(names, on)
+
+
+def test_devices_run_where_their_names_say() -> None:
+    core = available_cores()[0]
+    (target,) = find_targets([f"cpu{core}"])
+    assert (target.device, target.cores, target.num_threads, target.place) == (CPU, (core,), 1, f"core {core}")
+
+
+class Wide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * torch.ones(2**44, dtype=torch.float64).sum()
+
+
+@torch.library.custom_op("gdp_tests::fails", mutates_args=())
+def fails(x: Tensor) -> Tensor:
+    raise ValueError("the kernel\nfailed")
+
+
+@fails.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+torch.library.define("gdp_tests::has_no_kernel", "(Tensor x) -> Tensor")
+torch.library.register_fake("gdp_tests::has_no_kernel", lambda x: torch.empty_like(x))
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x + 1).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "message", "is_out_of_memory"),
+    [
+        (Wide(), "device 'cpu1': op 'ones_0': out of memory; place with --max-memory", True),
+        (Calls(lambda x: fails(x)), "device 'cpu1': op 'function.fails_0': the kernel failed", False),
+        (Calls(lambda x: torch.ops.gdp_tests.has_no_kernel(x)), "pin the op to another device with --pin", False),
+    ],
+    ids=["memory", "kernel", "no kernel"],
+)
+def test_an_op_that_fails_ends_the_step_on_all_devices(model: nn.Module, message: str, is_out_of_memory: bool) -> None:
+    found = capture(model, (torch.ones(3),), name="bad", training=False)
+    simulation = simulate(Problem.build(found.graph, CLUSTER), np.ones(found.graph.num_ops, np.int64))
+    content = found.program.bind(model, (torch.ones(3),), {})
+    with ThreadExecutor(found.program, simulation.order, cpus()) as executor:
+        with pytest.raises(ExecutionError) as raised:
+            executor.step(content)
+        assert message.replace("function.", "") in str(raised.value).replace("function.", "")
+        assert "\n" not in str(raised.value)
+        assert raised.value.is_out_of_memory == is_out_of_memory
+        with pytest.raises(ExecutionError, match="closed"):
+            executor.step(content)
+
+
+def test_arms_are_measured_in_turn_and_every_op_is_timed() -> None:
+    model, args, kwargs = TINY["transformer_xl"]()
+    found = capture(model, args, kwargs, name="txl")
+    simulation = randomly_placed(found, 2, 0)
+    num_ops = found.graph.num_ops
+    orders = {"placed": simulation.order[:2], "alone": on_one_device(num_ops, 1, 2)}
+    threads_before = torch.get_num_threads()
+    arms = run_arms(found.program, found.program.bind(model, args, kwargs), orders, cpus(2), steps=3)
+    assert torch.get_num_threads() == threads_before
+    for arm in arms.values():
+        assert len(arm.step_ns) == 3
+        for step_ns, op_ns in zip(arm.step_ns, arm.op_ns, strict=True):
+            assert (op_ns > 0).all()
+            assert op_ns.sum() <= 2 * step_ns
+    starts = {name: [record.start_ns for record in arm.records] for name, arm in arms.items()}
+    assert all(a < b for a, b in zip(starts["placed"], starts["alone"], strict=True))
+    assert arms["alone"].records[0].devices[0].ops == ()
+
+
+def test_no_thread_outlives_its_executor() -> None:
+    model, args, kwargs = TINY["vit"]()
+    found = capture(model, args, kwargs, name="vit")
+
+    def workers() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdp-")]
+
+    with ThreadExecutor(found.program, on_one_device(found.graph.num_ops, 0, 2), cpus(2)):
+        assert workers() == ["gdp-cpu0", "gdp-cpu1"]
+    assert workers() == []
