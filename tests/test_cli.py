@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,7 +239,8 @@ def test_workloads_lists_the_built_in_models(run: Run) -> None:
 def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing PyTorch takes longer than placing a small graph: a graph that is kept needs no model."""
     kept = replace(two_chains(), name="rnnlm-2")
-    monkeypatch.setattr(sources, "_capture", lambda *_: sources.Model(kept, {}, is_captured=True))
+    made = SimpleNamespace(graph=kept, coverage=SimpleNamespace(unknown={}))
+    monkeypatch.setattr(sources, "_capture", lambda *_: made)
     sources.read_model("rnnlm-2")
     commands = [
         ["workloads"], ["devices", "list"], ["place", "rnnlm-2", "--devices", DEVICES, "--budget", "100sims"],

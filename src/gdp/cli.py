@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gdp.cli_bench import bench_app
+from gdp.cli_devices import devices_app
 from gdp.cli_run import run
 from gdp.cli_shared import (
     BudgetOption,
@@ -40,7 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-devices_app = typer.Typer(help="Built-in kinds of devices, and what a DEVICES text stands for.", rich_markup_mode=None)
 app.add_typer(devices_app, name="devices")
 app.add_typer(bench_app, name="bench")
 app.command()(run)
@@ -330,33 +330,6 @@ def train(
     elif trained.is_first:
         print_text(trained.to_text())
     return INTERRUPTED if trained.interrupted else OK
-
-
-@devices_app.command("list")
-def devices_list() -> int:
-    """The built-in kinds of devices and links."""
-    from gdp.report import console
-
-    show(console.kinds_report())
-    return OK
-
-
-@devices_app.command("show")
-def devices_show(
-    devices: Annotated[str, typer.Argument(metavar="DEVICES")],
-    json: Annotated[bool, typer.Option("--json", help="Print it as a gdp-cluster document.")] = False,
-) -> int:
-    """The devices and routes that DEVICES stands for."""
-    from gdp.cluster import Cluster
-
-    cluster = Cluster.parse(devices)
-    if json:
-        print_json(cluster.to_document())
-    else:
-        from gdp.report import console
-
-        show(console.cluster_report(cluster))
-    return OK
 
 
 @app.command()

@@ -1,0 +1,191 @@
+"""Calibration: what is here is found by its name, figures are those of this machine, and their file is a cluster."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gdp.cli import main
+from gdp.cluster import Cluster
+from gdp.execute import calibration, local_devices
+from gdp.execute.calibration import BY_REFERENCE_BYTES_PER_SECOND, calibrate
+from gdp.execute.lanes import lane_of
+from gdp.execute.local_devices import LocalDevice, detect_local, host_memory_bytes
+from gdp.execute.targets import available_cores, find_targets
+
+US, MS = 1_000, 1_000_000
+NO_GPU = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="cores are one device where there is a GPU")
+
+
+# what is here
+
+
+@NO_GPU
+def test_a_plan_for_the_local_devices_finds_its_targets_by_their_names() -> None:
+    devices = detect_local()
+    assert find_targets([device.name for device in devices]) == tuple(device.target for device in devices)
+    assert [device.target.cores for device in devices] == [(core,) for core in available_cores()[:16]]
+    assert len({device.kind for device in devices}) == 1
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*-1core", devices[0].kind)
+    assert 0 < sum(device.memory_bytes for device in devices) <= host_memory_bytes()
+
+
+def test_beside_gpus_all_consecutive_cores_are_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ["NVIDIA H100 80GB HBM3", "NVIDIA L4"][number])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=number + 5))
+    monkeypatch.setattr(local_devices, "available_cores", lambda: (0, 2, 3, 4, 7))
+    *gpus, cpu = detect_local()
+    assert gpus == [
+        LocalDevice("cuda0", "nvidia-h100-80gb-hbm3", 5, "cuda:0"), LocalDevice("cuda1", "nvidia-l4", 6, "cuda:1"),
+    ]  # fmt: skip
+    assert find_targets(["cuda0", "cuda1"]) == tuple(gpu.target for gpu in gpus)
+    assert (cpu.name, cpu.place, cpu.memory_bytes) == ("cpu0", "cpu:2-4", host_memory_bytes())
+    assert cpu.kind.endswith("-3core")
+
+
+def test_memory_is_limited_by_the_control_groups_that_this_process_is_in(tmp_path: Path) -> None:
+    for name, text in {
+        "proc/self/cgroup": "5:memory:/jobs/job\n1:cpu,cpuacct:/\n0::/slice/unit\n",
+        "sys/fs/cgroup/memory/jobs/memory.limit_in_bytes": "7000\n",
+        "sys/fs/cgroup/slice/memory.max": "9000\n",
+        "sys/fs/cgroup/slice/unit/memory.max": "max\n",
+        "sys/fs/cgroup/other/memory.max": "1\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert sorted(local_devices._memory_limits(tmp_path)) == [7000, 9000]
+    assert list(local_devices._memory_limits(tmp_path / "elsewhere")) == []
+
+
+# figures
+
+
+@NO_GPU
+def test_measured_devices_have_sane_figures_and_their_file_gives_the_same_cluster(tmp_path: Path) -> None:
+    devices, said, num_threads = detect_local()[:2], list[str](), torch.get_num_threads()
+    found = calibrate(devices, quick=True, on_progress=said.append)
+    cluster = found.cluster
+    assert torch.get_num_threads() == num_threads
+    for name in ("local.yaml", "local.json"):
+        cluster.save(tmp_path / name)
+        assert Cluster.load(tmp_path / name).fingerprint == cluster.fingerprint
+    for local, device in zip(devices, cluster.devices, strict=True):
+        assert (device.name, device.kind, device.memory_bytes) == (local.name, local.kind, local.memory_bytes)
+        assert US <= device.launch_ns <= MS
+        assert 1e9 < device.flops_per_second["float32"] < 1e14  # a core: 1 GFLOP/s is no SIMD, 100 TFLOP/s none has
+        assert 1e8 < device.memory_bytes_per_second < 1e13
+        assert found.alone[device.name].keys() == {"float32", "memory_bandwidth", "launch"}
+        assert all(0.05 < factor < 20 for factor in found.alone[device.name].values())
+        assert any(f"{device.name} alone" in text for text in said)
+    if len(devices) == 2:
+        for pair in ((0, 1), (1, 0)):
+            route = cluster.route(*pair)
+            assert US <= route.latency_ns <= 10 * MS
+            assert (route.bytes_per_second, route.channels) == (BY_REFERENCE_BYTES_PER_SECOND, ())
+        assert any("by reference" in note for note in found.notes)
+
+
+def test_work_that_a_device_cannot_do_is_none_and_a_mistake_is_raised_not_waited_for() -> None:
+    lane = lane_of(find_targets(["any"], ["cpu"])[0], calibration._copy_memory)
+    time_ns = 5
+
+    def fails(error: Exception) -> Callable[[], calibration.Once]:
+        def prepare() -> calibration.Once:
+            raise error
+
+        return prepare
+
+    jobs = [(lane, lambda: lambda: time_ns), (lane, fails(NotImplementedError("no kernel")))]
+    assert calibration._together(jobs, 0.01) == [5, None]
+    with pytest.raises(KeyError, match="mistake"):
+        calibration._together([*jobs, (lane, fails(KeyError("mistake")))], 0.01)
+
+
+def test_a_copy_rate_is_the_slope_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 us and 0.1 ns a byte: 10 GB/s, whatever a copy costs to begin with."""
+    monkeypatch.setattr(calibration, "_copy", lambda _source, _target, num_bytes: num_bytes)
+    monkeypatch.setattr(calibration, "_alone", lambda num_bytes, *_: 20 * US + num_bytes / 10)
+    target = find_targets(["any"], ["cpu"])[0]
+    assert calibration._copy_rate(target, target, calibration._QUICK) == pytest.approx(10**10)
+    monkeypatch.setattr(calibration, "_alone", lambda *_: 20 * US)  # nothing is copied
+    assert calibration._copy_rate(target, target, calibration._QUICK) == BY_REFERENCE_BYTES_PER_SECOND
+
+
+def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bus into b that two routes share; a copy into c is slowed down by one into b, but does not slow it down."""
+    routes = [(0, 1), (2, 1), (0, 2)]
+
+    def together(jobs: list[tuple[int, int]], _seconds: float) -> list[float]:
+        return [2.0 if all(job[1] == 1 for job in jobs) or job == (0, 2) else 1.1 for job in jobs]
+
+    monkeypatch.setattr(calibration, "_copy", lambda source, target, _size: (source, target))
+    monkeypatch.setattr(calibration, "_alone", lambda *_: 1.0)
+    monkeypatch.setattr(calibration, "_together", together)
+    rivals = calibration._rivals(range(3), routes, calibration._QUICK, str)  # type: ignore[arg-type]
+    assert rivals == {frozenset({(0, 1), (2, 1)})}
+    assert calibration._channels("abc", routes, rivals) == {(0, 1): ("b.in",), (2, 1): ("b.in",), (0, 2): ("a->c",)}
+    # a route that is the rival of two which are no rivals of each other has a channel with each
+    rivals = {frozenset({(0, 1), (0, 2)}), frozenset({(0, 1), (2, 1)})}
+    channels = {(0, 1): ("a.out", "b.in"), (0, 2): ("a.out",), (2, 1): ("b.in",)}
+    assert calibration._channels("abc", routes, rivals) == channels
+
+
+# the command line
+
+
+def test_detect_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["devices", "detect", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    devices = [
+        {"name": device.name, "kind": device.kind, "memory_bytes": device.memory_bytes, "on": device.place}
+        for device in detect_local()
+    ]
+    assert answer == {
+        "devices": devices, "torch": torch.__version__, "cuda": torch.version.cuda, "cores": list(available_cores()),
+    }  # fmt: skip
+    assert main(["devices", "detect"]) == 0
+    assert devices[0]["kind"] in capsys.readouterr().out
+
+
+@NO_GPU
+def test_measure_writes_a_cluster_that_devices_show_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, path = detect_local()[0].name, tmp_path / "new" / "local.yaml"
+    assert main(["devices", "measure", "--out", str(path), "--devices", name, "--quick", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert f"gdp: measuring float32 on {name} alone\n" in err
+    assert out.count("\n") == 1
+    answer = json.loads(out)
+    assert list(answer) == ["cluster", "fingerprint", "alone", "notes", "path"]
+    assert answer["path"] == str(path)
+    assert answer["cluster"] == Cluster.parse(str(path)).to_document()
+    assert answer["fingerprint"] == Cluster.parse(str(path)).fingerprint
+    assert main(["devices", "show", str(path)]) == 0
+    assert name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "fragments"),
+    [
+        (["--out", "."], ["is a directory"]),
+        (["--out", "file/local.yaml"], ["cannot be written", "file is no directory"]),
+        (["--out", "a.yaml", "--devices", "cpu999"], ["--devices 'cpu999'", "no such device here", "cpu0"]),
+        (["--out", "a.yaml", "--devices", "{0},{0}"], ["named twice"]),
+        ([], ["Missing option '--out'"]),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    args: list[str], fragments: list[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main(["devices", "measure", *(text.format(detect_local()[0].name) for text in args)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert all(fragment in err for fragment in fragments)
+    assert not Path("a.yaml").exists()
