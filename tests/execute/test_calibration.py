@@ -11,8 +11,9 @@ import torch
 
 from gdp.cli import main
 from gdp.cluster import Cluster
-from gdp.execute import calibration, local_devices
-from gdp.execute.calibration import BY_REFERENCE_BYTES_PER_SECOND, calibrate
+from gdp.execute import calibration_routes, calibration_work, local_devices
+from gdp.execute.calibration import calibrate
+from gdp.execute.calibration_routes import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.execute.lanes import lane_of
 from gdp.execute.local_devices import LocalDevice, detect_local, host_memory_bytes
 from gdp.execute.targets import available_cores, find_targets
@@ -91,29 +92,29 @@ def test_measured_devices_have_sane_figures_and_their_file_gives_the_same_cluste
 
 
 def test_work_that_a_device_cannot_do_is_none_and_a_mistake_is_raised_not_waited_for() -> None:
-    lane = lane_of(find_targets(["any"], ["cpu"])[0], calibration._copy_memory)
+    lane = lane_of(find_targets(["any"], ["cpu"])[0], calibration_work.copy_memory)
     time_ns = 5
 
-    def fails(error: Exception) -> Callable[[], calibration.Once]:
-        def prepare() -> calibration.Once:
+    def fails(error: Exception) -> Callable[[], calibration_work.Once]:
+        def prepare() -> calibration_work.Once:
             raise error
 
         return prepare
 
     jobs = [(lane, lambda: lambda: time_ns), (lane, fails(NotImplementedError("no kernel")))]
-    assert calibration._together(jobs, 0.01) == [5, None]
+    assert calibration_work.together(jobs, 0.01) == [5, None]
     with pytest.raises(KeyError, match="mistake"):
-        calibration._together([*jobs, (lane, fails(KeyError("mistake")))], 0.01)
+        calibration_work.together([*jobs, (lane, fails(KeyError("mistake")))], 0.01)
 
 
 def test_a_copy_rate_is_the_slope_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 us and 0.1 ns a byte: 10 GB/s, whatever a copy costs to begin with."""
-    monkeypatch.setattr(calibration, "_copy", lambda _source, _target, num_bytes: num_bytes)
-    monkeypatch.setattr(calibration, "_alone", lambda num_bytes, *_: 20 * US + num_bytes / 10)
+    monkeypatch.setattr(calibration_routes, "_copy", lambda _source, _target, num_bytes: num_bytes)
+    monkeypatch.setattr(calibration_routes, "time_alone", lambda num_bytes, *_: 20 * US + num_bytes / 10)
     target = find_targets(["any"], ["cpu"])[0]
-    assert calibration._copy_rate(target, target, calibration._QUICK) == pytest.approx(10**10)
-    monkeypatch.setattr(calibration, "_alone", lambda *_: 20 * US)  # nothing is copied
-    assert calibration._copy_rate(target, target, calibration._QUICK) == BY_REFERENCE_BYTES_PER_SECOND
+    assert calibration_routes._copy_rate(target, target, calibration_work.QUICK) == pytest.approx(10**10)
+    monkeypatch.setattr(calibration_routes, "time_alone", lambda *_: 20 * US)  # nothing is copied
+    assert calibration_routes._copy_rate(target, target, calibration_work.QUICK) == BY_REFERENCE_BYTES_PER_SECOND
 
 
 def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,16 +124,20 @@ def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.Mo
     def together(jobs: list[tuple[int, int]], _seconds: float) -> list[float]:
         return [2.0 if all(job[1] == 1 for job in jobs) or job == (0, 2) else 1.1 for job in jobs]
 
-    monkeypatch.setattr(calibration, "_copy", lambda source, target, _size: (source, target))
-    monkeypatch.setattr(calibration, "_alone", lambda *_: 1.0)
-    monkeypatch.setattr(calibration, "_together", together)
-    rivals = calibration._rivals(range(3), routes, calibration._QUICK, str)  # type: ignore[arg-type]
+    monkeypatch.setattr(calibration_routes, "_copy", lambda source, target, _size: (source, target))
+    monkeypatch.setattr(calibration_routes, "time_alone", lambda *_: 1.0)
+    monkeypatch.setattr(calibration_routes, "together", together)
+    rivals = calibration_routes._rivals(range(3), routes, calibration_work.QUICK, str)  # type: ignore[arg-type]
     assert rivals == {frozenset({(0, 1), (2, 1)})}
-    assert calibration._channels("abc", routes, rivals) == {(0, 1): ("b.in",), (2, 1): ("b.in",), (0, 2): ("a->c",)}
+    assert calibration_routes._channels("abc", routes, rivals) == {
+        (0, 1): ("b.in",),
+        (2, 1): ("b.in",),
+        (0, 2): ("a->c",),
+    }
     # a route that is the rival of two which are no rivals of each other has a channel with each
     rivals = {frozenset({(0, 1), (0, 2)}), frozenset({(0, 1), (2, 1)})}
     channels = {(0, 1): ("a.out", "b.in"), (0, 2): ("a.out",), (2, 1): ("b.in",)}
-    assert calibration._channels("abc", routes, rivals) == channels
+    assert calibration_routes._channels("abc", routes, rivals) == channels
 
 
 # the command line

@@ -1,0 +1,154 @@
+"""The work that a calibration repeats: on all devices at once, or on one alone."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gdp.errors import InputError
+from gdp.execute.lanes import Lane, lane_of
+from gdp.execute.targets import Target
+
+MIB = 2**20
+
+Log = Callable[[str], None]
+Pair = tuple[int, int]
+Once = Callable[[], int]
+"""Does some work once and returns how many ns that took."""
+Job = tuple[Lane, Callable[[], Once]]
+"""Where to work, and what makes the work ready on the thread that is to do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    seconds: float  # for a kind of work
+    num_steps: int  # of a chain
+    num_ops: int  # of a chain
+    matrix_sizes: Mapping[str, Sequence[int]]  # by type of device
+    convolution_batches: Mapping[str, Sequence[int]]
+    streamed_bytes: int  # at most
+
+
+FULL = Effort(
+    seconds=0.5,
+    num_steps=25,
+    num_ops=200,
+    matrix_sizes={"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)},
+    convolution_batches={"cpu": (8,), "cuda": (256,)},
+    streamed_bytes=1024 * MIB,
+)
+QUICK = Effort(
+    seconds=0.05,
+    num_steps=5,
+    num_ops=100,
+    matrix_sizes={"cpu": (512,), "cuda": (4096,)},
+    convolution_batches={"cpu": (), "cuda": ()},
+    streamed_bytes=192 * MIB,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kind of work: so many FLOPs or bytes, and what makes it a function of tensors of that type on that device."""
+
+    amount: int
+    make: Callable[[torch.device, torch.dtype], Callable[[], Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """With all devices at work, and alone."""
+
+    busy: float
+    alone: float
+
+    @property
+    def factor(self) -> float:
+        return self.alone / self.busy
+
+
+def together(jobs: Sequence[Job], seconds: float) -> list[float | None]:
+    """The median ns of each job, all of them repeated for that time; None: no kernel for that dtype, or no memory."""
+    ready = threading.Barrier(len(jobs))
+
+    def repeat(job: Job) -> float | None:
+        lane, prepare = job
+        try:
+            with lane.active(), torch.no_grad():
+                once = _ready(prepare)
+                ready.wait()
+                times_ns: list[int] = []
+                end = time.perf_counter() + seconds
+                while once and (len(times_ns) < 3 or time.perf_counter() < end):
+                    times_ns.append(once())
+                return statistics.median(times_ns) if times_ns else None
+        except BaseException:
+            ready.abort()  # or the others would wait for ever
+            raise
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        futures = [pool.submit(repeat, job) for job in jobs]
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))  # the cause first
+    return [future.result() for future in futures]
+
+
+def _ready(prepare: Callable[[], Once]) -> Once | None:
+    """The work, done once: memory is mapped, kernels are chosen."""
+    try:
+        once = prepare()
+        once()
+    except (RuntimeError, MemoryError):
+        return None
+    return once
+
+
+def time_alone(job: Job, seconds: float, what: str) -> float:
+    """As `together`; InputError says what cannot be done."""
+    (time_ns,) = together([job], seconds)
+    if time_ns is None:
+        raise unable(job[0].target, what)
+    return time_ns
+
+
+def unable(target: Target, what: str) -> InputError:
+    return InputError(f"device {target.name!r}: {what} cannot be done there; leave it out with --devices")
+
+
+def job_of(target: Target, work: Work, dtype: torch.dtype) -> Job:
+    """The work, in its device's time."""
+    lane = lane_of(target, copy_memory)
+
+    def prepare() -> Once:
+        run = work.make(target.device, dtype)
+
+        def once() -> int:
+            moments = [lane.now()]
+            run()
+            moments.append(lane.now())
+            start_ns, finish_ns = lane.times_ns(moments)
+            return finish_ns - start_ns
+
+        return once
+
+    return lane, prepare
+
+
+def copy_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """A lane asks for memory by the number of a tensor; the copies here are numbered by their size."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def per_second(work: Work, time_ns: float) -> float:
+    return work.amount * 1e9 / time_ns
+
+
+def whole(figure: float) -> int:
+    """At least 1."""
+    return max(round(figure), 1)
