@@ -145,6 +145,24 @@ def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(workloads.get(name.strip()).name for name in text.split(","))
 
 
+@bench_app.command("execution")
+def bench_execution(
+    workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all four.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of the plan, and of one device.")] = 15,
+    placements: Annotated[int, typer.Option(min=1, help="Predicted and measured.")] = 20,
+    budget: BudgetOption = "10s",
+    out: ResumableOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Plans run on this machine's own devices: faster than one device, and as predicted?"""
+    from gdp.bench import execution
+    from gdp.budget import Budget
+
+    config = execution.ExecutionConfig(repeats=repeats, placements=placements, budget=Budget.parse(budget))
+    names = None if workloads is None else _names(workloads)
+    return _answer(execution.run(config, names=names, quick=False, out=out, on_row=log), json)
+
+
 def _answer(figures: dict[str, Any], json: bool) -> int:
     if json:
         print_json(figures)

@@ -101,7 +101,7 @@ def run(
     content = executable.content()
     first = _fastest_device(problem)
     alone = on_one_device(program.graph.num_ops, first, len(targets))
-    equality, reference = _check(executable, content, plan.order, alone, targets)
+    equality, reference = check_results(executable, content, plan.order, alone, targets)
     arms: dict[str, Order] = {PLACED: plan.order, ONE_DEVICE: alone}
     try:
         measured = run_arms(program, content, arms, targets, steps=steps, warm_up_steps=warm_up_steps)
@@ -149,9 +149,11 @@ def _fastest_device(problem: Problem | None) -> int:
     return int(np.argmin(times))
 
 
-def _check(
+def check_results(
     executable: Executable, content: Mapping[int, Tensor], order: Order, alone: Order, targets: Sequence[Target]
 ) -> tuple[Equality, str]:
+    """How the first step in `order` compares, and with what: PyTorch's own step, or, where random numbers are drawn,
+    the same program in the order `alone` on one device."""
     program = executable.capture.program
 
     def first_step(order: Order) -> Any:

@@ -1,0 +1,321 @@
+"""ProcessExecutor: a plan on the devices of one host or many, a process for each, started by torchrun.
+
+Rank r runs the script of device r; `gdp.execute.lines` says how tensors travel. Whatever ends one rank ends all: who
+fails, or first notices that another is gone, writes the cause into the store, where all find it. A process that dies
+is noticed by its closed connections; one that hangs, or a host that is lost, by the beats that each rank gives.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from types import TracebackType
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gdp.capture import Program, Replay
+from gdp.errors import InputError
+from gdp.execute.lanes import lane_of
+from gdp.execute.mail import CLOSE, STEP, Mail, traffic_of
+from gdp.execute.ranks import CAUSE_SECONDS, REMEDIED, SILENT_SECONDS, Failure, Ranks, reaching_others
+from gdp.execute.script import Script, scripts
+from gdp.execute.threads import StepRecord
+from gdp.execute.worker import DeviceRecord, ExecutionError, Orders, Stopped, Worker
+
+WINDOW_BYTES = 256 << 20  # enough to keep any link busy while an op runs
+
+_POLL_SECONDS = 0.2  # how long the main thread sleeps at most between looks at what else happened
+_NOTICE_SECONDS = 0.5  # for a failure to be noticed that led to an interrupt
+_INTERRUPTED = "was interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A tensor that went from one device to another, and when; times on the first rank's clock."""
+
+    tensor: int
+    num_bytes: int
+    source: int
+    destination: int
+    handed_ns: int  # its op was done
+    start_ns: int  # all before it on the same line had left
+    arrival_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord(StepRecord):
+    """A step, whole on the first rank; elsewhere only what that rank did. `transfers` are those of a timed step."""
+
+    transfers: tuple[Transfer, ...] = ()
+
+
+@dataclass(slots=True)
+class RankError(ExecutionError):
+    """A rank failed or died; raised on all. `is_first_told` on the one rank that should print it, if only one does."""
+
+    is_first_told: bool = True
+
+
+class ProcessExecutor:
+    """A program placed on the devices of `ranks`, ops of each device in `order` [D]; a context manager.
+
+    All ranks make the same calls on it, with the same arguments. RankError on all if one fails, dies, is silent, or
+    keeps another waiting for `timeout_seconds`; the executor is closed then.
+
+    window_bytes: of tensors received ahead of their use, but for those that lie before an awaited one on its line.
+    """
+
+    def __init__(
+        self, program: Program, order: Sequence[npt.ArrayLike], ranks: Ranks, *,
+        timeout_seconds: float = 600.0, window_bytes: int = WINDOW_BYTES,
+    ) -> None:  # fmt: skip
+        self.program, self.order, self.ranks = program, order, ranks
+        self.num_steps = 0
+        self._rank = ranks.rank
+        self._scripts = scripts(program, order)
+        self._retaining: tuple[Script, ...] | None = None
+        self._check_same()
+        self._traffic = traffic_of(self._scripts)
+        home = {task.op: number for number, script in enumerate(self._scripts) for task in script}
+        self._home = [home[op] for op in range(program.graph.num_ops)]
+        lane = lane_of(ranks.target, program.memory_for)
+        self._mail = Mail(program, self._home, self._traffic, ranks, lane, timeout_seconds, window_bytes)
+        self._stop = threading.Event()
+        self._worker = Worker(program, lane, self._mail, self._stop)
+        self._orders: SimpleQueue[Orders | None] = SimpleQueue()
+        self._answers: SimpleQueue[DeviceRecord | BaseException] = SimpleQueue()
+        self._latest: ProcessRecord | None = None
+        self._error: RankError | None = None
+        self._is_closed = False
+        self._threads_before = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._work, name=f"gdp-{ranks.target.name}", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "ProcessExecutor":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._leave(error)
+            return
+        try:
+            self.close()
+        except KeyboardInterrupt as interrupt:
+            self._leave(interrupt)
+            raise
+
+    def load(self, content: Mapping[int, Tensor]) -> None:
+        """Copy this device's parameters and buffers out of all, by tensor number as `Program.bind` gives them."""
+        self._check_open()
+        for op, source in self.program.sources.items():
+            if source.kind != "input" and source.tensor in content and self._home[op] == self._rank:
+                with self._ending(f"loading {self.program.graph.op_names[op]!r}"):
+                    self._worker.load({source.tensor: content[source.tensor]})
+
+    def step(
+        self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
+    ) -> ProcessRecord:
+        """One step on `inputs`, as `ThreadExecutor.step`; all ranks begin it at once.
+
+        Times are on the first rank's clock: the same on one host; across hosts they are set by messages sent back
+        and forth before each timed step, and right to half of the shortest such trip.
+        """
+        self._check_open()
+        if retain and self._retaining is None:
+            self._retaining = scripts(self.program, self.order, self.program.result_tensors)
+        chosen = self._retaining if retain and self._retaining is not None else self._scripts
+        seed = self.num_steps * self.program.num_draws if seed is None else seed
+        with self._ending("running a step"):
+            offsets_ns = self._mail.clock_offsets_ns(self.ranks.hosts) if is_timed else None
+            self._mail.plan_step(STEP + is_timed + 2 * retain, self._record_size if is_timed else lambda _rank: 2)
+            self._orders.put(Orders(inputs, seed, chosen[self._rank], is_timed))
+            record = self._gather(self._answer(), offsets_ns)
+        self.num_steps += 1
+        self._latest = record if retain else None
+        return record
+
+    def results(self, record: ProcessRecord) -> Replay | None:
+        """What the latest step gave, which retained it, and the state after it: on the first rank, on the CPU."""
+        self._check_open()
+        if record is not self._latest:
+            raise ValueError("record is not of the latest step, or that retained nothing; use step(retain=True)")
+        state = {source.tensor for source in self.program.sources.values() if source.kind != "input"}
+        wanted: dict[int, list[int]] = {rank: [] for rank in range(len(self._scripts))}
+        for tensor in sorted(state | self.program.result_tensors):
+            wanted[self._home[int(self.program.graph.producers[tensor])]].append(tensor)
+        own = {**record.devices[self._rank].held, **self._worker.state}
+        with self._ending("collecting results"), torch.no_grad():
+            held = self._mail.collect(own, wanted)
+        return self.program.results(held) if self.ranks.is_first else None
+
+    def state(self) -> dict[int, Tensor]:
+        """This device's parameters and buffers now, by tensor number, where they are."""
+        return dict(self._worker.state)
+
+    def private(self) -> dict[int, Tensor]:
+        """This device's optimizer state now, by value, where it is."""
+        return dict(self._worker.private)
+
+    def close(self) -> None:
+        """End the executor on all ranks; each waits for the others to close it, too."""
+        if self._is_closed:
+            return
+        with self._ending("closing"):
+            self._mail.agree(CLOSE, None)
+            self._mail.finish()
+        self._is_closed = True
+        self._mail.close()
+        self._orders.put(None)
+        self._thread.join()
+        torch.set_num_threads(self._threads_before)
+
+    def _work(self) -> None:
+        worker = self._worker
+        with worker.lane.active(), torch.no_grad():
+            while (orders := self._orders.get()) is not None:
+                try:
+                    self._answers.put(worker.step(orders))
+                except BaseException as error:  # whatever it is, the main thread must hear of it
+                    self._answers.put(error)
+
+    def _answer(self) -> DeviceRecord:
+        patience = time.monotonic() + SILENT_SECONDS
+        while True:
+            try:
+                answer = self._answers.get(timeout=_POLL_SECONDS)
+            except Empty:
+                if self._mail.hub.failure is None:
+                    patience = time.monotonic() + SILENT_SECONDS
+                elif time.monotonic() > patience:  # it is in an op that does not end
+                    raise Stopped from None
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    def _record_size(self, rank: int) -> int:
+        """How many numbers `rank` sends the first after a timed step: those that `_gather` lists and reads."""
+        ends = [(rank == source, rank == to, len(tensors)) for (source, to), tensors in self._traffic.items()]
+        return 2 + 3 * len(self._scripts[rank]) + sum((2 * sends + receives) * count for sends, receives, count in ends)
+
+    def _gather(self, own: DeviceRecord, offsets_ns: Sequence[int] | None) -> ProcessRecord:
+        start_ns, finish_ns = self._mail.began_ns, time.perf_counter_ns()
+        numbers = [start_ns, finish_ns]
+        if offsets_ns is not None:
+            numbers += [*own.start_ns, *own.finish_ns, *own.wait_ns, *self._mail.line_times_ns()]
+        gathered = self._mail.gather(numbers)
+        devices = [DeviceRecord({})] * len(self._scripts)
+        devices[self._rank] = own
+        if not self.ranks.is_first:
+            return ProcessRecord(tuple(devices), start_ns, finish_ns)
+        if offsets_ns is None:
+            return ProcessRecord(tuple(devices), start_ns, time.perf_counter_ns())
+        sent: dict[tuple[int, int], tuple[int, int]] = {}
+        came: dict[tuple[int, int], int] = {}
+        finishes: list[int] = []
+        for rank, (items, offset_ns) in enumerate(zip(gathered, offsets_ns, strict=True)):
+            read, ops = iter(items), tuple(task.op for task in self._scripts[rank])
+            on_first = (item + offset_ns for item in read)  # what it takes is gone from `read`, too
+            finishes.append((next(on_first), next(on_first))[1])
+            starts, ends = (tuple(itertools.islice(on_first, len(ops))) for _ in range(2))
+            waits = tuple(itertools.islice(read, len(ops)))
+            devices[rank] = DeviceRecord(own.held if rank == self._rank else {}, ops, starts, ends, waits)
+            others = [peer for peer in range(len(gathered)) if peer != rank]
+            for peer in others:
+                sent |= {(tensor, peer): (next(on_first), next(on_first)) for tensor in self._traffic[rank, peer]}
+            for peer in others:
+                came |= {(tensor, rank): next(on_first) for tensor in self._traffic[peer, rank]}
+        sizes = self.program.graph.tensor_bytes.tolist()
+        transfers = [
+            Transfer(tensor, sizes[tensor], source, to, *sent[tensor, to], came[tensor, to])
+            for (source, to), tensors in self._traffic.items()
+            for tensor in tensors
+        ]
+        transfers.sort(key=lambda transfer: transfer.start_ns)
+        return ProcessRecord(tuple(devices), start_ns, max(finishes), tuple(transfers))
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_closed:
+            raise ExecutionError("all", "the executor is closed")
+
+    def _check_same(self) -> None:
+        """InputError unless all ranks have the same program and plan."""
+        ranks, program = self.ranks, self.program
+        content = repr((self._scripts, program.tensor_layouts, sorted(program.layouts.items())))
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        with reaching_others(ranks.target.name):
+            same = ranks.store.compare_set(f"plan/{ranks.num_executors}", "", digest) == digest.encode()
+        ranks.num_executors += 1
+        if not same:
+            what = "its process has another model or plan than others have; give all the same"
+            ranks.tell(Failure(self._rank, what).document(self._rank))
+            raise InputError(f"device {ranks.target.name!r}: {what}")
+
+    @contextlib.contextmanager
+    def _ending(self, doing: str) -> Iterator[None]:
+        """Tell the others of a failure here, or hear what failed there, and raise it; `_leave` sees to interrupts."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except Stopped:
+            raise self._end() from None
+        except ExecutionError as error:
+            self._mail.hub.fail(Failure(self._rank, error.what, error.cause, error.note, is_own=True))
+            raise self._end() from error
+        except BaseException as error:
+            self._mail.hub.fail(Failure(self._rank, doing, error, is_own=True))
+            raise self._end() from error
+
+    def _leave(self, error: BaseException) -> None:
+        """Tell the others that `error` ends this rank; raise instead what failed elsewhere and led to an interrupt."""
+        if error is self._error or self._is_closed:
+            return
+        hub, is_interrupt = self._mail.hub, isinstance(error, KeyboardInterrupt)
+        if not (is_interrupt and hub.is_failing(_NOTICE_SECONDS)):
+            what = _INTERRUPTED if is_interrupt else "left the run"
+            hub.fail(Failure(self._rank, what, None if is_interrupt else error, is_own=True))
+        end = self._end()
+        if is_interrupt and end.what != _INTERRUPTED:
+            raise end from None
+
+    def _end(self) -> RankError:
+        """Stop, settle with the others what the cause is, and make the error of it."""
+        failure, ranks = self._mail.hub.failure, self.ranks
+        assert failure is not None
+        if self._error is not None:
+            return self._error
+        self._stop.set()
+        self._orders.put(None)
+        torch.set_num_threads(self._threads_before)
+        mine = failure.document(self._rank)
+        try:
+            until = time.monotonic() + (0 if failure.is_own else CAUSE_SECONDS)
+            while not ranks.is_told() and time.monotonic() < until:
+                time.sleep(0.02)
+            first = ranks.tell(mine)
+        except RuntimeError:
+            first = mine if failure.is_own else ranks.without_store().document(self._rank)
+        self._mail.cut(CAUSE_SECONDS)
+        self._thread.join(CAUSE_SECONDS)
+        cause = REMEDIED.get(first["kind"], RuntimeError)(first["text"]) if first["text"] else None
+        if failure.is_own and first == mine and isinstance(failure.cause, Exception):
+            cause = failure.cause
+        name, is_first_told = ranks.names[first["rank"]], first["by"] == self._rank
+        self._error = RankError(name, first["what"], cause, first["note"], is_first_told=is_first_told)
+        self._is_closed = True
+        return self._error

@@ -1,0 +1,175 @@
+"""Processes give to the bit what one gives, in whatever way the ops are placed; and whatever ends one ends all."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from execute import rank_jobs
+from execute.rank_jobs import DEVICES, NUM_STEPS
+from gdp.errors import InputError
+from gdp.execute.ranks import join
+
+PATIENCE_SECONDS = 60
+
+
+def start(out: Path, count: int, job: str, *args: str) -> list[BaseProcess]:
+    """The ranks of a job, forked from a server that has PyTorch loaded and no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "execute.rank_jobs"])  # the first is what takes time in a capture
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    ranks = [
+        context.Process(target=rank_jobs.start, args=(out, {**shared, "RANK": str(rank)}, job, *args))
+        for rank in range(count)
+    ]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def run(out: Path, count: int, job: str, *args: str) -> tuple[list[int | None], list[dict[str, Any]]]:
+    """The exit status of each rank of a job and what it wrote; no rank is left."""
+    ranks = start(out, count, job, *args)
+    until = time.monotonic() + PATIENCE_SECONDS
+    for rank in ranks:
+        rank.join(until - time.monotonic())
+    for rank in ranks:
+        if rank.is_alive():
+            rank.kill()
+            rank.join()
+    return [rank.exitcode for rank in ranks], said(out, count)
+
+
+def said(out: Path, count: int) -> list[dict[str, Any]]:
+    files = [out / f"{rank}.json" for rank in range(count)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
+    """Loss, outputs, gradients and state over three steps, with a window and with none."""
+    names = ("unet", "mixture_of_experts", "transformer_xl")
+    statuses, (first, _) = run(tmp_path, 2, "equal", *names)
+    assert statuses == [0, 0]
+    assert {name: first[name] for name in names} == dict.fromkeys(names, [True] * NUM_STEPS)
+
+
+def test_three_processes_give_what_one_gives_and_tell_of_every_op_and_transfer(tmp_path: Path) -> None:
+    statuses, (first, *_) = run(tmp_path, 3, "equal", "rnnlm")
+    assert (statuses, first["rnnlm"]) == ([0, 0, 0], [True] * NUM_STEPS)
+    assert first["ops"] == first["order"]
+    start_ns, finish_ns = first["times_ns"]
+    assert all(start_ns - 1e9 < moment < finish_ns for device in first["ends_ns"] for moment in device)
+    pairs = {(transfer["source"], transfer["destination"]) for transfer in first["transfers"]}
+    assert len(pairs) == 6
+    for transfer in first["transfers"]:
+        assert transfer["source"] == first["homes"][transfer["tensor"]] != transfer["destination"]
+        assert transfer["handed_ns"] <= transfer["start_ns"] < transfer["arrival_ns"] < finish_ns
+
+
+def test_clocks_of_hosts_are_compared(tmp_path: Path) -> None:
+    """One clock taken for two: what messages say of it is right within a step, and the outputs are as ever."""
+    statuses, (first, _) = run(tmp_path, 2, "far")
+    assert (statuses, first["rnnlm"]) == ([0, 0], [True] * NUM_STEPS)
+    start_ns, finish_ns = first["times_ns"]
+    slack_ns = 100e6  # of a busy machine
+    assert all(start_ns - slack_ns < moment < finish_ns + slack_ns for device in first["ends_ns"] for moment in device)
+
+
+def test_an_op_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    statuses, ranks = run(tmp_path, 3, "one_fails", "kernel")
+    assert statuses == [1, 1, 1]
+    assert {rank["error"] for rank in ranks} == {ranks[1]["error"]}
+    assert ranks[1]["error"].startswith("device 'east': op ")
+    assert ranks[1]["error"].endswith("no such kernel; pin the op to another device with --pin")
+    assert [rank["is_first_told"] for rank in ranks] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("job", "statuses", "error"),
+    [
+        (("one_fails", "killed"), [1, -signal.SIGKILL, 1], "device 'east': its process, rank 1, is gone"),
+        (("one_fails", "stopped"), [1, -signal.SIGKILL, 1], "device 'east': gave no sign of life for 2 s"),
+        (("first_dies",), [-signal.SIGKILL, 1, 1], "device 'north': its process, rank 0, is gone"),
+    ],
+)
+def test_a_rank_that_dies_ends_all_within_seconds(
+    tmp_path: Path, job: tuple[str, ...], statuses: list[int], error: str
+) -> None:
+    ranks = start(tmp_path, 3, *job)
+    dead = statuses.index(-signal.SIGKILL)
+    if job[-1] != "stopped":
+        ranks[dead].join(PATIENCE_SECONDS)
+        began = time.monotonic()
+    for number, rank in enumerate(ranks):
+        if number != dead:
+            rank.join(PATIENCE_SECONDS)
+    if job[-1] != "stopped":
+        assert time.monotonic() - began < 10
+    ranks[dead].kill()
+    ranks[dead].join()
+    assert [rank.exitcode for rank in ranks] == statuses
+    assert {rank["error"] for rank in said(tmp_path, 3) if rank} == {error}
+
+
+def test_a_rank_that_closes_while_others_go_on_ends_them(tmp_path: Path) -> None:
+    statuses, ranks = run(tmp_path, 2, "one_leaves")
+    assert statuses == [1, 1]
+    assert all("does not do what the others do" in rank["error"] for rank in ranks)
+
+
+def test_a_rank_with_another_plan_is_refused(tmp_path: Path) -> None:
+    statuses, ranks = run(tmp_path, 2, "one_has_another_plan")
+    assert statuses == [1, 1]
+    assert all("its process has another model or plan than others have" in rank["error"] for rank in ranks)
+
+
+def test_torchrun_ends_with_the_cause_and_leaves_no_process(tmp_path: Path) -> None:
+    """It ends the others by SIGTERM as soon as it sees that one is dead: they say why all the same."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = [str(Path(rank_jobs.__file__)), str(tmp_path), "one_fails", "killed"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        command + job, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, start_new_session=True
+    ) as torchrun:
+        torchrun.communicate(timeout=PATIENCE_SECONDS)
+    assert torchrun.returncode == 1
+    assert said(tmp_path, 2)[0]["error"] == "device 'east': its process, rank 1, is gone"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(torchrun.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "has 3 devices (north, east, south); torchrun started 2 processes; use torchrun --nproc-per-node 3",
+        ),
+        ({}, "torchrun did not start this process; use torchrun --nproc-per-node 3"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            "torchrun started 4 processes; use torchrun with --nnodes times --nproc-per-node = 3",
+        ),
+    ],
+)
+def test_a_wrong_number_of_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=re.escape(message)):
+        join(DEVICES)
