@@ -1,5 +1,6 @@
 """`gdp devices`: parse, call, print. What a command needs is imported when it runs."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ from gdp.cli_shared import JsonOption, log, print_json, print_text, show
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
+    from gdp.execute.calibration import Calibration
     from gdp.execute.local_devices import LocalDevice
 
 devices_app = typer.Typer(
@@ -83,7 +85,10 @@ def devices_measure(
     quick: Annotated[bool, typer.Option("--quick", help="Rougher figures, in seconds.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Measure the devices of this machine and the routes between them, and write them to a cluster file."""
+    """Measure the devices of this machine and the routes between them, and write them to a cluster file.
+
+    Under torchrun each process measures a device, and the routes are those between the processes.
+    """
     from gdp import options
 
     options.check_writable(out)
@@ -93,9 +98,14 @@ def devices_measure(
 
     chosen = _choose(detect_local(), devices)
     try:
-        found = calibrate(chosen, quick=quick, on_progress=lambda text: log(f"gdp: measuring {text}"))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            found = _measure_ranks(chosen, quick)
+        else:
+            found = calibrate(chosen, quick=quick, on_progress=lambda text: log(f"gdp: measuring {text}"))
     except ExecutionError as error:
         raise InputError(f"{error}; leave the device out with --devices") from None
+    if found is None:
+        return 0  # the first rank reports
     cluster = found.cluster
     cluster.save(out)
     if json:
@@ -109,10 +119,28 @@ def devices_measure(
     from gdp.report import console
 
     show(console.cluster_report(cluster))
-    print_text("\nThe figures of all devices at work at once. Alone, times those:\n")
-    show(console.rows_report([{"device": name, **factors} for name, factors in found.alone.items()]))
+    print_text("\nThe figures of all devices at work at once.")
+    if found.alone:
+        print_text("Alone, times those:\n")
+        show(console.rows_report([{"device": name, **factors} for name, factors in found.alone.items()]))
     print_text("\n".join(["", *(f"note: {note}" for note in found.notes), f"Written to {out}"]))
     return 0
+
+
+def _measure_ranks(devices: "list[LocalDevice]", quick: bool) -> "Calibration | None":
+    """With a process for each device."""
+    from gdp.execute.calibration_ranks import calibrate_ranks, rank_names
+    from gdp.execute.ranks import join
+
+    names, places = rank_names(devices)
+    with join(names, places) as ranks:
+
+        def say(text: str) -> None:
+            if ranks.is_first:
+                log(f"gdp: measuring {text}")
+
+        device = devices[int(os.environ["LOCAL_RANK"]) % len(devices)]
+        return calibrate_ranks(ranks, device, quick=quick, on_progress=say)
 
 
 def _choose(found: "tuple[LocalDevice, ...]", text: str | None) -> "list[LocalDevice]":

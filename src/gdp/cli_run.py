@@ -1,8 +1,8 @@
 """`gdp run`: execute a plan."""
 
-import sys
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,7 +10,10 @@ from gdp.cli_shared import JsonOption, ModelArgument, fail, print_json, show, wa
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gdp.cluster import Cluster
+    from gdp.execute.run import Executable, Run
     from gdp.graph import Graph
     from gdp.plan import Plan
 
@@ -37,13 +40,10 @@ def run(
     json: JsonOption = False,
 ) -> int:
     """Execute a plan of MODEL, check its results, and compare with one device and with the prediction."""
-    from gdp.execute.targets import find_targets
     from gdp.plan import Plan
 
     read = Plan.load(plan)
-    targets = find_targets(read.devices, None if on is None else on.split(","))
-    cluster = _cluster(read, plan, devices)
-    graph = _graph(read, plan)
+    cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
     known = None
     if times is not None:
         from gdp.measured_times import MeasuredTimes
@@ -51,23 +51,35 @@ def run(
         if cluster is None:
             raise InputError(f"--times {times}: times are stored by kind of device; say them with --devices")
         known = MeasuredTimes(times, create=True)
-    warm_up()
-    from gdp.capture.signature import LIBRARY
-    from gdp.execute.models import read_executable
-    from gdp.execute.run import op_times
-    from gdp.execute.run import run as execute
+
     from gdp.execute.worker import ExecutionError
-    from gdp.report import execution
+
+    def build() -> "Executable":
+        from gdp.execute.models import read_executable
+
+        with live(f"building {model}"):
+            return read_executable(model, training=not inference, optimizer=optimizer, seed=seed)
+
     from gdp.report.progress import live
 
-    with live(f"building {model}"):
-        executable = read_executable(model, training=not inference, optimizer=optimizer, seed=seed)
+    places = None if on is None else on.split(",")
     try:
-        with live(f"running {model} on {', '.join(target.place for target in targets)}"):
-            made = execute(executable, read, targets, graph=graph, cluster=cluster, steps=steps)
+        executable, made = _execute(build, read, places, graph=graph, cluster=cluster, steps=steps)
     except ExecutionError as error:
-        return fail(f"error: {error}", OUT_OF_MEMORY if error.is_out_of_memory else FAILED)
+        status = OUT_OF_MEMORY if error.is_out_of_memory else FAILED
+        return fail(f"error: {error}", status) if getattr(error, "is_first_told", True) else status
+    except InputError:
+        if _is_rank() and os.environ.get("RANK") != "0":
+            return BAD_INPUT  # the first says it
+        raise
+    if made is None:
+        return OK
+    from gdp.report import execution
+
     if known is not None and cluster is not None:
+        from gdp.capture.signature import LIBRARY
+        from gdp.execute.run import op_times
+
         arms = [arm for arm in (made.placed, made.one_device) if arm is not None]
         for kind, found in op_times(executable, arms, [device.kind for device in cluster.devices]).items():
             known.store(kind, LIBRARY, found)
@@ -77,8 +89,34 @@ def run(
         show(execution.run_report(made, None if times is None else str(times)))
     if not made.is_equal:
         return fail(f"error: the results are not those of {made.reference}; this is a fault of gdp", FAILED)
-    sys.stdout.flush()
     return OK
+
+
+def _execute(
+    build: "Callable[[], Executable]", plan: "Plan", on: "list[str] | None", **options: Any
+) -> "tuple[Executable, Run | None]":
+    """The model, and what running it showed: on threads, or under torchrun with a process for each device."""
+    from gdp.execute.run import run, run_on_ranks
+    from gdp.report.progress import live
+
+    if not _is_rank():
+        from gdp.execute.targets import find_targets
+
+        targets = find_targets(plan.devices, on)
+        warm_up()
+        executable = build()
+        with live(f"running on {', '.join(target.place for target in targets)}"):
+            return executable, run(executable, plan, targets, **options)
+    from gdp.execute.ranks import join
+
+    with join(plan.devices, on) as ranks:
+        executable = build()
+        return executable, run_on_ranks(executable, plan, ranks, **options)
+
+
+def _is_rank() -> bool:
+    """Is this one of the processes that torchrun starts?"""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _cluster(plan: "Plan", path: Path, devices: str | None) -> "Cluster | None":

@@ -82,8 +82,9 @@ class MeasuredTimes:
             if is_empty and application == 0 and create:
                 with connection:
                     connection.execute(
-                        "CREATE TABLE op_times (device_kind TEXT, library TEXT, signature TEXT, median_ns INTEGER,"
-                        " spread_ns INTEGER, num_samples INTEGER, PRIMARY KEY (device_kind, library, signature))"
+                        "CREATE TABLE IF NOT EXISTS op_times (device_kind TEXT, library TEXT, signature TEXT,"
+                        " median_ns INTEGER, spread_ns INTEGER, num_samples INTEGER,"
+                        " PRIMARY KEY (device_kind, library, signature))"
                     )
                     connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                     connection.execute(f"PRAGMA user_version = {_VERSION}")

@@ -7,6 +7,7 @@ Op times are measured on every device at once, each running the whole step by it
 loads the machine. Nothing that is measured later flows back into a prediction.
 """
 
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gdp.bench import process_execution
 from gdp.bench.plot import dot_plot
 from gdp.bench.rows import Rows
 from gdp.bench.tables import machine, machine_line, markdown_table, milliseconds, verdict, write_figures
@@ -30,6 +32,7 @@ from gdp.execute.local_devices import detect_local
 from gdp.execute.prediction import predict, rank_correlation
 from gdp.execute.run import PLACED, Executable, check_results
 from gdp.execute.targets import Target
+from gdp.execute.threads import ThreadExecutor
 from gdp.graph import I64
 from gdp.measured_times import with_times
 from gdp.place import place
@@ -37,8 +40,10 @@ from gdp.placers import CLASSICAL
 from gdp.problem import Problem
 from gdp.simulate import simulate
 from gdp.workloads import families
+from gdp.workloads.base import Example
 from gdp.workloads.workload import Workload
 
+PROCESSES = "gdp.bench.execution:inception_v3"  # is run with a process for each device as well
 RECURRENT, CONVOLUTIONAL = "recurrent", "convolutional"
 TARGET_SPEEDUP = {RECURRENT: 1.4, CONVOLUTIONAL: 1.2}
 TARGET_CORRELATION, TARGET_ERROR = 0.9, 0.15
@@ -109,6 +114,14 @@ def run(
         settings = {"config": asdict(config) | {"budget": str(config.budget)}, "kinds": [item.kind for item in devices]}
         found.append(rows.row(name, settings, lambda name=name: _measure(SUBJECTS[name], cluster, targets, config)))  # type: ignore[misc]
         on_row(_line(found[-1]))
+    with tempfile.TemporaryDirectory(prefix="gdp-bench-") as scratch:
+        processes = rows.row(
+            "processes",
+            {"config": asdict(config) | {"budget": str(config.budget)}},
+            lambda: process_execution.measure(
+                PROCESSES, str(config.budget), config.repeats, Path(scratch), lambda text: on_row(f"measuring {text}")
+            ),
+        )
     figures: dict[str, Any] = {
         "command": "gdp bench execution" + ("" if names is None else f" --workloads {','.join(chosen)}"),
         "machine": machine(),
@@ -116,6 +129,7 @@ def run(
         "notes": list(calibration.notes),
         "has_gpu": torch.cuda.is_available(),
         "rows": found,
+        "processes": processes,
     }
     figures["markdown"] = _markdown(figures, config, cluster)
     if out is not None:
@@ -126,6 +140,11 @@ def run(
         plot = dot_plot("Predicted step times", "predicted over measured; a dot for each placement", dots)
         write_figures(out, "execution", figures, plot)
     return figures
+
+
+def inception_v3() -> Example:
+    """The model of that row, as `gdp run` takes it."""
+    return SUBJECTS["inception-v3"].workload.build()
 
 
 def _measure(subject: Subject, cluster: Cluster, targets: Sequence[Target], config: ExecutionConfig) -> dict[str, Any]:
@@ -140,7 +159,10 @@ def _measure(subject: Subject, cluster: Cluster, targets: Sequence[Target], conf
     problem = Problem.build(graph, cluster)
     plan = place(graph, cluster, budget=config.budget, seed=config.seed)
     alone = on_one_device(num_ops, int(np.argmin(times.sum(axis=0))), len(targets))
-    equality, reference = check_results(executable, content, plan.order, alone, targets)
+    with ThreadExecutor(program, plan.order, targets) as executor:
+        executor.load(content)
+        results = executor.results(executor.step(content, retain=True))
+    equality, reference = check_results(executable, content, results, alone, targets)
     arms = run_arms(program, content, {PLACED: plan.order, ONE_DEVICE: alone}, targets, steps=config.repeats)
     placed, single = arms[PLACED], arms[ONE_DEVICE]
     ratios = np.divide(single.step_ns, placed.step_ns)
@@ -218,7 +240,7 @@ def _various(problem: Problem, best: I64, config: ExecutionConfig) -> list[tuple
             moved = random.random(num_ops) < share
             placement = np.where(moved, random.integers(0, num_devices, num_ops), best)
             found.append((f"auto, {share:.0%} moved", _with_groups(problem, placement)))
-            share *= 2
+            share = 2 * share if share < 0.5 else 0.05
         else:
             grain = max(grain // 4, 1)
             blocks = random.integers(0, num_devices, num_ops // grain + 1)
@@ -314,6 +336,8 @@ def _markdown(figures: Mapping[str, Any], config: ExecutionConfig, cluster: Clus
         "\n".join(f"- {sentence}" for sentence in sentences),
         "![Execution](execution.svg)",
         "Devices and routes, measured beforehand: " + "; ".join(figures["notes"]) + ".",
+        process_execution.markdown(figures["processes"]),
+        "### What explains the errors",
         "What explains most of the error of the plan's step, sums over the ops of a kind in ms:",
         markdown_table(
             ("workload", "kind", "ops", "predicted", "measured"),

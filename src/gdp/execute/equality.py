@@ -57,16 +57,21 @@ def eager_step(
 ) -> Replay:
     """Loss, outputs and gradients that PyTorch computes by itself, on a copy of `model`, and its buffers afterwards.
 
-    Equal to what `program` computes unless random numbers are drawn, for which PyTorch has other seeds.
+    On one thread, since more of them may add up in another order. Equal to what `program` computes unless random
+    numbers are drawn, for which PyTorch has other seeds.
     """
     model = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
-    is_training = program.loss is not None
-    with torch.set_grad_enabled(is_training):
-        output = model(*args, **kwargs)
-        value = pick_loss(output, loss, program.graph.name) if is_training else None
-        if value is not None:
-            value.backward()  # type: ignore[no-untyped-call]
+    is_training, num_threads = program.loss is not None, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.set_grad_enabled(is_training):
+            output = model(*args, **kwargs)
+            value = pick_loss(output, loss, program.graph.name) if is_training else None
+            if value is not None:
+                value.backward()  # type: ignore[no-untyped-call]
+    finally:
+        torch.set_num_threads(num_threads)
     gradients = {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in named_state(model) if name not in parameters}

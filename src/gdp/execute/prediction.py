@@ -13,7 +13,9 @@ import numpy as np
 
 from gdp.capture import Program
 from gdp.execute.arms import Arm
+from gdp.execute.processes import ProcessRecord
 from gdp.execute.script import scripts
+from gdp.execute.threads import StepRecord
 from gdp.graph import I64
 from gdp.simulate import Simulation
 
@@ -46,13 +48,18 @@ class OpPrediction:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Tensors that ops waited for, between two devices: medians of predicted and measured times in ns."""
+    """Tensors that went from one device to another: medians of predicted and measured times in ns.
+
+    Between threads those that an op waited for, from the end of their op on; between processes all, from when the
+    route was free.
+    """
 
     source: str
     destination: str
     num_tensors: int
     predicted_ns: int
     measured_ns: int
+    median_error: float  # of predicted over measured times - 1, without sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +120,54 @@ def _sum(name: str, ops: list[int], predicted: I64, measured: I64) -> OpPredicti
 
 
 def _hand_overs(program: Program, simulation: Simulation, arm: Arm, names: Sequence[str]) -> list[HandOver]:
-    """By pair of devices. An op that did not wait says nothing of when its tensors arrived."""
-    producers = program.graph.producers.tolist()
-    sent_ns = simulation.op_finish_ns[program.graph.producers[simulation.transfer_tensors]]
-    arrivals = dict(
-        zip(
-            zip(simulation.transfer_tensors.tolist(), simulation.transfer_destinations.tolist(), strict=True),
-            (simulation.transfer_arrival_ns - sent_ns).tolist(),
-            strict=True,
-        )
-    )
+    """By pair of devices."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    placement = simulation.placement.tolist()
     for record in arm.records:
-        finish, start, wait = (np.zeros(program.graph.num_ops, np.int64) for _ in range(3))
-        for device in record.devices:
-            ops = list(device.ops)
-            finish[ops], start[ops], wait[ops] = device.finish_ns, device.start_ns, device.wait_ns
-        for number, script in enumerate(scripts(program, arm.order)):
-            for task in script:
-                if task.awaited:
-                    last = max(task.awaited, key=lambda tensor: finish[producers[tensor]])
-                    took = int(start[task.op] - finish[producers[last]])
-                    if 0 <= took <= wait[task.op]:
-                        pair = placement[producers[last]], number
-                        found[pair].append((arrivals[last, number], took))
+        if isinstance(record, ProcessRecord):
+            _add_transfers(found, simulation, record)
+        else:
+            _add_waits(found, program, simulation, arm, record)
     rows = []
     for (source, destination), times in sorted(found.items()):
-        predicted, measured = np.median(np.array(times, np.int64), axis=0)
-        rows.append(HandOver(names[source], names[destination], len(times), int(predicted), int(measured)))
+        predicted, measured = np.array(times, np.float64).T
+        error = float(np.median(np.abs(predicted / np.maximum(measured, 1) - 1.0)))
+        medians = int(np.median(predicted)), int(np.median(measured))
+        rows.append(HandOver(names[source], names[destination], len(times), *medians, error))
     return rows
+
+
+def _add_transfers(
+    found: dict[tuple[int, int], list[tuple[int, int]]], simulation: Simulation, record: ProcessRecord
+) -> None:
+    """What each transfer took, waits for earlier ones on its route left out."""
+    spans_ns = simulation.transfer_arrival_ns - simulation.transfer_start_ns
+    took_ns = dict(zip(_transfers(simulation), spans_ns.tolist(), strict=True))
+    for item in record.transfers:
+        measured_ns = item.arrival_ns - item.start_ns
+        found[item.source, item.destination].append((took_ns[item.tensor, item.destination], measured_ns))
+
+
+def _add_waits(
+    found: dict[tuple[int, int], list[tuple[int, int]]], program: Program, simulation: Simulation, arm: Arm,
+    record: StepRecord,
+) -> None:  # fmt: skip
+    """From an op's end to the start of one that waited for it: an op that did not wait says nothing of arrivals."""
+    producers, placement = program.graph.producers.tolist(), simulation.placement.tolist()
+    sent_ns = simulation.op_finish_ns[program.graph.producers[simulation.transfer_tensors]]
+    took_ns = dict(zip(_transfers(simulation), (simulation.transfer_arrival_ns - sent_ns).tolist(), strict=True))
+    finish, start, wait = (np.zeros(program.graph.num_ops, np.int64) for _ in range(3))
+    for device in record.devices:
+        ops = list(device.ops)
+        finish[ops], start[ops], wait[ops] = device.finish_ns, device.start_ns, device.wait_ns
+    for number, script in enumerate(scripts(program, arm.order)):
+        for task in script:
+            if task.awaited:
+                last = max(task.awaited, key=lambda tensor: finish[producers[tensor]])
+                measured_ns = int(start[task.op] - finish[producers[last]])
+                if 0 <= measured_ns <= wait[task.op]:
+                    found[placement[producers[last]], number].append((took_ns[last, number], measured_ns))
+
+
+def _transfers(simulation: Simulation) -> list[tuple[int, int]]:
+    """[R] (tensor, destination)."""
+    return list(zip(simulation.transfer_tensors.tolist(), simulation.transfer_destinations.tolist(), strict=True))

@@ -59,10 +59,8 @@ class Ranks:
     executors can say why.
     """
 
-    def __init__(
-        self, names: Sequence[str], rank: int, target: Target, hosts: Sequence[str], store: Store, *, nccl: bool
-    ) -> None:
-        self.names, self.rank, self.target, self.hosts = tuple(names), rank, target, tuple(hosts)
+    def __init__(self, targets: Sequence[Target], rank: int, hosts: Sequence[str], store: Store, *, nccl: bool) -> None:
+        self.targets, self.rank, self.hosts = tuple(targets), rank, tuple(hosts)
         self.store, self.is_nccl = store, nccl
         self.num_executors = 0
         self._has_failed = self._handles_sigterm = False
@@ -89,9 +87,25 @@ class Ranks:
             dist.destroy_process_group()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """[D] the devices of the plan."""
+        return tuple(target.name for target in self.targets)
+
+    @property
+    def target(self) -> Target:
+        """This rank's own."""
+        return self.targets[self.rank]
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the one that gets results and reports."""
         return self.rank == 0
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks are here. ExecutionError if one does not come."""
+        with reaching_others(self.target.name):
+            self.store.set(f"{what}/{self.rank}", "")
+            self.store.wait([f"{what}/{rank}" for rank in range(len(self.targets))])
 
     def without_store(self) -> Failure:
         """The store is gone, and so is what had it."""
@@ -143,20 +157,24 @@ def join(names: Sequence[str], on: Sequence[str] | None = None, *, timeout_secon
         about: dict[str, Any] = {"host": _host()}
         try:
             (target,) = find_targets([names[rank]], None if on is None else [on[rank]])
-            about |= {"kind": target.device.type, "device": str(target.device)}
+            about |= {"device": str(target.device), "cores": target.cores}
         except InputError as error:
             about["error"] = str(error)
         store.set(f"about/{rank}", json.dumps(about))
         abouts = [json.loads(store.get(f"about/{other}")) for other in range(count)]
         if errors := [item["error"] for item in abouts if "error" in item]:
             raise InputError(errors[0])
-        gpus = {(item["host"], item["device"]) for item in abouts if item["kind"] == "cuda"}
+        targets = [
+            Target(name, torch.device(item["device"]), tuple(item["cores"]))
+            for name, item in zip(names, abouts, strict=True)
+        ]
+        gpus = {(item["host"], item["device"]) for item in abouts if item["device"].startswith("cuda")}
         nccl = len(gpus) == count > 1 and dist.is_nccl_available()
         if nccl:
             torch.cuda.set_device(target.device)
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         dist.init_process_group(backend, store=common, rank=rank, world_size=count, timeout=patience)
-    return Ranks(names, rank, target, [item["host"] for item in abouts], store, nccl=nccl)
+    return Ranks(targets, rank, [item["host"] for item in abouts], store, nccl=nccl)
 
 
 class Watch(threading.Thread):

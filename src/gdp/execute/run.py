@@ -8,24 +8,26 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gdp.capture import Capture
+from gdp.capture import Capture, Replay
 from gdp.capture.signature import signatures
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.execute.arms import Arm, Order, on_one_device, run_arms
 from gdp.execute.equality import Equality, compare, eager_step
 from gdp.execute.prediction import Prediction, predict
-from gdp.execute.targets import Target
+from gdp.execute.processes import ProcessExecutor
+from gdp.execute.ranks import Ranks
+from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.measured_times import OpTime, without_times
 from gdp.plan import Plan
 from gdp.problem import Problem
-from gdp.simulate import replay
+from gdp.simulate import Simulation, replay
 
 PLACED, ONE_DEVICE = "plan", "one device"
-CPU_TOLERANCE, MIXED_TOLERANCE = 0.0, 1e-3  # relative; kernels of other devices add in another order
+MIXED_TOLERANCE = 1e-3  # relative; kernels of other devices add in another order
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,23 +46,28 @@ class Executable:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What running a plan showed. `one_device` is None where the model does not fit on one."""
+    """What running a plan showed. `one_device` is None where the model does not fit on one, or processes ran."""
 
     plan: Plan
-    graph: Graph
+    graph_name: str
     targets: tuple[Target, ...]
     placed: Arm
     one_device: Arm | None
     one_device_name: str
     equality: Equality
     reference: str  # what the results were compared with
-    is_equal: bool  # within the tolerance of the devices
     prediction: Prediction | None  # None if the cluster of the plan is not known
 
     @property
     def speedup(self) -> float | None:
         """Step time on one device over that of the plan, medians."""
         return self.one_device.median_step_ns / self.placed.median_step_ns if self.one_device else None
+
+    @property
+    def is_equal(self) -> bool:
+        """Are the results those of the reference: bit for bit on CPUs, else as near as other kernels come?"""
+        is_mixed = any(target.device.type != "cpu" for target in self.targets)
+        return self.equality.is_close(MIXED_TOLERANCE if is_mixed else 0.0)
 
     @property
     def error(self) -> float:
@@ -94,14 +101,14 @@ def run(
     of the first step are compared with PyTorch's own step, or, where the model draws random numbers, with the same
     program on one device. Raises ExecutionError if an op fails, InputError if the plan is of another model or cluster.
     """
-    program, placed_graph = executable.capture.program, graph or executable.capture.graph
-    check_belongs(plan, placed_graph, executable.capture.graph)
-    problem = Problem.build(placed_graph, cluster) if cluster is not None else None
-    simulation = replay(problem, plan) if problem is not None else None
+    program, simulation = executable.capture.program, _simulation(executable, plan, graph, cluster)
     content = executable.content()
-    first = _fastest_device(problem)
+    first = _fastest_device(simulation)
     alone = on_one_device(program.graph.num_ops, first, len(targets))
-    equality, reference = check_results(executable, content, plan.order, alone, targets)
+    with ThreadExecutor(program, plan.order, targets) as executor:
+        executor.load(content)
+        found = executor.results(executor.step(content, retain=True))
+    equality, reference = check_results(executable, content, found, alone, targets)
     arms: dict[str, Order] = {PLACED: plan.order, ONE_DEVICE: alone}
     try:
         measured = run_arms(program, content, arms, targets, steps=steps, warm_up_steps=warm_up_steps)
@@ -109,18 +116,58 @@ def run(
         if not error.is_out_of_memory:
             raise
         measured = run_arms(program, content, {PLACED: plan.order}, targets, steps=steps, warm_up_steps=warm_up_steps)
-    is_mixed = any(target.device.type != "cpu" for target in targets)
     return Run(
         plan=plan,
-        graph=placed_graph,
+        graph_name=program.graph.name,
         targets=tuple(targets),
         placed=measured[PLACED],
         one_device=measured.get(ONE_DEVICE),
         one_device_name=targets[first].name,
         equality=equality,
         reference=reference,
-        is_equal=equality.is_close(MIXED_TOLERANCE if is_mixed else CPU_TOLERANCE),
         prediction=None if simulation is None else predict(program, simulation, measured[PLACED]),
+    )
+
+
+def run_on_ranks(
+    executable: Executable,
+    plan: Plan,
+    ranks: Ranks,
+    *,
+    graph: Graph | None = None,
+    cluster: Cluster | None = None,
+    steps: int = 20,
+    warm_up_steps: int = 2,
+) -> Run | None:
+    """As `run`, with a process for each device and nothing beside it; None on all ranks but the first.
+
+    All ranks make this call with the same model and plan.
+    """
+    program, simulation = executable.capture.program, _simulation(executable, plan, graph, cluster)
+    content = executable.content()
+    arm = Arm(PLACED, plan.order)
+    with ProcessExecutor(program, plan.order, ranks) as executor:
+        executor.load(content)
+        found = executor.results(executor.step(content, retain=True))
+        for number in range(-warm_up_steps, steps):
+            record = executor.step(content, is_timed=True)
+            if number >= 0 and ranks.is_first:
+                arm.add(record, program.graph.num_ops)
+    if found is None:
+        return None
+    here = [Target(name, CPU) for name in ranks.names]
+    alone = on_one_device(program.graph.num_ops, 0, len(here))
+    equality, reference = check_results(executable, content, found, alone, here)
+    return Run(
+        plan=plan,
+        graph_name=program.graph.name,
+        targets=ranks.targets,
+        placed=arm,
+        one_device=None,
+        one_device_name="",
+        equality=equality,
+        reference=reference,
+        prediction=None if simulation is None else predict(program, simulation, arm),
     )
 
 
@@ -142,27 +189,30 @@ def op_times(executable: Executable, arms: Sequence[Arm], kinds: Sequence[str]) 
     return found
 
 
-def _fastest_device(problem: Problem | None) -> int:
-    if problem is None:
-        return 0
-    times = np.where((problem.op_time_ns < 0).any(axis=0), np.inf, problem.op_time_ns.sum(axis=0, dtype=np.float64))
-    return int(np.argmin(times))
-
-
 def check_results(
-    executable: Executable, content: Mapping[int, Tensor], order: Order, alone: Order, targets: Sequence[Target]
+    executable: Executable, content: Mapping[int, Tensor], found: Replay, alone: Order, targets: Sequence[Target]
 ) -> tuple[Equality, str]:
-    """How the first step in `order` compares, and with what: PyTorch's own step, or, where random numbers are drawn,
-    the same program in the order `alone` on one device."""
+    """How what the first step gave compares, and with what: PyTorch's own step, or, where random numbers are drawn, the
+    same program in the order `alone`."""
     program = executable.capture.program
+    if not program.num_draws:
+        expected = eager_step(program, executable.model, executable.args, executable.kwargs)
+        return compare(found, expected), "PyTorch's own step"
+    with ThreadExecutor(program, alone, targets) as executor:
+        executor.load(content)
+        expected = executor.results(executor.step(content, retain=True))
+    return compare(found, expected), "the same step on one device (the model draws random numbers)"
 
-    def first_step(order: Order) -> Any:
-        with ThreadExecutor(program, order, targets) as executor:
-            executor.load(content)
-            return executor.results(executor.step(content, retain=True))
 
-    found = first_step(order)
-    if program.num_draws:
-        return compare(found, first_step(alone)), "the same step on one device (the model draws random numbers)"
-    expected = eager_step(program, executable.model, executable.args, executable.kwargs)
-    return compare(found, expected), "PyTorch's own step"
+def _simulation(executable: Executable, plan: Plan, graph: Graph | None, cluster: Cluster | None) -> Simulation | None:
+    placed = graph or executable.capture.graph
+    check_belongs(plan, placed, executable.capture.graph)
+    return None if cluster is None else replay(Problem.build(placed, cluster), plan)
+
+
+def _fastest_device(simulation: Simulation | None) -> int:
+    """The device that would be the fastest with all ops on it; the first if that is not known."""
+    if simulation is None:
+        return 0
+    times = simulation.problem.op_time_ns
+    return int(np.argmin(np.where((times < 0).any(axis=0), np.inf, times.sum(axis=0, dtype=np.float64))))

@@ -16,7 +16,7 @@ from gdp.report.console import format_ms, new_table
 def run_report(run: Run, times_path: str | None) -> Iterator[RenderableType]:
     """The answer of `gdp run`."""
     places = ", ".join(f"{target.name} ({target.place})" for target in run.targets)
-    yield Text(f"{run.graph.name}: {len(run.placed.step_ns)} steps on {places}")
+    yield Text(f"{run.graph_name}: {len(run.placed.step_ns)} steps on {places}")
     yield Text(_headline(run), style="bold")
     yield Text(f"{_equality(run.equality, run.reference)}")
     yield ""
@@ -38,7 +38,7 @@ def run_report(run: Run, times_path: str | None) -> Iterator[RenderableType]:
 def run_document(run: Run) -> dict[str, Any]:
     """What `gdp run --json` prints; times in ns."""
     document: dict[str, Any] = {
-        "graph": run.graph.name,
+        "graph": run.graph_name,
         "devices": [target.name for target in run.targets],
         "places": [target.place for target in run.targets],
         "steps": len(run.placed.step_ns),
@@ -80,6 +80,7 @@ def run_document(run: Run) -> dict[str, Any]:
                 {
                     "from": row.source, "to": row.destination, "num_tensors": row.num_tensors,
                     "predicted_ns": row.predicted_ns, "measured_ns": row.measured_ns,
+                    "median_error": row.median_error,
                 }
                 for row in found.hand_overs
             ],
@@ -90,7 +91,7 @@ def run_document(run: Run) -> dict[str, Any]:
 def _headline(run: Run) -> str:
     text = f"Step time {format_ms(run.placed.median_step_ns)}, predicted {format_ms(run.plan.step_time_ns)}"
     if run.speedup is None:
-        return f"{text}; on one device it does not fit"
+        return text
     return f"{text}; {run.speedup:.2f}x as fast as on {run.one_device_name} alone"
 
 
@@ -120,11 +121,11 @@ def _prediction(found: Prediction) -> Iterator[RenderableType]:
     yield rows
     if found.hand_overs:
         yield ""
-        rows = new_table("transfer", ">awaited", ">predicted, median", ">measured, median")
+        rows = new_table("transfer", ">measured", ">predicted, median", ">measured, median", ">error, median")
         for row in found.hand_overs:
             rows.add_row(
                 f"{row.source} to {row.destination}", f"{row.num_tensors:,}", format_ms(row.predicted_ns),
-                format_ms(row.measured_ns),
+                format_ms(row.measured_ns), f"{row.median_error:.0%}",
             )  # fmt: skip
         yield rows
     for title, listed in (("kinds of ops", found.kinds), ("ops", found.ops)):
