@@ -40,6 +40,8 @@ def run(
     json: JsonOption = False,
 ) -> int:
     """Execute a plan of MODEL, check its results, and compare with one device and with the prediction."""
+    if _is_rank():
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
     from gdp.plan import Plan
 
     read = Plan.load(plan)
