@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from gdp.compare import Comparison as Comparison
     from gdp.compare import compare as compare
     from gdp.errors import InputError as InputError
+    from gdp.execute.models import run as run
     from gdp.execute.placed import Placed as Placed
     from gdp.execute.placed import placed as placed
-    from gdp.execute.run import run as run
     from gdp.graph import Graph as Graph
     from gdp.graph import Op as Op
     from gdp.graph import Tensor as Tensor
@@ -51,7 +51,7 @@ _HOME = {
     "InputError": "errors",
     "Placed": "execute.placed",
     "placed": "execute.placed",
-    "run": "execute.run",
+    "run": "execute.models",
     "Graph": "graph",
     "Op": "graph",
     "Tensor": "graph",

@@ -98,7 +98,7 @@ def _execute(
     build: "Callable[[], Executable]", plan: "Plan", on: "list[str] | None", **options: Any
 ) -> "tuple[Executable, Run | None]":
     """The model, and what running it showed: on threads, or under torchrun with a process for each device."""
-    from gdp.execute.run import run, run_on_ranks
+    from gdp.execute.run import run_on_ranks, run_on_threads
     from gdp.report.progress import live
 
     if not _is_rank():
@@ -108,7 +108,7 @@ def _execute(
         warm_up()
         executable = build()
         with live(f"running on {', '.join(target.place for target in targets)}"):
-            return executable, run(executable, plan, targets, **options)
+            return executable, run_on_threads(executable, plan, targets, **options)
     from gdp.execute.ranks import join
 
     with join(plan.devices, on) as ranks:

@@ -49,7 +49,7 @@ def read_model(text: str, *, training: bool = True, optimizer: str = "adam") -> 
     The function, looked for from the current directory on, returns (module, example_inputs) or (module, args, kwargs);
     it runs under fake tensors, so nothing is allocated. Raises InputError with the remedy for anything else.
     """
-    _check_optimizer(optimizer)
+    check_optimizer(optimizer)
     if _is_graph_file(text):
         return Model(Graph.load(text), {}, is_captured=False)
     build = builder_of(text)
@@ -73,7 +73,7 @@ def read_model(text: str, *, training: bool = True, optimizer: str = "adam") -> 
 
 def read_capture(text: str, *, training: bool = True, optimizer: str = "adam") -> "Capture":
     """As `read_model`, with the program that says what each op executes; InputError for a `gdp-graph` file."""
-    _check_optimizer(optimizer)
+    check_optimizer(optimizer)
     return _capture(builder_of(text), text, training, optimizer)
 
 
@@ -115,7 +115,8 @@ def _is_graph_file(text: str) -> bool:
     return (os.path.isfile(text) and not text.endswith(".onnx")) or text.endswith((".json", ".gz"))
 
 
-def _check_optimizer(optimizer: str) -> None:
+def check_optimizer(optimizer: str) -> None:
+    """InputError for one that captures do not know."""
     if optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import gdp
 from gdp import Cluster, Plan, Problem, simulate
 from gdp.capture import Replay, capture
 from gdp.cli import main
@@ -170,3 +171,21 @@ def test_a_prediction_adds_up() -> None:
 def test_rank_correlation_looks_at_the_order_alone() -> None:
     assert rank_correlation([1, 2, 3, 50], [10, 20, 21, 22]) == 1.0
     assert rank_correlation([1, 2, 3], [3, 2, 1]) == -1.0
+
+
+def test_run_in_python_is_the_command(here: Path) -> None:
+    torch.manual_seed(0)
+    model, args = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), (torch.randn(5, 8),)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.square().sum()
+
+    graph = gdp.capture(model, args, name="net", loss=loss).graph
+    cluster = Cluster.parse("two.yaml")
+    plan = gdp.place(graph, cluster, budget="50sims")
+    made = gdp.run(model, args, plan=plan, on=["cpu", "cpu"], cluster=cluster, steps=2, loss=loss)
+    assert made.equality.is_exact
+    assert made.prediction is not None
+    assert made.prediction.predicted_step_ns == plan.step_time_ns
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

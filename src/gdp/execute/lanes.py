@@ -61,6 +61,9 @@ class CpuLane:
             parcel.event.synchronize()
         return parcel.content
 
+    def settle(self) -> None:
+        """Wait until all that was launched is done: kernels are, when they return."""
+
     def now(self) -> Any:
         """A moment in this device's time, for `times_ns`."""
         return time.perf_counter_ns()
@@ -103,6 +106,11 @@ class CudaLane:
             parcel.content.record_stream(self._compute)
         return parcel.content
 
+    def settle(self) -> None:
+        """Wait until all that was launched is done, copies to others too."""
+        for stream in (self._compute, *self._streams.values()):
+            stream.synchronize()
+
     def now(self) -> Any:
         """As `CpuLane.now`; kernels run later than they are launched."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -111,7 +119,7 @@ class CudaLane:
 
     def times_ns(self, moments: list[Any]) -> list[int]:
         """As `CpuLane.times_ns`: the first event's moment is when it was recorded, since the stream was idle then."""
-        self._compute.synchronize()
+        self.settle()
         if not moments:
             return []
         base_ns, base = moments[0]

@@ -28,7 +28,8 @@ class Placed:
     """A model whose steps run as a plan says; parameters, buffers and optimizer state stay on their devices.
 
     Make one with `placed`. A call takes the model's own arguments, of the shapes that were placed, and returns the loss
-    (without a loss: the outputs by name). Close it, or use it in a `with` statement, to end its threads.
+    (without a loss: the outputs by name), a copy on the CPU. Close it, or use it in a `with` statement, to end its
+    threads.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Placed:
         self.num_steps += 1
         if program.loss is not None:
             return executor.loss(record)
-        return {name: tensor.clone() for name, tensor in executor.results(record).outputs.items()}
+        outputs = executor.results(record).outputs
+        return {name: tensor.to("cpu", copy=True) for name, tensor in outputs.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict`, with parameters and buffers as they are now; copies, on the CPU."""

@@ -1,4 +1,4 @@
-"""`run`: execute a plan beside a single device, check what it computes, and compare with the prediction."""
+"""Execute a plan beside a single device, check what it computes, and compare with the prediction."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gdp.capture import Capture, Replay
 from gdp.capture.signature import signatures
+from gdp.capture.step import Loss
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.execute.arms import Arm, Order, on_one_device, run_arms
@@ -38,6 +39,7 @@ class Executable:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    loss: Loss | None = None  # as `capture` takes it
 
     def content(self) -> dict[int, Tensor]:
         """Copies of parameters, buffers and inputs, by tensor number."""
@@ -85,7 +87,7 @@ def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
         )
 
 
-def run(
+def run_on_threads(
     executable: Executable,
     plan: Plan,
     targets: Sequence[Target],
@@ -139,7 +141,7 @@ def run_on_ranks(
     steps: int = 20,
     warm_up_steps: int = 2,
 ) -> Run | None:
-    """As `run`, with a process for each device and nothing beside it; None on all ranks but the first.
+    """As `run_on_threads`, with a process for each device and nothing beside it; None on all ranks but the first.
 
     All ranks make this call with the same model and plan.
     """
@@ -196,7 +198,7 @@ def check_results(
     same program in the order `alone`."""
     program = executable.capture.program
     if not program.num_draws:
-        expected = eager_step(program, executable.model, executable.args, executable.kwargs)
+        expected = eager_step(program, executable.model, executable.args, executable.kwargs, executable.loss)
         return compare(found, expected), "PyTorch's own step"
     with ThreadExecutor(program, alone, targets) as executor:
         executor.load(content)

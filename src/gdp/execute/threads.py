@@ -152,10 +152,10 @@ class ThreadExecutor:
         return self.program.results(held)
 
     def loss(self, record: StepRecord) -> Tensor | None:
-        """The loss of a step, retained or not; a copy on its device."""
+        """The loss of a step, retained or not; a copy on the CPU."""
         held = {tensor: content for device in record.devices for tensor, content in device.held.items()}
         found = self.program.loss_of({tensor: content for tensor, content in held.items() if content is not None})
-        return None if found is None else found.clone()
+        return None if found is None else found.detach().to("cpu", copy=True)
 
     def load_private(self, content: Mapping[int, Tensor]) -> None:
         """Copy optimizer state, by value, to the devices of its parameters."""

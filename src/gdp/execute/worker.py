@@ -137,6 +137,7 @@ class Worker:
             if orders.is_timed:
                 clock_in(clock())
         mailbox.finish()
+        lane.settle()
         if not orders.is_timed:
             return DeviceRecord(held)
         times_ns = lane.times_ns(moments)
