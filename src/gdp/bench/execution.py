@@ -240,9 +240,9 @@ def _various(problem: Problem, best: I64, config: ExecutionConfig) -> list[tuple
             moved = random.random(num_ops) < share
             placement = np.where(moved, random.integers(0, num_devices, num_ops), best)
             found.append((f"auto, {share:.0%} moved", _with_groups(problem, placement)))
-            share = 2 * share if share < 0.5 else 0.05
+            share *= 1.7
         else:
-            grain = max(grain // 4, 1)
+            grain = max(grain // 3, 1)
             blocks = random.integers(0, num_devices, num_ops // grain + 1)
             found.append((f"random, {grain} together", _with_groups(problem, blocks[np.arange(num_ops) // grain])))
     return found[: config.placements]
