@@ -1,6 +1,9 @@
-"""The command `gdp`: parse, call, print. Exit status: 0 done, 2 bad input, 3 nothing fits, 130 interrupted."""
+"""The command `gdp`: parse, call, print. Exit status: 0 done, 1 a run failed, 2 bad input, 3 nothing fits, 130
+interrupted.
+"""
 
 import shlex
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -62,6 +65,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     if status == INTERRUPTED:
+        if args is None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is being done
         fail("interrupted", INTERRUPTED)
     with quiet_pipe():
         sys.stdout.flush()
@@ -136,6 +141,9 @@ def place(
 
     for sentence in unused_names(graph, cluster):
         log(f"gdp: note: {sentence}")
+    if times is not None and not any(graph.times_ns):
+        kinds = ", ".join(sorted({device.kind for device in cluster.devices}))
+        log(f"gdp: note: {times} has no time of these ops on {kinds} with this PyTorch: all are by the roofline")
     line = progress.SearchLine(f"{graph.name} on {cluster.name}")
     with progress.stop_on_interrupt() as stop:
         try:

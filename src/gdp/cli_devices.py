@@ -130,10 +130,10 @@ def devices_measure(
 def _measure_ranks(devices: "list[LocalDevice]", quick: bool) -> "Calibration | None":
     """With a process for each device."""
     from gdp.execute.calibration_ranks import calibrate_ranks, rank_names
-    from gdp.execute.ranks import join
+    from gdp.execute.ranks import join_or_leave
 
     names, places = rank_names(devices)
-    with join(names, places) as ranks:
+    with join_or_leave(names, places) as ranks:
 
         def say(text: str) -> None:
             if ranks.is_first:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli_shared import JsonOption, ModelArgument, fail, print_json, show, warm_up
+from gdp.cli_shared import JsonOption, ModelArgument, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def run(
     ] = None,
     inference: Annotated[bool, typer.Option("--inference", help="The plan is of a forward pass.")] = False,
     optimizer: Annotated[str, typer.Option(help="adam or sgd.")] = "adam",
-    seed: Annotated[int, typer.Option(min=0, help="Of the model's initial parameters and inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the model's initial parameters and inputs.")] = 0,
     json: JsonOption = False,
 ) -> int:
     """Execute a plan of MODEL, check its results, and compare with one device and with the prediction."""
@@ -46,13 +46,8 @@ def run(
 
     read = Plan.load(plan)
     cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
-    known = None
     if times is not None:
-        from gdp.measured_times import MeasuredTimes
-
-        if cluster is None:
-            raise InputError(f"--times {times}: times are stored by kind of device; say them with --devices")
-        known = MeasuredTimes(times, create=True)
+        _check_times(times, cluster)
 
     from gdp.execute.worker import ExecutionError
 
@@ -70,25 +65,23 @@ def run(
     except ExecutionError as error:
         status = OUT_OF_MEMORY if error.is_out_of_memory else FAILED
         return fail(f"error: {error}", status) if getattr(error, "is_first_told", True) else status
-    except InputError:
-        if _is_rank() and os.environ.get("RANK") != "0":
-            return BAD_INPUT  # the first says it
-        raise
     if made is None:
         return OK
     from gdp.report import execution
 
-    if known is not None and cluster is not None:
-        from gdp.capture.signature import LIBRARY
-        from gdp.execute.run import op_times
-
-        arms = [arm for arm in (made.placed, made.one_device) if arm is not None]
-        for kind, found in op_times(executable, arms, [device.kind for device in cluster.devices]).items():
-            known.store(kind, LIBRARY, found)
     if json:
         print_json(execution.run_document(made))
     else:
-        show(execution.run_report(made, None if times is None else str(times)))
+        show(execution.run_report(made))
+    if times is not None and cluster is not None:
+        from gdp.capture.signature import LIBRARY
+        from gdp.execute.run import op_times
+        from gdp.measured_times import MeasuredTimes
+
+        known, arms = MeasuredTimes(times, create=True), [arm for arm in (made.placed, made.one_device) if arm]
+        for kind, found in op_times(executable, arms, [device.kind for device in cluster.devices]).items():
+            known.store(kind, LIBRARY, found)
+        log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
     if not made.is_equal:
         return fail(f"error: the results are not those of {made.reference}; this is a fault of gdp", FAILED)
     return OK
@@ -109,11 +102,24 @@ def _execute(
         executable = build()
         with live(f"running on {', '.join(target.place for target in targets)}"):
             return executable, run_on_threads(executable, plan, targets, **options)
-    from gdp.execute.ranks import join
+    from gdp.execute.ranks import join_or_leave
 
-    with join(plan.devices, on) as ranks:
+    with join_or_leave(plan.devices, on) as ranks, ranks.saying_once():
         executable = build()
         return executable, run_on_ranks(executable, plan, ranks, **options)
+
+
+def _check_times(path: Path, cluster: "Cluster | None") -> None:
+    """InputError if measured times cannot be stored there; nothing is written."""
+    from gdp import options
+    from gdp.measured_times import MeasuredTimes
+
+    if cluster is None:
+        raise InputError(f"--times {path}: times are stored by kind of device; say them with --devices")
+    if path.exists():
+        MeasuredTimes(path)
+    else:
+        options.check_writable(path)
 
 
 def _is_rank() -> bool:
@@ -132,7 +138,8 @@ def _cluster(plan: "Plan", path: Path, devices: str | None) -> "Cluster | None":
     if cluster.fingerprint == plan.cluster:
         return cluster
     if devices is None:
-        return None  # of another plan
+        log(f"gdp: note: {beside} is of another plan, so nothing is compared op by op; give --devices")
+        return None
     raise InputError(
         f"{path}: the plan is for cluster {plan.cluster[:12]}, not for {devices} ({cluster.fingerprint[:12]}); "
         "place for this cluster anew"
@@ -147,4 +154,7 @@ def _graph(plan: "Plan", path: Path) -> "Graph | None":
     if not beside.is_file():
         return None
     graph = Graph.load(beside)
-    return graph if graph.fingerprint == plan.graph else None
+    if graph.fingerprint == plan.graph:
+        return graph
+    log(f"gdp: note: {beside} is of another plan")
+    return None

@@ -17,6 +17,7 @@ from gdp.execute.arms import run_arms
 from gdp.execute.equality import compare, eager_step
 from gdp.execute.prediction import predict, rank_correlation
 from gdp.execute.targets import CPU, Target
+from gdp.execute.worker import ExecutionError
 from gdp.measured_times import MeasuredTimes
 from run_cases import CLUSTER, MODEL
 from tiny_models import TINY
@@ -115,15 +116,26 @@ def test_bad_input_is_one_line(
 
 
 def test_a_difference_is_found_and_named() -> None:
-    def replay(value: float) -> Replay:
-        return Replay(torch.tensor(1.0), {"": torch.tensor([2.0])}, {"w": torch.tensor([1.0, 4.0, value])}, {})
+    def replay(value: float, more: torch.Tensor | None = None) -> Replay:
+        outputs = {"": torch.tensor([2.0])} | ({} if more is None else {"more": more})
+        return Replay(torch.tensor(1.0), outputs, {"w": torch.tensor([1.0, 4.0, value])}, {"ours": torch.ones(1)})
 
+    nan = float("nan")
     assert compare(replay(3.0), replay(3.0)).is_exact
     found = compare(replay(3.5), replay(3.0))
-    assert (found.num_tensors, found.num_equal, found.where) == (3, 2, "'w' of the gradients")
+    assert (found.num_tensors, found.num_equal, found.where) == (4, 3, "'w' of the gradients")
     assert found.largest_difference == 0.5 / 4
-    assert compare(replay(float("nan")), replay(float("nan"))).is_exact
-    assert not compare(replay(float("nan")), replay(3.0)).is_close(1.0)
+    assert compare(replay(nan), replay(nan)).is_exact
+    assert compare(replay(nan, torch.tensor(1.0)), replay(3.0, torch.tensor(1.1))).largest_difference == float("inf")
+    for here, there in (
+        (torch.tensor(1 + 1j), torch.tensor(1 + 2j)), (torch.tensor([True, False]), torch.tensor([True, True])),
+        (torch.tensor(3), torch.tensor(4)), (torch.zeros(2), torch.zeros(3)), (torch.tensor(1.0), None),
+    ):  # fmt: skip
+        found = compare(replay(3.0, here), replay(3.0, there))
+        assert not found.is_exact
+        assert found.where == "'more' of the outputs"
+        assert not found.is_close(0.0)
+    assert compare(replay(3.0, torch.ones(1)), replay(3.0, torch.zeros(1)), {"more"}).is_exact
 
 
 @pytest.mark.parametrize("name", ["gpt2", "inception", "dlrm", "t5"])
@@ -189,3 +201,36 @@ def test_run_in_python_is_the_command(here: Path) -> None:
     assert made.prediction is not None
     assert made.prediction.predicted_step_ns == plan.step_time_ns
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_what_shares_memory_with_parameters_is_no_difference(here: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.linear(x).square().sum(), self.linear.bias
+
+    model, args = Net(), (torch.randn(3, 4),)
+    model.linear.bias.grad = torch.ones(4)
+    plan = gdp.place(gdp.capture(model, args, name="net").graph, Cluster.parse("two.yaml"), budget="20sims")
+    made = gdp.run(model, args, plan=plan, on=["cpu", "cpu"], steps=1)
+    assert made.equality.is_exact
+    assert model.linear.bias.grad.tolist() == [1.0] * 4
+
+
+def test_where_one_device_is_too_small_the_plan_is_run_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = nn.Linear(4, 4), (torch.randn(3, 4),)
+    plan = gdp.place(gdp.capture(model, args, name="net").graph, Cluster.parse("two.yaml"), budget="20sims")
+
+    def too_small(program: Any, content: Any, orders: Any, *rest: Any, **options: Any) -> Any:
+        if len(orders) > 1:
+            raise ExecutionError("cpu0", "op 'mm'", torch.OutOfMemoryError("no more"))
+        return run_arms(program, content, orders, *rest, **options)
+
+    monkeypatch.setattr("gdp.execute.run.run_arms", too_small)
+    made = gdp.run(model, args, plan=plan, on=["cpu", "cpu"], steps=2)
+    assert made.one_device is None
+    assert made.speedup is None
+    assert len(made.placed.step_ns) == 2

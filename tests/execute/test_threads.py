@@ -203,6 +203,95 @@ def test_dropout_differs_from_step_to_step_but_not_from_placement_to_placement()
     assert len(losses) == 4
 
 
+def test_seeds_set_runs_apart_and_steps_can_be_taken_up_again() -> None:
+    plan, batch = plan_of_net(0.5), batches(1)[0]
+    torch.manual_seed(0)
+    state = Net(0.5).state_dict()
+
+    def losses(seed: int, first: int, count: int) -> list[float]:
+        with gdp.placed(Net(0.5), plan, on=["cpu"] * 3, learning_rate=1e-30, seed=seed) as trained:
+            trained.load_state_dict(state)
+            trained.num_steps = first
+            return [float(trained(batch)) for _ in range(count)]
+
+    assert len({*losses(0, 0, 5), *losses(1, 0, 5)}) == 10
+    assert losses(0, 3, 2) == losses(0, 0, 5)[3:]
+
+
+class Cached(nn.Module):
+    """With a buffer that is in no state dict, a plain tensor, and an argument that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(3), persistent=False)
+        self.plain = torch.zeros(3)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        self.seen.add_(x.sum(0))
+        self.plain.add_(1)
+        return (scale * self.linear(x)).square().mean()
+
+
+def test_close_writes_back_all_that_a_step_changes_and_other_arguments_are_refused() -> None:
+    torch.manual_seed(0)
+    model, x = Cached(), torch.randn(4, 3)
+    graph = capture(model, (x, 2.0), name="cached").graph
+    plan = gdp.place(graph, Cluster.parse("2xp100-pcie-16g"), budget="20sims")
+    with gdp.placed(model, plan, on=["cpu"] * 2) as trained:
+        for _ in range(3):
+            trained(x, 2.0)
+        with pytest.raises(InputError, match="no tensors differ from those of the first call"):
+            trained(x, 3.0)
+        with pytest.raises(InputError, match="no tensors differ"):
+            trained(x, 2.0, x)
+    torch.testing.assert_close(model.seen, 3 * x.sum(0))
+    assert model.plain.tolist() == [3.0] * 3
+    with pytest.raises(ExecutionError, match="closed"):
+        trained(x, 2.0)
+
+
+def test_state_that_does_not_fit_changes_nothing() -> None:
+    with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained:
+        for _ in range(2):  # before the first step, and after
+            before = trained.state_dict()
+            for bad in ({}, {**before, "left.0.bias": torch.zeros(2)}, {**before, "more": torch.zeros(2)}):
+                with pytest.raises(InputError, match="state '"):
+                    trained.load_state_dict(bad)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in trained.state_dict().items())
+            trained(batches(1)[0])
+        moments = trained.optimizer_state_dict()
+        name, tensors = next(iter(moments.items()))
+        for worse in ({name: {**tensors, "exp_avg": torch.ones(1)}}, {name: {}}, {"other": tensors}):
+            with pytest.raises(InputError, match="optimizer state"):
+                trained.load_optimizer_state_dict(worse)
+        again = trained.optimizer_state_dict()
+        assert all(torch.equal(again[key][what], moments[key][what]) for key in moments for what in moments[key])
+
+
+def test_a_failed_step_leaves_the_model_as_it_was() -> None:
+    model = Breaking()
+    before = model.linear.weight.detach().clone()
+    plan = gdp.place(
+        capture(model, (torch.ones(2, 3),), name="b").graph, Cluster.parse("2xp100-pcie-16g"), budget="9sims"
+    )
+    with gdp.placed(model, plan, on=["cpu"] * 2) as trained:
+        trained(torch.ones(2, 3))
+        with pytest.raises(ExecutionError, match="breaks"):
+            trained(-torch.ones(2, 3))
+        for call in (trained.state_dict, lambda: trained(torch.ones(2, 3))):
+            with pytest.raises(ExecutionError, match="half of a step"):
+                call()
+    assert torch.equal(model.linear.weight, before)
+
+
+def test_an_order_that_deadlocks_is_refused() -> None:
+    found = capture(Net(), (torch.zeros(5, 6),), name="net")
+    backwards = [list(range(found.graph.num_ops))[::-1]]
+    with pytest.raises(InputError, match="deadlock"):
+        scripts(found.program, backwards)
+
+
 def test_a_plan_of_another_step_is_refused() -> None:
     with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained, pytest.raises(InputError, match="place it anew"):
         trained(torch.zeros(4, 6))
@@ -246,6 +335,27 @@ def fails(x: Tensor) -> Tensor:
 @fails.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("gdp_tests::breaks", mutates_args=())
+def breaks(x: Tensor) -> Tensor:
+    if x.sum() < 0:
+        raise KeyError("breaks")
+    return x.clone()
+
+
+@breaks.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(breaks(x)).sum()
 
 
 torch.library.define("gdp_tests::has_no_kernel", "(Tensor x) -> Tensor")

@@ -33,6 +33,8 @@ def measure(model: str, budget: str, steps: int, out: Path, say: Callable[[str],
         say(f"{model} on two processes{' with measured op times' if more else ''}")
         placed = _json([*place, *more])
         found = _json([*run, "--times", str(times)])
+    if not found["prediction"]["transfers"]:
+        raise InputError(f"bench execution: the plan of {model} for two processes uses one of them; nothing was sent")
     routes = [
         {"from": link["from"], "to": link["to"], "latency_ns": link["latency"], "bytes_per_second": link["bandwidth"]}
         for link in measured["cluster"]["links"]
@@ -65,7 +67,7 @@ def markdown(row: Mapping[str, Any]) -> str:
         f"{route['bytes_per_second'] / 1e9:.2f} GB/s"
         for route in row["routes"]
     )
-    worst = max((item["median_error"] for item in row["transfers"]), default=0.0)
+    worst = max(item["median_error"] for item in row["transfers"])
     judged = verdict(worst, TARGET_TRANSFER_ERROR, text=lambda value: f"{value:.0%}")
     parts = (
         "### Two processes",

@@ -4,7 +4,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +74,7 @@ class Figure:
 
 def together(jobs: Sequence[Job], seconds: float) -> list[float | None]:
     """The median ns of each job, all of them repeated for that time; None: no kernel for that dtype, or no memory."""
-    ready = threading.Barrier(len(jobs))
+    ready, stop = threading.Barrier(len(jobs)), threading.Event()
 
     def repeat(job: Job) -> float | None:
         lane, prepare = job
@@ -84,7 +84,7 @@ def together(jobs: Sequence[Job], seconds: float) -> list[float | None]:
                 ready.wait()
                 times_ns: list[int] = []
                 end = time.perf_counter() + seconds
-                while once and (len(times_ns) < 3 or time.perf_counter() < end):
+                while once and not stop.is_set() and (len(times_ns) < 3 or time.perf_counter() < end):
                     times_ns.append(once())
                 return statistics.median(times_ns) if times_ns else None
         except BaseException:
@@ -93,6 +93,12 @@ def together(jobs: Sequence[Job], seconds: float) -> list[float | None]:
 
     with ThreadPoolExecutor(len(jobs)) as pool:
         futures = [pool.submit(repeat, job) for job in jobs]
+        try:
+            wait(futures)
+        except BaseException:  # an interrupt: threads that still compute when the process ends would abort it
+            stop.set()
+            ready.abort()
+            raise
     errors = [error for future in futures if (error := future.exception())]
     if errors:
         raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))  # the cause first

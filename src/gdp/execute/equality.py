@@ -1,7 +1,7 @@
 """Equality: does a placed step give what PyTorch gives by itself?"""
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gdp.capture import Program, Replay
 from gdp.capture.program import named_state, named_tensors
 from gdp.capture.step import Loss, pick_loss
+from gdp.execute.worker import ExecutionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Equality:
 
     num_tensors: int  # compared: loss, outputs, gradients, state
     num_equal: int  # bit for bit
-    largest_difference: float  # relative; NaN if one side alone is not a number
+    largest_difference: float  # relative; infinite if shapes, types or what is no number differ, or one side has it not
     where: str  # the tensor that has it; "" if all are equal
 
     @property
@@ -31,23 +32,17 @@ class Equality:
         return self.largest_difference <= tolerance
 
 
-def compare(found: Replay, expected: Replay) -> Equality:
-    """`found` beside `expected`, over the tensors of both; devices may differ."""
-    wanted = dict(_tensors(expected))
+def compare(found: Replay, expected: Replay, ignored_outputs: Collection[str] = ()) -> Equality:
+    """`found` beside `expected`; devices may differ. All must be on both sides, but for state, some of it on one."""
+    here, there = dict(_tensors(found, ignored_outputs)), dict(_tensors(expected, ignored_outputs))
     num_tensors, num_equal, largest, where = 0, 0, 0.0, ""
-    for name, tensor in _tensors(found):
-        if name not in wanted:
+    for name in here | there:
+        if name.endswith(_STATE) and not (name in here and name in there):
             continue
-        here, there = tensor.detach().cpu(), wanted[name].detach().cpu()
         num_tensors += 1
-        if torch.equal(here, there) or (
-            (here.isnan() == there.isnan()).all() and torch.equal(here.nan_to_num(), there.nan_to_num())
-        ):
-            num_equal += 1
-            continue
-        scale = float(there.abs().max()) if there.numel() else 0.0
-        difference = float((here.double() - there.double()).abs().max()) / (scale or 1.0)
-        if not difference <= largest:
+        difference = _difference(here[name], there[name]) if name in here and name in there else float("inf")
+        num_equal += difference == 0.0
+        if difference > largest:
             largest, where = difference, name
     return Equality(num_tensors, num_equal, largest, where)
 
@@ -55,33 +50,87 @@ def compare(found: Replay, expected: Replay) -> Equality:
 def eager_step(
     program: Program, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss | None = None
 ) -> Replay:
-    """Loss, outputs and gradients that PyTorch computes by itself, on a copy of `model`, and its buffers afterwards.
+    """Loss, outputs and gradients that PyTorch computes by itself, and buffers afterwards; `model` is then as before.
 
     On one thread, since more of them may add up in another order. Equal to what `program` computes unless random
-    numbers are drawn, for which PyTorch has other seeds.
+    numbers are drawn, for which PyTorch has other seeds. ExecutionError if the model fails.
     """
-    model = copy.deepcopy(model)
-    model.zero_grad(set_to_none=True)
     is_training, num_threads = program.loss is not None, torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.set_grad_enabled(is_training):
+        with _restored(model), torch.set_grad_enabled(is_training):
             output = model(*args, **kwargs)
             value = pick_loss(output, loss, program.graph.name) if is_training else None
             if value is not None:
                 value.backward()  # type: ignore[no-untyped-call]
+            gradients = {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
+            parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            buffers = {name: tensor for name, tensor in named_state(model) if name not in parameters}
+            outputs = dict(named_tensors(output, ""))
+            return Replay(None if value is None else value.detach(), _copies(outputs), gradients, _copies(buffers))
+    except Exception as error:
+        raise ExecutionError("cpu", "the unplaced step, to compare with", error) from error
     finally:
         torch.set_num_threads(num_threads)
-    gradients = {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: tensor for name, tensor in named_state(model) if name not in parameters}
-    outputs = {name: tensor.detach() for name, tensor in named_tensors(output, "")}
-    return Replay(None if value is None else value.detach(), outputs, gradients, buffers)
 
 
-def _tensors(replay: Replay) -> Iterator[tuple[str, Tensor]]:
+def updated_outputs(program: Program) -> set[str]:
+    """The outputs that lie in the memory of a parameter: placed, they are read after its update, unplaced before."""
+    updated = {
+        program.tensor_values[source.tensor] for source in program.sources.values() if source.kind == "parameter"
+    }
+    for calls in program.calls:
+        for call in calls:
+            updated |= {new for old, new in call.writes if old in updated}
+    return {name for name, ref in program.outputs.items() if ref.value in updated} if program.gradients else set()
+
+
+_STATE = " of the state"
+
+
+def _tensors(replay: Replay, ignored_outputs: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     if replay.loss is not None:
         yield "the loss", replay.loss
-    for kind in ("outputs", "gradients", "state"):
-        for name, tensor in getattr(replay, kind).items():
-            yield f"{name!r} of the {kind}", tensor
+    yield from (
+        (f"{name!r} of the outputs", item) for name, item in replay.outputs.items() if name not in ignored_outputs
+    )
+    yield from ((f"{name!r} of the gradients", item) for name, item in replay.gradients.items())
+    yield from ((f"{name!r}{_STATE}", item) for name, item in replay.state.items())
+
+
+def _difference(here: Tensor, there: Tensor) -> float:
+    """0 if all bits are equal, or both no numbers in the same places."""
+    here, there = here.detach().cpu(), there.detach().cpu()
+    if here.shape != there.shape or here.dtype != there.dtype:
+        return float("inf")
+    is_same = (here == there) | (here.isnan() & there.isnan())
+    if is_same.all():
+        return 0.0
+    wide = torch.complex128 if here.is_complex() else torch.float64
+    difference = (here.to(wide) - there.to(wide)).abs()[~is_same]
+    if not difference.isfinite().all():
+        return float("inf")
+    sizes = there.to(wide).abs()
+    scale = float(sizes[sizes.isfinite()].max()) if sizes.isfinite().any() else 0.0
+    return float(difference.max()) / (scale or 1.0)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """The model's tensors and gradients are afterwards what they were; there are no gradients meanwhile."""
+    state = [(tensor, tensor.detach().clone()) for _, tensor in named_state(model)]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for tensor, content in state:
+                tensor.data.copy_(content)

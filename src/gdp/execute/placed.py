@@ -11,15 +11,19 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from gdp.capture import Program, capture
-from gdp.capture.program import Call
+from gdp.capture.program import Call, named_state
 from gdp.capture.step import Loss, OptimizerName
 from gdp.errors import InputError
 from gdp.execute.run import check_belongs
 from gdp.execute.targets import find_targets
 from gdp.execute.threads import ThreadExecutor
+from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.plan import Plan
 
@@ -29,29 +33,40 @@ class Placed:
 
     Make one with `placed`. A call takes the model's own arguments, of the shapes that were placed, and returns the loss
     (without a loss: the outputs by name), a copy on the CPU. Close it, or use it in a `with` statement, to end its
-    threads.
+    threads. After a step that failed or was interrupted, its parameters are those of half a step: it takes no more
+    calls, and the model stays as it was.
+
+    `num_steps` counts the calls and sets the random numbers of the next one: set it to go on after a saved state.
     """
 
     def __init__(
         self, model: nn.Module, plan: Plan, *, graph: Graph | None, on: Sequence[str] | None, training: bool,
         optimizer: OptimizerName, learning_rate: float, loss: Loss | None, seed: int,
     ) -> None:  # fmt: skip
-        if not learning_rate > 0:
+        if not 0 < learning_rate < float("inf"):
             raise InputError(f"learning_rate is {learning_rate}; a number above 0 is expected")
         self.model, self.plan, self.num_steps = model, plan, 0
         self._graph, self._targets = graph, find_targets(plan.devices, on)
         self._options: dict[str, Any] = {"training": training, "optimizer": optimizer, "loss": loss}
         self._learning_rate, self._seed = learning_rate, seed
         self._executor: ThreadExecutor | None = None
+        self._given_state: dict[str, Tensor] = {}
+        self._constants: tuple[Any, ...] = ()  # of the arguments at capture: all but tensors' content
+        self._is_closed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on these inputs. InputError if the plan is not of this step; ExecutionError if an op fails."""
-        executor = self._executor
+        executor = self._running()
         if executor is None:
-            executor = self._executor = self._start(args, kwargs)
+            executor = self._start(args, kwargs)
+        elif _constants(args, kwargs) != self._constants:
+            raise InputError(
+                "arguments that are no tensors differ from those of the first call, which captured the step; "
+                "make another placed model for them"
+            )
         program = executor.program
         inputs = program.bind_inputs(args, kwargs)
-        seed = (self._seed + self.num_steps) * program.num_draws
+        seed = int(np.random.SeedSequence((self._seed, self.num_steps)).generate_state(1)[0])
         record = executor.step(inputs, retain=program.loss is None, seed=seed)
         self.num_steps += 1
         if program.loss is not None:
@@ -60,45 +75,77 @@ class Placed:
         return {name: tensor.to("cpu", copy=True) for name, tensor in outputs.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's `state_dict`, with parameters and buffers as they are now; copies, on the CPU."""
-        current = self.model.state_dict()
-        if self._executor is None:
-            return {name: tensor.detach().clone() for name, tensor in current.items()}
-        placed = self._executor.program.state_by_name(self._executor.state())
-        return {name: placed.get(name, tensor).detach().cpu().clone() for name, tensor in current.items()}
+        """The model's `state_dict`, with parameters and buffers as they are now; copies, on the CPU.
+
+        ExecutionError after a step that failed.
+        """
+        current = {**self.model.state_dict(), **self._given_state}
+        executor = self._running()
+        placed = executor.program.state_by_name(executor.state()) if executor is not None else {}
+        return {name: placed.get(name, tensor).detach().to("cpu", copy=True) for name, tensor in current.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from these parameters and buffers, as `nn.Module.load_state_dict`; optimizer state stays."""
-        self.model.load_state_dict(dict(state))
-        if self._executor is not None:
-            self._executor.load(self._executor.program.bind_state(self.model))
+        """Go on from these parameters and buffers; optimizer state stays. InputError, with nothing changed, unless the
+        names, shapes and types are those of the model's `state_dict`."""
+        known = self.model.state_dict()
+        if state.keys() != known.keys():
+            odd = min(state.keys() ^ known.keys())
+            raise InputError(
+                f"state {odd!r} is {'unknown' if odd in state else 'missing'}; give the model's state_dict"
+            )
+        for name, tensor in state.items():
+            if tensor.shape != known[name].shape or tensor.dtype != known[name].dtype:
+                here, there = (f"{list(item.shape)} {item.dtype}" for item in (tensor, known[name]))
+                raise InputError(f"state {name!r} is {here}; {there} is expected")
+        executor = self._running()
+        if executor is None:
+            self._given_state = {name: tensor.detach().clone() for name, tensor in state.items()}
+        else:
+            program = executor.program
+            executor.load(program.bind_state({**program.state_by_name(executor.state()), **state}))
 
     def optimizer_state_dict(self) -> dict[str, dict[str, Tensor]]:
         """By parameter, Adam's `exp_avg`, `exp_avg_sq` and `step` (SGD has none); copies, on the CPU."""
-        if self._executor is None:
+        executor = self._running()
+        if executor is None:
             return {}
-        private, found = self._executor.private(), {}
-        for op, values in self._executor.program.private.items():
-            name = self._executor.program.graph.op_names[op].removesuffix(".update")
-            if all(value in private for value in values):
-                found[name] = {
-                    key: private[value].detach().cpu().clone() for key, value in zip(_ADAM, values, strict=True)
-                }
-        return found
+        private = executor.private()
+        return {
+            name: {key: private[value].detach().to("cpu", copy=True) for key, value in zip(_ADAM, values, strict=True)}
+            for name, values in _moments(executor.program).items()
+            if all(value in private for value in values)
+        }
 
     def load_optimizer_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from what `optimizer_state_dict` gave. InputError before the first step, and for unknown parameters."""
-        if self._executor is None:
+        """Go on from what `optimizer_state_dict` gave. InputError, with nothing changed, before the first step and for
+        other names or shapes."""
+        executor = self._running()
+        if executor is None:
             raise InputError("the optimizer's state is made with the first step; load it after one")
-        self._executor.load_private(self._private_values(self._executor.program, state))
+        moments, found = _moments(executor.program), {}
+        for name, tensors in state.items():
+            if name not in moments or tensors.keys() != set(_ADAM):
+                raise InputError(f"optimizer state of {name!r}: {', '.join(_ADAM)} of a trained parameter are expected")
+            for key, value in zip(_ADAM, moments[name], strict=True):
+                size = executor.program.layouts[value].size
+                if tuple(tensors[key].shape) != size:
+                    here = list(tensors[key].shape)
+                    raise InputError(f"optimizer state {key} of {name!r} is {here}; {list(size)} is expected")
+                found[value] = tensors[key]
+        executor.load_private(found)
 
     def close(self) -> None:
-        """End the worker threads and write parameters and buffers back to the model."""
-        if self._executor is not None:
-            state = self.state_dict()
-            self._executor.close()
-            self._executor = None
-            self.model.load_state_dict(state)
+        """End the worker threads and write parameters and buffers back to the model, unless the last step failed."""
+        self._is_closed = True
+        executor, self._executor = self._executor, None
+        if executor is None or executor.is_closed:
+            return
+        placed = executor.program.state_by_name(executor.state())
+        executor.close()
+        with torch.no_grad():
+            for name, tensor in named_state(self.model):
+                if name in placed:
+                    tensor.data.copy_(placed[name])
 
     def __enter__(self) -> "Placed":
         return self
@@ -108,23 +155,28 @@ class Placed:
     ) -> None:
         self.close()
 
+    def _running(self) -> ThreadExecutor | None:
+        """The executor, None before the first step; ExecutionError if it cannot go on."""
+        if self._is_closed:
+            raise ExecutionError("all", "the placed model is closed; make another")
+        if self._executor is not None and self._executor.is_closed:
+            raise ExecutionError(
+                "all", "a step failed, so parameters are those of half a step; go on from a saved state"
+            )
+        return self._executor
+
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ThreadExecutor:
         made = capture(self.model, args, kwargs, name=type(self.model).__name__, **self._options)
         check_belongs(self.plan, self._graph or made.graph, made.graph)
         program = _with_learning_rate(made.program, self._learning_rate)
         executor = ThreadExecutor(program, self.plan.order, self._targets)
-        executor.load(program.bind_state(self.model))
+        try:
+            executor.load(program.bind_state({**dict(named_state(self.model)), **self._given_state}))
+        except BaseException:
+            executor.close()
+            raise
+        self._executor, self._constants = executor, _constants(args, kwargs)
         return executor
-
-    def _private_values(self, program: Program, state: Mapping[str, Mapping[str, Tensor]]) -> dict[int, Tensor]:
-        ops = {program.graph.op_names[op].removesuffix(".update"): op for op in program.private}
-        if unknown := state.keys() - ops.keys():
-            raise InputError(f"optimizer state of {min(unknown)!r}: the model has no such trained parameter")
-        return {
-            value: tensors[key]
-            for name, tensors in state.items()
-            for key, value in zip(_ADAM, program.private[ops[name]], strict=True)
-        }
 
 
 _ADAM = ("exp_avg", "exp_avg_sq", "step")  # the order of `capture.optimizers`
@@ -147,7 +199,7 @@ def placed(
     The first call captures the step, which must be the one that was placed: the same shapes, `training`, `optimizer`
     and `loss`. `graph` is what was placed, if it has measured times. `on` says where each device of the plan is (see
     `gdp.execute.targets.find_targets`); default: by name. `seed` sets dropout and the like apart from other runs.
-    The model itself is left as it is until `close`, which writes the trained parameters back.
+    The model itself is left as it is until `close`, which writes parameters and buffers back.
     """
     return Placed(
         model, plan, graph=graph, on=on, training=training, optimizer=optimizer, learning_rate=learning_rate,
@@ -165,3 +217,14 @@ def _with_learning_rate(program: Program, learning_rate: float) -> Program:
         for calls, phase in zip(program.calls, phases, strict=True)
     ]
     return replace(program, calls=tuple(calls))
+
+
+def _moments(program: Program) -> dict[str, tuple[int, ...]]:
+    """By parameter, the values of its optimizer state."""
+    return {program.graph.op_names[op].removesuffix(".update"): values for op, values in program.private.items()}
+
+
+def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The structure of the arguments, and what of them is no tensor."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return structure, *(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)

@@ -55,7 +55,7 @@ class ProcessRecord(StepRecord):
     transfers: tuple[Transfer, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RankError(ExecutionError):
     """A rank failed or died; raised on all. `is_first_told` on the one rank that should print it, if only one does."""
 

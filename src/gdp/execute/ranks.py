@@ -1,6 +1,7 @@
 """Ranks: the processes of a run, a device of the plan each, as torchrun starts them; and why they end."""
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ REMEDIED: Mapping[str, type[Exception]] = {  # the kinds of causes that Executio
 }  # fmt: skip
 
 _BEAT_SECONDS = 0.5
+_PATIENCE_SECONDS = 5.0  # with the start of the first rank
 
 
 class Failure(NamedTuple):
@@ -100,6 +102,17 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is the one that gets results and reports."""
         return self.rank == 0
+
+    @contextlib.contextmanager
+    def saying_once(self) -> Iterator[None]:
+        """What is wrong with the input is wrong on all ranks, or on one: it is said by the one that finds it first."""
+        try:
+            yield
+        except InputError as error:
+            digest = hashlib.sha256(str(error).encode()).hexdigest()
+            if self.store.add(f"said/{digest}", 1) > 1:
+                raise SystemExit(2) from None
+            raise
 
     def meet(self, what: str) -> None:
         """Wait until all ranks are here. ExecutionError if one does not come."""
@@ -175,6 +188,17 @@ def join(names: Sequence[str], on: Sequence[str] | None = None, *, timeout_secon
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         dist.init_process_group(backend, store=common, rank=rank, world_size=count, timeout=patience)
     return Ranks(targets, rank, [item["host"] for item in abouts], store, nccl=nccl)
+
+
+def join_or_leave(names: Sequence[str], on: Sequence[str] | None = None) -> Ranks:
+    """`join`; where that is refused to all, the first says so, and the others keep quiet until it has."""
+    try:
+        return join(names, on)
+    except InputError:
+        if int(os.environ.get("RANK", "0")):
+            time.sleep(_PATIENCE_SECONDS)  # torchrun ends all as soon as one has ended
+            raise SystemExit(2) from None
+        raise
 
 
 class Watch(threading.Thread):

@@ -9,11 +9,13 @@ dependencies; they are sent and awaited like all others, without content.
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.capture import Program
+from gdp.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,17 @@ Script = tuple[Task, ...]
 def scripts(
     program: Program, order: Sequence[npt.ArrayLike], retained: Collection[int] = frozenset()
 ) -> tuple[Script, ...]:
-    """[D] the script of each device, whose ops `order` lists; kept and `retained` tensors stay on their producers'."""
+    """[D] the script of each device, whose ops `order` lists; kept and `retained` tensors stay on their producers'.
+
+    InputError for an order that deadlocks.
+    """
     graph = program.graph
     device_of, position = {}, {}
     lists: list[list[int]] = [np.asarray(ops, np.int64).tolist() for ops in order]
     for device, ops in enumerate(lists):
         for place, op in enumerate(ops):
             device_of[op], position[op] = device, place
+    _check_order(program, lists)
     awaited: dict[int, list[int]] = defaultdict(list)
     sends: dict[int, list[tuple[int, int]]] = defaultdict(list)
     drops: dict[int, list[int]] = defaultdict(list)
@@ -58,3 +64,28 @@ def scripts(
     return tuple(
         tuple(Task(op, tuple(awaited[op]), tuple(sorted(sends[op])), tuple(drops[op])) for op in ops) for ops in lists
     )
+
+
+def _check_order(program: Program, lists: Sequence[Sequence[int]]) -> None:
+    """InputError if ops would wait for each other for ever: no op of a cycle ever becomes free (A. Kahn, 1962)."""
+    graph = program.graph
+    followers: dict[int, list[int]] = defaultdict(list)
+    for ops in lists:
+        for op, following in pairwise(ops):
+            followers[op].append(following)
+    for tensor, producer in enumerate(graph.producers.tolist()):
+        followers[producer].extend(graph.consumers_of(tensor).tolist())
+    missing = [0] * graph.num_ops
+    for op in chain.from_iterable(followers.values()):
+        missing[op] += 1
+    free = [op for op in range(graph.num_ops) if not missing[op]]
+    for op in free:  # grows meanwhile
+        for following in followers[op]:
+            missing[following] -= 1
+            if not missing[following]:
+                free.append(following)
+    if len(free) < graph.num_ops:
+        stuck = next(op for op in range(graph.num_ops) if missing[op])
+        raise InputError(
+            f"order: deadlock, op {graph.op_names[stuck]!r} waits for one that comes after it; place the graph anew"
+        )

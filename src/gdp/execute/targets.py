@@ -43,7 +43,7 @@ def find_targets(names: Sequence[str], on: Sequence[str] | None = None) -> tuple
     it a device runs where its name says: `cpu1` on core 1, `cuda0` on GPU 0. InputError for what is not there.
     """
     if on is not None and len(on) != len(names):
-        raise InputError(f"--on names {len(on)} devices; the plan has {len(names)}: {', '.join(names)}")
+        raise InputError(f"--on names {len(on)} devices; the plan has {len(names)}, name each: {', '.join(names)}")
     places = [_place_of(name) for name in names] if on is None else [text.strip() for text in on]
     return tuple(_target(name, place) for name, place in zip(names, places, strict=True))
 
@@ -72,7 +72,9 @@ def _target(name: str, place: str) -> Target:
     if match[1] == "cuda":
         count = torch.cuda.device_count()
         if first >= count:
-            raise InputError(f"device {name!r} of the plan: there is no {place} here, but {count} CUDA devices")
+            raise InputError(
+                f"device {name!r} of the plan: there is no {place} here, but {count} CUDA devices; see --on"
+            )
         return Target(name, torch.device("cuda", first))
     cores, here = tuple(range(first, last + 1)), available_cores()
     if not cores or (here and not set(cores) <= set(here)):

@@ -34,10 +34,6 @@ class StepRecord:
     start_ns: int
     finish_ns: int
 
-    @property
-    def seconds(self) -> float:
-        return (self.finish_ns - self.start_ns) * 1e-9
-
 
 class _Inboxes:
     """The mailbox of worker `number`: a queue that all others put their parcels into."""
@@ -102,6 +98,11 @@ class ThreadExecutor:
     ) -> None:
         self.close()
 
+    @property
+    def is_closed(self) -> bool:
+        """No more steps: `close` was called, or a step failed or was interrupted, and its effects are half there."""
+        return not self._threads
+
     def load(self, content: Mapping[int, Tensor]) -> None:
         """Copy parameters and buffers, by tensor number as `Program.bind` gives them, to their devices."""
         for op, source in self.program.sources.items():
@@ -121,7 +122,7 @@ class ThreadExecutor:
         `retain` keeps outputs and gradients for `results`; random numbers differ from step to step unless `seed` is
         given. ExecutionError if an op fails.
         """
-        if not self._threads:
+        if self.is_closed:
             raise ExecutionError("all", "the executor is closed")
         if retain and self._retaining is None:
             self._retaining = scripts(self.program, self.order, self.program.result_tensors)
@@ -201,5 +202,7 @@ class ThreadExecutor:
                     self._answers.put((number, worker.step(orders)))
         except Stopped:
             pass
-        except BaseException as error:  # whatever it is, the main thread must hear of it
+        except ExecutionError as error:
             self._answers.put((number, error))
+        except BaseException as error:  # whatever it is, the main thread must hear of it
+            self._answers.put((number, ExecutionError(worker.lane.target.name, "its worker", error)))

@@ -54,7 +54,7 @@ class Stopped(BaseException):
     """A worker is to end, since another failed or the executor closes."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ExecutionError(Exception):
     """An op, or a device, failed while a plan ran."""
 
@@ -132,7 +132,7 @@ class Worker:
                     mailbox.send(tensor, held.get(tensor), to)
                 for tensor in task.drops:
                     held.pop(tensor, None)
-            except (RuntimeError, MemoryError, ValueError, TypeError, IndexError) as error:
+            except Exception as error:
                 raise ExecutionError(lane.target.name, f"op {program.graph.op_names[op]!r}", error) from error
             if orders.is_timed:
                 clock_in(clock())

@@ -13,7 +13,7 @@ from gdp.execute.run import Run
 from gdp.report.console import format_ms, new_table
 
 
-def run_report(run: Run, times_path: str | None) -> Iterator[RenderableType]:
+def run_report(run: Run) -> Iterator[RenderableType]:
     """The answer of `gdp run`."""
     places = ", ".join(f"{target.name} ({target.place})" for target in run.targets)
     yield Text(f"{run.graph_name}: {len(run.placed.step_ns)} steps on {places}")
@@ -30,9 +30,6 @@ def run_report(run: Run, times_path: str | None) -> Iterator[RenderableType]:
         yield Text("With --devices, the cluster that was placed for, predictions are compared op by op.")
     else:
         yield from _prediction(run.prediction)
-    if times_path is not None:
-        yield ""
-        yield Text(f"Measured op times are in {times_path}; use them with gdp place --times {times_path}")
 
 
 def run_document(run: Run) -> dict[str, Any]:
