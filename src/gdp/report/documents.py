@@ -54,8 +54,7 @@ def place_document(graph: Graph, cluster: Cluster, plan: Plan, path: Path | None
         "seconds": plan.search.seconds,
         "simulations": plan.search.simulations,
         "plan": None if path is None else str(path),
-        "op_times": count_time_sources(graph, cluster),
-    }
+    } | ({"op_times": count_time_sources(graph, cluster)} if any(graph.times_ns) else {})
 
 
 def compare_document(graph: Graph, cluster: Cluster, comparison: Comparison, budget: str) -> dict[str, Any]:
