@@ -112,7 +112,7 @@ def devices_measure(
         print_json(
             {
                 "cluster": cluster.to_document(), "fingerprint": cluster.fingerprint, "alone": dict(found.alone),
-                "notes": found.notes, "path": str(out),
+                "notes": found.notes, "fit_errors": found.fit_errors, "path": str(out),
             }
         )  # fmt: skip
         return 0

@@ -70,3 +70,4 @@ def test_measured_processes_are_a_cluster(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(route.channels) == 1
     assert cluster.route(0, 1).channels != cluster.route(1, 0).channels
     assert "median error" in found["notes"][0]
+    assert len(found["fit_errors"]) == 2 * 5  # each way

@@ -62,7 +62,7 @@ def calibrate_ranks(ranks: Ranks, device: LocalDevice, *, quick: bool, on_progre
     ranks.meet("begin")
     own = calibrate([device], quick=quick, on_progress=on_progress)
     ranks.store.set(f"device/{ranks.rank}", json.dumps(own.cluster.to_document()["devices"][0]))
-    routes, notes = _routes(ranks, _QUICK_STEPS if quick else _STEPS, on_progress)
+    routes, errors = _routes(ranks, _QUICK_STEPS if quick else _STEPS, on_progress)
     if not ranks.is_first:
         return None
     found = [json.loads(ranks.store.get(f"device/{rank}")) for rank in range(len(ranks.names))]
@@ -73,11 +73,18 @@ def calibrate_ranks(ranks: Ranks, device: LocalDevice, *, quick: bool, on_progre
         )
         for name, document in zip(ranks.names, found, strict=True)
     ]  # fmt: skip
-    return Calibration(Cluster.build("processes", devices, routes), {}, tuple(notes))
+    cluster = Cluster.build("processes", devices, routes)
+    if not errors:  # of a single device
+        return Calibration(cluster, {}, ())
+    note = (
+        "transfers of sizes between those that the routes were fitted to, with nothing else at work: "
+        f"median error {statistics.median(errors):.0%}, largest {max(errors):.0%}"
+    )
+    return Calibration(cluster, {}, (note,), tuple(errors))
 
 
-def _routes(ranks: Ranks, num_steps: int, log: Log) -> tuple[dict[tuple[int, int], Route], list[str]]:
-    """On the first rank: the route of each ordered pair, and how well the lines fit."""
+def _routes(ranks: Ranks, num_steps: int, log: Log) -> tuple[dict[tuple[int, int], Route], list[float]]:
+    """On the first rank: the route of each ordered pair, and the relative errors of the lines."""
     sizes = sorted((*_FITTED_BYTES, *_CHECKED_BYTES))
     inputs = [torch.zeros(size // 4) for size in sizes]
     program = capture(_Sizes(), inputs, name="sizes", training=False).program
@@ -104,8 +111,7 @@ def _routes(ranks: Ranks, num_steps: int, log: Log) -> tuple[dict[tuple[int, int
                 for size in _CHECKED_BYTES
                 if size in medians
             ]
-    note = "transfers of sizes between those that the routes were fitted to: "
-    return routes, [f"{note}median error {statistics.median(errors):.0%}, largest {max(errors):.0%}"] if errors else []
+    return routes, errors
 
 
 def _line(times_ns: dict[int, float]) -> tuple[float, float]:

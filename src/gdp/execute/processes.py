@@ -8,6 +8,7 @@ is noticed by its closed connections; one that hangs, or a host that is lost, by
 import contextlib
 import hashlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ WINDOW_BYTES = 256 << 20  # enough to keep any link busy while an op runs
 
 _POLL_SECONDS = 0.2  # how long the main thread sleeps at most between looks at what else happened
 _NOTICE_SECONDS = 0.5  # for a failure to be noticed that led to an interrupt
+_NICE = 10  # of a thread that computes; others of the process have 0
 _INTERRUPTED = "was interrupted"
 
 
@@ -60,6 +62,13 @@ class RankError(ExecutionError):
     """A rank failed or died; raised on all. `is_first_told` on the one rank that should print it, if only one does."""
 
     is_first_told: bool = True
+
+
+def give_way() -> None:
+    """Let this thread, which computes all the time, make room at once for those that send and receive."""
+    if hasattr(os, "setpriority"):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class ProcessExecutor:
@@ -180,6 +189,7 @@ class ProcessExecutor:
     def _work(self) -> None:
         worker = self._worker
         with worker.lane.active(), torch.no_grad():
+            give_way()
             while (orders := self._orders.get()) is not None:
                 try:
                     self._answers.put(worker.step(orders))
