@@ -228,10 +228,8 @@ def _time_sources(graph: Graph, cluster: Cluster) -> Iterator[RenderableType]:
         return
     counts = count_time_sources(graph, cluster)
     for device, count in counts.items():
-        modelled, known = count["roofline"], count["measured"] + count["free"]
-        yield Text(
-            f"Op times on {device}: {known:,} of {graph.num_ops:,} measured or free, {modelled:,} by the roofline."
-        )
+        known = f"{count['measured']:,} of {graph.num_ops:,} measured"
+        yield Text(f"Op times on {device}: {known}, {count['roofline']:,} by the roofline, {count['free']:,} free.")
 
 
 def _baselines(plan: Plan) -> Table:
