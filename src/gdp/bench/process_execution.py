@@ -77,7 +77,7 @@ def markdown(row: Mapping[str, Any]) -> str:
         "### Two processes",
         f"`{row['model'].rpartition(':')[2]}`, {row['num_ops']:,} ops, with a process for each device, over gloo: "
         f"routes measured by `torchrun -m gdp devices measure` ({routes}), then placed, run, placed again with the op "
-        f"times of that run, and run again. {equal} result tensors are bit for bit those of PyTorch's own step in "
+        f"times of that run, and run again. {equal} result tensors are bit for bit those of {results['reference']}, in "
         f"one process. Step time {milliseconds(row['step_time_ns'])} ms, predicted "
         f"{milliseconds(row['predicted_ns'])} ms ({error:+.0%}).",
         f"Transfers by themselves, of sizes that the routes were not fitted to: median error {judged(alone)}, largest "
