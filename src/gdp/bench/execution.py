@@ -328,8 +328,8 @@ def _markdown(figures: Mapping[str, Any], config: ExecutionConfig, cluster: Clus
         f"Measured step times in ms on {', '.join(names)} of this machine, {config.repeats} steps of each arm in turn; "
         f"medians. The plan is what `auto` finds in {config.budget} with measured op times; one device is the faster "
         "one. Speed-ups are ratios of steps that followed each other. Loss, outputs, gradients and buffers were, bit "
-        f"for bit, those of PyTorch's own step, or, with random numbers, of the same program on one device, for {equal} "
-        f"of {len(rows)} workloads.{gpu}",
+        "for bit, those of PyTorch's own step, or, with random numbers, of the same program on one device, for "
+        f"{equal} of {len(rows)} workloads.{gpu}",
         markdown_table(header, main),
         f"Predicted against measured over {config.placements} placements: the search's, the classical placers', those "
         "with ops moved at random, and random ones.",
