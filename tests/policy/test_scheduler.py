@@ -80,6 +80,15 @@ def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
     assert all(p.grad is None or p.grad.isfinite().all() for p in policy.parameters())
 
 
+def test_devices_without_any_memory_are_placed_on_all_the_same() -> None:
+    names = {device.name: 0 for device in layered().cluster.devices}
+    problem = Problem.build(layered().graph, layered().cluster, max_memory_bytes=names)
+    policy = policy_of(SMALL)
+    rollouts = policy.sample(policy.constructor.grouped(problem, 24, rng()), 5, rng())
+    assert rollouts.log_prob.isfinite().all()
+    assert not any(problem.broken_constraints(placement) for placement in rollouts.placements)
+
+
 def test_a_forbidden_device_has_probability_zero() -> None:
     problem = Problem.build(layered().graph, layered().cluster, pins=[(r"layers\.2", "gpu1")])
     policy = policy_of(SMALL)

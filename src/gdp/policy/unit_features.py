@@ -31,7 +31,7 @@ def _alone(problem: Problem, units: UnitGraph) -> F32:
     head, tail, forward, backward, update = (sums[:, WEIGHTED] / sums[:, 1:2]).T
     num_ops = sums[:, COLUMNS.index("ops")]
     first, last = units.first_ns / critical_ns, units.last_ns / critical_ns
-    limit = float(problem.memory_limit_bytes.sum())
+    limit = max(float(problem.memory_limit_bytes.sum()), 1.0)  # no device may have memory
     held = units.resident_bytes + units.alive_bytes
     fastest = np.where(units.time_ns >= 0, units.time_ns, np.inf).min(axis=1)
     slowest = units.time_ns.max(axis=1)
@@ -68,7 +68,7 @@ def _alone(problem: Problem, units: UnitGraph) -> F32:
         np.log(num_units) / 5.0,
         float((units.similar.data > 0.5).sum() + num_units) / num_units**2,
         float(degree.mean()) / 10.0,
-        np.log(float(problem.memory_limit_bytes.max()) / max(float(problem.memory_limit_bytes.min()), 1.0)),
+        np.log(max(float(problem.memory_limit_bytes.max()), 1.0) / max(float(problem.memory_limit_bytes.min()), 1.0)),
         np.log1p(problem.num_ops / num_units),
         float((last - first).mean()),
     ]
