@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.plan import Plan
 
-OK, FAILED, BAD_INPUT, OUT_OF_MEMORY = 0, 1, 2, 3
+OK, FAILED, OUT_OF_MEMORY = 0, 1, 3
 
 
 def run(

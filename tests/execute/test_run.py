@@ -1,7 +1,6 @@
 """`gdp run` measures a plan beside one device, checks its results, and fails in one line."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,6 @@ from run_cases import CLUSTER, MODEL
 from tiny_models import TINY
 
 ON = ["--on", "cpu,cpu"]  # also where there is one core only
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is compared with is computed on one thread, as each worker's kernels are: more may add in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

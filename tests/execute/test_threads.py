@@ -1,7 +1,7 @@
 """A plan executed by worker threads computes what PyTorch computes, wherever its ops are, and fails in one line."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,6 @@ from gdp.simulate import Simulation
 from tiny_models import TINY
 
 CLUSTER = Cluster.parse("4xp100-pcie-16g")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is compared with is computed on one thread, as each worker's kernels are: more may add in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def randomly_placed(found: Capture, num_devices: int, seed: int) -> Simulation:

@@ -67,11 +67,6 @@ class Calibration:
     fit_errors: tuple[float, ...] = ()
 
 
-def measure(devices: Sequence[LocalDevice], *, quick: bool = False, on_progress: Log | None = None) -> Cluster:
-    """The cluster of `calibrate`."""
-    return calibrate(devices, quick=quick, on_progress=on_progress).cluster
-
-
 def calibrate(devices: Sequence[LocalDevice], *, quick: bool = False, on_progress: Log | None = None) -> Calibration:
     """Measure these devices of this machine; `quick` is rougher. `on_progress` hears what comes next.
 
