@@ -83,25 +83,35 @@ class DeviceKind:
 
 # An assumption, that of the example in docs/machine-model.md, section 6: the host starts a copy like a kernel,
 # whatever the wires; so one figure for PCIe and NVLink.
-_COPY_LATENCY_NS = 10_000
+COPY_LATENCY_NS = 10_000
+
+# One NVLink in one direction, by generation, nominal: 20 GB/s (P100 white paper), 25 GB/s (V100, A100, H100 white
+# papers), 50 GB/s (Blackwell architecture technical brief: 18 links, 1.8 TB/s in both directions).
+NVLINK_BYTES_PER_SECOND: Mapping[int, int] = MappingProxyType(
+    {1: 20 * GB, 2: 25 * GB, 3: 25 * GB, 4: 25 * GB, 5: 50 * GB}
+)
+
+BY_REFERENCE_BYTES_PER_SECOND = 10**15
+"""Of a route on which nothing is copied. A rate has to be finite (docs/machine-model.md, section 2); at this one 1 MB
+occupies its route for 1 ns, the least there is, and 10 GB for 10 us, which is less than the latency."""
 
 # PCIe x16 per direction after line coding: 15.75, 31.5, 63.0 GB/s (PCI Express Base Specification 3.0, 4.0, 5.0).
 # Large copies reach 76-87 % of that: 12 GB/s on gen 3, 24 GB/s on gen 4 (same share), 55 GB/s on gen 5 (NVIDIA
 # nvbandwidth, README: host_to_device_memcpy_ce).
-# NVLink per GPU and direction: 4 x 20, 6 x 25, 12 x 25, 18 x 25 GB/s (P100, V100, A100, H100 white papers),
-# nominal. Before NVSwitch a pair of P100 has one of the four links to itself (DGX-1 white paper, hybrid cube-mesh).
+# NVLink per GPU and direction: 4, 6, 12 and 18 links (P100, V100, A100, H100 white papers), nominal. Before NVSwitch a
+# pair of P100 has one of the four links to itself (DGX-1 white paper, hybrid cube-mesh).
 # UPI: two of 10.4 GT/s x 2 bytes (Intel ARK, Xeon Gold 6242), nominal.
 LINKS: Mapping[str, Link] = MappingProxyType(
     {
         link.name: link
         for link in (
-            Link("pcie3", 12 * GB, _COPY_LATENCY_NS),
-            Link("pcie4", 24 * GB, _COPY_LATENCY_NS),
-            Link("pcie5", 55 * GB, _COPY_LATENCY_NS),
-            Link("nvlink1", 20 * GB, _COPY_LATENCY_NS, is_switched=False),
-            Link("nvlink2", 150 * GB, _COPY_LATENCY_NS),
-            Link("nvlink3", 300 * GB, _COPY_LATENCY_NS),
-            Link("nvlink4", 450 * GB, _COPY_LATENCY_NS),
+            Link("pcie3", 12 * GB, COPY_LATENCY_NS),
+            Link("pcie4", 24 * GB, COPY_LATENCY_NS),
+            Link("pcie5", 55 * GB, COPY_LATENCY_NS),
+            Link("nvlink1", NVLINK_BYTES_PER_SECOND[1], COPY_LATENCY_NS, is_switched=False),
+            Link("nvlink2", 6 * NVLINK_BYTES_PER_SECOND[2], COPY_LATENCY_NS),
+            Link("nvlink3", 12 * NVLINK_BYTES_PER_SECOND[3], COPY_LATENCY_NS),
+            Link("nvlink4", 18 * NVLINK_BYTES_PER_SECOND[4], COPY_LATENCY_NS),
             Link(SOCKET, 41_600_000_000, 1_000),
         )
     }

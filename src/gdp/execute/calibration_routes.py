@@ -9,15 +9,11 @@ import numpy as np
 import torch
 
 from gdp.capture import capture
-from gdp.devices import Route
+from gdp.devices import BY_REFERENCE_BYTES_PER_SECOND, Route
 from gdp.execute.calibration_chains import Chains, chain_program, hop_ns, timed_steps
 from gdp.execute.calibration_work import MIB, Effort, Job, Log, Once, Pair, copy_memory, time_alone, together, whole
 from gdp.execute.lanes import lane_of
 from gdp.execute.targets import Target
-
-BY_REFERENCE_BYTES_PER_SECOND = 10**15
-"""Of a route on which nothing is copied. A rate has to be finite (docs/machine-model.md, section 2); at this one 1 MB
-occupies its route for 1 ns, the least there is, and 10 GB for 10 us, which is less than the latency."""
 
 COPY_BYTES = (1024, MIB, 16 * MIB, 64 * MIB)
 _SLOWED_DOWN = 1.5  # copies that take turns need twice as long, copies that do not need little more than alone
