@@ -385,7 +385,6 @@ def test_a_link_suffix_replaces_the_kinds_own_link() -> None:
         ("2x(l4-24g)@0gbit", "at least 1"),
         ("9" * 5000 + "xl4-24g", "1 to 64"),
         ("2x(2xl4-24g)", "no kind"),
-        ("local", "not available in this version"),
     ],
 )
 def test_a_bad_preset_is_an_input_error_with_a_remedy(text: str, fragment: str) -> None:

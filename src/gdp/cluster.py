@@ -27,6 +27,7 @@ import yaml
 from gdp import files
 from gdp.devices import KINDS, MAX_DEVICES, Device, Route, preset, suggest
 from gdp.errors import InputError
+from gdp.local import Machine, detect
 
 __all__ = ["MAX_DEVICES", "Cluster", "Device", "Route", "parse_number", "parse_rate", "parse_size", "parse_time"]
 
@@ -74,16 +75,22 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> "Cluster":
-        """The cluster that `text` names: a preset such as `4xp100-pcie-16g`, or the path of a `gdp-cluster` file.
+        """The cluster that `text` names: a preset such as `4xp100-pcie-16g`, a `gdp-cluster` file's path, or `local`.
 
         It is a path if that file exists or the name ends in .yaml, .yml, .json or .gz; docs/devices.md has the grammar.
+        `local` is this machine as it is now, see `gdp.local`.
         """
         text = text.strip()
         if text.endswith((".yaml", ".yml", ".json", ".gz")) or os.path.isfile(text):
             return cls.load(text)
         if text == "local":
-            raise InputError("devices 'local': not available in this version; name a preset or a cluster file")
+            return cls.of_machine(detect())
         return cls.build(text, *preset(text))
+
+    @classmethod
+    def of_machine(cls, machine: Machine) -> "Cluster":
+        """The devices of a machine that was detected, with built-in figures or estimates; it is called `local`."""
+        return cls.build("local", *machine.cluster())
 
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
