@@ -246,6 +246,8 @@ def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.Mon
         ["workloads"], ["devices", "list"], ["place", "rnnlm-2", "--devices", DEVICES, "--budget", "100sims"],
         ["simulate", "rnnlm-2", "--devices", DEVICES, "--plan", "plan.json"],
         ["compare", "rnnlm-2", "--devices", DEVICES, "--budget", "100sims", "--seeds", "1"],
+        ["place", "rnnlm-2", "--devices", "local", "--budget", "100sims", "--out", "here"],
+        ["simulate", "rnnlm-2", "--devices", "local", "--plan", "here/plan.json"],
     ]  # fmt: skip
     code = f"import sys; from gdp.cli import main; print(sum(map(main, {commands})), 'torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -293,7 +295,6 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["place", "hf:m", "--devices", DEVICES], ["hf:m", "no Transformers"]),
     (["place", "graph.json.gz", "--devices", "4xp1000"], ["devices '4xp1000'", "no kind 'p1000'", "p100-pcie-16g"]),
     (["place", "graph.json.gz", "--devices", "65xl4-24g"], ["65 devices", "1 to 64"]),
-    (["place", "graph.json.gz", "--devices", "local"], ["'local'", "not available"]),
     (["place", "graph.json.gz", "--devices", "missing.yaml"], ["missing.yaml: no such file"]),
     (["place", "graph.json.gz", "--devices", "broken.yaml"], ["broken.yaml: line 1"]),
     (["place", "graph.json.gz", "--devices", "kind.yaml"], ["kind.yaml: device 0 'a'", "toaster"]),

@@ -139,6 +139,8 @@ def place(
     from gdp.report import console, documents, progress
     from gdp.simulate import replay
 
+    if devices.strip() == "local":
+        log("gdp: note: devices as they are now; gdp devices detect shows them, and which figures are estimates")
     for sentence in unused_names(graph, cluster):
         log(f"gdp: note: {sentence}")
     if times is not None and not any(graph.times_ns):
@@ -167,7 +169,9 @@ def place(
     if json:
         print_json(documents.place_document(graph, cluster, plan, plan_path if status == OK else None))
     elif status == OK:
-        command = ["gdp", "simulate", str(graph_path or model), "--devices", devices, "--plan", str(plan_path)]
+        # what is local may have changed by then
+        placed_on = str(cluster_path) if cluster_path is not None and devices.strip() == "local" else devices
+        command = ["gdp", "simulate", str(graph_path or model), "--devices", placed_on, "--plan", str(plan_path)]
         simulation = replay(Problem.build(graph, cluster, **constraints), plan)
         show(console.place_report(plan, simulation, source.unknown_costs, str(plan_path), shlex.join(command)))
     if status == NOTHING_FITS:

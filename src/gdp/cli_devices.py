@@ -12,6 +12,7 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from gdp.execute.calibration import Calibration
     from gdp.execute.local_devices import LocalDevice
+    from gdp.local import Detected, Link, Machine
 
 devices_app = typer.Typer(
     help="Built-in kinds of devices, what a DEVICES text stands for, and the devices of this machine.",
@@ -47,33 +48,84 @@ def devices_show(
 
 
 @devices_app.command("detect")
-def devices_detect(json: JsonOption = False) -> int:
-    """The devices of this machine, by the names that gdp run knows them by."""
+def devices_detect(
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write them to a cluster file, with figures not measured.")
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """The devices of this machine, by the names that gdp run knows them by, and the links between them."""
+    from gdp import options
+
+    if out is not None:
+        options.check_writable(out)
     import torch
 
-    from gdp.execute.local_devices import detect_local
-    from gdp.execute.targets import available_cores
+    from gdp.cluster import Cluster
+    from gdp.execute.local_devices import detect_machine
+    from gdp.local.host import available_cores
 
-    found, cores = detect_local(), available_cores()
+    machine, cores = detect_machine(), available_cores()
+    if out is not None:
+        Cluster.of_machine(machine).save(out)
     if json:
-        devices = [
-            {"name": device.name, "kind": device.kind, "memory_bytes": device.memory_bytes, "on": device.place}
-            for device in found
-        ]
-        print_json({"devices": devices, "torch": torch.__version__, "cuda": torch.version.cuda, "cores": cores})
+        document = {
+            "devices": [_device_document(machine, device) for device in machine.devices],
+            "links": [_link_document(names, link) for names, link in machine.links.items()],
+            "memory_bytes": machine.memory_bytes, "notes": machine.notes,
+            "torch": torch.__version__, "cuda": torch.version.cuda, "cores": cores,
+        }  # fmt: skip
+        print_json(document if out is None else document | {"path": str(out)})
         return 0
     from gdp.report import console
 
-    rows = [
-        {"device": item.name, "kind": item.kind, "memory": console.format_gib(item.memory_bytes), "on": item.place}
-        for item in found
-    ]
-    show(console.rows_report(rows))
+    show(console.rows_report([_device_row(machine, device) for device in machine.devices]))
+    if machine.links:
+        print_text("")
+        show(console.rows_report([{"from": a, "to": b, "link": link} for (a, b), link in machine.links.items()]))
     print_text(
         f"\nPyTorch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}; "
-        f"processor cores: {', '.join(map(str, cores)) or 'any'}\nTheir figures: gdp devices measure --out local.yaml"
+        f"processor cores: {', '.join(map(str, cores)) or 'any'}; memory {console.format_gib(machine.memory_bytes)}"
     )
+    print_text("\n".join(f"note: {note}" for note in machine.notes))
+    print_text(f"Written to {out}" if out else "These are --devices local; gdp devices detect --out FILE keeps them")
     return 0
+
+
+def _device_row(machine: "Machine", device: "Detected") -> dict[str, object]:
+    from gdp.report import console
+
+    row: dict[str, object] = {
+        "device": device.name, "kind": device.kind, "memory": console.format_gib(device.memory_bytes),
+        "on": device.place,
+    }  # fmt: skip
+    if not machine.gpus:
+        return row
+    gpu = machine.gpus.get(device.name)
+    sizes = {"total": gpu.total_bytes, "free": gpu.free_bytes} if gpu else {"total": None, "free": None}
+    texts = {name: None if size is None else console.format_gib(size) for name, size in sizes.items()}
+    return row | texts | {"slot": gpu.pcie or None if gpu else None}
+
+
+def _device_document(machine: "Machine", device: "Detected") -> dict[str, object]:
+    document: dict[str, object] = {
+        "name": device.name, "kind": device.kind, "memory_bytes": device.memory_bytes, "on": device.place,
+    }  # fmt: skip
+    gpu = machine.gpus.get(device.name)
+    if gpu is None:
+        return document
+    return document | {
+        "gpu": gpu.name, "uuid": gpu.uuid or None, "total_memory_bytes": gpu.total_bytes,
+        "free_memory_bytes": gpu.free_bytes, "used_by_others_bytes": gpu.others_bytes,
+        "pcie_generation": gpu.pcie_generation, "pcie_width": gpu.pcie_width,
+    }  # fmt: skip
+
+
+def _link_document(names: tuple[str, str], link: "Link") -> dict[str, object]:
+    return {
+        "devices": names, "ancestor": link.ancestor or None, "nvlinks": link.num_nvlinks,
+        "is_switched": link.is_switched, "bytes_per_second": link.bytes_per_second,
+    }  # fmt: skip
 
 
 @devices_app.command("measure")

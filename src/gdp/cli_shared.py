@@ -15,7 +15,8 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A built-in workload, a gdp-graph file, or package.module:function.")
 ]
 DevicesOption = Annotated[
-    str, typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, or a cluster file.")
+    str,
+    typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, a cluster file, or local."),
 ]
 BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
 CheckpointOption = Annotated[

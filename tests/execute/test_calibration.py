@@ -4,19 +4,19 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gdp.cli import main
 from gdp.cluster import Cluster
-from gdp.execute import calibration_routes, calibration_work, local_devices
+from gdp.devices import BY_REFERENCE_BYTES_PER_SECOND
+from gdp.execute import calibration_routes, calibration_work
 from gdp.execute.calibration import calibrate
-from gdp.execute.calibration_routes import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.execute.lanes import lane_of
-from gdp.execute.local_devices import LocalDevice, detect_local, host_memory_bytes
-from gdp.execute.targets import available_cores, find_targets
+from gdp.execute.local_devices import detect_local
+from gdp.execute.targets import find_targets
+from gdp.local.host import available_cores, memory_bytes
 
 US, MS = 1_000, 1_000_000
 NO_GPU = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="cores are one device where there is a GPU")
@@ -32,35 +32,7 @@ def test_a_plan_for_the_local_devices_finds_its_targets_by_their_names() -> None
     assert [device.target.cores for device in devices] == [(core,) for core in available_cores()[:16]]
     assert len({device.kind for device in devices}) == 1
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*-1core", devices[0].kind)
-    assert 0 < sum(device.memory_bytes for device in devices) <= host_memory_bytes()
-
-
-def test_beside_gpus_all_consecutive_cores_are_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ["NVIDIA H100 80GB HBM3", "NVIDIA L4"][number])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=number + 5))
-    monkeypatch.setattr(local_devices, "available_cores", lambda: (0, 2, 3, 4, 7))
-    *gpus, cpu = detect_local()
-    assert gpus == [
-        LocalDevice("cuda0", "nvidia-h100-80gb-hbm3", 5, "cuda:0"), LocalDevice("cuda1", "nvidia-l4", 6, "cuda:1"),
-    ]  # fmt: skip
-    assert find_targets(["cuda0", "cuda1"]) == tuple(gpu.target for gpu in gpus)
-    assert (cpu.name, cpu.place, cpu.memory_bytes) == ("cpu0", "cpu:2-4", host_memory_bytes())
-    assert cpu.kind.endswith("-3core")
-
-
-def test_memory_is_limited_by_the_control_groups_that_this_process_is_in(tmp_path: Path) -> None:
-    for name, text in {
-        "proc/self/cgroup": "5:memory:/jobs/job\n1:cpu,cpuacct:/\n0::/slice/unit\n",
-        "sys/fs/cgroup/memory/jobs/memory.limit_in_bytes": "7000\n",
-        "sys/fs/cgroup/slice/memory.max": "9000\n",
-        "sys/fs/cgroup/slice/unit/memory.max": "max\n",
-        "sys/fs/cgroup/other/memory.max": "1\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert sorted(local_devices._memory_limits(tmp_path)) == [7000, 9000]
-    assert list(local_devices._memory_limits(tmp_path / "elsewhere")) == []
+    assert 0 < sum(device.memory_bytes for device in devices) <= memory_bytes()
 
 
 # figures
@@ -143,6 +115,7 @@ def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.Mo
 # the command line
 
 
+@NO_GPU
 def test_detect_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices", "detect", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -150,8 +123,10 @@ def test_detect_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
         {"name": device.name, "kind": device.kind, "memory_bytes": device.memory_bytes, "on": device.place}
         for device in detect_local()
     ]
+    assert answer.pop("notes")[-1] == "gdp devices measure --out local.yaml gives measured figures"
     assert answer == {
-        "devices": devices, "torch": torch.__version__, "cuda": torch.version.cuda, "cores": list(available_cores()),
+        "devices": devices, "links": [], "memory_bytes": memory_bytes(), "torch": torch.__version__,
+        "cuda": torch.version.cuda, "cores": list(available_cores()),
     }  # fmt: skip
     assert main(["devices", "detect"]) == 0
     assert devices[0]["kind"] in capsys.readouterr().out

@@ -14,9 +14,10 @@ from gdp import Cluster, InputError, Plan, Problem, simulate
 from gdp.capture import Capture, Replay, capture
 from gdp.execute.arms import on_one_device, run_arms
 from gdp.execute.script import scripts
-from gdp.execute.targets import CPU, Target, available_cores, find_targets
+from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
+from gdp.local.host import available_cores
 from gdp.place import plan_of
 from gdp.simulate import Simulation
 from tiny_models import TINY

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from gdp.errors import InputError
-from gdp.execute.targets import Target, find_targets
+from gdp.execute.targets import Target, find_targets, places_of
 from gdp.execute.worker import ExecutionError
 
 CAUSE_SECONDS = 1.0  # for whoever knows more of a failure to write it down
@@ -169,7 +169,7 @@ def join(names: Sequence[str], on: Sequence[str] | None = None, *, timeout_secon
         store.set_timeout(patience)
         about: dict[str, Any] = {"host": _host()}
         try:
-            (target,) = find_targets([names[rank]], None if on is None else [on[rank]])
+            (target,) = find_targets([names[rank]], [(places_of(names) if on is None else on)[rank]])
             about |= {"device": str(target.device), "cores": target.cores}
         except InputError as error:
             about["error"] = str(error)

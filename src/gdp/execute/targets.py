@@ -1,6 +1,5 @@
 """Targets: the real devices that the devices of a plan stand for."""
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gdp.errors import InputError
+from gdp.local import host
 
 CPU = torch.device("cpu")
 
@@ -40,17 +40,22 @@ def find_targets(names: Sequence[str], on: Sequence[str] | None = None) -> tuple
     """[D] where each device of a plan runs.
 
     `on` says it for each device in turn: `cpu` (any core), `cpu:1` (that core), `cpu:0-3` (these), `cuda:0`. Without
-    it a device runs where its name says: `cpu1` on core 1, `cuda0` on GPU 0. InputError for what is not there.
+    it a device runs where its name says: `cpu1` on core 1, `cuda0` on GPU 0; beside GPUs, a `cpu0` that is the only CPU
+    has all cores. InputError for what is not there.
     """
     if on is not None and len(on) != len(names):
         raise InputError(f"--on names {len(on)} devices; the plan has {len(names)}, name each: {', '.join(names)}")
-    places = [_place_of(name) for name in names] if on is None else [text.strip() for text in on]
+    places = places_of(names) if on is None else [text.strip() for text in on]
     return tuple(_target(name, place) for name, place in zip(names, places, strict=True))
 
 
-def available_cores() -> tuple[int, ...]:
-    """The processor cores that this process may use."""
-    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+def places_of(names: Sequence[str]) -> list[str]:
+    """[D] where devices of these names run, as in `find_targets`."""
+    places = [_place_of(name) for name in names]
+    cpus = [number for number, place in enumerate(places) if place.startswith("cpu:")]
+    if len(cpus) == 1 < len(places) and places[cpus[0]] == "cpu:0":
+        places[cpus[0]] = host.run_place(host.all_cores())  # as gdp devices detect has it beside GPUs
+    return places
 
 
 def _place_of(name: str) -> str:
@@ -76,7 +81,7 @@ def _target(name: str, place: str) -> Target:
                 f"device {name!r} of the plan: there is no {place} here, but {count} CUDA devices; see --on"
             )
         return Target(name, torch.device("cuda", first))
-    cores, here = tuple(range(first, last + 1)), available_cores()
+    cores, here = tuple(range(first, last + 1)), host.available_cores()
     if not cores or (here and not set(cores) <= set(here)):
         listed = ", ".join(map(str, here))
         raise InputError(f"device {name!r} of the plan: there is no {place} here; cores: {listed}; see --on")
