@@ -5,6 +5,8 @@
     a --> b             a's only successor is b, b's only predecessor is a            (a chain)
     z --> b             z takes no time, has no predecessor, and b is its only successor (a constant, an input)
 
+The ops of a group merge with others only if all of them do, into ops of one group: the replicas of a chain, say.
+
 A plan of the reduced problem expands to a plan of the original: each merged op becomes its members, one after the
 other, on the same device. Its replay has exactly the same step time, for nothing leaves a merged op before its last
 member ends, and that member takes time, so completions are requested in the same rounds (docs/machine-model.md,
@@ -68,11 +70,11 @@ def reduce(problem: Problem) -> Reduction:
             and takes_time[after]
             and not keeps[op]
             and graph.resident_bytes[op] == 0  # what must stay in memory may lie on another device than its reader
-            and graph.groups[op] in (-1, graph.groups[after])
             and np.array_equal(problem.allowed[op], problem.allowed[after])
             and np.array_equal(problem.op_time_ns[op] >= 0, problem.op_time_ns[after] >= 0)
         ):
             into[op] = after
+    _keep_groups(graph.groups, into)
     last = _roots(into)
     order = np.argsort(last, kind="stable")
     is_last = into < 0
@@ -80,6 +82,21 @@ def reduce(problem: Problem) -> Reduction:
     reduced_op = number[last]
     offsets = np.concatenate(([0], np.cumsum(np.bincount(reduced_op, minlength=int(is_last.sum())))))
     return Reduction(problem, _merge(problem, reduced_op, is_last), reduced_op, offsets.astype(np.int64), order)
+
+
+def _keep_groups(groups: I64, into: I64) -> None:
+    """Take back, in place, merges `into` [N] of grouped ops that would leave their group or take part of it along."""
+    leaves = (groups >= 0) & (into >= 0) & (groups[into] != groups)
+    if not leaves.any():
+        return
+    _, index = np.unique(groups, return_inverse=True)
+    targets = groups[into]
+    lowest, highest = np.full(index.max() + 1, np.iinfo(np.int64).max), np.full(index.max() + 1, -1)
+    np.minimum.at(lowest, index[leaves], targets[leaves])
+    np.maximum.at(highest, index[leaves], targets[leaves])
+    is_whole = np.bincount(index) == np.bincount(index[leaves], minlength=len(lowest))
+    may_leave = is_whole & (lowest == highest) & (lowest >= 0)
+    into[leaves & ~may_leave[index]] = -1
 
 
 def _only_neighbour(num_ops: int, ops: I64, neighbours: I64) -> I64:
@@ -143,4 +160,7 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
         for number, op in enumerate(lasts.tolist())
     ]
     merged = Graph.build(graph.name, ops, tensors)
-    return Problem(merged, problem.cluster, times, problem.allowed[lasts], problem.memory_limit_bytes)
+    return Problem(
+        merged, problem.cluster, times, problem.allowed[lasts], problem.memory_limit_bytes, problem.microbatch[lasts],
+        problem.order,
+    )  # fmt: skip

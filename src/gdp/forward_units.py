@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from gdp.graph import I64
-from gdp.problem import Problem
+from gdp.problem import Bool, Problem
 
 
 def forward_units(problem: Problem) -> I64:
@@ -30,18 +30,29 @@ def forward_units(problem: Problem) -> I64:
     inner = containers(graph.modules)
     parent = np.array([_enclosing(path, numbers, inner) for path in numbers], np.int64)
     follows = _leaders(
-        is_backward, module, parent, problem.group_index, graph.groups >= 0, memory.input_offsets, memory.inputs,
+        is_backward, module, parent, problem.group_index, _has_home(problem), memory.input_offsets, memory.inputs,
         memory.input_producers, memory.copy_bytes, arrays.tensor_offsets, arrays.consumer_offsets, arrays.consumers,
     )  # fmt: skip
+    follows[problem.microbatch > 0] = -1  # replicas go where the first one goes, unless they are free
     unit = problem.group_index.copy()
     followers = np.flatnonzero(follows >= 0)
     same = (problem.allowed[followers] == problem.allowed[follows[followers]]).all(axis=1)
     follows[followers[~same]] = -1
     unit = np.asarray(_join(unit, follows), np.int64)
+    _, first_op = np.unique(problem.group_index, return_index=True)
+    unit = unit[first_op[problem.group_index]]
     _, first, inverse = np.unique(unit, return_index=True, return_inverse=True)
     position = np.empty(len(first), np.int64)
     position[np.argsort(first, kind="stable")] = np.arange(len(first))
     return position[inverse]
+
+
+def _has_home(problem: Problem) -> Bool:
+    """[N] what is in a group for more than being replicas of one op: a parameter, its update."""
+    groups = problem.graph.groups
+    if problem.microbatch.max() < 1:
+        return groups >= 0
+    return (groups >= 0) & np.isin(groups, groups[problem.microbatch < 0])
 
 
 def containers(modules: Iterable[str], *, outermost: bool = False) -> set[str]:

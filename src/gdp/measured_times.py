@@ -128,6 +128,20 @@ def with_measured_times(
     return with_times(graph, tables)
 
 
+def measured_noise(
+    signatures: Sequence[str], times: MeasuredTimes, device_kinds: Iterable[str], library: str
+) -> float | None:
+    """Relative standard deviation of op times on these kinds of devices, ops weighted by their times; None if not
+    measured. Half the distance between quartiles is 0.6745 standard deviations of a normal distribution."""
+    median_ns, spread_ns = 0, 0
+    for kind in dict.fromkeys(device_kinds):
+        known = times.find(kind, library, signatures)
+        found = [known[signature] for signature in signatures if signature in known]
+        median_ns += sum(time.median_ns for time in found if time.num_samples > 1)
+        spread_ns += sum(time.spread_ns for time in found if time.num_samples > 1)
+    return spread_ns / 0.6745 / median_ns if median_ns else None
+
+
 def with_times(graph: Graph, tables: Sequence[Mapping[str, int]]) -> Graph:
     """`graph` with other times: [N] by device name or kind, in ns."""
     return replace(graph, times_ns=tuple(MappingProxyType(dict(table)) for table in tables))

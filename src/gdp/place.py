@@ -11,14 +11,14 @@ from gdp.cluster import Cluster
 from gdp.coarsen import reduce
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.placers.local_search import Incumbent
-from gdp.placers.noise import Noise, mean_step_time_ns, perturbed_times
-from gdp.placers.portfolio import find, prepare
+from gdp.placers.island import Incumbent
+from gdp.placers.noise import DEFAULT_NOISE, Noise, step_times_under_noise
+from gdp.placers.portfolio import SEARCHES, find, prepare
 from gdp.plan import Plan, Search
 from gdp.problem import Problem
 from gdp.simulate import Simulation
 
-NUM_PERTURBATIONS = 4  # tables of perturbed op times that `robust` averages over while it searches
+NUM_PERTURBATIONS = 4  # tables of perturbed op times that a search averages over, the same for all it compares
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def place(
     pins: Sequence[tuple[str, str]] = (),
     max_memory_bytes: Mapping[str, int] | None = None,
     reserve: float = 0.0,
-    robust: float = 0.0,
+    robust: float | None = None,
     checkpoint: str | None = None,
     num_threads: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -55,12 +55,13 @@ def place(
     than the best of them, and never with a plan that does not fit where it found one that does. When nothing fits, the
     plan has the status "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in
     simulations the same seed gives the same plan. `pins`, `max_memory_bytes` and `reserve` are those of
-    `Problem.build`; `robust` is the relative deviation of the op times over which the step time is averaged while
-    searching. `checkpoint` is the file of a policy to use instead of the one that comes with gdp, by `guided` and the
-    learned placers. `stop` ends the search early.
+    `Problem.build`. `robust` is the relative deviation of op times over which searches average the step time (default:
+    0.02; 0: not at all), to choose among plans that are not slower than a baseline without it. `checkpoint` is the file
+    of a policy to use instead of the one that comes with gdp, by `guided` and the learned placers. `stop` ends the
+    search early.
     Raises InputError for arguments that make no sense.
     """
-    if not 0 <= robust < 0.5:
+    if robust is not None and not 0 <= robust < 0.5:
         raise InputError(f"robust is {robust}; a fraction of at least 0 and below 0.5 is expected, such as 0.02 or 2%")
     if not 0 <= seed < 2**63:
         raise InputError(f"seed is {seed}; an integer from 0 to 2^63 - 1 is expected")
@@ -80,6 +81,8 @@ def place(
                 )
             )
 
+    if robust is None:
+        robust = DEFAULT_NOISE if placer in SEARCHES and placer != "exact" else 0.0
     noise = Noise.draw(reduction, robust, NUM_PERTURBATIONS, seed) if robust else None
     found = find(
         reduction, placer, clock, seed=seed, bound_ns=bound_ns, noise=noise, checkpoint=checkpoint,
@@ -87,12 +90,6 @@ def place(
     )  # fmt: skip
     if found.best is None:
         raise InputError(f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use placer auto")
-    expected_ns = None
-    if robust:
-        other_tables = perturbed_times(
-            problem, robust, 4 * NUM_PERTURBATIONS, seed + 1
-        )  # not those that were searched on
-        expected_ns = mean_step_time_ns(found.best, other_tables)
     return plan_of(
         found.best,
         bound_ns,
@@ -105,7 +102,8 @@ def place(
             busy_fraction=found.best.busy_fraction,
             missing_bytes=found.best.missing_bytes,
             interrupted=clock.stop.is_set(),
-            expected_step_time_ns=expected_ns,
+            under_noise=step_times_under_noise(found.best, robust, seed + 1) if robust else None,
+            order=found.order,
         ),
     )
 

@@ -28,6 +28,16 @@ class Baseline:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class NoisyTimes:
+    """What the step takes when op times vary: the plan replayed under perturbed op times."""
+
+    noise: float  # relative standard deviation of an op's time
+    mean_ns: int
+    p95_ns: int  # 95 % of the steps take at most this
+    num_draws: int
+
+
 @dataclass(frozen=True, eq=False)
 class Search:
     """How a plan was found; not part of a `gdp-plan` file."""
@@ -38,7 +48,8 @@ class Search:
     busy_fraction: npt.NDArray[np.float64]  # [D] share of the step in which the device computes
     missing_bytes: I64  # [D] by how much the peak passes the memory limit: all 0 when the plan is feasible
     interrupted: bool = False
-    expected_step_time_ns: int | None = None  # mean over perturbed op times, with `robust`
+    under_noise: NoisyTimes | None = None
+    order: str = "b-level"  # that ops were started in, one of `gdp.pipelines`
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ docs/machine-model.md, sections 3 and 4, is the definition. N ops, T tensors, D 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,10 +18,17 @@ from gdp.cost import op_times, transfer_occupancy_ns
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.levels import longest_paths, ranks_of
+from gdp.microbatches import microbatch_of
+from gdp.pipelines import B_LEVEL, order_priority, orders_for
 
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 Placement = npt.NDArray[np.int64]
+
+_DERIVED = (  # from graph, cluster and op times alone
+    "arrays", "b_level_ns", "fastest_ns", "group_index", "mean_op_time_ns", "runs_everywhere", "spare_workspaces",
+    "tensor_numbers", "time_table_ns",
+)  # fmt: skip
 
 _LARGEST = 2**62  # what all sizes, or all times, of a problem may sum to: half of int64
 
@@ -30,7 +37,8 @@ _LARGEST = 2**62  # what all sizes, or all times, of a problem may sum to: half 
 class Problem:
     """What a placer is given. Make one with `Problem.build`; arrays are read-only.
 
-    `allowed` says where an op may go: where it can run, as pins ask, and where all ops of its group may go.
+    `allowed` says where an op may go: where it can run, as pins ask, and where all ops of its group may go. `order` is
+    what ready ops are started by unless a caller says otherwise: the b-level, or an order of micro-batches.
     """
 
     graph: Graph
@@ -38,9 +46,11 @@ class Problem:
     op_time_ns: I64  # [N, D] -1 = cannot run there
     allowed: Bool  # [N, D]
     memory_limit_bytes: I64  # [D] at most the device's memory
+    microbatch: I64  # [N] of each op; -1: shared by all, or the graph has none
+    order: str = B_LEVEL
 
     def __post_init__(self) -> None:
-        for array in (self.op_time_ns, self.allowed, self.memory_limit_bytes):
+        for array in (self.op_time_ns, self.allowed, self.memory_limit_bytes, self.microbatch):
             array.setflags(write=False)
 
     @classmethod
@@ -88,7 +98,21 @@ class Problem:
                     "split the group, relax pins or add a device"
                 )
             raise InputError(f"{where}: its pins leave no device that can run it; relax --pin")
-        return cls(graph, cluster, times, allowed, _memory_limits(cluster, max_memory_bytes or {}, reserve))
+        limits = _memory_limits(cluster, max_memory_bytes or {}, reserve)
+        return cls(graph, cluster, times, allowed, limits, microbatch_of(graph))
+
+    def in_order(self, order: str) -> "Problem":
+        """The same problem with another `order`."""
+        return self._sharing(replace(self, order=order))
+
+    def with_allowed(self, allowed: Bool) -> "Problem":
+        """The same problem with other devices `allowed` [N, D]."""
+        return self._sharing(replace(self, allowed=allowed))
+
+    def _sharing(self, other: "Problem") -> "Problem":
+        """`other` with what was derived from this problem and holds for both."""
+        other.__dict__.update({name: value for name, value in self.__dict__.items() if name in _DERIVED})
+        return other
 
     @property
     def num_ops(self) -> int:
@@ -110,10 +134,19 @@ class Problem:
         total = np.where(runnable, self.op_time_ns, 0).sum(axis=1)
         return np.asarray(total // np.maximum(runnable.sum(axis=1), 1), np.int64)
 
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """The orders that are worth trying: the b-level alone without micro-batches."""
+        return orders_for(self.graph, self.microbatch)
+
+    def priority(self, order: str, level_ns: I64) -> I64:
+        """[N] the priority of ops in that order, `level_ns` [N] in place of the b-level."""
+        return order_priority(order, self.graph, self.microbatch, level_ns)
+
     @cached_property
     def ranks(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """(rank of each op [N], op of each rank [N]) by the default priority."""
-        return ranks_of(self.b_level_ns)
+        """(rank of each op [N], op of each rank [N]) in the problem's order."""
+        return ranks_of(self.priority(self.order, self.b_level_ns))
 
     @cached_property
     def runs_everywhere(self) -> bool:

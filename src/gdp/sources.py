@@ -11,7 +11,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from gdp import files
 from gdp.devices import suggest
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.microbatches import accumulated, check_count
 
 if TYPE_CHECKING:
     from gdp.capture import Capture
@@ -41,19 +43,47 @@ class Model:
     graph: Graph
     unknown_costs: Mapping[str, int]  # kind -> number of ops whose FLOPs were estimated from the size of their result
     is_captured: bool  # False: the graph was read from a `gdp-graph` file
+    noise: float | None = None  # relative standard deviation of measured op times; None: not measured
 
 
-def read_model(text: str, *, training: bool = True, optimizer: str = "adam") -> Model:
+@dataclass(frozen=True, slots=True)
+class Microbatching:
+    """How many micro-batches a step accumulates gradients over, and whether the replicas of an op may be apart."""
+
+    count: int = 1
+    free_replicas: bool = False
+
+    def __post_init__(self) -> None:
+        check_count(self.count, "microbatches")
+
+    def apply(self, graph: Graph) -> Graph:
+        """The step of all micro-batches, of one of which `graph` is the step."""
+        return accumulated(graph, self.count, free_replicas=self.free_replicas)
+
+
+ONE_BATCH = Microbatching()
+
+
+def read_model(
+    text: str, *, training: bool = True, optimizer: str = "adam", microbatching: Microbatching = ONE_BATCH
+) -> Model:
     """The graph of `text`: a built-in workload's name, the path of a `gdp-graph` file, or `package.module:function`.
 
     The function, looked for from the current directory on, returns (module, example_inputs) or (module, args, kwargs);
-    it runs under fake tensors, so nothing is allocated. Raises InputError with the remedy for anything else.
+    it runs under fake tensors, so nothing is allocated. The batch of a model is split evenly into micro-batches; a
+    `gdp-graph` file is the step of one micro-batch. Raises InputError with the remedy for anything else.
     """
+    model = _read_one(text, training, optimizer, microbatching.count)
+    return replace(model, graph=microbatching.apply(model.graph))
+
+
+def _read_one(text: str, training: bool, optimizer: str, num_microbatches: int) -> Model:
+    """The step of one of so many micro-batches."""
     check_optimizer(optimizer)
     if _is_graph_file(text):
         return Model(Graph.load(text), {}, is_captured=False)
-    build = builder_of(text)
-    entry = None if ":" in text else _cache_entry(text, training, optimizer)
+    build = builder_of(text, num_microbatches)
+    entry = None if ":" in text else _cache_entry(text, training, optimizer, num_microbatches)
     if entry is not None and entry.is_file():
         with contextlib.suppress(InputError):  # damaged: captured anew below
             return _read_entry(entry)
@@ -77,18 +107,24 @@ def read_capture(text: str, *, training: bool = True, optimizer: str = "adam") -
     return _capture(builder_of(text), text, training, optimizer)
 
 
-def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[str]) -> Model:
+def read_timed_model(
+    text: str, times: "MeasuredTimes", device_kinds: Iterable[str], microbatching: Microbatching = ONE_BATCH
+) -> Model:
     """As `read_model`, of a training step, with what is known of its ops on these kinds of devices."""
     from gdp.capture.signature import LIBRARY, signatures
-    from gdp.measured_times import with_measured_times
+    from gdp.measured_times import measured_noise, with_measured_times
 
-    made = read_capture(text)
-    graph = with_measured_times(made.graph, signatures(made.program), times, device_kinds, LIBRARY)
-    return Model(graph, made.coverage.unknown, is_captured=True)
+    kinds = list(device_kinds)
+    made = _capture(builder_of(text, microbatching.count), text, True, "adam")
+    known = signatures(made.program)
+    graph = with_measured_times(made.graph, known, times, kinds, LIBRARY)
+    noise = measured_noise(known, times, kinds, LIBRARY)
+    return Model(microbatching.apply(graph), made.coverage.unknown, is_captured=True, noise=noise)
 
 
-def builder_of(text: str) -> Build:
-    """What builds the model that `text` names, with example inputs, on whatever device is the default.
+def builder_of(text: str, num_microbatches: int = 1) -> Build:
+    """What builds the model that `text` names, with example inputs, on whatever device is the default; with the inputs
+    of the first of `num_microbatches`.
 
     InputError for a `gdp-graph` file, which has no model, and for what is unknown.
     """
@@ -102,8 +138,8 @@ def builder_of(text: str) -> Build:
     if text.endswith(".onnx"):
         raise InputError(f"{text}: this version reads no ONNX files; capture the PyTorch model as module:function")
     if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
-        return _user_function(text)
-    return _workload(text)
+        return _first_microbatch(_user_function(text), text, num_microbatches)
+    return _workload(text, num_microbatches)
 
 
 def load(text: str, *, training: bool = True, optimizer: str = "adam") -> Graph:
@@ -121,12 +157,12 @@ def check_optimizer(optimizer: str) -> None:
         raise InputError(f"optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
 
 
-def _workload(name: str) -> Build:
+def _workload(name: str, num_microbatches: int) -> Build:
     from gdp import workloads
 
     workload = workloads.find(name)
     if workload is not None:
-        return workload.build
+        return partial(workload.build, _even_part(workload.batch_size, num_microbatches, name))
     if os.path.isdir(name):
         raise InputError(f"{name}: is a directory; name a gdp-graph file")
     if name.partition("/")[0] in workloads.family_names():
@@ -137,6 +173,42 @@ def _workload(name: str) -> Build:
         f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz) or module:function; "
         f"{suggest(name, workloads.names())}"
     )
+
+
+def _even_part(batch_size: int, num_microbatches: int, name: str) -> int:
+    """The samples of a micro-batch. InputError if they would not all have as many."""
+    if batch_size % num_microbatches:
+        counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+        near = sorted(sorted(counts, key=lambda count: abs(count - num_microbatches))[:4])
+        raise InputError(
+            f"{name}: a batch of {batch_size} has no {num_microbatches} equal micro-batches; "
+            f"take {', '.join(map(str, near))}"
+        )
+    return batch_size // num_microbatches
+
+
+def _first_microbatch(build: Build, name: str, num_microbatches: int) -> Build:
+    """`build` with the first part of its inputs: of every tensor whose first dimension is that of the first tensor."""
+    if num_microbatches == 1:
+        return build
+
+    def build_part() -> tuple[Any, ...]:
+        from torch import Tensor
+        from torch.utils._pytree import tree_leaves, tree_map
+
+        module, args, kwargs = build()
+        sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        if not sizes:
+            raise InputError(f"{name}: no input is a tensor with a batch dimension; micro-batches need one")
+        part = _even_part(sizes[0], num_microbatches, name)
+
+        def split(leaf: Any) -> Any:
+            is_batch = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == sizes[0]
+            return leaf[:part].clone() if is_batch else leaf
+
+        return module, tree_map(split, args), tree_map(split, kwargs)
+
+    return build_part
 
 
 def _capture(build: Build, name: str, training: bool, optimizer: str) -> "Capture":
@@ -158,12 +230,14 @@ def cache_directory() -> Path | None:
         return None
 
 
-def _cache_entry(name: str, training: bool, optimizer: str) -> Path | None:
+def _cache_entry(name: str, training: bool, optimizer: str, num_microbatches: int) -> Path | None:
     """The file of a workload's graph: its name has a hash of all that the graph depends on."""
     directory = cache_directory()
     if directory is None:
         return None
-    digest = hashlib.sha256(repr((FORMAT, VERSION, name, training, optimizer, version("torch"))).encode())
+    digest = hashlib.sha256(
+        repr((FORMAT, VERSION, name, training, optimizer, num_microbatches, version("torch"))).encode()
+    )
     package = Path(__file__).parent
     for source in sorted([package / "graph.py", *package.glob("capture/*.py"), *package.glob("workloads/*.py")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")

@@ -12,7 +12,7 @@ from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.placers.local_search import Incumbent
+from gdp.placers.island import Incumbent
 from gdp.policy.checkpoint import new_policy, save_checkpoint
 
 LEARNED, PLANNING, GUIDING = Method("gdp", "gdp-finetune"), Method(PLAIN, "auto", plans=True), Method(GUIDED, "guided")

@@ -9,7 +9,8 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.coarsen import reduce
 from gdp.graph import Graph, Op
-from gdp.placers.local_search import SearchConfig, local_search
+from gdp.placers.island import SearchConfig
+from gdp.placers.local_search import LocalSearch
 from gdp.placers.memory_repair import excess_bytes
 from gdp.placers.portfolio import QUICK, find
 from gdp.placers.refinement import Refiner
@@ -28,15 +29,17 @@ ONLY_REFINES = SearchConfig(refining=(1.0, 1.0))
 def test_figures_are_true_and_no_worse_than_the_starts_within_the_budget(instance: Instance, budget: int) -> None:
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     starts = [problem.allowed.argmax(axis=1)]
-    best, num_simulations = local_search(
-        problem, starts, Clock(Budget(simulations=budget)), config=ONLY_REFINES, constructor=read_constructor()
-    )
+    clock = Clock(Budget(simulations=budget))
+    search = LocalSearch(problem, clock, config=ONLY_REFINES, constructor=read_constructor())
+    search.start(starts)
+    search.run()
+    best = search.best
     assert not problem.broken_constraints(best.placement)
     step_time_ns, peaks = evaluate(problem, best.placement, priority=best.priority)
     assert best.key == (int(excess_bytes(problem, peaks[None])[0]), step_time_ns)
     start_ns, start_peaks = evaluate(problem, starts[0])
     assert best.key <= (int(excess_bytes(problem, start_peaks[None])[0]), start_ns)
-    assert num_simulations <= max(budget, 1) + len(starts)
+    assert search.num_simulations <= max(budget, 1) + len(starts)
 
 
 def test_refinements_differ_from_the_incumbent_and_improve_a_bad_one() -> None:

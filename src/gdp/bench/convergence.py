@@ -35,8 +35,8 @@ from gdp.cluster import Cluster
 from gdp.coarsen import reduce
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.placers.island import Incumbent
 from gdp.placers.learned import one_thread, shipped
-from gdp.placers.local_search import Incumbent
 from gdp.placers.portfolio import find
 from gdp.problem import Problem
 

@@ -96,7 +96,9 @@ def classical() -> Method:
     def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
         runs = ClassicalRuns(reduction.original, clock, seed)
         runs.run(tuple(CLASSICAL))
-        return Outcome(runs.best, len(runs.candidates), baselines=runs.baselines)
+        return Outcome(
+            None if runs.best is None else runs.best.simulation, len(runs.candidates), baselines=runs.baselines
+        )
 
     return Method("classical", run, Budget(simulations=len(CLASSICAL)))
 

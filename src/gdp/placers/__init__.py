@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from gdp.placers.base import Placer
 from gdp.placers.contiguous import contiguous
+from gdp.placers.dp_stages import dp_stages
 from gdp.placers.expert import expert
 from gdp.placers.list_scheduling import heft, m_etf, m_sct, m_topo
 from gdp.placers.memory_repair import fit_memory
@@ -18,6 +19,7 @@ CLASSICAL: Mapping[str, Placer] = MappingProxyType(
         "single": single,
         "expert": expert,
         "contiguous": contiguous,
+        "dp-stages": dp_stages,
         "metis": metis,
         "m-topo": m_topo,
         "m-etf": m_etf,

@@ -146,9 +146,14 @@ def anneal(
         is_over = state[CURRENT_EXCESS] > 0
         stop_ns = engine.NEVER if is_over else np.int64(state[CURRENT_NS] * threshold) + 1
         step_time_ns = mean_step_time(
-            arrays, op_times_ns, placement, rank, op_of_rank, stop_ns, floor_ns, scratch, schedule, by_rank
+            arrays, nominal_ns, placement, rank, op_of_rank, stop_ns, floor_ns, scratch, schedule, by_rank
         )
         accepted = step_time_ns < stop_ns
+        if accepted and len(op_times_ns) > 1:  # noise makes steps longer: what is too slow without it is not tried with
+            step_time_ns = mean_step_time(
+                arrays, op_times_ns, placement, rank, op_of_rank, stop_ns, floor_ns, scratch, schedule, by_rank
+            )
+            accepted = step_time_ns < stop_ns
         excess = 0
         if accepted and (is_over or memory_binds):
             if len(op_times_ns) > 1:

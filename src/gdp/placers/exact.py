@@ -24,7 +24,6 @@ from gdp import engine
 from gdp.bounds import best_interval, device_weights, earliest_starts, edges, weighted_work
 from gdp.cluster import Cluster
 from gdp.graph import I64
-from gdp.levels import ranks_of
 from gdp.memory import find_peaks
 from gdp.problem import Placement, Problem
 from gdp.simulate import NEVER, Workspace
@@ -113,7 +112,7 @@ class _Search(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> "_Search":
         num_ops, num_devices = problem.num_ops, problem.num_devices
-        rank, op_of_rank = ranks_of(problem.b_level_ns)
+        rank, op_of_rank = problem.ranks
         workspace = Workspace(problem)
         op_time_ns = np.where(problem.allowed, problem.op_time_ns, -1)
         forward, backward = edges(problem, np.arange(num_devices), num_devices)

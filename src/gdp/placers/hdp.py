@@ -25,7 +25,8 @@ from torch.nn import functional
 from gdp.budget import Clock
 from gdp.graph import I64
 from gdp.placers.base import UnitArrays
-from gdp.placers.local_search import Incumbent, OnProgress
+from gdp.placers.island import Incumbent
+from gdp.placers.local_search import OnProgress
 from gdp.problem import Placement, Problem
 from gdp.simulate import NEVER, evaluate_many
 

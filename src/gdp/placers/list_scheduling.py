@@ -19,6 +19,7 @@ from scipy.sparse import coo_array
 
 from gdp.graph import I64, Bool
 from gdp.levels import ranks_of
+from gdp.pipelines import B_LEVEL, GPIPE
 from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
 from gdp.placers.list_kernels import earliest_first, in_order
@@ -71,7 +72,8 @@ def m_sct(problem: Problem, seed: int = 0) -> Placement | None:
 def heft(problem: Problem, seed: int = 0) -> Placement | None:
     """Heterogeneous earliest finish time: ops by upward rank with mean transfer times, each where it ends first."""
     sources, targets, transfer_ns = _transfers(problem)
-    _, op_of_rank = ranks_of(upward_ranks(problem, sources, targets, transfer_ns))
+    ranked_ns = upward_ranks(problem, sources, targets, transfer_ns)
+    _, op_of_rank = ranks_of(problem.priority(GPIPE if GPIPE in problem.orders else B_LEVEL, ranked_ns))
     order = op_of_rank.astype(np.int64)
 
     def kernel(schedule: Schedule, contention: bool, foresight: bool) -> None:
@@ -158,7 +160,7 @@ def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) 
 
 
 def _earliest_first(problem: Problem, favourites: I64) -> Placement:
-    rank, op_of_rank = ranks_of(problem.b_level_ns)
+    rank, op_of_rank = problem.ranks
     ranks, ops = rank.astype(np.int64), op_of_rank.astype(np.int64)
 
     def kernel(schedule: Schedule, contention: bool, foresight: bool) -> None:

@@ -1,10 +1,6 @@
 """Local search: multi-start restricted V-cycles, the plain search that everything else is measured against.
 
-A cycle groups the incumbent's units, anneals the groups' devices, and repeats with more, smaller groups:
-
-    incumbent --group--> 30 groups --anneal--> 100 groups --anneal--> 300 groups --anneal--> incumbent
-                (only what the incumbent has on one device joins, so it is never lost)
-
+A cycle groups the incumbent's units, anneals the groups' devices, and repeats with more, smaller groups (`island.py`).
 The best starts get a cycle each; what comes out are the elites, from which all further cycles begin, each perhaps with
 groups that respect a second placement too, so that it can combine both. Several islands work side by side. What is
 random comes from one generator per island, and with a budget in simulations a round's shares are fixed in advance, so
@@ -16,363 +12,191 @@ more often the more that gains.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from gdp.budget import Clock
+from gdp.budget import Budget, Clock
 from gdp.forward_units import forward_units
 from gdp.graph import I64
-from gdp.grouping import Units, group_units
-from gdp.levels import longest_paths, ranks_of
-from gdp.placers import annealing
-from gdp.placers.refinement import Refiner
-from gdp.placers.screening import Screen
+from gdp.placers.island import Incumbent, Island, Neighbourhood, SearchConfig, levels_of
 from gdp.placers.starts import diverse_starts
 from gdp.policy.construction import Constructor
-from gdp.priorities import communication_levels
 from gdp.problem import Placement, Problem
-from gdp.simulate import NEVER, Workspace, default_threads
-
-_CHUNK = 32  # moves between two looks at the clock
-_FORGET = 0.3  # weight of the last cycle in what a kind of cycle gains
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchConfig:
-    """Tunables of the local search. They were chosen on seven of the workloads (docs/results.md)."""
-
-    levels: tuple[int, ...] = (30, 100, 300)  # number of groups at each level of a cycle
-    moves_per_group: float = 24.0  # annealing moves at each level, for each group, where there is time for them
-    num_cycles: int = 6  # cycles that an island should at least have time for: shorter ones on large graphs
-    hot: float = 0.015  # relative temperature at the start of a level
-    cold: float = 0.0003  # and at its end
-    weighted: float = 0.7  # share of the levels on which large transfers join first; noise alone decides on the others
-    following: float = 0.5  # share of the levels on which backward ops first join their forward ops
-    mating: float = 0.5  # share of the cycles whose groups respect another good placement too
-    guided: float = 0.7  # share of the moves that take a group with an op on the critical path
-    score_spread: float = 0.5  # standard deviation of the noise on the logarithm of a pair's score
-    slack: float = 8.0  # how much heavier than average a group may be
-    num_starts: int = 64  # partitions made as further starts
-    start_share: float = 0.1  # of the time at most for them
-    num_tried: int = 8  # best starts, given and made, that get a cycle each, in at most half of the cycles
-    num_elites: int = 6  # incumbents that further cycles start from
-    num_islands: int | None = None  # None: one per thread, or 4 with a budget in simulations
-    refining: tuple[float, float] = (0.1, 0.9)  # least and most share of the cycles that refine, if there is a policy
-    per_refinement: int = 4  # placements that are simulated of each
-    moves_per_refined: float = 4.0  # annealing moves that take as long as one of them
-
-    def __post_init__(self) -> None:
-        shares = (self.guided, self.mating, self.following, self.weighted, self.start_share, *self.refining)
-        counts = (*self.levels, self.num_cycles, self.num_tried, self.num_elites, self.per_refinement)
-        if not self.levels or min(counts) < 1 or self.hot < self.cold or self.cold <= 0:
-            raise ValueError(f"{self}: counts of at least 1 and temperatures hot >= cold > 0 are expected")
-        if min(shares) < 0 or max(shares) > 1:
-            raise ValueError(f"{self}: shares from 0 to 1 are expected")
-
-
-@dataclass(frozen=True, eq=False)
-class Incumbent:
-    """A placement with its figures; `priority` None is the b-level."""
-
-    placement: Placement  # [N]
-    step_time_ns: int
-    excess_bytes: int = 0  # over the memory limits, summed over devices
-    priority: I64 | None = None  # [N]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """What is compared: fit first, then be fast."""
-        return self.excess_bytes, self.step_time_ns
-
-
-@dataclass(frozen=True, eq=False)
-class Neighbourhood:
-    """The pairs of units that may join: those that share tensors, and backward ops with their forward ops."""
-
-    units: Units
-    follows: npt.NDArray[np.bool_]  # [P] a unit of backward ops and the one that it follows
-
-    @classmethod
-    def of(cls, problem: Problem, followers: I64) -> "Neighbourhood":
-        """`followers` [N] are the units in which backward ops follow their forward ops."""
-        units = Units.of(problem)
-        _, first_op = np.unique(units.index, return_index=True)
-        _, leader_op = np.unique(followers, return_index=True)
-        leader = units.index[leader_op][followers[first_op]]
-        unit = np.arange(units.num_units)
-        joined = leader != unit
-        pairs = np.minimum(unit, leader)[joined] * units.num_units + np.maximum(unit, leader)[joined]
-        known = units.first * units.num_units + units.second
-        added = np.setdiff1d(pairs, known)
-        keys = np.concatenate((known, added))
-        more = replace(
-            units,
-            first=keys // units.num_units,
-            second=keys % units.num_units,
-            transfer_ns=np.concatenate((units.transfer_ns, np.ones(len(added), np.int64))),
-        )
-        return cls(more, np.isin(keys, pairs))
-
+from gdp.simulate import default_threads
 
 OnProgress = Callable[[Incumbent, int], None]
 
 
-class _Island:
-    """One thread's search state."""
+class LocalSearch:
+    """A search under way: `start` it, then `run` it, once or in parts; `best` is its answer."""
 
     def __init__(
         self,
         problem: Problem,
-        op_times_ns: I64,
-        neighbourhood: Neighbourhood,
-        config: SearchConfig,
-        seed: np.random.SeedSequence,
-        constructor: Constructor | None,
+        clock: Clock,
+        *,
+        seed: int = 0,
+        config: SearchConfig | None = None,
+        num_spent: int = 0,
+        bound_ns: int = 0,
+        constructor: Constructor | None = None,
+        num_threads: int | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
-        self.problem, self.op_times_ns, self.config = problem, op_times_ns, config
-        self.nominal_ns = problem.time_table_ns[None]
-        self.neighbourhood, self.units = neighbourhood, neighbourhood.units
-        fastest_ns = np.where(op_times_ns >= 0, op_times_ns, NEVER).min(axis=(0, 2))
-        self.arrays = problem.arrays._replace(tail_ns=longest_paths(problem.graph, fastest_ns))
-        self.floor_ns = int(self.arrays.tail_ns.max())
-        self.rng = np.random.default_rng(seed)
-        self.workspace = Workspace(problem)
-        self.previous = np.zeros(problem.num_ops, np.int32)
-        self.arrival_ns = np.zeros((problem.graph.num_tensors, problem.num_devices), np.int64)
-        self.path = np.zeros(problem.num_ops, np.int64)
-        self.memory_binds = _memory_can_bind(problem)
-        self.num_simulations = 0
-        self.incumbent: Incumbent | None = None  # of the cycle under way
-        self.refiner = None if constructor is None else Refiner(problem, constructor, Screen(problem))
-        self.gains = {"anneal": 0.0, "refine": 0.0}  # relative, for the time spent, of late
-        self.cycle_seconds = 0.1  # that the last cycle of annealing took
+        """`num_spent` simulations of the clock's budget are used up already. A feasible incumbent as fast as `bound_ns`
+        ends the search. With a `constructor` it is guided."""
+        self.problem, self.clock, self.seed, self.bound_ns = problem, clock, seed, bound_ns
+        self.config, self.on_progress = config or SearchConfig(), on_progress
+        self.num_threads = num_threads or default_threads()
+        self.num_spent = self._spent_before = num_spent
+        self._began_s, self._seconds = clock.seconds, clock.seconds_left or 0.0
+        num_islands = self.config.num_islands or (self.num_threads if self._limit is None else 4)
+        self._followers = forward_units(problem)
+        neighbourhood = Neighbourhood.of(problem, self._followers)
+        self.num_units = neighbourhood.units.num_units
+        control, *seeds = np.random.SeedSequence(seed).spawn(num_islands + 1)
+        self._rng = np.random.default_rng(control)
+        self._islands = [Island(problem, neighbourhood, self.config, child, constructor) for child in seeds]
+        self._queue: list[Incumbent] = []  # starts that wait for their cycle
+        self._elites: list[Incumbent] = []
+        self._num_moves = 1  # of a cycle
 
-    def measure(self, placement: Placement, priority: I64 | None) -> Incumbent:
-        """`placement` with its figures."""
-        rank, op_of_rank = self.problem.ranks if priority is None else ranks_of(priority)
-        devices, workspace = placement.astype(np.uint8), self.workspace
+    @property
+    def best(self) -> Incumbent:
+        """The best incumbent so far; ValueError before there is a start."""
+        return min((*self._elites, *self._queue), key=lambda incumbent: incumbent.key)
 
-        def mean_ns(op_times_ns: I64) -> int:
-            return int(
-                annealing.mean_step_time(
-                    self.arrays, op_times_ns, devices, rank, op_of_rank, NEVER, self.floor_ns,
-                    workspace.scratch, workspace.schedule, workspace.by_rank,
-                )
-            )  # fmt: skip
+    @property
+    def elites(self) -> Sequence[Incumbent]:
+        """The best incumbents, all different; before any cycle the best start alone."""
+        return self._elites or [self.best]
 
-        nominal_ns = mean_ns(self.nominal_ns)
-        excess = annealing.excess_bytes(
-            self.arrays, self.nominal_ns[0], devices, workspace.schedule, workspace.memory,
-            self.problem.memory_limit_bytes,
-        )  # fmt: skip
-        step_time_ns = nominal_ns if len(self.op_times_ns) == 1 else mean_ns(self.op_times_ns)
-        self.num_simulations += 1
-        return Incumbent(placement, step_time_ns, int(excess), priority)
+    @property
+    def num_simulations(self) -> int:
+        """Simulations made by this search itself."""
+        return sum(island.num_simulations for island in self._islands)
 
-    def cycle(self, start: Incumbent, mates: Sequence[Placement], num_moves: int, clock: Clock) -> Incumbent:
-        """The best of one V-cycle of at most `num_moves` moves from `start`, perhaps with one of `mates`."""
-        self.incumbent = start
-        mate = None
-        if mates and self.rng.random() < self.config.mating:
-            mate = mates[int(self.rng.integers(len(mates)))]
-        levels, left = _levels(self.config, self.units.num_units), num_moves
-        for level in levels:
-            share = min(max(num_moves * level // sum(levels), 1), left)
-            self._anneal(level, mate, share, clock)
-            left -= share
-        self._retune(clock)
-        return self.incumbent
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to be done: the bound is reached, there is one placement only, or time is up."""
+        return (
+            self.problem.num_devices == 1
+            or self.num_units < 2
+            or self.best.key <= (0, self.bound_ns)
+            or self.clock.stop.is_set()
+            or self.clock.seconds_left == 0.0
+        )
 
-    def refine(self, start: Incumbent, num_moves: int, clock: Clock) -> Incumbent:
-        """The best of some refinements of `start`, which take as long as a cycle of annealing, or, where simulations
-        are counted, as `num_moves` moves are thought to take."""
-        assert self.refiner is not None
-        self.incumbent = start
-        end, left = clock.seconds + self.cycle_seconds, max(round(num_moves / self.config.moves_per_refined), 1)
-        while not clock.stop.is_set() and clock.seconds_left != 0.0:
-            count = (
-                self.config.per_refinement if clock.seconds_left is not None else min(left, self.config.per_refinement)
-            )
-            placements = self.refiner.propose(self.incumbent.placement, count, self.rng)
-            for placement in placements:
-                found = self.measure(placement, self.incumbent.priority)
-                self.refiner.screen.learn(placement[None], self.workspace.memory.peak_bytes[None])
-                if found.key < self.incumbent.key:
-                    self.incumbent = found
-            left -= len(placements)
-            if clock.seconds >= end if clock.seconds_left is not None else left <= 0:
-                break
-        self._retune(clock)
-        return self.incumbent
+    @property
+    def _limit(self) -> int | None:
+        """Simulations that this search may make in all."""
+        budget = self.clock.budget.simulations
+        return None if budget is None else budget - self.num_spent
 
-    def turn(self, start: Incumbent, mates: Sequence[Placement], num_moves: int, clock: Clock) -> Incumbent:
-        """A cycle of the kind that has gained more of late, at times of the other."""
-        gains, total = self.gains, sum(self.gains.values())
-        share = 0.0
-        if self.refiner is not None:
-            share = float(np.clip(gains["refine"] / total if total > 0 else 0.5, *self.config.refining))
-        refines, began = self.rng.random() < share, clock.seconds
-        if refines:
-            ended = self.refine(start, num_moves, clock)
-        else:
-            ended = self.cycle(start, mates, num_moves, clock)
-            self.cycle_seconds = clock.seconds - began
-        before, after = start.step_time_ns, ended.step_time_ns
-        if start.excess_bytes > 0:
-            before, after = start.excess_bytes, ended.excess_bytes
-        gain = max(1.0 - after / max(before, 1), 0.0)
-        spent = 1.0 if clock.seconds_left is None else max(clock.seconds - began, 1e-6)
-        kind = "refine" if refines else "anneal"
-        gains[kind] += _FORGET * (gain / spent - gains[kind])
-        return ended
+    @property
+    def spent(self) -> int:
+        """Simulations of the clock's budget that are used up, by whomever."""
+        return self.num_spent + self.num_simulations
 
-    def _anneal(self, num_groups: int, mate: Placement | None, num_moves: int, clock: Clock) -> None:
-        assert self.incumbent is not None
-        config, incumbent, workspace = self.config, self.incumbent, self.workspace
-        noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.units.first)))
-        score: npt.NDArray[np.float64] = noise
-        if self.rng.random() < self.config.weighted:
-            score = noise * self.units.transfer_ns
-        if self.rng.random() < config.following:
-            score = np.where(self.neighbourhood.follows, np.inf, score)
-        parents = [incumbent.placement] if mate is None else [incumbent.placement, mate]
-        grouping = group_units(self.units, parents, num_groups, score, config.slack)
-        rank, op_of_rank = self.problem.ranks if incumbent.priority is None else ranks_of(incumbent.priority)
-        placement = incumbent.placement.astype(np.uint8)
-        best = placement.copy()
-        figures = (incumbent.step_time_ns, incumbent.excess_bytes)
-        state = np.array([figures[0], figures[0], figures[1], figures[1], 0], np.int64)
-        for first in range(0, num_moves, _CHUNK):
-            if clock.stop.is_set() or clock.seconds_left == 0.0:
-                break
-            temperature = config.hot * (config.cold / config.hot) ** (first / num_moves)
-            annealing.anneal(
-                self.arrays, self.nominal_ns, self.op_times_ns, self.floor_ns, rank, op_of_rank,
-                workspace.scratch, workspace.schedule, workspace.by_rank, workspace.memory,
-                self.problem.memory_limit_bytes, self.memory_binds,
-                grouping.offsets, grouping.members, grouping.allowed, grouping.neighbour_offsets, grouping.neighbours,
-                grouping.group_of_op, self.previous, self.arrival_ns, self.path,
-                placement, best, state, self.rng, min(_CHUNK, num_moves - first), temperature, config.guided,
-            )  # fmt: skip
-        self.num_simulations += int(state[annealing.NUM_SIMULATIONS])
-        found = (int(state[annealing.BEST_EXCESS]), int(state[annealing.BEST_NS]))
-        if found < incumbent.key:
-            self.incumbent = replace(
-                incumbent, placement=best.astype(np.int64), step_time_ns=found[1], excess_bytes=found[0]
-            )
+    @property
+    def share_spent(self) -> float:
+        """Of the budget that there was at the beginning."""
+        if self.clock.budget.simulations is not None:
+            return (self.spent - self._spent_before) / max(self.clock.budget.simulations - self._spent_before, 1)
+        return (self.clock.seconds - self._began_s) / max(self._seconds, 1e-9)
 
-    def _retune(self, clock: Clock) -> None:
-        """Adopt priorities that know this placement's transfers, if they are better."""
-        assert self.incumbent is not None
-        if clock.stop.is_set():
+    def clock_until(self, share: float) -> Clock:
+        """A clock with the same start that ends when a `share` of the budget that there was at the beginning is spent;
+        its simulations are those of this search and of others together."""
+        if (budget := self.clock.budget.simulations) is not None:
+            most = self._spent_before + int(share * (budget - self._spent_before))
+            return replace(self.clock, budget=Budget(simulations=max(most, 0)))
+        return replace(self.clock, budget=Budget(seconds=self._began_s + share * self._seconds))
+
+    def start(
+        self, starts: Sequence[Placement], known: Sequence[Incumbent] = (), *, num_more: int | None = None
+    ) -> None:
+        """Begin from `starts`, placements [N] that obey groups and allowed devices and need not fit in memory, from
+        `known` incumbents with their priorities, and from further ones of its own, at most `num_more`."""
+        first, config, limit, clock = self._islands[0], self.config, self._limit, self.clock
+        began = clock.seconds
+        self._queue = [first.measure(np.asarray(start, np.int64), None) for start in starts]
+        self._queue += [first.measure(x.placement, x.priority, x.order) for x in known]
+        measured_s = clock.seconds - began
+        if self.is_over:
             return
-        priority = communication_levels(self.problem, self.incumbent.placement)
-        tuned = self.measure(self.incumbent.placement, priority)
-        if tuned.key < self.incumbent.key:
-            self.incumbent = tuned
+        self._tell()
+        wanted_more = config.num_starts if num_more is None else num_more
+        num_more = wanted_more if limit is None else min(wanted_more, limit // 20)
+        seconds = None if clock.seconds_left is None else config.start_share * clock.seconds_left
+        more = diverse_starts(self.problem, self._followers, num_more, self.seed, clock, seconds)
+        began = clock.seconds
+        self._queue += [first.measure(start, None) for start in more]
+        num_islands = len(self._islands)
+        if limit is None:  # most simulations of a search stop early: half of a full one on average
+            seconds_per_move = (clock.seconds - began + measured_s) / len(self._queue) / 2
+            affordable = int((clock.seconds_left or 0.0) / max(seconds_per_move, 1e-6))
+        else:
+            affordable = max(limit, 0) // num_islands
+        wanted = int(sum(levels_of(config, self.num_units)) * config.moves_per_group)
+        self._num_moves = max(min(wanted, affordable // config.num_cycles), 1)
+        num_cycles = num_islands * affordable // self._num_moves
+        self._queue = _best_distinct(self._queue, max(min(config.num_tried, num_cycles // 2), 1))
 
+    def adopt(self, incumbent: Incumbent, num_simulations: int = 0) -> None:
+        """Take in what was found elsewhere, with `num_simulations` of this search's budget."""
+        self.num_spent += num_simulations
+        found = self._islands[0].measure(incumbent.placement, incumbent.priority, incumbent.order)
+        self._elites = _best_distinct([*self._elites, found], self.config.num_elites)
 
-def local_search(
-    problem: Problem,
-    starts: Sequence[Placement],
-    clock: Clock,
-    *,
-    seed: int = 0,
-    config: SearchConfig | None = None,
-    num_spent: int = 0,
-    bound_ns: int = 0,
-    op_times_ns: I64 | None = None,
-    constructor: Constructor | None = None,
-    num_threads: int | None = None,
-    on_progress: OnProgress | None = None,
-) -> tuple[Incumbent, int]:
-    """(the best incumbent found from `starts`, number of simulations) within the clock's budget.
+    def score_under(self, op_times_ns: I64) -> None:
+        """From now on an incumbent's step time is the mean over these tables [K, N, D]."""
+        elites = self._elites or [self.best]
+        for island in self._islands:
+            island.score_under(op_times_ns)
+        measured = [self._islands[0].measure(x.placement, x.priority, x.order) for x in elites]
+        self._elites, self._queue = _best_distinct(measured, self.config.num_elites), []
 
-    `starts` are placements [N] that obey groups and allowed devices; they need not fit in memory. `num_spent`
-    simulations of the budget are already used up. A feasible incumbent as fast as `bound_ns` ends the search. With
-    `op_times_ns` [K, N, D] an incumbent's step time is the mean over these tables instead of that under the problem's
-    own times. With a `constructor` the search is guided.
-    """
-    config = config or SearchConfig()
-    num_threads = num_threads or default_threads()
-    limit = None if clock.budget.simulations is None else clock.budget.simulations - num_spent
-    num_islands = config.num_islands or (num_threads if limit is None else 4)
-    followers = forward_units(problem)
-    neighbourhood = Neighbourhood.of(problem, followers)
-    if op_times_ns is None:
-        op_times_ns = problem.time_table_ns[None]
-    control, *seeds = np.random.SeedSequence(seed).spawn(num_islands + 1)
-    rng = np.random.default_rng(control)
-    islands = [_Island(problem, op_times_ns, neighbourhood, config, child, constructor) for child in seeds]
-    queue = sorted((islands[0].measure(np.asarray(start, np.int64), None) for start in starts), key=lambda x: x.key)
-    best = queue[0]
-    if problem.num_devices == 1 or neighbourhood.units.num_units < 2 or best.key <= (0, bound_ns):
-        return best, islands[0].num_simulations
-    if on_progress:
-        on_progress(best, islands[0].num_simulations)
+    def run(self, until: float = 1.0) -> None:
+        """Make cycles until a share `until` of the budget that there was at the beginning is over."""
+        clock = self.clock_until(until)
+        limit = None if clock.budget.simulations is None else clock.budget.simulations - self.num_spent
+        num_islands, num_moves = len(self._islands), self._num_moves
+        with ThreadPoolExecutor(self.num_threads) as pool:
+            while not self.is_over and clock.seconds_left != 0.0:
+                if limit is not None:
+                    left = (limit - self.num_simulations) // num_islands
+                    num_moves = min(num_moves, left - len(self.problem.orders))  # those measure retuned priorities
+                    if num_moves < 1:
+                        break
+                parents = self._elites or [self.best]
+                mates = [incumbent.placement for incumbent in (*self._elites, *self._queue)]
+                begins = [self._queue.pop(0) if self._queue else self._choose(parents) for _ in self._islands]
+                cycles = [
+                    pool.submit(island.turn, begin, mates, num_moves, clock)
+                    for island, begin in zip(self._islands, begins, strict=True)
+                ]
+                try:
+                    ended = [cycle.result() for cycle in cycles]
+                except KeyboardInterrupt:
+                    clock.stop.set()
+                    ended = [cycle.result() for cycle in cycles]
+                begun = {id(begin) for begin in begins}
+                kept = [incumbent for incumbent in self._elites if id(incumbent) not in begun]
+                self._elites = _best_distinct([*kept, *ended], self.config.num_elites)
+                self._tell()
 
-    num_more = config.num_starts if limit is None else min(config.num_starts, limit // 20)
-    seconds = None if clock.seconds_left is None else config.start_share * clock.seconds_left
-    more = diverse_starts(problem, followers, num_more, seed, clock, seconds)
-    began = clock.seconds
-    queue += [islands[0].measure(start, None) for start in more]
-    if limit is None:  # most simulations of a search stop early: half of a full one on average
-        seconds_per_move = (clock.seconds - began) / len(more) / 2 if more else 1.0
-        affordable = int((clock.seconds_left or 0.0) / max(seconds_per_move, 1e-6))
-    else:
-        affordable = max(limit, 0) // num_islands
-    wanted = int(sum(_levels(config, neighbourhood.units.num_units)) * config.moves_per_group)
-    num_moves = max(min(wanted, affordable // config.num_cycles), 1)
-    num_cycles = num_islands * affordable // num_moves
-    queue = _best_distinct(queue, max(min(config.num_tried, num_cycles // 2), 1))
+    def _choose(self, parents: Sequence[Incumbent]) -> Incumbent:
+        """One of `parents`, each half as likely as the one before it."""
+        return parents[min(int(self._rng.geometric(0.5)) - 1, len(parents) - 1)]
 
-    elites: list[Incumbent] = []
-    with ThreadPoolExecutor(num_threads) as pool:
-        while not clock.stop.is_set() and clock.seconds_left != 0.0 and best.key > (0, bound_ns):
-            spent = sum(island.num_simulations for island in islands)
-            if limit is not None:
-                num_moves = min(num_moves, (limit - spent) // num_islands - 1)  # 1 to measure the retuned priorities
-                if num_moves < 1:
-                    break
-            mates = [incumbent.placement for incumbent in (*elites, *queue)]
-            begins = [queue.pop(0) if queue else _choose(elites or [best], rng) for _ in islands]
-            cycles = [
-                pool.submit(island.turn, begin, mates, num_moves, clock)
-                for island, begin in zip(islands, begins, strict=True)
-            ]
-            try:
-                ended = [cycle.result() for cycle in cycles]
-            except KeyboardInterrupt:
-                clock.stop.set()
-                ended = [cycle.result() for cycle in cycles]
-            parents = {id(begin) for begin in begins}
-            kept = [incumbent for incumbent in elites if id(incumbent) not in parents]
-            elites = _best_distinct([*kept, *ended], config.num_elites)
-            best = min(best, elites[0], key=lambda x: x.key)
-            if on_progress:
-                on_progress(best, sum(island.num_simulations for island in islands))
-    return best, sum(island.num_simulations for island in islands)
-
-
-def _levels(config: SearchConfig, num_units: int) -> list[int]:
-    return [level for level in config.levels if level < num_units] or [num_units]
+    def _tell(self) -> None:
+        if self.on_progress:
+            self.on_progress(self.best, self.num_simulations)
 
 
 def _best_distinct(incumbents: Sequence[Incumbent], count: int) -> list[Incumbent]:
     """The best `count`, one for each pair of figures: equal figures are nearly always one placement found twice."""
     by_figures = {incumbent.key: incumbent for incumbent in reversed(incumbents)}
     return sorted(by_figures.values(), key=lambda x: x.key)[:count]
-
-
-def _choose(elites: Sequence[Incumbent], rng: np.random.Generator) -> Incumbent:
-    """One of the elites, each half as likely as the one before it."""
-    return elites[min(int(rng.geometric(0.5)) - 1, len(elites) - 1)]
-
-
-def _memory_can_bind(problem: Problem) -> bool:
-    """Whether a placement could pass a limit: not if everything at once, all tensors with it, fits on each device."""
-    graph = problem.graph
-    everything = int(graph.resident_bytes.sum()) + int(graph.tensor_bytes.sum())
-    return bool((problem.memory_limit_bytes < everything).any())

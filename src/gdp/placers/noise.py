@@ -4,13 +4,20 @@ N ops, M reduced ops, D devices, K tables of op times.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from gdp.coarsen import Reduction
 from gdp.graph import I64
-from gdp.problem import Problem
+from gdp.plan import NoisyTimes
+from gdp.problem import Placement, Problem
 from gdp.simulate import Simulation, simulate
+
+# where none was measured; an assumption: kernels repeat within 1 to 3 %, whole runs on a busy machine within 12 to 46 %
+DEFAULT_NOISE = 0.02
+_NUM_DRAWS, _FEWEST_DRAWS = 100, 20
+_DRAWN_OPS = 1_000_000  # draws x ops: about a second
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +37,24 @@ class Noise:
         return cls(original, reduced)
 
 
+class Candidate(NamedTuple):
+    """A placement that was replayed, and how it came about."""
+
+    key: tuple[int, int]  # what placements are compared by: bytes missing, then step time
+    simulation: Simulation
+    order: str  # that its ops were started in: `Problem.orders`
+
+    @classmethod
+    def of(cls, problem: Problem, placement: Placement, noise: Noise | None) -> "Candidate":
+        """`placement` [N] in the best of the problem's orders."""
+        in_orders = [
+            (simulate(problem, placement, priority=problem.priority(order, problem.b_level_ns)), order)
+            for order in problem.orders
+        ]
+        candidates = [cls(key_of(simulation, noise), simulation, order) for simulation, order in in_orders]
+        return min(candidates, key=lambda candidate: candidate.key)
+
+
 def key_of(simulation: Simulation, noise: Noise | None) -> tuple[int, int]:
     """What placements are compared by: bytes missing, then step time."""
     if noise is None:
@@ -42,6 +67,17 @@ def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
     problem, placement, order = simulation.problem, simulation.placement, simulation.order
     times = [simulate(problem, placement, order=order, op_time_ns=table).step_time_ns for table in op_times_ns]
     return sum(times) // len(times)
+
+
+def step_times_under_noise(simulation: Simulation, spread: float, seed: int) -> NoisyTimes:
+    """What the step takes, its order replayed, under op times with a relative noise of deviation `spread`."""
+    num_ops = simulation.problem.num_ops
+    num_draws = max(min(_NUM_DRAWS, _DRAWN_OPS // num_ops), _FEWEST_DRAWS)
+    times_ns = np.zeros(num_draws, np.int64)
+    for draw in range(num_draws):
+        table = perturbed_times(simulation.problem, spread, 1, seed + draw)
+        times_ns[draw] = mean_step_time_ns(simulation, table)
+    return NoisyTimes(spread, int(times_ns.mean()), int(np.percentile(times_ns, 95, method="higher")), num_draws)
 
 
 def perturbed_times(problem: Problem, spread: float, num_tables: int, seed: int) -> I64:

@@ -6,32 +6,44 @@
 seconds on a graph of 50,000 ops: with a small budget the slower ones are skipped, so that time is left for the search.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import numpy as np
 
 from gdp.budget import Budget, Clock
 from gdp.coarsen import Reduction
 from gdp.errors import InputError
+from gdp.forward_units import forward_units
+from gdp.pipelines import B_LEVEL
 from gdp.placers import CLASSICAL
+from gdp.placers.base import UnitArrays, devices_by_speed
 from gdp.placers.classical_runs import ClassicalRuns
+from gdp.placers.contiguous import folded_chain, stages
 from gdp.placers.exact import exact
-from gdp.placers.local_search import Incumbent, OnProgress, local_search
-from gdp.placers.noise import Noise, key_of
+from gdp.placers.fewer_devices import search_without
+from gdp.placers.fewer_microbatches import Few, best_of_few
+from gdp.placers.island import Incumbent
+from gdp.placers.local_search import LocalSearch, OnProgress
+from gdp.placers.noise import Candidate, Noise, key_of
 from gdp.placers.zero_shot import zero_shot
 from gdp.plan import Baseline
 from gdp.policy.construction import Constructor
 from gdp.policy.pretrained import read_constructor, read_policy
-from gdp.problem import Problem
-from gdp.simulate import Simulation, simulate
+from gdp.problem import Placement, Problem
+from gdp.simulate import NEVER, Simulation, simulate
 
 SEARCHES = ("auto", "guided", "local-search", "exact")
 WITH_POLICY = ("guided", "gdp-zero-shot", "gdp-finetune")  # they ask a trained one
 LEARNED = ("gdp-zero-shot", "gdp-finetune", "gdp-one", "hdp")
 PLACERS = (*SEARCHES, *LEARNED, *CLASSICAL)
-FEW = ("single", "contiguous")  # classical placers that the local search starts from
+FEWEST = ("single", "contiguous")  # classical placers that the local search starts from
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that a search always runs
 SLOW = ("m-etf", "m-sct", "metis")  # those that it runs if there is time
 POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.15  # of the time: for the policy at most; until no classical placer is begun
+ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
+FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that go to the exact placer first, and its effort there
 
 
@@ -41,6 +53,7 @@ class Found:
 
     best: Simulation | None  # of the original problem
     simulations: int
+    order: str = B_LEVEL  # of `best`
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
 
 
@@ -64,6 +77,7 @@ def find(
     """
     if placer not in PLACERS:
         raise InputError(f"placer {placer!r} is unknown; one of {', '.join(PLACERS)} is expected")
+    reduction = _in_good_order(reduction)
     if placer == "exact":
         return _find_exactly(reduction.original, clock, noise)
     if placer in LEARNED:
@@ -71,7 +85,7 @@ def find(
     if placer not in SEARCHES:
         classical = ClassicalRuns(reduction.original, clock, seed, noise, on_progress)
         classical.run((placer,))
-        return Found(classical.best, len(classical.candidates))
+        return _found(classical.best, len(classical.candidates))
     constructor = read_constructor(checkpoint) if placer == "guided" and reduction.problem.num_devices > 1 else None
     return _search(
         reduction, clock, constructor,
@@ -95,11 +109,12 @@ def _search(
     """Starts, then the local search; guided if there is a `constructor`, from two starts alone if it `is_quick`."""
     problem, limit = reduction.problem, clock.budget.simulations
     report = None if on_progress is None else _Improving(on_progress)
-    classical = ClassicalRuns(reduction.original, clock, seed, noise, report)
-    classical.run(FEW if is_quick else QUICK)
+    large = Few.of_large(reduction.original)
+    classical = ClassicalRuns(reduction.original, clock, seed, noise, report, large)
+    classical.run(FEWEST if is_quick else QUICK)
     if not is_quick:
         classical.run(SLOW, until=CLASSICAL_SHARE)
-    starts = [reduction.restrict(simulation.placement) for _, simulation in classical.candidates]
+    starts = [reduction.restrict(candidate.simulation.placement) for candidate in classical.candidates]
     num_simulations = len(classical.candidates)
     baselines = {} if is_quick else classical.baselines
     if constructor is not None:
@@ -109,29 +124,65 @@ def _search(
         starts.append(answer.incumbent.placement)
         num_simulations += answer.num_simulations
     if not starts:
-        return Found(None, num_simulations, baselines)
+        return Found(None, num_simulations, baselines=baselines)
     if not is_quick and problem.group_index.max() < SMALL_UNITS:
         max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
         exactly = exact(problem, max_nodes=max_nodes, time_limit_s=clock.seconds_left, stop=clock.stop)
         num_simulations += exactly.num_nodes
         if exactly.placement is not None:
             starts.append(exactly.placement)
-    searched, searches = local_search(
-        problem,
-        starts,
-        clock,
-        seed=seed,
-        num_spent=num_simulations,
-        bound_ns=bound_ns if noise is None else 0,
-        op_times_ns=None if noise is None else noise.reduced_ns,
-        constructor=constructor,
-        num_threads=num_threads,
+    search = LocalSearch(
+        problem, clock,
+        seed=seed, num_spent=num_simulations, bound_ns=bound_ns, constructor=constructor, num_threads=num_threads,
         on_progress=None if report is None else report.after(num_simulations),
-    )
-    expanded = expand(reduction, searched)
-    candidates = [*classical.candidates, (key_of(expanded, noise), expanded)]
-    best = min(candidates, key=lambda candidate: candidate[0])[1]
-    return Found(best, num_simulations + searches, baselines)
+    )  # fmt: skip
+    _run(search, starts, noise)
+    searched = expand(reduction, search.best)
+    candidates = [*classical.candidates, Candidate(key_of(searched, noise), searched, search.best.order)]
+    return _found(_choose(candidates, classical.candidates), search.spent, baselines)
+
+
+def _run(search: LocalSearch, starts: list[Placement], noise: Noise | None) -> None:
+    """Spend what is left of the budget: on few micro-batches, on all, without some devices, under noise."""
+    if (few := Few.of(search.problem)) is not None:
+        found, num_simulations = best_of_few(few, search, starts, FEW_MICROBATCHES_SHARE)
+        search.num_spent += num_simulations
+        search.start([*found, *starts], num_more=0)
+    else:
+        search.start(starts)
+    last = 1.0 if noise is None else 1.0 - ROBUST_SHARE
+    search.run(last - FEWER_DEVICES_SHARE)
+    search_without(search, FEWER_DEVICES_SHARE / 2, last)
+    if noise is not None:
+        search.run(last)
+        search.score_under(noise.reduced_ns)
+    search.run()
+
+
+def _choose(candidates: Sequence[Candidate], baselines: Sequence[Candidate]) -> Candidate:
+    """The best of those that are not slower, under the problem's own op times, than a baseline that fits."""
+    fastest_ns = min((x.simulation.step_time_ns for x in baselines if not x.key[0]), default=NEVER)
+    eligible = [x for x in candidates if not x.key[0] and x.simulation.step_time_ns <= fastest_ns]
+    return min(eligible or candidates, key=lambda candidate: candidate.key)
+
+
+def _found(best: Candidate | None, simulations: int, baselines: Mapping[str, Baseline] = MappingProxyType({})) -> Found:
+    if best is None:
+        return Found(None, simulations, baselines=baselines)
+    return Found(best.simulation, simulations, best.order, baselines)
+
+
+def _in_good_order(reduction: Reduction) -> Reduction:
+    """With the order in which contiguous stages do best, for all placers to judge placements by."""
+    problem = reduction.problem
+    if len(problem.orders) == 1:
+        return reduction
+    units = UnitArrays.of(problem, forward_units(problem))
+    devices = np.sort(devices_by_speed(problem))
+    order = Candidate.of(
+        problem, units.place(stages(problem, units, folded_chain(problem, units), devices)), None
+    ).order
+    return replace(reduction, original=reduction.original.in_order(order), problem=problem.in_order(order))
 
 
 @dataclass(eq=False)
@@ -164,7 +215,7 @@ def _find_exactly(problem: Problem, clock: Clock, noise: Noise | None) -> Found:
         raise InputError("robust: the exact placer knows one set of costs only; use another placer")
     answer = exact(problem, time_limit_s=clock.seconds_left, max_nodes=clock.budget.simulations, stop=clock.stop)
     placement = CLASSICAL["single"](problem, 0) if answer.placement is None else answer.placement
-    return Found(None if placement is None else simulate(problem, placement), answer.num_nodes)
+    return Found(None if placement is None else simulate(problem, placement), answer.num_nodes, problem.order)
 
 
 def prepare(placer: str) -> None:
@@ -199,7 +250,8 @@ def _ask_policy(
             found = hdp(problem, clock, seed=seed, on_progress=on_progress)
         if found.placement is None or found.step_time_ns is None:
             return Found(None, found.num_simulations)
-        return Found(expand(reduction, Incumbent(found.placement, found.step_time_ns)), found.num_simulations)
+        incumbent = Incumbent(found.placement, found.step_time_ns)
+        return Found(expand(reduction, incumbent), found.num_simulations, problem.order)
     else:
         from gdp.placers import learned
 
@@ -207,7 +259,7 @@ def _ask_policy(
             placer, problem, clock,
             seed=seed, checkpoint=checkpoint, num_threads=num_threads, on_progress=on_progress,
         )  # fmt: skip
-    return Found(expand(reduction, answer.incumbent), answer.num_simulations)
+    return Found(expand(reduction, answer.incumbent), answer.num_simulations, problem.order)
 
 
 def expand(reduction: Reduction, incumbent: Incumbent) -> Simulation:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gdp.budget import Clock
 from gdp.graph import I64
-from gdp.placers.local_search import Incumbent
+from gdp.placers.island import Incumbent
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.placers.refinement import NUM_CANDIDATES, NUM_UNITS, Refiner, candidates_of
 from gdp.placers.screening import Screen

@@ -40,8 +40,11 @@ def place_report(
     searched = f"{plan.search.simulations:,} simulation{plural} in {plan.search.seconds:.1f} s, seed {plan.seed}"
     yield Text(f"{graph.name} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
     yield Text(_headline(plan), style="bold")
-    if plan.search.expected_step_time_ns is not None:
-        yield Text(f"Mean step time over perturbed op times: {format_ms(plan.search.expected_step_time_ns)}.")
+    if (times := plan.search.under_noise) is not None:
+        yield Text(
+            f"Expected with op times that vary by {times.noise:.1%}: {format_ms(times.mean_ns)}, 95th percentile "
+            f"{format_ms(times.p95_ns)} ({times.num_draws} draws)."
+        )
     yield Text(f"{_bound_sentence(plan.step_time_ns, plan.lower_bound_ns)}.")
     if plan.search.baselines:
         yield ""

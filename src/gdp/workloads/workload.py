@@ -18,8 +18,8 @@ class Workload:
     """A built-in training workload: a model with example inputs, and the devices that it is usually placed on.
 
     `build` draws the parameters and inputs from PyTorch's global generator, on the default device; under
-    `FakeTensorMode` it allocates nothing. `expert` is None where the expert cuts the model into contiguous stages of
-    about equal time instead of giving each layer a device.
+    `FakeTensorMode` it allocates nothing; it takes another batch size. `expert` is None where the expert cuts the model
+    into contiguous stages of about equal time instead of giving each layer a device.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Workload:
     cluster: str  # a preset for `Cluster.parse`
     batch_size: int
     description: str
-    build: "Callable[[], Example]"
+    build: "Callable[..., Example]"
     expert: ExpertRule | None = None
 
 
@@ -45,9 +45,9 @@ class Family:
         """The workload of that name with these sizes."""
         chosen = {**self.sizes, **sizes}
 
-        def build() -> "Example":
+        def build(samples: int = batch_size) -> "Example":
             module = import_module(f"gdp.workloads.{self.name}")
-            example: Example = module.build(getattr(module, self.config)(batch_size=batch_size, **chosen))
+            example: Example = module.build(getattr(module, self.config)(batch_size=samples, **chosen))
             return example
 
         rule = layer_per_device(chosen[self.layers]) if self.layers else None

@@ -1,0 +1,145 @@
+"""Pipeline stages by exact dynamic programming over the linearised graph: compute, transfers and memory at once.
+
+For a chain of units and devices in a given order, the stages whose bottleneck is least:
+
+    bottleneck = max over stages of (time of its units there, transfers over its cuts, each direction by itself)
+
+D. Narayanan et al., "PipeDream", SOSP 2019, section 3.1, without replicated stages. Under a bottleneck T the rest of
+the chain can follow a cut if stage k + 1 can end at a later cut from which the rest can follow, near enough to take at
+most T and fit; the first such cut is as good as any, so a table over stages and cuts is filled in one pass. T is found
+by bisection.
+
+Chains, numbers of devices and estimates of memory are tried, and the best placement by simulation kept. U units, D
+devices, U + 1 cuts: cut c is before unit c of the chain.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from gdp.graph import I64
+from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, unit_choices
+from gdp.placers.contiguous import Chain, folded_chain, module_chain, topological_chain
+from gdp.problem import Placement, Problem
+
+F64 = npt.NDArray[np.float64]
+
+_ALIVE = (0.25, 0.5, 1.0)  # of what a stage allocates, held at once: tried where the least bottleneck does not fit
+_HALVINGS = 50  # the bottleneck to 15 digits
+
+
+def dp_stages(problem: Problem, seed: int = 0) -> Placement | None:
+    """The best of such stages on 1 to D devices along several chains, backward ops by themselves or with forward
+    ops."""
+    chains: list[tuple[UnitArrays, Chain]] = []
+    for units in unit_choices(problem):
+        chains += [(units, topological_chain(problem, units)), (units, folded_chain(problem, units))]
+        chains += [(units, module_chain(problem, units, whole_layers=whole)) for whole in (False, True)]
+    subsets = device_subsets(problem, smallest=1)
+
+    def candidates(alive: float) -> list[Placement]:
+        return [
+            units.place(least_bottleneck(problem, units, chain, devices, alive))
+            for units, chain in chains
+            for devices in subsets
+        ]
+
+    found = candidates(0.0)
+    if not any_fits(problem, found):
+        for alive in _ALIVE:
+            found += candidates(alive)
+    return best_of(problem, found)
+
+
+def least_bottleneck(problem: Problem, units: UnitArrays, chain: Chain, devices: I64, alive: float = 0.0) -> I64:
+    """[U] devices: `chain` in stages on `devices`, in that order, with the least bottleneck of all whose memory fits if
+    a share `alive` of what their units allocate is held at once; of all, if none does so. Of several such, stages of
+    about equal time."""
+    order = chain.order
+    time_ns = units.time_ns[order][:, devices].astype(np.float64)
+    held = (units.resident_bytes + alive * units.tensor_bytes)[order]
+    work_ns, held_bytes = _sums(time_ns), _sums(held[:, None])[:, 0]
+    cut_ns = _cut_times(problem, units, order, devices)
+    if chain.block is not None:
+        blocks = chain.block[order]
+        cut_ns[:, 1:-1][:, blocks[1:] == blocks[:-1]] = np.inf
+    room = problem.memory_limit_bytes[devices].astype(np.float64)
+    high = float(max(work_ns[-1].max(), cut_ns[np.isfinite(cut_ns)].max(initial=0.0)))
+    ends = _ends(work_ns, held_bytes, cut_ns, room, high)
+    if ends[-1] < 0:
+        room = np.full(len(devices), np.inf)
+        ends = _ends(work_ns, held_bytes, cut_ns, room, high)
+    low = 0.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = _ends(work_ns, held_bytes, cut_ns, room, middle)
+        if found[-1] < 0:
+            low = middle
+        else:
+            high, ends = middle, found
+    chosen = np.empty(len(order), np.int64)
+    chosen[order] = devices[np.searchsorted(ends, np.arange(len(order)), side="right")]
+    return chosen
+
+
+def _sums(values: F64) -> F64:
+    return np.concatenate((np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)))
+
+
+def _cut_times(problem: Problem, units: UnitArrays, order: I64, devices: I64) -> F64:
+    """[stages, U + 1] what the transfers over a cut that ends a stage occupy, in the direction that has more."""
+    graph, cluster, num_units = problem.graph, problem.cluster, len(order)
+    position = np.empty(num_units, np.int64)
+    position[order] = np.arange(num_units)
+    op_position = position[units.index]
+    start = op_position[graph.producers]
+    last, first = start.copy(), start.copy()
+    np.maximum.at(last, graph.edge_tensors, op_position[graph.consumers])
+    np.minimum.at(first, graph.edge_tensors, op_position[graph.consumers])
+    size = graph.tensor_bytes.astype(np.float64)
+    onwards, backwards = np.zeros((2, num_units + 2))
+    np.add.at(onwards, start + 1, size)  # crosses the cuts after its producer, up to its last consumer
+    np.add.at(onwards, last + 1, -size)
+    np.add.at(backwards, first + 1, size)
+    np.add.at(backwards, start + 1, -size)
+    crossing = np.cumsum(onwards)[: num_units + 1], np.cumsum(backwards)[: num_units + 1]
+    found = np.zeros((len(devices), num_units + 1))
+    for stage in range(len(devices) - 1):
+        here, there = int(devices[stage]), int(devices[stage + 1])
+        rates = cluster.bytes_per_second[here, there], cluster.bytes_per_second[there, here]
+        found[stage] = np.maximum(crossing[0] / float(rates[0]), crossing[1] / float(rates[1])) * 1e9
+    return np.maximum(found, 0.0)
+
+
+@njit(cache=True, nogil=True)
+def _ends(work_ns, held_bytes, cut_ns, room, bottleneck):
+    """[D] the cut that ends each stage under the bottleneck; the last is -1 if there are no such stages."""
+    num_stages, last = work_ns.shape[1], len(held_bytes) - 1
+    limit = bottleneck * (1 + 1e-12)
+    # whether the rest of the chain can follow if the stage ends at a cut: from the last stage to the first
+    may_end = np.zeros((num_stages, last + 1), np.bool_)
+    may_end[num_stages - 1, last] = True
+    for stage in range(num_stages - 1, 0, -1):
+        end = -1  # the first cut from this one on where the stage may end
+        for cut in range(last, -1, -1):
+            if may_end[stage, cut]:
+                end = cut
+            is_cut = cut_ns[stage - 1, cut] <= limit or cut == 0 or cut == last
+            work = work_ns[end, stage] - work_ns[cut, stage]
+            if end >= 0 and is_cut and work <= limit and held_bytes[end] - held_bytes[cut] <= room[stage]:
+                may_end[stage - 1, cut] = True
+    ends = np.full(num_stages, -1)
+    begin = 0
+    for stage in range(num_stages):
+        share = (work_ns[last, stage] - work_ns[begin, stage]) / (num_stages - stage)
+        chosen, distance = -1, np.inf
+        for cut in range(begin, last + 1):
+            work = work_ns[cut, stage] - work_ns[begin, stage]
+            if work > limit or held_bytes[cut] - held_bytes[begin] > room[stage]:
+                break
+            if may_end[stage, cut] and abs(work - share) < distance:
+                chosen, distance = cut, abs(work - share)
+        if chosen < 0:
+            return ends
+        ends[stage] = begin = chosen
+    return ends
