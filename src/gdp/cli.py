@@ -5,16 +5,33 @@ interrupted.
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gdp.cli_bench import bench_app
 from gdp.cli_devices import devices_app
+from gdp.cli_inputs import (
+    FreeReplicasOption,
+    MaxMemoryOption,
+    MicrobatchesOption,
+    PinOption,
+    ReserveOption,
+    check_checkpoint,
+    check_placers,
+    constraints_of,
+    microbatching_of,
+    read_graph,
+)
+from gdp.cli_place import place
 from gdp.cli_run import run
 from gdp.cli_shared import (
+    BAD_INPUT,
+    INTERRUPTED,
+    NOTHING_FITS,
+    OK,
     BudgetOption,
     CheckpointOption,
     DevicesOption,
@@ -22,7 +39,6 @@ from gdp.cli_shared import (
     ModelArgument,
     ThreadsOption,
     fail,
-    log,
     print_json,
     print_text,
     quiet_pipe,
@@ -32,10 +48,7 @@ from gdp.cli_shared import (
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.cluster import Cluster
-    from gdp.sources import Model
-
-OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
+    pass
 
 app = typer.Typer(
     help="Place the operators of a neural network on devices so that one step is as fast as possible within memory.",
@@ -46,13 +59,8 @@ app = typer.Typer(
 )
 app.add_typer(devices_app, name="devices")
 app.add_typer(bench_app, name="bench")
+app.command()(place)
 app.command()(run)
-
-PinOption = Annotated[list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Where matching ops go. Repeatable.")]
-MaxMemoryOption = Annotated[
-    list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
-]
-ReserveOption = Annotated[str, typer.Option(metavar="SHARE", help="Keep this share of each device's memory free.")]
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -89,97 +97,6 @@ def gdp(
 
 
 @app.command()
-def place(
-    model: ModelArgument,
-    devices: DevicesOption,
-    placer: Annotated[str, typer.Option(help="auto: classical placers, then search.")] = "auto",
-    budget: BudgetOption = "30s",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    checkpoint: CheckpointOption = None,
-    pin: PinOption = None,
-    max_memory: MaxMemoryOption = None,
-    reserve: ReserveOption = "0%",
-    robust: Annotated[str, typer.Option(metavar="SHARE", help="Score means over op times that vary by it.")] = "0%",
-    microbatches: Annotated[int, typer.Option(metavar="M", help="Only 1 in this version.")] = 1,
-    times: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Op times that `gdp run --times` measured.")
-    ] = None,
-    threads: ThreadsOption = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz and cluster.json there.")
-    ] = None,
-    json: JsonOption = False,
-) -> int:
-    """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json."""
-    from gdp import options
-    from gdp.budget import Budget
-    from gdp.cluster import Cluster
-
-    if microbatches != 1:
-        raise InputError(f"--microbatches is {microbatches}; this version places one batch, only 1 is expected")
-    limit = Budget.parse(budget)
-    cluster = Cluster.parse(devices)
-    constraints = _constraints(cluster, pin, max_memory, reserve)
-    spread = options.parse_fraction(robust, "--robust")
-    plan_path = (out or Path()) / "plan.json"
-    # a graph with measured times is nowhere else
-    graph_path = None if out is None and times is None else plan_path.with_name("graph.json.gz")
-    cluster_path = None if out is None else out / "cluster.json"
-    for path in filter(None, (plan_path, graph_path, cluster_path)):
-        options.check_writable(path)
-    _check_placers([placer])
-    _check_checkpoint(checkpoint, [placer])
-
-    source = _read(model) if times is None else _read_timed(model, times, cluster)
-    warm_up()
-    graph = source.graph
-    from gdp.cost import unused_names
-    from gdp.place import place as find_plan
-    from gdp.problem import Problem
-    from gdp.report import console, documents, progress
-    from gdp.simulate import replay
-
-    if devices.strip() == "local":
-        log("gdp: note: devices as they are now; gdp devices detect shows them, and which figures are estimates")
-    for sentence in unused_names(graph, cluster):
-        log(f"gdp: note: {sentence}")
-    if times is not None and not any(graph.times_ns):
-        kinds = ", ".join(sorted({device.kind for device in cluster.devices}))
-        log(f"gdp: note: {times} has no time of these ops on {kinds} with this PyTorch: all are by the roofline")
-    line = progress.SearchLine(f"{graph.name} on {cluster.name}")
-    with progress.stop_on_interrupt() as stop:
-        try:
-            with progress.live(line):
-                plan = find_plan(
-                    graph, cluster, placer=placer, budget=limit, seed=seed, robust=spread, checkpoint=checkpoint,
-                    num_threads=threads, on_progress=line, stop=stop, **constraints,
-                )  # fmt: skip
-        except InputError as error:
-            if stop.is_set():  # before there was any placement
-                return INTERRUPTED
-            raise InputError(f"{model} on {devices}: {error}") from None
-        status = NOTHING_FITS if plan.status == "infeasible" else OK
-        if status == OK:
-            plan.save(plan_path)
-            if graph_path is not None:
-                graph.save(graph_path)
-            if cluster_path is not None:
-                cluster.save(cluster_path)
-        interrupted = stop.is_set()
-    if json:
-        print_json(documents.place_document(graph, cluster, plan, plan_path if status == OK else None))
-    elif status == OK:
-        # what is local may have changed by then
-        placed_on = str(cluster_path) if cluster_path is not None and devices.strip() == "local" else devices
-        command = ["gdp", "simulate", str(graph_path or model), "--devices", placed_on, "--plan", str(plan_path)]
-        simulation = replay(Problem.build(graph, cluster, **constraints), plan)
-        show(console.place_report(plan, simulation, source.unknown_costs, str(plan_path), shlex.join(command)))
-    if status == NOTHING_FITS:
-        fail(console.nothing_fits(plan, cluster), NOTHING_FITS)
-    return INTERRUPTED if interrupted else status
-
-
-@app.command()
 def compare(
     model: ModelArgument,
     devices: DevicesOption,
@@ -190,6 +107,8 @@ def compare(
     pin: PinOption = None,
     max_memory: MaxMemoryOption = None,
     reserve: ReserveOption = "0%",
+    microbatches: MicrobatchesOption = 1,
+    free_replicas: FreeReplicasOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -197,14 +116,14 @@ def compare(
     from gdp.budget import Budget
     from gdp.cluster import Cluster
 
-    limit = Budget.parse(budget)
+    limit, microbatching = Budget.parse(budget), microbatching_of(microbatches, free_replicas)
     cluster = Cluster.parse(devices)
-    constraints = _constraints(cluster, pin, max_memory, reserve)
+    constraints = constraints_of(cluster, pin, max_memory, reserve)
     names = None if placers is None else [name.strip() for name in placers.split(",")]
-    _check_placers(names or ())
-    _check_checkpoint(checkpoint, names or ["auto"])
+    check_placers(names or ())
+    check_checkpoint(checkpoint, names or ["auto"])
 
-    source = _read(model)
+    source = read_graph(model, microbatching=microbatching)
     warm_up()
     from gdp.compare import DEFAULT_PLACERS
     from gdp.compare import compare as run
@@ -213,7 +132,7 @@ def compare(
     with progress.stop_on_interrupt() as stop, progress.live(f"{source.graph.name} on {cluster.name}"):
         comparison = run(
             source.graph, cluster, placers=DEFAULT_PLACERS if names is None else names, budget=limit, num_seeds=seeds,
-            checkpoint=checkpoint, num_threads=threads, stop=stop, **constraints,
+            checkpoint=checkpoint, num_threads=threads, stop=stop, **vars(constraints),
         )  # fmt: skip
     if json:
         print_json(documents.compare_document(source.graph, cluster, comparison, str(limit)))
@@ -234,6 +153,8 @@ def simulate(
     pin: PinOption = None,
     max_memory: MaxMemoryOption = None,
     reserve: ReserveOption = "0%",
+    microbatches: MicrobatchesOption = 1,
+    free_replicas: FreeReplicasOption = False,
     json: JsonOption = False,
 ) -> int:
     """Derive every figure of a plan anew. Status 2 if the plan's differ, 3 if it breaks memory or a constraint."""
@@ -242,10 +163,11 @@ def simulate(
     from gdp.plan import Plan
     from gdp.problem import Problem
 
+    microbatching = microbatching_of(microbatches, free_replicas)
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
-    constraints = _constraints(cluster, pin, max_memory, reserve)
-    problem = Problem.build(_read(graph).graph, cluster, **constraints)
+    constraints = constraints_of(cluster, pin, max_memory, reserve)
+    problem = Problem.build(read_graph(graph, microbatching=microbatching).graph, cluster, **vars(constraints))
     from gdp.report import console, documents
     from gdp.simulate import replay, verify
 
@@ -272,6 +194,8 @@ def capture(
     out: Annotated[Path, typer.Option(metavar="GRAPH.json.gz")],
     inference: Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")] = False,
     optimizer: Annotated[str, typer.Option(help="adam or sgd.")] = "adam",
+    microbatches: MicrobatchesOption = 1,
+    free_replicas: FreeReplicasOption = False,
     json: JsonOption = False,
 ) -> int:
     """Write the graph of one step of MODEL."""
@@ -279,9 +203,10 @@ def capture(
 
     if not out.name.endswith((".json", ".json.gz")):
         raise InputError(f"--out {out}: a name that ends in .json or .json.gz is expected")
+    microbatching = microbatching_of(microbatches, free_replicas)
     options.check_writable(out)
-    made = _read(model, training=not inference, optimizer=optimizer)
-    if not made.is_captured:
+    made = read_graph(model, training=not inference, optimizer=optimizer, microbatching=microbatching)
+    if not made.is_captured and microbatches == 1:
         raise InputError(f"{model}: is a gdp-graph file already; name a workload or module:function")
     made.graph.save(out)
     from gdp.report import console, documents
@@ -369,66 +294,6 @@ def workloads(
             count = len(built_in.variant_names())
             print_text(f"\nMODEL may also be one of {count} smaller and larger variants: gdp workloads --variants")
     return OK
-
-
-def _read_timed(text: str, times: Path, cluster: "Cluster") -> "Model":
-    """MODEL with the measured times of its ops on the kinds of devices in `cluster`."""
-    from gdp.measured_times import MeasuredTimes
-    from gdp.report.progress import live
-    from gdp.sources import read_timed_model
-
-    known = MeasuredTimes(times)
-    with live(f"capturing {text}"):
-        return read_timed_model(text, known, [device.kind for device in cluster.devices])
-
-
-def _read(text: str, *, training: bool = True, optimizer: str = "adam") -> "Model":
-    from gdp.report.progress import live
-    from gdp.sources import read_model
-
-    with live(f"reading {text}"):
-        return read_model(text, training=training, optimizer=optimizer)
-
-
-def _constraints(
-    cluster: "Cluster", pin: list[str] | None, max_memory: list[str] | None, reserve: str
-) -> dict[str, Any]:
-    """The constraints of `Problem.build` from their options."""
-    from gdp import options
-
-    return {
-        "pins": options.parse_pins(pin or (), cluster),
-        "max_memory_bytes": options.parse_max_memory(max_memory or (), cluster),
-        "reserve": options.parse_fraction(reserve, "--reserve"),
-    }
-
-
-def _check_placers(names: Iterable[str]) -> None:
-    from gdp.placers.portfolio import PLACERS
-
-    for name in names:
-        if name not in PLACERS:
-            raise InputError(f"placer {name!r} is unknown; one of {', '.join(PLACERS)} is expected")
-
-
-def _check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
-    """A bad file is better known now than after the graph's capture."""
-    if checkpoint is None:
-        return
-    from gdp.placers.portfolio import WITH_POLICY
-
-    if not set(placers) & set(WITH_POLICY):
-        raise InputError(
-            f"--checkpoint: {', '.join(placers)} asks no policy; use it with --placer {' or '.join(WITH_POLICY)}"
-        )
-    if "guided" in placers:
-        from gdp.policy.pretrained import read_constructor
-
-        read_constructor(checkpoint)
-    else:
-        from gdp.policy.checkpoint import load_checkpoint
-
-        load_checkpoint(checkpoint)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def devices_detect(
         }  # fmt: skip
         print_json(document if out is None else document | {"path": str(out)})
         return 0
-    from gdp.report import console
+    from gdp.report import console, tables
 
     show(console.rows_report([_device_row(machine, device) for device in machine.devices]))
     if machine.links:
@@ -85,7 +85,7 @@ def devices_detect(
         show(console.rows_report([{"from": a, "to": b, "link": link} for (a, b), link in machine.links.items()]))
     print_text(
         f"\nPyTorch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}; "
-        f"processor cores: {', '.join(map(str, cores)) or 'any'}; memory {console.format_gib(machine.memory_bytes)}"
+        f"processor cores: {', '.join(map(str, cores)) or 'any'}; memory {tables.format_gib(machine.memory_bytes)}"
     )
     print_text("\n".join(f"note: {note}" for note in machine.notes))
     print_text(f"Written to {out}" if out else "These are --devices local; gdp devices detect --out FILE keeps them")
@@ -93,17 +93,17 @@ def devices_detect(
 
 
 def _device_row(machine: "Machine", device: "Detected") -> dict[str, object]:
-    from gdp.report import console
+    from gdp.report import tables
 
     row: dict[str, object] = {
-        "device": device.name, "kind": device.kind, "memory": console.format_gib(device.memory_bytes),
+        "device": device.name, "kind": device.kind, "memory": tables.format_gib(device.memory_bytes),
         "on": device.place,
     }  # fmt: skip
     if not machine.gpus:
         return row
     gpu = machine.gpus.get(device.name)
     sizes = {"total": gpu.total_bytes, "free": gpu.free_bytes} if gpu else {"total": None, "free": None}
-    texts = {name: None if size is None else console.format_gib(size) for name, size in sizes.items()}
+    texts = {name: None if size is None else tables.format_gib(size) for name, size in sizes.items()}
     return row | texts | {"slot": gpu.pcie or None if gpu else None}
 
 

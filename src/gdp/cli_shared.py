@@ -11,6 +11,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
+"""Exit statuses."""
+
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A built-in workload, a gdp-graph file, or package.module:function.")
 ]

@@ -11,6 +11,7 @@ from gdp.cluster import Cluster
 from gdp.coarsen import reduce
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.placers.base import Start
 from gdp.placers.island import Incumbent
 from gdp.placers.noise import DEFAULT_NOISE, Noise, step_times_under_noise
 from gdp.placers.portfolio import SEARCHES, find, prepare
@@ -45,6 +46,7 @@ def place(
     reserve: float = 0.0,
     robust: float | None = None,
     checkpoint: str | None = None,
+    starts: Sequence[Start] = (),
     num_threads: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
@@ -57,8 +59,8 @@ def place(
     simulations the same seed gives the same plan. `pins`, `max_memory_bytes` and `reserve` are those of
     `Problem.build`. `robust` is the relative deviation of op times over which searches average the step time (default:
     0.02; 0: not at all), to choose among plans that are not slower than a baseline without it. `checkpoint` is the file
-    of a policy to use instead of the one that comes with gdp, by `guided` and the learned placers. `stop` ends the
-    search early.
+    of a policy to use instead of the one that comes with gdp, by `guided` and the learned placers. Searches begin from
+    `starts` too, moved where constraints do not allow them. `stop` ends the search early.
     Raises InputError for arguments that make no sense.
     """
     if robust is not None and not 0 <= robust < 0.5:
@@ -86,7 +88,7 @@ def place(
     noise = Noise.draw(reduction, robust, NUM_PERTURBATIONS, seed) if robust else None
     found = find(
         reduction, placer, clock, seed=seed, bound_ns=bound_ns, noise=noise, checkpoint=checkpoint,
-        num_threads=num_threads, on_progress=report,
+        starts=starts, num_threads=num_threads, on_progress=report,
     )  # fmt: skip
     if found.best is None:
         raise InputError(f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use placer auto")

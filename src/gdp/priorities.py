@@ -23,6 +23,29 @@ def communication_levels(problem: Problem, placement: Placement) -> I64:
     )  # fmt: skip
 
 
+def longest_chain(problem: Problem, placement: Placement) -> list[int]:
+    """The ops of a longest path by `communication_levels`, from its start to the end of the step."""
+    levels_ns = communication_levels(problem, placement)
+    graph, cluster, times_ns = problem.graph, problem.cluster, problem.op_time_ns
+    offsets = np.concatenate(([0], np.cumsum(np.bincount(graph.producers, minlength=problem.num_ops))))
+    op = int(np.argmax(levels_ns))
+    chain = [op]
+    while levels_ns[op] > times_ns[op, placement[op]]:
+        here, best_ns, following = placement[op], -1, -1
+        for tensor in problem.tensor_numbers[offsets[op] : offsets[op + 1]].tolist():
+            for consumer in graph.consumers_of(tensor).tolist():
+                there = placement[consumer]
+                sent_ns = 0
+                if there != here:
+                    rate = int(cluster.bytes_per_second[here, there])
+                    sent_ns = -(-int(graph.tensor_bytes[tensor]) * 10**9 // rate) + int(cluster.latency_ns[here, there])
+                if levels_ns[consumer] + sent_ns > best_ns:
+                    best_ns, following = int(levels_ns[consumer]) + sent_ns, consumer
+        op = following
+        chain.append(op)
+    return chain
+
+
 @njit(cache=True, nogil=True)
 def _levels(
     placement, op_time_ns, tensor_offsets, consumer_offsets, consumers, occupancy_ns, route_rate, latency_ns

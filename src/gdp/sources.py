@@ -77,6 +77,16 @@ def read_model(
     return replace(model, graph=microbatching.apply(model.graph))
 
 
+def has_samples(text: str) -> bool:
+    """Whether MODEL has a batch that can be split: a `gdp-graph` file has not."""
+    return not _is_graph_file(text)
+
+
+def read_part(text: str, num_parts: int) -> Graph:
+    """The training step of a part of the batch of MODEL, one of so many equal ones; of a `gdp-graph` file all of it."""
+    return _read_one(text, True, "adam", num_parts).graph
+
+
 def _read_one(text: str, training: bool, optimizer: str, num_microbatches: int) -> Model:
     """The step of one of so many micro-batches."""
     check_optimizer(optimizer)

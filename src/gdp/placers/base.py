@@ -5,6 +5,7 @@ N ops, T tensors, U units (groups of ops that share a device, and each other op 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from gdp.forward_units import forward_units
 from gdp.graph import I64, Bool
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.problem import Placement, Problem
-from gdp.simulate import evaluate_many
+from gdp.simulate import Simulation, evaluate_many
 
 Placer = Callable[[Problem, int], Placement | None]
 """From a problem and a seed to a placement int64 [N] that obeys groups and allowed devices; None if there is none.
@@ -24,6 +25,23 @@ found none that fits.
 """
 
 _NUM_REPAIRS = 3  # candidates that are repaired when none of them fits
+
+
+class Start(NamedTuple):
+    """What a search may begin from."""
+
+    placement: Placement  # [N]
+    priority: I64 | None = None  # [N] by which ops are started; None: in the problem's order
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> "Start":
+        """The placement of `simulation` with the priority that runs it again: by when ops were started."""
+        position = np.empty(len(simulation.placement), np.int64)
+        for ops in simulation.order:
+            position[ops] = np.arange(len(ops))
+        priority = np.empty(len(position), np.int64)
+        priority[np.lexsort((position, simulation.op_start_ns))[::-1]] = np.arange(len(position))
+        return cls(simulation.placement, priority)
 
 
 @dataclass(frozen=True, eq=False)

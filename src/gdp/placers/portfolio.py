@@ -18,7 +18,7 @@ from gdp.errors import InputError
 from gdp.forward_units import forward_units
 from gdp.pipelines import B_LEVEL
 from gdp.placers import CLASSICAL
-from gdp.placers.base import UnitArrays, devices_by_speed
+from gdp.placers.base import Start, UnitArrays, devices_by_speed
 from gdp.placers.classical_runs import ClassicalRuns
 from gdp.placers.contiguous import folded_chain, stages
 from gdp.placers.exact import exact
@@ -66,14 +66,15 @@ def find(
     bound_ns: int = 0,
     noise: Noise | None = None,
     checkpoint: str | None = None,
+    starts: Sequence[Start] = (),
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Found:
     """Run `placer` within the clock's budget. InputError for an unknown name.
 
     Classical placers see the original problem, searches and learned placers the reduced one, searches until they reach
-    `bound_ns`. With `noise` step times are means over its tables. `checkpoint` is the file of another policy than the
-    one that comes with gdp.
+    `bound_ns` and from `starts` [N] too. With `noise` step times are means over its tables. `checkpoint` is the file of
+    another policy than the one that comes with gdp.
     """
     if placer not in PLACERS:
         raise InputError(f"placer {placer!r} is unknown; one of {', '.join(PLACERS)} is expected")
@@ -88,7 +89,7 @@ def find(
         return _found(classical.best, len(classical.candidates))
     constructor = read_constructor(checkpoint) if placer == "guided" and reduction.problem.num_devices > 1 else None
     return _search(
-        reduction, clock, constructor,
+        reduction, clock, constructor, starts,
         seed=seed, is_quick=placer == "local-search", bound_ns=bound_ns, noise=noise, num_threads=num_threads,
         on_progress=on_progress,
     )  # fmt: skip
@@ -98,6 +99,7 @@ def _search(
     reduction: Reduction,
     clock: Clock,
     constructor: Constructor | None,
+    given: Sequence[Start],
     *,
     seed: int,
     is_quick: bool,
@@ -115,6 +117,7 @@ def _search(
     if not is_quick:
         classical.run(SLOW, until=CLASSICAL_SHARE)
     starts = [reduction.restrict(candidate.simulation.placement) for candidate in classical.candidates]
+    known = [_reduced(reduction, start) for start in given]
     num_simulations = len(classical.candidates)
     baselines = {} if is_quick else classical.baselines
     if constructor is not None:
@@ -136,20 +139,20 @@ def _search(
         seed=seed, num_spent=num_simulations, bound_ns=bound_ns, constructor=constructor, num_threads=num_threads,
         on_progress=None if report is None else report.after(num_simulations),
     )  # fmt: skip
-    _run(search, starts, noise)
+    _run(search, starts, known, noise)
     searched = expand(reduction, search.best)
     candidates = [*classical.candidates, Candidate(key_of(searched, noise), searched, search.best.order)]
     return _found(_choose(candidates, classical.candidates), search.spent, baselines)
 
 
-def _run(search: LocalSearch, starts: list[Placement], noise: Noise | None) -> None:
+def _run(search: LocalSearch, starts: list[Placement], known: list[Incumbent], noise: Noise | None) -> None:
     """Spend what is left of the budget: on few micro-batches, on all, without some devices, under noise."""
     if (few := Few.of(search.problem)) is not None:
         found, num_simulations = best_of_few(few, search, starts, FEW_MICROBATCHES_SHARE)
         search.num_spent += num_simulations
-        search.start([*found, *starts], num_more=0)
+        search.start([*found, *starts], known, num_more=0)
     else:
-        search.start(starts)
+        search.start(starts, known)
     last = 1.0 if noise is None else 1.0 - ROBUST_SHARE
     search.run(last - FEWER_DEVICES_SHARE)
     search_without(search, FEWER_DEVICES_SHARE / 2, last)
@@ -157,6 +160,14 @@ def _run(search: LocalSearch, starts: list[Placement], noise: Noise | None) -> N
         search.run(last)
         search.score_under(noise.reduced_ns)
     search.run()
+
+
+def _reduced(reduction: Reduction, start: Start) -> Incumbent:
+    """`start` on the reduced ops, moved where it is not allowed; figures are to be measured."""
+    units = UnitArrays.of(reduction.problem)
+    placement = units.place(reduction.restrict(start.placement)[units.first_op])
+    priority = None if start.priority is None else reduction.restrict(start.priority)
+    return Incumbent(placement, 0, priority=priority, order=reduction.problem.order)
 
 
 def _choose(candidates: Sequence[Candidate], baselines: Sequence[Candidate]) -> Candidate:

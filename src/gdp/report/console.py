@@ -4,33 +4,30 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gdp.advice import Advice
 from gdp.cluster import Cluster
 from gdp.compare import Comparison
 from gdp.cost import count_time_sources
 from gdp.devices import KINDS, LINKS
 from gdp.graph import Graph
 from gdp.plan import Plan
+from gdp.report.advice import advice_report
 from gdp.report.limits import Limits
+from gdp.report.tables import digits, format_gib, format_ms, new_table
 from gdp.simulate import Simulation
 
 
-def format_ms(time_ns: int | None) -> str:
-    """A time in ms with four significant digits: `123.4 ms`; `-` for None."""
-    return "-" if time_ns is None else f"{_digits(time_ns / 1e6, 4)} ms"
-
-
-def format_gib(size_bytes: int) -> str:
-    """A size in GiB with three significant digits: `1.25 GiB`."""
-    return f"{_digits(size_bytes / 2**30, 3)} GiB"
-
-
 def place_report(
-    plan: Plan, simulation: Simulation, unknown_costs: Mapping[str, int], plan_path: str, next_command: str
+    plan: Plan,
+    simulation: Simulation,
+    unknown_costs: Mapping[str, int],
+    plan_path: str,
+    next_command: str,
+    advice: Advice | None = None,
 ) -> Iterator[RenderableType]:
     """The answer of `gdp place`, from the headline to the next command."""
     assert plan.search is not None
@@ -38,8 +35,12 @@ def place_report(
     sizes = f"{graph.num_ops:,} ops, {graph.num_tensors:,} tensors"
     plural = "" if plan.search.simulations == 1 else "s"
     searched = f"{plan.search.simulations:,} simulation{plural} in {plan.search.seconds:.1f} s, seed {plan.seed}"
-    yield Text(f"{graph.name} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
+    count = int(simulation.problem.microbatch.max()) + 1
+    parts = f"{graph.name} in {count} micro-batches" if count > 1 else graph.name
+    yield Text(f"{parts} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
     yield Text(_headline(plan), style="bold")
+    if count > 1:
+        yield Text(_PIPELINE.format(order=plan.search.order, idle=1 - _mean_busy(simulation)))
     if (times := plan.search.under_noise) is not None:
         yield Text(
             f"Expected with op times that vary by {times.noise:.1%}: {format_ms(times.mean_ns)}, 95th percentile "
@@ -51,6 +52,9 @@ def place_report(
         yield _baselines(plan)
     yield ""
     yield from device_report(simulation)
+    if advice is not None:
+        yield ""
+        yield from advice_report(advice, simulation)
     if unknown_costs:
         yield Text(_unknown(unknown_costs))
     yield from _time_sources(graph, cluster)
@@ -96,7 +100,7 @@ def _bound_sentence(step_time_ns: int, bound_ns: int) -> str:
     if bound_ns == 0 and step_time_ns > 0:
         return "Lower bound 0: nothing is known of how far the optimum is"
     above = 100 * (step_time_ns / bound_ns - 1) if bound_ns else 0.0
-    return f"Lower bound {format_ms(bound_ns)}: the plan is at most {_digits(above, 3)} % above the optimum"
+    return f"Lower bound {format_ms(bound_ns)}: the plan is at most {digits(above, 3)} % above the optimum"
 
 
 def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
@@ -132,9 +136,9 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
             device.name,
             device.kind,
             format_gib(device.memory_bytes),
-            f"{_digits(device.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
-            f"{_digits(device.memory_bytes_per_second / 1e9, 3)} GB/s",
-            f"{_digits(device.launch_ns / 1e3, 3)} us",
+            f"{digits(device.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
+            f"{digits(device.memory_bytes_per_second / 1e9, 3)} GB/s",
+            f"{digits(device.launch_ns / 1e3, 3)} us",
         )
     yield devices
     if cluster.num_devices == 1:
@@ -145,7 +149,7 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
         for target, end in enumerate(cluster.devices):
             if source != target:
                 route = cluster.route(source, target)
-                rate, latency = _digits(route.bytes_per_second / 1e9, 3), _digits(route.latency_ns / 1e3, 3)
+                rate, latency = digits(route.bytes_per_second / 1e9, 3), digits(route.latency_ns / 1e3, 3)
                 routes.add_row(start.name, end.name, f"{rate} GB/s", f"{latency} us", " ".join(route.channels) or "-")
     yield routes
 
@@ -157,16 +161,16 @@ def kinds_report() -> Iterator[RenderableType]:
         kinds.add_row(
             name,
             format_gib(kind.memory_bytes),
-            f"{_digits(kind.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
-            f"{_digits(kind.memory_bytes_per_second / 1e9, 3)} GB/s",
-            f"{_digits(kind.launch_ns / 1e3, 3)} us",
+            f"{digits(kind.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
+            f"{digits(kind.memory_bytes_per_second / 1e9, 3)} GB/s",
+            f"{digits(kind.launch_ns / 1e3, 3)} us",
             ", ".join(filter(None, (kind.port, kind.nvlink))),
         )
     yield kinds
     yield ""
     links = new_table("link", ">bandwidth", ">latency")
     for link in LINKS.values():
-        rate, latency = _digits(link.bytes_per_second / 1e9, 3), _digits(link.latency_ns / 1e3, 3)
+        rate, latency = digits(link.bytes_per_second / 1e9, 3), digits(link.latency_ns / 1e3, 3)
         links.add_row(link.name, f"{rate} GB/s", f"{latency} us")
     yield links
     yield ""
@@ -190,8 +194,8 @@ def capture_report(graph: Graph, unknown_costs: Mapping[str, int], path: str) ->
     yield Text(f"Graph of {graph.num_ops:,} ops and {graph.num_tensors:,} tensors written to {path}")
 
 
-def nothing_fits(plan: Plan, cluster: Cluster) -> str:
-    """One line with the devices that are too small and the bytes they lack."""
+def nothing_fits(plan: Plan, cluster: Cluster, would_fit: Sequence[str] = ()) -> str:
+    """One line with the devices that are too small, the bytes they lack, and the changes that would be enough."""
     assert plan.search is not None
     missing = plan.search.missing_bytes.tolist()
     lacking = [
@@ -201,7 +205,17 @@ def nothing_fits(plan: Plan, cluster: Cluster) -> str:
     ]
     if plan.placer != "auto":
         return f"placer {plan.placer} found nothing that fits in memory: {', '.join(lacking)}; use --placer auto"
+    if would_fit:
+        return f"nothing fits in memory: {', '.join(lacking)}; it would with {', or with '.join(would_fit)}"
     return f"nothing fits in memory: {', '.join(lacking)}; add devices or memory, or make the batch smaller"
+
+
+_PIPELINE = "Order of micro-batches: {order}; devices in use wait for {idle:.0%} of the step."
+
+
+def _mean_busy(simulation: Simulation) -> float:
+    """The share of the step in which a device that holds ops computes, on average."""
+    return float(simulation.busy_fraction[np.unique(simulation.placement)].mean())
 
 
 def _headline(plan: Plan) -> str:
@@ -263,21 +277,5 @@ def _status(status: str) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
-        return _digits(value, 4)
+        return digits(value, 4)
     return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
-
-
-def _digits(value: float, num_digits: int) -> str:
-    """`value` with that many significant digits, whole digits always in full."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    decimals = max(num_digits - 1 - math.floor(math.log10(abs(value))), 0)
-    return f"{value:,.{decimals}f}"
-
-
-def new_table(*columns: str) -> Table:
-    """A table with these headings; `>` in front of a heading sets the column flush right."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
-    return table

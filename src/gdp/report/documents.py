@@ -1,13 +1,18 @@
 """The JSON documents of `--json`: stable keys, times in ns, sizes in bytes."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gdp.advice import Advice
 from gdp.cluster import Cluster
 from gdp.compare import Comparison
 from gdp.cost import count_time_sources
 from gdp.graph import Graph
+from gdp.microbatches import count_microbatches
 from gdp.plan import Plan
+from gdp.report.advice import advice_document
 from gdp.simulate import Simulation
 
 
@@ -34,9 +39,12 @@ def _gap(step_time_ns: int, bound_ns: int) -> float | None:
     return step_time_ns / bound_ns - 1.0 if bound_ns else None
 
 
-def place_document(graph: Graph, cluster: Cluster, plan: Plan, path: Path | None) -> dict[str, Any]:
-    """What `gdp place --json` prints; `path` None: no plan was written."""
+def place_document(
+    graph: Graph, cluster: Cluster, plan: Plan, path: Path | None, *, advice: Advice | None, would_fit: Sequence[str]
+) -> dict[str, Any]:
+    """What `gdp place --json` prints; `path` None: no plan was written. With `would_fit` changes it would fit."""
     assert plan.search is not None
+    noisy = plan.search.under_noise
     return {
         "graph": graph_document(graph),
         "cluster": cluster_document(cluster),
@@ -54,6 +62,11 @@ def place_document(graph: Graph, cluster: Cluster, plan: Plan, path: Path | None
         "seconds": plan.search.seconds,
         "simulations": plan.search.simulations,
         "plan": None if path is None else str(path),
+        "microbatches": count_microbatches(graph),
+        "order": plan.search.order,
+        "under_noise": None if noisy is None else asdict(noisy),
+        "advice": None if advice is None else advice_document(advice),
+        "would_fit": list(would_fit),
     } | ({"op_times": count_time_sources(graph, cluster)} if any(graph.times_ns) else {})
 
 

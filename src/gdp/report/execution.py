@@ -10,7 +10,7 @@ from gdp.execute.arms import Arm
 from gdp.execute.equality import Equality
 from gdp.execute.prediction import OpPrediction, Prediction
 from gdp.execute.run import Run
-from gdp.report.console import format_ms, new_table
+from gdp.report.tables import format_ms, new_table
 
 
 def run_report(run: Run) -> Iterator[RenderableType]:

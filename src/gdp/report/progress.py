@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from gdp.place import Progress
-from gdp.report.console import format_ms
+from gdp.report.tables import format_ms
 
 if TYPE_CHECKING:
     from gdp.policy.pretraining import Progress as TrainingProgress

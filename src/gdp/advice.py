@@ -1,0 +1,232 @@
+"""What another machine would give, and what would make a step fit: by placing and simulating, not by guessing.
+
+    plan --start--> search on one device less | one more | links twice as fast | twice the memory
+
+Each search begins from the plan, so that what it finds is not worse for want of time where the plan itself still runs.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gdp import cluster_changes
+from gdp.budget import Budget, Clock
+from gdp.cluster import Cluster
+from gdp.coarsen import reduce
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.place import place, plan_of
+from gdp.placers.base import Start
+from gdp.placers.noise import step_times_under_noise
+from gdp.placers.portfolio import find
+from gdp.plan import Plan
+from gdp.problem import Placement, Problem
+from gdp.simulate import NEVER, Simulation, simulate
+
+_MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
+_FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
+_MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
+_AS_FAST = 1.01  # what is called as fast
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The best plan found on a changed machine."""
+
+    change: str  # such as "one device more"
+    detail: str  # such as "gpu4, a p100-pcie-16g"
+    step_time_ns: int | None  # None: nothing fits
+
+    def is_as_fast_as(self, step_time_ns: int) -> bool:
+        """Whether it takes at most 1 % longer."""
+        return self.step_time_ns is not None and self.step_time_ns <= _AS_FAST * step_time_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Answers to questions that a plan raises."""
+
+    what_ifs: tuple[WhatIf, ...]
+    not_asked: tuple[str, ...]  # changes for which there was no time
+    plan: Plan  # the one given, or a better one found without one of the devices
+
+
+@dataclass(frozen=True, eq=False)
+class Constraints:
+    """Keyword arguments of `place` that say where ops may go and how much memory there is."""
+
+    pins: Sequence[tuple[str, str]] = ()
+    max_memory_bytes: Mapping[str, int] | None = None
+    reserve: float = 0.0
+
+    def times_memory(self, factor: int) -> "Constraints":
+        """With `factor` times the memory."""
+        limits = {name: factor * limit for name, limit in (self.max_memory_bytes or {}).items()}
+        return replace(self, max_memory_bytes=limits)
+
+    def within(self, cluster: Cluster) -> "Constraints":
+        """Without limits of devices that `cluster` does not have."""
+        names = {device.name for device in cluster.devices}
+        limits = {name: limit for name, limit in (self.max_memory_bytes or {}).items() if name in names}
+        return replace(self, max_memory_bytes=limits)
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    change: str
+    detail: str
+    cluster: Cluster
+    constraints: Constraints
+    start: Start  # the plan on the changed machine
+    others: Sequence[int] | None = None  # the devices that are left, by their numbers on the whole machine
+
+
+def advise(
+    graph: Graph,
+    simulation: Simulation,
+    plan: Plan,
+    constraints: Constraints,
+    *,
+    budget: Budget,
+    seed: int = 0,
+    num_threads: int | None = None,
+    stop: threading.Event | None = None,
+) -> Advice:
+    """What changes of the machine would do to `plan`, whose replay is `simulation`, each in an equal part of `budget`.
+
+    After `stop`, and when a part takes so long that the budget is over, the changes left are not asked.
+    """
+    changes = list(_changes(simulation, constraints))
+    clock = Clock(budget)
+    if stop is not None:
+        clock.stop = stop
+    found: list[WhatIf] = []
+    asked = 0
+    for change in changes:
+        if clock.stop.is_set() or clock.seconds_left == 0.0:
+            break
+        asked += 1
+        try:
+            answer = place(
+                graph, change.cluster, placer="local-search", budget=_share(clock, len(changes), asked), seed=seed,
+                robust=0.0, starts=[change.start], num_threads=num_threads, stop=stop, **vars(change.constraints),
+            )  # fmt: skip
+        except InputError:  # pins ask for a device that is gone
+            continue
+        if clock.stop.is_set():
+            break
+        step_time_ns = answer.step_time_ns if answer.status == "ok" else None
+        found.append(WhatIf(change.change, change.detail, step_time_ns))
+        if change.others is not None and step_time_ns is not None and step_time_ns < plan.step_time_ns:
+            plan = _on_all_devices(plan, answer, simulation.problem, change.others)
+    return Advice(tuple(found), tuple(change.change for change in changes[asked:]), plan)
+
+
+def _on_all_devices(plan: Plan, fewer: Plan, problem: Problem, others: Sequence[int]) -> Plan:
+    """What was found on the devices `others`, as a plan of the whole machine in place of `plan`."""
+    order: list[Placement] = [np.zeros(0, np.int64) for _ in range(problem.num_devices)]
+    for number, ops in zip(others, fewer.order, strict=True):
+        order[number] = ops
+    simulation = simulate(problem, np.asarray(others)[fewer.placement], order=order)
+    if plan.search is None or fewer.search is None or not simulation.feasible:
+        return plan
+    noise = plan.search.under_noise
+    search = replace(
+        plan.search,
+        busy_fraction=simulation.busy_fraction,
+        under_noise=None if noise is None else step_times_under_noise(simulation, noise.noise, plan.seed + 1),
+        order=fewer.search.order,
+    )
+    return plan_of(simulation, plan.lower_bound_ns, plan.placer, plan.seed, search)
+
+
+def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Change]:
+    problem, placement, start = simulation.problem, simulation.placement, Start.of(simulation)
+    cluster, devices = problem.cluster, problem.cluster.devices
+    used = np.unique(placement)
+    if len(used) > 1:
+        least = int(used[np.argmin(simulation.busy_fraction[used])])
+        others = [number for number in range(len(devices)) if number != least]
+        less = cluster_changes.only(cluster, others)
+        moved = np.where(placement > least, placement - 1, placement)
+        busiest = others.index(int(used[np.argmax(simulation.busy_fraction[used])]))
+        moved[placement == least] = busiest
+        yield _Change(
+            "one device less", f"without {devices[least].name}", less, constraints.within(less), Start(moved), others
+        )
+    most = int(np.argmax(simulation.busy_fraction))
+    more = cluster_changes.with_another(cluster, most)
+    if more is not None:
+        detail = f"{more.devices[-1].name}, a {devices[most].kind}"
+        yield _Change("one device more", detail, more, constraints, start)
+    if len(devices) > 1:
+        faster = cluster_changes.with_faster_links(cluster, 2)
+        yield _Change("links twice as fast", "all of them", faster, constraints, start)
+    filled = simulation.peak_memory_bytes / np.maximum(problem.memory_limit_bytes, 1)
+    if filled.max() > _MEMORY_MATTERS:
+        larger = cluster_changes.with_more_memory(cluster, 2)
+        yield _Change("twice the memory", "on every device", larger, constraints.times_memory(2), start)
+
+
+def _share(clock: Clock, num_changes: int, turn: int) -> Budget:
+    """The budget of the change whose `turn` it is, from 1 on."""
+    if clock.budget.simulations is not None:
+        return Budget(simulations=clock.budget.simulations // num_changes)
+    return Budget(seconds=(clock.seconds_left or 0.0) / (num_changes + 1 - turn))
+
+
+def changes_that_fit(
+    graph: Graph,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    budget: Budget,
+    part_of: Callable[[int], Graph] | None = None,
+    split_in: Callable[[int], Graph] | None = None,
+    stop: threading.Event | None = None,
+) -> list[str]:
+    """The smallest changes, found by searching, that make a step fit which does not: devices more, fewer samples, more
+    micro-batches.
+
+    `part_of(k)` is the graph with the k-th part of the samples, `split_in(k)` that with k times as many micro-batches;
+    InputError says that there is none. Each search takes at most its share of `budget`.
+    """
+    clock = Clock(budget)
+    if stop is not None:
+        clock.stop = stop
+    share = Budget(seconds=budget.seconds / 6) if budget.seconds is not None else budget
+    found: list[str] = []
+    more = cluster
+    like = max(range(cluster.num_devices), key=lambda number: cluster.devices[number].memory_bytes)
+    for count in range(1, max(_MOST_MORE) + 1):
+        added = cluster_changes.with_another(more, like)
+        if added is None or clock.stop.is_set() or clock.seconds_left == 0.0:
+            break
+        more = added
+        if count in _MOST_MORE and _fits(graph, more, constraints, share, clock.stop):
+            kind = cluster.devices[like].kind
+            found.append(f"{count} more {kind}")
+            break
+    for read, text in ((part_of, "1/{} of the samples"), (split_in, "{} times as many micro-batches")):
+        for count in _FEWER_SAMPLES if read is not None else ():
+            if clock.stop.is_set() or clock.seconds_left == 0.0:
+                break
+            try:
+                smaller = read(count) if read is not None else graph
+            except InputError:  # so many parts do not come out even
+                break
+            if _fits(smaller, cluster, constraints, share, clock.stop):
+                found.append(text.format(count))
+                break
+    return found
+
+
+def _fits(graph: Graph, cluster: Cluster, constraints: Constraints, budget: Budget, stop: threading.Event) -> bool:
+    """Whether a placement that fits is found within the budget: the search ends at the first one."""
+    problem = Problem.build(graph, cluster, **vars(constraints))
+    if int(graph.resident_bytes.sum()) > int(problem.memory_limit_bytes.sum()):
+        return False
+    best = find(reduce(problem), "auto", Clock(budget, stop=stop), bound_ns=NEVER).best
+    return best is not None and best.feasible

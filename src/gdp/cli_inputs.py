@@ -1,0 +1,107 @@
+"""What several commands are given: a model's graph, constraints, micro-batches, placers; options, and reading them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gdp.cli_shared import log
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from gdp.advice import Constraints
+    from gdp.cluster import Cluster
+    from gdp.sources import Microbatching, Model
+
+PinOption = Annotated[list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Where matching ops go. Repeatable.")]
+MaxMemoryOption = Annotated[
+    list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
+]
+ReserveOption = Annotated[str, typer.Option(metavar="SHARE", help="Keep this share of each device's memory free.")]
+MicrobatchesOption = Annotated[
+    int, typer.Option(metavar="M", help="Accumulate gradients over M parts of the batch, pipelined.")
+]
+FreeReplicasOption = Annotated[
+    bool, typer.Option("--free-replicas", help="Let the micro-batches of an op be on different devices.")
+]
+
+
+def read_graph(
+    text: str, *, training: bool = True, optimizer: str = "adam", microbatching: "Microbatching | None" = None
+) -> "Model":
+    """MODEL, as a step of so many micro-batches."""
+    from gdp.report.progress import live
+    from gdp.sources import ONE_BATCH, read_model
+
+    with live(f"reading {text}"):
+        model = read_model(text, training=training, optimizer=optimizer, microbatching=microbatching or ONE_BATCH)
+    if microbatching is not None and microbatching.count > 1 and not model.is_captured:
+        log(
+            f"gdp: note: {text} is the step of one micro-batch, the whole step has {microbatching.count} times its work"
+        )
+    return model
+
+
+def read_timed(text: str, times: Path, cluster: "Cluster", microbatching: "Microbatching") -> "Model":
+    """MODEL with the measured times of its ops on the kinds of devices in `cluster`."""
+    from gdp.measured_times import MeasuredTimes
+    from gdp.report.progress import live
+    from gdp.sources import read_timed_model
+
+    known = MeasuredTimes(times)
+    with live(f"capturing {text}"):
+        return read_timed_model(text, known, [device.kind for device in cluster.devices], microbatching)
+
+
+def microbatching_of(microbatches: int, free_replicas: bool) -> "Microbatching":
+    """From its options."""
+    from gdp.sources import Microbatching
+
+    try:
+        return Microbatching(microbatches, free_replicas)
+    except InputError as error:
+        raise InputError(f"--{error}") from None
+
+
+def constraints_of(
+    cluster: "Cluster", pin: list[str] | None, max_memory: list[str] | None, reserve: str
+) -> "Constraints":
+    """From their options."""
+    from gdp import options
+    from gdp.advice import Constraints
+
+    return Constraints(
+        pins=options.parse_pins(pin or (), cluster),
+        max_memory_bytes=options.parse_max_memory(max_memory or (), cluster),
+        reserve=options.parse_fraction(reserve, "--reserve"),
+    )
+
+
+def check_placers(names: Iterable[str]) -> None:
+    """InputError for an unknown one."""
+    from gdp.placers.portfolio import PLACERS
+
+    for name in names:
+        if name not in PLACERS:
+            raise InputError(f"placer {name!r} is unknown; one of {', '.join(PLACERS)} is expected")
+
+
+def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
+    """A bad file is better known now than after the graph's capture."""
+    if checkpoint is None:
+        return
+    from gdp.placers.portfolio import WITH_POLICY
+
+    if not set(placers) & set(WITH_POLICY):
+        raise InputError(
+            f"--checkpoint: {', '.join(placers)} asks no policy; use it with --placer {' or '.join(WITH_POLICY)}"
+        )
+    if "guided" in placers:
+        from gdp.policy.pretrained import read_constructor
+
+        read_constructor(checkpoint)
+    else:
+        from gdp.policy.checkpoint import load_checkpoint
+
+        load_checkpoint(checkpoint)

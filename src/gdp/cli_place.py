@@ -1,0 +1,314 @@
+"""`gdp place`: the best plan, advice on the machine, sweeps."""
+
+import shlex
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gdp.cli_inputs import (
+    FreeReplicasOption,
+    MaxMemoryOption,
+    MicrobatchesOption,
+    PinOption,
+    ReserveOption,
+    check_checkpoint,
+    check_placers,
+    constraints_of,
+    microbatching_of,
+    read_graph,
+    read_timed,
+)
+from gdp.cli_shared import (
+    INTERRUPTED,
+    NOTHING_FITS,
+    OK,
+    BudgetOption,
+    CheckpointOption,
+    DevicesOption,
+    JsonOption,
+    ModelArgument,
+    ThreadsOption,
+    fail,
+    log,
+    print_json,
+    show,
+    warm_up,
+)
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from gdp.advice import Advice, Constraints
+    from gdp.budget import Budget
+    from gdp.cluster import Cluster
+    from gdp.graph import Graph
+    from gdp.plan import Plan
+    from gdp.sources import Microbatching, Model
+    from gdp.sweep import Sweep
+
+_ADVICE_SHARE = 0.2  # of the budget
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """What is asked for, read and checked."""
+
+    model: str
+    devices: str
+    cluster: "Cluster"
+    budget: "Budget"
+    constraints: "Constraints"
+    microbatching: "Microbatching"
+    times: Path | None
+    placer: str
+    checkpoint: str | None
+    seed: int
+    robust: float | None
+    threads: int | None
+    out: Path | None
+    json: bool
+
+    def read(self) -> "Model":
+        """The model's graph, with measured times if there are."""
+        if self.times is None:
+            return read_graph(self.model, microbatching=self.microbatching)
+        return read_timed(self.model, self.times, self.cluster, self.microbatching)
+
+    def read_split(self, microbatches: int, samples_by: int = 1) -> "Graph":
+        """The model's step of so many micro-batches, with one in `samples_by` of the samples."""
+        from gdp.sources import read_part
+
+        microbatching = replace(self.microbatching, count=microbatches)
+        return microbatching.apply(read_part(self.model, microbatches * samples_by))
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What `place` and `sweep_...` both take."""
+        return {"seed": self.seed, "robust": self.robust, "num_threads": self.threads}
+
+
+def place(
+    model: ModelArgument,
+    devices: DevicesOption,
+    placer: Annotated[str, typer.Option(help="auto: classical placers, then search.")] = "auto",
+    budget: BudgetOption = "30s",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    checkpoint: CheckpointOption = None,
+    pin: PinOption = None,
+    max_memory: MaxMemoryOption = None,
+    reserve: ReserveOption = "0%",
+    robust: Annotated[
+        str | None,
+        typer.Option(metavar="SHARE", help="Noise of op times to judge plans under. Default: as measured, or 2%."),
+    ] = None,
+    microbatches: MicrobatchesOption = 1,
+    free_replicas: FreeReplicasOption = False,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="WHAT=1..8", help="A table over devices or microbatches, each with BUDGET.")
+    ] = None,
+    advice: Annotated[
+        bool, typer.Option("--advice/--no-advice", help="Spend a fifth of BUDGET on what other machines would give.")
+    ] = True,
+    times: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Op times that `gdp run --times` measured.")
+    ] = None,
+    threads: ThreadsOption = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz and cluster.json there.")
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json."""
+    from gdp import options
+    from gdp.budget import Budget
+    from gdp.cluster import Cluster
+    from gdp.sweep import Sweep
+
+    limit = Budget.parse(budget)
+    asked = None if sweep is None else Sweep.parse(sweep)
+    microbatching = microbatching_of(microbatches, free_replicas)
+    cluster = Cluster.parse(devices)
+    request = _Request(
+        model, devices, cluster, limit, constraints_of(cluster, pin, max_memory, reserve), microbatching, times, placer,
+        checkpoint, seed, None if robust is None else options.parse_fraction(robust, "--robust"), threads, out, json,
+    )  # fmt: skip
+    check_placers([placer])
+    check_checkpoint(checkpoint, [placer])
+    if asked is not None:
+        return _sweep(request, asked)
+    return _place(request, advice and placer == "auto")
+
+
+def _place(request: _Request, with_advice: bool) -> int:
+    from gdp import options
+
+    out, times = request.out, request.times
+    plan_path = (out or Path()) / "plan.json"
+    # a graph with measured times is nowhere else
+    graph_path = None if out is None and times is None else plan_path.with_name("graph.json.gz")
+    cluster_path = None if out is None else out / "cluster.json"
+    for path in filter(None, (plan_path, graph_path, cluster_path)):
+        options.check_writable(path)
+    source = request.read()
+    warm_up()
+    graph, cluster = source.graph, request.cluster
+    if request.robust is None and source.noise is not None:
+        request = replace(request, robust=min(round(source.noise, 4), 0.49))
+    from gdp.problem import Problem
+    from gdp.report import console, documents, progress
+    from gdp.simulate import replay
+
+    _say_notes(request, graph)
+    line = progress.SearchLine(f"{graph.name} on {cluster.name}")
+    found: Advice | None = None
+    would_fit: list[str] = []
+    with progress.stop_on_interrupt() as stop:
+        try:
+            with progress.live(line):
+                plan = _search(request, graph, with_advice, line, stop)
+                simulation = replay(Problem.build(graph, cluster, **vars(request.constraints)), plan)
+                if with_advice and plan.status == "ok":
+                    found = _advise(request, graph, plan, simulation, stop)
+                    plan = found.plan
+                    simulation = replay(simulation.problem, plan)
+                elif with_advice and not stop.is_set():
+                    would_fit = _changes_that_fit(request, graph, stop)
+        except InputError as error:
+            if stop.is_set():  # before there was any placement
+                return INTERRUPTED
+            raise InputError(f"{request.model} on {request.devices}: {error}") from None
+        status = NOTHING_FITS if plan.status == "infeasible" else OK
+        if status == OK:
+            plan.save(plan_path)
+            if graph_path is not None:
+                graph.save(graph_path)
+            if cluster_path is not None:
+                cluster.save(cluster_path)
+        interrupted = stop.is_set()
+    if request.json:
+        written = plan_path if status == OK else None
+        print_json(documents.place_document(graph, cluster, plan, written, advice=found, would_fit=would_fit))
+    elif status == OK:
+        command = _next_command(request, graph_path, cluster_path, plan_path)
+        show(console.place_report(plan, simulation, source.unknown_costs, str(plan_path), command, found))
+    if status == NOTHING_FITS:
+        fail(console.nothing_fits(plan, cluster, would_fit), NOTHING_FITS)
+    return INTERRUPTED if interrupted else status
+
+
+def _search(
+    request: _Request, graph: "Graph", with_advice: bool, on_progress: Callable[..., None], stop: threading.Event
+) -> "Plan":
+    from gdp.place import place as find_plan
+
+    budget = _part(request.budget, 1 - _ADVICE_SHARE) if with_advice else request.budget
+    return find_plan(
+        graph, request.cluster, placer=request.placer, budget=budget, checkpoint=request.checkpoint,
+        on_progress=on_progress, stop=stop, **request.keywords, **vars(request.constraints),
+    )  # fmt: skip
+
+
+def _advise(request: _Request, graph: "Graph", plan: "Plan", simulation: Any, stop: threading.Event) -> "Advice":
+    from gdp.advice import advise
+
+    return advise(
+        graph, simulation, plan, request.constraints,
+        budget=_part(request.budget, _ADVICE_SHARE), seed=request.seed, num_threads=request.threads, stop=stop,
+    )  # fmt: skip
+
+
+def _changes_that_fit(request: _Request, graph: "Graph", stop: threading.Event) -> list[str]:
+    from gdp.advice import changes_that_fit
+    from gdp.sources import has_samples
+
+    can_split = has_samples(request.model) and request.times is None
+    count = request.microbatching.count
+    return changes_that_fit(
+        graph, request.cluster, request.constraints,
+        budget=_part(request.budget, _ADVICE_SHARE),
+        part_of=(lambda parts: request.read_split(count, parts)) if can_split else None,
+        split_in=(lambda factor: request.read_split(count * factor)) if can_split else None,
+        stop=stop,
+    )  # fmt: skip
+
+
+def _sweep(request: _Request, sweep: "Sweep") -> int:
+    from gdp import options
+    from gdp.report import advice, progress
+    from gdp.sweep import DEVICES, MICROBATCHES, SweepRow, sweep_devices, sweep_microbatches
+
+    if request.placer != "auto" or request.times is not None:
+        raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
+    if sweep.what == MICROBATCHES and request.microbatching.count > 1:
+        count = request.microbatching.count
+        raise InputError(f"--sweep {MICROBATCHES}: --microbatches {count} contradicts it; drop one")
+    if request.out is not None:
+        options.check_writable(request.out / f"{sweep.what}-1" / "plan.json")
+    common = {"budget": request.budget, **request.keywords}
+    rows: list[SweepRow] = []
+    with progress.stop_on_interrupt() as stop:
+        if sweep.what == DEVICES:
+            graph = request.read().graph
+            warm_up()
+            found = sweep_devices(graph, request.cluster, sweep.values, request.constraints, stop=stop, **common)
+        else:
+            warm_up()
+            found = sweep_microbatches(
+                request.read_split, request.cluster, sweep.values, request.constraints, stop=stop, **common
+            )
+        for row in found:
+            rows.append(row)
+            log(f"gdp: {advice.sweep_line(sweep.what, row)}")
+            if request.out is not None and row.plan is not None and row.is_ok:
+                _save_row(request.out / f"{sweep.what}-{row.value}", row)
+        interrupted = stop.is_set()
+    if request.json:
+        print_json(advice.sweep_document(sweep.what, rows, request.out))
+    else:
+        show(advice.sweep_report(sweep.what, rows))
+    if interrupted:
+        return INTERRUPTED
+    if not any(row.is_ok for row in rows):
+        return fail("nothing fits in memory for any value; without --sweep gdp says how much is missing", NOTHING_FITS)
+    return OK
+
+
+def _save_row(directory: Path, row: Any) -> None:
+    row.plan.save(directory / "plan.json")
+    row.graph.save(directory / "graph.json.gz")
+    row.cluster.save(directory / "cluster.json")
+
+
+def _part(budget: "Budget", share: float) -> "Budget":
+    from gdp.budget import Budget
+
+    if budget.simulations is not None:
+        return Budget(simulations=int(budget.simulations * share))
+    return Budget(seconds=(budget.seconds or 0.0) * share)
+
+
+def _say_notes(request: _Request, graph: "Graph") -> None:
+    from gdp.cost import unused_names
+
+    if request.devices.strip() == "local":
+        log("gdp: note: devices as they are now; gdp devices detect shows them, and which figures are estimates")
+    for sentence in unused_names(graph, request.cluster):
+        log(f"gdp: note: {sentence}")
+    if request.times is not None and not any(graph.times_ns):
+        kinds = ", ".join(sorted({device.kind for device in request.cluster.devices}))
+        log(f"gdp: note: {request.times} has no time of these ops on {kinds} with this PyTorch: the roofline gives all")
+
+
+def _next_command(request: _Request, graph_path: Path | None, cluster_path: Path | None, plan_path: Path) -> str:
+    # what is local may have changed by then
+    placed_on = (
+        str(cluster_path) if cluster_path is not None and request.devices.strip() == "local" else request.devices
+    )
+    command = ["gdp", "simulate", str(graph_path or request.model), "--devices", placed_on, "--plan", str(plan_path)]
+    if graph_path is None and request.microbatching.count > 1:
+        command += ["--microbatches", str(request.microbatching.count)]
+        command += ["--free-replicas"] * request.microbatching.free_replicas
+    return shlex.join(command)

@@ -1,0 +1,106 @@
+"""What a person reads about other machines: what-ifs after a plan, tables of sweeps."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import RenderableType
+from rich.text import Text
+
+from gdp.advice import Advice
+from gdp.report.tables import format_gib, format_ms, new_table
+from gdp.simulate import Simulation
+from gdp.sweep import SweepRow
+
+_AS_FAST = 1.01  # what a sweep calls as fast as the fastest
+
+
+def advice_report(advice: Advice, simulation: Simulation) -> Iterator[RenderableType]:
+    """A table of what changes of the machine would give, and a sentence on memory and on fewer devices."""
+    step_ns = simulation.step_time_ns
+    if advice.what_ifs:
+        table = new_table("what if", "", ">step time", ">of the plan's")
+        for what_if in advice.what_ifs:
+            ratio = "-" if what_if.step_time_ns is None else f"{what_if.step_time_ns / max(step_ns, 1):.3f}"
+            time = "does not fit" if what_if.step_time_ns is None else format_ms(what_if.step_time_ns)
+            table.add_row(what_if.change, what_if.detail, time, ratio)
+        yield table
+        yield ""
+    if any(what_if.change == "one device less" and what_if.is_as_fast_as(step_ns) for what_if in advice.what_ifs):
+        yield Text("One device less is as fast (within 1 %).")
+    if not any(what_if.change == "twice the memory" for what_if in advice.what_ifs) and not advice.not_asked:
+        filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
+        yield Text(f"Memory limits nothing: no device is more than {filled.max():.0%} full.")
+    if advice.not_asked:
+        yield Text(f"No time was left to try {', '.join(advice.not_asked)}; a larger --budget has it.")
+
+
+def advice_document(advice: Advice) -> dict[str, Any]:
+    """The same for `--json`."""
+    return {
+        "what_ifs": [
+            {"change": item.change, "detail": item.detail, "step_time_ns": item.step_time_ns}
+            for item in advice.what_ifs
+        ],
+        "not_asked": list(advice.not_asked),
+    }
+
+
+def sweep_line(what: str, row: SweepRow) -> str:
+    """What is said as soon as a value is placed."""
+    return f"{what} {row.value}: {_outcome(row)}"
+
+
+def sweep_report(what: str, rows: Sequence[SweepRow]) -> Iterator[RenderableType]:
+    """The table of `--sweep`, the fastest in bold, and which value is the smallest that is as fast."""
+    times = {row.value: row.plan.step_time_ns for row in rows if row.is_ok and row.plan is not None}
+    first_ns, best_ns = next(iter(times.values()), 0), min(times.values(), default=0)
+    table = new_table(f">{what}", ">step time", ">speed-up", ">gap", ">busy", ">fullest device", "order", "note")
+    for row in rows:
+        plan = row.plan
+        if plan is None or plan.search is None or row.cluster is None or not row.is_ok:
+            table.add_row(str(row.value), "-", "-", "-", "-", "-", "-", _outcome(row))
+            continue
+        used = np.bincount(plan.placement, minlength=row.cluster.num_devices) > 0
+        note = "" if used.all() else f"uses {int(used.sum())}"
+        table.add_row(
+            str(row.value), format_ms(plan.step_time_ns), f"{first_ns / max(plan.step_time_ns, 1):.2f}",
+            f"{plan.gap:.1%}", f"{plan.search.busy_fraction[used].mean():.0%}",
+            format_gib(int(plan.peak_memory_bytes.max())), plan.search.order, note,
+            style="bold" if plan.step_time_ns == best_ns else None,
+        )  # fmt: skip
+    yield table
+    if times:
+        enough = next(value for value, time_ns in times.items() if time_ns <= _AS_FAST * best_ns)
+        yield ""
+        yield Text(f"The fewest {what} within 1 % of the fastest: {enough}.")
+
+
+def sweep_document(what: str, rows: Sequence[SweepRow], out: Path | None) -> dict[str, Any]:
+    """The same for `--json`."""
+    return {
+        "sweep": what,
+        "rows": [
+            {
+                what: row.value,
+                "status": "failed" if row.plan is None else row.plan.status,
+                "step_time_ns": row.plan.step_time_ns if row.plan is not None and row.is_ok else None,
+                "lower_bound_ns": None if row.plan is None else row.plan.lower_bound_ns,
+                "peak_memory_bytes": None if row.plan is None else row.plan.peak_memory_bytes.tolist(),
+                "order": row.plan.search.order if row.plan is not None and row.plan.search is not None else None,
+                "plan": str(out / f"{what}-{row.value}" / "plan.json") if out is not None and row.is_ok else None,
+                "note": row.note,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _outcome(row: SweepRow) -> str:
+    if row.plan is None:
+        return row.note
+    if row.is_ok:
+        return format_ms(row.plan.step_time_ns)
+    assert row.plan.search is not None
+    return f"does not fit, {format_gib(int(row.plan.search.missing_bytes.sum()))} missing"

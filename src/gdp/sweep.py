@@ -1,0 +1,138 @@
+"""Plans for a range of machines or of micro-batches: `--sweep devices=1..8`, `--sweep microbatches=1..16`."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from gdp import cluster_changes
+from gdp.advice import Constraints
+from gdp.budget import Budget
+from gdp.cluster import Cluster
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.microbatches import MAX_MICROBATCHES, count_microbatches
+from gdp.place import place
+from gdp.placers.base import Start
+from gdp.plan import Plan
+
+DEVICES, MICROBATCHES = "devices", "microbatches"
+_MOST_VALUES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is varied, and its values in ascending order."""
+
+    what: str  # devices, microbatches
+    values: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Sweep":
+        """`devices=1..8` or `microbatches=1,2,4`. InputError says what is expected."""
+        match = re.fullmatch(rf"({DEVICES}|{MICROBATCHES})=([0-9]+)\.\.([0-9]+)", text.strip())
+        listed = re.fullmatch(rf"({DEVICES}|{MICROBATCHES})=([0-9]+(?:,[0-9]+)*)", text.strip())
+        if match is None and listed is None:
+            raise InputError(f"--sweep is {text!r}; devices=1..8 or microbatches=1,2,4,8, for instance, is expected")
+        if match is not None:
+            what, low, high = match[1], int(match[2][:9]), int(match[3][:9])
+            if low > high:
+                raise InputError(f"--sweep {text}: {low} is more than {high}; give the smaller number first")
+            if high - low >= _MOST_VALUES:
+                raise InputError(
+                    f"--sweep {text}: these are {high - low + 1} values; at most {_MOST_VALUES} are placed"
+                )
+            values: Sequence[int] = range(low, high + 1)
+        else:
+            assert listed is not None
+            what, values = listed[1], [int(value[:9]) for value in listed[2].split(",")]
+            if len(set(values)) < len(values):
+                raise InputError(f"--sweep {text}: a value is there twice; name each once")
+        most = MAX_MICROBATCHES if what == MICROBATCHES else None
+        if min(values) < 1 or (most is not None and max(values) > most):
+            raise InputError(f"--sweep {text}: at least 1{'' if most is None else f' and at most {most}'} is expected")
+        return cls(what, tuple(sorted(values)))
+
+
+@dataclass(frozen=True, eq=False)
+class SweepRow:
+    """The plan of one value."""
+
+    value: int
+    graph: Graph | None
+    cluster: Cluster | None
+    plan: Plan | None
+    note: str = ""  # why there is no plan
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether there is a plan that fits."""
+        return self.plan is not None and self.plan.status == "ok"
+
+
+def sweep_devices(
+    graph: Graph,
+    cluster: Cluster,
+    counts: Sequence[int],
+    constraints: Constraints,
+    *,
+    budget: Budget,
+    seed: int = 0,
+    robust: float | None = None,
+    num_threads: int | None = None,
+    stop: threading.Event | None = None,
+) -> Iterator[SweepRow]:
+    """A plan for the first of the cluster's devices, for each of ascending `counts`; each search begins from the plan
+    before it too, and has the whole `budget`."""  # fmt: skip
+    if counts[-1] > cluster.num_devices:
+        raise InputError(
+            f"--sweep: {counts[-1]} devices are asked for, {cluster.name!r} has {cluster.num_devices}; "
+            f"name {counts[-1]} in --devices"
+        )
+    starts: list[Start] = []
+    for count in counts:
+        part = cluster_changes.first(cluster, count)
+        try:
+            plan = place(
+                graph, part, budget=budget, seed=seed, robust=robust, starts=starts, num_threads=num_threads, stop=stop,
+                **vars(constraints.within(part)),
+            )  # fmt: skip
+        except InputError as error:  # a pin to a device that is not among them
+            yield SweepRow(count, graph, part, None, str(error))
+            continue
+        starts = [Start(plan.placement)]
+        yield SweepRow(count, graph, part, plan)
+        if stop is not None and stop.is_set():
+            return
+
+
+def sweep_microbatches(
+    read: Callable[[int], Graph],
+    cluster: Cluster,
+    counts: Sequence[int],
+    constraints: Constraints,
+    *,
+    budget: Budget,
+    seed: int = 0,
+    robust: float | None = None,
+    num_threads: int | None = None,
+    stop: threading.Event | None = None,
+) -> Iterator[SweepRow]:
+    """A plan for the graph that `read` gives for each of `counts` micro-batches, each search with the whole `budget`.
+
+    Numbers into which the batch cannot be split have a note in place of a plan.
+    """  # fmt: skip
+    for count in counts:
+        try:
+            graph = read(count)
+        except InputError as error:
+            yield SweepRow(count, None, cluster, None, str(error))
+            continue
+        assert count_microbatches(graph) in (1, count)
+        plan = place(
+            graph, cluster, budget=budget, seed=seed, robust=robust, num_threads=num_threads, stop=stop,
+            **vars(constraints),
+        )  # fmt: skip
+        yield SweepRow(count, graph, cluster, plan)
+        if stop is not None and stop.is_set():
+            return
