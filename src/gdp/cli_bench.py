@@ -38,6 +38,40 @@ def bench_search(
     return _answer(search.run(workloads=names, budget=limit, seeds=seeds, out=out, on_row=log), json)
 
 
+@bench_app.command("machines")
+def bench_machines(
+    workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: twenty.")] = None,
+    machines: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all seven.")] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Of processor, for each search.")] = "10s",
+    seeds: SeedsOption = 1,
+    out: ResumableOption = None,
+    json: JsonOption = False,
+) -> int:
+    """`auto` on unequal devices, several hosts and pairs of cards, against every classical placer."""
+    from gdp.bench import machines as bench
+    from gdp.budget import Budget
+
+    limit = Budget.parse(budget)
+    names, chosen = _names(workloads), None if machines is None else [name.strip() for name in machines.split(",")]
+    return _answer(bench.run(names=names, machines=chosen, budget=limit, seeds=seeds, out=out, on_row=log), json)
+
+
+@bench_app.command("microbatches")
+def bench_microbatches(
+    models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: bert,llama,gnmt.")] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Of processor, for each search.")] = "20s",
+    seeds: SeedsOption = 1,
+    out: ResumableOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Pipelines of 1 to 16 micro-batches on 4 and 8 devices, against contiguous stages."""
+    from gdp.bench import microbatches as bench
+    from gdp.budget import Budget
+
+    limit, chosen = Budget.parse(budget), None if models is None else [name.strip() for name in models.split(",")]
+    return _answer(bench.run(models=chosen, budget=limit, seeds=seeds, out=out, on_row=log), json)
+
+
 @bench_app.command("simulator")
 def bench_simulator(out: OutOption = None, json: JsonOption = False) -> int:
     """Simulations per second, against the plain-Python reference and against the size of the graph."""

@@ -9,11 +9,14 @@ from pathlib import Path
 from gdp import files
 from gdp.bench.graphs import lstm_training_graph
 from gdp.bench.runs import Method, Outcome
+from gdp.bounds import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.coarsen import Reduction, reduce
+from gdp.place import NUM_PERTURBATIONS
 from gdp.placers import CLASSICAL, learned, metis_blind
 from gdp.placers.classical_runs import ClassicalRuns
+from gdp.placers.noise import DEFAULT_NOISE, Noise
 from gdp.placers.portfolio import expand, find
 from gdp.policy.base import Policy
 from gdp.policy.checkpoint import load_checkpoint, new_policy
@@ -88,6 +91,18 @@ def plain_search(cpu_seconds: float) -> Method:
         return Outcome(found.best, found.simulations)
 
     return Method("search", run, Budget(seconds=cpu_seconds), counts_cpu=True)
+
+
+def auto(cpu_seconds: float) -> Method:
+    """What `gdp place` does by default, noise included, for so much processor time on one thread."""
+
+    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
+        noise = Noise.draw(reduction, DEFAULT_NOISE, NUM_PERTURBATIONS, seed)
+        bound_ns = lower_bound(reduction.original)
+        found = find(reduction, "auto", clock, seed=seed, bound_ns=bound_ns, noise=noise, num_threads=1)
+        return Outcome(found.best, found.simulations)
+
+    return Method("auto", run, Budget(seconds=cpu_seconds), counts_cpu=True, settings={"noise": DEFAULT_NOISE})
 
 
 def classical() -> Method:

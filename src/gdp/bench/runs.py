@@ -81,11 +81,16 @@ class Run:
 
 
 class WorkloadRuns:
-    """The runs on one workload. `directory` gets its graph and cluster, each run's plan, and, to `resume`, its row."""
+    """The runs on one workload. `directory` gets its graph and cluster, each run's plan, and, to `resume`, its row.
 
-    def __init__(self, name: str, directory: Path, *, resume: bool) -> None:
+    `inputs` are the graph and cluster of a name that is not built in.
+    """
+
+    def __init__(
+        self, name: str, directory: Path, *, resume: bool, inputs: tuple[Graph, Cluster] | None = None
+    ) -> None:
         self.name = name
-        self.graph, self.cluster = workload_inputs(name)
+        self.graph, self.cluster = workload_inputs(name) if inputs is None else inputs
         self._directory = directory
         self._rows = Rows(directory if resume else None)
         self._stored = stored_problem(name, self.graph, self.cluster, directory)
@@ -101,12 +106,21 @@ class WorkloadRuns:
             "graph": self.graph.fingerprint, "cluster": self.cluster.fingerprint, "gdp_version": _version(),
             "budget": str(method.budget), "counts_cpu": method.counts_cpu, **method.settings,
         }  # fmt: skip
-        path = self._directory / f"{name}.plan.json.gz"
+        path = self.plan_path(method, seed)
         row = self._rows.row(name, settings, lambda: self._make(method, seed, path).to_document())
         run = Run.from_document(row)
         if run.status == "ok":
             require_verified(path, self._stored, run.step_time_ns)
         return run
+
+    def plan_path(self, method: Method, seed: int) -> Path:
+        """Where the plan of that run is, if it has one."""
+        return self._directory / f"{self.name}-{method.name}-seed{seed}.plan.json.gz"
+
+    @property
+    def problem(self) -> Problem:
+        """The problem as it is read back from the directory."""
+        return self._stored
 
     def _make(self, method: Method, seed: int, path: Path) -> Run:
         clock = (CpuClock if method.counts_cpu else Clock)(method.budget)
