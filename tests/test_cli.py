@@ -123,12 +123,29 @@ def test_options_of_place_reach_the_search(run: Run) -> None:
     assert "gpu0 holds no op: 1 device would do as well." in out
 
 
+def test_forbidden_kinds_of_ops_stay_off_devices_and_their_kind(run: Run) -> None:
+    devices = ["--devices", "2xp100-pcie-16g+l4-24g"]
+    assert run(*place(*devices, "--forbid", "m{2}=p100-pcie-16g", "--json"))[0] == 0
+    plan = Plan.load("plan.json")
+    assert set(plan.placement[:-1].tolist()) == {2}
+    simulate_args = ["simulate", "graph.json.gz", *devices, "--plan", "plan.json", "--json", "--forbid"]
+    assert run(*simulate_args, "mm=gpu0")[0] == 0
+    status, out, err = run(*simulate_args, "mm=gpu2")
+    assert status == 3
+    assert json.loads(out)["reasons"] == ["op 0 'left.0' is not allowed on gpu2 (24 such ops)"]
+    assert err.count("\n") == 1
+    forbid = ["--forbid", "mm=gpu0", "--forbid", "mm=gpu2", "--placers", "single,contiguous", "--seeds", "1"]
+    status, out, _ = run("compare", "graph.json.gz", *devices, "--budget", "100sims", "--json", *forbid)
+    rows = json.loads(out)["rows"]
+    assert (status, rows[0]["step_time_ns"]) == (0, rows[1]["step_time_ns"])  # all on gpu1
+
+
 def test_when_nothing_fits_place_names_the_device_and_the_bytes_and_writes_nothing(run: Run) -> None:
-    limits = ["--max-memory", "gpu0=20MiB", "--max-memory", "gpu1=1MiB", "--pin", "left=gpu1"]
+    limits = ["--max-memory", "gpu0=20MiB", "--max-memory", "gpu1=1MiB", "--pin", "left.1$=gpu1"]
     for options in ([], ["--json"]):
         status, out, err = run(*place(*limits, "--out", "answers", *options))
         assert status == 3
-        assert re.fullmatch(r"gdp: nothing fits in memory: gpu1 lacks \d+ bytes .*\n", err)
+        assert re.fullmatch(r"gdp: nothing fits in memory: gpu\d lacks \d+ bytes.*; add devices .*\n", err)
     answer = json.loads(out)
     assert (answer["status"], answer["plan"]) == ("infeasible", None)
     assert not Path("answers").exists()
@@ -313,6 +330,20 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--pin", "left=gpu7"), ["--pin left=gpu7", "gpu0"]),
     (place("--pin", "left(=gpu0"), ["--pin left(=gpu0", "no regular expression"]),
     (place("--pin", "left=gpu0", "--pin", "0$=gpu1"), ["pin 0$=gpu1", "'left.0' is pinned to gpu0"]),
+    (
+        place("--pin", "left=gpu0", "--max-memory", "gpu0=2MiB"),
+        ["pin left=gpu0: gpu0 must hold 12582912 bytes", "12 ops", "limit is 2097152; pin fewer"],
+    ),
+    (place("--forbid", "mm"), ["--forbid is 'mm'", "REGEX=DEVICE"]),
+    (place("--forbid", "=gpu0"), ["--forbid is '=gpu0'", "REGEX=DEVICE"]),
+    (place("--forbid", "conv=gpu0"), ["forbid conv=gpu0: matches no op's kind", "mm"]),
+    (place("--forbid", "mm=gpu7"), ["--forbid mm=gpu7", "no device and no kind of device", "gpu0"]),
+    (place("--forbid", "mm(=gpu0"), ["--forbid mm(=gpu0", "no regular expression"]),
+    (place("--forbid", "mm=p100-pcie-16g"), ["op 0 'left.0'", "forbid mm=p100-pcie-16g; relax --forbid"]),
+    (
+        place("--forbid", "mm=gpu0", "--pin", "left.3=gpu0"),
+        ["op 6 'left.3': its pins and forbids leave no device", "forbid mm=gpu0, pin left.3=gpu0"],
+    ),
     (place("--max-memory", "gpu0"), ["--max-memory is 'gpu0'", "DEVICE=SIZE"]),
     (place("--max-memory", "gpu0=much"), ["--max-memory gpu0 is 'much'", "GiB"]),
     (place("--max-memory", "gpu2=1GiB"), ["--max-memory gpu2=1GiB", "gpu0"]),
@@ -328,6 +359,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["dance"], ["No such command 'dance'"]),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--placers", "single,magic"], ["placer 'magic' is unknown"]),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--placers", "auto,auto"], ["each once"]),
+    (["compare", "graph.json.gz", "--devices", DEVICES, "--forbid", "conv=gpu0"], ["matches no op's kind"]),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--seeds", "0"], ["--seeds"]),
     (["capture", "graph.json.gz", "--out", "again.json"], ["is a gdp-graph file already"]),
     (["capture", "cli_broken:fails", "--out", "graph.yaml"], ["--out graph.yaml", ".json.gz"]),

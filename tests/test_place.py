@@ -47,14 +47,18 @@ def test_finds_what_fits_and_never_loses(instance: Instance) -> None:
 
 @pytest.mark.parametrize("placer", PLACERS)
 def test_every_placer_keeps_the_contract(placer: str) -> None:
-    """Each placer's plan verifies on unequal devices with groups and a pin, and the same seed gives it again."""
+    """Each placer's plan verifies on unequal devices with groups, a pin and a forbidden kind of op, and the same seed
+    gives it again."""
     graph, cluster = GRAPH, Cluster.parse("p100-pcie-16g+a100-sxm-80g")
     pins = [("layers.0", "gpu1")] if any("layers.0" in module for module in graph.modules) else []
+    forbid = [("^(sigmoid|softmax)", "gpu0"), ("tanh", "p100-pcie-16g")]
     if placer == "exact":  # for small graphs
-        graph, pins = small_graph(), []
+        graph, pins, forbid = small_graph(), [], [("", "gpu0")]
     budget = Budget(simulations=40 if placer == "hdp" else 300)  # an update of hdp takes a tenth of a second
-    plan, again = (place(graph, cluster, placer=placer, budget=budget, seed=3, pins=pins) for _ in range(2))
-    assert verify(Problem.build(graph, cluster, pins=pins), plan) == []
+    plan, again = (
+        place(graph, cluster, placer=placer, budget=budget, seed=3, pins=pins, forbid=forbid) for _ in range(2)
+    )
+    assert verify(Problem.build(graph, cluster, pins=pins, forbid=forbid), plan) == []
     assert plan.to_document() == again.to_document()
 
 
@@ -137,6 +141,7 @@ def test_plan_files_round_trip() -> None:
         ({"robust": 0.7}, "robust is 0.7"),
         ({"reserve": 1.0}, "reserve is 1.0"),
         ({"pins": [("nothing", "gpu0")]}, "matches no module path"),
+        ({"forbid": [("nothing", "gpu0")]}, "matches no op's kind"),
         ({"max_memory_bytes": {"gpu9": 1}}, "no such device"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Problem.build's pins, groups and limits; gdp-plan files: strict readers, bit-equal round trips, where they belong."""
+"""Constraints of Problem.build; gdp-plan files: strict readers, bit-equal round trips, where they belong."""
 
 import json
 from dataclasses import replace
@@ -42,6 +42,32 @@ def test_the_same_pin_twice_is_no_contradiction() -> None:
     assert problem.allowed[:, 0].tolist() == [True, False, False, True]
 
 
+KINDS = chain(Op("a", "aten.mm"), Op("b", "aten.mm.out"), Op("c", "aten.relu"), Op("d"))
+
+
+@pytest.mark.parametrize(
+    ("forbid", "allowed"),
+    [
+        ([("mm", "gpu0")], [[False, True, True], [False, True, True], [True] * 3, [True] * 3]),
+        ([("mm$", "p100-pcie-16g")], [[False, False, True], [True] * 3, [True] * 3, [True] * 3]),
+        ([("^aten", "gpu1"), ("relu", "l4-24g")], [[True, False, True]] * 2 + [[True, False, False], [True] * 3]),
+        ([("^$", "gpu2"), ("^$", "gpu2")], [[True] * 3] * 3 + [[True, True, False]]),
+    ],
+)
+def test_a_forbidden_kind_stays_off_the_device_or_all_of_the_kind_of_device(
+    forbid: list[tuple[str, str]], allowed: list[list[bool]]
+) -> None:
+    problem = Problem.build(KINDS, Cluster.parse("2xp100-pcie-16g+l4-24g"), forbid=forbid)
+    assert problem.allowed.tolist() == allowed
+    assert (problem.op_time_ns >= 0).all()  # they could run there, and default priorities stay
+
+
+def test_a_device_called_like_a_kind_is_meant_alone() -> None:
+    devices = [replace(CLUSTER.devices[0], name="p100-pcie-16g"), CLUSTER.devices[1]]
+    cluster = replace(CLUSTER, devices=tuple(devices))
+    assert Problem.build(KINDS, cluster, forbid=[("mm", "p100-pcie-16g")]).allowed.sum(axis=0).tolist() == [2, 4]
+
+
 def test_a_group_may_go_only_where_all_its_ops_may() -> None:
     ops = (
         Op("a", group=3, time_ns={"gpu0": 1, "gpu1": 1}),
@@ -59,17 +85,72 @@ def test_a_group_may_go_only_where_all_its_ops_may() -> None:
         ((Op("a"),), {"pins": [("b", "gpu0")]}, ["pin b=gpu0", "matches no module path and no op name"]),
         ((Op("a"),), {"pins": [("a", "gpu7")]}, ["pin a=gpu7", "no device 'gpu7'", "gpu0, gpu1"]),
         ((Op("a"),), {"pins": [("(", "gpu0")]}, ["pin (=gpu0", "not a regular expression"]),
-        ((Op("a"),), {"pins": [("a", "gpu0"), (".", "gpu1")]}, ["pin .=gpu1", "'a'", "pinned to gpu0", "drop one"]),
-        ((Op("a", time_ns={"gpu0": -1}),), {"pins": [("a", "gpu0")]}, ["op 0 'a'", "pins leave no device"]),
+        (
+            (Op("a"),),
+            {"pins": [("a", "gpu0"), (".", "gpu1")]},
+            ["pin .=gpu1", "'a'", "pinned to gpu0 by pin a=gpu0", "drop one"],
+        ),
+        (
+            (Op("a", time_ns={"gpu0": -1}),),
+            {"pins": [("a", "gpu0")]},
+            ["op 0 'a'", "pins leave no device", "runs on gpu1 only, pin a=gpu0; relax --pin"],
+        ),
         (
             (Op("a", group=0), Op("b", group=0)),
             {"pins": [("a", "gpu0"), ("b", "gpu1")]},
-            ["op 0 'a'", "no device can hold its whole group 0"],
+            ["op 0 'a'", "no device can hold its whole group 0", "pin a=gpu0 of op 'a', pin b=gpu1 of op 'b'; "],
         ),
         (
             (Op("a", group=0, time_ns={"gpu0": -1}), Op("b", group=0, time_ns={"gpu1": -1})),
             {},
-            ["op 0 'a'", "no device can hold its whole group 0"],
+            [
+                "op 0 'a'",
+                "no device can hold its whole group 0",
+                "op 'a' runs on gpu1 only, op 'b' runs on gpu0 only; ",
+            ],
+        ),
+        ((Op("a", "mm"),), {"forbid": [("conv", "gpu0")]}, ["forbid conv=gpu0: matches no op's kind", "kinds", "mm"]),
+        ((Op("a"),), {"forbid": [("conv", "gpu0")]}, ["forbid conv=gpu0: matches no op's kind", "no op", "has one"]),
+        (
+            (Op("a", "mm"),),
+            {"forbid": [("mm", "gpu7")]},
+            ["forbid mm=gpu7", "'gpu7' is no device and no kind of device", "gpu0"],
+        ),
+        ((Op("a", "mm"),), {"forbid": [("(", "gpu0")]}, ["forbid (=gpu0", "not a regular expression"]),
+        (
+            (Op("a", "mm"),),
+            {"forbid": [("mm", "p100-pcie-16g")]},
+            ["op 0 'a'", "its forbids leave no device", "run it: forbid mm=p100-pcie-16g; relax --forbid"],
+        ),
+        (
+            (Op("a", "mm"), Op("b", "mm")),
+            {"pins": [("b", "gpu1")], "forbid": [("m", "gpu0"), ("mm", "gpu1")]},
+            ["op 0 'a'", "its forbids leave no device that can run it: forbid m=gpu0, forbid mm=gpu1; "],
+        ),
+        (
+            (Op("a", "mm"), Op("b", "mm", time_ns={"gpu1": -1})),
+            {"pins": [("a", "gpu1")], "forbid": [("mm", "gpu0")]},
+            ["op 1 'b'", "its forbids leave no device that can run it: op 'b' runs on gpu0 only, forbid mm=gpu0; "],
+        ),
+        (
+            (Op("a", "mm"), Op("b", "relu")),
+            {"pins": [("b", "gpu0"), ("a", "gpu1")], "forbid": [("m", "gpu1"), ("relu", "gpu1")]},
+            ["op 0 'a'", "its pins and forbids leave no device", "it: forbid m=gpu1, pin a=gpu1; relax --pin or --for"],
+        ),
+        (
+            (Op("a", "mm", group=4), Op("b", "relu", group=4)),
+            {"pins": [("b", "gpu0")], "forbid": [("mm", "gpu0")]},
+            ["op 0 'a'", "its whole group 4: forbid mm=gpu0 of op 'a', pin b=gpu0 of op 'b'; split the group"],
+        ),
+        (
+            (Op("a", resident_bytes=5), Op("b", resident_bytes=4), Op("c", resident_bytes=9)),
+            {"pins": [("a", "gpu1"), ("c", "gpu0"), ("b|a", "gpu1")], "max_memory_bytes": {"gpu1": 8}},
+            ["pin a=gpu1, pin b|a=gpu1: gpu1 must hold 9 bytes", "of 2 ops", "limit is 8; pin fewer ops there"],
+        ),
+        (
+            (Op("a", group=2, resident_bytes=1), Op("b"), Op("c", group=2, resident_bytes=2 * GIB)),
+            {"pins": [("a", "gpu1")], "max_memory_bytes": {"gpu1": 2 * GIB}},
+            ["pin a=gpu1: gpu1 must hold 2147483649 bytes", "of 2 ops with their groups", "limit is 2147483648"],
         ),
         ((Op("a", time_ns={"p100-pcie-16g": -1}),), {}, ["op 0 'a'", "no device", "can run it"]),
         ((Op("a"),), {"max_memory_bytes": {"gpu9": 1}}, ["max-memory gpu9", "no such device"]),
@@ -87,6 +168,12 @@ def test_constraints_that_cannot_be_kept_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
     for fragment in fragments:
         assert fragment in str(caught.value)
+
+
+def test_pins_that_fill_a_device_to_the_last_byte_are_kept() -> None:
+    graph = chain(Op("a", resident_bytes=5), Op("b", resident_bytes=4), Op("c", resident_bytes=9))
+    problem = Problem.build(graph, CLUSTER, pins=[("a|b", "gpu1")], max_memory_bytes={"gpu1": 9})
+    assert problem.allowed.tolist() == [[False, True], [False, True], [True, True]]
 
 
 def test_memory_limits_are_the_lower_of_those_by_name_and_the_devices_own_less_a_share() -> None:

@@ -6,7 +6,7 @@ Each search begins from the plan, so that what it finds is not worse for want of
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from gdp import cluster_changes
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.coarsen import reduce
+from gdp.constraints import Constraints
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.place import place, plan_of
@@ -51,26 +52,6 @@ class Advice:
     what_ifs: tuple[WhatIf, ...]
     not_asked: tuple[str, ...]  # changes for which there was no time
     plan: Plan  # the one given, or a better one found without one of the devices
-
-
-@dataclass(frozen=True, eq=False)
-class Constraints:
-    """Keyword arguments of `place` that say where ops may go and how much memory there is."""
-
-    pins: Sequence[tuple[str, str]] = ()
-    max_memory_bytes: Mapping[str, int] | None = None
-    reserve: float = 0.0
-
-    def times_memory(self, factor: int) -> "Constraints":
-        """With `factor` times the memory."""
-        limits = {name: factor * limit for name, limit in (self.max_memory_bytes or {}).items()}
-        return replace(self, max_memory_bytes=limits)
-
-    def within(self, cluster: Cluster) -> "Constraints":
-        """Without limits of devices that `cluster` does not have."""
-        names = {device.name for device in cluster.devices}
-        limits = {name: limit for name, limit in (self.max_memory_bytes or {}).items() if name in names}
-        return replace(self, max_memory_bytes=limits)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ import typer
 from gdp.cli_bench import bench_app
 from gdp.cli_devices import devices_app
 from gdp.cli_inputs import (
+    ForbidOption,
     FreeReplicasOption,
     MaxMemoryOption,
     MicrobatchesOption,
@@ -105,6 +106,7 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each placer.")] = 3,
     checkpoint: CheckpointOption = None,
     pin: PinOption = None,
+    forbid: ForbidOption = None,
     max_memory: MaxMemoryOption = None,
     reserve: ReserveOption = "0%",
     microbatches: MicrobatchesOption = 1,
@@ -118,7 +120,7 @@ def compare(
 
     limit, microbatching = Budget.parse(budget), microbatching_of(microbatches, free_replicas)
     cluster = Cluster.parse(devices)
-    constraints = constraints_of(cluster, pin, max_memory, reserve)
+    constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
     names = None if placers is None else [name.strip() for name in placers.split(",")]
     check_placers(names or ())
     check_checkpoint(checkpoint, names or ["auto"])
@@ -151,6 +153,7 @@ def simulate(
     devices: DevicesOption,
     plan: Annotated[Path, typer.Option(metavar="PLAN", help="A gdp-plan file.")],
     pin: PinOption = None,
+    forbid: ForbidOption = None,
     max_memory: MaxMemoryOption = None,
     reserve: ReserveOption = "0%",
     microbatches: MicrobatchesOption = 1,
@@ -166,7 +169,7 @@ def simulate(
     microbatching = microbatching_of(microbatches, free_replicas)
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
-    constraints = constraints_of(cluster, pin, max_memory, reserve)
+    constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
     problem = Problem.build(read_graph(graph, microbatching=microbatching).graph, cluster, **vars(constraints))
     from gdp.report import console, documents
     from gdp.simulate import replay, verify

@@ -10,11 +10,14 @@ from gdp.cli_shared import log
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.advice import Constraints
     from gdp.cluster import Cluster
+    from gdp.constraints import Constraints
     from gdp.sources import Microbatching, Model
 
 PinOption = Annotated[list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Where matching ops go. Repeatable.")]
+ForbidOption = Annotated[
+    list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Kinds of ops that stay off a device. Repeatable.")
+]
 MaxMemoryOption = Annotated[
     list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
 ]
@@ -65,14 +68,15 @@ def microbatching_of(microbatches: int, free_replicas: bool) -> "Microbatching":
 
 
 def constraints_of(
-    cluster: "Cluster", pin: list[str] | None, max_memory: list[str] | None, reserve: str
+    cluster: "Cluster", pin: list[str] | None, forbid: list[str] | None, max_memory: list[str] | None, reserve: str
 ) -> "Constraints":
     """From their options."""
     from gdp import options
-    from gdp.advice import Constraints
+    from gdp.constraints import Constraints
 
     return Constraints(
         pins=options.parse_pins(pin or (), cluster),
+        forbid=options.parse_forbid(forbid or (), cluster),
         max_memory_bytes=options.parse_max_memory(max_memory or (), cluster),
         reserve=options.parse_fraction(reserve, "--reserve"),
     )

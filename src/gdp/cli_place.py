@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gdp.cli_inputs import (
+    ForbidOption,
     FreeReplicasOption,
     MaxMemoryOption,
     MicrobatchesOption,
@@ -41,9 +42,10 @@ from gdp.cli_shared import (
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.advice import Advice, Constraints
+    from gdp.advice import Advice
     from gdp.budget import Budget
     from gdp.cluster import Cluster
+    from gdp.constraints import Constraints
     from gdp.graph import Graph
     from gdp.plan import Plan
     from gdp.sources import Microbatching, Model
@@ -98,6 +100,7 @@ def place(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     checkpoint: CheckpointOption = None,
     pin: PinOption = None,
+    forbid: ForbidOption = None,
     max_memory: MaxMemoryOption = None,
     reserve: ReserveOption = "0%",
     robust: Annotated[
@@ -132,8 +135,8 @@ def place(
     microbatching = microbatching_of(microbatches, free_replicas)
     cluster = Cluster.parse(devices)
     request = _Request(
-        model, devices, cluster, limit, constraints_of(cluster, pin, max_memory, reserve), microbatching, times, placer,
-        checkpoint, seed, None if robust is None else options.parse_fraction(robust, "--robust"), threads, out, json,
+        model, devices, cluster, limit, constraints_of(cluster, pin, forbid, max_memory, reserve), microbatching, times,
+        placer, checkpoint, seed, None if robust is None else options.parse_fraction(robust, "--robust"), threads, out, json,
     )  # fmt: skip
     check_placers([placer])
     check_checkpoint(checkpoint, [placer])

@@ -169,6 +169,15 @@ class Cluster:
             raise InputError(f"device {name!r}: is not in cluster {self.name!r}; {suggest(name, names)}")
         return names.index(name)
 
+    def devices_called(self, name: str) -> list[int]:
+        """The number of the device called `name`, else those of all devices of this kind; InputError if none is."""
+        named = [number for number, device in enumerate(self.devices) if device.name == name]
+        found = named or [number for number, device in enumerate(self.devices) if device.kind == name]
+        if not found:
+            known = list(dict.fromkeys(text for device in self.devices for text in (device.name, device.kind)))
+            raise InputError(f"{name!r} is no device and no kind of device in {self.name!r}; {suggest(name, known)}")
+        return found
+
 
 def _check(cluster: Cluster) -> None:
     _check_devices(cluster.devices)

@@ -51,6 +51,7 @@ def compare(
     budget: Budget | str = "30s",
     num_seeds: int = 3,
     pins: Sequence[tuple[str, str]] = (),
+    forbid: Sequence[tuple[str, str]] = (),
     max_memory_bytes: Mapping[str, int] | None = None,
     reserve: float = 0.0,
     checkpoint: str | None = None,
@@ -73,7 +74,9 @@ def compare(
         raise InputError(f"seeds is {num_seeds}; at least 1 is expected")
     limit = Budget.parse(budget) if isinstance(budget, str) else budget
     stop = stop or threading.Event()
-    problem = Problem.build(graph, cluster, pins=pins, max_memory_bytes=max_memory_bytes, reserve=reserve)
+    problem = Problem.build(
+        graph, cluster, pins=pins, forbid=forbid, max_memory_bytes=max_memory_bytes, reserve=reserve
+    )
     bound_ns = lower_bound(problem)
     reduction = reduce(problem)
     rows: list[Row] = []

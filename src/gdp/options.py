@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gdp.cluster import Cluster, parse_size
@@ -22,20 +22,28 @@ def parse_fraction(text: str, option: str) -> float:
 
 def parse_pins(texts: Sequence[str], cluster: Cluster) -> list[tuple[str, str]]:
     """(regular expression, device) of each `REGEX=DEVICE`, split at the last `=`."""
-    pins = []
-    for text in texts:
-        pattern, equals, device = text.rpartition("=")
-        if not equals or not pattern:
-            raise InputError(
-                f"--pin is {text!r}; REGEX=DEVICE is expected, such as 'encoder.*={cluster.devices[0].name}'"
-            )
-        _check_device(device, f"--pin {text}", cluster)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise InputError(f"--pin {text}: {pattern!r} is no regular expression ({error}); mend it") from None
-        pins.append((pattern, device))
-    return pins
+    return [_parse_rule(text, "--pin", "encoder.*", cluster.device_number, cluster) for text in texts]
+
+
+def parse_forbid(texts: Sequence[str], cluster: Cluster) -> list[tuple[str, str]]:
+    """(regular expression, device or kind of device) of each `REGEX=DEVICE`, split at the last `=`."""
+    return [_parse_rule(text, "--forbid", "aten.mm", cluster.devices_called, cluster) for text in texts]
+
+
+def _parse_rule(
+    text: str, option: str, example: str, find: Callable[[str], object], cluster: Cluster
+) -> tuple[str, str]:
+    pattern, equals, device = text.rpartition("=")
+    if not equals or not pattern:
+        raise InputError(
+            f"{option} is {text!r}; REGEX=DEVICE is expected, such as '{example}={cluster.devices[0].name}'"
+        )
+    _check_device(device, f"{option} {text}", find)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"{option} {text}: {pattern!r} is no regular expression ({error}); mend it") from None
+    return pattern, device
 
 
 def parse_max_memory(texts: Sequence[str], cluster: Cluster) -> dict[str, int]:
@@ -47,7 +55,7 @@ def parse_max_memory(texts: Sequence[str], cluster: Cluster) -> dict[str, int]:
             raise InputError(
                 f"--max-memory is {text!r}; DEVICE=SIZE is expected, such as {cluster.devices[0].name}=12GiB"
             )
-        _check_device(device, f"--max-memory {text}", cluster)
+        _check_device(device, f"--max-memory {text}", cluster.device_number)
         if device in limits:
             raise InputError(f"--max-memory {text}: {device} has a limit already; give each device one")
         limits[device] = parse_size(size, f"--max-memory {device}")
@@ -67,8 +75,8 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path}: cannot be written, no permission to write to {parent}; choose another place")
 
 
-def _check_device(name: str, option: str, cluster: Cluster) -> None:
+def _check_device(name: str, option: str, find: Callable[[str], object]) -> None:
     try:
-        cluster.device_number(name)
+        find(name)
     except InputError as error:
         raise InputError(f"{option}: {error}") from None

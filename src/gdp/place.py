@@ -42,6 +42,7 @@ def place(
     budget: Budget | str = "30s",
     seed: int = 0,
     pins: Sequence[tuple[str, str]] = (),
+    forbid: Sequence[tuple[str, str]] = (),
     max_memory_bytes: Mapping[str, int] | None = None,
     reserve: float = 0.0,
     robust: float | None = None,
@@ -56,7 +57,7 @@ def place(
     `auto` runs the classical placers, slow ones if there is time, and searches in the time left; it never answers worse
     than the best of them, and never with a plan that does not fit where it found one that does. When nothing fits, the
     plan has the status "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in
-    simulations the same seed gives the same plan. `pins`, `max_memory_bytes` and `reserve` are those of
+    simulations the same seed gives the same plan. `pins`, `forbid`, `max_memory_bytes` and `reserve` are those of
     `Problem.build`. `robust` is the relative deviation of op times over which searches average the step time (default:
     0.02; 0: not at all), to choose among plans that are not slower than a baseline without it. `checkpoint` is the file
     of a policy to use instead of the one that comes with gdp, by `guided` and the learned placers. Searches begin from
@@ -71,7 +72,9 @@ def place(
     clock = Clock(Budget.parse(budget) if isinstance(budget, str) else budget)
     if stop is not None:
         clock.stop = stop
-    problem = Problem.build(graph, cluster, pins=pins, max_memory_bytes=max_memory_bytes, reserve=reserve)
+    problem = Problem.build(
+        graph, cluster, pins=pins, forbid=forbid, max_memory_bytes=max_memory_bytes, reserve=reserve
+    )
     reduction = reduce(problem)
     bound_ns = lower_bound(problem)
 

@@ -3,8 +3,7 @@
 docs/machine-model.md, sections 3 and 4, is the definition. N ops, T tensors, D devices.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from gdp import engine
 from gdp.cluster import Cluster
+from gdp.constraints import allowed_devices, memory_limits
 from gdp.cost import op_times, transfer_occupancy_ns
 from gdp.errors import InputError
 from gdp.graph import Graph
@@ -37,8 +37,9 @@ _LARGEST = 2**62  # what all sizes, or all times, of a problem may sum to: half 
 class Problem:
     """What a placer is given. Make one with `Problem.build`; arrays are read-only.
 
-    `allowed` says where an op may go: where it can run, as pins ask, and where all ops of its group may go. `order` is
-    what ready ops are started by unless a caller says otherwise: the b-level, or an order of micro-batches.
+    `allowed` says where an op may go: where it can run, as pins and forbidden kinds ask, and where all ops of its group
+    may go. `order` is what ready ops are started by unless a caller says otherwise: the b-level, or an order of
+    micro-batches.
     """
 
     graph: Graph
@@ -61,15 +62,17 @@ class Problem:
         *,
         op_time_ns: I64 | None = None,
         pins: Sequence[tuple[str, str]] = (),
+        forbid: Sequence[tuple[str, str]] = (),
         max_memory_bytes: Mapping[str, int] | None = None,
         reserve: float = 0.0,
     ) -> "Problem":
         """The problem of placing `graph` on `cluster`.
 
         `op_time_ns` [N, D] replaces the cost model. `pins` are (regular expression, device name): ops whose module
-        path or name it matches anywhere go to that device. `max_memory_bytes` lowers the memory of devices by name;
+        path or name it matches anywhere go to that device. `forbid` are (regular expression, name or kind of device):
+        ops whose kind it matches anywhere do not go there. `max_memory_bytes` lowers the memory of devices by name;
         `reserve` keeps a fraction of every device's memory free. Raises InputError where no device is left for an op or
-        a group.
+        a group, and where pins ask for more resident bytes than their device has.
         """
         times = op_times(graph, cluster) if op_time_ns is None else np.array(op_time_ns, np.int64, order="C")
         if times.shape != (graph.num_ops, cluster.num_devices):
@@ -87,19 +90,9 @@ class Problem:
                 f"op {op} {graph.op_names[op]!r}: no device of {cluster.name!r} can run it; "
                 "give it a time on one or add a device"
             )
-        allowed = runnable & _pinned(graph, cluster, pins)
-        _intersect_groups(graph, allowed)
-        if not allowed.any(axis=1).all():
-            op = int(np.argmin(allowed.any(axis=1)))
-            where = f"op {op} {graph.op_names[op]!r}"
-            if graph.groups[op] >= 0:
-                raise InputError(
-                    f"{where}: no device can hold its whole group {graph.groups[op]}; "
-                    "split the group, relax pins or add a device"
-                )
-            raise InputError(f"{where}: its pins leave no device that can run it; relax --pin")
-        limits = _memory_limits(cluster, max_memory_bytes or {}, reserve)
-        return cls(graph, cluster, times, allowed, limits, microbatch_of(graph))
+        limits_bytes = memory_limits(cluster, max_memory_bytes or {}, reserve)
+        allowed = allowed_devices(graph, cluster, runnable, pins, forbid, limits_bytes)
+        return cls(graph, cluster, times, allowed, limits_bytes, microbatch_of(graph))
 
     def in_order(self, order: str) -> "Problem":
         """The same problem with another `order`."""
@@ -229,64 +222,6 @@ class Problem:
                 f"op {op} {self.graph.op_names[op]!r} is not allowed on {device_name} ({len(misplaced)} such ops)"
             )
         return reasons
-
-
-def _pinned(graph: Graph, cluster: Cluster, pins: Iterable[tuple[str, str]]) -> Bool:
-    """[N, D] where pins let an op go. InputError for a pin that matches nothing, names no device or contradicts one."""
-    allowed = np.ones((graph.num_ops, cluster.num_devices), np.bool_)
-    names = [device.name for device in cluster.devices]
-    pinned_by: dict[int, tuple[str, str]] = {}
-    for pattern, device in pins:
-        if device not in names:
-            raise InputError(
-                f"pin {pattern}={device}: no device {device!r} in {cluster.name!r}; devices: {', '.join(names)}"
-            )
-        try:
-            matches = re.compile(pattern).search
-        except re.error as error:
-            raise InputError(f"pin {pattern}={device}: not a regular expression ({error}); mend it") from None
-        ops = [op for op in range(graph.num_ops) if matches(graph.modules[op]) or matches(graph.op_names[op])]
-        if not ops:
-            raise InputError(f"pin {pattern}={device}: matches no module path and no op name; see the graph's names")
-        for op in ops:
-            earlier = pinned_by.setdefault(op, (pattern, device))
-            if earlier[1] != device:
-                raise InputError(
-                    f"pin {pattern}={device}: op {graph.op_names[op]!r} is pinned to {earlier[1]} by {earlier[0]!r}; "
-                    "drop one"
-                )
-        allowed[ops] = False
-        allowed[ops, names.index(device)] = True
-    return allowed
-
-
-def _intersect_groups(graph: Graph, allowed: Bool) -> None:
-    """Let every op of a group go only where all of them may."""
-    grouped = np.flatnonzero(graph.groups >= 0)
-    if not len(grouped):
-        return
-    _, index = np.unique(graph.groups[grouped], return_inverse=True)
-    common = np.ones((int(index.max()) + 1, allowed.shape[1]), np.bool_)
-    np.logical_and.at(common, index, allowed[grouped])
-    allowed[grouped] = common[index]
-
-
-def _memory_limits(cluster: Cluster, max_memory_bytes: Mapping[str, int], reserve: float) -> I64:
-    names = [device.name for device in cluster.devices]
-    for name, limit in max_memory_bytes.items():
-        if name not in names:
-            raise InputError(f"max-memory {name}: no such device in {cluster.name!r}; devices: {', '.join(names)}")
-        if limit < 0:
-            raise InputError(f"max-memory {name}: is {limit} bytes; at least 0 is expected")
-    if not 0 <= reserve < 1:
-        raise InputError(f"reserve is {reserve}; a fraction of at least 0 and below 1 is expected, such as 0.1 or 10%")
-    return np.array(
-        [
-            min(device.memory_bytes - int(device.memory_bytes * reserve), max_memory_bytes.get(device.name, _LARGEST))
-            for device in cluster.devices
-        ],
-        np.int64,
-    )
 
 
 def _check_sums(graph: Graph, cluster: Cluster, op_time_ns: I64) -> None:

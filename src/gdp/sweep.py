@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gdp import cluster_changes
-from gdp.advice import Constraints
 from gdp.budget import Budget
 from gdp.cluster import Cluster
+from gdp.constraints import Constraints
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.microbatches import MAX_MICROBATCHES, count_microbatches
