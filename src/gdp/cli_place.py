@@ -134,9 +134,11 @@ def place(
     asked = None if sweep is None else Sweep.parse(sweep)
     microbatching = microbatching_of(microbatches, free_replicas)
     cluster = Cluster.parse(devices)
+    constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
+    spread = None if robust is None else options.parse_fraction(robust, "--robust")
     request = _Request(
-        model, devices, cluster, limit, constraints_of(cluster, pin, forbid, max_memory, reserve), microbatching, times,
-        placer, checkpoint, seed, None if robust is None else options.parse_fraction(robust, "--robust"), threads, out, json,
+        model, devices, cluster, limit, constraints, microbatching, times, placer, checkpoint, seed, spread, threads,
+        out, json,
     )  # fmt: skip
     check_placers([placer])
     check_checkpoint(checkpoint, [placer])

@@ -35,6 +35,12 @@ class Reduction:
     member_offsets: I64  # [M + 1] reduced op m consists of members[member_offsets[m]:member_offsets[m + 1]]
     members: I64  # [N] in the order in which they run
 
+    @classmethod
+    def nothing(cls, problem: Problem) -> "Reduction":
+        """`problem` as it is."""
+        ops = np.arange(problem.num_ops)
+        return cls(problem, problem, ops, np.arange(problem.num_ops + 1), ops)
+
     def expand(self, placement: Placement) -> Placement:
         """[N] the original ops' devices under a reduced `placement` [M]."""
         return np.asarray(placement, np.int64)[self.reduced_op]

@@ -44,7 +44,7 @@ SLOW = ("m-etf", "m-sct", "metis")  # those that it runs if there is time
 POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.15  # of the time: for the policy at most; until no classical placer is begun
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
 FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
-SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that go to the exact placer first, and its effort there
+SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go to the exact placer; its effort there
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +109,9 @@ def _search(
     on_progress: OnProgress | None,
 ) -> Found:
     """Starts, then the local search; guided if there is a `constructor`, from two starts alone if it `is_quick`."""
+    if not is_quick and _is_small(reduction.original):  # a merged chain cannot be parted, and alone that may fit
+        reduction = Reduction.nothing(reduction.original)
+        noise = None if noise is None else replace(noise, reduced_ns=noise.original_ns)
     problem, limit = reduction.problem, clock.budget.simulations
     report = None if on_progress is None else _Improving(on_progress)
     large = Few.of_large(reduction.original)
@@ -128,7 +131,7 @@ def _search(
         num_simulations += answer.num_simulations
     if not starts:
         return Found(None, num_simulations, baselines=baselines)
-    if not is_quick and problem.group_index.max() < SMALL_UNITS:
+    if not is_quick and _is_small(problem):
         max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
         exactly = exact(problem, max_nodes=max_nodes, time_limit_s=clock.seconds_left, stop=clock.stop)
         num_simulations += exactly.num_nodes
@@ -194,6 +197,10 @@ def _in_good_order(reduction: Reduction) -> Reduction:
         problem, units.place(stages(problem, units, folded_chain(problem, units), devices)), None
     ).order
     return replace(reduction, original=reduction.original.in_order(order), problem=problem.in_order(order))
+
+
+def _is_small(problem: Problem) -> bool:
+    return bool(problem.group_index.max() < SMALL_UNITS)
 
 
 @dataclass(eq=False)
