@@ -2,9 +2,9 @@
 
 Minimises the step time under the default priority over all placements that obey groups, allowed devices and memory.
 Units (groups, and each other op for itself) get their devices one after the other, in the order of their first ops. A
-partial placement is bounded as in `bounds.py`, with every placed op on its device only; a full one is simulated. Of
-devices whose exchange changes nothing but names one is tried; as the machine model sends to the lower device first,
-exchanged placements are simulated too where that order can matter.
+partial placement is bounded as in `bounds.py`, with every placed op on its device only, and given up where a device
+holds too much already; a full one is simulated. Of devices whose exchange changes nothing but names one is tried; as
+the machine model sends to the lower device first, exchanged placements are simulated too where that order can matter.
 
 Sizes that take seconds: about 20 ops on 4 equal devices, more where the bound is tight.
 """
@@ -90,7 +90,7 @@ class _Search(NamedTuple):
     memory: Any  # memory.Memory
     limit_bytes: Any  # int64 [D]
     op_time_ns: Any  # int64 [N, D] -1 where an op is not allowed
-    resident_bytes: Any  # int64 [N]
+    kept_bytes: Any  # int64 [N] results of each op that stay on its device to the end
     forward: Any  # bounds.Edges
     backward: Any  # bounds.Edges
     weights: Any  # int64 [D] of bounds.device_weights
@@ -114,6 +114,9 @@ class _Search(NamedTuple):
         num_ops, num_devices = problem.num_ops, problem.num_devices
         rank, op_of_rank = problem.ranks
         workspace = Workspace(problem)
+        memory = problem.arrays.memory
+        freed_bytes = np.zeros(num_ops, np.int64)
+        np.add.at(freed_bytes, memory.producers, memory.owned_bytes)
         op_time_ns = np.where(problem.allowed, problem.op_time_ns, -1)
         forward, backward = edges(problem, np.arange(num_devices), num_devices)
         between = ~np.eye(num_devices, dtype=np.bool_)
@@ -134,7 +137,7 @@ class _Search(NamedTuple):
             memory=workspace.memory,
             limit_bytes=problem.memory_limit_bytes,
             op_time_ns=op_time_ns,
-            resident_bytes=problem.graph.resident_bytes,
+            kept_bytes=memory.alloc_bytes - freed_bytes,
             forward=forward,
             backward=backward,
             weights=device_weights(op_time_ns, np.ones(num_devices, np.int64), scale),
@@ -232,22 +235,18 @@ def _expand(search, unit, ops):  # type: ignore[no-untyped-def]
     num_devices = search.op_time_ns.shape[1]
     placed = search.unit_ops[: search.unit_offsets[unit]]
     is_used = np.zeros(num_devices, np.bool_)
-    resident = np.zeros(num_devices, np.int64)
     for op in placed:
         is_used[search.placement[op]] = True
-        resident[search.placement[op]] += search.resident_bytes[op]
-    needed = search.resident_bytes[ops].sum()
+    with_unit = search.unit_ops[: search.unit_offsets[unit + 1]]
     count = 0
     for device in range(num_devices):
         before = search.equal_before[device]
-        if (
-            search.op_time_ns[ops[0], device] < 0
-            or (before >= 0 and not is_used[before])
-            or resident[device] + needed > search.limit_bytes[device]
-        ):
+        if search.op_time_ns[ops[0], device] < 0 or (before >= 0 and not is_used[before]):
             continue
         _put(search, ops, device)
-        bound = _bound(search, search.unit_ops[: search.unit_offsets[unit + 1]])
+        if not _can_fit(search, with_unit):
+            continue
+        bound = _bound(search, with_unit)
         search.best[1] += 1
         if bound >= search.best[0]:
             continue
@@ -260,6 +259,42 @@ def _expand(search, unit, ops):  # type: ignore[no-untyped-def]
         count += 1
     search.num_children[unit] = count
     search.next_child[unit] = 0
+
+
+@njit(cache=True)
+def _can_fit(search, placed):  # type: ignore[no-untyped-def]
+    """False if a device holds more than its limit under every completion of the partial placement: at the end, or while
+    an op that takes time runs, which needs its inputs and its results."""
+    placement, memory = search.placement, search.arrays.memory
+    is_placed = np.zeros(len(placement), np.bool_)
+    resident, at_end = np.zeros_like(search.limit_bytes), np.zeros_like(search.limit_bytes)
+    for op in placed:
+        is_placed[op] = True
+        resident[placement[op]] += memory.resident_bytes[op]
+        at_end[placement[op]] += memory.resident_bytes[op] + search.kept_bytes[op]
+    if (at_end > search.limit_bytes).any():
+        return False
+    for op in placed:
+        device = placement[op]
+        if search.op_time_ns[op, device] == 0:
+            continue  # its inputs may be freed as it ends, which is when its results are allocated
+        first, end = memory.input_offsets[op], memory.input_offsets[op + 1]
+        needed = resident[device] + memory.alloc_bytes[op]
+        for index in range(first, end):
+            tensor, producer = memory.inputs[index], memory.input_producers[index]
+            if not is_placed[producer]:
+                continue
+            if placement[producer] != device:
+                needed += memory.copy_bytes[tensor]
+                continue
+            is_new = True  # parts of one tensor are one holding
+            for earlier in memory.inputs[first:index]:
+                is_new &= memory.owner[earlier] != memory.owner[tensor]
+            if is_new:
+                needed += memory.owned_bytes[memory.owner[tensor]]
+        if needed > search.limit_bytes[device]:
+            return False
+    return True
 
 
 @njit(cache=True)
