@@ -133,7 +133,8 @@ def _search(
         return Found(None, num_simulations, baselines=baselines)
     if not is_quick and _is_small(problem):
         max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
-        exactly = exact(problem, max_nodes=max_nodes, time_limit_s=clock.seconds_left, stop=clock.stop)
+        start = None if classical.best is None else reduction.restrict(classical.best.placement)
+        exactly = exact(problem, max_nodes=max_nodes, time_limit_s=clock.seconds_left, start=start, stop=clock.stop)
         num_simulations += exactly.num_nodes
         if exactly.placement is not None:
             starts.append(exactly.placement)
