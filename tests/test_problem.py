@@ -140,7 +140,7 @@ def test_a_group_may_go_only_where_all_its_ops_may() -> None:
         (
             (Op("a", "mm", group=4), Op("b", "relu", group=4)),
             {"pins": [("b", "gpu0")], "forbid": [("mm", "gpu0")]},
-            ["op 0 'a'", "its whole group 4: forbid mm=gpu0 of op 'a', pin b=gpu0 of op 'b'; split the group"],
+            ["op 0 'a'", "its whole group 4: forbid mm=gpu0 of op 'a', pin b=gpu0 of op 'b'; relax one"],
         ),
         (
             (Op("a", resident_bytes=5), Op("b", resident_bytes=4), Op("c", resident_bytes=9)),

@@ -188,7 +188,7 @@ def _no_device(
     if group >= 0:
         return (
             f"{where}: no device can hold its whole group {group}: {', '.join(texts)}; "
-            "split the group, relax one of these or add a device"
+            "relax one of these, split the group or add a device"
         )
     words = [word for word in ("pin", "forbid") if any(text.startswith(f"{word} ") for text in texts)]
     return (
