@@ -91,7 +91,8 @@ def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run:
     answer = json.loads(out)
     assert list(answer) == [
         "graph", "cluster", "placer", "status", "step_time_ns", "lower_bound_ns", "gap", "peak_memory_bytes",
-        "busy_fraction", "baselines", "seconds", "simulations", "plan",
+        "busy_fraction", "baselines", "seconds", "simulations", "plan", "microbatches", "order", "under_noise",
+        "advice", "would_fit",
     ]  # fmt: skip
     graph = two_chains()
     assert answer["graph"] == {
@@ -323,7 +324,15 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--placer", "guided", "--checkpoint", "file"), ["file: no such file"]),
     (place("--checkpoint", "file"), ["--checkpoint: auto asks no policy", "guided", "gdp-finetune"]),
     (place("--placer", "metis", "--checkpoint", "file"), ["--checkpoint: metis asks no policy", "gdp-finetune"]),
-    (place("--microbatches", "4"), ["--microbatches is 4"]),
+    (place("--microbatches", "0"), ["--microbatches is 0", "from 1 to"]),
+    (place("--sweep", "devices"), ["--sweep is 'devices'", "devices=1..8"]),
+    (place("--sweep", "devices=4..2"), ["4 is more than 2"]),
+    (place("--sweep", "devices=1..3"), ["3 devices are asked for", "has 2"]),
+    (place("--sweep", "devices=0..2"), ["at least 1"]),
+    (place("--sweep", "batch=1..2"), ["--sweep is 'batch=1..2'"]),
+    (place("--sweep", "devices=2,2"), ["a value is there twice"]),
+    (place("--sweep", "microbatches=1..4", "--microbatches", "2"), ["--microbatches 2 contradicts it"]),
+    (place("--sweep", "devices=1..2", "--placer", "metis"), ["leave out --placer"]),
     (place("--threads", "0"), ["--threads"]),
     (place("--pin", "left"), ["--pin is 'left'", "REGEX=DEVICE"]),
     (place("--pin", "middle=gpu0"), ["pin middle=gpu0", "matches no module path"]),

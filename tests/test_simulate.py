@@ -16,7 +16,14 @@ UNLIMITED = np.full(64, 2**62)
 
 def _problem(instance: Instance | HandCase) -> Problem:
     times = np.array(instance.op_time_ns, np.int64)
-    return Problem(instance.graph, instance.cluster, times, times >= 0, UNLIMITED[: times.shape[1]].copy(), np.full(times.shape[0], -1))
+    return Problem(
+        instance.graph,
+        instance.cluster,
+        times,
+        times >= 0,
+        UNLIMITED[: times.shape[1]].copy(),
+        np.full(times.shape[0], -1),
+    )
 
 
 def _figures(simulation: Simulation) -> dict[str, object]:

@@ -111,10 +111,10 @@ def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pyte
 
 def test_options_and_code_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = sources._cache_entry
-    entries = {entry(WORKLOAD, True, "adam"), entry(WORKLOAD, False, "adam"), entry(WORKLOAD, True, "sgd")}
-    entries |= {entry("gnmt-2", True, "adam")}
+    entries = {entry(WORKLOAD, True, "adam", 1), entry(WORKLOAD, False, "adam", 1), entry(WORKLOAD, True, "sgd", 1)}
+    entries |= {entry("gnmt-2", True, "adam", 1), entry(WORKLOAD, True, "adam", 2)}
     monkeypatch.setattr(sources, "version", lambda _: "2.12.0")
-    assert len(entries | {entry(WORKLOAD, True, "adam")}) == 5
+    assert len(entries | {entry(WORKLOAD, True, "adam", 1)}) == 6
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gdp.budget import Clock
+from gdp.pipelines import B_LEVEL
 from gdp.placers import CLASSICAL
 from gdp.placers.fewer_microbatches import Few
 from gdp.placers.island import Incumbent
@@ -42,14 +43,11 @@ class ClassicalRuns:
                 self.baselines[name] = Baseline("skipped", None, 0.0)
                 continue
             began = time.perf_counter()
-            placement = CLASSICAL[name](self.problem if self.few is None else self.few.problem, self.seed)
-            if placement is not None and self.few is not None:
-                placement = self.few.expand(placement)
+            found = self._best_of(name)
             seconds = time.perf_counter() - began
-            if placement is None or self.problem.broken_constraints(placement):
+            if found is None:
                 self.baselines[name] = Baseline("failed", None, seconds)
                 continue
-            found = Candidate.of(self.problem, placement, self.noise)
             status = "ok" if found.simulation.feasible else "infeasible"
             self.baselines[name] = Baseline(status, found.simulation.step_time_ns, seconds)
             self.candidates.append(found)
@@ -57,3 +55,16 @@ class ClassicalRuns:
                 excess_bytes, step_time_ns = self.best.key
                 incumbent = Incumbent(self.best.simulation.placement, step_time_ns, excess_bytes)
                 self.on_progress(incumbent, len(self.candidates))
+
+    def _best_of(self, name: str) -> Candidate | None:
+        """The placer's best answer over the orders of micro-batches that it may judge placements in."""
+        seen = self.problem if self.few is None else self.few.problem
+        orders = [order for order in seen.orders if order != B_LEVEL] or [seen.order]
+        found = []
+        for order in orders:
+            placement = CLASSICAL[name](seen if order == seen.order else seen.in_order(order), self.seed)
+            if placement is not None and self.few is not None:
+                placement = self.few.expand(placement)
+            if placement is not None and not self.problem.broken_constraints(placement):
+                found.append(Candidate.of(self.problem, placement, self.noise))
+        return min(found, key=lambda candidate: candidate.key, default=None)

@@ -3,6 +3,7 @@
 N ops, M reduced ops, D devices, K tables of op times.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,11 +46,13 @@ class Candidate(NamedTuple):
     order: str  # that its ops were started in: `Problem.orders`
 
     @classmethod
-    def of(cls, problem: Problem, placement: Placement, noise: Noise | None) -> "Candidate":
-        """`placement` [N] in the best of the problem's orders."""
+    def of(
+        cls, problem: Problem, placement: Placement, noise: Noise | None, orders: Sequence[str] | None = None
+    ) -> "Candidate":
+        """`placement` [N] in the best of `orders`, by default the problem's."""
         in_orders = [
             (simulate(problem, placement, priority=problem.priority(order, problem.b_level_ns)), order)
-            for order in problem.orders
+            for order in orders or problem.orders
         ]
         candidates = [cls(key_of(simulation, noise), simulation, order) for simulation, order in in_orders]
         return min(candidates, key=lambda candidate: candidate.key)

@@ -24,6 +24,7 @@ from gdp.placers.contiguous import folded_chain, stages
 from gdp.placers.exact import exact
 from gdp.placers.fewer_devices import search_without
 from gdp.placers.fewer_microbatches import Few, best_of_few
+from gdp.placers.interleaved import interleaved_stages
 from gdp.placers.island import Incumbent
 from gdp.placers.local_search import LocalSearch, OnProgress
 from gdp.placers.noise import Candidate, Noise, key_of
@@ -40,7 +41,8 @@ LEARNED = ("gdp-zero-shot", "gdp-finetune", "gdp-one", "hdp")
 PLACERS = (*SEARCHES, *LEARNED, *CLASSICAL)
 FEWEST = ("single", "contiguous")  # classical placers that the local search starts from
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that a search always runs
-SLOW = ("m-etf", "m-sct", "metis")  # those that it runs if there is time
+STAGES = ("dp-stages",)  # and this one where there are micro-batches
+SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
 POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.15  # of the time: for the policy at most; until no classical placer is begun
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
 FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
@@ -116,9 +118,10 @@ def _search(
     report = None if on_progress is None else _Improving(on_progress)
     large = Few.of_large(reduction.original)
     classical = ClassicalRuns(reduction.original, clock, seed, noise, report, large)
-    classical.run(FEWEST if is_quick else QUICK)
+    always = [*(FEWEST if is_quick else QUICK), *(STAGES if len(problem.orders) > 1 else ())]
+    classical.run(always)
     if not is_quick:
-        classical.run(SLOW, until=CLASSICAL_SHARE)
+        classical.run([name for name in SLOW if name not in always], until=CLASSICAL_SHARE)
     starts = [reduction.restrict(candidate.simulation.placement) for candidate in classical.candidates]
     known = [_reduced(reduction, start) for start in given]
     num_simulations = len(classical.candidates)
@@ -131,22 +134,24 @@ def _search(
         num_simulations += answer.num_simulations
     if not starts:
         return Found(None, num_simulations, baselines=baselines)
+    answers = list(classical.candidates)
     if not is_quick and _is_small(problem):
         max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
-        start = None if classical.best is None else reduction.restrict(classical.best.placement)
+        start = None if classical.best is None else reduction.restrict(classical.best.simulation.placement)
         exactly = exact(problem, max_nodes=max_nodes, time_limit_s=clock.seconds_left, start=start, stop=clock.stop)
         num_simulations += exactly.num_nodes
         if exactly.placement is not None:
             starts.append(exactly.placement)
+            answers.append(Candidate.of(reduction.original, reduction.expand(exactly.placement), noise))
     search = LocalSearch(
         problem, clock,
         seed=seed, num_spent=num_simulations, bound_ns=bound_ns, constructor=constructor, num_threads=num_threads,
         on_progress=None if report is None else report.after(num_simulations),
     )  # fmt: skip
-    _run(search, starts, known, noise)
+    _run(search, [*starts, *interleaved_stages(problem)], known, noise)
     searched = expand(reduction, search.best)
-    candidates = [*classical.candidates, Candidate(key_of(searched, noise), searched, search.best.order)]
-    return _found(_choose(candidates, classical.candidates), search.spent, baselines)
+    candidates = [*answers, Candidate(key_of(searched, noise), searched, search.best.order)]
+    return _found(_choose(candidates, answers), search.spent, baselines)
 
 
 def _run(search: LocalSearch, starts: list[Placement], known: list[Incumbent], noise: Noise | None) -> None:
@@ -174,9 +179,10 @@ def _reduced(reduction: Reduction, start: Start) -> Incumbent:
     return Incumbent(placement, 0, priority=priority, order=reduction.problem.order)
 
 
-def _choose(candidates: Sequence[Candidate], baselines: Sequence[Candidate]) -> Candidate:
-    """The best of those that are not slower, under the problem's own op times, than a baseline that fits."""
-    fastest_ns = min((x.simulation.step_time_ns for x in baselines if not x.key[0]), default=NEVER)
+def _choose(candidates: Sequence[Candidate], answers: Sequence[Candidate]) -> Candidate:
+    """The best of those that are not slower, under the problem's own op times, than an answer that fits of a classical
+    or the exact placer."""
+    fastest_ns = min((x.simulation.step_time_ns for x in answers if not x.key[0]), default=NEVER)
     eligible = [x for x in candidates if not x.key[0] and x.simulation.step_time_ns <= fastest_ns]
     return min(eligible or candidates, key=lambda candidate: candidate.key)
 
