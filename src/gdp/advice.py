@@ -128,12 +128,13 @@ def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Chan
     cluster, devices = problem.cluster, problem.cluster.devices
     used = np.unique(placement)
     if len(used) > 1:
-        least = int(used[np.argmin(simulation.busy_fraction[used])])
+        done_ns = np.bincount(placement, problem.fastest_ns, len(devices))  # a slow device is long busy with little
+        least = int(used[np.lexsort((-simulation.busy_fraction[used], done_ns[used]))[0]])
         others = [number for number in range(len(devices)) if number != least]
         less = cluster_changes.only(cluster, others)
         moved = np.where(placement > least, placement - 1, placement)
-        busiest = others.index(int(used[np.argmax(simulation.busy_fraction[used])]))
-        moved[placement == least] = busiest
+        rest = used[used != least]
+        moved[placement == least] = others.index(int(rest[np.argmax(simulation.busy_fraction[rest])]))
         yield _Change(
             "one device less", f"without {devices[least].name}", less, constraints.within(less), Start(moved), others
         )

@@ -15,6 +15,8 @@ from gdp.microbatches import MAX_MICROBATCHES, count_microbatches
 from gdp.place import place
 from gdp.placers.base import Start
 from gdp.plan import Plan
+from gdp.problem import Problem
+from gdp.simulate import replay
 
 DEVICES, MICROBATCHES = "devices", "microbatches"
 _MOST_VALUES = 64
@@ -100,7 +102,7 @@ def sweep_devices(
         except InputError as error:  # a pin to a device that is not among them
             yield SweepRow(count, graph, part, None, str(error))
             continue
-        starts = [Start(plan.placement)]
+        starts = [Start.of(replay(Problem.build(graph, part, **vars(constraints.within(part))), plan))]
         yield SweepRow(count, graph, part, plan)
         if stop is not None and stop.is_set():
             return

@@ -135,6 +135,9 @@ def _search(
     if not starts:
         return Found(None, num_simulations, baselines=baselines)
     answers = list(classical.candidates)
+    for incumbent in known:
+        given_before = expand(reduction, incumbent)
+        answers.append(Candidate(key_of(given_before, noise), given_before, incumbent.order))
     if not is_quick and _is_small(problem):
         max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
         start = None if classical.best is None else reduction.restrict(classical.best.simulation.placement)
@@ -180,8 +183,8 @@ def _reduced(reduction: Reduction, start: Start) -> Incumbent:
 
 
 def _choose(candidates: Sequence[Candidate], answers: Sequence[Candidate]) -> Candidate:
-    """The best of those that are not slower, under the problem's own op times, than an answer that fits of a classical
-    or the exact placer."""
+    """The best of those that are not slower, under the problem's own op times, than an answer that fits: of a classical
+    or the exact placer, or one to begin from."""
     fastest_ns = min((x.simulation.step_time_ns for x in answers if not x.key[0]), default=NEVER)
     eligible = [x for x in candidates if not x.key[0] and x.simulation.step_time_ns <= fastest_ns]
     return min(eligible or candidates, key=lambda candidate: candidate.key)
