@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gdp.advice import Advice as Advice
+    from gdp.advice import advise as advise
     from gdp.bounds import lower_bound as lower_bound
     from gdp.budget import Budget as Budget
     from gdp.capture import Capture as Capture
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from gdp.cluster import Route as Route
     from gdp.compare import Comparison as Comparison
     from gdp.compare import compare as compare
+    from gdp.constraints import Constraints as Constraints
     from gdp.errors import InputError as InputError
     from gdp.execute.models import run as run
     from gdp.execute.placed import Placed as Placed
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from gdp.graph import Graph as Graph
     from gdp.graph import Op as Op
     from gdp.graph import Tensor as Tensor
+    from gdp.microbatches import accumulated as accumulated
     from gdp.place import Progress as Progress
     from gdp.place import place as place
     from gdp.plan import Plan as Plan
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
     from gdp.sources import load as load
 
 _HOME = {
+    "Advice": "advice",
+    "advise": "advice",
     "lower_bound": "bounds",
     "Budget": "budget",
     "Capture": "capture",
@@ -48,6 +54,7 @@ _HOME = {
     "Route": "cluster",
     "Comparison": "compare",
     "compare": "compare",
+    "Constraints": "constraints",
     "InputError": "errors",
     "Placed": "execute.placed",
     "placed": "execute.placed",
@@ -55,6 +62,7 @@ _HOME = {
     "Graph": "graph",
     "Op": "graph",
     "Tensor": "graph",
+    "accumulated": "microbatches",
     "Progress": "place",
     "place": "place",
     "Plan": "plan",

@@ -149,12 +149,17 @@ def _cluster(plan: "Plan", path: Path, devices: str | None) -> "Cluster | None":
 def _graph(plan: "Plan", path: Path) -> "Graph | None":
     """What was placed, if it lies beside the plan: it may have measured times, which the model alone has not."""
     from gdp.graph import Graph
+    from gdp.microbatches import count_microbatches
 
     beside = path.with_name("graph.json.gz")
     if not beside.is_file():
         return None
     graph = Graph.load(beside)
     if graph.fingerprint == plan.graph:
+        if (count := count_microbatches(graph)) > 1:
+            raise InputError(
+                f"{path}: has {count} micro-batches, gdp run executes one batch; place without --microbatches"
+            )
         return graph
     log(f"gdp: note: {beside} is of another plan")
     return None

@@ -46,7 +46,7 @@ def accumulated(graph: Graph, num_microbatches: int, *, free_replicas: bool = Fa
     if num_microbatches == 1:
         return graph
     if (count := count_microbatches(graph)) > 1:
-        raise InputError(f"graph {graph.name!r}: has {count} micro-batches already; give the graph of a single one")
+        raise InputError(f"graph {graph.name!r}: has {count} micro-batches already; leave out --microbatches")
     return _Accumulation(graph, num_microbatches, free_replicas).build()
 
 
