@@ -104,7 +104,7 @@ def test_sweeps_over_devices_do_not_get_worse() -> None:
     pinned = list(sweep_devices(graph, cluster, (1, 2), Constraints(pins=[("b0", "gpu1")]), budget=BUDGET))
     assert [row.is_ok for row in pinned] == [False, True]
     assert "gpu1" in pinned[0].note
-    with pytest.raises(InputError, match="5 devices are asked for"):
+    with pytest.raises(InputError, match="5 are asked for"):
         list(sweep_devices(graph, cluster, (5,), Constraints(), budget=BUDGET))
 
 

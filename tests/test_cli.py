@@ -327,7 +327,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--microbatches", "0"), ["--microbatches is 0", "from 1 to"]),
     (place("--sweep", "devices"), ["--sweep is 'devices'", "devices=1..8"]),
     (place("--sweep", "devices=4..2"), ["4 is more than 2"]),
-    (place("--sweep", "devices=1..3"), ["3 devices are asked for", "has 2"]),
+    (place("--sweep", "devices=1..3"), ["3 are asked for", "has 2"]),
     (place("--sweep", "devices=0..2"), ["at least 1"]),
     (place("--sweep", "batch=1..2"), ["--sweep is 'batch=1..2'"]),
     (place("--sweep", "devices=2,2"), ["a value is there twice"]),

@@ -143,6 +143,7 @@ def place(
     check_placers([placer])
     check_checkpoint(checkpoint, [placer])
     if asked is not None:
+        asked.check(cluster)
         return _sweep(request, asked)
     return _place(request, advice and placer == "auto")
 
@@ -157,12 +158,17 @@ def _place(request: _Request, with_advice: bool) -> int:
     cluster_path = None if out is None else out / "cluster.json"
     for path in filter(None, (plan_path, graph_path, cluster_path)):
         options.check_writable(path)
+    from gdp.problem import Problem
+
     source = request.read()
-    warm_up()
     graph, cluster = source.graph, request.cluster
+    try:
+        problem = Problem.build(graph, cluster, **vars(request.constraints))  # bad ones are better known now
+    except InputError as error:
+        raise InputError(f"{request.model} on {request.devices}: {error}") from None
+    warm_up()
     if request.robust is None and source.noise is not None:
         request = replace(request, robust=min(round(source.noise, 4), 0.49))
-    from gdp.problem import Problem
     from gdp.report import console, documents, progress
     from gdp.simulate import replay
 
@@ -174,11 +180,11 @@ def _place(request: _Request, with_advice: bool) -> int:
         try:
             with progress.live(line):
                 plan = _search(request, graph, with_advice, line, stop)
-                simulation = replay(Problem.build(graph, cluster, **vars(request.constraints)), plan)
+                simulation = replay(problem, plan)
                 if with_advice and plan.status == "ok":
                     found = _advise(request, graph, plan, simulation, stop)
                     plan = found.plan
-                    simulation = replay(simulation.problem, plan)
+                    simulation = replay(problem, plan)
                 elif with_advice and not stop.is_set():
                     would_fit = _changes_that_fit(request, graph, stop)
         except InputError as error:

@@ -55,6 +55,14 @@ class Sweep:
             raise InputError(f"--sweep {text}: at least 1{'' if most is None else f' and at most {most}'} is expected")
         return cls(what, tuple(sorted(values)))
 
+    def check(self, cluster: Cluster) -> None:
+        """InputError if more devices are asked for than there are."""
+        if self.what == DEVICES and self.values[-1] > cluster.num_devices:
+            raise InputError(
+                f"--sweep {DEVICES}: {self.values[-1]} are asked for, {cluster.name!r} has {cluster.num_devices}; "
+                f"name {self.values[-1]} in --devices"
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class SweepRow:
@@ -86,11 +94,7 @@ def sweep_devices(
 ) -> Iterator[SweepRow]:
     """A plan for the first of the cluster's devices, for each of ascending `counts`; each search begins from the plan
     before it too, and has the whole `budget`."""  # fmt: skip
-    if counts[-1] > cluster.num_devices:
-        raise InputError(
-            f"--sweep: {counts[-1]} devices are asked for, {cluster.name!r} has {cluster.num_devices}; "
-            f"name {counts[-1]} in --devices"
-        )
+    Sweep(DEVICES, tuple(counts)).check(cluster)
     starts: list[Start] = []
     for count in counts:
         part = cluster_changes.first(cluster, count)

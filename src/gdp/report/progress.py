@@ -97,7 +97,7 @@ def live(line: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def said_if_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
+def said_if_slow(text: str, seconds: float = 5.0) -> Iterator[None]:
     """Say `text` where there is no terminal to show it on, but only if it takes long."""
     timer = threading.Timer(seconds, lambda: print(f"gdp: {text}", file=sys.stderr, flush=True))
     timer.daemon = True
