@@ -152,9 +152,10 @@ def builder_of(text: str, num_microbatches: int = 1) -> Build:
     return _workload(text, num_microbatches)
 
 
-def load(text: str, *, training: bool = True, optimizer: str = "adam") -> Graph:
+def load(text: str, *, training: bool = True, optimizer: str = "adam", microbatches: int = 1) -> Graph:
     """The graph of MODEL alone; see `read_model`."""
-    return read_model(text, training=training, optimizer=optimizer).graph
+    microbatching = Microbatching(microbatches)
+    return read_model(text, training=training, optimizer=optimizer, microbatching=microbatching).graph
 
 
 def _is_graph_file(text: str) -> bool:

@@ -14,6 +14,8 @@ from gdp.placers.noise import Candidate, Noise
 from gdp.plan import Baseline
 from gdp.problem import Problem
 
+STAGES = ("contiguous", "dp-stages")
+
 
 @dataclass(eq=False)
 class ClassicalRuns:
@@ -57,14 +59,23 @@ class ClassicalRuns:
                 self.on_progress(incumbent, len(self.candidates))
 
     def _best_of(self, name: str) -> Candidate | None:
-        """The placer's best answer over the orders of micro-batches that it may judge placements in."""
+        """The placer's best answer over the orders of micro-batches that it may judge placements in; where placers see
+        a few micro-batches only, contiguous stages are cut for all of them, too."""
         seen = self.problem if self.few is None else self.few.problem
-        orders = [order for order in seen.orders if order != B_LEVEL] or [seen.order]
-        found = []
-        for order in orders:
-            placement = CLASSICAL[name](seen if order == seen.order else seen.in_order(order), self.seed)
-            if placement is not None and self.few is not None:
-                placement = self.few.expand(placement)
-            if placement is not None and not self.problem.broken_constraints(placement):
-                found.append(Candidate.of(self.problem, placement, self.noise))
+        placements = [CLASSICAL[name](problem, self.seed) for problem in _in_orders(seen)]
+        if self.few is not None:
+            placements = [None if found is None else self.few.expand(found) for found in placements]
+            if name in STAGES:
+                placements.append(CLASSICAL[name](self.problem, self.seed))
+        found = [
+            Candidate.of(self.problem, placement, self.noise)
+            for placement in placements
+            if placement is not None and not self.problem.broken_constraints(placement)
+        ]
         return min(found, key=lambda candidate: candidate.key, default=None)
+
+
+def _in_orders(problem: Problem) -> list[Problem]:
+    """`problem` in each order of micro-batches; without any, as it is."""
+    orders = [order for order in problem.orders if order != B_LEVEL]
+    return [problem.in_order(order) for order in orders] or [problem]

@@ -41,7 +41,6 @@ LEARNED = ("gdp-zero-shot", "gdp-finetune", "gdp-one", "hdp")
 PLACERS = (*SEARCHES, *LEARNED, *CLASSICAL)
 FEWEST = ("single", "contiguous")  # classical placers that the local search starts from
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that a search always runs
-STAGES = ("dp-stages",)  # and this one where there are micro-batches
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
 POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.15  # of the time: for the policy at most; until no classical placer is begun
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
@@ -118,7 +117,9 @@ def _search(
     report = None if on_progress is None else _Improving(on_progress)
     large = Few.of_large(reduction.original)
     classical = ClassicalRuns(reduction.original, clock, seed, noise, report, large)
-    always = [*(FEWEST if is_quick else QUICK), *(STAGES if len(problem.orders) > 1 else ())]
+    always = list(FEWEST if is_quick else QUICK)
+    if len(problem.orders) > 1:
+        always.append("dp-stages")
     classical.run(always)
     if not is_quick:
         classical.run([name for name in SLOW if name not in always], until=CLASSICAL_SHARE)
