@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gdp.capture.assemble import assemble
@@ -208,7 +209,56 @@ def test_bad_numbers() -> None:
         accumulated(accumulated(graph, 2), 2)
 
 
-def test_names_that_look_like_replicas_are_none() -> None:
-    """Only if every micro-batch has as many ops are names with @ taken for replicas."""
-    ops = [Op("a"), Op("a@1"), Op("b@1"), Op("c@2")]
-    assert microbatch_of(Graph.build("mail", ops, [])).tolist() == [-1] * 4
+@pytest.mark.parametrize(
+    "names", [["a", "a@1", "b@1", "c@2"], ["a@1", "b@2", "c@3"], ["a@1", "b"], ["a", "a@2"], ["a", "a@1", "b@1"]]
+)
+def test_names_that_look_like_replicas_are_none(names: list[str]) -> None:
+    """Names with @ count only where every micro-batch has the same ops."""
+    assert (microbatch_of(Graph.build("mail", [Op(name) for name in names], [])) == -1).all()
+
+
+def test_replicas_are_of_one_kind() -> None:
+    """An op and what is called its replica have the same kind and phase."""
+    assert microbatch_of(Graph.build("two", [Op("a", kind="mm"), Op("a@1", kind="mm")], [])).tolist() == [0, 1]
+    assert microbatch_of(Graph.build("two", [Op("a", kind="mm"), Op("a@1", kind="add")], [])).tolist() == [-1, -1]
+
+
+class MovingAverage(nn.Module):
+    """Its forward pass overwrites a buffer that its backward pass reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return (x * self.average).sum()
+
+
+def test_what_backward_reads_is_not_overwritten() -> None:
+    """The next micro-batch overwrites a buffer only after the backward op of this one has read it."""
+    graph = accumulated(capture_fn(lambda: (MovingAverage(), (torch.ones(2, 4),)), name="average").graph, 2)
+    number = {name: op for op, name in enumerate(graph.op_names)}
+    reaches = {op: {op} for op in range(graph.num_ops)}
+    for source, target in sorted(zip(graph.producers[graph.edge_tensors], graph.consumers, strict=True), reverse=True):
+        reaches[int(source)] |= reaches[int(target)]
+    (reader,) = (op for name, op in number.items() if name.startswith("mul_backward") and "@" not in name)
+    group = graph.groups[number["average"]]
+    writers = [op for name, op in number.items() if name.endswith("@1") and graph.groups[op] == group]
+    assert len(writers) == 2
+    assert all(writer in reaches[reader] for writer in writers)
+
+
+def test_ops_that_hold_weights_hold_them_where_they_run() -> None:
+    """Layers as single ops: the replicas of each run where its weights are, which are there once; the first, too, runs
+    for every micro-batch."""
+    ops = [Op(f"layer{n}", kind="layer", flops=10**9, resident_bytes=2**30) for n in range(3)]
+    layers = Graph.build("layers", ops, [Tensor(0, (1,), 100), Tensor(1, (2,), 100)])
+    for free in (False, True):
+        graph = accumulated(layers, 4, free_replicas=free)
+        assert graph.num_ops == 12
+        assert graph.resident_bytes.sum() == 3 * 2**30
+        assert Problem.build(graph, CLUSTER).group_index.max() == 2

@@ -14,10 +14,11 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.place import place
 from gdp.placers import CLASSICAL
+from gdp.placers.base import Start, UnitArrays
 from gdp.placers.portfolio import PLACERS
 from gdp.plan import Plan
 from gdp.problem import Problem
-from gdp.simulate import evaluate_many, verify
+from gdp.simulate import evaluate_many, simulate, verify
 from strategies import FEATURES, Instance, instances
 
 GRAPH = lstm_training_graph(num_steps=3)
@@ -98,6 +99,19 @@ def test_robust_plans_say_what_to_expect() -> None:
     assert times.mean_ns == pytest.approx(plan.step_time_ns, rel=0.1)
     assert times.mean_ns <= times.p95_ns <= 1.1 * plan.step_time_ns
     assert verify(Problem.build(GRAPH, CLUSTER), plan) == []
+
+
+def test_a_start_is_not_lost() -> None:
+    """What a search begins from, though it may part what reduction merges, is as slow as the answer or slower."""
+    problem = Problem.build(GRAPH, CLUSTER)
+    rng, units = np.random.default_rng(5), UnitArrays.of(problem)
+    for _ in range(5):
+        near = np.where(rng.random(problem.num_ops) < 0.02, 1, place(GRAPH, CLUSTER, budget="30sims").placement)
+        simulation = simulate(problem, units.place(near[units.first_op]))
+        start = Start.of(simulation)
+        assert simulate(problem, start.placement, priority=start.priority).step_time_ns == simulation.step_time_ns
+        plan = place(GRAPH, CLUSTER, placer="local-search", budget="2sims", starts=[start])
+        assert plan.step_time_ns <= simulation.step_time_ns
 
 
 def test_nothing_fits() -> None:

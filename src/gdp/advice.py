@@ -16,6 +16,7 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.coarsen import reduce
 from gdp.constraints import Constraints
+from gdp.devices import MAX_DEVICES
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.place import place, plan_of
@@ -29,7 +30,7 @@ from gdp.simulate import NEVER, Simulation, simulate
 _MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
 _FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
 _MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
-_AS_FAST = 1.01  # what is called as fast
+AS_FAST = 1.01  # what is called as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class WhatIf:
 
     def is_as_fast_as(self, step_time_ns: int) -> bool:
         """Whether it takes at most 1 % longer."""
-        return self.step_time_ns is not None and self.step_time_ns <= _AS_FAST * step_time_ns
+        return self.step_time_ns is not None and self.step_time_ns <= AS_FAST * step_time_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Advice:
     """Answers to questions that a plan raises."""
 
     what_ifs: tuple[WhatIf, ...]
-    not_asked: tuple[str, ...]  # changes for which there was no time
+    not_asked: tuple[str, ...]  # changes that were not tried, and why
+    memory_matters: bool  # whether some device is more than half full
     plan: Plan  # the one given, or a better one found without one of the devices
 
 
@@ -84,25 +86,32 @@ def advise(
     if stop is not None:
         clock.stop = stop
     found: list[WhatIf] = []
-    asked = 0
-    for change in changes:
+    not_asked: list[str] = []
+    if simulation.problem.num_devices < MAX_DEVICES and all(change.change != "one device more" for change in changes):
+        not_asked.append("one device more (nothing tells how it would be linked)")
+    for turn, change in enumerate(changes, 1):
         if clock.stop.is_set() or clock.seconds_left == 0.0:
-            break
-        asked += 1
+            why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
+            not_asked.append(f"{change.change} ({why})")
+            continue
         try:
             answer = place(
-                graph, change.cluster, placer="local-search", budget=_share(clock, len(changes), asked), seed=seed,
+                graph, change.cluster, placer="local-search", budget=_share(clock, len(changes), turn), seed=seed,
                 robust=0.0, starts=[change.start], num_threads=num_threads, stop=stop, **vars(change.constraints),
             )  # fmt: skip
-        except InputError:  # pins ask for a device that is gone
+        except InputError as error:
+            why = "interrupted" if clock.stop.is_set() else str(error)
+            not_asked.append(f"{change.change} ({why})")
             continue
         if clock.stop.is_set():
-            break
+            not_asked.append(f"{change.change} (interrupted)")
+            continue
         step_time_ns = answer.step_time_ns if answer.status == "ok" else None
         found.append(WhatIf(change.change, change.detail, step_time_ns))
         if change.others is not None and step_time_ns is not None and step_time_ns < plan.step_time_ns:
             plan = _on_all_devices(plan, answer, simulation.problem, change.others)
-    return Advice(tuple(found), tuple(change.change for change in changes[asked:]), plan)
+    filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
+    return Advice(tuple(found), tuple(not_asked), bool(filled.max() > _MEMORY_MATTERS), plan)
 
 
 def _on_all_devices(plan: Plan, fewer: Plan, problem: Problem, others: Sequence[int]) -> Plan:
@@ -114,12 +123,10 @@ def _on_all_devices(plan: Plan, fewer: Plan, problem: Problem, others: Sequence[
     if plan.search is None or fewer.search is None or not simulation.feasible:
         return plan
     noise = plan.search.under_noise
-    search = replace(
-        plan.search,
-        busy_fraction=simulation.busy_fraction,
-        under_noise=None if noise is None else step_times_under_noise(simulation, noise.noise, plan.seed + 1),
-        order=fewer.search.order,
-    )
+    noisy = None if noise is None else step_times_under_noise(simulation, noise.noise, plan.seed + 1)
+    if noise is not None and noisy is not None and noisy.mean_ns > noise.mean_ns:
+        return plan
+    search = replace(plan.search, busy_fraction=simulation.busy_fraction, under_noise=noisy, order=fewer.search.order)
     return plan_of(simulation, plan.lower_bound_ns, plan.placer, plan.seed, search)
 
 
@@ -141,8 +148,9 @@ def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Chan
     most = int(np.argmax(simulation.busy_fraction))
     more = cluster_changes.with_another(cluster, most)
     if more is not None:
-        detail = f"{more.devices[-1].name}, a {devices[most].kind}"
-        yield _Change("one device more", detail, more, constraints, start)
+        added = more.devices[-1].name
+        allowed = constraints.also_for(added, devices[most].name)
+        yield _Change("one device more", f"{added}, a {devices[most].kind}", more, allowed, start)
     if len(devices) > 1:
         faster = cluster_changes.with_faster_links(cluster, 2)
         yield _Change("links twice as fast", "all of them", faster, constraints, start)
@@ -187,6 +195,7 @@ def changes_that_fit(
         if added is None or clock.stop.is_set() or clock.seconds_left == 0.0:
             break
         more = added
+        constraints = constraints.also_for(more.devices[-1].name, cluster.devices[like].name)
         if count in _MOST_MORE and _fits(graph, more, constraints, share, clock.stop):
             kind = cluster.devices[like].kind
             found.append(f"{count} more {kind}")

@@ -38,6 +38,12 @@ class Budget:
             return cls(simulations=int(number))
         return cls(seconds=float(number) * _SECONDS[unit])
 
+    def part(self, share: float) -> "Budget":
+        """A `share` of it."""
+        if self.simulations is not None:
+            return Budget(simulations=int(self.simulations * share))
+        return Budget(seconds=(self.seconds or 0.0) * share)
+
     def __str__(self) -> str:
         return f"{self.simulations}sims" if self.seconds is None else f"{self.seconds:g}s"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gdp.cli_shared import log
-from gdp.errors import InputError
+from gdp.errors import InputError, UnevenBatchError
 
 if TYPE_CHECKING:
     from gdp.cluster import Cluster
@@ -37,8 +37,18 @@ def read_graph(
     from gdp.report.progress import live
     from gdp.sources import ONE_BATCH, read_model
 
+    is_split = microbatching is not None and microbatching.count > 1
     with live(f"reading {text}"):
-        model = read_model(text, training=training, optimizer=optimizer, microbatching=microbatching or ONE_BATCH)
+        try:
+            model = read_model(text, training=training, optimizer=optimizer, microbatching=microbatching or ONE_BATCH)
+        except UnevenBatchError:
+            raise
+        except InputError as error:
+            if is_split and ":" in text:
+                raise InputError(f"{error}; --microbatches splits inputs along their first dimension") from None
+            raise
+    if is_split and ":" in text:
+        log(f"gdp: note: {text}: micro-batches are parts of inputs along the first dimension, that of the first tensor")
     if microbatching is not None and microbatching.count > 1 and not model.is_captured:
         log(
             f"gdp: note: {text} is the step of one micro-batch, the whole step has {microbatching.count} times its work"
@@ -61,6 +71,8 @@ def microbatching_of(microbatches: int, free_replicas: bool) -> "Microbatching":
     """From its options."""
     from gdp.sources import Microbatching
 
+    if free_replicas and microbatches == 1:
+        raise InputError("--free-replicas: there are no replicas without micro-batches; give --microbatches as well")
     try:
         return Microbatching(microbatches, free_replicas)
     except InputError as error:

@@ -135,7 +135,7 @@ def place(
     microbatching = microbatching_of(microbatches, free_replicas)
     cluster = Cluster.parse(devices)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
-    spread = None if robust is None else options.parse_fraction(robust, "--robust")
+    spread = None if robust is None else options.parse_fraction(robust, "--robust", below=0.5)
     request = _Request(
         model, devices, cluster, limit, constraints, microbatching, times, placer, checkpoint, seed, spread, threads,
         out, json,
@@ -215,7 +215,7 @@ def _search(
 ) -> "Plan":
     from gdp.place import place as find_plan
 
-    budget = _part(request.budget, 1 - _ADVICE_SHARE) if with_advice else request.budget
+    budget = request.budget.part(1 - _ADVICE_SHARE) if with_advice else request.budget
     return find_plan(
         graph, request.cluster, placer=request.placer, budget=budget, checkpoint=request.checkpoint,
         on_progress=on_progress, stop=stop, **request.keywords, **vars(request.constraints),
@@ -225,9 +225,12 @@ def _search(
 def _advise(request: _Request, graph: "Graph", plan: "Plan", simulation: Any, stop: threading.Event) -> "Advice":
     from gdp.advice import advise
 
+    total, search = request.budget.seconds, plan.search
+    is_over = total is not None and search is not None and search.seconds >= total
+    budget = request.budget.part(0.0 if is_over else _ADVICE_SHARE)
     return advise(
         graph, simulation, plan, request.constraints,
-        budget=_part(request.budget, _ADVICE_SHARE), seed=request.seed, num_threads=request.threads, stop=stop,
+        budget=budget, seed=request.seed, num_threads=request.threads, stop=stop,
     )  # fmt: skip
 
 
@@ -239,7 +242,7 @@ def _changes_that_fit(request: _Request, graph: "Graph", stop: threading.Event) 
     count = request.microbatching.count
     return changes_that_fit(
         graph, request.cluster, request.constraints,
-        budget=_part(request.budget, _ADVICE_SHARE),
+        budget=request.budget.part(_ADVICE_SHARE),
         part_of=(lambda parts: request.read_split(count, parts)) if can_split else None,
         split_in=(lambda factor: request.read_split(count * factor)) if can_split else None,
         stop=stop,
@@ -249,6 +252,7 @@ def _changes_that_fit(request: _Request, graph: "Graph", stop: threading.Event) 
 def _sweep(request: _Request, sweep: "Sweep") -> int:
     from gdp import options
     from gdp.report import advice, progress
+    from gdp.sources import has_samples
     from gdp.sweep import DEVICES, MICROBATCHES, SweepRow, sweep_devices, sweep_microbatches
 
     if request.placer != "auto" or request.times is not None:
@@ -256,8 +260,10 @@ def _sweep(request: _Request, sweep: "Sweep") -> int:
     if sweep.what == MICROBATCHES and request.microbatching.count > 1:
         count = request.microbatching.count
         raise InputError(f"--sweep {MICROBATCHES}: --microbatches {count} contradicts it; drop one")
+    if sweep.what == MICROBATCHES and not has_samples(request.model):
+        raise InputError(f"--sweep {MICROBATCHES}: {request.model} has no batch to split; name the model itself")
     if request.out is not None:
-        options.check_writable(request.out / f"{sweep.what}-1" / "plan.json")
+        options.check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
     common = {"budget": request.budget, **request.keywords}
     rows: list[SweepRow] = []
     with progress.stop_on_interrupt() as stop:
@@ -270,12 +276,18 @@ def _sweep(request: _Request, sweep: "Sweep") -> int:
             found = sweep_microbatches(
                 request.read_split, request.cluster, sweep.values, request.constraints, stop=stop, **common
             )
-        for row in found:
-            rows.append(row)
-            log(f"gdp: {advice.sweep_line(sweep.what, row)}")
-            if request.out is not None and row.plan is not None and row.is_ok:
-                _save_row(request.out / f"{sweep.what}-{row.value}", row)
+        try:
+            for row in found:
+                rows.append(row)
+                log(f"gdp: {advice.sweep_line(sweep.what, row)}")
+                if request.out is not None and row.plan is not None and row.is_ok:
+                    _save_row(request.out / f"{sweep.what}-{row.value}", row)
+        except InputError:
+            if not stop.is_set():  # if it is: there was no placement yet
+                raise
         interrupted = stop.is_set()
+    if not interrupted and all(row.plan is None for row in rows):
+        raise InputError(f"--sweep: {rows[0].note}")
     if request.json:
         print_json(advice.sweep_document(sweep.what, rows, request.out))
     else:
@@ -291,14 +303,6 @@ def _save_row(directory: Path, row: Any) -> None:
     row.plan.save(directory / "plan.json")
     row.graph.save(directory / "graph.json.gz")
     row.cluster.save(directory / "cluster.json")
-
-
-def _part(budget: "Budget", share: float) -> "Budget":
-    from gdp.budget import Budget
-
-    if budget.simulations is not None:
-        return Budget(simulations=int(budget.simulations * share))
-    return Budget(seconds=(budget.seconds or 0.0) * share)
 
 
 def _say_notes(request: _Request, graph: "Graph") -> None:

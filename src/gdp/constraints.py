@@ -42,9 +42,18 @@ class Constraints:
         return replace(self, max_memory_bytes=limits)
 
     def within(self, cluster: Cluster) -> "Constraints":
-        """Without limits of devices that `cluster` does not have."""
+        """Without limits and forbids of devices that `cluster` does not have."""
         names = {device.name for device in cluster.devices}
         limits = {name: limit for name, limit in (self.max_memory_bytes or {}).items() if name in names}
+        known = names | {device.kind for device in cluster.devices}
+        forbid = [(pattern, device) for pattern, device in self.forbid if device in known]
+        return replace(self, max_memory_bytes=limits, forbid=forbid)
+
+    def also_for(self, device: str, like: str) -> "Constraints":
+        """With the limit of the device `like` for a further `device`."""
+        limits = dict(self.max_memory_bytes or {})
+        if like in limits:
+            limits[device] = limits[like]
         return replace(self, max_memory_bytes=limits)
 
 

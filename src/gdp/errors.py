@@ -6,3 +6,7 @@ class InputError(ValueError):
 
     The command line prints it and exits with status 2; any other exception is a defect of gdp.
     """
+
+
+class UnevenBatchError(InputError):
+    """A batch that cannot be split into so many equal micro-batches."""

@@ -27,6 +27,7 @@ MAX_MICROBATCHES = 1024  # far beyond any use; a number with more digits is a ty
 SHARED = -1
 """What all micro-batches share (parameters, buffers, updates) has this in place of a micro-batch's number."""
 
+_ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 _REPLICA = re.compile(r"(.+)@([1-9][0-9]{0,3})", re.DOTALL)
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
@@ -38,8 +39,7 @@ def accumulated(graph: Graph, num_microbatches: int, *, free_replicas: bool = Fa
     What replicas pass to the update is added up in the order of micro-batches, on the update's device, by ops called
     `....accumulate@m`. The replicas of an op share a device (a group), unless they are free: then only what reads or
     writes memory that outlives a micro-batch stays with it. An op that overwrites a buffer (running statistics) comes
-    after its replica for the micro-batch before and after the forward ops that read that one's result; backward ops may
-    come later, for they do not use it in training.
+    after its replica for the micro-batch before and after the ops that read that one's result.
     InputError for a number that makes no sense, or a graph that has micro-batches already.
     """
     check_count(num_microbatches, "microbatches")
@@ -57,15 +57,28 @@ def check_count(num_microbatches: int, where: str) -> None:
 
 
 def microbatch_of(graph: Graph) -> I64:
-    """[ops] the micro-batch of each op, SHARED for what has none; all SHARED in a graph without micro-batches."""
-    found = np.full(graph.num_ops, SHARED)
-    replicas = {op: match for op, name in enumerate(graph.op_names) if (match := _REPLICA.fullmatch(name))}
-    found[list(replicas)] = [int(match[2]) for match in replicas.values()]
-    counts = np.bincount(found[found > 0])
-    if len(counts) < 2 or (counts[1:] != counts[1]).any():  # names that happen to look so
-        return np.full(graph.num_ops, SHARED)
-    first = {match[1] for match in replicas.values() if match[2] == "1"}
-    found[[op for op, name in enumerate(graph.op_names) if name in first]] = 0
+    """[ops] the micro-batch of each op, SHARED for what has none; all SHARED in a graph without micro-batches.
+
+    Names count only where every op has a replica of its kind and phase for each micro-batch.
+    """
+    none = np.full(graph.num_ops, SHARED)
+    number = {name: op for op, name in enumerate(graph.op_names)}
+    bases = defaultdict[int, set[str]](set)
+    found = none.copy()
+    for name, op in number.items():
+        if match := _REPLICA.fullmatch(name):
+            found[op] = int(match[2])
+            bases[int(match[2])].add(match[1])
+    if not bases or sorted(bases) != list(range(1, len(bases) + 1)) or any(bases[m] != bases[1] for m in bases):
+        return none
+    for base in bases[1]:
+        first = number.get(base)
+        if first is not None:
+            found[first] = 0
+        replicas = [number[f"{base}@{m}"] for m in bases] + ([] if first is None else [first])
+        alike = len({(graph.kinds[op], graph.phases[op]) for op in replicas}) == 1
+        if not alike or (first is None and _ACCUMULATE not in base):
+            return none
     return found
 
 
@@ -218,6 +231,11 @@ class _Accumulation:
         lonely = np.unique([update for update in self.gradients.values() if given[update] < 0]).astype(np.int64)
         by_replica[:, lonely] = fresh + np.arange(len(lonely))
         fresh += len(lonely)
+        holding = np.flatnonzero(
+            (given < 0) & self.is_replica & (self.graph.resident_bytes > 0)
+        )  # weights of their own
+        by_replica[:, holding] = fresh + np.arange(len(holding))
+        fresh += len(holding)
         stays = np.unique(given[~self.is_replica])
         stays = np.union1d(stays, given[[op for ops in self.writers.values() for op in ops]])
         moves = self.is_replica & (given >= 0) & ~np.isin(given, stays)
@@ -229,7 +247,7 @@ class _Accumulation:
         """`layers.0.weight.accumulate` of the gradient that `layers.0.weight.update` takes."""
         taken, names = set(self.graph.op_names), {}
         for gradient, update in self.gradients.items():
-            stem = self.graph.op_names[update].removesuffix(".update") + ".accumulate"
+            stem = self.graph.op_names[update].removesuffix(".update") + _ACCUMULATE
             name, count = stem, 1
             while name in taken:
                 name, count = f"{stem}_{count}", count + 1
@@ -266,7 +284,7 @@ class _Accumulation:
             readers = [
                 op
                 for op in np.unique(graph.consumers[held]).tolist()
-                if self.is_replica[op] and graph.phases[op] in ("forward", "")
+                if self.is_replica[op] and not _ignores_buffers(graph.kinds[op])
             ]
             users = sorted({*readers, *writers})
             for microbatch in range(1, self.num_microbatches):
@@ -282,7 +300,8 @@ def _shared_ops(graph: Graph) -> tuple[Bool, Bool]:
     has_inputs = np.zeros(graph.num_ops, np.bool_)
     has_inputs[graph.consumers] = True
     is_kind = np.array([kind in _SOURCE_KINDS for kind in graph.kinds], np.bool_)
-    is_source = ~has_inputs & (is_kind | (graph.resident_bytes > 0))
+    is_idle = (graph.flops == 0) & (graph.bytes_accessed == 0) & np.array([not times for times in graph.times_ns])
+    is_source = ~has_inputs & (is_kind | ((graph.resident_bytes > 0) & is_idle))
     is_update = np.array([phase == "update" for phase in graph.phases], np.bool_)
     sources = graph.producers[graph.edge_tensors]
     while True:
@@ -291,6 +310,11 @@ def _shared_ops(graph: Graph) -> tuple[Bool, Bool]:
         if (more == is_update).all():
             return is_source & ~is_update, is_update
         is_update = more
+
+
+def _ignores_buffers(kind: str) -> bool:
+    """Batch normalisation's backward ops are given running statistics, which they do not use in training."""
+    return "batch_norm" in kind and "backward" in kind
 
 
 def _buffer_writers(graph: Graph, is_replica: Bool) -> dict[int, list[int]]:

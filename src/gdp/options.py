@@ -9,13 +9,13 @@ from gdp.cluster import Cluster, parse_size
 from gdp.errors import InputError
 
 
-def parse_fraction(text: str, option: str) -> float:
-    """0.1 of `10%` or `0.1`; at least 0 and below 1."""
+def parse_fraction(text: str, option: str, below: float = 1.0) -> float:
+    """0.1 of `10%` or `0.1`; at least 0 and below 1, or less."""
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)", text.strip())
     value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
-    if not 0 <= value < 1:
+    if not 0 <= value < below:
         raise InputError(
-            f"{option} is {text!r}; a share of at least 0 % and below 100 % is expected, such as 10% or 0.1"
+            f"{option} is {text!r}; a share of at least 0 % and below {100 * below:g} % is expected, such as 10% or 0.1"
         )
     return value
 

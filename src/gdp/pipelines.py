@@ -60,6 +60,6 @@ def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     order = np.argsort(-targets, kind="stable")  # ops are numbered topologically: consumers come before producers
     for source, target in zip(sources[order].tolist(), targets[order].tolist(), strict=True):
-        if reached[source] != reached[target] and not is_update[source]:
+        if reached[target] not in (nothing, reached[source]) and not is_update[source]:
             reached[source] = reached[target] if reached[source] == nothing else several
     return is_backward & (np.array(reached, np.int64) >= 0)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from gdp import files
 from gdp.devices import suggest
-from gdp.errors import InputError
+from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.microbatches import accumulated, check_count
 
@@ -191,7 +191,7 @@ def _even_part(batch_size: int, num_microbatches: int, name: str) -> int:
     if batch_size % num_microbatches:
         counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
         near = sorted(sorted(counts, key=lambda count: abs(count - num_microbatches))[:4])
-        raise InputError(
+        raise UnevenBatchError(
             f"{name}: a batch of {batch_size} has no {num_microbatches} equal micro-batches; "
             f"take {', '.join(map(str, near))}"
         )

@@ -9,9 +9,9 @@ from gdp import cluster_changes
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.constraints import Constraints
-from gdp.errors import InputError
+from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
-from gdp.microbatches import MAX_MICROBATCHES, count_microbatches
+from gdp.microbatches import MAX_MICROBATCHES
 from gdp.place import place
 from gdp.placers.base import Start
 from gdp.plan import Plan
@@ -95,18 +95,19 @@ def sweep_devices(
     """A plan for the first of the cluster's devices, for each of ascending `counts`; each search begins from the plan
     before it too, and has the whole `budget`."""  # fmt: skip
     Sweep(DEVICES, tuple(counts)).check(cluster)
+    Problem.build(graph, cluster, **vars(constraints))  # what is wrong with constraints is wrong for all values
     starts: list[Start] = []
     for count in counts:
         part = cluster_changes.first(cluster, count)
-        try:
-            plan = place(
-                graph, part, budget=budget, seed=seed, robust=robust, starts=starts, num_threads=num_threads, stop=stop,
-                **vars(constraints.within(part)),
-            )  # fmt: skip
-        except InputError as error:  # a pin to a device that is not among them
-            yield SweepRow(count, graph, part, None, str(error))
+        within = constraints.within(part)
+        if gone := sorted({device for _, device in constraints.pins} - {device.name for device in part.devices}):
+            yield SweepRow(count, graph, part, None, f"a pin asks for {', '.join(gone)}")
             continue
-        starts = [Start.of(replay(Problem.build(graph, part, **vars(constraints.within(part))), plan))]
+        plan = place(
+            graph, part, budget=budget, seed=seed, robust=robust, starts=starts, num_threads=num_threads, stop=stop,
+            **vars(within),
+        )  # fmt: skip
+        starts = [Start.of(replay(Problem.build(graph, part, **vars(within)), plan))]
         yield SweepRow(count, graph, part, plan)
         if stop is not None and stop.is_set():
             return
@@ -131,10 +132,9 @@ def sweep_microbatches(
     for count in counts:
         try:
             graph = read(count)
-        except InputError as error:
+        except UnevenBatchError as error:
             yield SweepRow(count, None, cluster, None, str(error))
             continue
-        assert count_microbatches(graph) in (1, count)
         plan = place(
             graph, cluster, budget=budget, seed=seed, robust=robust, num_threads=num_threads, stop=stop,
             **vars(constraints),

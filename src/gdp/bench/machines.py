@@ -31,7 +31,7 @@ from gdp.bench.tables import (
 )
 from gdp.budget import Budget
 from gdp.cluster import Cluster
-from gdp.devices import LINKS
+from gdp.devices import LINKS, suggest
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.placers.single import single
@@ -140,9 +140,12 @@ def run(
     does not give its figures again.
     """
     chosen = [item for item in MACHINES if machines is None or item.name in machines]
-    if budget.seconds is None or seeds < 1 or not chosen:
-        known = ", ".join(item.name for item in MACHINES)
-        raise InputError(f"bench machines: a budget in time, seeds and some of {known} are expected")
+    known = [item.name for item in MACHINES]
+    for name in machines or ():
+        if name not in known:
+            raise InputError(f"bench machines: no machine {name!r}; {suggest(name, known)}")
+    if budget.seconds is None or seeds < 1:
+        raise InputError(f"bench machines: {seeds} seeds and a budget of {budget}; seeds and a time are expected")
     methods.warm_up()
     rows = []
     with tempfile.TemporaryDirectory(prefix="gdp-bench-") as scratch:

@@ -31,6 +31,7 @@ from gdp.budget import Budget, Clock
 from gdp.capture import capture_fn
 from gdp.cluster import Cluster
 from gdp.coarsen import Reduction
+from gdp.devices import suggest
 from gdp.errors import InputError
 from gdp.microbatches import accumulated
 from gdp.pipelines import ZERO_BUBBLE
@@ -116,8 +117,11 @@ def run(
     schedule does not hold the memory that the simulator says.
     """
     chosen = tuple(MODELS) if models is None else tuple(models)
-    if budget.seconds is None or seeds < 1 or not set(chosen) <= set(MODELS):
-        raise InputError(f"bench microbatches: a budget in time, seeds and some of {', '.join(MODELS)} are expected")
+    for name in chosen:
+        if name not in MODELS:
+            raise InputError(f"bench microbatches: no model {name!r}; {suggest(name, list(MODELS))}")
+    if budget.seconds is None or seeds < 1:
+        raise InputError(f"bench microbatches: {seeds} seeds and a budget of {budget}; seeds and a time are expected")
     methods.warm_up()
     rows = []
     with tempfile.TemporaryDirectory(prefix="gdp-bench-") as scratch:

@@ -59,10 +59,12 @@ class ClassicalRuns:
                 self.on_progress(incumbent, len(self.candidates))
 
     def _best_of(self, name: str) -> Candidate | None:
-        """The placer's best answer over the orders of micro-batches that it may judge placements in; where placers see
-        a few micro-batches only, contiguous stages are cut for all of them, too."""
+        """The placer's best answer over the orders of micro-batches that it may judge placements in, a single one when
+        time is up; where placers see a few micro-batches only, contiguous stages are cut for all of them, too."""
         seen = self.problem if self.few is None else self.few.problem
-        placements = [CLASSICAL[name](problem, self.seed) for problem in _in_orders(seen)]
+        total = self.clock.budget.seconds
+        judged = _in_orders(seen)[: 1 if total is not None and self.clock.seconds > total else None]
+        placements = [CLASSICAL[name](problem, self.seed) for problem in judged]
         if self.few is not None:
             placements = [None if found is None else self.few.expand(found) for found in placements]
             if name in STAGES:

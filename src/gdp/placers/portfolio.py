@@ -136,9 +136,12 @@ def _search(
     if not starts:
         return Found(None, num_simulations, baselines=baselines)
     answers = list(classical.candidates)
-    for incumbent in known:
-        given_before = expand(reduction, incumbent)
-        answers.append(Candidate(key_of(given_before, noise), given_before, incumbent.order))
+    for before, incumbent in zip(given, known, strict=True):  # reducing it may have moved ops
+        if reduction.original.broken_constraints(before.placement):
+            begun = expand(reduction, incumbent)
+        else:
+            begun = simulate(reduction.original, before.placement, priority=before.priority)
+        answers.append(Candidate(key_of(begun, noise), begun, incumbent.order))
     if not is_quick and _is_small(problem):
         max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
         start = None if classical.best is None else reduction.restrict(classical.best.simulation.placement)

@@ -8,12 +8,10 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from gdp.advice import Advice
+from gdp.advice import AS_FAST, Advice
 from gdp.report.tables import format_gib, format_ms, new_table
 from gdp.simulate import Simulation
 from gdp.sweep import SweepRow
-
-_AS_FAST = 1.01  # what a sweep calls as fast as the fastest
 
 
 def advice_report(advice: Advice, simulation: Simulation) -> Iterator[RenderableType]:
@@ -29,11 +27,11 @@ def advice_report(advice: Advice, simulation: Simulation) -> Iterator[Renderable
         yield ""
     if any(what_if.change == "one device less" and what_if.is_as_fast_as(step_ns) for what_if in advice.what_ifs):
         yield Text("One device less is as fast (within 1 %).")
-    if not any(what_if.change == "twice the memory" for what_if in advice.what_ifs) and not advice.not_asked:
+    if not advice.memory_matters:
         filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
         yield Text(f"Memory limits nothing: no device is more than {filled.max():.0%} full.")
     if advice.not_asked:
-        yield Text(f"No time was left to try {', '.join(advice.not_asked)}; a larger --budget has it.")
+        yield Text(f"Not tried: {'; '.join(advice.not_asked)}.")
 
 
 def advice_document(advice: Advice) -> dict[str, Any]:
@@ -72,7 +70,7 @@ def sweep_report(what: str, rows: Sequence[SweepRow]) -> Iterator[RenderableType
         )  # fmt: skip
     yield table
     if times:
-        enough = next(value for value, time_ns in times.items() if time_ns <= _AS_FAST * best_ns)
+        enough = next(value for value, time_ns in times.items() if time_ns <= AS_FAST * best_ns)
         yield ""
         yield Text(f"The fewest {what} within 1 % of the fastest: {enough}.")
 
