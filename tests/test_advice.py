@@ -84,7 +84,7 @@ def test_the_smallest_changes_that_fit() -> None:
 
     def part(parts: int) -> Graph:
         if parts > 2:
-            raise InputError("no such part")
+            raise UnevenBatchError("no such part")
         return branches(3, resident=4 * GIB // parts)
 
     assert changes_that_fit(graph, cluster, Constraints(), budget=BUDGET, part_of=part) == [

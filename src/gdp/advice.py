@@ -6,7 +6,7 @@ Each search begins from the plan, so that what it finds is not worse for want of
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from gdp.cluster import Cluster
 from gdp.coarsen import reduce
 from gdp.constraints import Constraints
 from gdp.devices import MAX_DEVICES
-from gdp.errors import InputError
+from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.place import place, plan_of
 from gdp.placers.base import Start
@@ -29,6 +29,7 @@ from gdp.simulate import NEVER, Simulation, simulate
 
 _MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
 _FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
+_TRY_SHARE = 1 / 6  # of the budget, for each of them: most end at once, since they fit or cannot
 _MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
 AS_FAST = 1.01  # what is called as fast
 
@@ -181,43 +182,51 @@ def changes_that_fit(
     micro-batches.
 
     `part_of(k)` is the graph with the k-th part of the samples, `split_in(k)` that with k times as many micro-batches;
-    InputError says that there is none. Each search takes at most its share of `budget`.
+    UnevenBatchError says that there is none. Each of up to twelve searches takes at most a sixth of `budget`.
     """
-    clock = Clock(budget)
-    if stop is not None:
-        clock.stop = stop
-    share = Budget(seconds=budget.seconds / 6) if budget.seconds is not None else budget
-    found: list[str] = []
-    more = cluster
-    like = max(range(cluster.num_devices), key=lambda number: cluster.devices[number].memory_bytes)
-    for count in range(1, max(_MOST_MORE) + 1):
-        added = cluster_changes.with_another(more, like)
-        if added is None or clock.stop.is_set() or clock.seconds_left == 0.0:
-            break
-        more = added
-        constraints = constraints.also_for(more.devices[-1].name, cluster.devices[like].name)
-        if count in _MOST_MORE and _fits(graph, more, constraints, share, clock.stop):
-            kind = cluster.devices[like].kind
-            found.append(f"{count} more {kind}")
-            break
-    for read, text in ((part_of, "1/{} of the samples"), (split_in, "{} times as many micro-batches")):
-        for count in _FEWER_SAMPLES if read is not None else ():
-            if clock.stop.is_set() or clock.seconds_left == 0.0:
+    stop = stop or threading.Event()
+    limits_bytes = Problem.build(graph, cluster, **vars(constraints)).memory_limit_bytes
+    like = int(np.argmax(limits_bytes))
+
+    def first_that_fits(tries: Iterable[tuple[int, Graph, Cluster, Constraints]]) -> int | None:
+        for count, changed, machine, allowed in tries:
+            if stop.is_set():
                 break
+            if _fits(changed, machine, allowed, Clock(budget.part(_TRY_SHARE), stop=stop)):
+                return count
+        return None
+
+    def larger() -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
+        machine, allowed = cluster, constraints
+        for count in range(1, max(_MOST_MORE) + 1):
+            added = cluster_changes.with_another(machine, like)
+            if added is None:
+                return
+            machine = added
+            allowed = allowed.also_for(machine.devices[-1].name, cluster.devices[like].name)
+            if count in _MOST_MORE:
+                yield count, graph, machine, allowed
+
+    def smaller(read: Callable[[int], Graph]) -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
+        for count in _FEWER_SAMPLES:
             try:
-                smaller = read(count) if read is not None else graph
-            except InputError:  # so many parts do not come out even
-                break
-            if _fits(smaller, cluster, constraints, share, clock.stop):
-                found.append(text.format(count))
-                break
+                yield count, read(count), cluster, constraints
+            except UnevenBatchError:
+                return
+
+    found: list[str] = []
+    if (count := first_that_fits(larger())) is not None:
+        found.append(f"{count} more {cluster.devices[like].kind}")
+    for read, text in ((part_of, "1/{} of the samples"), (split_in, "{} times as many micro-batches")):
+        if read is not None and (count := first_that_fits(smaller(read))) is not None:
+            found.append(text.format(count))
     return found
 
 
-def _fits(graph: Graph, cluster: Cluster, constraints: Constraints, budget: Budget, stop: threading.Event) -> bool:
-    """Whether a placement that fits is found within the budget: the search ends at the first one."""
+def _fits(graph: Graph, cluster: Cluster, constraints: Constraints, clock: Clock) -> bool:
+    """Whether a placement that fits is found before the clock ends: the search ends at the first one."""
     problem = Problem.build(graph, cluster, **vars(constraints))
     if int(graph.resident_bytes.sum()) > int(problem.memory_limit_bytes.sum()):
         return False
-    best = find(reduce(problem), "auto", Clock(budget, stop=stop), bound_ns=NEVER).best
+    best = find(reduce(problem), "local-search", clock, bound_ns=NEVER).best
     return best is not None and best.feasible
