@@ -159,7 +159,10 @@ class LocalSearch:
         self._elites, self._queue = _best_distinct(measured, self.config.num_elites), []
 
     def run(self, until: float = 1.0) -> None:
-        """Make cycles until a share `until` of the budget that there was at the beginning is over."""
+        """Begin cycles until a share `until` of the budget that there was at the beginning is over.
+
+        One that has begun is cut short by the end of the whole budget alone: it is best when it has cooled down.
+        """
         clock = self.clock_until(until)
         limit = None if clock.budget.simulations is None else clock.budget.simulations - self.num_spent
         num_islands, num_moves = len(self._islands), self._num_moves
@@ -174,7 +177,7 @@ class LocalSearch:
                 mates = [incumbent.placement for incumbent in (*self._elites, *self._queue)]
                 begins = [self._queue.pop(0) if self._queue else self._choose(parents) for _ in self._islands]
                 cycles = [
-                    pool.submit(island.turn, begin, mates, num_moves, clock)
+                    pool.submit(island.turn, begin, mates, num_moves, self.clock)
                     for island, begin in zip(self._islands, begins, strict=True)
                 ]
                 try:
