@@ -10,6 +10,11 @@ from gdp.devices import KINDS, MAX_DEVICES
 from gdp.errors import InputError
 
 
+def routes_of(cluster: Cluster) -> dict[tuple[int, int], Route]:
+    """The route of every ordered pair of devices, as `Cluster.build` takes them."""
+    return {pair: cluster.route(*pair) for pair in permutations(range(cluster.num_devices), 2)}
+
+
 def only(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
     """The devices with these numbers, in that order, and the routes between them."""
     devices = [cluster.devices[number] for number in numbers]
@@ -29,7 +34,7 @@ def with_another(cluster: Cluster, like: int) -> Cluster | None:
     device = replace(template, name=_free_name(cluster, template))
     same = [n for n, other in enumerate(cluster.devices) if n != like and other.kind == template.kind]
     twin = max(same, key=lambda number: cluster.bytes_per_second[number, like], default=None)
-    routes = {pair: cluster.route(*pair) for pair in permutations(range(new), 2)}
+    routes = routes_of(cluster)
     for other in range(new):
         if other != like:
             routes[new, other] = _renamed(cluster.route(like, other), {template.name: device.name})
@@ -50,8 +55,7 @@ def with_faster_links(cluster: Cluster, factor: int) -> Cluster:
     """Every route with `factor` times the bandwidth."""
     routes = {
         pair: replace(route, bytes_per_second=factor * route.bytes_per_second)
-        for pair in permutations(range(cluster.num_devices), 2)
-        for route in [cluster.route(*pair)]
+        for pair, route in routes_of(cluster).items()
     }
     return Cluster.build(cluster.name, cluster.devices, routes)
 
@@ -59,8 +63,7 @@ def with_faster_links(cluster: Cluster, factor: int) -> Cluster:
 def with_more_memory(cluster: Cluster, factor: int) -> Cluster:
     """Every device with `factor` times the memory."""
     devices = [replace(device, memory_bytes=factor * device.memory_bytes) for device in cluster.devices]
-    routes = {pair: cluster.route(*pair) for pair in permutations(range(cluster.num_devices), 2)}
-    return Cluster.build(cluster.name, devices, routes)
+    return Cluster.build(cluster.name, devices, routes_of(cluster))
 
 
 def first(cluster: Cluster, count: int) -> Cluster:

@@ -134,7 +134,7 @@ def _excerpt(
                 given = graph.consumers_of(tensors_of[final][place])
                 consumers.update(number[given[microbatch[given] < 0]].tolist())
             position[tensor] = len(rows)
-            rows.append(replace(row, producer=int(number[op]), consumers=tuple(sorted(consumers)), view_of=row.view_of))
+            rows.append(replace(row, producer=int(number[op]), consumers=tuple(sorted(consumers))))
     rows = [replace(row, view_of=position[row.view_of]) if row.view_of >= 0 else row for row in rows]
     return Graph.build(graph.name, [graph.op(op) for op in np.flatnonzero(number >= 0).tolist()], rows)
 
@@ -231,9 +231,7 @@ class _Accumulation:
         lonely = np.unique([update for update in self.gradients.values() if given[update] < 0]).astype(np.int64)
         by_replica[:, lonely] = fresh + np.arange(len(lonely))
         fresh += len(lonely)
-        holding = np.flatnonzero(
-            (given < 0) & self.is_replica & (self.graph.resident_bytes > 0)
-        )  # weights of their own
+        holding = np.flatnonzero((given < 0) & self.is_replica & (self.graph.resident_bytes > 0))  # weights, say
         by_replica[:, holding] = fresh + np.arange(len(holding))
         fresh += len(holding)
         stays = np.unique(given[~self.is_replica])

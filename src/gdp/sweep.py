@@ -93,7 +93,7 @@ def sweep_devices(
     stop: threading.Event | None = None,
 ) -> Iterator[SweepRow]:
     """A plan for the first of the cluster's devices, for each of ascending `counts`; each search begins from the plan
-    before it too, and has the whole `budget`."""  # fmt: skip
+    before it too, and has the whole `budget`."""
     Sweep(DEVICES, tuple(counts)).check(cluster)
     Problem.build(graph, cluster, **vars(constraints))  # what is wrong with constraints is wrong for all values
     starts: list[Start] = []
@@ -128,7 +128,7 @@ def sweep_microbatches(
     """A plan for the graph that `read` gives for each of `counts` micro-batches, each search with the whole `budget`.
 
     Numbers into which the batch cannot be split have a note in place of a plan.
-    """  # fmt: skip
+    """
     for count in counts:
         try:
             graph = read(count)

@@ -8,7 +8,6 @@ them should not be slower than the one without.
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -64,30 +63,26 @@ def _small_gpu(graph: Graph) -> Cluster:
     """A card that holds only a part of the step, and a processor that holds all."""
     cluster = Cluster.parse("p100-pcie-16g+cpu-16core")
     gpu, cpu = cluster.devices
-    roomy = Cluster.build("roomy", [replace(gpu, memory_bytes=2**45), cpu], _routes(cluster))
+    roomy = Cluster.build("roomy", [replace(gpu, memory_bytes=2**45), cpu], cluster_changes.routes_of(cluster))
     problem = Problem.build(graph, roomy)
     placement = single(problem)
     assert placement is not None, "a card without limits holds every workload"
     _, peaks = evaluate(problem, np.zeros_like(placement))
     memory_bytes = min(gpu.memory_bytes, int(_GPU_SHARE * int(peaks[0])))
     devices = [replace(gpu, memory_bytes=memory_bytes), replace(cpu, memory_bytes=2**40)]
-    return Cluster.build("p100 that is too small + cpu-16core", devices, _routes(cluster))
+    return Cluster.build("p100 that is too small + cpu-16core", devices, cluster_changes.routes_of(cluster))
 
 
 def _nvlink_pairs(graph: Graph) -> Cluster:
     """Four cards on PCIe, the first two and the last two linked by NVLink."""
     cluster = Cluster.parse("4xrtx3090-24g:pcie4")
     link = LINKS["nvlink3"]
-    routes = _routes(cluster)
+    routes = cluster_changes.routes_of(cluster)
     for a, b in ((0, 1), (1, 0), (2, 3), (3, 2)):
         names = cluster.devices[a].name, cluster.devices[b].name
         rate = link.bytes_per_second * 4 // 12  # an RTX 3090 has 4 of the links of which an A100 has 12
         routes[a, b] = replace(routes[a, b], bytes_per_second=rate, channels=("->".join(names),))
     return Cluster.build("4xrtx3090-24g, NVLink in pairs", cluster.devices, routes)
-
-
-def _routes(cluster: Cluster) -> dict[tuple[int, int], Any]:
-    return {pair: cluster.route(*pair) for pair in permutations(range(cluster.num_devices), 2)}
 
 
 MACHINES = (
