@@ -1,11 +1,13 @@
 """The command line: exit statuses, JSON documents, one-line errors, interruptions."""
 
+import gzip
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import gdp
 from gdp import sources
 from gdp.bench.graphs import lstm_training_graph
 from gdp.cli import main
@@ -154,6 +157,53 @@ def test_when_nothing_fits_place_names_the_device_and_the_bytes_and_writes_nothi
     assert status == 3
     assert err.startswith("gdp: placer single found nothing that fits in memory: gpu")
     assert err.endswith("; use --placer auto\n")
+
+
+# the cache of plans
+
+
+def test_an_identical_question_is_answered_without_searching(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, first, err = run(*place("--out", "first"))
+    assert (status, err) == (0, "")
+
+    def searches(*_: object, **__: object) -> None:
+        raise AssertionError("a search")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules["gdp.place"], "place", searches)
+        status, again, err = run(*place("--out", "again"))
+        assert (status, err.count("\n")) == (0, 1)
+        assert "found before" in err
+        assert again.replace("again/", "first/") == first  # advice, baselines, seconds: all as it was
+        assert Path("again/plan.json").read_bytes() == Path("first/plan.json").read_bytes()
+        assert json.loads(run(*place("--json"))[1])["status"] == "ok"
+        different = (
+            ["--seed", "1"], ["--budget", "101sims"], ["--reserve", "1%"], ["--pin", "left=gpu1"], ["--no-cache"],
+            ["--no-advice"], ["--robust", "1%"], ["--devices", "3xp100-pcie-16g"], ["--threads", "1"],
+        )  # fmt: skip
+        for option in different:
+            with pytest.raises(AssertionError, match="a search"):
+                run(*place("--threads", "2", *option))
+    (entry,) = Path("cache/gdp/plans").iterdir()
+    for damaged in (b"", gzip.compress(b"{}"), gzip.compress(b'{"format":"gdp-found-plan","version":1}')):
+        entry.write_bytes(damaged)
+        status, _, err = run(*place())
+        assert (status, err) == (0, "")
+        assert len(entry.read_bytes()) > 100
+
+
+def test_an_interrupted_search_is_not_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = gdp.place
+
+    def interrupted(*args: Any, stop: threading.Event, **keywords: Any) -> Plan:
+        plan = find(*args, stop=stop, **keywords)
+        stop.set()
+        return plan
+
+    monkeypatch.setattr(sys.modules["gdp.place"], "place", interrupted)
+    assert run(*place())[0] == 130
+    assert Path("plan.json").exists()
+    assert not Path("cache/gdp/plans").exists()
 
 
 # compare, simulate, capture, devices, workloads

@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from scipy.optimize import linprog
 
 from gdp.cost import transfer_occupancy_ns
 from gdp.graph import I64
@@ -270,6 +269,8 @@ def device_weights(times: I64, multiplicity: I64, scale: int) -> I64:
     num_classes = len(multiplicity)
     if num_classes == 1:
         return np.ones(1, np.int64)
+    from scipy.optimize import linprog  # half a second, which devices that are alike never need
+
     unit = max(float(times.max(axis=1).sum()), 1.0)
     weights = np.full(num_classes, 1 / multiplicity.sum())
     best, best_value, cuts = weights, -1.0, []

@@ -7,15 +7,17 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from gdp.cli_bench import bench_app
 from gdp.cli_devices import devices_app
 from gdp.cli_inputs import (
+    DimOption,
     ForbidOption,
     FreeReplicasOption,
+    InferenceOption,
     MaxMemoryOption,
     MicrobatchesOption,
     PinOption,
@@ -23,8 +25,8 @@ from gdp.cli_inputs import (
     check_checkpoint,
     check_placers,
     constraints_of,
-    microbatching_of,
     read_graph,
+    reading_of,
 )
 from gdp.cli_place import place
 from gdp.cli_run import run
@@ -47,9 +49,6 @@ from gdp.cli_shared import (
     warm_up,
 )
 from gdp.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     help="Place the operators of a neural network on devices so that one step is as fast as possible within memory.",
@@ -111,6 +110,8 @@ def compare(
     reserve: ReserveOption = "0%",
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
+    inference: InferenceOption = False,
+    dim: DimOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -118,14 +119,14 @@ def compare(
     from gdp.budget import Budget
     from gdp.cluster import Cluster
 
-    limit, microbatching = Budget.parse(budget), microbatching_of(microbatches, free_replicas)
+    limit, reading = Budget.parse(budget), reading_of(microbatches, free_replicas, inference, dim)
     cluster = Cluster.parse(devices)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
     names = None if placers is None else [name.strip() for name in placers.split(",")]
     check_placers(names or ())
     check_checkpoint(checkpoint, names or ["auto"])
 
-    source = read_graph(model, microbatching=microbatching)
+    source = read_graph(model, reading)
     warm_up()
     from gdp.compare import DEFAULT_PLACERS
     from gdp.compare import compare as run
@@ -158,6 +159,8 @@ def simulate(
     reserve: ReserveOption = "0%",
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
+    inference: InferenceOption = False,
+    dim: DimOption = None,
     json: JsonOption = False,
 ) -> int:
     """Derive every figure of a plan anew. Status 2 if the plan's differ, 3 if it breaks memory or a constraint."""
@@ -166,11 +169,11 @@ def simulate(
     from gdp.plan import Plan
     from gdp.problem import Problem
 
-    microbatching = microbatching_of(microbatches, free_replicas)
+    reading = reading_of(microbatches, free_replicas, inference, dim)
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
-    problem = Problem.build(read_graph(graph, microbatching=microbatching).graph, cluster, **vars(constraints))
+    problem = Problem.build(read_graph(graph, reading).graph, cluster, **vars(constraints))
     from gdp.report import console, documents
     from gdp.simulate import replay, verify
 
@@ -195,10 +198,11 @@ def simulate(
 def capture(
     model: ModelArgument,
     out: Annotated[Path, typer.Option(metavar="GRAPH.json.gz")],
-    inference: Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")] = False,
+    inference: InferenceOption = False,
     optimizer: Annotated[str, typer.Option(help="adam or sgd.")] = "adam",
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
+    dim: DimOption = None,
     json: JsonOption = False,
 ) -> int:
     """Write the graph of one step of MODEL."""
@@ -206,10 +210,10 @@ def capture(
 
     if not out.name.endswith((".json", ".json.gz")):
         raise InputError(f"--out {out}: a name that ends in .json or .json.gz is expected")
-    microbatching = microbatching_of(microbatches, free_replicas)
+    reading = reading_of(microbatches, free_replicas, inference, dim, optimizer)
     options.check_writable(out)
-    made = read_graph(model, training=not inference, optimizer=optimizer, microbatching=microbatching)
-    if not made.is_captured and microbatches == 1:
+    made = read_graph(model, reading)
+    if model.endswith((".json", ".json.gz")) and microbatches == 1:
         raise InputError(f"{model}: is a gdp-graph file already; name a workload or module:function")
     made.graph.save(out)
     from gdp.report import console, documents

@@ -12,7 +12,7 @@ from gdp.errors import InputError, UnevenBatchError
 if TYPE_CHECKING:
     from gdp.cluster import Cluster
     from gdp.constraints import Constraints
-    from gdp.sources import Microbatching, Model
+    from gdp.sources import Model, Reading
 
 PinOption = Annotated[list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Where matching ops go. Repeatable.")]
 ForbidOption = Annotated[
@@ -28,35 +28,57 @@ MicrobatchesOption = Annotated[
 FreeReplicasOption = Annotated[
     bool, typer.Option("--free-replicas", help="Let the micro-batches of an op be on different devices.")
 ]
+InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")]
+DimOption = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
+]
 
 
-def read_graph(
-    text: str, *, training: bool = True, optimizer: str = "adam", microbatching: "Microbatching | None" = None
-) -> "Model":
-    """MODEL, as a step of so many micro-batches."""
+def reading_of(
+    microbatches: int, free_replicas: bool, inference: bool, dim: list[str] | None, optimizer: str = "adam"
+) -> "Reading":
+    """How MODEL is to be read, from the options that say so."""
+    from gdp import options
+    from gdp.sources import Microbatching, Reading
+
+    if free_replicas and microbatches == 1:
+        raise InputError("--free-replicas: there are no replicas without micro-batches; give --microbatches as well")
+    if inference and microbatches > 1:
+        raise InputError("--microbatches: gradients are accumulated in training; leave out --inference")
+    try:
+        microbatching = Microbatching(microbatches, free_replicas)
+    except InputError as error:
+        raise InputError(f"--{error}") from None
+    return Reading(not inference, optimizer, microbatching, options.parse_dims(dim or ()))
+
+
+def read_graph(text: str, reading: "Reading | None" = None) -> "Model":
+    """MODEL, read so."""
     from gdp.report.progress import live
-    from gdp.sources import ONE_BATCH, read_model
+    from gdp.sources import Reading, read_model
 
-    is_split = microbatching is not None and microbatching.count > 1
+    reading = reading or Reading()
+    count = reading.microbatching.count
+    is_split = count > 1 and ":" in text
     with live(f"reading {text}"):
         try:
-            model = read_model(text, training=training, optimizer=optimizer, microbatching=microbatching or ONE_BATCH)
+            model = read_model(text, reading)
         except UnevenBatchError:
             raise
         except InputError as error:
-            if is_split and ":" in text:
+            if is_split:
                 raise InputError(f"{error}; --microbatches splits inputs along their first dimension") from None
             raise
-    if is_split and ":" in text:
+    for note in model.notes:
+        log(f"gdp: note: {note}")
+    if is_split:
         log(f"gdp: note: {text}: micro-batches are parts of inputs along the first dimension, that of the first tensor")
-    if microbatching is not None and microbatching.count > 1 and not model.is_captured:
-        log(
-            f"gdp: note: {text} is the step of one micro-batch, the whole step has {microbatching.count} times its work"
-        )
+    if count > 1 and not model.is_captured:
+        log(f"gdp: note: {text} is the step of one micro-batch, the whole step has {count} times its work")
     return model
 
 
-def read_timed(text: str, times: Path, cluster: "Cluster", microbatching: "Microbatching") -> "Model":
+def read_timed(text: str, times: Path, cluster: "Cluster", reading: "Reading") -> "Model":
     """MODEL with the measured times of its ops on the kinds of devices in `cluster`."""
     from gdp.measured_times import MeasuredTimes
     from gdp.report.progress import live
@@ -64,19 +86,7 @@ def read_timed(text: str, times: Path, cluster: "Cluster", microbatching: "Micro
 
     known = MeasuredTimes(times)
     with live(f"capturing {text}"):
-        return read_timed_model(text, known, [device.kind for device in cluster.devices], microbatching)
-
-
-def microbatching_of(microbatches: int, free_replicas: bool) -> "Microbatching":
-    """From its options."""
-    from gdp.sources import Microbatching
-
-    if free_replicas and microbatches == 1:
-        raise InputError("--free-replicas: there are no replicas without micro-batches; give --microbatches as well")
-    try:
-        return Microbatching(microbatches, free_replicas)
-    except InputError as error:
-        raise InputError(f"--{error}") from None
+        return read_timed_model(text, known, [device.kind for device in cluster.devices], reading)
 
 
 def constraints_of(

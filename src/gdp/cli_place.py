@@ -1,5 +1,6 @@
 """`gdp place`: the best plan, advice on the machine, sweeps."""
 
+import hashlib
 import shlex
 import threading
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gdp.cli_inputs import (
+    DimOption,
     ForbidOption,
     FreeReplicasOption,
+    InferenceOption,
     MaxMemoryOption,
     MicrobatchesOption,
     PinOption,
@@ -19,9 +22,9 @@ from gdp.cli_inputs import (
     check_checkpoint,
     check_placers,
     constraints_of,
-    microbatching_of,
     read_graph,
     read_timed,
+    reading_of,
 )
 from gdp.cli_shared import (
     INTERRUPTED,
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
     from gdp.constraints import Constraints
     from gdp.graph import Graph
     from gdp.plan import Plan
-    from gdp.sources import Microbatching, Model
+    from gdp.sources import Model, Reading
     from gdp.sweep import Sweep
 
 _ADVICE_SHARE = 0.2  # of the budget
@@ -63,28 +66,43 @@ class _Request:
     cluster: "Cluster"
     budget: "Budget"
     constraints: "Constraints"
-    microbatching: "Microbatching"
+    reading: "Reading"
     times: Path | None
     placer: str
     checkpoint: str | None
     seed: int
     robust: float | None
     threads: int | None
+    with_cache: bool
     out: Path | None
     json: bool
 
     def read(self) -> "Model":
         """The model's graph, with measured times if there are."""
         if self.times is None:
-            return read_graph(self.model, microbatching=self.microbatching)
-        return read_timed(self.model, self.times, self.cluster, self.microbatching)
+            return read_graph(self.model, self.reading)
+        return read_timed(self.model, self.times, self.cluster, self.reading)
 
     def read_split(self, microbatches: int, samples_by: int = 1) -> "Graph":
         """The model's step of so many micro-batches, with one in `samples_by` of the samples."""
         from gdp.sources import read_part
 
-        microbatching = replace(self.microbatching, count=microbatches)
-        return microbatching.apply(read_part(self.model, microbatches * samples_by))
+        microbatching = replace(self.reading.microbatching, count=microbatches)
+        return microbatching.apply(read_part(self.model, self.reading, microbatches * samples_by))
+
+    def cache_entry(self, graph: "Graph", with_advice: bool) -> Path | None:
+        """Where the answer is kept."""
+        if not self.with_cache:
+            return None
+        from gdp import files, plan_cache
+        from gdp.simulate import default_threads
+
+        policy = None if self.checkpoint is None else hashlib.sha256(files.read_bytes(self.checkpoint)).hexdigest()
+        options = {
+            "placer": self.placer, "budget": str(self.budget), "policy": policy, "advice": with_advice,
+            "seed": self.seed, "robust": self.robust, "threads": self.threads or default_threads(),
+        }  # fmt: skip
+        return plan_cache.entry(graph, self.cluster, self.constraints, options)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -109,6 +127,8 @@ def place(
     ] = None,
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
+    inference: InferenceOption = False,
+    dim: DimOption = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="WHAT=1..8", help="A table over devices or microbatches, each with BUDGET.")
     ] = None,
@@ -119,6 +139,9 @@ def place(
         Path | None, typer.Option(metavar="FILE", help="Op times that `gdp run --times` measured.")
     ] = None,
     threads: ThreadsOption = None,
+    with_cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Answer an identical question with the plan found before.")
+    ] = True,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz and cluster.json there.")
     ] = None,
@@ -132,13 +155,13 @@ def place(
 
     limit = Budget.parse(budget)
     asked = None if sweep is None else Sweep.parse(sweep)
-    microbatching = microbatching_of(microbatches, free_replicas)
+    reading = reading_of(microbatches, free_replicas, inference, dim)
     cluster = Cluster.parse(devices)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
     spread = None if robust is None else options.parse_fraction(robust, "--robust", below=0.5)
     request = _Request(
-        model, devices, cluster, limit, constraints, microbatching, times, placer, checkpoint, seed, spread, threads,
-        out, json,
+        model, devices, cluster, limit, constraints, reading, times, placer, checkpoint, seed, spread, threads,
+        with_cache, out, json,
     )  # fmt: skip
     check_placers([placer])
     check_checkpoint(checkpoint, [placer])
@@ -166,22 +189,30 @@ def _place(request: _Request, with_advice: bool) -> int:
         problem = Problem.build(graph, cluster, **vars(request.constraints))  # bad ones are better known now
     except InputError as error:
         raise InputError(f"{request.model} on {request.devices}: {error}") from None
-    warm_up()
     if request.robust is None and source.noise is not None:
         request = replace(request, robust=min(round(source.noise, 4), 0.49))
+    from gdp import plan_cache
     from gdp.report import console, documents, progress
     from gdp.simulate import replay
 
     _say_notes(request, graph)
+    entry = request.cache_entry(graph, with_advice)
+    known = plan_cache.load(entry, graph, cluster)
+    if known is None:
+        warm_up()
+    else:
+        log("gdp: note: found before, with the same graph, devices and options; --no-cache searches anew")
     line = progress.SearchLine(f"{graph.name} on {cluster.name}")
-    found: Advice | None = None
+    found: Advice | None = None if known is None else known.advice
     would_fit: list[str] = []
     with progress.stop_on_interrupt() as stop:
         try:
             with progress.live(line):
-                plan = _search(request, graph, with_advice, line, stop)
+                plan = _search(request, graph, with_advice, line, stop) if known is None else known.plan
                 simulation = replay(problem, plan)
-                if with_advice and plan.status == "ok":
+                if known is not None:
+                    pass
+                elif with_advice and plan.status == "ok":
                     found = _advise(request, graph, plan, simulation, stop)
                     plan = found.plan
                     simulation = replay(problem, plan)
@@ -198,6 +229,8 @@ def _place(request: _Request, with_advice: bool) -> int:
                 graph.save(graph_path)
             if cluster_path is not None:
                 cluster.save(cluster_path)
+            if known is None and not stop.is_set():
+                plan_cache.store(entry, plan_cache.Found(plan, found))
         interrupted = stop.is_set()
     if request.json:
         written = plan_path if status == OK else None
@@ -239,7 +272,7 @@ def _changes_that_fit(request: _Request, graph: "Graph", stop: threading.Event) 
     from gdp.sources import has_samples
 
     can_split = has_samples(request.model) and request.times is None
-    count = request.microbatching.count
+    count = request.reading.microbatching.count
     return changes_that_fit(
         graph, request.cluster, request.constraints,
         budget=request.budget.part(_ADVICE_SHARE),
@@ -257,8 +290,8 @@ def _sweep(request: _Request, sweep: "Sweep") -> int:
 
     if request.placer != "auto" or request.times is not None:
         raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
-    if sweep.what == MICROBATCHES and request.microbatching.count > 1:
-        count = request.microbatching.count
+    if sweep.what == MICROBATCHES and request.reading.microbatching.count > 1:
+        count = request.reading.microbatching.count
         raise InputError(f"--sweep {MICROBATCHES}: --microbatches {count} contradicts it; drop one")
     if sweep.what == MICROBATCHES and not has_samples(request.model):
         raise InputError(f"--sweep {MICROBATCHES}: {request.model} has no batch to split; name the model itself")
@@ -323,7 +356,11 @@ def _next_command(request: _Request, graph_path: Path | None, cluster_path: Path
         str(cluster_path) if cluster_path is not None and request.devices.strip() == "local" else request.devices
     )
     command = ["gdp", "simulate", str(graph_path or request.model), "--devices", placed_on, "--plan", str(plan_path)]
-    if graph_path is None and request.microbatching.count > 1:
-        command += ["--microbatches", str(request.microbatching.count)]
-        command += ["--free-replicas"] * request.microbatching.free_replicas
+    if graph_path is None:
+        reading = request.reading
+        if reading.microbatching.count > 1:
+            command += ["--microbatches", str(reading.microbatching.count)]
+            command += ["--free-replicas"] * reading.microbatching.free_replicas
+        command += ["--inference"] * (not reading.training)
+        command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
     return shlex.join(command)

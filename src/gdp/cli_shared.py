@@ -15,7 +15,10 @@ OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
 """Exit statuses."""
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A built-in workload, a gdp-graph file, or package.module:function.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A built-in workload, a gdp-graph or .onnx file, hf:DIR, or package.module:function."
+    ),
 ]
 DevicesOption = Annotated[
     str,

@@ -88,6 +88,23 @@ class Graph:
                 value.setflags(write=False)
         _check(self)
 
+    def to_columns(self) -> dict[str, Any]:
+        """Every field as plain values, for a file that only gdp reads: smaller and quicker than a `gdp-graph` file."""
+        columns = {item.name: getattr(self, item.name) for item in fields(self)}
+        columns["times_ns"] = [dict(times) for times in self.times_ns] if any(self.times_ns) else []
+        return columns
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> "Graph":
+        """The graph of `to_columns`, checked as a whole; KeyError, TypeError or InputError for anything else."""
+        values: dict[str, Any] = {"name": str(columns["name"])}
+        for names, kind in ((_STRINGS, None), (_NUMBERS, np.int64), (_FLAGS, np.bool_)):
+            for name in names:
+                values[name] = tuple(columns[name]) if kind is None else np.array(columns[name], kind)
+        times = columns["times_ns"] or [{}] * len(columns["op_names"])
+        values["times_ns"] = tuple(MappingProxyType(item) if item else _NO_TIMES for item in times)
+        return cls(**values)
+
     @property
     def num_ops(self) -> int:
         return len(self.op_names)
@@ -204,6 +221,12 @@ class Graph:
         return cls.build(content["name"], ops, tensors)
 
 
+_STRINGS = ("op_names", "kinds", "dtypes", "phases", "modules")
+_NUMBERS = (
+    "flops", "bytes_accessed", "resident_bytes", "groups", "producers", "tensor_bytes", "view_of", "consumer_offsets",
+    "consumers",
+)  # fmt: skip
+_FLAGS = ("is_resident", "is_kept")
 _NO_TIMES: Mapping[str, int] = MappingProxyType({})
 
 

@@ -46,6 +46,19 @@ def _parse_rule(
     return pattern, device
 
 
+def parse_dims(texts: Sequence[str]) -> dict[str, int]:
+    """Size by symbolic dimension of each `NAME=SIZE`."""
+    dims: dict[str, int] = {}
+    for text in texts:
+        name, _, size = text.rpartition("=")
+        if not name or not re.fullmatch(r"[1-9][0-9]{0,8}", size):
+            raise InputError(f"--dim is {text!r}; NAME=SIZE with a size of at least 1 is expected, such as batch=8")
+        if name in dims:
+            raise InputError(f"--dim {text}: {name} has a size already; give each dimension one")
+        dims[name] = int(size)
+    return dims
+
+
 def parse_max_memory(texts: Sequence[str], cluster: Cluster) -> dict[str, int]:
     """Bytes by device of each `DEVICE=SIZE`."""
     limits: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""MODEL -> Graph: a built-in workload, a `gdp-graph` file, or a function of the user's that returns a PyTorch model.
+"""MODEL -> Graph: a built-in workload, a `gdp-graph` or ONNX file, a Transformers directory, or a user's function.
 
-Graphs of workloads are kept in the user's cache directory under a name that changes with the code which makes them, so
-a second run starts at once and without importing PyTorch.
+Graphs of what can be known to be unchanged are kept in the user's cache under a name that changes with it and with the
+code that captures, so a second run starts at once and without importing PyTorch.
 """
 
 import contextlib
@@ -10,30 +10,27 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from gdp import files
+from gdp import cache, files, user_functions
 from gdp.devices import suggest
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.microbatches import accumulated, check_count
+from gdp.user_functions import Build
 
 if TYPE_CHECKING:
     from gdp.capture import Capture
     from gdp.measured_times import MeasuredTimes
 
-FORMAT, VERSION = "gdp-captured", 1
+FORMAT, VERSION = "gdp-captured", 3
 OPTIMIZERS = ("adam", "sgd")
-
-
-Build = Callable[[], tuple[Any, ...]]
-"""Returns (module, args, kwargs)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +41,7 @@ class Model:
     unknown_costs: Mapping[str, int]  # kind -> number of ops whose FLOPs were estimated from the size of their result
     is_captured: bool  # False: the graph was read from a `gdp-graph` file
     noise: float | None = None  # relative standard deviation of measured op times; None: not measured
+    notes: tuple[str, ...] = ()  # what the reader of MODEL decided by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,101 +59,131 @@ class Microbatching:
         return accumulated(graph, self.count, free_replicas=self.free_replicas)
 
 
-ONE_BATCH = Microbatching()
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How MODEL becomes a graph."""
+
+    training: bool = True  # False: the forward pass alone
+    optimizer: str = "adam"
+    microbatching: Microbatching = field(default_factory=Microbatching)
+    dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
+
+    def __post_init__(self) -> None:
+        check_optimizer(self.optimizer)
 
 
-def read_model(
-    text: str, *, training: bool = True, optimizer: str = "adam", microbatching: Microbatching = ONE_BATCH
-) -> Model:
-    """The graph of `text`: a built-in workload's name, the path of a `gdp-graph` file, or `package.module:function`.
+def read_model(text: str, reading: Reading | None = None) -> Model:
+    """The graph of `text`: a built-in workload's name, the path of a `gdp-graph` or `.onnx` file, `hf:DIR` or
+    `package.module:function`.
 
     The function, looked for from the current directory on, returns (module, example_inputs) or (module, args, kwargs);
     it runs under fake tensors, so nothing is allocated. The batch of a model is split evenly into micro-batches; a
-    `gdp-graph` file is the step of one micro-batch. Raises InputError with the remedy for anything else.
+    file is the step of one micro-batch. Raises InputError with the remedy for anything else.
     """
-    model = _read_one(text, training, optimizer, microbatching.count)
-    return replace(model, graph=microbatching.apply(model.graph))
+    reading = reading or Reading()
+    model = _read_one(text, reading, reading.microbatching.count)
+    return replace(model, graph=reading.microbatching.apply(model.graph))
 
 
 def has_samples(text: str) -> bool:
-    """Whether MODEL has a batch that can be split: a `gdp-graph` file has not."""
-    return not _is_graph_file(text)
+    """Whether MODEL has a batch that can be split: a file has not."""
+    return not (_is_graph_file(text) or _is_onnx(text))
 
 
-def read_part(text: str, num_parts: int) -> Graph:
-    """The training step of a part of the batch of MODEL, one of so many equal ones; of a `gdp-graph` file all of it."""
-    return _read_one(text, True, "adam", num_parts).graph
+def read_part(text: str, reading: Reading, num_parts: int) -> Graph:
+    """The step of a part of the batch of MODEL, one of so many equal ones; of a file all of it."""
+    return _read_one(text, reading, num_parts).graph
 
 
-def _read_one(text: str, training: bool, optimizer: str, num_microbatches: int) -> Model:
+def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
     """The step of one of so many micro-batches."""
-    check_optimizer(optimizer)
+    if reading.dims and not _is_onnx(text):
+        raise InputError(f"--dim: {text} has no symbolic dimensions; they are those of .onnx files")
     if _is_graph_file(text):
         return Model(Graph.load(text), {}, is_captured=False)
-    build = builder_of(text, num_microbatches)
-    entry = None if ":" in text else _cache_entry(text, training, optimizer, num_microbatches)
-    if entry is not None and entry.is_file():
-        with contextlib.suppress(InputError):  # damaged: captured anew below
-            return _read_entry(entry)
-    made = _capture(build, text, training, optimizer)
-    model = Model(made.graph, made.coverage.unknown, is_captured=True)
-    if entry is not None:
-        document = {
-            "format": FORMAT,
-            "version": VERSION,
-            "graph": model.graph.to_document(),
-            "unknown": dict(model.unknown_costs),
-        }
-        with contextlib.suppress(InputError):  # a cache that cannot be written costs time, no more
-            files.write_json(entry, document)
+    if _is_onnx(text):
+        return _read_onnx(text, reading.dims)
+    build = builder_of(text, num_microbatches, training=reading.training)
+    entry = _cache_entry(text, reading, num_microbatches)
+    if (model := _read_entry(entry)) is None:
+        made = _capture(build, text, reading.training, reading.optimizer)
+        model = Model(made.graph, made.coverage.unknown, is_captured=True)
+        _write_entry(entry, model)
     return model
 
 
-def read_capture(text: str, *, training: bool = True, optimizer: str = "adam") -> "Capture":
-    """As `read_model`, with the program that says what each op executes; InputError for a `gdp-graph` file."""
-    check_optimizer(optimizer)
-    return _capture(builder_of(text), text, training, optimizer)
+def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:
+    path = Path(text)
+    content = hashlib.sha256(files.read_bytes(path)).hexdigest()
+    code = _package().glob("capture/onnx*.py")
+    depends_on = (FORMAT, VERSION, content, sorted(dims.items()), version("gdp-placement"))
+    entry = cache.entry("graphs", path.name, depends_on, [_package() / "graph.py", *code])
+    if (model := _read_entry(entry)) is None:
+        from gdp.capture.onnx_model import read_onnx
+
+        made = read_onnx(path, dims)
+        model = Model(made.graph, made.unknown, is_captured=False, notes=made.notes)
+        _write_entry(entry, model)
+    return model
 
 
-def read_timed_model(
-    text: str, times: "MeasuredTimes", device_kinds: Iterable[str], microbatching: Microbatching = ONE_BATCH
-) -> Model:
-    """As `read_model`, of a training step, with what is known of its ops on these kinds of devices."""
+def read_capture(text: str, reading: Reading | None = None) -> "Capture":
+    """As `read_model`, with the program that says what each op executes; InputError for a file."""
+    reading = reading or Reading()
+    build = builder_of(text, training=reading.training)
+    return _capture(build, text, reading.training, reading.optimizer)
+
+
+def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[str], reading: Reading) -> Model:
+    """As `read_model`, with what is known of its ops on these kinds of devices."""
     from gdp.capture.signature import LIBRARY, signatures
     from gdp.measured_times import measured_noise, with_measured_times
 
     kinds = list(device_kinds)
-    made = _capture(builder_of(text, microbatching.count), text, True, "adam")
+    build = builder_of(text, reading.microbatching.count, training=reading.training)
+    made = _capture(build, text, reading.training, reading.optimizer)
     known = signatures(made.program)
     graph = with_measured_times(made.graph, known, times, kinds, LIBRARY)
     noise = measured_noise(known, times, kinds, LIBRARY)
-    return Model(microbatching.apply(graph), made.coverage.unknown, is_captured=True, noise=noise)
+    return Model(reading.microbatching.apply(graph), made.coverage.unknown, is_captured=True, noise=noise)
 
 
-def builder_of(text: str, num_microbatches: int = 1) -> Build:
+def builder_of(text: str, num_microbatches: int = 1, *, training: bool = True) -> Build:
     """What builds the model that `text` names, with example inputs, on whatever device is the default; with the inputs
-    of the first of `num_microbatches`.
+    of the first of `num_microbatches`. Labels are among the inputs of a Transformers model for `training`.
 
-    InputError for a `gdp-graph` file, which has no model, and for what is unknown.
+    InputError for a file, which has no model, and for what is unknown.
     """
     if _is_graph_file(text):
         raise InputError(f"{text}: a gdp-graph file does not say what its ops execute; name the model itself")
-    if text.startswith("hf:"):
-        raise InputError(
-            f"{text}: this version reads no Transformers directories; "
-            "write a function that returns (model, args, kwargs) and give it as module:function"
-        )
-    if text.endswith(".onnx"):
-        raise InputError(f"{text}: this version reads no ONNX files; capture the PyTorch model as module:function")
-    if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
-        return _first_microbatch(_user_function(text), text, num_microbatches)
+    if _is_onnx(text):
+        raise InputError(f"{text}: an ONNX file is placed, not executed; name the PyTorch model as module:function")
+    if text.startswith(_HUGGING_FACE):
+        from gdp.capture import huggingface
+
+        return _first_microbatch(huggingface.builder(text, training=training), text, num_microbatches)
+    if re.fullmatch(user_functions.PATTERN, text):
+        return _first_microbatch(user_functions.user_function(text), text, num_microbatches)
     return _workload(text, num_microbatches)
 
 
-def load(text: str, *, training: bool = True, optimizer: str = "adam", microbatches: int = 1) -> Graph:
+def load(
+    text: str,
+    *,
+    training: bool = True,
+    optimizer: str = "adam",
+    microbatches: int = 1,
+    dims: Mapping[str, int] = MappingProxyType({}),
+) -> Graph:
     """The graph of MODEL alone; see `read_model`."""
-    microbatching = Microbatching(microbatches)
-    return read_model(text, training=training, optimizer=optimizer, microbatching=microbatching).graph
+    return read_model(text, Reading(training, optimizer, Microbatching(microbatches), dims)).graph
+
+
+_HUGGING_FACE = "hf:"
+
+
+def _is_onnx(text: str) -> bool:
+    return text.endswith(".onnx") and not text.startswith(_HUGGING_FACE)
 
 
 def _is_graph_file(text: str) -> bool:
@@ -229,109 +257,6 @@ def _capture(build: Build, name: str, training: bool, optimizer: str) -> "Captur
         return capture_fn(build, name=name, training=training, optimizer=cast(Literal["adam", "sgd"], optimizer))
 
 
-# The cache
-
-
-def cache_directory() -> Path | None:
-    """Where captured graphs are kept; it may be deleted at any time. None if there is no home directory."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "gdp" / "graphs"
-    except RuntimeError:
-        return None
-
-
-def _cache_entry(name: str, training: bool, optimizer: str, num_microbatches: int) -> Path | None:
-    """The file of a workload's graph: its name has a hash of all that the graph depends on."""
-    directory = cache_directory()
-    if directory is None:
-        return None
-    digest = hashlib.sha256(
-        repr((FORMAT, VERSION, name, training, optimizer, num_microbatches, version("torch"))).encode()
-    )
-    package = Path(__file__).parent
-    for source in sorted([package / "graph.py", *package.glob("capture/*.py"), *package.glob("workloads/*.py")]):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return directory / f"{name.replace('/', '.')}-{digest.hexdigest()[:32]}.json.gz"
-
-
-def _is_counts(value: object) -> bool:
-    """a mapping from kinds to numbers"""
-    return type(value) is dict and all(files.is_size(count) for count in value.values())
-
-
-def _is_document(value: object) -> bool:
-    """a gdp-graph document"""
-    return type(value) is dict
-
-
-_ENTRY_FIELDS = {"format": files.is_string, "version": files.is_size, "graph": _is_document, "unknown": _is_counts}
-
-
-def _read_entry(path: Path) -> Model:
-    content = files.require_header(files.read_json(path), FORMAT, VERSION)
-    files.require_keys(content, "entry", _ENTRY_FIELDS, set(_ENTRY_FIELDS))
-    return Model(Graph.from_document(content["graph"]), content["unknown"], is_captured=True)
-
-
-# The user's functions
-
-
-def _user_function(text: str) -> Build:
-    """The user's function, its answer put in order as (module, args, kwargs), its errors as one line."""
-    module_name, _, path = text.partition(":")
-    with _explained(text, f"module {module_name} cannot be imported"), _importable_here():
-        found: Any = import_module(module_name)
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise InputError(f"{text}: module {module_name} has no {path}; check the name")
-        found = getattr(found, name)
-    if not callable(found):
-        kind = type(found).__name__
-        raise InputError(f"{text}: is no function but {kind}; one that returns (module, example_inputs) is expected")
-
-    def build() -> tuple[Any, ...]:
-        with _explained(text, "the function failed"), _importable_here():
-            return _module_and_inputs(found(), text)
-
-    return build
-
-
-def _module_and_inputs(answer: Any, text: str) -> tuple[Any, ...]:
-    from torch import Tensor, nn
-
-    if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
-        kinds = ", ".join(type(item).__name__ for item in (answer if isinstance(answer, tuple) else (answer,)))
-        raise InputError(f"{text}: returned {kinds}; (module, example_inputs) or (module, args, kwargs) is expected")
-    inputs, kwargs = answer[1], answer[2] if len(answer) == 3 else {}
-    if len(answer) == 2 and isinstance(inputs, Mapping):
-        return answer[0], (), dict(inputs)
-    if isinstance(inputs, Tensor):
-        inputs = (inputs,)
-    if not isinstance(inputs, tuple | list) or not isinstance(kwargs, Mapping):
-        raise InputError(
-            f"{text}: inputs are {type(inputs).__name__} and {type(kwargs).__name__}; "
-            "a tensor, a tuple or a dict of keyword inputs is expected"
-        )
-    return answer[0], tuple(inputs), dict(kwargs)
-
-
-@contextlib.contextmanager
-def _explained(text: str, what: str) -> Iterator[None]:
-    """Whatever the user's code raises as one line with the last line of the exception."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:
-        if type(error).__module__ == "torch._subclasses.fake_tensor":
-            raise  # the capture knows what to do about these
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
-        raise InputError(f"{text}: {what} ({reason}); run it by itself to see more") from error
-
-
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
     """PyTorch logs a traceback when an operator fails on fake tensors, besides raising: one line says it all."""
@@ -344,13 +269,51 @@ def _without_tracebacks() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def _importable_here() -> Iterator[None]:
-    """The current directory comes first where modules are looked for."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(here)
+# The cache
+
+
+def _package() -> Path:
+    return Path(__file__).parent
+
+
+def _cache_entry(text: str, reading: Reading, num_microbatches: int) -> Path | None:
+    """The file of the graph of a workload or a Transformers directory; None for a function, which may have changed."""
+    known: tuple[object, ...] = (text,)
+    if text.startswith(_HUGGING_FACE):
+        from gdp.capture import huggingface
+
+        known = huggingface.identity(text)
+    elif ":" in text:
+        return None
+    package = _package()
+    code = [package / "graph.py", *package.glob("capture/*.py"), *package.glob("workloads/*.py")]
+    depends_on = (FORMAT, VERSION, known, reading.training, reading.optimizer, num_microbatches, version("torch"))
+    return cache.entry("graphs", text, depends_on, code)
+
+
+def _is_counts(value: object) -> bool:
+    """a mapping from kinds to numbers"""
+    return type(value) is dict and all(files.is_size(count) for count in value.values())
+
+
+def _read_entry(path: Path | None) -> Model | None:
+    content = cache.read(path, FORMAT, VERSION)
+    if content is None or not _is_counts(content.get("unknown")):
+        return None
+    with contextlib.suppress(InputError, KeyError, TypeError, ValueError):
+        graph = Graph.from_columns(content["graph"])
+        notes = tuple(map(str, content.get("notes", ())))
+        return Model(graph, content["unknown"], is_captured=bool(content.get("captured")), notes=notes)
+    return None
+
+
+def _write_entry(path: Path | None, model: Model) -> None:
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "graph": model.graph.to_columns(),
+        "unknown": dict(model.unknown_costs),
+        "captured": model.is_captured,
+        "notes": list(model.notes),
+    }
+    cache.write(path, document)

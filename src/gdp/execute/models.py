@@ -50,7 +50,7 @@ def read_executable(text: str, *, training: bool = True, optimizer: str = "adam"
     InputError as for `sources.read_model`; a `gdp-graph` file has no model.
     """
     check_optimizer(optimizer)
-    build = builder_of(text)
+    build = builder_of(text, training=training)
     with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         answer = build()

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from gdp.graph import I64, Bool
@@ -123,6 +122,8 @@ def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) 
 
     Variables: x[P] (1: a transfer is made), start[N], end of the step. Each op keeps at most one child and one parent.
     """
+    from scipy.optimize import linprog  # half a second
+
     num_pairs, num_ops = len(sources), problem.num_ops
     end = num_pairs + num_ops
     time_ns = problem.mean_op_time_ns

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pymetis
-from scipy.optimize import linear_sum_assignment
 
 from gdp.graph import I64
 from gdp.grouping import Units
@@ -147,6 +146,8 @@ class Partitioner:
         np.add.at(misplaced, part_of_unit, ~self.units.allowed[:, devices])
         if (cost == cost[:, :1]).all() and not misplaced.any():
             return np.arange(len(devices))
+        from scipy.optimize import linear_sum_assignment  # half a second, which devices that are alike never need
+
         return np.asarray(linear_sum_assignment(cost + misplaced * max(float(cost.max()), 1.0))[1])
 
 

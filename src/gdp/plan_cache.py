@@ -1,0 +1,87 @@
+"""Plans that were found before: an identical question is answered at once.
+
+What is identical: graph, cluster, constraints, every option that a search depends on, and gdp's own code. D devices.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdp import cache
+from gdp.advice import Advice, WhatIf
+from gdp.cluster import Cluster
+from gdp.constraints import Constraints
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.plan import Baseline, NoisyTimes, Plan, Search
+
+FORMAT, VERSION = "gdp-found-plan", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What `gdp place` found: a plan that fits, with how it was found, and what other machines would give."""
+
+    plan: Plan
+    advice: Advice | None
+
+
+def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Mapping[str, object]) -> Path | None:
+    """Where the answer to this question is kept; `options` are all others that the answer depends on."""
+    limits = asdict(constraints)
+    depends_on = (FORMAT, VERSION, version("gdp-placement"), graph.fingerprint, cluster.fingerprint, limits, options)
+    return cache.entry("plans", graph.name, depends_on, Path(__file__).parent.rglob("*.py"))
+
+
+def load(path: Path | None, graph: Graph, cluster: Cluster) -> Found | None:
+    """The answer that is kept there; None if there is none that can be read."""
+    document = cache.read(path, FORMAT, VERSION)
+    if document is None:
+        return None
+    with contextlib.suppress(InputError, KeyError, TypeError, ValueError, AttributeError):  # damaged: found anew
+        plan = replace(Plan.from_document(document["plan"]), search=_search(document["search"]))
+        plan.check_belongs(graph, cluster)
+        told = document["advice"]
+        return Found(plan, None if told is None else _advice(told, plan))
+    return None
+
+
+def store(path: Path | None, found: Found) -> None:
+    """Keep an answer."""
+    plan, advice = found.plan, found.advice
+    assert plan.search is not None
+    kept = None
+    if advice is not None:
+        kept = {
+            "what_ifs": [asdict(item) for item in advice.what_ifs],
+            "not_asked": list(advice.not_asked),
+            "memory_matters": advice.memory_matters,
+        }
+    search = asdict(replace(plan.search, baselines=dict(plan.search.baselines)))
+    cache.write(
+        path,
+        {"format": FORMAT, "version": VERSION, "plan": plan.to_document(), "search": search, "advice": kept},
+    )
+
+
+def _search(kept: Mapping[str, Any]) -> Search:
+    noisy = kept["under_noise"]
+    return Search(
+        seconds=float(kept["seconds"]),
+        simulations=int(kept["simulations"]),
+        baselines={name: Baseline(**baseline) for name, baseline in kept["baselines"].items()},
+        busy_fraction=np.array(kept["busy_fraction"], np.float64),
+        missing_bytes=np.array(kept["missing_bytes"], np.int64),
+        under_noise=None if noisy is None else NoisyTimes(**noisy),
+        order=str(kept["order"]),
+    )
+
+
+def _advice(kept: Mapping[str, Any], plan: Plan) -> Advice:
+    what_ifs = tuple(WhatIf(**item) for item in kept["what_ifs"])
+    return Advice(what_ifs, tuple(kept["not_asked"]), bool(kept["memory_matters"]), plan)
