@@ -71,6 +71,8 @@ def _classify(func: OpOverload) -> tuple[str, Formula | None]:
         known = (UNKNOWN, None)
         if namespace == "aten" and base in _FORMULAS:
             known = (FORMULA, _FORMULAS[base])
+        elif func._schema.name in _LIBRARY_FORMULAS:
+            known = (FORMULA, _LIBRARY_FORMULAS[func._schema.name])
         elif namespace == "aten" and base in _MOVEMENT:
             known = (MOVEMENT, None)
         elif func.overloadpacket in flop_registry:
@@ -97,6 +99,11 @@ def _grouped_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor
     a, b = args[0], args[1]
     rows, inner = int(a.shape[-2]), int(a.shape[-1])
     return 2 * rows * inner * int(b.shape[-1]) * (int(a.shape[0]) if a.dim() == b.dim() == 3 else 1)
+
+
+def _grouped_product_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """a [rows, inner], b [groups, inner, columns]: the gradient of each is a product as large as the forward one."""
+    return 2 * _grouped_product(args, kwargs, outputs)
 
 
 def _convolution(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
@@ -194,7 +201,7 @@ def _constant_table() -> dict[str, Formula]:
     # g scale, sum; normalise 2, times g, sum; dx = (g - a - x b) c 4; gradients of scale 2 and shift 1
     norm_backward = read(13)
     table: dict[str, Formula] = {
-        "_softmax": softmax, "_log_softmax": softmax, "logsumexp": read(4),
+        "_softmax": softmax, "_log_softmax": softmax, "_safe_softmax": softmax, "logsumexp": read(4),
         "_softmax_backward_data": softmax_backward, "_log_softmax_backward_data": softmax_backward,
         "native_layer_norm": norm, "native_group_norm": norm, "native_batch_norm": norm, "cudnn_batch_norm": norm,
         "_native_batch_norm_legit": norm, "_batch_norm_with_update": norm,
@@ -219,6 +226,7 @@ def _constant_table() -> dict[str, Formula]:
         # four products, three sums
         "upsample_bilinear2d": out(7), "upsample_bilinear2d_backward": read(7),
         "upsample_nearest2d_backward": read(1),
+        "upsample_linear1d": out(3), "upsample_linear1d_backward": read(3),  # two products, a sum
         "avg_pool2d_backward": read(1), "avg_pool3d_backward": read(1), "_adaptive_avg_pool2d_backward": out(1),
         "max_pool2d_with_indices_backward": read(1), "max_pool3d_with_indices_backward": read(1),
         "dot": read(2), "vdot": read(2), "embedding_dense_backward": read(1),
@@ -228,7 +236,7 @@ def _constant_table() -> dict[str, Formula]:
     }  # fmt: skip
     reductions = (
         "sum", "mean", "amax", "amin", "max", "min", "aminmax", "argmax", "argmin", "prod", "any", "all", "nansum",
-        "cumsum", "cumprod", "cummax", "topk", "count_nonzero", "bincount",
+        "cumsum", "cumprod", "cummax", "topk", "count_nonzero", "bincount", "histc",
         "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d",
     )  # fmt: skip
     return table | dict.fromkeys(reductions, read(1))
@@ -254,6 +262,12 @@ _FORMULAS: dict[str, Formula] = {
     **_constant_table(),
 }
 
+_LIBRARY_FORMULAS: dict[str, Formula] = {
+    # Transformers' grouped product for types that PyTorch's own does not take under fake tensors: a, b, ends of groups
+    "transformers::grouped_mm_fallback": _grouped_product,
+    "transformers::grouped_mm_fallback_backward": _grouped_product_backward,
+}
+
 _POINTWISE = frozenset({
     "masked_fill", "hardtanh_backward",
     "elu_backward", "leaky_relu_backward", "hardswish_backward", "hardsigmoid_backward",
@@ -263,7 +277,7 @@ _POINTWISE = frozenset({
     "rand", "randn", "randint", "rand_like", "randn_like", "randperm", "arange", "linspace", "nll_loss_backward",
     "nll_loss2d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
     "adaptive_max_pool2d_backward", "celu", "selu", "gelu", "silu", "clamp_min", "clamp_max", "_conj_physical",
-    "_foreach_add", "_foreach_mul",
+    "_foreach_add", "_foreach_mul", "floor_divide",
 })  # fmt: skip
 
 _MOVEMENT = frozenset({

@@ -1,0 +1,302 @@
+"""`hf:DIR`: the model that a Transformers `config.json` describes, or a Diffusers one, with inputs made from it.
+
+Weights are not read, code in the directory is not run, and nothing is fetched: the class is one of the installed
+library's own. The query of `hf:DIR?batch=8&sequence=512` sets the sizes that a config does not say; see
+`huggingface_inputs.Sizes`.
+
+What makes these models fit for a capture, all of it by the libraries' own switches where they have one:
+
+- Weights are not initialised under fake tensors (some initialisations look at tensors), and tied afterwards.
+- Caches of keys and values are off, masks are left out (all tokens count), layers are never dropped at random.
+- Experts run as grouped matrix products: the loop over the experts that were hit has no fixed shapes.
+- Checks that values are finite, which decide on clamping, are taken to say yes.
+"""
+
+import contextlib
+import copy
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gdp import files
+from gdp.capture.huggingface_inputs import Sizes, diffusers_inputs, transformers_inputs
+from gdp.devices import suggest
+from gdp.errors import InputError
+
+PREFIX = "hf:"
+Build = Callable[[], tuple[Any, ...]]
+
+# of a config: what would choose kernels or weights that are fetched, or that this machine lacks
+_CHOICES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation",
+            "kernel_config", "use_kernels")  # fmt: skip
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def parse(text: str) -> tuple[str, Sizes]:
+    """(DIR, sizes) of `hf:DIR?batch=8&sequence=512`. InputError for an unknown size or value."""
+    directory, _, query = text.removeprefix(PREFIX).partition("?")
+    if not directory:
+        raise InputError(f"{text!r}: names no directory; hf:DIR with a config.json in it is expected")
+    return directory, Sizes.parse(query, text)
+
+
+def builder(text: str, *, training: bool = True) -> Build:
+    """What builds the model of `hf:DIR?SIZES` and its inputs: (module, args, kwargs), for training with labels.
+
+    Under `FakeTensorMode` nothing is allocated; else parameters are drawn as the library draws them. InputError, with
+    the remedy, for a directory without a readable `config.json` and for what this version cannot build from one.
+    """
+    directory, sizes = parse(text)
+    config = _read_config(Path(directory))
+    if "_class_name" in config:
+        return _diffusers_builder(config, sizes, text, training)
+    return _transformers_builder(config, sizes, text, training)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        what = "is no directory" if directory.exists() else "no such directory"
+        raise InputError(f"hf:{directory}: {what}; name one with a config.json")
+    path = directory / "config.json"
+    if not path.is_file():
+        other = "model_index.json" if (directory / "model_index.json").is_file() else ""
+        remedy = "name its unet or transformer directory" if other else "name a directory that has one"
+        raise InputError(f"{directory}: has no config.json{' but ' + other if other else ''}; {remedy}")
+    try:
+        config = json.loads(files.read_bytes(path))  # configs have Infinity, which strict JSON has not
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({str(error).splitlines()[0]}); mend the file") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: is a {type(config).__name__}; a JSON object is expected")
+    for key, remedy in (
+        ("auto_map", "code in a directory is never run: remove auto_map if the class is Transformers' own"),
+        ("quantization_config", "quantised weights are not modelled: remove it to place the model in its dtype"),
+    ):
+        if config.get(key):
+            raise InputError(f"{path}: has {key}; {remedy}, or give the model as module:function")
+    return config
+
+
+# Transformers
+
+
+def _transformers_builder(config: dict[str, Any], sizes: Sizes, text: str, training: bool) -> Build:
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(f"{text}: needs Transformers; pip install 'gdp-placement[hf]'") from None
+    with _explained(text), _quiet():
+        found = _config_of(transformers, config, text)
+        model_class = _class_of(transformers, found, config.get("architectures"), text)
+    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or "float32", text)
+
+    def build() -> tuple[Any, ...]:
+        import torch
+        from transformers.initialization import no_init_weights
+
+        is_fake = _is_fake()
+        with _explained(text), _quiet():
+            options = {"dtype": dtype, "attn_implementation": None}
+            if model_class._can_set_experts_implementation():
+                options["experts_implementation"] = "grouped_mm"
+            with no_init_weights() if is_fake else contextlib.nullcontext():
+                model = model_class._from_config(copy.deepcopy(found), **options)
+            if is_fake:
+                model.tie_weights()
+            model.train(training)
+            with torch.no_grad():
+                inputs = transformers_inputs(model, sizes, text, training=training)
+        return _capturable(model), (), inputs
+
+    return build
+
+
+def _config_of(transformers: Any, config: dict[str, Any], text: str) -> Any:
+    """The config object of the model type, without what makes a step depend on chance or on earlier steps."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise InputError(f'{text}: config.json has no model_type; add the one of Transformers, such as "bert"')
+    if kind not in transformers.CONFIG_MAPPING:
+        known = sorted(transformers.CONFIG_MAPPING.keys())
+        raise InputError(
+            f"{text}: model_type {kind!r} is unknown to Transformers {transformers.__version__}; {suggest(kind, known)}"
+        )
+    content = {key: value for key, value in config.items() if key not in (*_CHOICES, "torch_dtype", "dtype")}
+    found = transformers.CONFIG_MAPPING[kind].from_dict(content)
+    for part in _parts_of(found):
+        for name in _LAYER_DROPS:
+            if getattr(part, name, 0):
+                setattr(part, name, 0.0)
+        if getattr(part, "use_cache", False):
+            part.use_cache = False
+    return found
+
+
+def _parts_of(config: Any) -> Iterator[Any]:
+    """A config and those of its parts."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and hasattr(part, "sub_configs"):
+            yield from _parts_of(part)
+
+
+def _class_of(transformers: Any, config: Any, architectures: Any, text: str) -> Any:
+    """The class that `architectures` names first, else the bare model of the config's type."""
+    if architectures in (None, []):
+        return _bare_class(transformers, config, text)
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise InputError(f"{text}: architectures is {architectures!r}; a list with the name of a class is expected")
+    name = architectures[0]
+    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise InputError(
+            f"{text}: architectures names {name!r}, no model class of Transformers {transformers.__version__}; "
+            "correct it, or remove it for the bare model"
+        )
+    if found.config_class is None or not isinstance(config, found.config_class):
+        takes = found.config_class.__name__ if found.config_class else "no config"
+        raise InputError(
+            f"{text}: architectures names {name}, which takes {takes}, but model_type is {config.model_type!r}; "
+            "correct one of them"
+        )
+    return found
+
+
+def _bare_class(transformers: Any, config: Any, text: str) -> Any:
+    try:
+        found = transformers.MODEL_MAPPING[type(config)]
+    except KeyError:
+        raise InputError(
+            f"{text}: model_type {config.model_type!r} has no bare model; name a class in architectures"
+        ) from None
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _dtype(name: Any, text: str) -> Any:
+    import torch
+
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InputError(f"{text}: dtype is {name!r}; float32, bfloat16, float16 or float64 is expected")
+    return found
+
+
+# Diffusers
+
+
+def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training: bool) -> Build:
+    try:
+        import diffusers
+    except ImportError:
+        raise InputError(f"{text}: its config is one of Diffusers; pip install diffusers") from None
+    name = config["_class_name"]
+    if name not in diffusers_inputs:
+        raise InputError(
+            f"{text}: _class_name is {name!r}; one of {', '.join(diffusers_inputs)} is expected, "
+            "or give the model as module:function"
+        )
+    model_class = getattr(diffusers, name)
+    dtype = _dtype(sizes.dtype or config.get("torch_dtype") or "float32", text)
+
+    def build() -> tuple[Any, ...]:
+        import torch
+
+        with _explained(text), _quiet():
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                model = model_class.from_config(dict(config))
+            finally:
+                torch.set_default_dtype(before)
+            model.train(training)
+            inputs = diffusers_inputs[name](model, sizes, text)
+        return _capturable(model), (), inputs
+
+    return build
+
+
+# What both share
+
+
+def _is_fake() -> bool:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(torch.empty(0), FakeTensor)
+
+
+def _capturable(model: Any) -> Any:
+    """`model`, its forward pass offline and with what a capture needs in place of two functions of PyTorch.
+
+    `isfinite`, asked by models that clamp what is not, says yes. Grouped products of other types than bfloat16, which
+    have no fake implementation, are Transformers' own. The model becomes one of a subclass of the same name, for
+    Transformers looks at names of classes, and models are copied.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Replaced(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if func is torch.isfinite:
+                return _Yes()
+            if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
+                return torch.ops.transformers.grouped_mm_fallback(*args[:2], (kwargs or {})["offs"])
+            return func(*args, **(kwargs or {}))
+
+    kind = type(model)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Replaced(), _quiet():
+            return kind.forward(self, *args, **kwargs)
+
+    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return model
+
+
+class _Yes:
+    """The answer of `isfinite`, of which models ask whether all of it is true."""
+
+    def all(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No chatter, no look at the hub."""
+    import huggingface_hub.constants as hub
+
+    was_offline = hub.HF_HUB_OFFLINE
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "diffusers"))}
+    try:
+        hub.HF_HUB_OFFLINE = True
+        for logger in levels:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hub.HF_HUB_OFFLINE = was_offline
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _explained(text: str) -> Iterator[None]:
+    """What the libraries raise about a config, as one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if type(error).__module__ == "torch._subclasses.fake_tensor":
+            raise  # the capture knows what to do about these
+        lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {' '.join(lines)[:200]}" if lines else type(error).__name__
+        raise InputError(f"{text}: its config makes no model ({reason}); correct config.json") from error
