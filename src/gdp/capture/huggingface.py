@@ -151,17 +151,17 @@ def _class_of(transformers: Any, config: Any, architectures: Any, text: str) -> 
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise InputError(f"{text}: architectures is {architectures!r}; a list with the name of a class is expected")
     name = architectures[0]
-    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
+    found = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise InputError(
             f"{text}: architectures names {name!r}, no model class of Transformers {transformers.__version__}; "
             "correct it, or remove it for the bare model"
         )
-    if found.config_class is None or not isinstance(config, found.config_class):
-        takes = found.config_class.__name__ if found.config_class else "no config"
+    takes = getattr(found, "config_class", None)
+    if takes is None or not isinstance(config, takes):
         raise InputError(
-            f"{text}: architectures names {name}, which takes {takes}, but model_type is {config.model_type!r}; "
-            "correct one of them"
+            f"{text}: architectures names {name}, which takes {'no config' if takes is None else takes.__name__}, "
+            f"but model_type is {config.model_type!r}; correct one of them"
         )
     return found
 
