@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -103,9 +103,9 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
         return Model(Graph.load(text), {}, is_captured=False)
     if _is_onnx(text):
         return _read_onnx(text, reading.dims)
-    build = builder_of(text, num_microbatches, training=reading.training)
     entry = _cache_entry(text, reading, num_microbatches)
     if (model := _read_entry(entry)) is None:
+        build = builder_of(text, num_microbatches, training=reading.training)
         made = _capture(build, text, reading.training, reading.optimizer)
         model = Model(made.graph, made.coverage.unknown, is_captured=True)
         _write_entry(entry, model)
@@ -187,6 +187,8 @@ def _is_onnx(text: str) -> bool:
 
 
 def _is_graph_file(text: str) -> bool:
+    if text.startswith(_HUGGING_FACE):
+        return False
     return (os.path.isfile(text) and not text.endswith(".onnx")) or text.endswith((".json", ".gz"))
 
 
@@ -278,17 +280,25 @@ def _package() -> Path:
 
 def _cache_entry(text: str, reading: Reading, num_microbatches: int) -> Path | None:
     """The file of the graph of a workload or a Transformers directory; None for a function, which may have changed."""
-    known: tuple[object, ...] = (text,)
+    known: tuple[object, ...] = ()
     if text.startswith(_HUGGING_FACE):
-        from gdp.capture import huggingface
-
-        known = huggingface.identity(text)
+        config = Path(text.removeprefix(_HUGGING_FACE).partition("?")[0]) / "config.json"
+        if not config.is_file():
+            return None
+        known = (files.read_bytes(config), *map(_installed, ("transformers", "diffusers")))
     elif ":" in text:
         return None
     package = _package()
     code = [package / "graph.py", *package.glob("capture/*.py"), *package.glob("workloads/*.py")]
-    depends_on = (FORMAT, VERSION, known, reading.training, reading.optimizer, num_microbatches, version("torch"))
+    depends_on = (FORMAT, VERSION, text, known, reading.training, reading.optimizer, num_microbatches, version("torch"))
     return cache.entry("graphs", text, depends_on, code)
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _is_counts(value: object) -> bool:
