@@ -1,8 +1,10 @@
 """Several placers on one problem, with several seeds: the table of `gdp compare`."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gdp.bounds import lower_bound
 from gdp.budget import Budget, Clock
@@ -13,8 +15,12 @@ from gdp.graph import Graph
 from gdp.placers import CLASSICAL
 from gdp.placers.portfolio import PLACERS, find, prepare
 from gdp.problem import Problem
+from gdp.simulate import Simulation
 
 DEFAULT_PLACERS = (*CLASSICAL, "auto")
+
+Rival = Callable[[Problem], Simulation | None]
+"""What another tool does with a problem; None: it has no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ def compare(
     max_memory_bytes: Mapping[str, int] | None = None,
     reserve: float = 0.0,
     checkpoint: str | None = None,
+    rivals: Mapping[str, Rival] = MappingProxyType({}),
     num_threads: int | None = None,
     on_start: Callable[[str, int], None] | None = None,
     stop: threading.Event | None = None,
@@ -63,12 +70,13 @@ def compare(
 
     `on_start(placer, seed)` is called before each run. After `stop` only the rows that are complete are returned.
     Constraints are those of `Problem.build`; `checkpoint` is the file of a policy to use instead of the one that comes
-    with gdp. Raises InputError for unknown placers and numbers that make no sense.
+    with gdp. `rivals` are what other tools do, by name; they have no seeds and come first. Raises InputError for
+    unknown placers and numbers that make no sense.
     """
     for name in placers:
         if name not in PLACERS:
             raise InputError(f"placer {name!r} is unknown; one of {', '.join(PLACERS)} is expected")
-    if not placers or len(set(placers)) < len(placers):
+    if not (placers or rivals) or len(set(placers)) < len(placers):
         raise InputError(f"placers are {', '.join(placers) or 'none'}; name at least one, each once")
     if num_seeds < 1:
         raise InputError(f"seeds is {num_seeds}; at least 1 is expected")
@@ -79,7 +87,7 @@ def compare(
     )
     bound_ns = lower_bound(problem)
     reduction = reduce(problem)
-    rows: list[Row] = []
+    rows = [_rival_row(name, rival, problem) for name, rival in rivals.items()]
     for name in placers:
         prepare(name)
         times_ns: list[int | None] = []
@@ -99,3 +107,14 @@ def compare(
         status = next(status for status in ("failed", "infeasible", "ok") if status in statuses)
         rows.append(Row(name, status, tuple(times_ns), seconds, simulations // num_seeds))
     return Comparison(tuple(rows), bound_ns)
+
+
+def _rival_row(name: str, rival: Rival, problem: Problem) -> Row:
+    began = time.perf_counter()
+    found = rival(problem)
+    seconds = time.perf_counter() - began
+    if found is None:
+        return Row(name, "failed", (None,), seconds, 0)
+    if not found.feasible:
+        return Row(name, "infeasible", (None,), seconds, 1)
+    return Row(name, "ok", (found.step_time_ns,), seconds, 1)

@@ -59,7 +59,7 @@ def _preset(name: str, preset: str, slow: tuple[int, ...] = ()) -> Machine:
     return Machine(name, preset, lambda graph: Cluster.parse(preset), slow)
 
 
-def _small_gpu(graph: Graph) -> Cluster:
+def small_gpu(graph: Graph) -> Cluster:
     """A card that holds only a part of the step, and a processor that holds all."""
     cluster = Cluster.parse("p100-pcie-16g+cpu-16core")
     gpu, cpu = cluster.devices
@@ -89,7 +89,7 @@ MACHINES = (
     _preset("2-equal", "2xv100-sxm-32g"),
     _preset("4-equal", "4xp100-pcie-16g"),
     _preset("fast-and-slow", "rtx4090-24g+2xl4-24g", slow=(1, 2)),
-    Machine("gpu-and-cpu", "p100 of 60 % of the memory + cpu-16core", _small_gpu),
+    Machine("gpu-and-cpu", "p100 of 60 % of the memory + cpu-16core", small_gpu),
     _preset("hosts-10gbit", "2x(4xp100-pcie-16g)@10gbit"),
     _preset("hosts-100gbit", "2x(4xp100-pcie-16g)@100gbit"),
     Machine("nvlink-pairs", "4xrtx3090-24g, NVLink in pairs", _nvlink_pairs),

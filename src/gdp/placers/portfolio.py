@@ -1,6 +1,7 @@
 """`auto`: classical placers, then the local search from all their answers in the time left.
 
     single ... contiguous --> METIS ... --> (zero-shot -->) local search (, guided by the policy) --> the best of all
+                                weight streaming, where no single device holds everything -------^
 
 `guided` asks the policy too. It is not the default, for on average it is no better (docs/results.md). A placer takes
 seconds on a graph of 50,000 ops: with a small budget the slower ones are skipped, so that time is left for the search.
@@ -28,6 +29,7 @@ from gdp.placers.interleaved import interleaved_stages
 from gdp.placers.island import Incumbent
 from gdp.placers.local_search import LocalSearch, OnProgress
 from gdp.placers.noise import Candidate, Noise, key_of
+from gdp.placers.streaming import stream_weights
 from gdp.placers.zero_shot import zero_shot
 from gdp.plan import Baseline
 from gdp.policy.construction import Constructor
@@ -136,6 +138,11 @@ def _search(
     if not starts:
         return Found(None, num_simulations, baselines=baselines)
     answers = list(classical.candidates)
+    if len(problem.orders) == 1:
+        streamed, count = stream_weights(reduction.original)
+        num_simulations += count
+        if streamed is not None:
+            answers.append(Candidate(key_of(streamed, noise), streamed, problem.order))
     for before, incumbent in zip(given, known, strict=True):  # reducing it may have moved ops
         if reduction.original.broken_constraints(before.placement):
             begun = expand(reduction, incumbent)

@@ -1,0 +1,195 @@
+"""Where Hugging Face's accelerate puts a model: its device maps, asked of the library itself, as placements.
+
+`device_map="auto"` (or `"balanced"`), `"balanced_low_0"` and `"sequential"` fill GPUs by the size of weights alone,
+then the CPU. What they put on the CPU keeps its weights there and computes on the main GPU: the parameter op is on the
+CPU, its consumers are on the GPU, and the weights are transferred in each step. N ops, D devices.
+"""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gdp.errors import InputError
+from gdp.graph import Graph, Tensor
+from gdp.problem import Placement, Problem
+from gdp.simulate import Simulation, simulate
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DeviceMap = Mapping[str, int | str]
+"""From paths of modules or parameters to GPU numbers, "cpu" or "disk"."""
+
+MODES = ("auto", "balanced", "balanced_low_0", "sequential")
+PREFIX = "accelerate-"
+NAMES = tuple(f"{PREFIX}{mode}" for mode in MODES)
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of GPUs' memory that maps may fill with weights
+_STATE_KINDS = ("parameter", "buffer", "constant")
+
+
+def device_map(module: "nn.Module", problem: Problem, mode: str, share: float = 1.0) -> dict[str, int | str]:
+    """accelerate's own answer for `module`, on whatever device it is, and the problem's memory limits, of which GPUs
+    give a `share`. InputError if it has none, or is not installed."""
+    try:
+        from accelerate import infer_auto_device_map
+        from accelerate.utils import get_balanced_memory
+    except ImportError:
+        raise InputError(
+            "accelerate is not installed, so its device maps are not known; pip install 'gdp-placement[hf]'"
+        ) from None
+    limits = problem.memory_limit_bytes.tolist()
+    cpus = is_cpu(problem)
+    gpus = [limit for limit, cpu in zip(limits, cpus, strict=True) if not cpu]
+    max_memory: dict[int | str, int] = {number: int(share * limit) for number, limit in enumerate(gpus)}
+    max_memory["cpu"] = sum(limit for limit, cpu in zip(limits, cpus, strict=True) if cpu)
+    whole = getattr(module, "_no_split_modules", None)
+    classes = sorted(whole) if whole else []
+    with _quiet():
+        if mode != "sequential":
+            max_memory = get_balanced_memory(
+                module, max_memory, no_split_module_classes=classes, low_zero=mode == "balanced_low_0"
+            )
+        try:
+            return dict(infer_auto_device_map(module, max_memory=max_memory, no_split_module_classes=classes))
+        except ValueError as error:
+            raise InputError(f"accelerate has no device map: {error}") from None
+
+
+def placement_of(problem: Problem, found: DeviceMap) -> Placement | None:
+    """[N] the devices on which ops run under a device map; None if it needs a CPU that is not there, or trains weights
+    that are not where they are used.
+
+    A module runs on the device of its entry, or of the entry around it, on the first GPU of the map if that is the CPU;
+    what runs in a module without an entry runs where its latest input was made.
+    """
+    graph = problem.graph
+    cpus = is_cpu(problem)
+    gpus = [number for number, cpu in enumerate(cpus) if not cpu]
+    host = next((number for number, cpu in enumerate(cpus) if cpu), None)
+    devices: dict[str, int] = {}
+    for path, where in found.items():
+        device = host if isinstance(where, str) else gpus[where]
+        if device is None:
+            return None
+        devices[path] = device
+    main = next((device for device in devices.values() if device != host), host)
+    assert main is not None, "a device map has an entry"
+    latest: list[int] = [-1] * graph.num_ops  # of the ops whose results each op reads
+    for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
+        if graph.kinds[producer] not in _STATE_KINDS:
+            latest[consumer] = max(latest[consumer], producer)
+    placement = np.empty(graph.num_ops, np.int64)
+    for op, (name, kind, module) in enumerate(zip(graph.op_names, graph.kinds, graph.modules, strict=True)):
+        entry = _entry(devices, name if kind in _STATE_KINDS else module)
+        if entry is None:
+            placement[op] = placement[latest[op]] if latest[op] >= 0 else main
+        elif entry == host and kind != "parameter":
+            placement[op] = main  # offloaded modules keep their buffers where they compute
+        else:
+            placement[op] = entry
+    by_group: dict[int, int] = {}
+    for op in np.flatnonzero(graph.groups >= 0).tolist():
+        placement[op] = by_group.setdefault(int(graph.groups[op]), int(placement[op]))
+    trains = "update" in graph.phases
+    if (trains and host is not None and main != host and (placement == host).any()) or problem.broken_constraints(
+        placement
+    ):
+        return None
+    return placement
+
+
+def best_step(module: "nn.Module", problem: Problem, mode: str) -> Simulation | None:
+    """The fastest step that fits of the maps of a mode, whose user tries several limits (`SHARES`); the one nearest to
+    fitting if none does; None if there is none. Weights on the CPU are fetched as is better for the mode: at once, or
+    late (`fetching_late`), as accelerate does."""
+    found: list[Simulation] = []
+    seen: list[dict[str, int | str]] = []
+    for share in SHARES:
+        try:
+            answer = device_map(module, problem, mode, share)
+        except InputError:
+            continue
+        if answer in seen:
+            continue
+        seen.append(answer)
+        placement = placement_of(problem, answer)
+        if placement is not None:
+            found.append(simulate(problem, placement))
+            late = fetching_late(problem, placement)
+            if late is not None:
+                found.append(simulate(*late))
+    return min(found, key=lambda one: (int(one.missing_bytes.sum()), one.step_time_ns), default=None)
+
+
+def fetching_late(problem: Problem, placement: Placement) -> tuple[Problem, Placement] | None:
+    """A step in which each weight on the CPU is sent when the op before its first use elsewhere has ended, as by
+    accelerate's hooks; None if there is no such weight.
+
+    It is the same step with its ops in another order and zero-byte tensors from those ops to the weights.
+    """
+    graph = problem.graph
+    cpus = np.array(is_cpu(problem))
+    is_state = np.array([kind == "parameter" for kind in graph.kinds], np.bool_)
+    first = np.full(graph.num_ops, graph.num_ops, np.int64)
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    is_fetch = is_state[sources] & cpus[placement[sources]] & ~cpus[placement[targets]]
+    np.minimum.at(first, sources[is_fetch], targets[is_fetch])
+    fetched = np.flatnonzero(first < graph.num_ops)
+    if not len(fetched):
+        return None
+    computes = np.flatnonzero(~is_state & ~cpus[placement])
+    rank = np.arange(graph.num_ops, dtype=np.float64)
+    rank[fetched] = first[fetched] - 0.5  # just before its first reader
+    old = np.argsort(rank, kind="stable")
+    new = np.empty(graph.num_ops, np.int64)
+    new[old] = np.arange(graph.num_ops)
+    tensors = [graph.tensor(number) for number in range(graph.num_tensors)]
+    tensors = [
+        replace(tensor, producer=int(new[tensor.producer]), consumers=tuple(new[list(tensor.consumers)].tolist()))
+        for tensor in tensors
+    ]
+    for op in fetched.tolist():
+        before = int(np.searchsorted(computes, first[op])) - 1
+        if before >= 0:
+            tensors.append(Tensor(int(new[computes[before]]), (int(new[op]),)))
+    late = Graph.build(graph.name, [graph.op(op) for op in old.tolist()], tensors)
+    changed = replace(
+        problem,
+        graph=late,
+        op_time_ns=problem.op_time_ns[old],
+        allowed=problem.allowed[old],
+        microbatch=problem.microbatch[old],
+    )
+    return changed, placement[old]
+
+
+def is_cpu(problem: Problem) -> list[bool]:
+    """[D] which devices are processors: those of such a kind or name."""
+    return ["cpu" in device.kind.lower() or device.name.lower().startswith("cpu") for device in problem.cluster.devices]
+
+
+def _entry(devices: Mapping[str, int], path: str) -> int | None:
+    while path:
+        if path in devices:
+            return devices[path]
+        path = path.rpartition(".")[0]
+    return devices.get("")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """accelerate logs what it decides."""
+    logger = logging.getLogger("accelerate.utils.modeling")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

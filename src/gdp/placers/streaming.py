@@ -1,0 +1,206 @@
+"""Weight streaming: one device computes, and parameters that do not fit there stay on a device with room, which sends
+them shortly before they are used.
+
+A parameter op is ready at time 0, so all that is not on the computing device would be sent at once and fill its memory.
+A plan's order prevents it. A few small ops of the step, the gates, run on the host, whose order is: parameters of the
+first two windows, gate 1, parameters of the third window, gate 2, and so on.
+
+    gpu   |  window 1  | g1 input |  window 2   | g2 input |  window 3   |     copies of two windows at a time
+    host  p1 p2         g1 p3                    g2 p4                         p: sends the parameters of a window
+
+A gate costs two small transfers. What overlaps what, the simulator says; several numbers of windows are tried, each
+with the least share of the parameters streamed, evenly over the step, that fits. (Cf. ZeRO-Inference and FlexGen,
+which stream layer by layer.) N ops, D devices.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.graph import I64, Bool
+from gdp.placers.base import devices_by_speed
+from gdp.problem import Placement, Problem
+from gdp.simulate import Simulation, simulate
+
+# numbers of windows that are tried (1: all is sent at once), and whether what is used last is streamed or what is
+# spread evenly
+_TRIES = tuple(
+    (count, last) for count in (1, 2, 4, 8, 16, 32, 64, 128) for last in (False, True) if count <= 4 or not last
+)
+_STEPS = 7  # halvings of the share that is streamed: to within 1 %
+_LARGE = 100  # times a table's bytes at least what is missing
+_NEVER = np.iinfo(np.int64).max
+
+
+def stream_weights(problem: Problem) -> tuple[Simulation | None, int]:
+    """The fastest step found that fits, and the number of simulations made. None if one device holds everything, if
+    none may run all ops, or if no other device has room for what is streamed."""
+    wholes = [device for device in devices_by_speed(problem).tolist() if problem.allowed[:, device].all()]
+    if not wholes or problem.num_devices == 1:
+        return None, 0
+    main = wholes[0]
+    host = max((x for x in range(problem.num_devices) if x != main), key=lambda x: int(problem.memory_limit_bytes[x]))
+    alone = simulate(problem, np.full(problem.num_ops, main, np.int64))
+    if alone.feasible:
+        return None, 1
+    best: Simulation | None = None
+    count = 1
+    for base in _bases(alone, main, host):
+        layout = _Layout.of(alone, base, main, host)
+        if layout is None:
+            continue
+        for num_windows, last in _TRIES:
+            tried = list(_fewest_streamed(layout, num_windows, last))
+            count += len(tried)
+            best = min(
+                (one for one in (best, *tried) if one is not None and one.feasible),
+                key=lambda one: one.step_time_ns,
+                default=None,
+            )
+    return best, count
+
+
+def _bases(alone: Simulation, main: int, host: int) -> Iterator[Placement]:
+    """[N] what runs where apart from streaming: everything on the main device; or large tables, of which an op reads a
+    few rows, with their readers on the host."""
+    yield alone.placement
+    problem, graph = alone.problem, alone.problem.graph
+    placement = alone.placement.copy()
+    readers_of = _successors(problem)
+    for op in np.flatnonzero(graph.resident_bytes * _LARGE > alone.missing_bytes[main]).tolist():
+        moved = [op, *readers_of[op]]
+        may = problem.allowed[moved, host].all() and (graph.groups[moved] < 0).all()
+        if may and len(moved) > 1 and graph.bytes_accessed[readers_of[op]].sum() < graph.resident_bytes[op]:
+            placement[moved] = host
+    if (placement != main).any():
+        yield placement
+
+
+def _successors(problem: Problem) -> list[list[int]]:
+    graph = problem.graph
+    found: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
+        found[producer].append(consumer)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """The main device's ops in the order of their starts, what may be streamed, and what may be a gate.
+
+    Positions are in `order`; an op elsewhere has that of the next op there.
+    """
+
+    problem: Problem
+    placement: Placement  # [N] nothing streamed
+    order: I64  # ops of the main device
+    host: int
+    main: int
+    elsewhere: I64  # ops that are on the host in any case
+    reached: I64  # [len(elsewhere)] their positions
+    streamable: I64  # sources with content that stays, by the position of their first use
+    first_use: I64  # [len(streamable)] positions
+    gate_cost_ns: npt.NDArray[np.float64]  # [len(order)] of running that op on the host; infinite if it must not
+    passed_ns: I64  # [len(order)] time computed up to each position
+
+    @classmethod
+    def of(cls, alone: Simulation, placement: Placement, main: int, host: int) -> "_Layout | None":
+        """From the step with all ops on the main device; None if nothing may be streamed."""
+        problem, graph = alone.problem, alone.problem.graph
+        everything = alone.order[main]
+        is_main = placement[everything] == main
+        position = np.empty(graph.num_ops, np.int64)
+        position[everything] = np.cumsum(is_main) - is_main
+        sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+        is_source = np.ones(graph.num_ops, np.bool_)
+        is_source[targets] = False
+        first = np.full(graph.num_ops, _NEVER, np.int64)
+        np.minimum.at(first, sources, position[targets])
+        may_move = problem.allowed[:, host] & (graph.groups < 0) & (placement == main)
+        streamable = np.flatnonzero(is_source & may_move & (graph.resident_bytes > 0) & (first < _NEVER))
+        streamable = streamable[np.argsort(first[streamable], kind="stable")]
+        if not len(streamable):
+            return None
+        order, elsewhere = everything[is_main], everything[~is_main]
+        cost = _gate_costs(problem, host, may_move & ~is_source)[order]
+        passed = np.cumsum(problem.op_time_ns[order, main])
+        return cls(
+            problem, placement, order, host, main, elsewhere, position[elsewhere], streamable, first[streamable], cost,
+            passed,
+        )  # fmt: skip
+
+    def gates(self, num_windows: int) -> I64:
+        """Positions of the gates, the cheapest op around the end of each window of equal time."""
+        found: list[int] = []
+        total = int(self.passed_ns[-1])
+        for window in range(1, num_windows):
+            low, high = ((2 * window + side) * total // (2 * num_windows) for side in (-1, 1))
+            start, end = np.searchsorted(self.passed_ns, [low, high])
+            cost = self.gate_cost_ns[start:end]
+            if len(cost) and np.isfinite(cost).any():
+                found.append(int(start) + int(np.argmin(cost)))
+        return np.array(sorted(set(found)), np.int64)
+
+    def simulate(self, share: float, gates: I64, last: bool) -> Simulation:
+        """With a share of what may be streamed on the host."""
+        streamed = self._last(share) if last else self._even(share)
+        placement = self.placement.copy()
+        placement[self.streamable[streamed]] = self.host
+        gate_ops = self.order[gates]
+        placement[gate_ops] = self.host
+        order = [np.flatnonzero(placement == device) for device in range(self.problem.num_devices)]
+        order[self.main] = self.order[placement[self.order] == self.main]
+        # what is first used behind gate number j (from 0 on) is sent after gate j - 1; what the host itself computes
+        # there comes after gate j, before what is used behind the next one
+        behind = np.searchsorted(gates, self.first_use[streamed]) - 1
+        between = np.searchsorted(gates, self.reached) - 1
+        on_host = np.concatenate((self.streamable[streamed], gate_ops, self.elsewhere))
+        turn = np.concatenate((3 * behind, 3 * np.arange(len(gates)) + 1, 3 * between + 2))
+        order[self.host] = on_host[np.argsort(turn, kind="stable")]
+        return simulate(self.problem, placement, order=order)
+
+    def _last(self, share: float) -> Bool:
+        """[len(streamable)] that share of the bytes, those that are used last."""
+        size = self.problem.graph.resident_bytes[self.streamable]
+        return np.asarray(np.cumsum(size[::-1])[::-1] - size < share * size.sum(), np.bool_)
+
+    def _even(self, share: float) -> Bool:
+        """[len(streamable)] that share of the bytes, spread evenly: what is due is carried over (error diffusion)."""
+        chosen = np.zeros(len(self.streamable), np.bool_)
+        due = 0.0
+        for number, size in enumerate(self.problem.graph.resident_bytes[self.streamable].tolist()):
+            due += share * size
+            if due > size / 2:
+                chosen[number] = True
+                due -= size
+        return chosen
+
+
+def _gate_costs(problem: Problem, host: int, may: Bool) -> npt.NDArray[np.float64]:
+    """[N] about how long the main device waits for an op on the host: its tensors' way there and back, and the op."""
+    graph = problem.graph
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    moved = np.zeros(graph.num_ops)
+    np.add.at(moved, targets, graph.tensor_bytes[graph.edge_tensors].astype(np.float64))
+    np.add.at(moved, graph.producers, graph.tensor_bytes.astype(np.float64))
+    reads_state = np.zeros(graph.num_ops, np.bool_)
+    reads_state[targets[graph.resident_bytes[sources] > 0]] = True
+    others = [device for device in range(problem.num_devices) if device != host]
+    rate = max(problem.cluster.route(device, host).bytes_per_second for device in others)
+    cost = moved * 1e9 / rate + problem.op_time_ns[:, host]
+    return np.where(may & ~reads_state & (graph.resident_bytes == 0), cost, np.inf)
+
+
+def _fewest_streamed(layout: _Layout, num_windows: int, last: bool) -> Iterator[Simulation]:
+    """Steps with less and less streamed, down to the least share that fits; one alone if not even all fits."""
+    gates = layout.gates(num_windows)
+    everything = layout.simulate(1.0, gates, last)
+    yield everything
+    low, high = 0.0, 1.0
+    for _ in range(_STEPS if everything.feasible or last else 0):
+        share = (low + high) / 2
+        found = layout.simulate(share, gates, last)
+        yield found
+        low, high = (low, share) if found.feasible else (share, high)
