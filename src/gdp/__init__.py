@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gdp.capture import Capture as Capture
     from gdp.capture import capture as capture
     from gdp.capture import capture_fn as capture_fn
+    from gdp.capture import capture_jax as capture_jax
     from gdp.capture import register_flops as register_flops
     from gdp.cluster import Cluster as Cluster
     from gdp.cluster import Device as Device
@@ -48,6 +49,7 @@ _HOME = {
     "Capture": "capture",
     "capture": "capture",
     "capture_fn": "capture",
+    "capture_jax": "capture",
     "register_flops": "capture",
     "Cluster": "cluster",
     "Device": "cluster",

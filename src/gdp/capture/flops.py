@@ -29,7 +29,9 @@ def register_flops(op: str | OpOverload | OpOverloadPacket) -> Callable[[Callabl
     """Decorator: take FLOPs of `op` (`"mylib.op"`, `"mylib.op.overload"` or the operator) from a function.
 
     It is called as `function(*args, out_val=result, **kwargs)` with the (fake) tensors of the call, as raw formulas of
-    `torch.utils.flop_counter` are, and returns an integer. It comes before every formula of gdp and PyTorch.
+    `torch.utils.flop_counter` are, and returns an integer. It comes before every formula of gdp and PyTorch. `op` may
+    also be a JAX primitive (`"pallas_call"`): then the arguments are abstract values with `shape` and `dtype`, and the
+    keyword arguments the primitive's parameters.
     """
     name = str(op).replace("::", ".")
 
@@ -41,6 +43,11 @@ def register_flops(op: str | OpOverload | OpOverloadPacket) -> Callable[[Callabl
         return function
 
     return register
+
+
+def registered_formula(name: str) -> Formula | None:
+    """What `register_flops` was given for `name`, if anything."""
+    return _registered.get(name)
 
 
 def count_flops(func: OpOverload, args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> tuple[int, str]:

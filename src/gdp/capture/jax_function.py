@@ -1,0 +1,293 @@
+"""`capture_jax`: the graph of a JAX function, from its jaxpr. Nothing is allocated, compiled or run.
+
+docs/models-jax.md says what becomes an op and what is left out. JAX is imported when it is needed.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gdp.capture.flops import FORMULA, MOVEMENT, POINTWISE
+from gdp.capture.jax_assemble import JaxProgram, assemble
+from gdp.capture.jax_records import Recorder, stacked_arguments
+from gdp.capture.jax_values import Value
+from gdp.capture.step import Coverage
+from gdp.devices import suggest
+from gdp.errors import InputError
+from gdp.graph import Graph
+
+UNROLL_LIMIT = 64  # layers of today's models; far longer loops are over time or samples
+
+
+@dataclass(frozen=True, eq=False)
+class JaxCapture:
+    """One call of a JAX function: as a graph to place, what its ops compute, and how well its costs are known."""
+
+    graph: Graph
+    program: JaxProgram
+    coverage: Coverage  # counts ops, not calls
+    notes: tuple[str, ...]  # one sentence for each thing that the graph has only roughly, such as long loops
+
+
+def capture_jax(
+    function: Callable[..., Any],
+    *args: Any,
+    name: str,
+    parameters: int | str | Sequence[int | str] | None = None,
+    unroll_limit: int = UNROLL_LIMIT,
+    **kwargs: Any,
+) -> JaxCapture:
+    """The graph of `function(*args, **kwargs)`: inference, a loss with `jax.grad`, or a whole training step.
+
+    Arguments are pytrees of arrays or of `jax.ShapeDtypeStruct`, of which only shapes and types are looked at; leaves
+    that are no arrays (numbers, flags, text) are constants. `parameters` names the arguments, or gives their positions,
+    that stay on devices for the whole step: weights, optimizer state. By default that is the first argument, if there
+    are others; `()` is none. Results are kept.
+
+    Of an argument among `parameters` the first result with the same structure, shapes and types is its new value, if
+    the update makes it (not, for instance, the gradients that `jax.grad` gives): it is written in place, as when the
+    argument is donated, by an op that shares the parameter's device.
+
+    Scans of at most `unroll_limit` iterations are unrolled. `phase` is backward within `transpose(...)`, update for
+    what follows from the backward pass, else forward. `module` is the path of
+    `jax.named_scope`s and of jitted functions.
+
+    Raises InputError if JAX is missing, the function fails, takes decisions from arrays' content, or returns no arrays.
+    """
+    with _explained(name):
+        import jax
+    if not callable(function):
+        raise InputError(f"{name}: function is a {type(function).__name__}; a function of arrays is expected")
+    if type(unroll_limit) is not int or unroll_limit < 0:
+        raise InputError(f"{name}: unroll_limit is {unroll_limit!r}; an integer of at least 0 is expected")
+    arguments = _arguments(function, args, kwargs, name)
+    held = _held(parameters, arguments, name)
+    leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+    examples = {place: _example(leaf, name) for place, leaf in enumerate(leaves) if _is_array(leaf)}
+    found: list[Any] = []  # the structure of what the function returns
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        given = dict(zip(examples, arrays, strict=True))
+        args, kwargs = jax.tree_util.tree_unflatten(
+            treedef, [given.get(place, leaf) for place, leaf in enumerate(leaves)]
+        )
+        returned = function(*args, **kwargs)
+        results, structure = jax.tree_util.tree_flatten(returned)
+        for result in results:
+            if not _is_array(result) and type(result) not in (int, float, complex, bool):
+                raise InputError(f"{name}: the function returns {type(result).__name__}; let it return arrays alone")
+        found[:] = [_children(structure, returned)]
+        return results
+
+    with _explained(name):
+        closed = jax.make_jaxpr(of_arrays)(*examples.values())
+    if not closed.jaxpr.outvars:
+        raise InputError(f"{name}: the function returns no arrays; return what the step computes")
+    function_name = getattr(function, "__name__", name)
+    recorder = Recorder(function_name if function_name.isidentifier() else name, unroll_limit, _is_own)
+    stacked = stacked_arguments(closed.jaxpr, unroll_limit)
+    values: dict[int, Value] = {}  # by leaf
+    for (place, _), variable, is_stacked in zip(examples.items(), closed.jaxpr.invars, stacked, strict=True):
+        path, is_held = arguments.leaves[place], arguments.owner[place] in held
+        kind = "parameter" if is_held else "input"
+        values[place] = recorder.add_source(kind, path, variable.aval, (place, -1), is_held and is_stacked)
+    with _explained(name):
+        results = recorder.run(closed.jaxpr, closed.consts, list(values.values()), [])
+        flat = recorder.results(results)
+        updates = _updates(arguments, held, values, results, found[0])
+    graph, program, records = assemble(name, recorder.records, flat, updates)
+    how = Counter(record.how for record in records)
+    unknown = sum((record.unknown for record in records), Counter[str]())
+    coverage = Coverage(MappingProxyType(dict(unknown)), how[FORMULA], how[POINTWISE], how[MOVEMENT])
+    return JaxCapture(graph, program, coverage, tuple(recorder.notes))
+
+
+# Arguments
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of a call, in the order of (args, kwargs), and where their leaves are."""
+
+    names: tuple[str, ...]
+    positions: tuple[int, ...]  # of each, -1 by keyword
+    structures: tuple[Any, ...]
+    leaves: tuple[str, ...]  # path of each leaf: params.encoder.kernel
+    owner: tuple[int, ...]  # the argument of each leaf
+
+
+def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> _Arguments:
+    import jax
+
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        named = [f"argument_{number}" for number in range(len(args))]
+    else:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InputError(f"{name}: the function does not take these arguments ({error}); give it others") from None
+        named = _positional_names(signature, len(args))
+    given = [*zip(named, range(len(args)), args, strict=True), *((key, -1, kwargs[key]) for key in sorted(kwargs))]
+    leaves: list[str] = []
+    owner: list[int] = []
+    for number, (label, _, value) in enumerate(given):
+        for path, _leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+            leaves.append(".".join([label, *map(_key_name, path)]))
+            owner.append(number)
+    counts = Counter(leaves)
+    leaves = [f"{path}#{place}" if counts[path] > 1 else path for place, path in enumerate(leaves)]
+    return _Arguments(
+        tuple(label for label, _, _ in given),
+        tuple(position for _, position, _ in given),
+        tuple(jax.tree_util.tree_structure(value) for _, _, value in given),
+        tuple(leaves),
+        tuple(owner),
+    )
+
+
+def _positional_names(signature: inspect.Signature, count: int) -> list[str]:
+    names: list[str] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}.{number}" for number in range(count - len(names))]
+        elif parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    return names[:count]
+
+
+def _key_name(key: Any) -> str:
+    """`kernel` of a key of a dictionary, an attribute or a place in a list."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key).strip(".[]'\"")
+
+
+def _held(parameters: Any, arguments: _Arguments, name: str) -> set[int]:
+    """The numbers of the arguments that stay on devices."""
+    if parameters is None:
+        return {0} if len(arguments.names) > 1 else set()
+    wanted = [parameters] if isinstance(parameters, int | str) else list(parameters)
+    held: set[int] = set()
+    for item in wanted:
+        if isinstance(item, str) and item in arguments.names:
+            held.add(arguments.names.index(item))
+        elif type(item) is int and item >= 0 and item in arguments.positions:
+            held.add(arguments.positions.index(item))
+        else:
+            known = suggest(str(item), arguments.names) if arguments.names else "there are no arguments"
+            raise InputError(f"{name}: parameters has {item!r}, which is no argument of the function; {known}")
+    return held
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _example(leaf: Any, name: str) -> Any:
+    import jax
+
+    try:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
+    except TypeError:
+        raise InputError(
+            f"{name}: an argument is a {type(leaf).__module__}.{type(leaf).__name__} of {leaf.dtype}, "
+            "which JAX does not know; give a jax.ShapeDtypeStruct or a NumPy array"
+        ) from None
+
+
+# Results
+
+
+def _children(structure: Any, returned: Any) -> list[Any]:
+    """The structures of a returned tuple's items, or that of a single result."""
+    is_tuple = type(returned) in (tuple, list)
+    return list(structure.children()) if is_tuple else [structure]
+
+
+def _updates(
+    arguments: _Arguments, held: set[int], values: Mapping[int, Value], results: Sequence[Value], structures: list[Any]
+) -> dict[Value, Value]:
+    """By the new value of a parameter what it replaces, both by parts where they are stacks of as many.
+
+    An argument's new value is the first result, not yet another's, of the same structure, shapes and types.
+    """
+    spans: list[tuple[Any, Sequence[Value]]] = []
+    start = 0
+    for structure in structures:
+        spans.append((structure, results[start : start + structure.num_leaves]))
+        start += structure.num_leaves
+    updates: dict[Value, Value] = {}
+    for number in sorted(held):
+        places = [place for place, owner in enumerate(arguments.owner) if owner == number]
+        old = [values[place] for place in places if place in values]
+        for span in spans:
+            structure, new = span
+            alike = len(old) == len(new) == len(places) and structure == arguments.structures[number]
+            if alike and all(_type(a) == _type(b) for a, b in zip(old, new, strict=True)):
+                for before, after in zip(old, new, strict=True):
+                    updates |= dict(_by_parts(after, before))
+                spans.remove(span)
+                break
+    return updates
+
+
+def _type(value: Value) -> tuple[Any, Any]:
+    return value.aval.shape, value.aval.dtype
+
+
+def _by_parts(new: Value, old: Value) -> Iterable[tuple[Value, Value]]:
+    if new.parts is not None and old.parts is not None:
+        return zip(new.parts, old.parts, strict=True)
+    return [(new, old)] if new.parts is None and old.parts is None else []
+
+
+# Errors
+
+
+def _is_own(place: str) -> bool:
+    """Whether a function, `name at FILE:LINE`, is the user's: helpers of libraries are no modules."""
+    path = Path(place.rpartition(" at ")[2].rpartition(":")[0])
+    return not {"site-packages", "dist-packages"} & set(path.parts)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """What JAX or the function raises as one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "jaxlib"):
+            raise InputError(f"{name}: {error}; install it") from None
+        raise InputError(f"{name}: JAX is not installed; pip install 'gdp-placement[jax]'") from None
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0][:200] if lines else type(error).__name__
+        if _needs_content(error):
+            raise InputError(
+                f"{name}: the function depends on an array's content, which a capture does not have ({reason}); "
+                "use jax.lax.cond, jax.numpy.where or shapes instead"
+            ) from error
+        raise InputError(
+            f"{name}: the function failed ({type(error).__name__}: {reason}); check its arguments"
+        ) from error
+
+
+def _needs_content(error: Exception) -> bool:
+    """Errors of JAX for Python code that uses what a traced array holds."""
+    from jax import errors
+
+    kinds = (
+        errors.ConcretizationTypeError, errors.TracerArrayConversionError, errors.TracerIntegerConversionError,
+        errors.NonConcreteBooleanIndexError,
+    )  # fmt: skip
+    return isinstance(error, kinds)
