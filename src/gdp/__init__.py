@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gdp.graph import Op as Op
     from gdp.graph import Tensor as Tensor
     from gdp.microbatches import accumulated as accumulated
+    from gdp.op_costs import OpCosts as OpCosts
     from gdp.place import Progress as Progress
     from gdp.place import place as place
     from gdp.plan import Plan as Plan
@@ -65,6 +66,7 @@ _HOME = {
     "Op": "graph",
     "Tensor": "graph",
     "accumulated": "microbatches",
+    "OpCosts": "op_costs",
     "Progress": "place",
     "place": "place",
     "Plan": "plan",

@@ -20,6 +20,7 @@ from gdp.cli_inputs import (
     InferenceOption,
     MaxMemoryOption,
     MicrobatchesOption,
+    OpCostsOption,
     PinOption,
     ReserveOption,
     check_checkpoint,
@@ -112,6 +113,7 @@ def compare(
     free_replicas: FreeReplicasOption = False,
     inference: InferenceOption = False,
     dim: DimOption = None,
+    op_costs: OpCostsOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -119,7 +121,7 @@ def compare(
     from gdp.budget import Budget
     from gdp.cluster import Cluster
 
-    limit, reading = Budget.parse(budget), reading_of(microbatches, free_replicas, inference, dim)
+    limit, reading = Budget.parse(budget), reading_of(microbatches, free_replicas, inference, dim, op_costs)
     cluster = Cluster.parse(devices)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
     names = None if placers is None else [name.strip() for name in placers.split(",")]
@@ -161,6 +163,7 @@ def simulate(
     free_replicas: FreeReplicasOption = False,
     inference: InferenceOption = False,
     dim: DimOption = None,
+    op_costs: OpCostsOption = None,
     json: JsonOption = False,
 ) -> int:
     """Derive every figure of a plan anew. Status 2 if the plan's differ, 3 if it breaks memory or a constraint."""
@@ -169,7 +172,7 @@ def simulate(
     from gdp.plan import Plan
     from gdp.problem import Problem
 
-    reading = reading_of(microbatches, free_replicas, inference, dim)
+    reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
@@ -203,6 +206,7 @@ def capture(
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
     dim: DimOption = None,
+    op_costs: OpCostsOption = None,
     json: JsonOption = False,
 ) -> int:
     """Write the graph of one step of MODEL."""
@@ -210,7 +214,7 @@ def capture(
 
     if not out.name.endswith((".json", ".json.gz")):
         raise InputError(f"--out {out}: a name that ends in .json or .json.gz is expected")
-    reading = reading_of(microbatches, free_replicas, inference, dim, optimizer)
+    reading = reading_of(microbatches, free_replicas, inference, dim, op_costs, optimizer)
     options.check_writable(out)
     made = read_graph(model, reading)
     if model.endswith((".json", ".json.gz")) and microbatches == 1:

@@ -32,13 +32,18 @@ InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only
 DimOption = Annotated[
     list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
 ]
+OpCostsOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="What you know of ops: FLOPs or times by kind or name.")
+]
 
 
 def reading_of(
-    microbatches: int, free_replicas: bool, inference: bool, dim: list[str] | None, optimizer: str = "adam"
-) -> "Reading":
+    microbatches: int, free_replicas: bool, inference: bool, dim: list[str] | None, op_costs: Path | None,
+    optimizer: str = "adam",
+) -> "Reading":  # fmt: skip
     """How MODEL is to be read, from the options that say so."""
     from gdp import options
+    from gdp.op_costs import OpCosts
     from gdp.sources import Microbatching, Reading
 
     if free_replicas and microbatches == 1:
@@ -49,7 +54,8 @@ def reading_of(
         microbatching = Microbatching(microbatches, free_replicas)
     except InputError as error:
         raise InputError(f"--{error}") from None
-    return Reading(not inference, optimizer, microbatching, options.parse_dims(dim or ()))
+    costs = None if op_costs is None else OpCosts.load(op_costs)
+    return Reading(not inference, optimizer, microbatching, options.parse_dims(dim or ()), costs)
 
 
 def read_graph(text: str, reading: "Reading | None" = None) -> "Model":

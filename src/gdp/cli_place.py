@@ -17,6 +17,7 @@ from gdp.cli_inputs import (
     InferenceOption,
     MaxMemoryOption,
     MicrobatchesOption,
+    OpCostsOption,
     PinOption,
     ReserveOption,
     check_checkpoint,
@@ -129,6 +130,7 @@ def place(
     free_replicas: FreeReplicasOption = False,
     inference: InferenceOption = False,
     dim: DimOption = None,
+    op_costs: OpCostsOption = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="WHAT=1..8", help="A table over devices or microbatches, each with BUDGET.")
     ] = None,
@@ -155,7 +157,7 @@ def place(
 
     limit = Budget.parse(budget)
     asked = None if sweep is None else Sweep.parse(sweep)
-    reading = reading_of(microbatches, free_replicas, inference, dim)
+    reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
     cluster = Cluster.parse(devices)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
     spread = None if robust is None else options.parse_fraction(robust, "--robust", below=0.5)
@@ -176,8 +178,9 @@ def _place(request: _Request, with_advice: bool) -> int:
 
     out, times = request.out, request.times
     plan_path = (out or Path()) / "plan.json"
-    # a graph with measured times is nowhere else
-    graph_path = None if out is None and times is None else plan_path.with_name("graph.json.gz")
+    # a graph with measured times, or costs of the user's, is nowhere else
+    is_known = times is None and request.reading.op_costs is None
+    graph_path = None if out is None and is_known else plan_path.with_name("graph.json.gz")
     cluster_path = None if out is None else out / "cluster.json"
     for path in filter(None, (plan_path, graph_path, cluster_path)):
         options.check_writable(path)

@@ -95,7 +95,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
         """Read a `gdp-cluster` file: JSON if its name ends in .json or .json.gz, else YAML."""
-        document = files.read_json(path) if _is_json(path) else _read_yaml(path)
+        document = files.read_json(path) if _is_json(path) else read_yaml(path, FORMAT)
         try:
             return cls.from_document(document)
         except InputError as error:
@@ -454,10 +454,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(path: str | Path) -> object:
+def read_yaml(path: str | Path, expected_format: str) -> object:
+    """The YAML document in `path`, a file of this format. A key that a mapping has twice is an error."""
     content = files.read_bytes(path)
     if not content.strip():
-        raise InputError(f"{path}: is empty; a {FORMAT} document is expected")
+        raise InputError(f"{path}: is empty; a {expected_format} document is expected")
     try:
         return yaml.load(content, _Loader)
     except yaml.MarkedYAMLError as error:

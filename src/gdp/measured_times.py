@@ -145,8 +145,3 @@ def measured_noise(
 def with_times(graph: Graph, tables: Sequence[Mapping[str, int]]) -> Graph:
     """`graph` with other times: [N] by device name or kind, in ns."""
     return replace(graph, times_ns=tuple(MappingProxyType(dict(table)) for table in tables))
-
-
-def without_times(graph: Graph) -> Graph:
-    """`graph` as it is before anything was measured."""
-    return with_times(graph, [{}] * graph.num_ops) if any(graph.times_ns) else graph

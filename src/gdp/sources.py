@@ -28,6 +28,7 @@ from gdp.user_functions import Build
 if TYPE_CHECKING:
     from gdp.capture import Capture
     from gdp.measured_times import MeasuredTimes
+    from gdp.op_costs import OpCosts
 
 FORMAT, VERSION = "gdp-captured", 3
 OPTIMIZERS = ("adam", "sgd")
@@ -67,9 +68,18 @@ class Reading:
     optimizer: str = "adam"
     microbatching: Microbatching = field(default_factory=Microbatching)
     dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
+    op_costs: "OpCosts | None" = None  # what the user knows of ops
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
+
+    def finish(self, model: Model) -> Model:
+        """The step of one micro-batch, with the costs that the user gives."""
+        costs = self.op_costs
+        if costs is None:
+            return model
+        unknown = costs.still_unknown(model.graph, model.unknown_costs)
+        return replace(model, graph=costs.apply(model.graph), unknown_costs=unknown)
 
 
 def read_model(text: str, reading: Reading | None = None) -> Model:
@@ -81,7 +91,7 @@ def read_model(text: str, reading: Reading | None = None) -> Model:
     file is the step of one micro-batch. Raises InputError with the remedy for anything else.
     """
     reading = reading or Reading()
-    model = _read_one(text, reading, reading.microbatching.count)
+    model = reading.finish(_read_one(text, reading, reading.microbatching.count))
     return replace(model, graph=reading.microbatching.apply(model.graph))
 
 
@@ -92,7 +102,7 @@ def has_samples(text: str) -> bool:
 
 def read_part(text: str, reading: Reading, num_parts: int) -> Graph:
     """The step of a part of the batch of MODEL, one of so many equal ones; of a file all of it."""
-    return _read_one(text, reading, num_parts).graph
+    return reading.finish(_read_one(text, reading, num_parts)).graph
 
 
 def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
@@ -145,7 +155,8 @@ def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[s
     known = signatures(made.program)
     graph = with_measured_times(made.graph, known, times, kinds, LIBRARY)
     noise = measured_noise(known, times, kinds, LIBRARY)
-    return Model(reading.microbatching.apply(graph), made.coverage.unknown, is_captured=True, noise=noise)
+    model = reading.finish(Model(graph, made.coverage.unknown, is_captured=True, noise=noise))
+    return replace(model, graph=reading.microbatching.apply(model.graph))
 
 
 def builder_of(text: str, num_microbatches: int = 1, *, training: bool = True) -> Build:

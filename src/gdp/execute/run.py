@@ -22,7 +22,8 @@ from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
-from gdp.measured_times import OpTime, without_times
+from gdp.measured_times import OpTime
+from gdp.op_costs import without_costs
 from gdp.plan import Plan
 from gdp.problem import Problem
 from gdp.simulate import Simulation, replay
@@ -81,8 +82,8 @@ class Run:
 
 
 def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
-    """InputError unless `plan` is one of `placed`, which is `captured` but for measured times."""
-    if plan.graph != placed.fingerprint or without_times(placed).fingerprint != without_times(captured).fingerprint:
+    """InputError unless `plan` is one of `placed`, which is `captured` but for its costs."""
+    if plan.graph != placed.fingerprint or without_costs(placed).fingerprint != without_costs(captured).fingerprint:
         raise InputError(
             f"the plan is of graph {plan.graph[:12]}, which is not the step of {captured.name!r} "
             f"({captured.fingerprint[:12]}): the model, its sizes, --inference, --optimizer, measured times or the "

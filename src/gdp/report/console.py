@@ -268,7 +268,8 @@ def _unknown(unknown_costs: Mapping[str, int]) -> str:
     listed = sorted(unknown_costs.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{kind} ({count})" for kind, count in listed[:6]) + (", ..." if len(listed) > 6 else "")
     total = sum(unknown_costs.values())
-    return f"{total:,} ops have no known cost and count one FLOP per element (gdp.register_flops adds one): {kinds}"
+    remedy = "--op-costs FILE or gdp.register_flops says it"
+    return f"{total:,} ops have no known cost and count one FLOP per element ({remedy}): {kinds}"
 
 
 def _status(status: str) -> str:
