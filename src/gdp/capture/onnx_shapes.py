@@ -1,0 +1,375 @@
+"""Shapes of the tensors of an ONNX model: values of symbolic dimensions, shapes of one node's results, constants.
+
+Nodes are taken one after another with all shapes before them known, so that what is computed from shapes (Shape,
+Gather, Concat into a Reshape, ...) is computed here too: by the reference implementation of the `onnx` package.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.capture.onnx_costs import POINTWISE_KINDS, OnnxCall, table_name
+from gdp.capture.onnx_file import BOOL, DEFAULT_DOMAINS, FLOAT, INT32, INT64, SMALL, Value
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from onnx import NodeProto, TypeProto
+
+Content = npt.NDArray[Any]
+
+_MOST_BYTES = 2**62  # of one tensor
+
+# Symbolic dimensions
+
+
+@dataclass
+class Dims:
+    """Values of symbolic dimensions: those given, and 1 for all others."""
+
+    given: Mapping[str, int]
+    names: dict[str, None] = field(default_factory=dict)  # the symbols of the inputs, in order
+
+    def __post_init__(self) -> None:
+        for name, value in self.given.items():
+            if type(value) is not int or not 0 <= value < 2**40:
+                raise InputError(f"dimension {name!r} is {value!r}; an integer of at least 0 is expected")
+
+    def of_input(self, symbol: str, where: str) -> int:
+        """The value of a dimension of an input: a symbol, or a sum or product of symbols and numbers."""
+        tree = None if symbol in self.given else _expression(symbol)
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree is not None else {symbol}
+        self.names.update(dict.fromkeys(sorted(names)))
+        value = (
+            _evaluated(tree, lambda name: self.given.get(name, 1)) if tree is not None else self.given.get(symbol, 1)
+        )
+        if value is None or value < 0:
+            raise InputError(f"{where} has dimension {symbol!r} = {value}; give its symbols other values")
+        return value
+
+    def of_symbol(self, symbol: str) -> int | None:
+        """The value of a dimension elsewhere; None if it has symbols that no input has."""
+        if symbol in self.names:
+            return self.given.get(symbol, 1)
+        tree = _expression(symbol)
+        if tree is None:
+            return None
+        return _evaluated(tree, lambda name: self.given.get(name, 1) if name in self.names else None)
+
+    def check_names(self) -> None:
+        """InputError for a value given for what is no symbol of any input."""
+        for name in self.given:
+            if name not in self.names:
+                known = f"those of its inputs are {', '.join(self.names)}" if self.names else "all its inputs are fixed"
+                raise InputError(f"has no symbolic dimension {name!r}; {known}")
+
+    @property
+    def not_given(self) -> list[str]:
+        return [name for name in self.names if name not in self.given]
+
+
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv, ast.Div: operator.floordiv,
+}  # fmt: skip
+
+
+def _expression(symbol: str) -> ast.expr | None:
+    """`past + sequence`, `2*s0`; None for what is one symbol, whatever its characters."""
+    if len(symbol) > 200 or not re.fullmatch(r"[\w\s+*/()-]+", symbol) or not re.search(r"[+*/-]|^\d+$", symbol):
+        return None
+    try:
+        tree = ast.parse(symbol.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    known = (ast.BinOp, ast.Name, ast.Load, ast.Constant, *_OPERATORS)
+    return tree if all(isinstance(node, known) for node in ast.walk(tree)) else None
+
+
+def _evaluated(tree: ast.expr, value_of: Callable[[str], int | None]) -> int | None:
+    if isinstance(tree, ast.Name):
+        return value_of(tree.id)
+    if isinstance(tree, ast.Constant):
+        return tree.value if type(tree.value) is int else None
+    assert isinstance(tree, ast.BinOp)
+    left, right = _evaluated(tree.left, value_of), _evaluated(tree.right, value_of)
+    if left is None or right is None or (right == 0 and isinstance(tree.op, (ast.Div, ast.FloorDiv))):
+        return None
+    return _OPERATORS[type(tree.op)](left, right)
+
+
+# Types as protobuf has them
+
+
+def dims_of(kind: "TypeProto") -> list[int | str | None] | None:
+    """Of a tensor, its dimensions: sizes, symbols, or None for no name; None for all if the rank is unknown."""
+    shape = kind.tensor_type.shape if kind.tensor_type.HasField("shape") else None
+    if shape is None:
+        return None
+    return [
+        dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else (dim.dim_param or None)
+        for dim in shape.dim
+    ]
+
+
+def known_value(kind: "TypeProto", dims: Dims) -> tuple[int, list[int | None] | None, bool]:
+    """(element type, shape as far as it is known, is it a sequence) of a type."""
+    if kind.WhichOneof("value") in ("sequence_type", "optional_type"):
+        inner = kind.sequence_type if kind.HasField("sequence_type") else kind.optional_type
+        code = inner.elem_type.tensor_type.elem_type
+        return code or FLOAT, None, True
+    if kind.WhichOneof("value") != "tensor_type":
+        return FLOAT, None, False
+    found = dims_of(kind)
+    if found is None:
+        return kind.tensor_type.elem_type, None, False
+    shape = [dim if isinstance(dim, int) else None if dim is None else dims.of_symbol(dim) for dim in found]
+    return kind.tensor_type.elem_type, shape, False
+
+
+def checked(name: str, value: Value) -> Value:
+    """`value`, or InputError if it does not fit in 63 bits."""
+    if value.num_bytes >= _MOST_BYTES:
+        raise InputError(f"tensor {name!r} has shape {list(value.shape)}, too large for any memory; check the file")
+    return value
+
+
+# One node
+
+
+@dataclass(frozen=True)
+class Results:
+    """The outputs of a node, and whether some shape among them is a guess."""
+
+    values: tuple[Value | None, ...]
+    is_estimated: bool
+
+
+def infer(
+    node: "NodeProto", call: OnnxCall, opsets: Mapping[str, int], ir_version: int,
+    declared: Mapping[str, "TypeProto"], dims: Dims,
+) -> Results:  # fmt: skip
+    """Types and shapes of the outputs of `node`; `call` has its inputs and no outputs.
+
+    From the operator's own inference; else a table for ONNX Runtime's operators; else what the file declares. What is
+    still unknown is taken from the largest input.
+    """
+    found = _inferred(node, call, opsets, ir_version, dims) or _ruled(call, len(node.output))
+    largest = max((value for value in call.inputs if value is not None), key=lambda value: value.numel, default=None)
+    values: list[Value | None] = []
+    is_estimated = False
+    for place, name in enumerate(node.output):
+        if not name:
+            values.append(None)
+            continue
+        code, shape, is_sequence = found[place] if place < len(found) else (0, None, False)
+        if name in declared and (not code or shape is None or None in shape):
+            other_code, other, is_other = known_value(declared[name], dims)
+            code, is_sequence = code or other_code, is_sequence or is_other
+            if other is not None and (shape is None or len(shape) == len(other)):
+                shape = [a if a is not None else b for a, b in zip(shape or [None] * len(other), other, strict=True)]
+        if shape is None and table_name(call.kind) in POINTWISE_KINDS:
+            shape = _broadcast([value.shape for value in call.inputs if value is not None])
+        if shape is None or None in shape:
+            is_estimated = True
+            guess = largest.shape if largest is not None else ()
+            if shape is None:
+                shape = list(guess)
+            elif len(shape) == len(guess):
+                shape = [a if a is not None else b for a, b in zip(shape, guess, strict=True)]
+        code = code or (largest.code if largest is not None else FLOAT)
+        whole = tuple(1 if dim is None else dim for dim in shape)
+        values.append(checked(name, Value(code, whole, is_sequence)))
+    return Results(tuple(values), is_estimated)
+
+
+_Found = list[tuple[int, list[int | None] | None, bool]]
+
+
+def _inferred(node: "NodeProto", call: OnnxCall, opsets: Mapping[str, int], ir_version: int, dims: Dims) -> _Found:
+    """By output; (0, None, False) where the operator says nothing."""
+    import onnx
+    from onnx import helper, numpy_helper
+    from onnx.shape_inference import infer_node_outputs
+
+    domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
+        types, contents = {}, {}
+        for place, (name, value) in enumerate(zip(node.input, call.inputs, strict=True)):
+            if value is None:
+                continue
+            types[name] = _type_of(value)
+            content = call.contents[place]
+            if content is not None:
+                contents[name] = numpy_helper.from_array(content)
+        versions = [helper.make_opsetid(key, version) for key, version in opsets.items()]
+        outputs = infer_node_outputs(schema, node, types, contents, opset_imports=versions, ir_version=ir_version)
+    except Exception:  # its own exception types, and whatever an operator's code raises: unknown then
+        return []
+    return [known_value(outputs[name], dims) if name in outputs else (0, None, False) for name in node.output]
+
+
+def _type_of(value: Value) -> "TypeProto":
+    from onnx import helper
+
+    if value.is_sequence:
+        return helper.make_sequence_type_proto(helper.make_tensor_type_proto(value.code, None))
+    return helper.make_tensor_type_proto(value.code, value.shape)
+
+
+def _broadcast(shapes: Iterable[tuple[int, ...]]) -> list[int | None] | None:
+    try:
+        return list(np.broadcast_shapes(*shapes))
+    except ValueError:
+        return None
+
+
+# Operators of ONNX Runtime (ContribOperators.md), which the onnx package does not know
+
+
+def _like(call: OnnxCall) -> list[Sequence[int] | None]:
+    return [call.input(0).shape]
+
+
+def _product_shape(call: OnnxCall) -> list[Sequence[int] | None]:
+    a, b = list(call.input(0).shape), list(call.input(1).shape)
+    if call.attributes.get("transA", 0):
+        a[-2:] = a[:-3:-1]
+    if call.attributes.get("transB", 0):
+        b[-2:] = b[:-3:-1]
+    return [[*np.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2])), a[-2], b[-1]]]
+
+
+def _blocks_shape(call: OnnxCall) -> list[Sequence[int] | None]:
+    return [[*call.input(0).shape[:-1], int(call.attributes["N"])]]
+
+
+def _skip_norm_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
+    shape = call.input(0).shape
+    statistics = (*shape[:-1], 1)
+    return [shape, statistics, statistics, shape]
+
+
+def _embed_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
+    ids = call.input(0).shape
+    hidden = (*ids, call.input(2).shape[1])
+    return [hidden, ids[:1], hidden]
+
+
+def _attention_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
+    batch, length, _ = call.input(0).shape
+    hidden = (call.attributes.get("qkv_hidden_sizes") or [call.input(1).shape[1] // 3])[-1]
+    heads = int(call.attributes["num_heads"])
+    past = call.input(4).shape[3] if call.has(4) else 0
+    return [(batch, length, hidden), (2, batch, heads, past + length, hidden // heads)]
+
+
+def _multi_head_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
+    query, heads = call.input(0).shape, int(call.attributes["num_heads"])
+    if len(query) == 5:
+        return [(query[0], query[1], heads * query[4])]
+    key, past = call.input(1).shape, call.input(6).shape[2] if call.has(6) else 0
+    length = past + (key[2] if len(key) == 4 else key[1])
+    value = call.input(2).shape if call.has(2) else (*key[:2], heads * key[-1])
+    width = value[2] if len(value) == 3 else heads * value[3]
+    presents = [(query[0], heads, length, size // heads) for size in (query[2], width)]
+    return [(*query[:2], width), *presents]
+
+
+def _grouped_query_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
+    (batch, length, width), attributes = call.input(0).shape, call.attributes
+    heads, key_heads = int(attributes["num_heads"]), int(attributes["kv_num_heads"])
+    size = width // heads if call.has(1) else width // (heads + 2 * key_heads)  # packed without key and value
+    past = call.input(3).shape[2] if call.has(3) else 0
+    content = call.contents[6] if len(call.contents) > 6 else None
+    total = past + length if content is None else max(past, int(content.reshape(-1)[0]))
+    present = (batch, key_heads, total, size)
+    return [(batch, length, heads * size), present, present]
+
+
+_RULES: dict[str, Callable[[OnnxCall], list[Sequence[int] | None]]] = {
+    **dict.fromkeys(
+        ("FusedMatMul", "TransposeMatMul", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"), _product_shape
+    ),
+    "MatMulNBits": _blocks_shape,
+    **dict.fromkeys(("Gelu", "BiasGelu", "FastGelu", "QuickGelu", "SimplifiedLayerNormalization"), _like),
+    **dict.fromkeys(("LayerNormalization", "RotaryEmbedding"), _like),
+    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip_norm_shapes),
+    "EmbedLayerNormalization": _embed_shapes,
+    "Attention": _attention_shapes,
+    "MultiHeadAttention": _multi_head_shapes,
+    "GroupQueryAttention": _grouped_query_shapes,
+}
+_RESULT_CODES = {"MatMulIntegerToFloat": FLOAT, "DynamicQuantizeMatMul": FLOAT, "EmbedLayerNormalization": FLOAT}
+
+RUNTIME_KINDS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
+"""Operators that ONNX Runtime has in ONNX's own domain, where the onnx package does not know them or their version."""
+
+
+def _ruled(call: OnnxCall, num_outputs: int) -> _Found:
+    """By a rule for an operator of `com.microsoft`; empty if there is none, or the inputs do not fit it."""
+    name = table_name(call.kind)
+    if name not in _RULES or (call.kind == name and name not in RUNTIME_KINDS):
+        return []
+    try:
+        shapes = _RULES[name](call)
+        code = _RESULT_CODES.get(name, call.input(0).code)
+    except (LookupError, TypeError, ValueError, ArithmeticError):
+        return []
+    # ids of EmbedLayerNormalization's mask index are int32
+    return [
+        (code if (name, place) != ("EmbedLayerNormalization", 1) else INT32, list(shapes[place]), False)  # type: ignore[arg-type]
+        if place < len(shapes)
+        else (0, None, False)
+        for place in range(num_outputs)
+    ]
+
+
+# Constants
+
+_FOLDED = frozenset({
+    "Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Concat", "ConstantOfShape", "CumSum", "Div", "Equal", "Expand",
+    "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity", "Less",
+    "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "NonZero", "Not", "Or", "Pow", "Range", "ReduceMax", "ReduceMin",
+    "ReduceProd", "ReduceSum", "Reshape", "Round", "ScatterElements", "ScatterND", "Shape", "Size", "Slice", "Split",
+    "Sqrt", "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
+})  # fmt: skip
+"""Operators that exporters compute shapes with."""
+
+
+def fold(
+    node: "NodeProto", call: OnnxCall, outputs: Sequence[Value | None], opsets: Mapping[str, int]
+) -> list[Content]:
+    """The content of the outputs of a node whose inputs are all known; [] if it cannot or should not be computed.
+
+    `outputs` as inferred: nothing large is computed.
+    """
+    if call.kind not in _FOLDED or sum(value.numel for value in outputs if value is not None) > SMALL:
+        return []
+    if call.kind in ("Shape", "Size"):
+        shape = call.input(0).shape
+        if call.kind == "Size":
+            return [np.array(call.input(0).numel, np.int64)]
+        start, end = call.attributes.get("start", 0), call.attributes.get("end", len(shape))
+        return [np.array(shape[start:end], np.int64)]
+    from onnx.reference import ReferenceEvaluator
+
+    given = {name: content for name, content in zip(node.input, call.contents, strict=True) if name}
+    try:
+        with np.errstate(all="ignore"):
+            computed = ReferenceEvaluator(node, opsets=dict(opsets)).run(None, given)
+    except Exception:  # whatever an operator's code raises
+        return []
+    arrays = [np.asarray(array) for array in computed]
+    return arrays if all(array.size <= SMALL for array in arrays) and len(arrays) == len(node.output) else []
+
+
+def is_constant(value: Value) -> bool:
+    """Is a tensor with known content no parameter but part of the ops that read it: a shape, an index, a number?"""
+    return value.numel <= 1 or (value.code in (INT32, INT64, BOOL) and value.numel <= SMALL)

@@ -1,0 +1,448 @@
+"""What the nodes of an ONNX graph cost: one after another, with graphs inside of nodes (If, Loop, Scan) summed up."""
+
+import contextlib
+import heapq
+from collections import ChainMap, Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gdp.capture.flops import UNKNOWN
+from gdp.capture.onnx_costs import Formula, OnnxCall, count_bytes, count_flops, dtype_of, kind_of
+from gdp.capture.onnx_file import (
+    BOOL,
+    DEFAULT_DOMAINS,
+    INT32,
+    INT64,
+    SMALL,
+    Value,
+    captured,
+    first_line,
+    reads,
+    subgraphs,
+)
+from gdp.capture.onnx_shapes import (
+    RUNTIME_KINDS,
+    Content,
+    Dims,
+    Results,
+    checked,
+    fold,
+    infer,
+    is_constant,
+)
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, NodeProto, TypeProto
+
+_CONTENT_CODES = (1, 2, 3, INT32, INT64, BOOL, 10, 11)  # types whose small tensors NumPy can hold
+_NOT_TENSORS = {"Resize": (1, 2, 3), "Upsample": (1,)}  # inputs that say how, small floats: no parameters
+_ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Dropout"})
+"""Their result is their first input's memory, in ONNX Runtime too. Slice, Split, Transpose and Expand copy."""
+_ENDLESS = 2**31  # a trip count from here on means "until the condition says so"
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """An op in the making; names of tensors are those of their producers, aliases resolved."""
+
+    node: "NodeProto"
+    kind: str
+    inputs: list[str]
+    outputs: dict[str, Value]
+    flops: int
+    bytes_accessed: int
+    dtype: str
+    resident_bytes: int = 0  # of initializers inside of its graphs
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Of an execution of a node with graphs inside."""
+
+    flops: int
+    num_bytes: int
+    resident_bytes: int
+    dtype: str
+
+
+@dataclass(eq=False)
+class Walk:
+    """What holds for a whole model: how to look at a node, and what was noted on the way."""
+
+    opsets: Mapping[str, int]
+    ir_version: int
+    dims: Dims
+    flops: Mapping[str, Formula]
+    unknown: Counter[str] = field(default_factory=Counter)  # by kind
+    estimated: list[str] = field(default_factory=list)  # ops with results of a shape that is a guess
+    notes: list[str] = field(default_factory=list)
+
+    def check(self, node: "NodeProto", label: str) -> None:
+        """InputError for a node that its operator does not allow."""
+        from onnx import checker, defs
+
+        domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
+        if not node.op_type:
+            raise InputError(f"{label} has no operator; the file is damaged, export it again")
+        if domain not in ("", "ai.onnx.ml") or (domain == "" and node.op_type in RUNTIME_KINDS):
+            return
+        if not defs.has(node.op_type, self.opsets.get(domain, 1), domain):
+            raise InputError(
+                f"{label}: opset {self.opsets.get(domain, 1)} of domain {domain or 'ai.onnx'!r} has no such operator; "
+                "export again, or put operators of your own in a domain of their own"
+            )
+        if any(item.HasField("t") or item.HasField("g") or item.tensors or item.graphs for item in node.attribute):
+            return  # its content has been left out, and its graphs are looked at node by node
+        context = checker.C.CheckerContext()
+        context.ir_version, context.opset_imports = self.ir_version, {**self.opsets, "ai.onnx": self.opsets.get("", 1)}
+        try:
+            checker.check_node(node, context)
+        except checker.ValidationError as error:
+            raise InputError(f"{label} is not valid ({first_line(error)}); export it again") from None
+
+
+@dataclass(eq=False)
+class Scope:
+    """The names of one graph, with those around it: what each is, and the steps that make them."""
+
+    walk: Walk
+    graph: "GraphProto"
+    values: ChainMap[str, Value] = field(default_factory=ChainMap)
+    contents: ChainMap[str, Content | None] = field(default_factory=ChainMap)  # of small tensors, as far as known
+    constants: ChainMap[str, bool] = field(default_factory=ChainMap)  # is it one that no op makes?
+    roots: ChainMap[str, str] = field(default_factory=ChainMap)  # by alias, whose memory it is
+    parameters: dict[str, tuple[Value, int]] = field(default_factory=dict)  # with bytes: sparse ones have fewer
+    steps: list[Step] = field(default_factory=list)
+
+    def inner(self, graph: "GraphProto") -> "Scope":
+        return Scope(
+            self.walk, graph, self.values.new_child(), self.contents.new_child(), self.constants.new_child(),
+            self.roots.new_child(),
+        )  # fmt: skip
+
+    def run(self, inputs: Mapping[str, Value]) -> None:
+        """Go through the graph, with these inputs."""
+        self.declared: dict[str, TypeProto] = {
+            item.name: item.type for item in (*self.graph.value_info, *self.graph.output) if item.HasField("type")
+        }
+        for name, value in inputs.items():
+            self._define(name, value)
+        for tensor in self.graph.initializer:
+            self._add_initializer(tensor.name, tensor)
+        for sparse in self.graph.sparse_initializer:
+            name, value = sparse.values.name, Value(sparse.values.data_type, tuple(sparse.dims))
+            self._define(name, value)
+            stored = [Value(part.data_type, tuple(part.dims)).num_bytes for part in (sparse.values, sparse.indices)]
+            self.parameters[name] = (value, sum(stored))
+        own = {*inputs, *(item.name for item in self.graph.initializer), *self.parameters}
+        nodes = _sorted(self.graph, own, self.values)
+        self.used = {name for node in nodes for name in reads(node)} | {item.name for item in self.graph.output}
+        for node in nodes:
+            self._visit(node)
+        for item in self.graph.output:
+            if item.name not in self.values:
+                raise InputError(f"output {item.name!r}: nothing makes it; export the model again")
+
+    def root(self, name: str) -> str:
+        """Whose memory `name` is."""
+        return self.roots.get(name, name)
+
+    def is_constant(self, name: str) -> bool:
+        """Is it part of the ops that read it, and made by none?"""
+        return self.constants.get(name, False)
+
+    def _define(self, name: str, value: Value, content: Content | None = None, *, is_constant: bool = False) -> None:
+        """Make a name known, whatever it may mean around this graph."""
+        if not name:
+            raise InputError("an input or initializer has no name; the file is damaged, export it again")
+        self.values[name] = checked(name, value)
+        self.contents[name], self.constants[name], self.roots[name] = content, is_constant, name
+
+    def _add_initializer(self, name: str, tensor: Any) -> None:
+        from onnx import numpy_helper
+
+        value, content = Value(tensor.data_type, tuple(tensor.dims)), None
+        if value.numel <= SMALL and value.code in _CONTENT_CODES:
+            # its content may be elsewhere, or not as long as its shape says
+            with contextlib.suppress(Exception):
+                content = numpy_helper.to_array(tensor)
+        self._define(name, value, content, is_constant=is_constant(value))
+        if not is_constant(value):
+            self.parameters[name] = (value, value.num_bytes)
+
+    def _visit(self, node: "NodeProto") -> None:
+        kind = kind_of(node.domain, node.op_type)
+        label = f"node {node.name or node.output[0] if node.output else node.name!r} ({kind})"
+        self.walk.check(node, label)
+        attributes = _attributes(node)
+        if kind == "Constant":
+            self._add_constant(node, attributes)
+            return
+        inputs = tuple(self.values[name] if name else None for name in node.input)
+        contents = tuple(self.contents.get(name) if name else None for name in node.input)
+        call = OnnxCall(kind, inputs, (), attributes, contents)
+        results, cost = _inside(node, call, self) or (
+            infer(node, call, self.walk.opsets, self.walk.ir_version, self.declared, self.walk.dims),
+            None,
+        )
+        if cost is None and self._fold(node, call, results):
+            return
+        for name, value in zip(node.output, results.values, strict=True):
+            if value is not None:
+                self._define(name, value)
+        if results.is_estimated:
+            self.walk.estimated.append(f"{node.name or node.output[0]} ({kind})")
+        if kind in _ALIASES and inputs and inputs[0] is not None and self._is_alias(node, call):
+            self.roots[node.output[0]] = self.root(node.input[0])
+            self.constants[node.output[0]] = self.is_constant(node.input[0])
+        else:
+            self._add_step(node, call, results, cost)
+
+    def _fold(self, node: "NodeProto", call: OnnxCall, results: Results) -> bool:
+        """Compute the node here if its inputs are constants (of Shape: whatever they are)."""
+        if call.kind not in ("Shape", "Size"):
+            if not all(self.is_constant(name) and self.contents[name] is not None for name in node.input if name):
+                return False
+            if results.is_estimated and call.kind != "NonZero":  # it may be large
+                return False
+        arrays = fold(node, call, results.values, self.walk.opsets)
+        for name, array, value in zip(node.output, arrays, results.values, strict=False):
+            if value is not None:
+                self._define(name, Value(value.code, array.shape), array, is_constant=True)
+        return bool(arrays)
+
+    def _is_alias(self, node: "NodeProto", call: OnnxCall) -> bool:
+        if call.kind == "Dropout":
+            training = call.contents[2] if call.has(2) else None
+            if (training is not None and bool(training.any())) or (call.has(2) and training is None):
+                return False
+        return not any(name in self.used for name in node.output[1:])
+
+    def _add_constant(self, node: "NodeProto", attributes: Mapping[str, Any]) -> None:
+        """A Constant node is an initializer under another name."""
+        from onnx import TensorProto, numpy_helper
+
+        if len(node.output) != 1 or not attributes:
+            raise InputError(f"node {node.name!r} (Constant): has no value; the file is damaged, export it again")
+        value = next(iter(attributes.values()))
+        if isinstance(value, TensorProto):
+            self._add_initializer(node.output[0], value)
+            return
+        try:
+            if hasattr(value, "indices"):  # sparse
+                tensor = TensorProto(data_type=value.values.data_type, dims=value.dims)
+            elif isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], str)):
+                tensor = TensorProto(data_type=8, dims=[] if isinstance(value, str) else [len(value)])
+            else:
+                is_float = isinstance(value, float) or next(iter(attributes)) == "value_floats"
+                tensor = numpy_helper.from_array(np.array(value, np.float32 if is_float else np.int64))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InputError(f"node {node.name!r} (Constant): bad value ({first_line(error)}); export again") from None
+        self._add_initializer(node.output[0], tensor)
+
+    def _add_step(self, node: "NodeProto", call: OnnxCall, results: Results, cost: _Cost | None) -> None:
+        skipped = _NOT_TENSORS.get(call.kind, ())
+        names = [name for place, name in enumerate(node.input) if name and place not in skipped]
+        for graph in subgraphs(node):
+            names += [name for name in captured(graph) if name in self.values]
+        distinct = list(dict.fromkeys(names))
+        whole = OnnxCall(call.kind, call.inputs, results.values, call.attributes, call.contents)
+        if cost is None:
+            flops, how = count_flops(whole, self.walk.flops)
+            if how == UNKNOWN:
+                self.walk.unknown[call.kind] += 1
+            read = list(dict.fromkeys(name for name in node.input if name))
+            num_bytes = count_bytes(whole, [self.values[name] for name in read])
+            cost = _Cost(flops, num_bytes, 0, dtype_of(whole))
+        outputs = {name: value for name, value in zip(node.output, results.values, strict=True) if value is not None}
+        inputs = list(dict.fromkeys(self.root(name) for name in distinct if not self.is_constant(name)))
+        self.steps.append(
+            Step(node, call.kind, inputs, outputs, cost.flops, cost.num_bytes, cost.dtype, cost.resident_bytes)
+        )
+
+
+def _sorted(graph: "GraphProto", own: set[str], known: Mapping[str, Value]) -> list["NodeProto"]:
+    """The nodes in a topological order: as in the file where that is one. `known`: names around the graph too."""
+    maker: dict[str, int] = {}
+    for number, node in enumerate(graph.node):
+        for name in node.output:
+            if name and (name in maker or name in own):
+                raise InputError(f"node {node.name!r} ({node.op_type}): makes {name!r}, as something else does")
+            maker[name] = number
+    waiting = []
+    users: dict[int, list[int]] = {}
+    for number, node in enumerate(graph.node):
+        sources = set()
+        for name in reads(node):
+            if name in maker:
+                sources.add(maker[name])
+            elif name not in known:
+                raise InputError(
+                    f"node {node.name!r} ({node.op_type}): reads {name!r}, which nothing makes; export the model again"
+                )
+        waiting.append(len(sources))
+        for source in sources:
+            users.setdefault(source, []).append(number)
+    ready = [number for number, count in enumerate(waiting) if not count]
+    order: list[int] = []
+    while ready:
+        number = heapq.heappop(ready)
+        order.append(number)
+        for user in users.get(number, ()):
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, user)
+    if len(order) < len(graph.node):
+        stuck = next(node for node, count in zip(graph.node, waiting, strict=True) if count)
+        raise InputError(f"node {stuck.name!r} ({stuck.op_type}): waits for its own result, a cycle; unroll it")
+    return [graph.node[number] for number in order]
+
+
+def _attributes(node: "NodeProto") -> dict[str, Any]:
+    """Values by name, strings decoded, graphs left out."""
+    from onnx import helper
+
+    found: dict[str, Any] = {}
+    for attribute in node.attribute:
+        if subgraphs(attribute) or attribute.ref_attr_name:
+            continue
+        try:
+            value = helper.get_attribute_value(attribute)
+        except ValueError:
+            continue  # of no type
+        if isinstance(value, bytes):
+            value = value.decode(errors="replace")
+        elif not isinstance(value, (int, float)) and attribute.type == attribute.STRINGS:
+            value = [item.decode(errors="replace") for item in value]
+        elif attribute.type in (attribute.INTS, attribute.FLOATS):
+            value = list(value)
+        found[attribute.name] = value
+    return found
+
+
+# Graphs inside of nodes
+
+
+def _inside(node: "NodeProto", call: OnnxCall, scope: Scope) -> tuple[Results, _Cost] | None:
+    """Results and cost of If, Loop and Scan; None for any other node."""
+    look = {"If": _if, "Loop": _loop, "Scan": _scan}.get(call.kind)
+    if look is None or (call.kind == "Scan" and scope.walk.opsets.get("", 1) < 9):  # Scan had another meaning
+        return None
+    label = f"node {node.name or node.output[0] if node.output else node.name!r} ({call.kind})"
+    try:
+        results, cost = look(node, call, scope, label)
+    except (LookupError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{label}: its graph and its inputs do not fit together; export it again") from None
+    if len(results.values) != len(node.output):
+        raise InputError(f"{label}: its graph has not as many outputs as the node; export it again")
+    return results, cost
+
+
+def _body(node: "NodeProto", name: str) -> "GraphProto":
+    for attribute in node.attribute:
+        if attribute.name == name and attribute.HasField("g"):
+            return attribute.g  # type: ignore[no-any-return]
+    raise LookupError(name)
+
+
+def _if(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[Results, _Cost]:
+    """The branch that is taken if that is known, else the larger."""
+    condition = call.contents[0] if call.inputs[0] is not None else None
+    names = ["then_branch", "else_branch"]
+    if condition is not None and scope.is_constant(node.input[0]):
+        names = names[:1] if condition.any() else names[1:]
+    branches = []
+    before = scope.walk.unknown
+    counts = []
+    for name in names:
+        scope.walk.unknown = Counter()
+        inner = scope.inner(_body(node, name))
+        inner.run({})
+        branches.append((inner, _cost(inner)))
+        counts.append(scope.walk.unknown)
+    best = max(range(len(names)), key=lambda place: (branches[place][1].flops, branches[place][1].num_bytes))
+    scope.walk.unknown = before + counts[best]
+    inner, cost = branches[best]
+    # the other branch's weights are there too
+    resident = sum(other.resident_bytes for _, other in branches)
+    values = tuple(inner.values[item.name] for item in inner.graph.output)
+    if len(branches) > 1:
+        scope.walk.notes.append(f"{label}: which branch is taken is unknown; the one of more FLOPs is counted")
+    return Results(values, False), _Cost(cost.flops, cost.num_bytes, resident, cost.dtype)
+
+
+def _loop(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[Results, _Cost]:
+    """The body times the largest trip count. Inputs: that, condition, carried; body: number, condition, carried."""
+    trips = _number(call, 0, node, scope)
+    if call.has(1) and _number(call, 1, node, scope) == 0:
+        trips = 0
+    if trips is None or not trips < _ENDLESS:
+        scope.walk.notes.append(f"{label}: the trip count is unknown; its body is counted once")
+        trips = 1
+    inner = scope.inner(_body(node, "body"))
+    carried = [call.input(place) for place in range(2, len(call.inputs))]
+    given = [Value(INT64, ()), Value(BOOL, ()), *carried]
+    inner.run(dict(zip((item.name for item in inner.graph.input), given, strict=True)))
+    made = [inner.values[item.name] for item in inner.graph.output][1:]
+    last = made[: len(carried)] if trips else carried
+    scanned = [Value(value.code, (trips, *value.shape)) for value in made[len(carried) :]]
+    return Results((*last, *scanned), False), _times(_cost(inner), trips)
+
+
+def _scan(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[Results, _Cost]:
+    """The body times the length of the scanned inputs, which come after the states."""
+    num_scanned = int(call.attributes["num_scan_inputs"])
+    values = [call.input(place) for place in range(len(call.inputs))]
+    num_states = len(values) - num_scanned
+    if num_scanned < 1 or num_states < 0:
+        raise LookupError(num_scanned)
+    axes = call.attributes.get("scan_input_axes") or [0] * num_scanned
+    slices = []
+    trips = values[num_states].shape[axes[0]]
+    for value, axis in zip(values[num_states:], axes, strict=True):
+        shape = list(value.shape)
+        del shape[axis]
+        slices.append(Value(value.code, tuple(shape)))
+    inner = scope.inner(_body(node, "body"))
+    names = [item.name for item in inner.graph.input]
+    inner.run(dict(zip(names, [*values[:num_states], *slices], strict=True)))
+    made = [inner.values[item.name] for item in inner.graph.output]
+    axes = call.attributes.get("scan_output_axes") or [0] * (len(made) - num_states)
+    stacked = []
+    for value, axis in zip(made[num_states:], axes, strict=True):
+        shape = list(value.shape)
+        shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, trips)
+        stacked.append(Value(value.code, tuple(shape)))
+    return Results((*made[:num_states], *stacked), False), _times(_cost(inner), trips)
+
+
+def _number(call: OnnxCall, position: int, node: "NodeProto", scope: Scope) -> int | None:
+    """The content of a constant input of one element."""
+    if not call.has(position) or not scope.is_constant(node.input[position]):
+        return None
+    content = call.contents[position]
+    return int(content.reshape(-1)[0]) if content is not None and content.size == 1 else None
+
+
+def _cost(inner: Scope) -> _Cost:
+    """Of one execution of a graph."""
+    resident = sum(num_bytes for _, num_bytes in inner.parameters.values())
+    resident += sum(step.resident_bytes for step in inner.steps)
+    heaviest = max(inner.steps, key=lambda step: (step.flops, step.bytes_accessed), default=None)
+    return _Cost(
+        sum(step.flops for step in inner.steps),
+        sum(step.bytes_accessed for step in inner.steps),
+        resident,
+        heaviest.dtype if heaviest is not None else "int64",
+    )
+
+
+def _times(cost: _Cost, trips: int) -> _Cost:
+    trips = max(0, trips)
+    return _Cost(cost.flops * trips, cost.num_bytes * trips, cost.resident_bytes, cost.dtype)
