@@ -282,8 +282,10 @@ _FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul", "TransposeMatMul"), _product),
     **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulIntegerToFloat"), _product),
     "Gemm": _gemm,
+    "FusedGemm": lambda call: _gemm(call) + call.out.numel,
     "MatMulNBits": _product_of_blocks,
-    **dict.fromkeys(("Conv", "ConvTranspose", "FusedConv"), _convolution),
+    **dict.fromkeys(("Conv", "ConvTranspose"), _convolution),
+    "FusedConv": lambda call: _convolution(call) + call.out.numel * (1 + call.has(3)),  # a sum, an activation
     "ConvInteger": lambda call: _product_of_weights(call, 1, 99),  # inputs 2 and 3 are zero points
     "QLinearConv": lambda call: _product_of_weights(call, 3, 8),
     "DeformConv": _deformed_convolution,

@@ -75,16 +75,22 @@ def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Ca
 def _input(item: "ValueInfoProto", dims: Dims, notes: list[str]) -> Value:
     if not item.name:
         raise InputError("an input has no name; the file is damaged, export it again")
-    tensor = item.type.tensor_type
-    found = dims_of(item.type) if item.type.HasField("tensor_type") else None
+    kind, is_sequence = item.type, False
+    while kind.WhichOneof("value") in ("sequence_type", "optional_type"):
+        is_sequence = is_sequence or kind.HasField("sequence_type")
+        kind = kind.sequence_type.elem_type if kind.HasField("sequence_type") else kind.optional_type.elem_type
+    tensor = kind.tensor_type
+    found = dims_of(kind)
+    if is_sequence:
+        notes.append(f"input {item.name!r} is a sequence; it is taken as one element")
     if found is None:
         notes.append(f"input {item.name!r} has no shape; it is taken as one number")
-        return Value(tensor.elem_type or FLOAT, (), item.type.HasField("sequence_type"))
+        return Value(tensor.elem_type or FLOAT, (), is_sequence)
     shape = []
     for axis, dim in enumerate(found):
         symbol = f"{item.name}[{axis}]" if dim is None else dim
         shape.append(symbol if isinstance(symbol, int) else dims.of_input(symbol, f"input {item.name!r}"))
-    return Value(tensor.elem_type or FLOAT, tuple(shape))
+    return Value(tensor.elem_type or FLOAT, tuple(shape), is_sequence)
 
 
 def _listed(names: list[str]) -> str:

@@ -144,39 +144,41 @@ def checked(name: str, value: Value) -> Value:
 
 @dataclass(frozen=True)
 class Results:
-    """The outputs of a node, and whether some shape among them is a guess."""
+    """The outputs of a node, and the names of those whose shape is a guess."""
 
     values: tuple[Value | None, ...]
-    is_estimated: bool
+    guessed: frozenset[str] = frozenset()
 
 
 def infer(
     node: "NodeProto", call: OnnxCall, opsets: Mapping[str, int], ir_version: int,
-    declared: Mapping[str, "TypeProto"], dims: Dims,
+    declared: Mapping[str, "TypeProto"], dims: Dims, reads_guesses: bool,
 ) -> Results:  # fmt: skip
     """Types and shapes of the outputs of `node`; `call` has its inputs and no outputs.
 
-    From the operator's own inference; else a table for ONNX Runtime's operators; else what the file declares. What is
-    still unknown is taken from the largest input.
+    From the operator's own inference; else a table for ONNX Runtime's operators; else, or if the shape of an input is
+    itself a guess, what the file declares. What is still unknown is taken from the largest input.
     """
     found = _inferred(node, call, opsets, ir_version, dims) or _ruled(call, len(node.output))
     largest = max((value for value in call.inputs if value is not None), key=lambda value: value.numel, default=None)
     values: list[Value | None] = []
-    is_estimated = False
+    guessed: set[str] = set()
     for place, name in enumerate(node.output):
         if not name:
             values.append(None)
             continue
         code, shape, is_sequence = found[place] if place < len(found) else (0, None, False)
-        if name in declared and (not code or shape is None or None in shape):
+        if name in declared and (not code or shape is None or None in shape or reads_guesses):
             other_code, other, is_other = known_value(declared[name], dims)
+            if reads_guesses and other is not None and None not in other:
+                shape = other
             code, is_sequence = code or other_code, is_sequence or is_other
             if other is not None and (shape is None or len(shape) == len(other)):
                 shape = [a if a is not None else b for a, b in zip(shape or [None] * len(other), other, strict=True)]
         if shape is None and table_name(call.kind) in POINTWISE_KINDS:
             shape = _broadcast([value.shape for value in call.inputs if value is not None])
         if shape is None or None in shape:
-            is_estimated = True
+            guessed.add(name)
             guess = largest.shape if largest is not None else ()
             if shape is None:
                 shape = list(guess)
@@ -185,7 +187,7 @@ def infer(
         code = code or (largest.code if largest is not None else FLOAT)
         whole = tuple(1 if dim is None else dim for dim in shape)
         values.append(checked(name, Value(code, whole, is_sequence)))
-    return Results(tuple(values), is_estimated)
+    return Results(tuple(values), frozenset(guessed))
 
 
 _Found = list[tuple[int, list[int | None] | None, bool]]
@@ -197,9 +199,11 @@ def _inferred(node: "NodeProto", call: OnnxCall, opsets: Mapping[str, int], ir_v
     from onnx import helper, numpy_helper
     from onnx.shape_inference import infer_node_outputs
 
-    domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
+    domain, op_type = "" if node.domain in DEFAULT_DOMAINS else node.domain, node.op_type
+    if call.kind in _TWINS:
+        domain, op_type = "", _TWINS[call.kind]
     try:
-        schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
+        schema = onnx.defs.get_schema(op_type, opsets.get(domain, 1), domain)
         types, contents = {}, {}
         for place, (name, value) in enumerate(zip(node.input, call.inputs, strict=True)):
             if value is None:
@@ -306,6 +310,9 @@ _RULES: dict[str, Callable[[OnnxCall], list[Sequence[int] | None]]] = {
     "MultiHeadAttention": _multi_head_shapes,
     "GroupQueryAttention": _grouped_query_shapes,
 }
+_TWINS = {"com.microsoft::FusedConv": "Conv", "com.microsoft::FusedGemm": "Gemm"}
+"""Operators that have the shapes of one of ONNX's."""
+
 _RESULT_CODES = {"MatMulIntegerToFloat": FLOAT, "DynamicQuantizeMatMul": FLOAT, "EmbedLayerNormalization": FLOAT}
 
 RUNTIME_KINDS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})

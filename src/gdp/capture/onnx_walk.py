@@ -139,6 +139,7 @@ class Scope:
             stored = [Value(part.data_type, tuple(part.dims)).num_bytes for part in (sparse.values, sparse.indices)]
             self.parameters[name] = (value, sum(stored))
         own = {*inputs, *(item.name for item in self.graph.initializer), *self.parameters}
+        self.guessed: set[str] = set()  # names whose shape is a guess
         nodes = _sorted(self.graph, own, self.values)
         self.used = {name for node in nodes for name in reads(node)} | {item.name for item in self.graph.output}
         for node in nodes:
@@ -186,15 +187,19 @@ class Scope:
         contents = tuple(self.contents.get(name) if name else None for name in node.input)
         call = OnnxCall(kind, inputs, (), attributes, contents)
         results, cost = _inside(node, call, self) or (
-            infer(node, call, self.walk.opsets, self.walk.ir_version, self.declared, self.walk.dims),
+            infer(
+                node, call, self.walk.opsets, self.walk.ir_version, self.declared, self.walk.dims,
+                not self.guessed.isdisjoint(node.input),
+            ),
             None,
-        )
+        )  # fmt: skip
         if cost is None and self._fold(node, call, results):
             return
         for name, value in zip(node.output, results.values, strict=True):
             if value is not None:
                 self._define(name, value)
-        if results.is_estimated:
+        self.guessed |= results.guessed
+        if not results.guessed.isdisjoint(self.used):
             self.walk.estimated.append(f"{node.name or node.output[0]} ({kind})")
         if kind in _ALIASES and inputs and inputs[0] is not None and self._is_alias(node, call):
             self.roots[node.output[0]] = self.root(node.input[0])
@@ -207,7 +212,7 @@ class Scope:
         if call.kind not in ("Shape", "Size"):
             if not all(self.is_constant(name) and self.contents[name] is not None for name in node.input if name):
                 return False
-            if results.is_estimated and call.kind != "NonZero":  # it may be large
+            if results.guessed and call.kind != "NonZero":  # it may be large
                 return False
         arrays = fold(node, call, results.values, self.walk.opsets)
         for name, array, value in zip(node.output, arrays, results.values, strict=False):
@@ -374,7 +379,7 @@ def _if(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[Re
     values = tuple(inner.values[item.name] for item in inner.graph.output)
     if len(branches) > 1:
         scope.walk.notes.append(f"{label}: which branch is taken is unknown; the one of more FLOPs is counted")
-    return Results(values, False), _Cost(cost.flops, cost.num_bytes, resident, cost.dtype)
+    return Results(values), _Cost(cost.flops, cost.num_bytes, resident, cost.dtype)
 
 
 def _loop(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[Results, _Cost]:
@@ -392,7 +397,7 @@ def _loop(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[
     made = [inner.values[item.name] for item in inner.graph.output][1:]
     last = made[: len(carried)] if trips else carried
     scanned = [Value(value.code, (trips, *value.shape)) for value in made[len(carried) :]]
-    return Results((*last, *scanned), False), _times(_cost(inner), trips)
+    return Results((*last, *scanned)), _times(_cost(inner), trips)
 
 
 def _scan(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[Results, _Cost]:
@@ -419,7 +424,7 @@ def _scan(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[
         shape = list(value.shape)
         shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, trips)
         stacked.append(Value(value.code, tuple(shape)))
-    return Results((*made[:num_states], *stacked), False), _times(_cost(inner), trips)
+    return Results((*made[:num_states], *stacked)), _times(_cost(inner), trips)
 
 
 def _number(call: OnnxCall, position: int, node: "NodeProto", scope: Scope) -> int | None:
