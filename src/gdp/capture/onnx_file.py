@@ -78,6 +78,7 @@ def read_model(path: Path) -> "ModelProto":
     opset, newest = default_opset(model), onnx.defs.onnx_opset_version()
     if not 1 <= opset <= newest:
         raise InputError(f"has opset {opset}, onnx here knows 1 to {newest}; {remedy}")
+    _check_text(model)
     directory = path.parent.resolve()
     for tensor in _tensors(model):
         _keep_small(tensor, directory)
@@ -125,6 +126,17 @@ def _parse(path: Path) -> "ModelProto":
     except (DecodeError, UnicodeDecodeError):
         raise InputError("is no ONNX model, or a damaged one; export or copy it again") from None
     return model
+
+
+def _check_text(message: Any) -> None:
+    """InputError if some name is no text, which protobuf lets pass."""
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            if any(isinstance(item, bytes) for item in ([value] if isinstance(value, (str, bytes)) else value)):
+                raise InputError(f"has a damaged name ({field.name}, {value!r:.80}); export or copy it again")
+        elif field.type == field.TYPE_MESSAGE:
+            for item in [value] if hasattr(value, "ListFields") else value:
+                _check_text(item)
 
 
 # All tensors of a model

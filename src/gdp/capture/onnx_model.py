@@ -51,7 +51,7 @@ def read_onnx(
     try:
         return _read(path, dims, path.stem if name is None else name, flops)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {' '.join(str(error).split())}") from None  # names may hold line breaks
 
 
 def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Callable[[OnnxCall], int]]) -> OnnxModel:

@@ -357,7 +357,11 @@ def fold(
 
     `outputs` as inferred: nothing large is computed.
     """
-    if call.kind not in _FOLDED or sum(value.numel for value in outputs if value is not None) > SMALL:
+    if (
+        call.kind not in _FOLDED
+        or not call.has(0)
+        or sum(value.numel for value in outputs if value is not None) > SMALL
+    ):
         return []
     if call.kind in ("Shape", "Size"):
         shape = call.input(0).shape

@@ -42,6 +42,7 @@ _CONTENT_CODES = (1, 2, 3, INT32, INT64, BOOL, 10, 11)  # types whose small tens
 _NOT_TENSORS = {"Resize": (1, 2, 3), "Upsample": (1,)}  # inputs that say how, small floats: no parameters
 _ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Dropout"})
 """Their result is their first input's memory, in ONNX Runtime too. Slice, Split, Transpose and Expand copy."""
+_AXES = ("axis", "axes", "perm", "batch_axis", "time_axis", "batch_dims", "scan_input_axes", "scan_output_axes")
 _ENDLESS = 2**31  # a trip count from here on means "until the condition says so"
 
 
@@ -186,6 +187,7 @@ class Scope:
         inputs = tuple(self.values[name] if name else None for name in node.input)
         contents = tuple(self.contents.get(name) if name else None for name in node.input)
         call = OnnxCall(kind, inputs, (), attributes, contents)
+        _check_numbers(node, call, label)
         results, cost = _inside(node, call, self) or (
             infer(
                 node, call, self.walk.opsets, self.walk.ir_version, self.declared, self.walk.dims,
@@ -305,6 +307,20 @@ def _sorted(graph: "GraphProto", own: set[str], known: Mapping[str, Value]) -> l
         stuck = next(node for node, count in zip(graph.node, waiting, strict=True) if count)
         raise InputError(f"node {stuck.name!r} ({stuck.op_type}): waits for its own result, a cycle; unroll it")
     return [graph.node[number] for number in order]
+
+
+def _check_numbers(node: "NodeProto", call: OnnxCall, label: str) -> None:
+    """InputError for an axis or a number of outputs that cannot be: onnx's own inference goes out of bounds there."""
+    if call.kind == "Split" and call.attributes.get("num_outputs", len(node.output)) != len(node.output):
+        raise InputError(f"{label}: num_outputs is not the number of its outputs; export the model again")
+    rank = max((len(value.shape) for value in call.inputs if value is not None), default=0)
+    for name in _AXES:
+        value = call.attributes.get(name, [])
+        axes = value if isinstance(value, list) else [value]
+        limit = rank + len(axes)  # Unsqueeze adds as many
+        for axis in axes:
+            if isinstance(axis, int) and not -limit <= axis <= limit:
+                raise InputError(f"{label}: {name} is {axis} for {rank} dimensions; export the model again")
 
 
 def _attributes(node: "NodeProto") -> dict[str, Any]:
