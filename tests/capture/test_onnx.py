@@ -523,6 +523,25 @@ def test_weights_elsewhere_are_neither_needed_nor_allocated(read: Callable[..., 
     assert set(graph.dtypes) == {"float16"}
 
 
+def test_weights_inside_of_the_file_are_skipped(tmp_path: Path) -> None:
+    """4 GiB of them, a hole in the file: what follows a message in protobuf is merged with it."""
+
+    def field(number: int, size: int) -> bytes:  # lengths in five bytes each, as varints allow
+        return bytes([number << 3 | 2, *(size >> shift & 127 | 128 for shift in (0, 7, 14, 21)), size >> 28])
+
+    weight, num_bytes = TensorProto(name="w", data_type=F, dims=[2**15, 2**15]).SerializeToString(), 4 * 2**30
+    tensor = weight + field(9, num_bytes)
+    graph = field(5, len(tensor) + num_bytes) + tensor
+    start = model([N("MatMul", ["x", "w"], ["y"])], [value("x", [1, 2**15])], ["y"]).SerializeToString()
+    path = tmp_path / "large.onnx"
+    path.write_bytes(start + field(7, len(graph) + num_bytes) + graph)
+    with open(path, "ab") as file:
+        file.truncate(file.tell() + num_bytes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert read_onnx(path).graph.resident_bytes.sum() == num_bytes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+
+
 def test_shapes_are_read_from_a_file_beside_the_model(read: Callable[..., OnnxModel], tmp_path: Path) -> None:
     proto = model([N("Tile", ["x", "r"], ["y"])], [value("x", [2, 3])], ["y"], {"r": np.array([4, 5])})
     tensor = proto.graph.initializer[0]

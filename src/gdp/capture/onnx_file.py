@@ -112,20 +112,87 @@ def _parse(path: Path) -> "ModelProto":
         with open(path, "rb") as file:
             if not file.seek(0, 2):
                 raise InputError("is empty; an ONNX model is expected")
-            # mapped, so that a large file is in memory once (as the message), not twice
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
-                if len(view) >= 2**31:
-                    raise InputError("is 2 GiB or more, which protobuf cannot read; save it with external data")
-                model.ParseFromString(view)
+            # mapped, and without weights, so that a large file is never in memory as a whole; the map is closed with
+            # the last view of it, which an exception may hold
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        lean = b"".join(_without_content(memoryview(content), _PATH))
+        if len(lean) < 2**31:
+            model.ParseFromString(lean)
     except FileNotFoundError:
         raise InputError("no such file; check the path") from None
     except IsADirectoryError:
         raise InputError("is a directory; name a file") from None
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror}); check its permissions") from None
-    except (DecodeError, UnicodeDecodeError):
+    except (DecodeError, UnicodeDecodeError, _DamagedError):
         raise InputError("is no ONNX model, or a damaged one; export or copy it again") from None
+    if len(lean) >= 2**31:
+        raise InputError("is 2 GiB or more without weights, which protobuf cannot read; save constants as initializers")
     return model
+
+
+# Protobuf's wire format: https://protobuf.dev/programming-guides/encoding/
+
+
+class _DamagedError(Exception):
+    pass
+
+
+_PATH = (7, 5)  # the graph in a model, an initializer in a graph
+_CONTENT = frozenset({4, 5, 6, 7, 9, 10, 11})  # the fields of an initializer that hold its content
+_LARGE = 16 * SMALL  # bytes: no tensor of SMALL elements has as many, of whatever type
+
+
+def _without_content(view: memoryview, path: tuple[int, ...]) -> list[bytes | memoryview]:
+    """Parts of a message that make it up, without large contents of the tensors at the end of `path`.
+
+    _DamagedError if that is what it is.
+    """
+    parts: list[bytes | memoryview] = []
+    start = copied = 0
+    while start < len(view):
+        tag, at = _varint(view, start)
+        kind, end = tag & 7, 0
+        if kind == 2:
+            size, at = _varint(view, at)
+            end = at + size
+        elif kind == 0:
+            end = _varint(view, at)[1]
+        elif kind in (1, 5):
+            end = at + (8 if kind == 1 else 4)
+        if not start < end <= len(view):
+            raise _DamagedError(start)
+        is_dropped = not path and tag >> 3 in _CONTENT and kind == 2 and end - at > _LARGE
+        if is_dropped or (path and tag == path[0] << 3 | 2):
+            parts.append(view[copied:start])
+            copied = end
+            if not is_dropped:
+                inner = _without_content(view[at:end], path[1:])
+                parts += [bytes([tag]), _as_varint(sum(map(len, inner))), *inner]
+        start = end
+    return [*parts, view[copied:]]
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    """The number there and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(view):
+            break
+        byte = view[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise _DamagedError(at)
+
+
+def _as_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*encoded, value])
 
 
 def _check_text(message: Any) -> None:
