@@ -16,6 +16,7 @@ import contextlib
 import copy
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -252,12 +253,31 @@ def _capturable(model: Any) -> Any:
     kind = type(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with Replaced(), _quiet():
+        with Replaced(), _quiet(), _one_sequence_each():
             return kind.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return model
+
+
+@contextlib.contextmanager
+def _one_sequence_each() -> Iterator[None]:
+    """Transformers does not look at positions for several sequences in a row: the inputs made here have none.
+
+    Under fake tensors it would take them to be there, and give every attention a mask of all pairs.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masks is None or not hasattr(masks, name):
+        yield
+        return
+    function = getattr(masks, name)
+    setattr(masks, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, function)
 
 
 class _Yes:

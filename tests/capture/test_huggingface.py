@@ -1,0 +1,182 @@
+"""`hf:DIR` captures models from their configs alone; a capture computes what the model computes, bit for bit."""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gdp import sources
+from gdp.bench import model_configs
+from gdp.capture.program import named_tensors
+from gdp.capture.step import pick_loss
+from gdp.errors import InputError
+from gdp.graph import Graph
+
+WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+TEXT = {"vocab_size": 30, "max_position_embeddings": 8}
+DECODERS = {
+    "vocab_size": 60, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+}  # fmt: skip
+IMAGES = {"image_size": 16, "num_labels": 5}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "bottleneck"}
+# at least 2 of everything: of a dimension of 1, fake and real tensors may have other strides, and products other bits
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+# (architecture, or none; config; sizes beside a batch of 4)
+TINY: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bert": ("BertForMaskedLM", {**TEXT, **WIDTHS}, ""),
+    "bert bare": ("", {**TEXT, **WIDTHS}, ""),
+    "bert next sentence": ("BertForPreTraining", {**TEXT, **WIDTHS}, ""),
+    "bert questions": ("BertForQuestionAnswering", {**TEXT, **WIDTHS}, "&sequence=5"),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 30, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}, ""),
+    "t5": ("T5ForConditionalGeneration", {
+        "vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "n_positions": 8,
+        "decoder_start_token_id": 0,
+    }, ""),
+    "bart": ("BartForConditionalGeneration", {**DECODERS, "max_position_embeddings": 8, "encoder_layerdrop": 0.5}, ""),
+    "vit": ("ViTForImageClassification", {**WIDTHS, **IMAGES, "patch_size": 8}, ""),
+    "swin": ("SwinForImageClassification", {
+        **IMAGES, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4,
+    }, ""),
+    "whisper": ("WhisperForConditionalGeneration", {
+        **DECODERS, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 8, "pad_token_id": 1,
+        "eos_token_id": 1, "decoder_start_token_id": 2,
+    }, ""),
+    "clip": ("CLIPModel", {
+        "projection_dim": 16, "text_config": {**TEXT, **WIDTHS, "eos_token_id": 29, "bos_token_id": 28},
+        "vision_config": {**WIDTHS, "image_size": 16, "patch_size": 8},
+    }, ""),
+    "detr": ("DetrForObjectDetection", {
+        **DECODERS, "num_queries": 4, "use_timm_backbone": False,
+        "backbone_config": {**RESNET, "model_type": "resnet", "out_features": ["stage2"]},
+    }, "&image=32"),
+    "sam": ("SamModel", {
+        "vision_config": {
+            **WIDTHS, "output_channels": 16, "image_size": 32, "patch_size": 8, "window_size": 2, "mlp_dim": 24,
+            "global_attn_indexes": [1], "num_pos_feats": 8,
+        },
+        "prompt_encoder_config": {"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 4},
+        "mask_decoder_config": {"hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 16, "iou_head_hidden_dim": 8},
+    }, ""),
+    "llama": ("LlamaForCausalLM", {**TEXT, **WIDTHS, **GROUPED, "torch_dtype": "bfloat16"}, ""),
+    "mixtral": ("MixtralForCausalLM", {**TEXT, **WIDTHS, **EXPERTS}, ""),
+    "mixtral bfloat16": ("MixtralForCausalLM", {**TEXT, **WIDTHS, **EXPERTS}, "&dtype=bfloat16"),
+    "mamba": ("MambaForCausalLM", {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+              "&sequence=4"),
+    "efficientnet": ("EfficientNetForImageClassification", {
+        "image_size": 32, "num_labels": 5, "width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320,
+    }, ""),
+    "resnet": ("ResNetForImageClassification", {**RESNET, "num_labels": 5}, "&image=32"),
+    "unet": ("", {
+        "_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [8, 16], "layers_per_block": 1,
+        "cross_attention_dim": 12, "attention_head_dim": 4, "norm_num_groups": 4,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    }, "&sequence=5"),
+}  # fmt: skip
+
+
+def write(directory: Path, content: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return directory
+
+
+def model_of(name: str, directory: Path) -> str:
+    """MODEL of a tiny config, written to `directory`."""
+    architecture, config, sizes = TINY[name]
+    if "_class_name" not in config:
+        config = {"model_type": name.partition(" ")[0], **config}
+    if architecture:
+        config = {"architectures": [architecture], **config}
+    return f"hf:{write(directory, config)}?batch=4{sizes}"
+
+
+def random_order(graph: Graph, seed: int) -> list[int]:
+    """A random topological order; the graph's tensors are the only constraint."""
+    draw = random.Random(seed)
+    waiting = np.bincount(graph.consumers, minlength=graph.num_ops).tolist()
+    after: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    for tensor, consumer in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True):
+        after[graph.producers[tensor]].append(consumer)
+    ready, order = [op for op in range(graph.num_ops) if not waiting[op]], []
+    while ready:
+        op = ready.pop(draw.randrange(len(ready)))
+        order.append(op)
+        for consumer in after[op]:
+            waiting[consumer] -= 1
+            if not waiting[consumer]:
+                ready.append(consumer)
+    return order
+
+
+class Seeded(TorchDispatchMode):
+    """Seeds the n-th operator that draws with n, as a program does."""
+
+    num_draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and "scaled_dot_product" not in str(func):
+            torch.manual_seed(self.num_draws)
+            self.num_draws += 1
+        return func(*args, **(kwargs or {}))
+
+
+def real_model(text: str, *, training: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with parameters drawn, none of them left at a tidy first value, and its inputs."""
+    torch.manual_seed(3)
+    model, args, kwargs = sources.builder_of(text, training=training)()
+    assert args == ()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model, kwargs
+
+
+def same(found: Any, expected: Any) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_inference_from_a_config_gives_the_bits_of_the_library_in_a_random_order(name: str, tmp_path: Path) -> None:
+    text = model_of(name, tmp_path)
+    found = sources.read_capture(text, training=False)
+    assert not found.coverage.unknown
+    assert set(found.graph.phases) == {"forward"}
+    model, inputs = real_model(text, training=False)
+    assert not model.training
+    with torch.no_grad(), Seeded():
+        expected = dict(named_tensors(model(**inputs), ""))
+    assert expected
+    replay = found.program.replay(model, (), inputs, random_order(found.graph, seed=1))
+    assert same(replay.outputs, expected)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_training_step_from_a_config_gives_the_bits_of_the_library_in_a_random_order(
+    name: str, tmp_path: Path
+) -> None:
+    text = model_of(name, tmp_path)
+    found = sources.read_capture(text, optimizer="sgd")
+    assert not found.coverage.unknown
+    model, inputs = real_model(text, training=True)
+    assert model.training
+    replay = found.program.replay(model, (), inputs, random_order(found.graph, seed=2))
+    update = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+    with Seeded():
+        loss = pick_loss(model(**inputs), None, name)
+        loss.backward()
+    gradients = {path: tensor.grad.clone() for path, tensor in model.named_parameters() if tensor.grad is not None}
+    assert torch.equal(replay.loss, loss.detach())
+    assert same(replay.gradients, gradients)
+    update.step()
+    assert all(torch.equal(replay.state[path], tensor) for path, tensor in model.named_parameters())
