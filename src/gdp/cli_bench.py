@@ -80,6 +80,19 @@ def bench_simulator(out: OutOption = None, json: JsonOption = False) -> int:
     return _answer(simulator.run(out=out, on_row=log), json)
 
 
+@bench_app.command("capture")
+def bench_capture(
+    models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all fifteen.")] = None,
+    out: OutOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Ops, seconds and memory of captures of published models from their configs."""
+    from gdp.bench import capture
+
+    chosen = None if models is None else [name.strip() for name in models.split(",")]
+    return _answer(capture.run(names=chosen, out=out, on_row=log), json)
+
+
 @bench_app.command("paper")
 def bench_paper(
     checkpoints: CheckpointsOption,

@@ -2,21 +2,18 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdp import sources
-from gdp.bench import model_configs
 from gdp.capture.program import named_tensors
 from gdp.capture.step import pick_loss
-from gdp.errors import InputError
 from gdp.graph import Graph
 
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
