@@ -13,6 +13,7 @@ import typer
 
 from gdp.cli_bench import bench_app
 from gdp.cli_devices import devices_app
+from gdp.cli_export import export
 from gdp.cli_inputs import (
     DimOption,
     ForbidOption,
@@ -62,6 +63,7 @@ app.add_typer(devices_app, name="devices")
 app.add_typer(bench_app, name="bench")
 app.command()(place)
 app.command()(run)
+app.command()(export)
 
 
 def main(args: Sequence[str] | None = None) -> int:
