@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from gdp.budget import Budget
     from gdp.cluster import Cluster
     from gdp.constraints import Constraints
+    from gdp.export.search import Placed
+    from gdp.export.target import Target
     from gdp.graph import Graph
     from gdp.plan import Plan
     from gdp.sources import Model, Reading
@@ -77,6 +79,7 @@ class _Request:
     with_cache: bool
     out: Path | None
     json: bool
+    target: "Target | None" = None
 
     def read(self) -> "Model":
         """The model's graph, with measured times if there are."""
@@ -140,6 +143,9 @@ def place(
     times: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Op times that `gdp run --times` measured.")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option("--for", metavar="TARGET", help="Only what `gdp export --to TARGET` can express.")
+    ] = None,
     threads: ThreadsOption = None,
     with_cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Answer an identical question with the plan found before.")
@@ -163,14 +169,24 @@ def place(
     spread = None if robust is None else options.parse_fraction(robust, "--robust", below=0.5)
     request = _Request(
         model, devices, cluster, limit, constraints, reading, times, placer, checkpoint, seed, spread, threads,
-        with_cache, out, json,
+        with_cache, out, json, _target(target, placer, sweep),
     )  # fmt: skip
     check_placers([placer])
     check_checkpoint(checkpoint, [placer])
     if asked is not None:
         asked.check(cluster)
         return _sweep(request, asked)
-    return _place(request, advice and placer == "auto")
+    return _place(request, advice and placer == "auto" and target is None)
+
+
+def _target(name: str | None, placer: str, sweep: str | None) -> "Target | None":
+    from gdp.export.targets import find_target
+
+    if name is None:
+        return None
+    if placer != "auto" or sweep is not None:
+        raise InputError("--for: places with auto, once; leave out --placer and --sweep")
+    return find_target(name)
 
 
 def _place(request: _Request, with_advice: bool) -> int:
@@ -190,6 +206,8 @@ def _place(request: _Request, with_advice: bool) -> int:
     graph, cluster = source.graph, request.cluster
     try:
         problem = Problem.build(graph, cluster, **vars(request.constraints))  # bad ones are better known now
+        if request.target is not None:
+            request.target.read_units(problem)
     except InputError as error:
         raise InputError(f"{request.model} on {request.devices}: {error}") from None
     if request.robust is None and source.noise is not None:
@@ -251,11 +269,31 @@ def _search(
 ) -> "Plan":
     from gdp.place import place as find_plan
 
+    if request.target is not None:
+        from gdp.export.search import place_for
+
+        placed = place_for(
+            request.target, graph, request.cluster, request.constraints,
+            budget=request.budget, on_progress=on_progress, stop=stop, **request.keywords,
+        )  # fmt: skip
+        log(f"gdp: note: {_compared(placed)}")
+        return placed.plan
     budget = request.budget.part(1 - _ADVICE_SHARE) if with_advice else request.budget
     return find_plan(
         graph, request.cluster, placer=request.placer, budget=budget, checkpoint=request.checkpoint,
         on_progress=on_progress, stop=stop, **request.keywords, **vars(request.constraints),
     )  # fmt: skip
+
+
+def _compared(placed: "Placed") -> str:
+    from gdp.report.tables import format_ms
+
+    snapped, ordinary = placed.snapped, placed.ordinary
+    fits = "" if not snapped.simulation.missing_bytes.any() else ", which does not fit"
+    return (
+        f"a plan of ops takes {format_ms(ordinary.step_time_ns)}, exported at {snapped.target.level} "
+        f"{format_ms(snapped.step_time_ns)}{fits}; this one {format_ms(placed.plan.step_time_ns)}"
+    )
 
 
 def _advise(request: _Request, graph: "Graph", plan: "Plan", simulation: Any, stop: threading.Event) -> "Advice":
@@ -358,6 +396,14 @@ def _next_command(request: _Request, graph_path: Path | None, cluster_path: Path
     placed_on = (
         str(cluster_path) if cluster_path is not None and request.devices.strip() == "local" else request.devices
     )
+    if request.target is not None:
+        beside = (
+            [] if request.out is not None else ["--graph", str(graph_path or request.model), "--devices", placed_on]
+        )
+        if graph_path is None and request.microbatching.count > 1:
+            beside += ["--microbatches", str(request.microbatching.count)]
+            beside += ["--free-replicas"] * request.microbatching.free_replicas
+        return shlex.join(["gdp", "export", str(plan_path), "--to", request.target.name, *beside])
     command = ["gdp", "simulate", str(graph_path or request.model), "--devices", placed_on, "--plan", str(plan_path)]
     if graph_path is None:
         reading = request.reading

@@ -1,8 +1,9 @@
 """`hf-device-map`: the `device_map` of Transformers and accelerate, JSON from module paths to GPU numbers or "cpu".
 
 `accelerate.dispatch_model` hooks every module that has an entry: its parameters go to the entry's device, its inputs
-are moved there, and all inside it runs there. The first entry is the device that takes the model's inputs (`main_device`).
-Next to GPUs accelerate computes nothing on a CPU (it only keeps weights there), so a CPU is used alone or not at all.
+are moved there, and all inside it runs there. The first entry is the device that takes the model's inputs
+(`main_device`). Next to GPUs accelerate computes nothing on a CPU (it only keeps weights there), so a CPU is used alone
+or not at all.
 """
 
 import json

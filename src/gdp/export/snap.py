@@ -11,7 +11,7 @@ from gdp.export.target import Target
 from gdp.export.units import Units
 from gdp.graph import I64
 from gdp.placers.base import Start, UnitArrays
-from gdp.placers.memory_repair import excess_bytes, fit_memory
+from gdp.placers.memory_repair import fit_memory
 from gdp.plan import Plan
 from gdp.problem import Placement, Problem
 from gdp.simulate import Simulation, replay, simulate
@@ -80,7 +80,17 @@ def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) 
     found = [simulate(problem.in_order(order), placement) for order in problem.orders]
     if plan is not None:
         found.append(simulate(problem, placement, priority=Start.of(replay(problem, plan)).priority))
-    return min(found, key=lambda one: (int(one.missing_bytes.sum()), one.step_time_ns))
+    return min(found, key=key_of)
+
+
+def order_of(problem: Problem, placement: Placement) -> str:
+    """The order of micro-batches in which `placement` does best; without any the b-level."""
+    return min(problem.orders, key=lambda name: key_of(simulate(problem.in_order(name), placement)))
+
+
+def key_of(simulation: Simulation) -> tuple[int, int]:
+    """(bytes over the limits, step time): the less the better."""
+    return int(simulation.missing_bytes.sum()), simulation.step_time_ns
 
 
 def can_run(units: Units, devices: I64) -> bool:
@@ -95,10 +105,7 @@ def _near(problem: Problem, units: Units, plan: Plan) -> I64:
     weight = _weights(problem, units, plan.placement)
     weight[~units.allowed] = -1.0
     if units.is_chain:
-        order = min(
-            problem.orders, key=lambda name: _key(simulate(problem.in_order(name), plan.placement))
-        )  # of micro-batches
-        search = StageSearch(problem.in_order(order), units)
+        search = StageSearch(problem.in_order(order_of(problem, plan.placement)), units)
         starts = [nearest_stages(weight), *balanced_stages(problem, units)]
         return search.run(starts, _STAGE_SIMULATIONS)
     coarse = units.coarse(problem)
@@ -120,10 +127,6 @@ def _search(coarse: Problem, placement: Placement) -> Placement:
 
     found = find(reduce(coarse), "auto", Clock(Budget.parse(_REPAIR_BUDGET)), starts=[Start(placement)])
     return placement if found.best is None else found.best.placement
-
-
-def _key(simulation: Simulation) -> tuple[int, int]:
-    return int(excess_bytes(simulation.problem, simulation.peak_memory_bytes)), simulation.step_time_ns
 
 
 def _weights(problem: Problem, units: Units, placement: Placement) -> npt.NDArray[np.float64]:

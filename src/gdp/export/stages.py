@@ -71,7 +71,7 @@ class StageSearch:
 
     def run(self, starts: list[I64], max_simulations: int) -> I64:
         """[U] the best found. InputError if no start is allowed."""
-        allowed = [start for start in starts if self._is_allowed(start)]
+        allowed = [start for start in starts if self.is_allowed(start)]
         if not allowed:
             raise InputError(
                 f"graph {self.problem.graph.name!r}: no contiguous stages go where ops may; relax --pin or --forbid"
@@ -81,7 +81,7 @@ class StageSearch:
         for start in range(len(best)):
             reach = max(self.units.num_units // 4, 1)
             while reach and self.num_simulations < max_simulations:
-                moves = [move for move in self._moves(best[start], reach) if self._is_allowed(move)][:_BATCH]
+                moves = [move for move in self._moves(best[start], reach) if self.is_allowed(move)][:_BATCH]
                 keys = self._keys([best[start], *moves])
                 number = min(range(len(keys)), key=keys.__getitem__)
                 if number == 0:
@@ -105,7 +105,8 @@ class StageSearch:
             self.num_simulations += len(new)
         return [self.known[devices.tobytes()] for devices in batch]
 
-    def _is_allowed(self, devices: I64) -> bool:
+    def is_allowed(self, devices: I64) -> bool:
+        """Whether units [U] may go there."""
         return bool(self.units.allowed[np.arange(self.units.num_units), devices].all())
 
     def _moves(self, devices: I64, reach: int) -> list[I64]:
