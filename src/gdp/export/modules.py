@@ -68,7 +68,7 @@ class _Finder:
         self.solid = {
             graph.modules[op]
             for op in range(graph.num_ops)
-            if self.is_source[op] and graph.modules[op] and self.is_forward[op]
+            if (self.is_source[op] or graph.resident_bytes[op] > 0) and graph.modules[op] and self.is_forward[op]
         }
         self.solid |= {graph.modules[op] for op in range(graph.num_ops) if self._uses_foreign_source(op)}
         self.root_of: dict[str, str] = {}  # of each module: the outermost solid one around it, "" if there is none

@@ -52,6 +52,7 @@ def nearest_stages(weight: F64) -> I64:
 
 def balanced_stages(problem: Problem, units: Units) -> list[I64]:
     """Stages of equal time and of least bottleneck, on 1 to D devices."""
+    problem = problem.with_allowed(problem.allowed & units.allowed[units.index])
     figures, chain = UnitArrays.of(problem, units.index), Chain(np.arange(units.num_units))
     found = []
     for devices in device_subsets(problem, smallest=1):

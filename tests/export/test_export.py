@@ -1,0 +1,186 @@
+"""`gdp export` and `gdp place --for`: figures, memory, one-line errors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from export_models import graph_of
+
+import gdp
+from gdp.budget import Budget
+from gdp.cli import main
+from gdp.constraints import Constraints
+from gdp.export.search import place_for
+from gdp.export.snap import simulated, snap
+from gdp.export.targets import TARGETS, find_target
+from gdp.graph import Graph, Op, Tensor
+from gdp.microbatches import accumulated
+from gdp.place import plan_of
+from gdp.plan import Plan
+from gdp.problem import Problem
+from gdp.simulate import simulate
+
+Run = Callable[..., tuple[int, str, str]]
+MIB = 2**20
+FOR_MODULES = [name for name in TARGETS if name not in ("onnxruntime", "openvino")]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: str) -> tuple[int, str, str]:
+        status = main(args)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def three_modules(resident_bytes: int = 0) -> Graph:
+    """Modules a, b, c of three ops of 1 ms each on a P100 (9.3 TFLOP/s), one after the other, with a byte from each to
+    the next; the first op of each module holds `resident_bytes`."""
+    ops = [
+        Op(f"{module}.{number}", "mm", 9_300_000_000, module=module, resident_bytes=0 if number else resident_bytes)
+        for module in "abc"
+        for number in range(3)
+    ]
+    return Graph.build("three", ops, [Tensor(op, (op + 1,), 1) for op in range(8)])
+
+
+def plan_with(graph: Graph, cluster: gdp.Cluster, placement: list[int]) -> Plan:
+    return plan_of(simulate(Problem.build(graph, cluster), placement), 0, "by hand", 0)
+
+
+def test_a_module_goes_where_most_of_its_time_was_and_the_loss_is_simulated() -> None:
+    # 9 ops of 1 ms, one after the other; the plan crosses 7 times, the snapped one once: a byte (1 ns) and the latency
+    cluster = gdp.Cluster.parse("2xp100-pcie-16g")
+    problem = Problem.build(three_modules(1), cluster)
+    plan = plan_with(problem.graph, cluster, [0, 1, 0, 1, 0, 1, 0, 1, 1])
+    snapped = snap(problem, plan, find_target("hf_device_map"))
+    assert snapped.simulation.placement.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+    assert json.loads(snapped.content) == {"a": 0, "b": 1, "c": 1}
+    latency = cluster.route(0, 1).latency_ns
+    assert plan.step_time_ns - snapped.step_time_ns == 6 * (1 + latency)
+    assert snapped.loss == snapped.step_time_ns / plan.step_time_ns - 1 < 0
+
+
+def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_said(run: Run) -> None:
+    # each module holds 6 MiB in its first op. By time all three belong to device 0, which has 13 MiB; 2 + 1 fit
+    graph, cluster = three_modules(6 * MIB), gdp.Cluster.parse("2xp100-pcie-16g")
+    limits = {"gpu0": 13 * MIB, "gpu1": 7 * MIB}
+    problem = Problem.build(graph, cluster, max_memory_bytes=limits)
+    plan = plan_with(graph, cluster, [0, 0, 0, 0, 0, 0, 1, 0, 0])
+    snapped = snap(problem, plan, find_target("hf-device-map"))
+    assert snapped.simulation.feasible
+    assert sorted(np.bincount(snapped.simulation.placement).tolist()) == [3, 6]
+    # with 11 MiB and 5 MiB one op of 6 MiB has no place but gpu0, and two are 12 MiB
+    plan.save("plan.json")
+    graph.save("graph.json.gz")
+    cluster.save("cluster.json")
+    tight = ["--max-memory", "gpu0=11MiB", "--max-memory", "gpu1=5MiB"]
+    status, out, err = run("export", "plan.json", "--to", "hf-device-map", *tight)
+    assert status == 3
+    assert out == ""
+    assert "nothing fits in memory with module level: gpu" in err
+    assert "bytes" in err
+    assert not Path("device_map.json").exists()
+
+
+@pytest.mark.parametrize(("name", "training"), [(name, name != "vllm") for name in FOR_MODULES])
+def test_a_plan_for_a_target_is_no_worse_than_a_snapped_one_and_its_export_loses_nothing(
+    name: str, training: bool
+) -> None:
+    graph, cluster, target = graph_of("llama", training), gdp.Cluster.parse("3xp100-pcie-16g"), find_target(name)
+    placed = place_for(target, graph, cluster, Constraints(), budget=Budget(simulations=300), seed=1)
+    problem, plan = Problem.build(graph, cluster), placed.plan
+    assert gdp.verify(problem, plan) == []
+    assert plan.step_time_ns <= placed.snapped.step_time_ns
+    exported = snap(problem, plan, target)
+    assert exported.step_time_ns == plan.step_time_ns
+    devices = target.parse(exported.content, problem, exported.units)
+    assert simulated(problem, exported.units.place(devices), plan).step_time_ns == plan.step_time_ns
+    if name in ("llama-cpp", "megatron"):
+        again = place_for(target, graph, cluster, Constraints(), budget=Budget(simulations=300), seed=1)
+        assert np.array_equal(again.plan.placement, plan.placement)
+
+
+@pytest.mark.parametrize("name", FOR_MODULES)
+def test_what_is_exported_parses_back_to_the_figure_that_is_printed(name: str) -> None:
+    graph, cluster, target = graph_of("llama"), gdp.Cluster.parse("3xp100-pcie-16g"), find_target(name)
+    problem = Problem.build(graph, cluster)
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        plan = plan_with(graph, cluster, rng.integers(3, size=graph.num_ops).tolist())
+        snapped = snap(problem, plan, target)
+        devices = target.parse(snapped.content, problem, snapped.units)
+        assert np.array_equal(devices, snapped.devices)
+        assert simulated(problem, snapped.units.place(devices), plan).step_time_ns == snapped.step_time_ns
+        assert snapped.simulation.feasible
+
+
+@pytest.mark.parametrize("name", ["hf-device-map", "torch-pipelining", "megatron"])
+def test_replicas_of_micro_batches_go_with_their_op(name: str) -> None:
+    one, cluster = graph_of("llama", True), gdp.Cluster.parse("2xp100-pcie-16g")
+    graph = accumulated(one, 3)
+    problem, target = Problem.build(graph, cluster), find_target(name)
+    plan = gdp.place(graph, cluster, budget="200sims", robust=0.0)
+    snapped = snap(problem, plan, target)
+    unit = dict(zip(graph.op_names, snapped.units.index.tolist(), strict=True))
+    assert {op: unit[op] for op in one.op_names} == {op: unit.get(f"{op}@2", unit[op]) for op in one.op_names}
+    assert snapped.units.num_units == target.read_units(Problem.build(one, cluster)).num_units
+
+
+def test_the_commands_print_one_figure_and_write_the_file(run: Run) -> None:
+    graph_of("llama").save("model.json.gz")
+    arguments = ["--devices", "2xp100-pcie-16g", "--budget", "300sims", "--out", "d", "--for", "device_map", "--json"]
+    status, out, err = run("place", "model.json.gz", *arguments)
+    assert status == 0
+    assert "a plan of ops takes" in err
+    made = json.loads(out)
+    status, out, _ = run("export", "d/plan.json", "--to", "hf-device-map", "--json")
+    document = json.loads(out)
+    assert status == 0
+    assert document["step_time_ns"] == document["plan_step_time_ns"] == made["step_time_ns"]
+    assert document["loss"] == 0
+    assert document["path"] == "d/device_map.json"
+    assert Path("d/device_map.json").read_text() == document["content"]
+    status, out, _ = run("export", "d/plan.json", "--to", "vllm", "--out", "my.env")
+    assert status == 0
+    assert "whole decoder layers by rank: " in out
+    assert " ms instead of " in out
+    assert Path("my.env").is_file()
+
+
+def test_bad_input_is_one_line_and_nothing_is_written(run: Run) -> None:
+    graph, cluster = three_modules(), gdp.Cluster.parse("2xp100-pcie-16g")
+    plan_with(graph, cluster, [0] * 9).save("plan.json")
+    cases: list[tuple[list[str], str]] = [
+        (["--to", "hf-device-mapp"], "target 'hf-device-mapp' is unknown; did you mean hf-device-map?"),
+        (["--to", "hf-device-map"], "plan.json: no cluster.json beside it"),
+        (["--to", "hf-device-map", "--devices", "2xp100-pcie-16g"], "plan.json: no graph.json.gz beside it"),
+        (["--to", "hf-device-map", "--devices", "3xp100-pcie-16g", "--graph", "g.json"], "the plan is for cluster"),
+        (["--to", "hf-device-map", "--devices", "2xp100-pcie-16g", "--graph", "h.json"], "the plan is of graph"),
+        (["--to", "vllm", "--devices", "2xp100-pcie-16g", "--graph", "g.json"], "is that of a list of layers"),
+        (["--to", "onnxruntime", "--devices", "2xp100-pcie-16g", "--graph", "p.json"], "the plan is of graph"),
+        (["--to", "hf-device-map", "--microbatches", "2", "--devices", "2xp100-pcie-16g"], "for the MODEL of --graph"),
+    ]  # fmt: skip
+    graph.save("g.json")
+    three_modules(1).save("h.json")
+    graph_of("tied").save("p.json")
+    before = set(Path().iterdir())
+    for arguments, message in cases:
+        status, out, err = run("export", "plan.json", *arguments)
+        assert (status, out, err.count("\n")) == (2, "", 1), err
+        assert message in err
+    assert set(Path().iterdir()) == before
+    status, _, err = run("place", "g.json", "--devices", "2xp100-pcie-16g", "--for", "vllm", "--placer", "metis")
+    assert status == 2
+    assert "--for: places with auto" in err
+    nameless = Graph.build("nameless", [Op("a", "mm", 1)], [])
+    nameless.save("n.json")
+    status, _, err = run("place", "n.json", "--devices", "2xp100-pcie-16g", "--for", "hf-device-map")
+    assert status == 2
+    assert "its ops have no module paths" in err
