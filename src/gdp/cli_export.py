@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gdp.cli_inputs import (
+    DimOption,
     FreeReplicasOption,
+    InferenceOption,
     MaxMemoryOption,
     MicrobatchesOption,
+    OpCostsOption,
     ReserveOption,
     constraints_of,
-    microbatching_of,
     read_graph,
+    reading_of,
 )
 from gdp.cli_shared import NOTHING_FITS, OK, JsonOption, fail, print_json, show, warm_up
 from gdp.errors import InputError
@@ -37,6 +40,9 @@ def export(
     reserve: ReserveOption = "0%",
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
+    inference: InferenceOption = False,
+    dim: DimOption = None,
+    op_costs: OpCostsOption = None,
     json: JsonOption = False,
 ) -> int:
     """Write PLAN for a tool, as near to it as the tool can express, and say what that costs."""
@@ -48,11 +54,11 @@ def export(
     path = plan.with_name(target.file_name) if out is None else out
     options.check_writable(path)
     read = Plan.load(plan)
-    microbatching = microbatching_of(microbatches, free_replicas)
+    reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
     if graph is None and microbatches > 1:
         raise InputError("--microbatches: is for the MODEL of --graph; graph.json.gz beside the plan has them already")
     cluster = _cluster(plan, devices)
-    source = _graph(plan) if graph is None else read_graph(graph, microbatching=microbatching).graph
+    source = _graph(plan) if graph is None else read_graph(graph, reading).graph
     _check_belongs(read, plan, source, cluster)
     constraints = constraints_of(cluster, None, None, max_memory, reserve)
     from gdp.problem import Problem

@@ -104,6 +104,7 @@ class _Request:
         policy = None if self.checkpoint is None else hashlib.sha256(files.read_bytes(self.checkpoint)).hexdigest()
         options = {
             "placer": self.placer, "budget": str(self.budget), "policy": policy, "advice": with_advice,
+            "target": None if self.target is None else self.target.name,
             "seed": self.seed, "robust": self.robust, "threads": self.threads or default_threads(),
         }  # fmt: skip
         return plan_cache.entry(graph, self.cluster, self.constraints, options)
@@ -396,15 +397,14 @@ def _next_command(request: _Request, graph_path: Path | None, cluster_path: Path
     placed_on = (
         str(cluster_path) if cluster_path is not None and request.devices.strip() == "local" else request.devices
     )
-    if request.target is not None:
-        beside = (
-            [] if request.out is not None else ["--graph", str(graph_path or request.model), "--devices", placed_on]
-        )
-        if graph_path is None and request.microbatching.count > 1:
-            beside += ["--microbatches", str(request.microbatching.count)]
-            beside += ["--free-replicas"] * request.microbatching.free_replicas
-        return shlex.join(["gdp", "export", str(plan_path), "--to", request.target.name, *beside])
-    command = ["gdp", "simulate", str(graph_path or request.model), "--devices", placed_on, "--plan", str(plan_path)]
+    model = str(graph_path or request.model)
+    if request.target is None:
+        command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(plan_path)]
+    else:
+        command = ["gdp", "export", str(plan_path), "--to", request.target.name]
+        if request.out is not None:
+            return shlex.join(command)
+        command += ["--graph", model, "--devices", placed_on]
     if graph_path is None:
         reading = request.reading
         if reading.microbatching.count > 1:

@@ -39,7 +39,7 @@ def measure(text: str, training: bool) -> dict[str, Any]:
     if text.startswith("hf:"):
         import transformers  # noqa: F401
     imported = time.process_time()
-    captured = sources.read_capture(text, training=training)
+    captured = sources.read_capture(text, sources.Reading(training))
     ended = time.process_time()
     graph, program = captured.graph, captured.program
     tensors = [source.tensor for source in program.sources.values() if source.kind == "parameter"]
