@@ -72,11 +72,13 @@ def place_for(
         rest = Budget(seconds=clock.seconds_left or 0.0)
     else:
         rest = Budget(simulations=max(budget.simulations - spent, 0))
-    if units.is_chain:
-        found, num_simulations = _best_stages(
-            problem, snapped, replace(clock, budget=rest, started=time.monotonic()), seed
-        )
-        baselines, under_noise = ordinary.search.baselines, None
+    found, num_simulations = snapped.simulation, 0
+    baselines, under_noise = ordinary.search.baselines, None
+    if clock.stop.is_set():  # a search that has no time for any placement has no answer
+        pass
+    elif units.is_chain:
+        rest_clock = replace(clock, budget=rest, started=time.monotonic())
+        found, num_simulations = _best_stages(problem, snapped, rest_clock, seed)
     else:
         coarse = replace(graph, groups=units.index.copy())
         unused = np.flatnonzero(~units.allowed.any(axis=0)).tolist()

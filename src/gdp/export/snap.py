@@ -16,7 +16,7 @@ from gdp.plan import Plan
 from gdp.problem import Placement, Problem
 from gdp.simulate import Simulation, replay, simulate
 
-_STAGE_SIMULATIONS = 2000  # of the search among stages near a plan
+_STAGE_SIMULATIONS, _STAGE_WORK = 2000, 20_000_000  # of the search among stages near a plan; ops simulated in all
 _REPAIR_BUDGET = "2000sims"  # of the search for units that fit, where repair finds none
 
 
@@ -107,7 +107,7 @@ def _near(problem: Problem, units: Units, plan: Plan) -> I64:
     if units.is_chain:
         search = StageSearch(problem.in_order(order_of(problem, plan.placement)), units)
         starts = [nearest_stages(weight), *balanced_stages(problem, units)]
-        return search.run(starts, _STAGE_SIMULATIONS)
+        return search.run(starts, min(_STAGE_SIMULATIONS, _STAGE_WORK // problem.num_ops))
     coarse = units.coarse(problem)
     placement = UnitArrays.of(problem, units.index).place(weight.argmax(axis=1))
     simulation = simulated(problem, placement, plan)

@@ -12,6 +12,8 @@ from gdp.report.console import device_report
 from gdp.report.documents import cluster_document, graph_document
 from gdp.report.tables import digits, format_gib, format_ms
 
+_WORTH_A_SEARCH = 0.01  # a loss that is more than what two searches of equal budget differ by
+
 
 def export_report(snapped: Snapped, path: Path) -> Iterator[RenderableType]:
     """The answer of `gdp export`."""
@@ -20,6 +22,8 @@ def export_report(snapped: Snapped, path: Path) -> Iterator[RenderableType]:
     yield Text(loss_sentence(snapped), style="bold")
     if snapped.program_order_ns is not None and snapped.program_order_ns != snapped.step_time_ns:
         yield Text(f"With ops started in the order of the program: {format_ms(snapped.program_order_ns)}.")
+    if snapped.loss > _WORTH_A_SEARCH:
+        yield Text(f"gdp place --for {target.name} searches among what {target.name} can express.")
     yield ""
     yield from device_report(snapped.simulation)
     yield ""
