@@ -1,5 +1,6 @@
 """From the records of a JAX function to a Graph: what is needed, phases, names, updates in place, numbers."""
 
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,16 @@ def assemble(
     """The graph, what it computes and its records; `updates` has parameters' values by those that replace them."""
     live = _live(records, results)
     _mark_updates(live, {value.source for value in results})
+    kept = {value.source for value in results if value.source is not None}
+    in_place = _in_place(updates, kept)
+    if _without_late_readers(in_place, live) != in_place:
+        live = _writers_last(live, {new.op for new in in_place})
+        in_place = _without_late_readers(in_place, live)
     numbers = {record: number for number, record in enumerate(live)}
     consumers: dict[Value, set[int]] = defaultdict(set)
     for record in live:
         for value in record.reads:
             consumers[value].add(numbers[record])
-    kept = {value.source for value in results if value.source is not None}
-    in_place = _in_place(updates, kept)
     groups = [-1] * len(live)
     for group, (new, old) in enumerate(in_place.items()):
         assert new.op is not None
@@ -118,6 +122,41 @@ def _in_place(updates: Mapping[Value, Value], kept: set[Value]) -> dict[Value, V
             assert source is not None
             found[source] = old
     return found
+
+
+def _without_late_readers(in_place: Mapping[Value, Value], records: Sequence[Record]) -> dict[Value, Value]:
+    """Those of which nothing reads the old value after the new one is made: of others, both are needed at once."""
+    last: dict[Value, Record] = {}
+    for record in records:
+        last.update(dict.fromkeys(record.reads, record))
+    place = {record: number for number, record in enumerate(records)}
+    return {
+        new: old
+        for new, old in in_place.items()
+        if new.op is not None and (old not in last or place[last[old]] <= place[new.op])
+    }
+
+
+def _writers_last(records: Sequence[Record], writers: set[Record | None]) -> list[Record]:
+    """The records in a topological order in which `writers` come as late as they can."""
+    makers = {record: {value.op for value in record.reads} for record in records}
+    followers: dict[Record, list[int]] = defaultdict(list)
+    for number, record in enumerate(records):
+        for maker in makers[record]:
+            if maker is not None:
+                followers[maker].append(number)
+    missing = [len(makers[record]) for record in records]
+    ready = [(record in writers, number) for number, record in enumerate(records) if not missing[number]]
+    heapq.heapify(ready)
+    ordered: list[Record] = []
+    while ready:
+        record = records[heapq.heappop(ready)[1]]
+        ordered.append(record)
+        for number in followers[record]:
+            missing[number] -= 1
+            if not missing[number]:
+                heapq.heappush(ready, (records[number] in writers, number))
+    return ordered
 
 
 def _write_after_read(

@@ -49,9 +49,10 @@ def capture_jax(
     that stay on devices for the whole step: weights, optimizer state. By default that is the first argument, if there
     are others; `()` is none. Results are kept.
 
-    Of an argument among `parameters` the first result with the same structure, shapes and types is its new value, if
-    the update makes it (not, for instance, the gradients that `jax.grad` gives): it is written in place, as when the
-    argument is donated, by an op that shares the parameter's device.
+    Of an argument among `parameters` the first result with the same structure is its new value, if shapes and types are
+    the same and the update makes it (not the backward pass, as the gradients that `jax.grad` gives): it is written in
+    place, as when the argument is donated, by an op that shares the parameter's device. Where the old value is needed
+    together with the new one, both are kept.
 
     Scans of at most `unroll_limit` iterations are unrolled. `phase` is backward within `transpose(...)`, update for
     what follows from the backward pass, else forward. `module` is the path of
@@ -99,12 +100,12 @@ def capture_jax(
     with _explained(name):
         results = recorder.run(closed.jaxpr, closed.consts, list(values.values()), [])
         flat = recorder.results(results)
-        updates = _updates(arguments, held, values, results, found[0])
+        updates, odd = _updates(arguments, held, values, results, found[0])
     graph, program, records = assemble(name, recorder.records, flat, updates)
     how = Counter(record.how for record in records)
     unknown = sum((record.unknown for record in records), Counter[str]())
     coverage = Coverage(MappingProxyType(dict(unknown)), how[FORMULA], how[POINTWISE], how[MOVEMENT])
-    return JaxCapture(graph, program, coverage, tuple(recorder.notes))
+    return JaxCapture(graph, program, coverage, (*recorder.notes, *odd))
 
 
 # Arguments
@@ -214,10 +215,10 @@ def _children(structure: Any, returned: Any) -> list[Any]:
 
 def _updates(
     arguments: _Arguments, held: set[int], values: Mapping[int, Value], results: Sequence[Value], structures: list[Any]
-) -> dict[Value, Value]:
-    """By the new value of a parameter what it replaces, both by parts where they are stacks of as many.
+) -> tuple[dict[Value, Value], list[str]]:
+    """By the new value of a parameter what it replaces, both by parts where they are stacks; and what is odd.
 
-    An argument's new value is the first result, not yet another's, of the same structure, shapes and types.
+    An argument's new value is the first result of the same structure that is not yet another's, if types are the same.
     """
     spans: list[tuple[Any, Sequence[Value]]] = []
     start = 0
@@ -225,18 +226,23 @@ def _updates(
         spans.append((structure, results[start : start + structure.num_leaves]))
         start += structure.num_leaves
     updates: dict[Value, Value] = {}
+    odd: list[str] = []
     for number in sorted(held):
         places = [place for place, owner in enumerate(arguments.owner) if owner == number]
         old = [values[place] for place in places if place in values]
         for span in spans:
             structure, new = span
-            alike = len(old) == len(new) == len(places) and structure == arguments.structures[number]
-            if alike and all(_type(a) == _type(b) for a, b in zip(old, new, strict=True)):
+            if not len(old) == len(new) == len(places) or structure != arguments.structures[number]:
+                continue
+            spans.remove(span)
+            if all(_type(a) == _type(b) for a, b in zip(old, new, strict=True)):
                 for before, after in zip(old, new, strict=True):
                     updates |= dict(_by_parts(after, before))
-                spans.remove(span)
-                break
-    return updates
+            else:
+                name = arguments.names[number]
+                odd.append(f"a result has the structure of {name} with other shapes or types: {name} is not replaced")
+            break
+    return updates, odd
 
 
 def _type(value: Value) -> tuple[Any, Any]:
