@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,16 +33,28 @@ SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of GPUs' memory t
 _STATE_KINDS = ("parameter", "buffer", "constant")
 
 
-def device_map(module: "nn.Module", problem: Problem, mode: str, share: float = 1.0) -> dict[str, int | str]:
-    """accelerate's own answer for `module`, on whatever device it is, and the problem's memory limits, of which GPUs
-    give a `share`. InputError if it has none, or is not installed."""
-    try:
-        from accelerate import infer_auto_device_map
-        from accelerate.utils import get_balanced_memory
-    except ImportError:
+def module_of(text: str, *, training: bool) -> "nn.Module":
+    """The module of MODEL, of fake tensors: nothing is allocated. InputError for a MODEL that is no PyTorch model, and
+    if accelerate is not installed."""
+    if find_spec("accelerate") is None:
         raise InputError(
             "accelerate is not installed, so its device maps are not known; pip install 'gdp-placement[hf]'"
-        ) from None
+        )
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from gdp.sources import builder_of
+
+    with FakeTensorMode():
+        module: nn.Module = builder_of(text, training=training)()[0]
+    return module
+
+
+def device_map(module: "nn.Module", problem: Problem, mode: str, share: float = 1.0) -> dict[str, int | str] | None:
+    """accelerate's own answer for `module`, on whatever device it is, and the problem's memory limits, of which GPUs
+    give a `share`; None if it has none."""
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
     limits = problem.memory_limit_bytes.tolist()
     cpus = is_cpu(problem)
     gpus = [limit for limit, cpu in zip(limits, cpus, strict=True) if not cpu]
@@ -56,8 +69,8 @@ def device_map(module: "nn.Module", problem: Problem, mode: str, share: float = 
             )
         try:
             return dict(infer_auto_device_map(module, max_memory=max_memory, no_split_module_classes=classes))
-        except ValueError as error:
-            raise InputError(f"accelerate has no device map: {error}") from None
+        except ValueError:  # a module that fits nowhere
+            return None
 
 
 def placement_of(problem: Problem, found: DeviceMap) -> Placement | None:
@@ -110,11 +123,8 @@ def best_step(module: "nn.Module", problem: Problem, mode: str) -> Simulation | 
     found: list[Simulation] = []
     seen: list[dict[str, int | str]] = []
     for share in SHARES:
-        try:
-            answer = device_map(module, problem, mode, share)
-        except InputError:
-            continue
-        if answer in seen:
+        answer = device_map(module, problem, mode, share)
+        if answer is None or answer in seen:
             continue
         seen.append(answer)
         placement = placement_of(problem, answer)

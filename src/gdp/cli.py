@@ -27,8 +27,10 @@ from gdp.cli_inputs import (
     check_checkpoint,
     check_placers,
     constraints_of,
+    find_rivals,
     read_graph,
     reading_of,
+    split_rivals,
 )
 from gdp.cli_place import place
 from gdp.cli_run import run
@@ -103,7 +105,10 @@ def gdp(
 def compare(
     model: ModelArgument,
     devices: DevicesOption,
-    placers: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: classical ones and auto.")] = None,
+    placers: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="Default: classical ones, auto, and for hf:DIR accelerate's modes."),
+    ] = None,
     budget: BudgetOption = "30s",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each placer.")] = 3,
     checkpoint: CheckpointOption = None,
@@ -126,20 +131,20 @@ def compare(
     limit, reading = Budget.parse(budget), reading_of(microbatches, free_replicas, inference, dim, op_costs)
     cluster = Cluster.parse(devices)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
-    names = None if placers is None else [name.strip() for name in placers.split(",")]
-    check_placers(names or ())
-    check_checkpoint(checkpoint, names or ["auto"])
+    names, rivals = split_rivals(model, placers)
+    check_placers(names)
+    check_checkpoint(checkpoint, names)
 
     source = read_graph(model, reading)
+    found = find_rivals(rivals, model, reading)
     warm_up()
-    from gdp.compare import DEFAULT_PLACERS
     from gdp.compare import compare as run
     from gdp.report import console, documents, progress
 
     with progress.stop_on_interrupt() as stop, progress.live(f"{source.graph.name} on {cluster.name}"):
         comparison = run(
-            source.graph, cluster, placers=DEFAULT_PLACERS if names is None else names, budget=limit, num_seeds=seeds,
-            checkpoint=checkpoint, num_threads=threads, stop=stop, **vars(constraints),
+            source.graph, cluster, placers=names, rivals=found, budget=limit, num_seeds=seeds, checkpoint=checkpoint,
+             num_threads=threads, stop=stop, **vars(constraints),
         )  # fmt: skip
     if json:
         print_json(documents.compare_document(source.graph, cluster, comparison, str(limit)))

@@ -56,6 +56,26 @@ def bench_machines(
     return _answer(bench.run(names=names, machines=chosen, budget=limit, seeds=seeds, out=out, on_row=log), json)
 
 
+@bench_app.command("ecosystem")
+def bench_ecosystem(
+    models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: twelve of `bench capture`.")] = None,
+    machines: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all four.")] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Of processor, for each search.")] = "10s",
+    seeds: SeedsOption = 1,
+    out: ResumableOption = None,
+    json: JsonOption = False,
+) -> int:
+    """`auto` against the device maps of Hugging Face's accelerate, on Transformers models."""
+    from gdp.bench import ecosystem as bench
+    from gdp.bench import model_configs
+    from gdp.budget import Budget
+
+    limit = Budget.parse(budget)
+    names = None if models is None else [model_configs.get(name.strip()).name for name in models.split(",")]
+    chosen = None if machines is None else [name.strip() for name in machines.split(",")]
+    return _answer(bench.run(names=names, machines=chosen, budget=limit, seeds=seeds, out=out, on_row=log), json)
+
+
 @bench_app.command("microbatches")
 def bench_microbatches(
     models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: bert,llama,gnmt.")] = None,

@@ -1,6 +1,7 @@
 """What several commands are given: a model's graph, constraints, micro-batches, placers; options, and reading them."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from gdp.errors import InputError, UnevenBatchError
 
 if TYPE_CHECKING:
     from gdp.cluster import Cluster
+    from gdp.compare import Rival
     from gdp.constraints import Constraints
     from gdp.sources import Model, Reading
 
@@ -117,6 +119,32 @@ def check_placers(names: Iterable[str]) -> None:
     for name in names:
         if name not in PLACERS:
             raise InputError(f"placer {name!r} is unknown; one of {', '.join(PLACERS)} is expected")
+
+
+def split_rivals(model: str, placers: str | None) -> tuple[list[str], list[str]]:
+    """(placers of gdp, modes of accelerate) that `--placers` names; by default the modes for Transformers models."""
+    from gdp.accelerate_maps import NAMES
+    from gdp.compare import DEFAULT_PLACERS
+
+    if placers is None:
+        return list(DEFAULT_PLACERS), list(NAMES) if model.startswith("hf:") else []
+    names = [name.strip() for name in placers.split(",")]
+    return [name for name in names if name not in NAMES], [name for name in names if name in NAMES]
+
+
+def find_rivals(names: Sequence[str], model: str, reading: "Reading") -> "dict[str, Rival]":
+    """What accelerate does in those modes with MODEL, which must be a PyTorch model of one batch."""
+    if not names:
+        return {}
+    from gdp import accelerate_maps
+
+    if reading.microbatching.count > 1:
+        raise InputError(f"--placers {','.join(names)}: accelerate has no micro-batches; leave out --microbatches")
+    module = accelerate_maps.module_of(model, training=reading.training)
+    return {
+        name: partial(accelerate_maps.best_step, module, mode=name.removeprefix(accelerate_maps.PREFIX))
+        for name in names
+    }
 
 
 def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
