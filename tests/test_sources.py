@@ -151,6 +151,8 @@ def test_a_function_of_the_users_is_captured_and_what_it_prints_is_no_answer(
         ("user_model:missing", ["module user_model has no missing"]),
         ("no_such_module:f", ["no_such_module cannot be imported", "ModuleNotFoundError"]),
         ("broken:f", ["module broken cannot be imported", "SyntaxError"]),
+        ("model.onnx", ["model.onnx: no such file"]),
+        ("hf:directory", ["no such directory", "config.json"]),
         ("gnmt-5", ["'gnmt-5'", "did you mean gnmt-"]),
         ("some/where", ["some/where: no such file"]),
         ("rnnlm/l9", ["'rnnlm/l9': no variant of that name", "gdp workloads --variants"]),

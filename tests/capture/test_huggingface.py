@@ -2,18 +2,22 @@
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdp import sources
+from gdp.bench import model_configs
 from gdp.capture.program import named_tensors
 from gdp.capture.step import pick_loss
+from gdp.errors import InputError
 from gdp.graph import Graph
 
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -177,3 +181,118 @@ def test_a_training_step_from_a_config_gives_the_bits_of_the_library_in_a_random
     assert same(replay.gradients, gradients)
     update.step()
     assert all(torch.equal(replay.state[path], tensor) for path, tensor in model.named_parameters())
+
+
+def test_grouped_products_of_experts_count_each_token_with_its_experts_only(tmp_path: Path) -> None:
+    """4 x 8 tokens with 2 of 4 experts each: 64 rows, 16 to 48 and 24 to 16 wide, in 2 layers; backward twice that."""
+    forward = 2 * 64 * (16 * 48 + 24 * 16) * 2
+    for name in ("mixtral", "mixtral bfloat16"):
+        graph = sources.read_model(model_of(name, tmp_path)).graph
+        found = {"forward": 0, "backward": 0}
+        for kind, phase, flops in zip(graph.kinds, graph.phases, graph.flops.tolist(), strict=True):
+            if "grouped_mm" in kind:
+                found[phase] += flops
+        assert found == {"forward": forward, "backward": 2 * forward}
+
+
+@pytest.mark.parametrize("name", ["bert", "clip", "sam", "unet", "whisper"])
+def test_a_micro_batch_is_a_part_of_every_input(name: str, tmp_path: Path) -> None:
+    """A quarter of a batch of 4: the same inputs with 1 in place of 4."""
+    text = model_of(name, tmp_path)
+    _, whole = real_model(text, training=True)
+    _, _, part = sources.builder_of(text, 4)()
+    assert part.keys() == whole.keys()
+    tensors = {key: tensor for key, tensor in whole.items() if isinstance(tensor, Tensor)}
+    assert {key: tuple(part[key].shape) for key in tensors} == {
+        key: (1, *tensor.shape[1:]) for key, tensor in tensors.items()
+    }
+    assert sources.read_model(text, microbatching=sources.Microbatching(4)).graph.num_ops > 0
+
+
+def test_sizes_and_type_come_from_the_config_unless_they_are_given(tmp_path: Path) -> None:
+    config = {"model_type": "bert", **WIDTHS, "vocab_size": 30, "max_position_embeddings": 600}
+    text = f"hf:{write(tmp_path, {**config, 'dtype': 'bfloat16'})}"
+    with FakeTensorMode():
+        model, _, inputs = sources.builder_of(text)()
+        assert (tuple(inputs["input_ids"].shape), model.dtype) == ((8, 512), torch.bfloat16)
+        model, _, inputs = sources.builder_of(f"{text}?batch=3&sequence=600&dtype=float64")()
+        assert (tuple(inputs["input_ids"].shape), model.dtype) == ((3, 600), torch.float64)
+
+
+@pytest.mark.parametrize("name", model_configs.names())
+def test_the_configs_of_benchmarks_are_those_of_the_published_models(name: str, tmp_path: Path) -> None:
+    with FakeTensorMode():
+        model, _, _ = sources.builder_of(model_configs.write_model(name, tmp_path))()
+    assert sum(parameter.numel() for parameter in model.parameters()) == model_configs.get(name).num_parameters
+
+
+def test_a_model_that_decides_by_content_is_an_input_error(tmp_path: Path) -> None:
+    """BART's classifier reads the token at each sample's end mark, of which there may be any number."""
+    config = {"model_type": "bart", **DECODERS, "max_position_embeddings": 8}
+    text = f"hf:{write(tmp_path, {**config, 'architectures': ['BartForSequenceClassification']})}"
+    for training in (True, False):
+        with pytest.raises(InputError, match="depends on a tensor's content, which a capture does not have"):
+            sources.read_capture(text, training=training)
+
+
+BERT = {"model_type": "bert", **TEXT, **WIDTHS}
+BAD: dict[str, tuple[Any, str, str]] = {
+    "no JSON": ('{"model_type": "bert",', "", "not valid JSON .*; mend the file"),
+    "no object": ([1], "", "is a list; a JSON object is expected"),
+    "remote code": (
+        {**BERT, "auto_map": {"AutoModel": "evil.Model"}},
+        "",
+        "auto_map; code in a directory is never run",
+    ),
+    "quantised": ({**BERT, "quantization_config": {"bits": 4}}, "", "has quantization_config; "),
+    "no type": (WIDTHS, "", "has no model_type; add "),
+    "unknown type": ({"model_type": "berd"}, "", "model_type 'berd' is unknown .*; did you mean bert"),
+    "unknown class": ({**BERT, "architectures": ["BertForAll"]}, "", "'BertForAll', no model class .*; correct it"),
+    "no model": ({**BERT, "architectures": ["BertConfig"]}, "", "'BertConfig', no model class"),
+    "another's class": ({**BERT, "architectures": ["LlamaModel"]}, "", "LlamaModel, which takes LlamaConfig, but"),
+    "no list": ({**BERT, "architectures": "BertModel"}, "", "architectures is 'BertModel'; a list"),
+    "wrong value": ({**BERT, "hidden_size": "many"}, "", "makes no model .*hidden_size.*; correct config.json"),
+    "no sense": ({**BERT, "num_attention_heads": 3}, "", "makes no model .*; correct config.json"),
+    "no dtype": ({**BERT, "torch_dtype": "int8"}, "", "dtype is 'int8'; float32, "),
+    "Diffusers": ({"_class_name": "Unheard"}, "", "_class_name is 'Unheard'; one of UNet2DConditionModel, "),
+    "no query": (BERT, "?", "'' is no size; NAME=VALUE"),
+    "no size": (BERT, "?batches=2", "'batches=2' is no size; NAME=VALUE with batch, sequence, image, dtype"),
+    "twice": (BERT, "?batch=2&batch=2", "batch is given twice"),
+    "no number": (BERT, "?batch=0", "batch is '0'; an integer of at least 1"),
+    "too long": (BERT, "?sequence=9", "sequence is 9; the model has 8 positions"),
+    "no images": (BERT, "?image=9", "image is given, but the model reads input_ids"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_config_is_one_line_with_the_remedy(case: str, tmp_path: Path) -> None:
+    content, query, message = BAD[case]
+    with pytest.raises(InputError, match=message) as raised:
+        sources.read_capture(f"hf:{write(tmp_path, content)}{query}")
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_no_directory_with_a_config_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="names no directory"):
+        sources.builder_of("hf:")
+    with pytest.raises(InputError, match="nowhere: no such directory; "):
+        sources.builder_of("hf:nowhere")
+    with pytest.raises(InputError, match=r"has no config\.json; name a directory"):
+        sources.builder_of(f"hf:{tmp_path}")
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(InputError, match=r"but model_index\.json; name its unet or transformer directory"):
+        sources.builder_of(f"hf:{tmp_path}")
+
+
+def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
+    write(tmp_path, {**BERT, "architectures": ["BertModel"]})
+    for name in ("modeling_bert.py", "configuration_bert.py", "__init__.py", "torch.py"):
+        (tmp_path / name).write_text("raise SystemExit('run')")
+    assert sources.load(f"hf:{tmp_path}?batch=2").num_ops > 0
+
+
+def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"hf:{write(tmp_path, BERT)}"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"needs Transformers; pip install 'gdp-placement\[hf\]'"):
+        sources.builder_of(text)

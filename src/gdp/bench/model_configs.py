@@ -107,13 +107,13 @@ _MODELS = (
         "backbone_config": {"model_type": "resnet", "embedding_size": 64, "hidden_sizes": [256, 512, 1024, 2048],
                             "depths": [3, 4, 6, 3], "layer_type": "bottleneck", "out_features": ["stage4"]},
     }, 41_524_768),
-    # Kirillov et al. 2023, facebook/sam-vit-base
+    # Kirillov et al. 2023, facebook/sam-vit-base; 256 frequencies of positions are parameters in Transformers only
     ModelConfig("sam-vit-base", {
         "architectures": ["SamModel"], "model_type": "sam",
         "vision_config": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 1024,
                           "patch_size": 16, "output_channels": 256, "window_size": 14,
                           "global_attn_indexes": [2, 5, 8, 11]},
-    }, 93_735_472),
+    }, 93_735_472 + 256),
     # Touvron et al. 2023, meta-llama/Llama-2-7b-hf and Llama-2-70b-hf
     ModelConfig("llama-7b", {
         **_LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,

@@ -193,10 +193,15 @@ def _per_output(count: int) -> Formula:
 
 
 def _pool(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """x, kernel_size: one comparison or addition per element of each window; one number stands for all dimensions."""
+    """x, kernel_size: one comparison or addition per element of each window; one number stands for all dimensions.
+
+    A window may be larger than x (with `ceil_mode`, all of it is pooled).
+    """
     kernel, num_dims = args[1], outputs[0].dim() - 2
     sizes = list(kernel) if isinstance(kernel, (list, tuple)) else [kernel]
-    return int(outputs[0].numel() * math.prod(sizes if len(sizes) > 1 else sizes * num_dims))
+    sizes = sizes if len(sizes) > 1 else sizes * num_dims
+    sides = args[0].shape[args[0].dim() - len(sizes) :]
+    return int(outputs[0].numel() * math.prod(min(size, side) for size, side in zip(sizes, sides, strict=True)))
 
 
 def _constant_table() -> dict[str, Formula]:
@@ -227,12 +232,18 @@ def _constant_table() -> dict[str, Formula]:
         "mse_loss_backward": out(3), "smooth_l1_loss_backward": out(3), "huber_loss_backward": out(3),
         # two logarithms, 1 - x, two products, sum
         "binary_cross_entropy": read(6), "binary_cross_entropy_backward": out(6),
+        # exponential, 1 + x, logarithm, product, two sums
+        "binary_cross_entropy_with_logits": read(6),
         "nll_loss_forward": read(1, 1), "nll_loss2d_forward": read(1, 1),
         "native_dropout": out(3),  # draw, times mask, scale
         "glu": out(2), "glu_backward": out(3), "addcmul": out(3), "addcdiv": out(3), "addr": out(2),
         # four products, three sums
         "upsample_bilinear2d": out(7), "upsample_bilinear2d_backward": read(7),
         "upsample_nearest2d_backward": read(1),
+        # 16 products, 15 sums; backward: 16 products, 16 sums
+        "upsample_bicubic2d": out(31), "upsample_bicubic2d_backward": read(32),
+        # bilinear; backward: 4 products and sums for the input, 8 products and 6 sums for both coordinates
+        "grid_sampler_2d": out(7), "grid_sampler_2d_backward": read(22),
         "upsample_linear1d": out(3), "upsample_linear1d_backward": read(3),  # two products, a sum
         "avg_pool2d_backward": read(1), "avg_pool3d_backward": read(1), "_adaptive_avg_pool2d_backward": out(1),
         "max_pool2d_with_indices_backward": read(1), "max_pool3d_with_indices_backward": read(1),

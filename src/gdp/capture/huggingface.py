@@ -7,7 +7,8 @@ library's own. The query of `hf:DIR?batch=8&sequence=512` sets the sizes that a 
 What makes these models fit for a capture, all of it by the libraries' own switches where they have one:
 
 - Weights are not initialised under fake tensors (some initialisations look at tensors), and tied afterwards.
-- Caches of keys and values are off, masks are left out (all tokens count), layers are never dropped at random.
+- Caches of keys and values are off, masks are left out (all tokens count, in one sequence each), and no layers or parts
+  of a spectrogram are dropped at random.
 - Experts run as grouped matrix products: the loop over the experts that were hit has no fixed shapes.
 - Checks that values are finite, which decide on clamping, are taken to say yes.
 """
@@ -15,15 +16,13 @@ What makes these models fit for a capture, all of it by the libraries' own switc
 import contextlib
 import copy
 import json
-import logging
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from gdp import files
-from gdp.capture.huggingface_inputs import Sizes, diffusers_inputs, transformers_inputs
+from gdp.capture.huggingface_changes import capturable, known_rates, quiet
+from gdp.capture.huggingface_inputs import Sizes, check_use, diffusers_inputs, transformers_inputs
 from gdp.devices import suggest
 from gdp.errors import InputError
 
@@ -33,15 +32,21 @@ Build = Callable[[], tuple[Any, ...]]
 # of a config: what would choose kernels or weights that are fetched, or that this machine lacks
 _CHOICES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation",
             "kernel_config", "use_kernels")  # fmt: skip
-_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+_OFF = {
+    "use_cache": False,
+    "apply_spec_augment": False,
+    "layerdrop": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+}
 
 
 def parse(text: str) -> tuple[str, Sizes]:
     """(DIR, sizes) of `hf:DIR?batch=8&sequence=512`. InputError for an unknown size or value."""
-    directory, _, query = text.removeprefix(PREFIX).partition("?")
+    directory, mark, query = text.removeprefix(PREFIX).partition("?")
     if not directory:
         raise InputError(f"{text!r}: names no directory; hf:DIR with a config.json in it is expected")
-    return directory, Sizes.parse(query, text)
+    return directory, Sizes.parse(query, text) if mark else Sizes()
 
 
 def builder(text: str, *, training: bool = True) -> Build:
@@ -89,7 +94,7 @@ def _transformers_builder(config: dict[str, Any], sizes: Sizes, text: str, train
         import transformers
     except ImportError:
         raise InputError(f"{text}: needs Transformers; pip install 'gdp-placement[hf]'") from None
-    with _explained(text), _quiet():
+    with _explained(text), quiet():
         found = _config_of(transformers, config, text)
         model_class = _class_of(transformers, found, config.get("architectures"), text)
     dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or "float32", text)
@@ -99,18 +104,21 @@ def _transformers_builder(config: dict[str, Any], sizes: Sizes, text: str, train
         from transformers.initialization import no_init_weights
 
         is_fake = _is_fake()
-        with _explained(text), _quiet():
+        with _explained(text), quiet():
             options = {"dtype": dtype, "attn_implementation": None}
             if model_class._can_set_experts_implementation():
                 options["experts_implementation"] = "grouped_mm"
-            with no_init_weights() if is_fake else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if is_fake:
+                    stack.enter_context(no_init_weights())
+                    stack.enter_context(known_rates())
                 model = model_class._from_config(copy.deepcopy(found), **options)
             if is_fake:
                 model.tie_weights()
             model.train(training)
             with torch.no_grad():
                 inputs = transformers_inputs(model, sizes, text, training=training)
-        return _capturable(model), (), inputs
+        return capturable(model), (), inputs
 
     return build
 
@@ -128,11 +136,9 @@ def _config_of(transformers: Any, config: dict[str, Any], text: str) -> Any:
     content = {key: value for key, value in config.items() if key not in (*_CHOICES, "torch_dtype", "dtype")}
     found = transformers.CONFIG_MAPPING[kind].from_dict(content)
     for part in _parts_of(found):
-        for name in _LAYER_DROPS:
-            if getattr(part, name, 0):
-                setattr(part, name, 0.0)
-        if getattr(part, "use_cache", False):
-            part.use_cache = False
+        for name, value in _OFF.items():
+            if getattr(part, name, value) != value:
+                setattr(part, name, value)
     return found
 
 
@@ -206,7 +212,7 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
     def build() -> tuple[Any, ...]:
         import torch
 
-        with _explained(text), _quiet():
+        with _explained(text), quiet():
             before = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
             try:
@@ -215,7 +221,8 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
                 torch.set_default_dtype(before)
             model.train(training)
             inputs = diffusers_inputs[name](model, sizes, text)
-        return _capturable(model), (), inputs
+            check_use(inputs, sizes, text)
+        return capturable(model), (), inputs
 
     return build
 
@@ -230,83 +237,6 @@ def _is_fake() -> bool:
     return isinstance(torch.empty(0), FakeTensor)
 
 
-def _capturable(model: Any) -> Any:
-    """`model`, its forward pass offline and with what a capture needs in place of two functions of PyTorch.
-
-    `isfinite`, asked by models that clamp what is not, says yes. Grouped products of other types than bfloat16, which
-    have no fake implementation, are Transformers' own. The model becomes one of a subclass of the same name, for
-    Transformers looks at names of classes, and models are copied.
-    """
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class Replaced(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            if func is torch.isfinite:
-                return _Yes()
-            if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
-                return torch.ops.transformers.grouped_mm_fallback(*args[:2], (kwargs or {})["offs"])
-            return func(*args, **(kwargs or {}))
-
-    kind = type(model)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with Replaced(), _quiet(), _one_sequence_each():
-            return kind.forward(self, *args, **kwargs)
-
-    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    return model
-
-
-@contextlib.contextmanager
-def _one_sequence_each() -> Iterator[None]:
-    """Transformers does not look at positions for several sequences in a row: the inputs made here have none.
-
-    Under fake tensors it would take them to be there, and give every attention a mask of all pairs.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    if masks is None or not hasattr(masks, name):
-        yield
-        return
-    function = getattr(masks, name)
-    setattr(masks, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        setattr(masks, name, function)
-
-
-class _Yes:
-    """The answer of `isfinite`, of which models ask whether all of it is true."""
-
-    def all(self) -> bool:
-        return True
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No chatter, no look at the hub."""
-    import huggingface_hub.constants as hub
-
-    was_offline = hub.HF_HUB_OFFLINE
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "diffusers"))}
-    try:
-        hub.HF_HUB_OFFLINE = True
-        for logger in levels:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        hub.HF_HUB_OFFLINE = was_offline
-        for logger, level in levels.items():
-            logger.setLevel(level)
-
-
 @contextlib.contextmanager
 def _explained(text: str) -> Iterator[None]:
     """What the libraries raise about a config, as one line."""
@@ -318,5 +248,7 @@ def _explained(text: str) -> Iterator[None]:
         if type(error).__module__ == "torch._subclasses.fake_tensor":
             raise  # the capture knows what to do about these
         lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+        if isinstance(error, ImportError) and lines:
+            raise InputError(f"{text}: {lines[0].partition('. ')[0]}; install it") from error
         reason = f"{type(error).__name__}: {' '.join(lines)[:200]}" if lines else type(error).__name__
         raise InputError(f"{text}: its config makes no model ({reason}); correct config.json") from error

@@ -8,6 +8,7 @@ from typing import Any
 from gdp.errors import InputError
 
 BATCH, SEQUENCE, IMAGE, DETECTION_IMAGE = 8, 512, 224, 800
+SAMPLES = 16_000  # of sound a second
 
 # what different models call the longest sequence, and their vocabulary
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_sequence_length", "n_ctx")
@@ -33,9 +34,9 @@ class Sizes:
         """Of `batch=8&sequence=512`. InputError, naming the whole `text`, for anything else."""
         names = [item.name for item in fields(cls)]
         found: dict[str, Any] = {}
-        for part in query.split("&") if query else []:
-            name, equals, value = part.partition("=")
-            if name not in names or not equals:
+        for part in query.split("&"):
+            name, _, value = part.partition("=")
+            if name not in names or not value:
                 raise InputError(f"{text}: {part!r} is no size; NAME=VALUE with {', '.join(names)} is expected after ?")
             if name in found:
                 raise InputError(f"{text}: {name} is given twice; give it once")
@@ -50,7 +51,16 @@ class Sizes:
 
 def transformers_inputs(model: Any, sizes: Sizes, text: str, *, training: bool) -> dict[str, Any]:
     """Keyword inputs of `model`; for training with labels, where its class takes them."""
-    return _Inputs(model, sizes, text).make(training)
+    inputs = _Inputs(model, sizes, text).make(training)
+    check_use(inputs, sizes, text)
+    return inputs
+
+
+def check_use(inputs: Mapping[str, Any], sizes: Sizes, text: str) -> None:
+    """InputError for a size that no input has."""
+    for name, value, users in (("sequence", sizes.sequence, _SEQUENCES), ("image", sizes.image, _IMAGES)):
+        if value is not None and not users & inputs.keys():
+            raise InputError(f"{text}: {name} is given, but the model reads {', '.join(inputs)}; leave it out")
 
 
 class _Inputs:
@@ -104,6 +114,10 @@ class _Inputs:
         if not hasattr(self.config, "num_mel_bins") or not hasattr(self.config, "max_source_positions"):
             raise InputError(f"{self.text}: {self.task} reads sound that is not Whisper's; give it as module:function")
         return self._normal(self.sizes.batch, self.config.num_mel_bins, 2 * self.config.max_source_positions)
+
+    def input_values(self) -> Any:
+        """A second of sound; `sequence` counts its samples."""
+        return self._normal(self.sizes.batch, self.sizes.sequence or SAMPLES)
 
     def _is_pair(self) -> bool:
         """Text and images: CLIP and its kin, which have a config for each."""
@@ -195,7 +209,10 @@ _MAKERS: dict[str, Callable[[_Inputs], Any]] = {
     "input_ids": _Inputs.input_ids,
     "pixel_values": _Inputs.pixel_values,
     "input_features": _Inputs.input_features,
+    "input_values": _Inputs.input_values,
 }
+_SEQUENCES = {"input_ids", "decoder_input_ids", "labels", "input_values", "encoder_hidden_states"}
+_IMAGES = {"pixel_values", "sample", "hidden_states"}
 _TOKEN_TASKS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForPreTraining")
 
 
