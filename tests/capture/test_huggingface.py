@@ -226,6 +226,24 @@ def test_the_configs_of_benchmarks_are_those_of_the_published_models(name: str, 
     assert sum(parameter.numel() for parameter in model.parameters()) == model_configs.get(name).num_parameters
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("vit-base", 17.58),  # torchvision's tables
+        ("swin-tiny", 4.49),
+        ("efficientnet-b0", 0.386),
+        ("llama-7b", 512 * 6.607),  # a multiply-add a token for each weight, but for those of the embedding
+        ("mixtral-8x7b", 512 * 12.75),  # of 2 of 8 experts
+    ],
+)
+def test_forward_flops_are_twice_the_published_multiply_adds_and_at_most_a_tenth_more(
+    name: str, billions: float, tmp_path: Path
+) -> None:
+    """What is more is normalisation, activation and, of the language models, attention."""
+    graph = sources.load(model_configs.write_model(name, tmp_path), training=False)
+    assert 1 <= graph.flops.sum() / (8 * 2e9 * billions) < 1.1
+
+
 def test_a_model_that_decides_by_content_is_an_input_error(tmp_path: Path) -> None:
     """BART's classifier reads the token at each sample's end mark, of which there may be any number."""
     config = {"model_type": "bart", **DECODERS, "max_position_embeddings": 8}
