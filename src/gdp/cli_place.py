@@ -261,6 +261,11 @@ def _place(request: _Request, with_advice: bool) -> int:
         command = _next_command(request, graph_path, cluster_path, plan_path)
         show(console.place_report(plan, simulation, source.unknown_costs, str(plan_path), command, found))
     if status == NOTHING_FITS:
+        if request.target is not None and request.target.offload is not None:
+            would_fit = [
+                *would_fit,
+                f"weights left on a CPU, as gdp export --to {request.target.name} does without --for",
+            ]
         fail(console.nothing_fits(plan, cluster, would_fit), NOTHING_FITS)
     return INTERRUPTED if interrupted else status
 

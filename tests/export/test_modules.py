@@ -164,3 +164,31 @@ def test_a_snapped_plan_parses_back_to_a_placement_with_the_figure_that_is_print
     again = simulated(problem, snapped.units.place(devices), plan)
     assert again.step_time_ns == snapped.step_time_ns
     assert again.feasible
+
+
+def test_what_does_not_fit_keeps_its_weights_on_the_cpu_where_accelerate_would_find_them() -> None:
+    """A GPU with room for 60 % of the step: the map has GPU and CPU entries that cover the model, begins with the GPU,
+    and the figure is that of the map with weights fetched as each module begins, which fits."""
+    from accelerate.utils import check_device_map
+
+    from gdp.accelerate_maps import fetching_late, placement_of
+
+    graph = graph_of("llama")
+    roomy = gdp.Cluster.parse("p100-pcie-16g+cpu-16core")
+    peak = gdp.simulate(Problem.build(graph, roomy), np.zeros(graph.num_ops, np.int64)).peak_memory_bytes[0]
+    limit = {"gpu0": int(0.6 * peak)}
+    problem = Problem.build(graph, roomy, max_memory_bytes=limit)
+    plan = gdp.place(graph, roomy, budget="200sims", max_memory_bytes=limit)
+    snapped = snap(problem, plan, hf_device_map.TARGET)
+    assert snapped.is_offloaded
+    assert not snapped.simulation.missing_bytes.any()
+    found = json.loads(snapped.content)
+    assert set(found.values()) == {0, "cpu"}
+    assert next(iter(found.values())) == 0
+    check_device_map(MODELS["llama"]()[0], found)
+    placement = placement_of(problem, found)
+    assert placement is not None
+    late = fetching_late(problem, placement)
+    assert late is not None
+    assert gdp.simulate(*late).step_time_ns == snapped.step_time_ns
+    assert not snap(problem, plan, hf_device_map.TARGET, may_offload=False).is_offloaded

@@ -2,8 +2,8 @@
 
 `accelerate.dispatch_model` hooks every module that has an entry: its parameters go to the entry's device, its inputs
 are moved there, and all inside it runs there. The first entry is the device that takes the model's inputs
-(`main_device`). Next to GPUs accelerate computes nothing on a CPU (it only keeps weights there), so a CPU is used alone
-or not at all.
+(`main_device`). Next to GPUs accelerate computes nothing on a CPU: it only keeps weights there, of modules that do not
+fit (`offload.py`). A CPU alone is used like a GPU.
 """
 
 import json
@@ -12,10 +12,12 @@ import numpy as np
 
 from gdp.errors import InputError
 from gdp.export.modules import enclosing, module_units
+from gdp.export.offload import offload
 from gdp.export.target import Target, accelerator_numbers, wrong_content
 from gdp.export.units import Units, is_cpu
 from gdp.graph import I64, Bool
 from gdp.problem import Problem
+from gdp.simulate import Simulation
 
 NAME = "hf-device-map"
 
@@ -88,4 +90,9 @@ def _is_in(module: str, path: str) -> bool:
     return not path or module == path or module.startswith(f"{path}.")
 
 
-TARGET = Target(NAME, "module level", "device_map.json", read_units, write, parse)
+def offloaded(problem: Problem, units: Units, devices: I64) -> tuple[I64, Simulation] | None:
+    """As `offload.offload`, with the maps written here."""
+    return offload(problem, units, devices, device_map)
+
+
+TARGET = Target(NAME, "module level", "device_map.json", read_units, write, parse, offloaded)

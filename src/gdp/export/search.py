@@ -65,7 +65,7 @@ def place_for(
     keywords: dict[str, Any] = {"seed": seed, "robust": robust, "num_threads": num_threads, "stop": stop}
     first = budget.part(_ORDINARY_SHARE)
     ordinary = place(graph, cluster, budget=first, on_progress=on_progress, **keywords, **vars(constraints))
-    snapped = snap(problem, ordinary, target)
+    snapped = snap(problem, ordinary, target, may_offload=False)
     assert ordinary.search is not None
     spent = ordinary.search.simulations
     if budget.simulations is None:

@@ -25,9 +25,10 @@ class Snapped:
     """A plan as a target runs it."""
 
     target: Target
+    problem: Problem
     units: Units
     devices: I64  # [U]
-    simulation: Simulation  # of the units on their devices
+    simulation: Simulation  # of the units on their devices; of the same ops in another order where some are offloaded
     plan_step_time_ns: int
 
     @property
@@ -42,7 +43,12 @@ class Snapped:
     @property
     def content(self) -> str:
         """Of the target's file."""
-        return self.target.write(self.simulation.problem, self.units, self.devices)
+        return self.target.write(self.problem, self.units, self.devices)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether weights stay on a CPU while their modules compute on a GPU."""
+        return self.simulation.problem is not self.problem and self.simulation.problem.graph is not self.problem.graph
 
     @cached_property
     def program_order_ns(self) -> int | None:
@@ -55,11 +61,12 @@ class Snapped:
         return simulate(problem, placement, order=order).step_time_ns
 
 
-def snap(problem: Problem, plan: Plan, target: Target) -> Snapped:
+def snap(problem: Problem, plan: Plan, target: Target, *, may_offload: bool = True) -> Snapped:
     """`plan`, of the problem's graph and cluster, as `target` runs it; it may not fit (`simulation.missing_bytes`).
 
     A unit goes where most of its time was, a chain is cut where most of the time stays; then repair and search change
-    what does not fit, and stages where that is faster. InputError where the target cannot run the graph.
+    what does not fit, and stages where that is faster; what still does not fit is offloaded, if the target can and may.
+    InputError where the target cannot run the graph.
     """
     plan.check_belongs(problem.graph, problem.cluster)
     units = target.read_units(problem)
@@ -67,9 +74,13 @@ def snap(problem: Problem, plan: Plan, target: Target) -> Snapped:
     if devices is not None and can_run(units, devices):
         simulation = replay(problem, plan)
         if not simulation.missing_bytes.any():
-            return Snapped(target, units, devices, simulation, plan.step_time_ns)
+            return Snapped(target, problem, units, devices, simulation, plan.step_time_ns)
     devices = _near(problem, units, plan)
-    return Snapped(target, units, devices, simulated(problem, units.place(devices), plan), plan.step_time_ns)
+    simulation = simulated(problem, units.place(devices), plan)
+    if may_offload and simulation.missing_bytes.any() and target.offload is not None:
+        found = target.offload(problem, units, devices)
+        devices, simulation = found or (devices, simulation)
+    return Snapped(target, problem, units, devices, simulation, plan.step_time_ns)
 
 
 def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) -> Simulation:

@@ -7,6 +7,7 @@ from gdp.errors import InputError
 from gdp.export.units import Units, is_cpu
 from gdp.graph import I64
 from gdp.problem import Problem
+from gdp.simulate import Simulation
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class Target:
     """How a tool is written for.
 
     `read_units` says what it places as one, with InputError for a graph that it cannot run. `write` gives the content
-    of a file from the devices [U] of units, and `parse` the devices again from such a content.
+    of a file from the devices [U] of units, and `parse` the devices again from such a content. Where units do not fit,
+    `offload` may have other devices, with the step as the tool runs it.
     """
 
     name: str
@@ -23,6 +25,7 @@ class Target:
     read_units: Callable[[Problem], Units]
     write: Callable[[Problem, Units, I64], str]
     parse: Callable[[str, Problem, Units], I64]
+    offload: Callable[[Problem, Units, I64], tuple[I64, Simulation] | None] | None = None
 
 
 def accelerator_numbers(problem: Problem) -> list[int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from gdp import accelerate_maps
 from gdp.errors import InputError
 from gdp.graph import I64, Bool
 from gdp.problem import Placement, Problem
@@ -115,10 +116,7 @@ def join(parent: list[int], first: int, second: int) -> None:
 
 def is_cpu(problem: Problem) -> Bool:
     """[D] which devices are CPUs, by kind and name."""
-    return np.array(
-        ["cpu" in device.kind.lower() or device.name.lower().startswith("cpu") for device in problem.cluster.devices],
-        np.bool_,
-    )
+    return np.array(accelerate_maps.is_cpu(problem), np.bool_)
 
 
 def _allowed(problem: Problem, index: I64, members: Sequence[Sequence[str]], devices: Bool | None) -> Bool:

@@ -22,7 +22,9 @@ def export_report(snapped: Snapped, path: Path) -> Iterator[RenderableType]:
     yield Text(loss_sentence(snapped), style="bold")
     if snapped.program_order_ns is not None and snapped.program_order_ns != snapped.step_time_ns:
         yield Text(f"With ops started in the order of the program: {format_ms(snapped.program_order_ns)}.")
-    if snapped.loss > _WORTH_A_SEARCH:
+    if snapped.is_offloaded:
+        yield Text("What does not fit keeps its weights on the CPU; each module's are fetched when it begins.")
+    elif snapped.loss > _WORTH_A_SEARCH:
         yield Text(f"gdp place --for {target.name} searches among what {target.name} can express.")
     yield ""
     yield from device_report(snapped.simulation)
@@ -52,6 +54,7 @@ def export_document(snapped: Snapped, path: Path | None) -> dict[str, Any]:
         "cluster": cluster_document(simulation.problem.cluster),
         "target": snapped.target.name,
         "level": snapped.target.level,
+        "offloads": snapped.is_offloaded,
         "status": "infeasible" if simulation.missing_bytes.any() else "ok",
         "num_units": snapped.units.num_units,
         "step_time_ns": snapped.step_time_ns,
@@ -73,7 +76,5 @@ def does_not_fit(snapped: Snapped) -> str:
         for device, short in zip(devices, snapped.simulation.missing_bytes.tolist(), strict=True)
         if short
     ]
-    return (
-        f"nothing fits in memory with {snapped.target.level}: {', '.join(lacking)}; "
-        f"place with --for {snapped.target.name}, or add devices or memory"
-    )
+    searched = f"place with --for {snapped.target.name}, or " if snapped.target.offload is None else ""
+    return f"nothing fits in memory with {snapped.target.level}: {', '.join(lacking)}; {searched}add devices or memory"

@@ -1,0 +1,74 @@
+"""Modules whose weights stay on the CPU while they compute on a GPU, as accelerate runs them.
+
+Its hooks fetch a module's weights when the module begins and drop them when it ends, so nothing overlaps: the fewer
+bytes are offloaded the better. U units, D devices.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from gdp.accelerate_maps import DeviceMap, fetching_late, is_cpu, placement_of
+from gdp.export.units import Units
+from gdp.graph import I64
+from gdp.problem import Problem
+from gdp.simulate import Simulation, simulate
+
+_STEPS = 9  # halvings of what is offloaded
+
+
+def offload(
+    problem: Problem, units: Units, devices: I64, to_map: Callable[[Problem, Units, I64], DeviceMap]
+) -> tuple[I64, Simulation] | None:
+    """Units on GPUs ([U] `devices`) with so many of them on the CPU that the step fits, and the step as accelerate runs
+    it; the fastest found. None without a CPU beside GPUs, in training, and if not even all of them are enough.
+
+    The unit that takes the step's inputs stays: its device is the one on which offloaded modules compute.
+    """
+    cpus = np.array(is_cpu(problem))
+    if not cpus.any() or cpus.all() or "update" in problem.graph.phases:
+        return None
+    held = np.zeros(units.num_units, np.int64)
+    np.add.at(held, units.index, problem.graph.resident_bytes)
+    first = units.index[next((op for op, kind in enumerate(problem.graph.kinds) if kind == "input"), 0)]
+    candidates = np.flatnonzero((held > 0) & (np.arange(units.num_units) != first))
+
+    def run(chosen: I64) -> tuple[I64, Simulation] | None:
+        moved = devices.copy()
+        moved[chosen] = int(np.argmax(cpus))
+        placement = placement_of(problem, to_map(problem, units, moved))
+        if placement is None:
+            return None
+        late = fetching_late(problem, placement)
+        return moved, simulate(problem, placement) if late is None else simulate(*late)
+
+    found = [
+        answer
+        for order in _orders(candidates, held)
+        for answer in _fewest(order, run)
+        if answer is not None and answer[1].feasible
+    ]
+    return min(found, key=lambda answer: answer[1].step_time_ns, default=None)
+
+
+def _orders(candidates: I64, held: I64) -> Iterator[I64]:
+    """In which units go: the last ones first, as accelerate does; the largest; the smallest."""
+    yield candidates[::-1]
+    by_size = candidates[np.argsort(held[candidates], kind="stable")]
+    yield by_size[::-1]
+    yield by_size
+
+
+def _fewest(order: I64, run: Callable[[I64], tuple[I64, Simulation] | None]) -> Iterator[tuple[I64, Simulation] | None]:
+    """What is run to find, by bisection, how many of `order` are enough."""
+    low, high = 0, len(order)
+    for step in range(_STEPS):
+        count = high if step == 0 else (low + high) // 2
+        answer = run(order[:count])
+        yield answer
+        fits = answer is not None and answer[1].feasible
+        if step == 0 and not fits:
+            return
+        low, high = (low, count) if fits else (count, high)
+        if high - low <= 1:
+            return
