@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from gdp.plan import Plan
 
 
+_TARGETS = "hf-device-map, torch-pipelining, onnxruntime, openvino, llama-cpp, vllm or megatron."
+
+
 def export(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A gdp-plan file, as `gdp place` writes it.")],
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help="Such as hf-device-map or torch-pipelining.")],
+    to: Annotated[str, typer.Option("--to", metavar="TARGET", help=_TARGETS)],
     graph: Annotated[
         str | None, typer.Option(metavar="GRAPH", help="What was placed. Default: graph.json.gz beside PLAN.")
     ] = None,
