@@ -3,7 +3,7 @@
 `reduce` merges ops that a plan can run back to back without changing any time:
 
     a --> b             a's only successor is b, b's only predecessor is a            (a chain)
-    z --> b             z takes no time, has no predecessor, and b is its only successor (a constant, an input)
+    z --> b             z takes no time and no memory, has no predecessor, and b is its only successor (a constant)
 
 The ops of a group merge with others only if all of them do, into ops of one group: the replicas of a chain, say.
 
@@ -66,11 +66,12 @@ def reduce(problem: Problem) -> Reduction:
     no_time = np.where(problem.allowed, problem.op_time_ns, 0).max(axis=1) == 0
     keeps = np.zeros(graph.num_ops, np.bool_)
     np.logical_or.at(keeps, graph.producers, graph.is_kept)
+    allocates = problem.arrays.memory.alloc_bytes > 0  # a source on an idle device starts, and allocates, at once
     into = np.full(graph.num_ops, -1, np.int64)
     for op in np.flatnonzero(only_successor >= 0).tolist():
         after = int(only_successor[op])
         is_chain = only_predecessor[after] == op
-        is_source = only_predecessor[op] == -1 and no_time[op]
+        is_source = only_predecessor[op] == -1 and no_time[op] and not allocates[op]
         if (
             (is_chain or is_source)
             and takes_time[after]

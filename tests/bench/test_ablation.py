@@ -56,6 +56,7 @@ def run(out: Path | None, config: AblationConfig = CONFIG, **options: Any) -> di
     return ablation.run(out=out, on_row=lambda line: None, config=config, **given)
 
 
+@pytest.mark.long
 def test_every_variant_is_trained_for_the_budget_and_compared_and_a_rerun_finds_it_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

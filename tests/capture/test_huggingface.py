@@ -150,7 +150,7 @@ def same(found: Any, expected: Any) -> bool:
 @pytest.mark.parametrize("name", TINY)
 def test_inference_from_a_config_gives_the_bits_of_the_library_in_a_random_order(name: str, tmp_path: Path) -> None:
     text = model_of(name, tmp_path)
-    found = sources.read_capture(text, training=False)
+    found = sources.read_capture(text, sources.Reading(training=False))
     assert not found.coverage.unknown
     assert set(found.graph.phases) == {"forward"}
     model, inputs = real_model(text, training=False)
@@ -167,7 +167,7 @@ def test_a_training_step_from_a_config_gives_the_bits_of_the_library_in_a_random
     name: str, tmp_path: Path
 ) -> None:
     text = model_of(name, tmp_path)
-    found = sources.read_capture(text, optimizer="sgd")
+    found = sources.read_capture(text, sources.Reading(optimizer="sgd"))
     assert not found.coverage.unknown
     model, inputs = real_model(text, training=True)
     assert model.training
@@ -206,7 +206,7 @@ def test_a_micro_batch_is_a_part_of_every_input(name: str, tmp_path: Path) -> No
     assert {key: tuple(part[key].shape) for key in tensors} == {
         key: (1, *tensor.shape[1:]) for key, tensor in tensors.items()
     }
-    assert sources.read_model(text, microbatching=sources.Microbatching(4)).graph.num_ops > 0
+    assert sources.read_model(text, sources.Reading(microbatching=sources.Microbatching(4))).graph.num_ops > 0
 
 
 def test_sizes_and_type_come_from_the_config_unless_they_are_given(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_model_that_decides_by_content_is_an_input_error(tmp_path: Path) -> No
     text = f"hf:{write(tmp_path, {**config, 'architectures': ['BartForSequenceClassification']})}"
     for training in (True, False):
         with pytest.raises(InputError, match="depends on a tensor's content, which a capture does not have"):
-            sources.read_capture(text, training=training)
+            sources.read_capture(text, sources.Reading(training))
 
 
 BERT = {"model_type": "bert", **TEXT, **WIDTHS}

@@ -30,6 +30,7 @@ FOR_MODULES = [name for name in TARGETS if name not in ("onnxruntime", "openvino
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def call(*args: str) -> tuple[int, str, str]:
         status = main(args)

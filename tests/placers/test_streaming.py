@@ -8,7 +8,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.place import place, plan_of
 from gdp.placers.streaming import stream_weights
 from gdp.problem import Problem
-from gdp.simulate import simulate, verify
+from gdp.simulate import Simulation, simulate, verify
 from strategies import FEATURES, Instance, instances
 
 MS, MB = 10**6, 10**6
@@ -41,6 +41,12 @@ def machine(gpu_bytes: int, bytes_per_second: int = 20 * 10**9) -> Cluster:
     return Cluster.build("machine", devices, routes)
 
 
+def fastest(problem: Problem) -> Simulation | None:
+    """Of all steps that are tried the fastest that fits."""
+    fit = [found for found in stream_weights(problem) if found.feasible]
+    return min(fit, key=lambda found: found.step_time_ns, default=None)
+
+
 def test_a_gpu_that_holds_an_eighth_of_the_weights_loses_next_to_nothing_where_transfers_are_faster_than_layers() -> (
     None
 ):
@@ -49,7 +55,7 @@ def test_a_gpu_that_holds_an_eighth_of_the_weights_loses_next_to_nothing_where_t
     problem = Problem.build(layers(), machine(300 * MB + 10**4))
     at_once = simulate(problem, np.array([0 if op % 3 else 1 for op in range(3 * LAYERS)]))
     assert not at_once.feasible
-    found, _ = stream_weights(problem)
+    found = fastest(problem)
     assert found is not None
     assert found.feasible
     everything_ns = LAYERS * 10 * MS + LAYERS * MS // 10
@@ -59,7 +65,7 @@ def test_a_gpu_that_holds_an_eighth_of_the_weights_loses_next_to_nothing_where_t
 def test_where_transfers_limit_the_step_only_what_does_not_fit_is_sent() -> None:
     """A weight takes 50 ms to send: with 12 to 14 of 24 weights in the GPU's memory, 10 to 12 are sent."""
     problem = Problem.build(layers(), machine(1400 * MB, bytes_per_second=2 * 10**9))
-    found, _ = stream_weights(problem)
+    found = fastest(problem)
     assert found is not None
     num_sent = int((found.transfer_tensors % 3 == 0).sum())
     assert 10 <= num_sent <= 13
@@ -75,14 +81,14 @@ def test_place_answers_with_it_and_the_plan_holds() -> None:
 
 
 def test_nothing_is_streamed_where_everything_fits() -> None:
-    assert stream_weights(Problem.build(layers(), machine(10**10))) == (None, 1)
+    assert list(stream_weights(Problem.build(layers(), machine(10**10)))) == []
 
 
 @settings(max_examples=150, deadline=None)
 @given(instances(max_devices=3, features=frozenset(FEATURES) - {"priorities"}))
 def test_what_is_found_fits_obeys_all_constraints_and_is_a_plan(instance: Instance) -> None:
     problem = Problem.build(instance.graph, instance.cluster)
-    found, _ = stream_weights(problem)
-    if found is not None:
+    for found in stream_weights(problem):
         assert problem.broken_constraints(found.placement) == []
-        assert verify(problem, plan_of(found, 0, "auto", 0)) == []
+        if found.feasible:
+            assert verify(problem, plan_of(found, 0, "auto", 0)) == []

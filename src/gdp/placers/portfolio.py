@@ -45,6 +45,7 @@ FEWEST = ("single", "contiguous")  # classical placers that the local search sta
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that a search always runs
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
 POLICY_SHARE, CLASSICAL_SHARE = 0.25, 0.15  # of the time: for the policy at most; until no classical placer is begun
+STREAMING_SHARE = 0.2  # of the budget at most
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
 FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go to the exact placer; its effort there
@@ -139,7 +140,7 @@ def _search(
         return Found(None, num_simulations, baselines=baselines)
     answers = list(classical.candidates)
     if len(problem.orders) == 1:
-        streamed, count = stream_weights(reduction.original)
+        streamed, count = _streamed(reduction.original, clock)
         num_simulations += count
         if streamed is not None:
             answers.append(Candidate(key_of(streamed, noise), streamed, problem.order))
@@ -166,6 +167,22 @@ def _search(
     searched = expand(reduction, search.best)
     candidates = [*answers, Candidate(key_of(searched, noise), searched, search.best.order)]
     return _found(_choose(candidates, answers), search.spent, baselines)
+
+
+def _streamed(problem: Problem, clock: Clock) -> tuple[Simulation | None, int]:
+    """The fastest step that fits with weights streamed, and the simulations made, in a share of the budget at most."""
+    budget, began = clock.budget.part(STREAMING_SHARE), clock.seconds
+    best: Simulation | None = None
+    count = 0
+    for found in stream_weights(problem):
+        count += 1
+        if found.feasible and (best is None or found.step_time_ns < best.step_time_ns):
+            best = found
+        if clock.stop.is_set() or (budget.simulations is not None and count >= budget.simulations):
+            break
+        if budget.seconds is not None and clock.seconds - began >= budget.seconds:
+            break
+    return best, count
 
 
 def _run(search: LocalSearch, starts: list[Placement], known: list[Incumbent], noise: Noise | None) -> None:

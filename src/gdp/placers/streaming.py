@@ -24,42 +24,33 @@ from gdp.placers.base import devices_by_speed
 from gdp.problem import Placement, Problem
 from gdp.simulate import Simulation, simulate
 
-# numbers of windows that are tried (1: all is sent at once), and whether what is used last is streamed or what is
-# spread evenly
-_TRIES = tuple(
-    (count, last) for count in (1, 2, 4, 8, 16, 32, 64, 128) for last in (False, True) if count <= 4 or not last
-)
+# numbers of windows (1: all is sent at once), and whether what is used last is streamed or an even share; what differs
+# most is tried first
+_TRIES = (
+    (16, False), (1, True), (64, False), (4, False), (1, False), (32, False), (8, False), (128, False), (2, False),
+    (2, True), (4, True),
+)  # fmt: skip
 _STEPS = 7  # halvings of the share that is streamed: to within 1 %
 _LARGE = 100  # times a table's bytes at least what is missing
 _NEVER = np.iinfo(np.int64).max
 
 
-def stream_weights(problem: Problem) -> tuple[Simulation | None, int]:
-    """The fastest step found that fits, and the number of simulations made. None if one device holds everything, if
-    none may run all ops, or if no other device has room for what is streamed."""
+def stream_weights(problem: Problem) -> Iterator[Simulation]:
+    """Steps with weights streamed, such as fit and such as do not: whoever takes them keeps the best and stops when it
+    likes. None if one device holds everything, if none may run all ops, or if there is no other device."""
     wholes = [device for device in devices_by_speed(problem).tolist() if problem.allowed[:, device].all()]
     if not wholes or problem.num_devices == 1:
-        return None, 0
+        return
     main = wholes[0]
     host = max((x for x in range(problem.num_devices) if x != main), key=lambda x: int(problem.memory_limit_bytes[x]))
     alone = simulate(problem, np.full(problem.num_ops, main, np.int64))
     if alone.feasible:
-        return None, 1
-    best: Simulation | None = None
-    count = 1
-    for base in _bases(alone, main, host):
-        layout = _Layout.of(alone, base, main, host)
-        if layout is None:
-            continue
-        for num_windows, last in _TRIES:
-            tried = list(_fewest_streamed(layout, num_windows, last))
-            count += len(tried)
-            best = min(
-                (one for one in (best, *tried) if one is not None and one.feasible),
-                key=lambda one: one.step_time_ns,
-                default=None,
-            )
-    return best, count
+        return
+    bases = [_Layout.of(alone, base, main, host) for base in _bases(alone, main, host)]
+    for num_windows, last in _TRIES:
+        for layout in bases:
+            if layout is not None:
+                yield from _fewest_streamed(layout, num_windows, last)
 
 
 def _bases(alone: Simulation, main: int, host: int) -> Iterator[Placement]:
