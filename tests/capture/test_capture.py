@@ -515,6 +515,17 @@ def test_a_seven_billion_parameter_model_allocates_nothing() -> None:
     assert graph.resident_bytes.sum() > 6.9e9 * 4 * 3
 
 
+def test_modules_that_are_copied_while_they_are_built_are_captured() -> None:
+    layer = nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0, batch_first=True)
+    known = capture(nn.TransformerEncoder(layer, num_layers=3), (torch.ones(2, 4, 8),), name="encoder").graph
+
+    def build() -> tuple[Any, ...]:
+        layer = nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, num_layers=3), (torch.ones(2, 4, 8),)
+
+    assert capture_fn(build, name="encoder").graph.fingerprint == known.fingerprint
+
+
 @pytest.mark.parametrize("where", ["real", "meta", "fake"])
 def test_real_meta_and_fake_models_give_one_graph_and_leave_no_trace(where: str) -> None:
     with torch.device("meta") if where == "meta" else FakeTensorMode() if where == "fake" else contextlib.nullcontext():

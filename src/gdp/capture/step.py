@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -100,8 +101,8 @@ def capture_fn(
     `build` runs under `FakeTensorMode`: not even initial parameters are allocated, nor can it look at their content.
     """
     with _isolated():
-        mode = FakeTensorMode()
-        with _explained(name), mode:
+        mode = _BuildMode()
+        with _explained(name), _copies_allowed(), mode:
             built = build()
         if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], nn.Module):
             found = type(built).__name__
@@ -111,6 +112,22 @@ def capture_fn(
             with _explained(name):
                 model, args, kwargs = _fake_copies(model, args, kwargs, mode)
         return _record(model, args, kwargs, mode, name, training, optimizer, loss)
+
+
+class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """One mode for all tensors, also those of modules that `build` copies, as `nn.TransformerEncoder` does its layers:
+    a fake tensor's copy would have a copy of its mode, and two modes do not mix."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_BuildMode":
+        return self
+
+
+@contextlib.contextmanager
+def _copies_allowed() -> Iterator[None]:
+    """PyTorch looks for the memory of what it copies; that a fake tensor has none is no news."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
 
 
 def _record(
