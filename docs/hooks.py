@@ -1,0 +1,70 @@
+"""What MkDocs does while it builds the site: the command line's reference is written from the commands themselves, and
+`::: gdp.NAME` finds the docstring of a public name where it is defined.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import typer.main
+
+PLACE = "<!-- commands -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """`markdown` with what is made from code: commands in the place of the comment that asks for them, and names."""
+    if PLACE in markdown:
+        markdown = markdown.replace(PLACE, "\n".join(_commands()))
+    return re.sub(r"^::: gdp\.(\w+)$", _public_name, markdown, flags=re.MULTILINE)
+
+
+def _public_name(match: re.Match[str]) -> str:
+    """Where the name lives: `gdp.place` would be taken for the module of that name."""
+    import gdp
+
+    name = match[1]
+    options = (f"heading: gdp.{name}", f"toc_label: {name}")
+    return "\n      ".join((f"::: gdp.{gdp._HOME[name]}.{name}\n    options:", *options))
+
+
+def _commands() -> Iterator[str]:
+    from gdp.cli import app
+
+    yield from _command("gdp", typer.main.get_command(app), depth=1)
+
+
+def _command(name: str, command: Any, depth: int) -> Iterator[str]:
+    """A section for a command and those below it."""
+    subcommands = getattr(command, "commands", {})
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
+    options = [param for param in command.params if param.param_type_name == "option"]
+    required = [f"{param.opts[0]} {param.metavar or param.name.upper()}" for param in options if param.required]
+    usage = [name, *(param.metavar or param.name.upper() for param in arguments), *required]
+    if any(not param.required for param in options):
+        usage.append("[OPTIONS]")
+    if subcommands:
+        usage.append("COMMAND")
+    if depth > 1:
+        yield from ("", f"{'#' * depth} {name}", "", " ".join((command.help or "").split()), "")
+    yield from ("```text", " ".join(usage), "```", "")
+    rows = [_row(param) for param in (*arguments, *options)]
+    if rows:
+        yield from ("| | | default |", "|---|---|---|", *rows, "")
+    for child, below in sorted(subcommands.items()) if depth > 1 else subcommands.items():
+        yield from _command(f"{name} {child}", below, depth + 1)
+
+
+def _row(param: Any) -> str:
+    if param.param_type_name == "argument":
+        name = param.metavar or param.name.upper()
+    elif isinstance(param.default, bool) or param.secondary_opts:
+        name = "/".join((*param.opts, *param.secondary_opts))
+    else:
+        name = f"{param.opts[0]} {param.metavar or param.name.upper()}"
+    if param.required:
+        default = "required"
+    else:
+        is_shown = not isinstance(param.default, bool) and param.default not in (None, (), [], "")
+        default = f"`{param.default}`" if is_shown else ""
+    cells = (f"`{name}`", param.help or "", default)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

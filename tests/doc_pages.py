@@ -1,0 +1,281 @@
+"""Pages of the documentation that are run: their code blocks, in order, in one directory.
+
+```console             each line after `$ ` is run by bash (`> ` goes on after a backslash), the lines below are
+                       what it prints, to both streams; `...` stands for any lines. `status=3` after the language:
+                       the exit status, 0 otherwise; `times=vary`: times are those of the machine at hand
+```yaml title="NAME"   is written to the file NAME; so is any language but those above and below
+```python              is executed, all those of a page in one process
+```text title="Output" is what the Python block before it prints
+```text                is not run: what is no code
+
+python tests/doc_pages.py docs/PAGE.md ...     runs pages and rewrites what their commands print
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from markdown_it import MarkdownIt
+
+ANY = "..."
+TOLERANCE = 0.05  # of step times, which the pages state
+_NUMBER = re.compile(r"\d[\d,.]*")
+_TIME = re.compile(r"(\d[\d,.]*) (ms|us)\b")
+_NS = {"us": 1e3, "ms": 1e6}
+_PASSING = ("gdp: compiling, once on a machine",)  # said where something has not been compiled yet
+_TIMEOUT = 300  # seconds of one command
+
+# Executes blocks of Python, which come as lines of JSON, and answers each with what it printed.
+_INTERPRETER = """
+import contextlib, io, json, sys, traceback
+answers, names = sys.stdout, {"__name__": "__main__"}
+sys.path.insert(0, "")
+for line in sys.stdin:
+    block, printed, failed = json.loads(line), io.StringIO(), ""
+    with contextlib.redirect_stdout(printed):
+        try:
+            exec(compile(block["content"], block["label"], "exec"), names)
+        except BaseException:
+            failed = traceback.format_exc()
+    print(json.dumps([printed.getvalue(), failed]), file=answers, flush=True)
+"""
+
+
+class PageError(AssertionError):
+    """A page shows what is not so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block; `line`, from 1, is that of its content's beginning."""
+
+    language: str
+    content: str
+    line: int
+    options: dict[str, str]
+
+    @property
+    def title(self) -> str | None:
+        return self.options.get("title")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and the lines that it is said to print, from `line` on."""
+
+    text: str
+    printed: tuple[str, ...]
+    line: int
+
+
+def read_blocks(page: Path) -> list[Block]:
+    """The fenced blocks of `page`. PageError for an indented one, which would not be run."""
+    found = []
+    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
+        line = token.map[0] + 1 if token.map else 0
+        if token.type == "code_block":
+            raise PageError(f"{page}:{line}: an indented block is not run; fence it")
+        if token.type == "fence":
+            language, _, rest = token.info.strip().partition(" ")
+            options = {key: quoted or bare for key, quoted, bare in re.findall(r'(\w+)=(?:"([^"]*)"|(\S+))', rest)}
+            found.append(Block(language, token.content, line + 1, options))
+    return found
+
+
+def read_commands(block: Block) -> list[Command]:
+    """The commands of a console block."""
+    found: list[Command] = []
+    lines = block.content.splitlines()
+    at = 0
+    while at < len(lines):
+        if not lines[at].startswith("$ "):
+            raise PageError(f"line {block.line + at}: a console block begins with '$ '")
+        text = [lines[at][2:]]
+        while text[-1].endswith("\\"):
+            at += 1
+            text.append(lines[at].removeprefix("> "))
+        at += 1
+        end = next((i for i in range(at, len(lines)) if lines[i].startswith("$ ")), len(lines))
+        found.append(Command("\n".join(text), tuple(lines[at:end]), block.line + at))
+        at = end
+    return found
+
+
+@dataclass
+class Session:
+    """Runs a page's blocks in `directory`; graphs of captured models are shared through `graphs`."""
+
+    directory: Path
+    graphs: Path
+    _python: "subprocess.Popen[str] | None" = field(default=None, init=False)
+    printed: str = field(default="", init=False)  # by the last Python block
+
+    def __enter__(self) -> Self:
+        own = self.directory / ".own"
+        (own / "bin").mkdir(parents=True)
+        (own / "cache" / "gdp").mkdir(parents=True)
+        (own / "cache" / "gdp" / "graphs").symlink_to(self.graphs)
+        gdp = own / "bin" / "gdp"
+        gdp.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m gdp "$@"\n')
+        gdp.chmod(0o755)
+        source = str(Path(__file__).parents[1] / "src")
+        path = os.pathsep.join((str(own / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
+        cache = str(own / "cache")
+        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": source, "XDG_CACHE_HOME": cache, "NO_COLOR": "1"}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._python is not None:
+            self._python.kill()
+            self._python.communicate()
+
+    def run(self, block: Block, page: Path) -> list[tuple[Command, list[str]]]:
+        """What the block's commands print, each. PageError where the exit status, or a Python output, is not as shown."""
+        if block.language == "console":
+            return [(command, self._run_command(command, block, page)) for command in read_commands(block)]
+        if block.language == "text":
+            if block.title is not None:
+                compare(block.content.splitlines(), self.printed.splitlines(), f"{page}:{block.line}")
+        elif block.title is not None:
+            path = self.directory / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.content)
+        elif block.language == "python":
+            self.printed = self._run_python(block, page)
+        else:
+            raise PageError(f"{page}:{block.line}: a block of {block.language or 'nothing'} without a title is not run")
+        return []
+
+    def _run_command(self, command: Command, block: Block, page: Path) -> list[str]:
+        where = f"{page}:{command.line - 1}: {command.text}"
+        done = subprocess.run(
+            ["bash", "-c", command.text], cwd=self.directory, env=self.environment, text=True, timeout=_TIMEOUT,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        status = int(block.options.get("status", 0))
+        if done.returncode != status:
+            raise PageError(f"{where}\nexit status {done.returncode}, not {status}\n{done.stdout}")
+        return [line for line in done.stdout.splitlines() if not line.startswith(_PASSING)]
+
+    def _run_python(self, block: Block, page: Path) -> str:
+        if self._python is None:
+            self._python = subprocess.Popen(
+                [sys.executable, "-c", _INTERPRETER], cwd=self.directory, env=self.environment, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+        assert self._python.stdin is not None
+        assert self._python.stdout is not None
+        label = f"{page}:{block.line}"
+        self._python.stdin.write(json.dumps({"content": block.content, "label": label}) + "\n")
+        self._python.stdin.flush()
+        printed, failed = json.loads(self._python.stdout.readline())
+        if failed:
+            raise PageError(f"{label}\n{printed}{failed}")
+        return str(printed)
+
+
+def check(page: Path, directory: Path, graphs: Path) -> None:
+    """Run all of `page`. PageError where it shows what is not so."""
+    with Session(directory, graphs) as session:
+        for block in read_blocks(page):
+            for command, printed in session.run(block, page):
+                where = f"{page}:{command.line}: {command.text}"
+                compare(command.printed, printed, where, with_times=block.options.get("times") != "vary")
+
+
+def compare(shown: Sequence[str], printed: Sequence[str], where: str, *, with_times: bool = True) -> None:
+    """PageError unless `printed` is what is `shown`: but for numbers, blank lines, widths of columns and what `...`
+    stands for; step times to within TOLERANCE."""
+    try:
+        for wanted, found in _matched(shown, printed):
+            if with_times:
+                _compare_times(wanted, found)
+    except PageError as error:
+        text = "\n".join(("", "shown:", *shown, "", "printed:", *printed))
+        raise PageError(f"{where}\n{error}{text}") from None
+
+
+def _masked(line: str) -> str:
+    return " ".join(_NUMBER.sub("0", re.sub("─+", "─", line)).split())
+
+
+def _matched(shown: Sequence[str], printed: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The lines shown, each with the one printed."""
+    lines = [line for line in printed if line.strip()]
+    at, is_free = 0, False
+    for wanted in shown:
+        if not wanted.strip():
+            continue
+        if wanted.strip() == ANY:
+            is_free = True
+            continue
+        candidates = range(at, len(lines)) if is_free else range(at, min(at + 1, len(lines)))
+        found = next((i for i in candidates if _masked(lines[i]) == _masked(wanted)), None)
+        if found is None:
+            raise PageError(f"is not printed: {wanted}")
+        yield wanted, lines[found]
+        at, is_free = found + 1, False
+    if at < len(lines) and not is_free:
+        raise PageError(f"is not shown: {lines[at]}")
+
+
+def _compare_times(wanted: str, found: str) -> None:
+    pairs = zip(_times_ns(wanted), _times_ns(found), strict=True)
+    if any(abs(one - other) > TOLERANCE * max(one, other) for one, other in pairs):
+        raise PageError(f"times differ by more than {TOLERANCE:.0%}: {wanted} | {found}")
+
+
+def _times_ns(line: str) -> list[float]:
+    return [float(number.replace(",", "")) * _NS[unit] for number, unit in _TIME.findall(line)]
+
+
+# Writing pages
+
+
+def rewritten(page: Path, directory: Path, graphs: Path) -> str:
+    """`page` with what its commands print now: the same lines where they are still printed, else all of them."""
+    lines = page.read_text().splitlines()
+    changes: list[tuple[Command, list[str]]] = []
+    with Session(directory, graphs) as session:
+        for block in read_blocks(page):
+            if block.title is not None and block.language == "text":
+                shown = Command("", tuple(block.content.splitlines()), block.line)
+                changes.append((shown, session.printed.splitlines()))
+            else:
+                changes += session.run(block, page)
+    for command, printed in reversed(changes):
+        start = command.line - 1
+        lines[start : start + len(command.printed)] = _updated(command.printed, printed)
+    return "\n".join(lines) + "\n"
+
+
+def _updated(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
+    matches: list[tuple[str, str]] = []
+    with contextlib.suppress(PageError):
+        matches.extend(_matched(shown, printed))
+        found = iter(matches)
+        return [line if not line.strip() or line.strip() == ANY else next(found)[1] for line in shown]
+    return list(printed)
+
+
+def main(pages: Sequence[str]) -> None:
+    for name in pages:
+        page = Path(name)
+        with tempfile.TemporaryDirectory() as directory:
+            graphs = Path(directory) / "graphs"
+            graphs.mkdir()
+            where = Path(directory) / "page"
+            where.mkdir()
+            page.write_text(rewritten(page, where, graphs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
