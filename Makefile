@@ -1,5 +1,6 @@
 # make place      place gnmt-4 on four P100s: the main job
 # make test       lint, types, layers and all tests but the long ones
+# make docs       the documentation as a site, in site/
 PYTHON ?= python3
 MODEL ?= gnmt-4
 DEVICES ?= 4xp100-pcie-16g
@@ -8,7 +9,7 @@ BUDGET ?= 30s
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: place test test-long lint clean
+.PHONY: place test test-long lint docs clean
 
 place: $(INSTALLED)
 	@$(BIN)/gdp place $(MODEL) --devices $(DEVICES) --budget $(BUDGET)
@@ -26,6 +27,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gdp needs Python 3.11 or newer; make PYTHON=... names another")'
 	$(PYTHON) -m venv .venv
@@ -33,4 +37,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -138,7 +138,7 @@ class Session:
             self._python.communicate()
 
     def run(self, block: Block, page: Path) -> list[tuple[Command, list[str]]]:
-        """What the block's commands print, each. PageError where the exit status, or a Python output, is not as shown."""
+        """What the block's commands print, each. PageError where the status, or a Python output, is not as shown."""
         if block.language == "console":
             return [(command, self._run_command(command, block, page)) for command in read_commands(block)]
         if block.language == "text":
