@@ -49,7 +49,7 @@ def _command(name: str, command: Any, depth: int) -> Iterator[str]:
     yield from ("```text", " ".join(usage), "```", "")
     rows = [_row(param) for param in (*arguments, *options)]
     if rows:
-        yield from ("| | | default |", "|---|---|---|", *rows, "")
+        yield from ("| argument | meaning | default |", "|---|---|---|", *rows, "")
     for child, below in sorted(subcommands.items()) if depth > 1 else subcommands.items():
         yield from _command(f"{name} {child}", below, depth + 1)
 
