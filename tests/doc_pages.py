@@ -1,8 +1,9 @@
 """Pages of the documentation that are run: their code blocks, in order, in one directory.
 
 ```console             each line after `$ ` is run by bash (`> ` goes on after a backslash), the lines below are
-                       what it prints, to both streams; `...` stands for any lines. `status=3` after the language:
-                       the exit status, 0 otherwise; `times=vary`: times are those of the machine at hand
+                       what it prints, to both streams; `...` stands for any lines. `<!-- status=3 -->` on the
+                       line before: the exit status, 0 otherwise; `<!-- times=vary -->`: times are those of the
+                       machine at hand
 ```yaml title="NAME"   is written to the file NAME; so is any language but those above and below
 ```python              is executed, all those of a page in one process
 ```text title="Output" is what the Python block before it prints
@@ -79,14 +80,18 @@ class Command:
 def read_blocks(page: Path) -> list[Block]:
     """The fenced blocks of `page`. PageError for an indented one, which would not be run."""
     found = []
+    said = ""  # in a comment on the line before a block
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
         line = token.map[0] + 1 if token.map else 0
         if token.type == "code_block":
             raise PageError(f"{page}:{line}: an indented block is not run; fence it")
         if token.type == "fence":
             language, _, rest = token.info.strip().partition(" ")
-            options = {key: quoted or bare for key, quoted, bare in re.findall(r'(\w+)=(?:"([^"]*)"|(\S+))', rest)}
-            found.append(Block(language, token.content, line + 1, options))
+            stated = re.findall(r'(\w+)=(?:"([^"]*)"|(\S+))', f"{said} {rest}")
+            found.append(
+                Block(language, token.content, line + 1, {key: quoted or bare for key, quoted, bare in stated})
+            )
+        said = token.content if token.type == "html_block" else ""
     return found
 
 

@@ -51,6 +51,7 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path)
     assert len(pages) > len(RUN)
     fetched = re.compile(r'(?:<script[^>]* src|<link[^>]* href|<img[^>]* src)="((?:https?:)?//[^"]*)"|@import|url\(//')
     assert {page.name: found for page, text in pages.items() if (found := fetched.findall(text))} == {}
+    assert {page.name for page, text in pages.items() if "<p>```" in text or "<p>- " in text} == set()
     assert 'id="gdp-place"' in (tmp_path / "commands.html").read_text()
     assert "--free-replicas" in (tmp_path / "commands.html").read_text()
 
@@ -93,7 +94,7 @@ def test_a_page_that_shows_what_is_not_so_fails(tmp_path: Path) -> None:
 
     run("```console\n$ echo a \\\n>     b\na b\n$ printf '1\\n2\\nx 3.0 ms\\n'\n...\nx 3.1 ms\n```\n")
     run('```yaml title="a/made.yaml"\nx: 1\n```\n```console\n$ cat a/made.yaml\nx: 1\n```\n')
-    run("```console status=3\n$ (exit 3)\n```\n")
+    run("<!-- status=3 -->\n```console\n$ (exit 3)\n```\n")
     run('```python\nx = 1\n```\n```python\nprint(x)\n```\n```text title="Output"\n1\n```\n')
     for text, message in (
         ("```console\n$ echo a\nb\n```\n", "is not printed: b"),
