@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from gdp import sources
+from gdp import options, register_flops, sources
+from gdp.capture import flops
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.sources import Reading, read_model
@@ -118,10 +120,42 @@ def test_options_and_code_have_entries_of_their_own(monkeypatch: pytest.MonkeyPa
     assert entry("package.module:function", usual, 1) is None  # nobody knows what it depends on
 
 
+def test_nothing_is_kept_where_flops_are_counted_by_functions_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sources._cache_entry(WORKLOAD, Reading(), 1) is not None
+    monkeypatch.setattr(flops, "_registered", {})
+    register_flops("aten.mm")(lambda *_, out_val: 1)
+    assert sources._cache_entry(WORKLOAD, Reading(), 1) is None
+
+
+def test_what_a_cache_holds_follows_from_the_onnx_file_alone() -> None:
+    """The shape in `r` lies beside the model, so the graph is read anew when that file changes."""
+    onnx = pytest.importorskip("onnx")
+    helper = onnx.helper
+    x, y = (helper.make_tensor_value_info(name, 1, shape) for name, shape in (("x", [2, 3]), ("y", ["a", "b"])))
+    r = onnx.numpy_helper.from_array(np.array([1, 1]), "r")
+    graph = helper.make_graph([helper.make_node("Tile", ["x", "r"], ["y"])], "g", [x], [y], [r])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    onnx.save(proto, "alone.onnx")
+    read_model("alone.onnx")
+    assert len(list(Path("cache/gdp/graphs").iterdir())) == 1
+    onnx.save(proto, "m.onnx", save_as_external_data=True, location="r.bin", size_threshold=0)
+    assert read_model("m.onnx").graph.tensor_bytes.max() == 4 * 2 * 3
+    Path("r.bin").write_bytes(np.array([4, 5]).tobytes())
+    assert read_model("m.onnx").graph.tensor_bytes.max() == 4 * 8 * 15
+
+
 def test_a_cache_that_cannot_be_written_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert read_model(WORKLOAD, Reading(training=False)).graph.num_ops > 0
+    for place in (tmp_path / "file", tmp_path / ("a" * 300)):  # the system refuses to look at the second one
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+        assert read_model(WORKLOAD, Reading(training=False)).graph.num_ops > 0
+
+
+def test_names_that_the_system_refuses_to_look_at_are_one_line() -> None:
+    with pytest.raises(InputError, match="no such directory"):
+        read_model(f"hf:{'a' * 300}")
+    with pytest.raises(InputError, match="cannot be written"):
+        options.check_writable(Path("a" * 300) / "plan.json")
 
 
 @pytest.mark.parametrize("function", ["pair", "triple", "keywords"])

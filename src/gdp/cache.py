@@ -40,7 +40,7 @@ def entry(kind: str, label: str, depends_on: Iterable[object], code: Iterable[Pa
 
 def read(path: Path | None, format: str, version: int) -> Mapping[str, Any] | None:
     """The document of an entry; None if there is none, or a damaged one."""
-    if path is None or not path.is_file():
+    if path is None or not os.path.isfile(path):
         return None
     with contextlib.suppress(InputError, ValueError):
         return files.require_header(orjson.loads(files.read_bytes(path)), format, version)

@@ -1,5 +1,6 @@
 """`gdp export`: a plan in the format of a tool that users run."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +88,7 @@ def _cluster(plan: Path, devices: str | None) -> "Cluster":
     from gdp.cluster import Cluster
 
     beside = plan.with_name("cluster.json")
-    if devices is None and not beside.is_file():
+    if devices is None and not os.path.isfile(beside):
         raise InputError(f"{plan}: no cluster.json beside it; name what it was placed for with --devices")
     return Cluster.parse(devices or str(beside))
 
@@ -96,7 +97,7 @@ def _graph(plan: Path) -> "Graph":
     from gdp.graph import Graph
 
     beside = plan.with_name("graph.json.gz")
-    if not beside.is_file():
+    if not os.path.isfile(beside):
         raise InputError(f"{plan}: no graph.json.gz beside it; name what was placed with --graph")
     return Graph.load(beside)
 

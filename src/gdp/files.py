@@ -4,13 +4,15 @@ Every reader raises `InputError` with one line naming the file, the place in it 
 Every writer writes to a temporary name beside the target and renames, so a file is whole or absent.
 """
 
+import contextlib
 import gzip
+import hashlib
 import json
 import os
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,8 @@ GZIP_MAGIC = b"\x1f\x8b"
 def read_bytes(path: str | Path) -> bytes:
     """The content of `path`, unzipped if its name ends in `.gz`."""
     path = Path(path)
-    try:
+    with _explained(path):
         content = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; check the path") from None
-    except IsADirectoryError:
-        raise InputError(f"{path}: is a directory; name a file") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     if path.suffix != ".gz":
         if content.startswith(GZIP_MAGIC):
             raise InputError(f"{path}: is gzip but its name does not end in .gz; rename it to {path.name}.gz")
@@ -42,6 +38,25 @@ def read_bytes(path: str | Path) -> bytes:
         return gzip.decompress(content)
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise InputError(f"{path}: truncated or damaged gzip; write or copy the file again") from None
+
+
+def digest(path: str | Path) -> str:
+    """The SHA-256 of what is in `path`, of which little is in memory at a time."""
+    with _explained(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _explained(path: str | Path) -> Iterator[None]:
+    """What keeps a file from being read, as one line."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; check the path") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a directory; name a file") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
 def read_json(path: str | Path) -> Any:

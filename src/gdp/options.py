@@ -77,11 +77,14 @@ def parse_max_memory(texts: Sequence[str], cluster: Cluster) -> dict[str, int]:
 
 def check_writable(path: Path) -> None:
     """InputError unless a file can be written to `path`, so that a search does not end in vain."""
-    if path.is_dir():
-        raise InputError(f"{path}: is a directory; name a file")
     parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
+    try:
+        if path.is_dir():
+            raise InputError(f"{path}: is a directory; name a file")
+        while not parent.exists():
+            parent = parent.parent
+    except OSError as error:  # a directory that may not be looked into, a name too long
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
     if not parent.is_dir():
         raise InputError(f"{path}: cannot be written, {parent} is no directory; choose another place")
     if not os.access(parent, os.W_OK | os.X_OK):

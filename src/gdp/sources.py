@@ -5,7 +5,6 @@ code that captures, so a second run starts at once and without importing PyTorch
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
@@ -124,16 +123,16 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
 
 def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:
     path = Path(text)
-    content = hashlib.sha256(files.read_bytes(path)).hexdigest()
     code = _package().glob("capture/onnx*.py")
-    depends_on = (FORMAT, VERSION, content, sorted(dims.items()), version("gdp-placement"))
+    depends_on = (FORMAT, VERSION, files.digest(path), sorted(dims.items()), _installed("onnx"))
     entry = cache.entry("graphs", path.name, depends_on, [_package() / "graph.py", *code])
     if (model := _read_entry(entry)) is None:
         from gdp.capture.onnx_model import read_onnx
 
         made = read_onnx(path, dims)
         model = Model(made.graph, made.unknown, is_captured=False, notes=made.notes)
-        _write_entry(entry, model)
+        if made.is_alone:
+            _write_entry(entry, model)
     return model
 
 
@@ -290,11 +289,15 @@ def _package() -> Path:
 
 
 def _cache_entry(text: str, reading: Reading, num_microbatches: int) -> Path | None:
-    """The file of the graph of a workload or a Transformers directory; None for a function, which may have changed."""
+    """The file of the graph of a workload or a Transformers directory; None for a function, which may have changed, and
+    where the caller has registered FLOPs, which are functions too."""
+    formulas = sys.modules.get("gdp.capture.flops")
+    if formulas is not None and formulas.has_registered():
+        return None
     known: tuple[object, ...] = ()
     if text.startswith(_HUGGING_FACE):
         config = Path(text.removeprefix(_HUGGING_FACE).partition("?")[0]) / "config.json"
-        if not config.is_file():
+        if not os.path.isfile(config):  # unreadable, a name too long: the reader says so
             return None
         known = (files.read_bytes(config), *map(_installed, ("transformers", "diffusers")))
     elif ":" in text:

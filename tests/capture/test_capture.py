@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from gdp.capture import Capture, Replay, capture, capture_fn, register_flops
+from gdp.capture import Capture, Replay, capture, capture_fn, flops, register_flops
 from gdp.errors import InputError
 from gdp.graph import Graph
 
@@ -472,7 +472,7 @@ def test_a_grouped_convolution_costs_backward_twice_its_forward() -> None:
     assert (graph.flops[update], graph.bytes_accessed[update]) == (13 * 144, 7 * 576)
 
 
-def test_unknown_operators_are_named_until_their_cost_is_registered() -> None:
+def test_unknown_operators_are_named_until_their_cost_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     @torch.library.custom_op("gdp_test::twice", mutates_args=())
     def twice(x: Tensor) -> Tensor:
         return x * 2
@@ -485,6 +485,7 @@ def test_unknown_operators_are_named_until_their_cost_is_registered() -> None:
     found = capture(model, (x,), name="custom", training=False)
     assert found.coverage.unknown == {"gdp_test.twice": 1}
     assert found.graph.flops[op_of(found.graph, "gdp_test.twice")] == 6
+    monkeypatch.setattr(flops, "_registered", {})
     register_flops("gdp_test.twice")(lambda x, out_val: 1000 * x.numel())
     found = capture(model, (x,), name="custom", training=False)
     assert found.coverage.unknown == {}

@@ -272,6 +272,8 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "wrong value": ({**BERT, "hidden_size": "many"}, "", "makes no model .*hidden_size.*; correct config.json"),
     "no sense": ({**BERT, "num_attention_heads": 3}, "", "makes no model .*; correct config.json"),
     "no dtype": ({**BERT, "torch_dtype": "int8"}, "", "dtype is 'int8'; float32, "),
+    "a dtype of weights only": ({**BERT, "dtype": "float8_e4m3fn"}, "", "dtype is 'float8_e4m3fn'; float32, "),
+    "no name": ({"_class_name": ["UNet2DModel"]}, "", r"_class_name is \['UNet2DModel'\]; one of "),
     "Diffusers": ({"_class_name": "Unheard"}, "", "_class_name is 'Unheard'; one of UNet2DConditionModel, "),
     "no query": (BERT, "?", "'' is no size; NAME=VALUE"),
     "no size": (BERT, "?batches=2", "'batches=2' is no size; NAME=VALUE with batch, sequence, image, dtype"),

@@ -50,6 +50,11 @@ def registered_formula(name: str) -> Formula | None:
     return _registered.get(name)
 
 
+def has_registered() -> bool:
+    """Whether `register_flops` was given anything, so that this process counts otherwise than others."""
+    return bool(_registered)
+
+
 def count_flops(func: OpOverload, args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> tuple[int, str]:
     """(FLOPs, how they were found) of one call; `outputs` are the tensors that it made or overwrote."""
     if _registered:

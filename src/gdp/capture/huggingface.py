@@ -16,6 +16,7 @@ What makes these models fit for a capture, all of it by the libraries' own switc
 import contextlib
 import copy
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ Build = Callable[[], tuple[Any, ...]]
 # of a config: what would choose kernels or weights that are fetched, or that this machine lacks
 _CHOICES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation",
             "kernel_config", "use_kernels")  # fmt: skip
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OFF = {
     "use_cache": False,
     "apply_spec_augment": False,
@@ -63,12 +65,12 @@ def builder(text: str, *, training: bool = True) -> Build:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    if not directory.is_dir():
-        what = "is no directory" if directory.exists() else "no such directory"
+    if not os.path.isdir(directory):
+        what = "is no directory" if os.path.exists(directory) else "no such directory"
         raise InputError(f"hf:{directory}: {what}; name one with a config.json")
     path = directory / "config.json"
-    if not path.is_file():
-        other = "model_index.json" if (directory / "model_index.json").is_file() else ""
+    if not os.path.isfile(path) and os.access(directory, os.X_OK):
+        other = "model_index.json" if os.path.isfile(directory / "model_index.json") else ""
         remedy = "name its unet or transformer directory" if other else "name a directory that has one"
         raise InputError(f"{directory}: has no config.json{' but ' + other if other else ''}; {remedy}")
     try:
@@ -186,10 +188,10 @@ def _bare_class(transformers: Any, config: Any, text: str) -> Any:
 def _dtype(name: Any, text: str) -> Any:
     import torch
 
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InputError(f"{text}: dtype is {name!r}; float32, bfloat16, float16 or float64 is expected")
-    return found
+    short = str(name).removeprefix("torch.")
+    if short not in _DTYPES:
+        raise InputError(f"{text}: dtype is {name!r}; {', '.join(_DTYPES)} are known")
+    return getattr(torch, short)
 
 
 # Diffusers
@@ -201,7 +203,7 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
     except ImportError:
         raise InputError(f"{text}: its config is one of Diffusers; pip install diffusers") from None
     name = config["_class_name"]
-    if name not in diffusers_inputs:
+    if not isinstance(name, str) or name not in diffusers_inputs:
         raise InputError(
             f"{text}: _class_name is {name!r}; one of {', '.join(diffusers_inputs)} is expected, "
             "or give the model as module:function"

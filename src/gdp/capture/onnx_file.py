@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import os
 import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,8 +59,9 @@ class Value:
         return -(-self.numel * _DTYPES.get(self.code, _DTYPES[FLOAT])[1] // 8)
 
 
-def read_model(path: Path) -> "ModelProto":
-    """The model in `path` with local functions inlined and the content of large tensors left out.
+def read_model(path: Path) -> tuple["ModelProto", bool]:
+    """The model in `path` with local functions inlined and the content of large tensors left out; and whether what
+    comes of it depends on that file alone.
 
     External data is not opened, except for small integer tensors, on which shapes may depend, if the file is there.
     InputError, without the path, for what is no ONNX model, newer than the installed `onnx`, or refers to data outside
@@ -80,8 +82,7 @@ def read_model(path: Path) -> "ModelProto":
         raise InputError(f"has opset {opset}, onnx here knows 1 to {newest}; {remedy}")
     _check_text(model)
     directory = path.parent.resolve()
-    for tensor in _tensors(model):
-        _keep_small(tensor, directory)
+    is_alone = not [tensor for tensor in _tensors(model) if _keep_small(tensor, directory)]
     if model.functions:
         from onnx.inliner import inline_local_functions
 
@@ -89,7 +90,7 @@ def read_model(path: Path) -> "ModelProto":
             model = inline_local_functions(model)
         except Exception as error:
             raise InputError(f"its local functions cannot be inlined ({first_line(error)}); export it again") from None
-    return model
+    return model, is_alone
 
 
 def default_opset(model: "ModelProto") -> int:
@@ -241,15 +242,18 @@ def subgraphs(holder: Any) -> list["GraphProto"]:
     return [graph for attribute in holder.attribute for graph in subgraphs(attribute)]
 
 
-def _keep_small(tensor: "TensorProto", directory: Path) -> None:
-    """Drop what the tensor holds if that is large; read it if it is few integers in a file beside the model."""
+def _keep_small(tensor: "TensorProto", directory: Path) -> bool:
+    """Drop what the tensor holds if that is large; read it if it is few integers in a file beside the model, and say
+    so."""
     if any(dim < 0 for dim in tensor.dims):
         raise InputError(f"tensor {tensor.name!r} has shape {list(tensor.dims)}; the file is damaged, export it again")
     from onnx import TensorProto
 
     is_small = math.prod(tensor.dims) <= SMALL
+    is_read = False
     if tensor.data_location == TensorProto.EXTERNAL:
-        content = _external(tensor, directory, is_small and tensor.data_type in (INT32, INT64, BOOL))
+        is_read = is_small and tensor.data_type in (INT32, INT64, BOOL)
+        content = _external(tensor, directory, is_read)
         del tensor.external_data[:]
         tensor.data_location = TensorProto.DEFAULT
         if content:
@@ -257,6 +261,7 @@ def _keep_small(tensor: "TensorProto", directory: Path) -> None:
     if not is_small:
         for field in _CONTENT_FIELDS:
             tensor.ClearField(field)
+    return is_read
 
 
 def _external(tensor: "TensorProto", directory: Path, is_wanted: bool) -> bytes:
@@ -278,7 +283,7 @@ def _external(tensor: "TensorProto", directory: Path, is_wanted: bool) -> bytes:
         raise InputError(
             f"tensor {tensor.name!r}: external data in {location!r}, a link out of the directory; {remedy}"
         )
-    if not is_wanted or not file.is_file():
+    if not is_wanted or not os.path.isfile(file):
         return b""
     value = Value(tensor.data_type, tuple(tensor.dims))
     try:

@@ -28,6 +28,7 @@ class OnnxModel:
     graph: Graph
     unknown: Mapping[str, int]  # kind -> number of ops estimated at one FLOP per element of the result
     notes: tuple[str, ...]  # what was assumed, a sentence each
+    is_alone: bool  # whether all this follows from the file, without the external data beside it
 
 
 def read_onnx(
@@ -55,7 +56,7 @@ def read_onnx(
 
 
 def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Callable[[OnnxCall], int]]) -> OnnxModel:
-    model = read_model(path)
+    model, is_alone = read_model(path)
     opsets = {"" if item.domain in DEFAULT_DOMAINS else item.domain: item.version for item in model.opset_import}
     symbols, notes = Dims(dims), list[str]()
     walk = Walk({"": 1, **opsets}, model.ir_version, symbols, flops)
@@ -69,7 +70,7 @@ def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Ca
     if walk.estimated:
         notes.append(f"shapes of the results of {_listed(walk.estimated)} are not known from shapes alone; estimated")
     graph = _assemble(model, scope, inputs, name)
-    return OnnxModel(graph, MappingProxyType(dict(walk.unknown)), (*notes, *dict.fromkeys(walk.notes)))
+    return OnnxModel(graph, MappingProxyType(dict(walk.unknown)), (*notes, *dict.fromkeys(walk.notes)), is_alone)
 
 
 def _input(item: "ValueInfoProto", dims: Dims, notes: list[str]) -> Value:
