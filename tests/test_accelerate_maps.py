@@ -9,8 +9,10 @@ from torch import nn, ones
 
 from gdp import accelerate_maps, capture
 from gdp.accelerate_maps import MODES, best_step, device_map, fetching_late, placement_of
+from gdp.cli_inputs import split_rivals
 from gdp.cluster import Cluster, Device, Route
-from gdp.compare import compare
+from gdp.compare import DEFAULT_PLACERS, compare
+from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.problem import Problem
 from gdp.simulate import simulate
@@ -159,4 +161,12 @@ def test_compare_scores_rivals_beside_placers() -> None:
         ("none", "failed"),
         ("single", "ok"),
     ]
-    assert accelerate_maps.NAMES[0] == "accelerate-auto"
+
+
+def test_compare_asks_accelerate_by_default_only_what_it_can_answer() -> None:
+    assert split_rivals("hf:bert", None, 1) == ([*DEFAULT_PLACERS], [*accelerate_maps.NAMES])
+    assert split_rivals("hf:bert", None, 2) == ([*DEFAULT_PLACERS], [])
+    assert split_rivals("gnmt-2", None, 1) == ([*DEFAULT_PLACERS], [])
+    assert split_rivals("gnmt-2", "accelerate-auto, heft", 1) == (["heft"], ["accelerate-auto"])
+    with pytest.raises(InputError, match="name each once"):
+        split_rivals("gnmt-2", "accelerate-auto,accelerate-auto", 1)

@@ -131,7 +131,7 @@ def compare(
     limit, reading = Budget.parse(budget), reading_of(microbatches, free_replicas, inference, dim, op_costs)
     cluster = Cluster.parse(devices)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
-    names, rivals = split_rivals(model, placers)
+    names, rivals = split_rivals(model, placers, microbatches)
     check_placers(names)
     check_checkpoint(checkpoint, names)
 

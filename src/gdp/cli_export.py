@@ -57,10 +57,16 @@ def export(
     target = find_target(to)
     path = plan.with_name(target.file_name) if out is None else out
     options.check_writable(path)
+    needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, "graph.json.gz", "cluster.json")}
+    if os.path.realpath(path) in needed:
+        raise InputError(f"--out {path}: the plan needs that file; name another one")
     read = Plan.load(plan)
     reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
-    if graph is None and microbatches > 1:
-        raise InputError("--microbatches: is for the MODEL of --graph; graph.json.gz beside the plan has them already")
+    given = {"--microbatches": microbatches > 1, "--inference": inference, "--dim": dim, "--op-costs": op_costs}
+    if graph is None and (names := [name for name, value in given.items() if value]):
+        raise InputError(
+            f"{names[0]}: says how the MODEL of --graph is read; graph.json.gz beside the plan has it already"
+        )
     cluster = _cluster(plan, devices)
     source = _graph(plan) if graph is None else read_graph(graph, reading).graph
     _check_belongs(read, plan, source, cluster)

@@ -121,14 +121,17 @@ def check_placers(names: Iterable[str]) -> None:
             raise InputError(f"placer {name!r} is unknown; one of {', '.join(PLACERS)} is expected")
 
 
-def split_rivals(model: str, placers: str | None) -> tuple[list[str], list[str]]:
-    """(placers of gdp, modes of accelerate) that `--placers` names; by default the modes for Transformers models."""
+def split_rivals(model: str, placers: str | None, microbatches: int) -> tuple[list[str], list[str]]:
+    """(placers of gdp, modes of accelerate) that `--placers` names; by default the modes for Transformers models, but
+    not for micro-batches, which accelerate has not."""
     from gdp.accelerate_maps import NAMES
     from gdp.compare import DEFAULT_PLACERS
 
     if placers is None:
-        return list(DEFAULT_PLACERS), list(NAMES) if model.startswith("hf:") else []
+        return list(DEFAULT_PLACERS), list(NAMES) if model.startswith("hf:") and microbatches == 1 else []
     names = [name.strip() for name in placers.split(",")]
+    if len(set(names)) < len(names):
+        raise InputError(f"--placers {placers}: name each once")
     return [name for name in names if name not in NAMES], [name for name in names if name in NAMES]
 
 

@@ -52,7 +52,9 @@ def parse_dims(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, _, size = text.rpartition("=")
         if not name or not re.fullmatch(r"[1-9][0-9]{0,8}", size):
-            raise InputError(f"--dim is {text!r}; NAME=SIZE with a size of at least 1 is expected, such as batch=8")
+            raise InputError(
+                f"--dim is {text!r}; NAME=SIZE with a size from 1 to 999999999 is expected, such as batch=8"
+            )
         if name in dims:
             raise InputError(f"--dim {text}: {name} has a size already; give each dimension one")
         dims[name] = int(size)

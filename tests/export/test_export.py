@@ -166,13 +166,17 @@ def test_bad_input_is_one_line_and_nothing_is_written(run: Run) -> None:
         (["--to", "hf-device-map", "--devices", "2xp100-pcie-16g", "--graph", "h.json"], "the plan is of graph"),
         (["--to", "vllm", "--devices", "2xp100-pcie-16g", "--graph", "g.json"], "is that of a list of layers"),
         (["--to", "onnxruntime", "--devices", "2xp100-pcie-16g", "--graph", "p.json"], "the plan is of graph"),
-        (["--to", "hf-device-map", "--microbatches", "2", "--devices", "2xp100-pcie-16g"], "for the MODEL of --graph"),
+        (["--to", "hf-device-map", "--microbatches", "2", "--devices", "2xp100-pcie-16g"], "the MODEL of --graph"),
+        (["--to", "hf-device-map", "--inference"], "--inference: says how the MODEL of --graph is read"),
+        (["--to", "hf-device-map", "--out", "../{here}/plan.json"], "the plan needs that file"),
+        (["--to", "hf-device-map", "--out", "graph.json.gz"], "the plan needs that file"),
     ]  # fmt: skip
     graph.save("g.json")
     three_modules(1).save("h.json")
     graph_of("tied").save("p.json")
     before = set(Path().iterdir())
     for arguments, message in cases:
+        arguments = [argument.format(here=Path.cwd().name) for argument in arguments]
         status, out, err = run("export", "plan.json", *arguments)
         assert (status, out, err.count("\n")) == (2, "", 1), err
         assert message in err
