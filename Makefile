@@ -30,12 +30,10 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# pip finds no versions for megatron-core with its dependencies; the parser of layouts, all that tests need, has none
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gdp needs Python 3.11 or newer; make PYTHON=... names another")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -c constraints.txt megatron-core
 	@touch $@
 
 clean:
