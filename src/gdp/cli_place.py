@@ -214,6 +214,7 @@ def _place(request: _Request, with_advice: bool) -> int:
     if request.robust is None and source.noise is not None:
         request = replace(request, robust=min(round(source.noise, 4), 0.49))
     from gdp import plan_cache
+    from gdp.export.offload import can_offload
     from gdp.report import console, documents, progress
     from gdp.simulate import replay
 
@@ -261,7 +262,7 @@ def _place(request: _Request, with_advice: bool) -> int:
         command = _next_command(request, graph_path, cluster_path, plan_path)
         show(console.place_report(plan, simulation, source.unknown_costs, str(plan_path), command, found))
     if status == NOTHING_FITS:
-        if request.target is not None and request.target.offload is not None:
+        if request.target is not None and request.target.offload is not None and can_offload(problem):
             would_fit = [
                 *would_fit,
                 f"weights left on a CPU, as gdp export --to {request.target.name} does without --for",

@@ -1,6 +1,7 @@
 """`gdp export` and `gdp place --for`: figures, memory, one-line errors."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,12 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
     assert "nothing fits in memory with module level: gpu" in err
     assert "bytes" in err
     assert not Path("device_map.json").exists()
+    # where there is a CPU, the remedy of the export is named
+    for devices, is_named in (("2xp100-pcie-16g", False), ("2xp100-pcie-16g+cpu-16core", True)):
+        args = ["place", "graph.json.gz", "--devices", devices, *tight, "--for", "hf-device-map", "--budget", "50sims"]
+        status, _, err = run(*args, "--no-cache")
+        assert status == 3
+        assert ("weights left on a CPU" in err) == is_named
 
 
 @pytest.mark.parametrize(("name", "training"), [(name, name != "vllm") for name in FOR_MODULES])
@@ -153,6 +160,11 @@ def test_the_commands_print_one_figure_and_write_the_file(run: Run) -> None:
     assert "whole decoder layers by rank: " in out
     assert " ms instead of " in out
     assert Path("my.env").is_file()
+
+
+def test_the_help_names_every_target(run: Run) -> None:
+    _, out, _ = run("export", "--help")
+    assert set(TARGETS) <= set(re.findall(r"[a-z-]+", out))
 
 
 def test_bad_input_is_one_line_and_nothing_is_written(run: Run) -> None:

@@ -91,5 +91,10 @@ def test_models_of_other_names_are_refused_in_one_line() -> None:
     for read_units in (llama_cpp.read_units, vllm.read_units, megatron.read_units):
         with pytest.raises(InputError, match="its ops have no module paths"):
             read_units(Problem.build(flat, cluster))
+    two = [gdp.graph.Op(f"{op}", "mm", 10**9, module=f"{op}") for op in ("encoder.0", "encoder.1", "dec.0", "dec.1")]
+    chain = gdp.Graph.build("two", two, [gdp.graph.Tensor(op, (op + 1,), 4) for op in range(3)])
+    for read_units in (llama_cpp.read_units, vllm.read_units, megatron.read_units):
+        with pytest.raises(InputError, match=r"has layers in encoder and in dec; .*try torch-pipelining"):
+            read_units(Problem.build(chain, cluster))
     with pytest.raises(InputError, match="a rank is a GPU"):
         vllm.read_units(Problem.build(graph_of("llama"), gdp.Cluster.parse("2xcpu-16core")))

@@ -23,10 +23,6 @@ class ModelConfig:
     num_parameters: int
     sizes: str = ""  # "": a batch of 8, as many tokens as the model has positions, at most 512
 
-    @property
-    def is_diffusers(self) -> bool:
-        return "_class_name" in self.config
-
 
 def names() -> tuple[str, ...]:
     """The models that have a config."""

@@ -52,7 +52,8 @@ def begins(problem: Problem) -> tuple[I64, list[str]]:
 
 
 def find_layers(problem: Problem) -> Layers:
-    """The list of layers with the most work. InputError if there is none, or they are not run one after the other."""
+    """The list of layers with the most work. InputError if there is none, if another one has a large part of the work
+    too (an encoder beside a decoder), or if they are not run one after the other."""
     graph = problem.graph
     check_modules(graph, "layers")
     work_ns: dict[str, int] = defaultdict(int)
@@ -69,6 +70,12 @@ def find_layers(problem: Problem) -> Layers:
             "this target places decoder layers"
         )
     path = max(lists, key=lambda path: work_ns[path])
+    for other in lists:
+        if other != path and work_ns[other] > _SMALL * work_ns[path]:
+            raise InputError(
+                f"graph {graph.name!r}: has layers in {path} and in {other}; this target takes models with one list of "
+                "layers, not an encoder with a decoder; try torch-pipelining"
+            )
     names = tuple(f"{path}.{number}" for number in range(len(numbers[path])))
     place = np.zeros(len(executed), np.int64)
     latest = 0
@@ -89,6 +96,7 @@ def find_layers(problem: Problem) -> Layers:
     return Layers(path, names, _spread(problem, executed, place))
 
 
+_SMALL = 0.1  # of the work of the layers: that of a list beside them which is no part of the pipeline
 _LAYER = re.compile(r"((?:.*?\.)?[^.\d][^.]*)\.(\d+)(?=\.|$)")
 
 

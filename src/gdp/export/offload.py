@@ -17,6 +17,12 @@ from gdp.simulate import Simulation, simulate
 _STEPS = 9  # halvings of what is offloaded
 
 
+def can_offload(problem: Problem) -> bool:
+    """Whether there are weights that stay as they are, and a CPU beside GPUs."""
+    cpus = is_cpu(problem)
+    return any(cpus) and not all(cpus) and "update" not in problem.graph.phases
+
+
 def offload(
     problem: Problem, units: Units, devices: I64, to_map: Callable[[Problem, Units, I64], DeviceMap]
 ) -> tuple[I64, Simulation] | None:
@@ -25,9 +31,9 @@ def offload(
 
     The unit that takes the step's inputs stays: its device is the one on which offloaded modules compute.
     """
-    cpus = np.array(is_cpu(problem))
-    if not cpus.any() or cpus.all() or "update" in problem.graph.phases:
+    if not can_offload(problem):
         return None
+    cpus = np.array(is_cpu(problem))
     held = np.zeros(units.num_units, np.int64)
     np.add.at(held, units.index, problem.graph.resident_bytes)
     first = units.index[next((op for op, kind in enumerate(problem.graph.kinds) if kind == "input"), 0)]
