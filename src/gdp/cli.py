@@ -33,6 +33,7 @@ from gdp.cli_inputs import (
     split_rivals,
 )
 from gdp.cli_place import place
+from gdp.cli_report import report
 from gdp.cli_run import run
 from gdp.cli_shared import (
     BAD_INPUT,
@@ -66,6 +67,7 @@ app.add_typer(bench_app, name="bench")
 app.command()(place)
 app.command()(run)
 app.command()(export)
+app.command()(report)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,8 +1,7 @@
 """`gdp export`: a plan in the format of a tool that users run."""
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,17 +13,13 @@ from gdp.cli_inputs import (
     MicrobatchesOption,
     OpCostsOption,
     ReserveOption,
+    check_spares_plan,
+    cluster_of_plan,
     constraints_of,
-    read_graph,
+    graph_of_plan,
     reading_of,
 )
 from gdp.cli_shared import NOTHING_FITS, OK, JsonOption, fail, print_json, show, warm_up
-from gdp.errors import InputError
-
-if TYPE_CHECKING:
-    from gdp.cluster import Cluster
-    from gdp.graph import Graph
-    from gdp.plan import Plan
 
 
 _TARGETS = "hf-device-map, torch-pipelining, onnxruntime, openvino, llama-cpp, vllm or megatron."
@@ -57,19 +52,11 @@ def export(
     target = find_target(to)
     path = plan.with_name(target.file_name) if out is None else out
     options.check_writable(path)
-    needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, "graph.json.gz", "cluster.json")}
-    if os.path.realpath(path) in needed:
-        raise InputError(f"--out {path}: the plan needs that file; name another one")
+    check_spares_plan("--out", path, plan)
     read = Plan.load(plan)
     reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
-    given = {"--microbatches": microbatches > 1, "--inference": inference, "--dim": dim, "--op-costs": op_costs}
-    if graph is None and (names := [name for name, value in given.items() if value]):
-        raise InputError(
-            f"{names[0]}: says how the MODEL of --graph is read; graph.json.gz beside the plan has it already"
-        )
-    cluster = _cluster(plan, devices)
-    source = _graph(plan) if graph is None else read_graph(graph, reading).graph
-    _check_belongs(read, plan, source, cluster)
+    cluster = cluster_of_plan(plan, devices)
+    source = graph_of_plan(plan, read, cluster, graph, reading)
     constraints = constraints_of(cluster, None, None, max_memory, reserve)
     from gdp.problem import Problem
 
@@ -88,28 +75,3 @@ def export(
     elif fits:
         show(report.export_report(snapped, path))
     return OK if fits else fail(report.does_not_fit(snapped), NOTHING_FITS)
-
-
-def _cluster(plan: Path, devices: str | None) -> "Cluster":
-    from gdp.cluster import Cluster
-
-    beside = plan.with_name("cluster.json")
-    if devices is None and not os.path.isfile(beside):
-        raise InputError(f"{plan}: no cluster.json beside it; name what it was placed for with --devices")
-    return Cluster.parse(devices or str(beside))
-
-
-def _graph(plan: Path) -> "Graph":
-    from gdp.graph import Graph
-
-    beside = plan.with_name("graph.json.gz")
-    if not os.path.isfile(beside):
-        raise InputError(f"{plan}: no graph.json.gz beside it; name what was placed with --graph")
-    return Graph.load(beside)
-
-
-def _check_belongs(read: "Plan", plan: Path, graph: "Graph", cluster: "Cluster") -> None:
-    try:
-        read.check_belongs(graph, cluster)
-    except InputError as error:
-        raise InputError(f"{plan}: {error}; or name its own with --graph and --devices") from None

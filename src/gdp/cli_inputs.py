@@ -1,5 +1,6 @@
 """What several commands are given: a model's graph, constraints, micro-batches, placers; options, and reading them."""
 
+import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from gdp.cluster import Cluster
     from gdp.compare import Rival
     from gdp.constraints import Constraints
+    from gdp.graph import Graph
+    from gdp.plan import Plan
     from gdp.sources import Model, Reading
 
 PinOption = Annotated[list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Where matching ops go. Repeatable.")]
@@ -168,3 +171,41 @@ def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
         from gdp.policy.checkpoint import load_checkpoint
 
         load_checkpoint(checkpoint)
+
+
+def cluster_of_plan(plan: Path, devices: str | None) -> "Cluster":
+    """What `plan` was placed for: `devices`, or cluster.json beside it."""
+    from gdp.cluster import Cluster
+
+    beside = plan.with_name("cluster.json")
+    if devices is None and not os.path.isfile(beside):
+        raise InputError(f"{plan}: no cluster.json beside it; name what it was placed for with --devices")
+    return Cluster.parse(devices or str(beside))
+
+
+def graph_of_plan(path: Path, plan: "Plan", cluster: "Cluster", graph: str | None, reading: "Reading") -> "Graph":
+    """What the `plan` in `path` places on `cluster`: `graph`, or graph.json.gz beside it."""
+    given = {
+        "--microbatches": reading.microbatching.count > 1, "--inference": not reading.training,
+        "--dim": reading.dims, "--op-costs": reading.op_costs,
+    }  # fmt: skip
+    if graph is None and (names := [name for name, value in given.items() if value]):
+        raise InputError(
+            f"{names[0]}: says how the MODEL of --graph is read; graph.json.gz beside the plan has it already"
+        )
+    beside = path.with_name("graph.json.gz")
+    if graph is None and not os.path.isfile(beside):
+        raise InputError(f"{path}: no graph.json.gz beside it; name what was placed with --graph")
+    source = read_graph(graph or str(beside), reading).graph
+    try:
+        plan.check_belongs(source, cluster)
+    except InputError as error:
+        raise InputError(f"{path}: {error}; or name its own with --graph and --devices") from None
+    return source
+
+
+def check_spares_plan(option: str, path: Path, plan: Path) -> None:
+    """InputError if writing `path` would overwrite the plan or what is read beside it."""
+    needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, "graph.json.gz", "cluster.json")}
+    if os.path.realpath(path) in needed:
+        raise InputError(f"{option} {path}: the plan needs that file; name another one")

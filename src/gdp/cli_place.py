@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from gdp.export.search import Placed
     from gdp.export.target import Target
     from gdp.graph import Graph
+    from gdp.place import Progress
     from gdp.plan import Plan
     from gdp.sources import Model, Reading
     from gdp.sweep import Sweep
@@ -152,7 +153,8 @@ def place(
         bool, typer.Option("--cache/--no-cache", help="Answer an identical question with the plan found before.")
     ] = True,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz and cluster.json there.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz, cluster.json and report.html there."),
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -199,7 +201,8 @@ def _place(request: _Request, with_advice: bool) -> int:
     is_known = times is None and request.reading.op_costs is None
     graph_path = None if out is None and is_known else plan_path.with_name("graph.json.gz")
     cluster_path = None if out is None else out / "cluster.json"
-    for path in filter(None, (plan_path, graph_path, cluster_path)):
+    report_path = None if out is None else out / "report.html"
+    for path in filter(None, (plan_path, graph_path, cluster_path, report_path)):
         options.check_writable(path)
     from gdp.problem import Problem
 
@@ -216,6 +219,8 @@ def _place(request: _Request, with_advice: bool) -> int:
     from gdp import plan_cache
     from gdp.export.offload import can_offload
     from gdp.report import console, documents, progress
+    from gdp.report.page import write_page
+    from gdp.report.page_data import Told, improvements
     from gdp.simulate import replay
 
     _say_notes(request, graph)
@@ -226,12 +231,18 @@ def _place(request: _Request, with_advice: bool) -> int:
     else:
         log("gdp: note: found before, with the same graph, devices and options; --no-cache searches anew")
     line = progress.SearchLine(f"{graph.name} on {cluster.name}")
+    history: list[Progress] = []
+
+    def on_progress(news: Progress) -> None:
+        history.append(news)
+        line(news)
+
     found: Advice | None = None if known is None else known.advice
     would_fit: list[str] = []
     with progress.stop_on_interrupt() as stop:
         try:
             with progress.live(line):
-                plan = _search(request, graph, with_advice, line, stop) if known is None else known.plan
+                plan = _search(request, graph, with_advice, on_progress, stop) if known is None else known.plan
                 simulation = replay(problem, plan)
                 if known is not None:
                     pass
@@ -252,6 +263,8 @@ def _place(request: _Request, with_advice: bool) -> int:
                 graph.save(graph_path)
             if cluster_path is not None:
                 cluster.save(cluster_path)
+            if report_path is not None:
+                write_page(report_path, Told(plan, simulation, improvements(history), found))
             if known is None and not stop.is_set():
                 plan_cache.store(entry, plan_cache.Found(plan, found))
         interrupted = stop.is_set()
@@ -260,7 +273,17 @@ def _place(request: _Request, with_advice: bool) -> int:
         print_json(documents.place_document(graph, cluster, plan, written, advice=found, would_fit=would_fit))
     elif status == OK:
         command = _next_command(request, graph_path, cluster_path, plan_path)
-        show(console.place_report(plan, simulation, source.unknown_costs, str(plan_path), command, found))
+        show(
+            console.place_report(
+                plan,
+                simulation,
+                source.unknown_costs,
+                str(plan_path),
+                command,
+                found,
+                report_path=None if report_path is None else str(report_path),
+            )  # fmt: skip
+        )
     if status == NOTHING_FITS:
         if request.target is not None and request.target.offload is not None and can_offload(problem):
             would_fit = [

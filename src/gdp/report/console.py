@@ -14,7 +14,7 @@ from gdp.compare import Comparison
 from gdp.cost import count_time_sources
 from gdp.devices import KINDS, LINKS
 from gdp.graph import Graph
-from gdp.plan import Plan
+from gdp.plan import Baseline, Plan
 from gdp.report.advice import advice_report
 from gdp.report.limits import Limits
 from gdp.report.tables import digits, format_gib, format_ms, new_table
@@ -28,6 +28,8 @@ def place_report(
     plan_path: str,
     next_command: str,
     advice: Advice | None = None,
+    *,
+    report_path: str | None = None,
 ) -> Iterator[RenderableType]:
     """The answer of `gdp place`, from the headline to the next command."""
     assert plan.search is not None
@@ -38,7 +40,7 @@ def place_report(
     count = int(simulation.problem.microbatch.max()) + 1
     parts = f"{graph.name} in {count} micro-batches" if count > 1 else graph.name
     yield Text(f"{parts} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
-    yield Text(_headline(plan), style="bold")
+    yield Text(headline(plan.step_time_ns, plan.search.baselines), style="bold")
     if count > 1:
         yield Text(_PIPELINE.format(order=plan.search.order, idle=1 - _mean_busy(simulation)))
     if (times := plan.search.under_noise) is not None:
@@ -46,7 +48,7 @@ def place_report(
             f"Expected with op times that vary by {times.noise:.1%}: {format_ms(times.mean_ns)}, 95th percentile "
             f"{format_ms(times.p95_ns)} ({times.num_draws} draws)."
         )
-    yield Text(f"{_bound_sentence(plan.step_time_ns, plan.lower_bound_ns)}.")
+    yield Text(f"{bound_sentence(plan.step_time_ns, plan.lower_bound_ns)}.")
     if plan.search.baselines:
         yield ""
         yield _baselines(plan)
@@ -59,7 +61,7 @@ def place_report(
         yield Text(_unknown(unknown_costs))
     yield from _time_sources(graph, cluster)
     yield ""
-    yield Text(f"Plan written to {plan_path}")
+    yield Text(f"Plan written to {plan_path}" + (f", report to {report_path}" if report_path else ""))
     yield Text(f"Next: {next_command}")
 
 
@@ -90,13 +92,14 @@ def device_report(simulation: Simulation) -> Iterator[RenderableType]:
 def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterator[RenderableType]:
     """What `gdp simulate` found out about a plan whose figures are right."""
     yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory as the plan says.")
-    yield Text(f"{_bound_sentence(simulation.step_time_ns, bound_ns)}.")
+    yield Text(f"{bound_sentence(simulation.step_time_ns, bound_ns)}.")
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
     yield ""
     yield from device_report(simulation)
 
 
-def _bound_sentence(step_time_ns: int, bound_ns: int) -> str:
+def bound_sentence(step_time_ns: int, bound_ns: int) -> str:
+    """How far the optimum can be, without a full stop."""
     if bound_ns == 0 and step_time_ns > 0:
         return "Lower bound 0: nothing is known of how far the optimum is"
     above = 100 * (step_time_ns / bound_ns - 1) if bound_ns else 0.0
@@ -218,25 +221,25 @@ def _mean_busy(simulation: Simulation) -> float:
     return float(simulation.busy_fraction[np.unique(simulation.placement)].mean())
 
 
-def _headline(plan: Plan) -> str:
-    assert plan.search is not None
+def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
+    """The step time, and how many times as fast that is as one device, the expert and the best baseline."""
     times = {
         name: baseline.step_time_ns
-        for name, baseline in plan.search.baselines.items()
+        for name, baseline in baselines.items()
         if baseline.status == "ok" and baseline.step_time_ns is not None
     }
     best = min(times, key=times.__getitem__, default=None)
     named = {"single": "the best single device", "expert": "the expert"}
     if best is not None and best not in named:
-        skipped = any(baseline.status == "skipped" for baseline in plan.search.baselines.values())
+        skipped = any(baseline.status == "skipped" for baseline in baselines.values())
         named[best] = f"the best baseline {'that ran ' if skipped else ''}({best})"
-    step_ns = max(plan.step_time_ns, 1)
+    step_ns = max(step_time_ns, 1)
     against = [f"{times[name] / step_ns:.2f} times {text}" for name, text in named.items() if name in times]
     if against:
         against[0] = against[0].replace(" times ", " times as fast as ", 1)
-    if "single" in plan.search.baselines and "single" not in times:
+    if "single" in baselines and "single" not in times:
         against.append("no single device can hold it")
-    return f"Step time {format_ms(plan.step_time_ns)}" + (": " + ", ".join(against) if against else "")
+    return f"Step time {format_ms(step_time_ns)}" + (": " + ", ".join(against) if against else "")
 
 
 def _time_sources(graph: Graph, cluster: Cluster) -> Iterator[RenderableType]:

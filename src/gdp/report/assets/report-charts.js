@@ -1,0 +1,98 @@
+// Cards, placers, progress of the search, what-ifs and measured times: whatever of them is known.
+const NOT_OK = { infeasible: "does not fit", failed: "no placement", skipped: "no time" };
+
+function cards() {
+  const timeOf = name => summary.placers.find(row => row.name === name && row.status === "ok" && !row.plan)?.ns;
+  const baselines = summary.placers.filter(row => !row.plan && row.status === "ok" && row.ns);
+  const best = baselines.reduce((a, b) => a && a.ns <= b.ns ? a : b, null);
+  const against = (ns, text) => ns ? [[`${digits(ns / Math.max(summary.step_ns, 1), 3)}×`, text]] : [];
+  const lacks = summary.placers.some(row => row.name === "single" && row.status !== "ok");
+  const gap = summary.bound_ns ? percent(Math.max(summary.step_ns / summary.bound_ns - 1, 0)) : "unknown";
+  const items = [
+    [time(summary.step_ns), "step time"], ...against(timeOf("single"), "speed-up over the best single device"),
+    ...(lacks ? [["—", "no single device can hold it"]] : []),
+    ...against(timeOf("expert"), "speed-up over the expert"), ...(best ? against(best.ns, `speed-up over the best baseline (${middle(best.name, 30)})`) : []),
+    [gap, `above the lower bound of ${time(summary.bound_ns)}, at most`],
+  ];
+  $("cards").replaceChildren(...items.map(([value, text]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, text))));
+}
+
+function placers() {
+  const rows = summary.placers;
+  if (rows.length < 2) {
+    $("placers-part").hidden = true;
+    return;
+  }
+  const timed = rows.filter(row => row.ns).sort((a, b) => b.ns - a.ns);
+  chart("placers", 70 + 26 * timed.length, width => ({
+    grid: { left: 92, right: 74, top: 26, bottom: 28 },
+    xAxis: { type: "value", min: 0, splitNumber: 3, ...axisLook(), axisLabel: { ...axisText(), hideOverlap: true, formatter: value => tick(value, timed[0].ns) } },
+    yAxis: { type: "category", data: timed.map(row => row.name), ...axisLook(), axisTick: { show: false },
+      axisLabel: { ...axisText(), color: css("--text"), width: 84, overflow: "truncate" } },
+    tooltip: { ...tipLook(), trigger: "item", formatter: item => `${item.name}  ${time(timed[item.dataIndex].ns)}\n${NOT_OK[timed[item.dataIndex].status] ?? ""}` },
+    series: [{ type: "bar", barMaxWidth: 16,
+      label: { show: true, position: "right", color: css("--text"), formatter: item => time(timed[item.dataIndex].ns) },
+      data: timed.map(row => ({ value: row.ns, itemStyle: { color: row.plan ? css("--plan") : css("--bar"), opacity: row.status === "ok" ? 1 : 0.35,
+        decal: row.status === "ok" ? undefined : { symbol: "rect", dashArrayX: [1, 0], dashArrayY: [2, 4], rotation: -Math.PI / 4, color: css("--bad") } } })),
+      markLine: summary.bound_ns ? { silent: true, symbol: "none", lineStyle: { color: css("--bad"), type: "dashed" },
+        label: { position: "end", color: css("--bad"), formatter: "bound" }, data: [{ xAxis: summary.bound_ns }] } : undefined }],
+  }));
+  const shown = [...rows].sort((a, b) => (a.status !== "ok") - (b.status !== "ok") || (a.ns ?? Infinity) - (b.ns ?? Infinity));
+  $("placers-table").replaceChildren(table([{ text: "placer" }, { text: "status" }, { text: "step time", number: true }, { text: "of the plan's", number: true }, { text: "seconds", number: true }],
+    shown.map(row => ({ chosen: row.plan, cells: [middle(row.name, 40), NOT_OK[row.status] ?? row.status, row.ns ? time(row.ns) : "–",
+      row.ns ? (row.ns / Math.max(summary.step_ns, 1)).toFixed(3) : "–", row.seconds === null ? "–" : row.seconds.toFixed(2)] }))));
+}
+
+function progress() {
+  const points = summary.progress.filter(point => point[2]);
+  if (points.length < 2) {
+    $("progress-part").hidden = true;
+    return;
+  }
+  const last = Math.max(summary.seconds ?? 0, points[points.length - 1][0]);
+  const line = [...points.map(([seconds, ns]) => [seconds, ns]), [last, points[points.length - 1][1]]];
+  const highest = Math.max(...line.map(point => point[1])), lowest = Math.min(summary.bound_ns || Infinity, ...line.map(point => point[1]));
+  const pad = (highest - lowest || highest) * 0.08;
+  chart("progress", 300, width => ({
+    grid: { left: 76, right: 24, top: 26, bottom: 40 },
+    xAxis: { type: "value", min: 0, max: last || 1, ...axisLook(), axisLabel: { ...axisText(), hideOverlap: true, showMaxLabel: false, formatter: value => `${digits(value, 2)} s` } },
+    yAxis: { type: "value", min: Math.max(lowest - pad, 0), max: highest + pad, splitNumber: 4, ...axisLook(),
+      axisLabel: { ...axisText(), showMinLabel: false, showMaxLabel: false, formatter: value => tick(value, highest) } },
+    tooltip: { trigger: "axis", ...tipLook(), formatter: found => found.length ? `${digits(found[0].value[0], 3)} s\n${time(found[0].value[1])}` : "" },
+    series: [{ type: "line", step: "end", symbolSize: 5, color: css("--plan"), data: line, name: "best step time",
+      markLine: summary.bound_ns ? { silent: true, symbol: "none", lineStyle: { color: css("--bad"), type: "dashed" },
+        label: { position: "insideStartTop", color: css("--bad"), formatter: "bound" }, data: [{ yAxis: summary.bound_ns }] } : undefined }],
+  }));
+}
+
+function advice() {
+  if (!summary.advice || !summary.advice.what_ifs.length) {
+    $("advice-part").hidden = true;
+    return;
+  }
+  const rows = summary.advice.what_ifs.map(item => ({ cells: [item.change, middle(item.detail, 120), item.step_time_ns === null ? "does not fit" : time(item.step_time_ns),
+    item.step_time_ns === null ? "–" : (item.step_time_ns / Math.max(summary.step_ns, 1)).toFixed(3)] }));
+  $("advice").append(table([{ text: "what if" }, { text: "" }, { text: "step time", number: true }, { text: "of the plan's", number: true }], rows));
+}
+
+function measured() {
+  const run = summary.run;
+  if (!run) {
+    $("run-part").hidden = true;
+    return;
+  }
+  const place = $("run");
+  const rows = [{ chosen: true, cells: ["plan", time(run.step_time_ns), run.step_time_quartiles_ns.map(ns => time(ns)).join(" to "), time(run.predicted_step_time_ns),
+    percent(run.predicted_step_time_ns / Math.max(run.step_time_ns, 1) - 1)] }];
+  if (run.one_device) rows.push({ cells: [`all on ${middle(run.one_device.device, 60)}`, time(run.one_device.step_time_ns), run.one_device.step_time_quartiles_ns.map(ns => time(ns)).join(" to "), "–", "–"] });
+  place.append(table([{ text: "" }, { text: "median", number: true }, { text: "quartiles", number: true }, { text: "predicted", number: true }, { text: "error", number: true }], rows));
+  const found = run.prediction;
+  if (!found) return;
+  const rest = [{ text: "predicted", number: true }, { text: "measured", number: true }];
+  place.append(element("h3", {}, "Devices"), table([{ text: "device" }, { text: "ops", number: true }, ...rest, { text: "waiting", number: true }],
+    found.devices.map(row => ({ cells: [middle(row.name, 60), row.num_ops, time(row.predicted_busy_ns), time(row.busy_ns), time(row.wait_ns)] }))));
+  for (const [title, listed] of [["Kinds of ops that explain most of the error", found.kinds], ["Ops that do", found.ops]]) {
+    place.append(element("h3", {}, title), table([{ text: "", name: true }, { text: "ops", number: true }, ...rest],
+      listed.map(row => ({ cells: [element("span", { class: "clip" }, middle(row.name, 300)), row.num_ops, time(row.predicted_ns), time(row.measured_ns)] }))));
+  }
+}

@@ -1,0 +1,118 @@
+// Data and small helpers. Names are data: they reach the page as text nodes and canvas text only.
+const $ = id => document.getElementById(id);
+const summary = JSON.parse($("summary").textContent);
+const AT_ONCE = 0, AFTER_OP = 1, AFTER_TRANSFER = 2, DEVICE_BUSY = 3, CHANNEL_BUSY = 4;
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") made.className = value;
+    else if (name === "onclick") made.addEventListener("click", value);
+    else made.setAttribute(name, value);
+  }
+  for (const child of children) made.append(child instanceof Node ? child : String(child));
+  return made;
+}
+
+// [{text, number}] headings, rows of cells (text or elements)
+function table(headings, rows) {
+  const kind = heading => heading.number ? { class: "number" } : heading.name ? { class: "name" } : {};
+  const head = element("tr", {}, ...headings.map(heading => element("th", kind(heading), heading.text)));
+  const body = rows.map(row => element("tr", row.chosen ? { class: "chosen" } : {},
+    ...row.cells.map((cell, index) => element("td", kind(headings[index]), cell))));
+  return element("div", { class: "scroll" },
+    element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
+}
+
+const middle = (text, length) =>
+  text.length <= length ? text : `${text.slice(0, Math.ceil(length * 0.6))}…${text.slice(-Math.floor(length * 0.4) + 1)}`;
+
+function digits(value, number = 4) {
+  if (!Number.isFinite(value) || value === 0) return String(value);
+  const decimals = Math.max(number - 1 - Math.floor(Math.log10(Math.abs(value))), 0);
+  return value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+}
+
+function time(ns, number = 4) {
+  const size = Math.abs(ns);
+  if (size === 0) return "0";
+  if (size < 1e3) return `${Math.round(ns)} ns`;
+  if (size < 1e6) return `${digits(ns / 1e3, number)} µs`;
+  if (size < 1e10) return `${digits(ns / 1e6, number)} ms`;
+  return `${digits(ns / 1e9, number)} s`;
+}
+
+// the label of an axis whose ticks are `span` / 5 or so apart
+function tick(ns, span) {
+  const [unit, name] = span < 5e3 ? [1, "ns"] : span < 5e6 ? [1e3, "µs"] : span < 2e10 ? [1e6, "ms"] : [1e9, "s"];
+  const decimals = Math.max(0, Math.min(3, 1 - Math.floor(Math.log10(span / 5 / unit))));
+  return `${(ns / unit).toLocaleString("en", { maximumFractionDigits: decimals })} ${name}`;
+}
+
+function bytes(size) {
+  if (size < 1024) return `${size} B`;
+  for (const [unit, name] of [[2 ** 10, "KiB"], [2 ** 20, "MiB"]]) if (size < unit * 1024) return `${digits(size / unit, 3)} ${name}`;
+  return `${digits(size / 2 ** 30, 3)} GiB`;
+}
+
+const percent = share => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+const count = (number, one, many = `${one}s`) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
+
+// the header and the columns of gdp.report.columns
+async function unpack(text) {
+  const letters = atob(text.trim());
+  const packed = new Uint8Array(letters.length);
+  for (let index = 0; index < letters.length; index++) packed[index] = letters.charCodeAt(index);
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const buffer = await new Response(stream).arrayBuffer();
+  const length = new DataView(buffer).getUint32(4, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
+  const first = Math.ceil((8 + length) / 8) * 8;
+  const kinds = { f8: Float64Array, i4: Int32Array, u1: Uint8Array };
+  const data = { names: header.names, kinds: header.kinds, modules: header.modules, phases: header.phases, lanes: header.lanes };
+  for (const [name, [kind, offset, size]] of Object.entries(header.columns)) {
+    data[name] = new kinds[kind](buffer, first + offset, size);
+  }
+  return data;
+}
+
+// the first index in `values` (ascending) that is above `limit`
+function above(values, limit, low = 0, high = values.length) {
+  while (low < high) {
+    const half = (low + high) >>> 1;
+    if (values[half] > limit) high = half; else low = half + 1;
+  }
+  return low;
+}
+
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const isDark = () => css("color-scheme") === "dark" || css("--ground") === "#14161b";
+
+// Charts are drawn anew when the theme or the width changes: `draw` gives the option, told the width in pixels.
+const charts = [];
+function chart(id, height, draw) {
+  const place = $(id);
+  place.style.height = `${height}px`;
+  const made = echarts.init(place, null, { renderer: "canvas" });
+  const entry = { chart: made, place, draw: () => made.setOption({ animation: false, ...draw(made.getWidth()) }, true) };
+  charts.push(entry);
+  entry.draw();
+  return made;
+}
+
+function redraw() {
+  for (const entry of charts) {
+    entry.chart.resize();
+    entry.draw();
+  }
+}
+
+const axisText = () => ({ color: css("--quiet"), fontSize: 12 });
+const axisLook = () => ({
+  axisLine: { lineStyle: { color: css("--line") } }, axisTick: { lineStyle: { color: css("--line") } },
+  splitLine: { lineStyle: { color: css("--line") } }, axisLabel: axisText(), nameTextStyle: axisText(),
+});
+const tipLook = () => ({
+  renderMode: "richText", confine: true, backgroundColor: css("--raised"), borderColor: css("--line"),
+  textStyle: { color: css("--text"), fontSize: 12 },
+});

@@ -1,0 +1,99 @@
+// The graph of modules: nodes coloured by device, from left to right as they run; a click opens a module.
+const MOST_NODES = 60, HEIGHT = 460;
+
+class GraphView {
+  constructor(data, tree) {
+    this.data = data;
+    this.tree = tree;
+    this.forward = data.phases.indexOf("forward");
+    this.leafPaths = data.modules.map((_, number) => {
+      const nodes = [];
+      let node = tree.root;
+      for (const part of tree.leaf[number].parts) nodes.push(node = node.children.get(part));
+      return nodes;
+    });
+    this.close();
+    this.chart = chart("graph", HEIGHT, width => this.option(width));
+    this.chart.on("click", event => event.dataType === "node" && this.toggle(this.nodes[event.dataIndex]));
+  }
+
+  close() {
+    this.open = new Set([this.tree.root]);
+    let node = this.tree.root;
+    while (node.children.size === 1) this.open.add(node = [...node.children.values()][0]);
+    this.build();
+  }
+
+  toggle(node) {
+    if (!node.children.size) return;
+    this.open.add(node);
+    this.build();
+    charts.find(entry => entry.chart === this.chart).draw();
+  }
+
+  // the visible node of each module, and what goes between them
+  build() {
+    const data = this.data, index = new Map(), seen = [];
+    const nodeOf = this.leafPaths.map(nodes => nodes.find(node => !this.open.has(node)) ?? nodes[nodes.length - 1]);
+    const numberOf = Int32Array.from(nodeOf, node => {
+      if (!index.has(node)) {
+        index.set(node, seen.length);
+        seen.push(node);
+      }
+      return index.get(node);
+    });
+    // when a module runs on the way forward: the mean over its ops there, by their times; without any, over all
+    const first = seen.map(() => [0, 0, 0, 0]);
+    for (let op = 0; op < data.module.length; op++) {
+      const totals = first[numberOf[data.module[op]]], ns = data.finish[op] - data.start[op] + 1e-3;
+      const at = data.phase[op] === this.forward ? 0 : 2;
+      totals[at] += ns * data.start[op];
+      totals[at + 1] += ns;
+    }
+    const meanStart = node => first[node][1] ? first[node][0] / first[node][1] : first[node][2] / Math.max(first[node][3], 1e-3);
+    const order = [...seen.keys()].sort((a, b) => seen[b].ns - seen[a].ns).slice(0, MOST_NODES).sort((a, b) => meanStart(a) - meanStart(b));
+    const rank = new Int32Array(seen.length).fill(-1);
+    order.forEach((node, at) => rank[node] = at);
+    this.hidden = seen.length - order.length;
+    this.nodes = order.map(node => seen[node]);
+    const flows = new Map();
+    for (let edge = 0; edge < data.edgeFrom.length; edge++) {
+      const a = rank[numberOf[data.module[data.edgeFrom[edge]]]], b = rank[numberOf[data.module[data.edgeTo[edge]]]];
+      if (a < 0 || b < 0 || a === b) continue;
+      const key = a < b ? a * MOST_NODES + b : b * MOST_NODES + a;
+      flows.set(key, (flows.get(key) || 0) + data.edgeBytes[edge]);
+    }
+    this.flows = [...flows].sort((a, b) => b[1] - a[1]).slice(0, 300);
+    const closed = this.nodes.filter(node => node.children.size).slice(0, 16);
+    $("graph-buttons").replaceChildren(
+      element("button", { type: "button", onclick: () => { this.close(); charts.find(entry => entry.chart === this.chart).draw(); } }, "all"),
+      ...closed.map(node => element("button", { type: "button", title: middle(node.path, 200), onclick: () => this.toggle(node) }, `▸ ${middle(node.path, 28)}`)),
+      element("span", { class: "quiet" }, this.hidden ? `${count(this.hidden, "smaller module")} not drawn` : ""));
+  }
+
+  option(width) {
+    const most = Math.max(...this.nodes.map(node => node.ns), 1), widest = Math.max(...this.flows.map(flow => flow[1]), 1);
+    // in pixels: each device has a band, in which neighbours stand at different heights
+    const devices = [...new Set(this.nodes.map(node => node.device))].sort((a, b) => a - b);
+    const across = Math.max(this.nodes.length - 1, 1), band = (HEIGHT - 120) / devices.length;
+    const spots = this.nodes.map((node, at) => [at / across * (width - 120), band * (devices.indexOf(node.device) + [0.25, 0.75, 0.5, 1][at % 4])]);
+    return {
+      tooltip: { ...tipLook(), formatter: item => item.dataType === "edge" ? bytes(item.data.bytes) : this.nodeTip(this.nodes[item.dataIndex]) },
+      series: [{ type: "graph", layout: "none", roam: "move", left: 60, right: 60, top: 50, bottom: 60, preserveAspect: "contain",
+        label: { show: true, position: "bottom", color: css("--text"), fontSize: 11, formatter: item => middle(this.nodes[item.dataIndex].path, width < 600 ? 12 : 24) },
+        labelLayout: { hideOverlap: true },
+        lineStyle: { color: css("--quiet"), curveness: 0.18 }, emphasis: { focus: "adjacency" },
+        data: this.nodes.map((node, at) => ({ id: String(at), name: String(at), x: spots[at][0], y: spots[at][1],
+          symbol: node.children.size ? "roundRect" : "circle", symbolSize: 12 + 34 * Math.sqrt(node.ns / most),
+          itemStyle: { color: deviceColour(node.device), borderColor: css("--text"), borderWidth: node.children.size ? 1.5 : 0 } })),
+        links: this.flows.map(([key, size]) => ({ source: Math.floor(key / MOST_NODES), target: key % MOST_NODES, bytes: size,
+          lineStyle: { width: 0.6 + 7 * Math.sqrt(size / widest), opacity: 0.45 } })) }],
+    };
+  }
+
+  nodeTip(node) {
+    const all = sum(node.byDevice);
+    return [middle(node.path, 80), `${time(node.ns)}, ${count(node.ops, "op")}, ${bytes(node.resident)} held`,
+      ...node.split.slice(0, 8).map(device => `${middle(summary.devices[device].name, 30)}  ${percent(node.byDevice[device] / all)}`)].join("\n");
+  }
+}

@@ -1,0 +1,80 @@
+// The critical path as a list: runs of ops of one module on one device, and transfers, with what each took.
+const PATH_PAGE = 100;
+
+// [{from, until, isTransfer, device, label, items: [...]}]
+function pathRuns(data) {
+  const runs = [];
+  let ended = 0;
+  for (let at = 0; at < data.path.length; at++) {
+    const number = data.path[at], isTransfer = number < 0, item = isTransfer ? -1 - number : number;
+    const until = isTransfer ? data.arrival[item] : data.finish[item];
+    const op = isTransfer ? data.sentBy[item] : item;
+    const key = isTransfer ? `${data.from[item]}>${data.to[item]}` : `${data.device[op]} ${data.module[op]}`;
+    const last = runs[runs.length - 1];
+    if (last && last.isTransfer === isTransfer && last.key === key) {
+      last.until = until;
+      last.items.push(item);
+    } else runs.push({ from: ended, until, isTransfer, key, op, after: data.pathAfter[at], items: [item], device: isTransfer ? data.from[item] : data.device[op], to: isTransfer ? data.to[item] : -1 });
+    ended = until;
+  }
+  return runs;
+}
+
+function showPath(data, timeline) {
+  const runs = pathRuns(data), step = Math.max(summary.step_ns, 1);
+  const shares = new Map();
+  for (const run of runs) {
+    const name = run.isTransfer ? "transfers" : summary.devices[run.device].name;
+    const entry = shares.get(name) ?? { ns: 0, colour: run.isTransfer ? css("--bar") : deviceColour(run.device) };
+    entry.ns += run.until - run.from;
+    shares.set(name, entry);
+  }
+  const bar = element("div", { class: "split" });
+  const sorted = [...shares].sort((a, b) => b[1].ns - a[1].ns);
+  for (const [, entry] of sorted) {
+    const part = element("i");
+    part.style.background = entry.colour;
+    part.style.width = `${100 * entry.ns / step}%`;
+    bar.append(part);
+  }
+  const named = element("div", { class: "legend" });
+  legend(named, sorted.map(([name, entry]) => `${middle(name, 30)} ${percent(entry.ns / step)}`), sorted.map(([, entry]) => entry.colour));
+  $("path-shares").replaceChildren(bar, named);
+  const order = element("select", { "aria-label": "Order of the critical path" }, element("option", { value: "time" }, "as it runs"), element("option", { value: "length" }, "longest first"));
+  const list = element("div"), more = element("button", { type: "button" }, "more");
+  let shown = 0, listed = runs;
+  const extend = () => {
+    for (const run of listed.slice(shown, shown + PATH_PAGE)) list.append(pathRow(data, run, timeline));
+    shown = Math.min(shown + PATH_PAGE, listed.length);
+    more.hidden = shown === listed.length;
+    more.textContent = `${PATH_PAGE} more of ${listed.length.toLocaleString("en")}`;
+  };
+  order.addEventListener("change", () => {
+    listed = order.value === "time" ? runs : [...runs].sort((a, b) => (b.until - b.from) - (a.until - a.from));
+    list.replaceChildren();
+    shown = 0;
+    extend();
+  });
+  more.addEventListener("click", extend);
+  const rows = element("details", {}, element("summary", {}, `${count(data.path.length, "op or transfer", "ops and transfers")} one after the other, in ${count(runs.length, "run")}`),
+    element("div", { class: "tools" }, order), list, more);
+  rows.addEventListener("toggle", () => rows.open && !shown && extend());
+  rows.open = runs.length <= 30;
+  $("path").replaceChildren(rows);
+}
+
+const WHY = ["at the start", "when its input was made", "when its input came", "when the device was free", "when the channel was free"];
+
+function pathRow(data, run, timeline) {
+  const what = run.isTransfer
+    ? `${middle(summary.devices[run.device].name, 30)} → ${middle(summary.devices[run.to].name, 30)}: ${run.items.length > 1 ? `${run.items.length} transfers, first ` : ""}output of ${middle(data.names[run.op], 80)}`
+    : `${middle(summary.devices[run.device].name, 30)}: ${run.items.length > 1 ? `${count(run.items.length, "op")} of ${middle(data.modules[data.module[run.op]] || "no module", 80)}, first ` : ""}${middle(data.names[run.op], 80)}`;
+  const show = element("button", { type: "button", title: "Show it in the timeline" }, "show");
+  show.addEventListener("click", () => {
+    timeline.zoomTo(run.from - (run.until - run.from) * 0.5, run.until + (run.until - run.from) * 0.5);
+    if (!run.isTransfer) timeline.choose(run.device, timeline.rows[run.device].items.indexOf(run.op), false);
+    $("timeline-section").scrollIntoView();
+  });
+  return element("div", { class: "path-row" }, element("span", { class: "number" }, time(run.from)), element("span", { class: "number" }, `+ ${time(run.until - run.from)}`),
+    element("span", {}, what, element("span", { class: "quiet" }, ` · ${WHY[run.after]} `), show));
+}

@@ -1,0 +1,315 @@
+// The timeline: a row for each device and each channel in use, over the step.
+const ROW = 26, TOP = 8, BOTTOM = 78, MOST_LANES = 64;
+
+// The blocks of all rows as one picture: thousands of them a frame are too many for shapes of their own.
+class Raster {
+  constructor() {
+    this.canvas = document.createElement("canvas");
+    this.context = this.canvas.getContext("2d");
+  }
+
+  // an empty picture of `width` x `height` pixels of the page
+  begin(width, height) {
+    this.ratio = devicePixelRatio || 1;
+    const across = Math.max(1, Math.round(width * this.ratio)), down = Math.max(1, Math.round(height * this.ratio));
+    if (this.canvas.width !== across || this.canvas.height !== down) {
+      this.canvas.width = across;
+      this.canvas.height = down;
+      this.image = this.context.createImageData(across, down);
+      this.pixels = new Uint32Array(this.image.data.buffer);
+    } else this.pixels.fill(0);
+    this.across = across;
+    this.down = down;
+  }
+
+  rect(x, y, width, height, colour) {
+    const { across, pixels, ratio } = this;
+    const left = Math.max(0, Math.round(x * ratio)), right = Math.min(across, Math.max(Math.round((x + width) * ratio), left + 1));
+    const top = Math.max(0, Math.round(y * ratio)), bottom = Math.min(this.down, Math.round((y + height) * ratio));
+    for (let line = top * across; line < bottom * across; line += across) {
+      for (let at = line + left; at < line + right; at++) pixels[at] = colour;
+    }
+  }
+
+  end() {
+    this.context.putImageData(this.image, 0, 0);
+  }
+}
+
+// "#rrggbb" as a pixel of a little-endian machine; `share` of it opaque
+const pixel = (colour, share) => {
+  const value = parseInt(colour.slice(1), 16);
+  return ((Math.round(255 * share) << 24) | ((value & 255) << 16) | (value & 0xff00) | (value >> 16)) >>> 0;
+};
+
+class Timeline {
+  constructor(data, onZoom) {
+    this.data = data;
+    this.rows = lanes(data);
+    const busiest = this.rows.filter(row => !row.isDevice).sort((a, b) => b.items.length - a.items.length).slice(0, MOST_LANES);
+    this.rows = this.rows.filter(row => row.isDevice || busiest.includes(row));
+    this.step = Math.max(summary.step_ns, 1);
+    this.view = [0, this.step];
+    this.matches = null; // Uint8Array [N]: 1 where an op is searched for
+    this.found = []; // ops searched for, by start
+    this.chosen = null; // {row, index}
+    this.onZoom = onZoom;
+    this.raster = new Raster();
+    this.colour("module");
+    this.place = $("timeline");
+    this.chart = chart("timeline", TOP + BOTTOM + ROW * this.rows.length, width => this.option(width));
+    this.chart.on("datazoom", () => this.zoomed());
+    this.listen();
+  }
+
+  colour(by) {
+    this.colours = colouring(this.data, by);
+    legend($("legend"), this.colours.names, this.colours.colours);
+  }
+
+  option(width) {
+    const left = width < 600 ? 84 : 150;
+    this.inner = width - left - 16;
+    return {
+      grid: { left, right: 16, top: TOP, height: ROW * this.rows.length },
+      xAxis: { type: "value", min: 0, max: this.step, splitNumber: width < 600 ? 3 : 6, ...axisLook(),
+        axisLabel: { ...axisText(), hideOverlap: true, formatter: value => tick(value, this.view[1] - this.view[0]) } },
+      yAxis: { type: "category", inverse: true, data: this.rows.map((_, index) => String(index)), ...axisLook(),
+        axisTick: { show: false }, splitLine: { show: true, lineStyle: { color: css("--line") } },
+        axisLabel: { ...axisText(), color: css("--text"), interval: 0, width: left - 12, overflow: "truncate",
+          formatter: value => middle(this.rows[value].name, width < 600 ? 12 : 22) } },
+      dataZoom: [
+        { type: "inside", filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: "shift",
+          minValueSpan: 20, startValue: this.view[0], endValue: this.view[1], throttle: 16 },
+        { type: "slider", filterMode: "none", minValueSpan: 20, startValue: this.view[0], endValue: this.view[1],
+          throttle: 16, bottom: 10, height: 22, brushSelect: false, labelFormatter: value => tick(value, this.step),
+          textStyle: axisText(), borderColor: css("--line"), fillerColor: "rgba(86,180,233,0.25)", showDetail: width >= 600 },
+      ],
+      series: [{ type: "custom", data: [[0, this.step, 0]], encode: { x: [0, 1], y: 2 }, clip: true, silent: true,
+        animation: false, progressive: 0, renderItem: (params, api) => this.draw(params.coordSys, api) }],
+    };
+  }
+
+  draw(area, api) {
+    const zero = api.coord([0, 0])[0], scale = (api.coord([this.step, 0])[0] - zero) / this.step;
+    const low = (area.x - zero) / scale, high = (area.x + area.width - zero) / scale;
+    const { of, colours } = this.colours, { sentBy } = this.data, matches = this.matches;
+    const pixels = [...colours.map(colour => pixel(colour, 1)), ...Array(DIM - colours.length).fill(0), ...colours.map(colour => pixel(colour, 0.15))];
+    this.raster.begin(area.width, area.height);
+    this.rows.forEach((row, number) => {
+      const colourOf = row.isDevice
+        ? op => of[op] + (matches && !matches[op] ? DIM : 0)
+        : sent => of[sentBy[sent]] + (matches && !matches[sentBy[sent]] ? DIM : 0);
+      const height = row.isDevice ? ROW - 4 : ROW - 12, bottom = ROW * (number + 0.5) + height / 2;
+      for (const [colour, list] of blocks(row, colourOf, low, high, zero - area.x, scale)) {
+        for (let at = 0; at < list.length; at += 3) {
+          const tall = height * list[at + 2];
+          this.raster.rect(list[at], bottom - tall, list[at + 1], tall, pixels[colour]);
+        }
+      }
+    });
+    this.raster.end();
+    const children = [{ type: "image", silent: true, style: { image: this.raster.canvas, x: area.x, y: area.y, width: area.width, height: area.height } }];
+    if (this.chosen) {
+      const row = this.rows[this.chosen.row], x = zero + scale * row.starts[this.chosen.index];
+      const width = Math.max(scale * (row.ends[this.chosen.index] - row.starts[this.chosen.index]), 1);
+      children.push({ type: "rect", silent: true, style: { fill: "none", stroke: css("--text"), lineWidth: 2 },
+        shape: { x: x - 1, y: area.y + ROW * this.chosen.row + 1, width: width + 2, height: ROW - 2 } });
+    }
+    return { type: "group", children };
+  }
+
+  zoomed() {
+    const { startValue, endValue } = this.chart.getOption().dataZoom[0];
+    this.view = [startValue, endValue];
+    this.onZoom(this.view);
+  }
+
+  zoomTo(low, high) {
+    const span = Math.min(Math.max(high - low, 20), this.step);
+    const start = Math.min(Math.max(low, 0), this.step - span);
+    this.chart.dispatchAction({ type: "dataZoom", startValue: start, endValue: start + span });
+  }
+
+  zoom(factor) {
+    const [low, high] = this.view, middleNs = (low + high) / 2, half = (high - low) / 2 * factor;
+    this.zoomTo(middleNs - half, middleNs + half);
+  }
+
+  pan(share) {
+    const [low, high] = this.view, shift = (high - low) * share;
+    this.zoomTo(low + shift, high + shift);
+  }
+
+  redraw() {
+    this.chart.setOption({ series: [{ data: [[0, this.step, 0]] }] });
+  }
+
+  listen() {
+    const pixels = this.chart.getZr();
+    pixels.on("mousemove", event => {
+      const hit = this.hit(event.offsetX, event.offsetY);
+      if (hit) showTip(this.describe(hit), event.event.clientX ?? event.event.zrX, event.event.clientY ?? event.event.zrY);
+      else hideTip();
+    });
+    pixels.on("globalout", hideTip);
+    pixels.on("click", event => {
+      const hit = this.hit(event.offsetX, event.offsetY);
+      if (hit) this.choose(hit.row, hit.index, false);
+    });
+    this.place.addEventListener("keydown", event => this.key(event));
+  }
+
+  hit(x, y) {
+    if (!this.chart.containPixel({ gridIndex: 0 }, [x, y])) return null;
+    const [ns, row] = this.chart.convertFromPixel({ gridIndex: 0 }, [x, y]);
+    const near = 3 * (this.view[1] - this.view[0]) / this.inner;
+    const index = row >= 0 && row < this.rows.length ? itemAt(this.rows[row], ns, near) : -1;
+    return index < 0 ? null : { row, index };
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const actions = {
+      ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), "+": () => this.zoom(0.5), "=": () => this.zoom(0.5),
+      "-": () => this.zoom(2), 0: () => this.zoomTo(0, this.step), Home: () => this.zoomTo(0, this.step),
+      ArrowUp: () => this.chooseRow(-1), ArrowDown: () => this.chooseRow(1), "[": () => this.chooseNext(-1), "]": () => this.chooseNext(1),
+    };
+    const action = actions[event.key];
+    if (!action) return;
+    event.preventDefault();
+    action();
+  }
+
+  chooseRow(change) {
+    const row = this.chosen ? this.chosen.row + change : 0;
+    if (row < 0 || row >= this.rows.length || !this.rows[row].items.length) return;
+    const at = this.chosen ? this.rows[this.chosen.row].starts[this.chosen.index] : this.view[0];
+    this.choose(row, Math.min(Math.max(above(this.rows[row].starts, at) - 1, 0), this.rows[row].items.length - 1));
+  }
+
+  chooseNext(change) {
+    if (!this.chosen) return this.chooseRow(0);
+    const index = this.chosen.index + change;
+    if (index >= 0 && index < this.rows[this.chosen.row].items.length) this.choose(this.chosen.row, index);
+  }
+
+  // keeps an op or a transfer and tells it below; brings it into view if `show`
+  choose(row, index, show = true) {
+    this.chosen = { row, index };
+    $("details").replaceChildren(this.describe(this.chosen));
+    const low = this.rows[row].starts[index], high = this.rows[row].ends[index], span = this.view[1] - this.view[0];
+    if (show && (high < this.view[0] || low > this.view[1])) this.zoomTo((low + high - span) / 2, (low + high + span) / 2);
+    this.redraw();
+  }
+
+  chooseOp(op) {
+    const row = this.data.device[op];
+    const index = this.rows[row].items.indexOf(op), long = Math.max(this.data.finish[op] - this.data.start[op], 50);
+    const span = Math.min(this.view[1] - this.view[0], Math.max(60 * long, this.step / 1000));
+    const at = this.data.start[op] + long / 2;
+    this.zoomTo(at - span / 2, at + span / 2);
+    this.choose(row, index, false);
+  }
+
+  describe({ row, index }) {
+    const item = this.rows[row].items[index];
+    return this.rows[row].isDevice ? describeOp(this.data, item) : describeTransfer(this.data, item, this.rows[row].name);
+  }
+
+  search(text) {
+    const data = this.data, wanted = text.trim().toLowerCase();
+    this.matches = null;
+    this.found = [];
+    if (wanted) {
+      const has = names => names.map(name => name.toLowerCase().includes(wanted));
+      const inModule = has(data.modules), inKind = has(data.kinds);
+      this.matches = new Uint8Array(data.names.length);
+      for (let op = 0; op < data.names.length; op++) {
+        if (inModule[data.module[op]] || inKind[data.kind[op]] || data.names[op].toLowerCase().includes(wanted)) {
+          this.matches[op] = 1;
+          this.found.push(op);
+        }
+      }
+      this.found.sort((a, b) => data.start[a] - data.start[b]);
+    }
+    this.at = -1;
+    $("found").textContent = wanted ? count(this.found.length, "op") : "";
+    this.redraw();
+  }
+
+  showFound(change) {
+    if (!this.found.length) return;
+    this.at = this.at < 0 ? (change > 0 ? 0 : this.found.length - 1) : (this.at + change + this.found.length) % this.found.length;
+    $("found").textContent = `${(this.at + 1).toLocaleString("en")} of ${count(this.found.length, "op")}`;
+    this.chooseOp(this.found[this.at]);
+  }
+}
+
+function facts(name, rows, sentence) {
+  const list = element("dl", {}, ...rows.filter(row => row[1] !== "").flatMap(([term, value]) => [element("dt", {}, term), element("dd", {}, value)]));
+  return element("div", {}, element("div", { class: "name" }, name), list, element("div", {}, sentence));
+}
+
+function describeOp(data, op) {
+  const device = summary.devices[data.device[op]].name;
+  return facts(data.names[op], [
+    ["kind", middle(data.kinds[data.kind[op]], 200)], ["module", middle(data.modules[data.module[op]], 200)],
+    ["phase", data.phases[data.phase[op]]], ["device", middle(device, 80)],
+    ["time", `${time(data.finish[op] - data.start[op])}, from ${time(data.start[op])} to ${time(data.finish[op])}`],
+    ["makes", data.made[op] ? bytes(data.made[op]) : ""], ["holds", data.resident[op] ? `${bytes(data.resident[op])} all step` : ""],
+    ["FLOPs", data.flops[op] ? digits(data.flops[op], 3) : ""],
+  ], whyOp(data, op));
+}
+
+function whyOp(data, op) {
+  const free = freeBefore(data, op), idle = data.start[op] - free;
+  const input = data.lastInput[op] < 0 ? "" : middle(data.names[data.lastInput[op]], 120);
+  switch (data.after[op]) {
+    case AT_ONCE: return "Starts with the step.";
+    case AFTER_TRANSFER: {
+      const sent = data.lastTransfer[op], where = summary.devices[data.from[sent]].name;
+      return `${idle ? `Device idle for ${time(idle)}: ` : ""}waited for ${bytes(data.sentBytes[sent])} of ${input} from ${middle(where, 80)}` +
+        `, made at ${time(data.finish[data.lastInput[op]])} and there at ${time(data.arrival[sent])}.`;
+    }
+    case AFTER_OP: return idle ? `Device idle for ${time(idle)}: waited for ${input}.` : `Starts as ${input} ends, whose output it reads.`;
+    default: return data.lastInput[op] < 0 ? "Waited for its turn on the device."
+      : `Inputs there at ${time(data.ready[op])}; waited ${time(data.start[op] - data.ready[op])} for the device.`;
+  }
+}
+
+// when the op before on the same device ended
+function freeBefore(data, op) {
+  if (!data.freed) {
+    data.freed = new Float64Array(data.start.length);
+    for (let device = 0; device + 1 < data.orderOffsets.length; device++) {
+      for (let at = data.orderOffsets[device] + 1; at < data.orderOffsets[device + 1]; at++) {
+        data.freed[data.order[at]] = data.finish[data.order[at - 1]];
+      }
+    }
+  }
+  return data.freed[op];
+}
+
+function describeTransfer(data, sent, lane) {
+  const op = data.sentBy[sent], waited = data.sentStart[sent] - data.finish[op], before = data.sentAfter[sent];
+  return facts(`Output of ${data.names[op]}`, [
+    ["way", `${middle(summary.devices[data.from[sent]].name, 80)} to ${middle(summary.devices[data.to[sent]].name, 80)}`],
+    ["bytes", bytes(data.sentBytes[sent])], ["channel", middle(lane, 80)],
+    ["time", `${time(data.sentEnd[sent] - data.sentStart[sent])}, from ${time(data.sentStart[sent])}, there at ${time(data.arrival[sent])}`],
+  ], before < 0 ? "Starts as soon as the tensor is made."
+    : `Waited ${time(waited)} for the channel, behind the output of ${middle(data.names[data.sentBy[before]], 120)}.`);
+}
+
+function showTip(content, x, y) {
+  const tip = $("tip");
+  tip.replaceChildren(content);
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - box.width - 8))}px`;
+  tip.style.top = `${y + 18 + box.height > innerHeight ? Math.max(8, y - box.height - 14) : y + 18}px`;
+}
+
+function hideTip() {
+  $("tip").hidden = true;
+}

@@ -1,0 +1,86 @@
+"""A report as one HTML file that asks no network for anything: text, data, scripts and styles are all in it.
+
+Only the scripts that are written here run: a Content-Security-Policy names them by their hashes and forbids all else.
+So a name in a graph, whatever is written in it, is text.
+"""
+
+import base64
+import hashlib
+import html
+import re
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gdp import files
+from gdp.report.page_data import Told, columns, summary
+
+SCRIPTS = ("core", "palette", "lanes", "timeline", "memory", "charts", "modules", "graph", "path", "main")
+"""Parts of the page's own script, `report-*.js`, in the order in which they are put together."""
+
+
+def write_page(path: Path, told: Told) -> None:
+    """Write the report to `path`, atomically."""
+    files.write_bytes(path, render(told).encode())
+
+
+def render(told: Told) -> str:
+    """The HTML of a report."""
+    document = summary(told)
+    library = asset("echarts.min.js")
+    script = '"use strict";(() => {\n' + "\n".join(asset(f"report-{name}.js") for name in SCRIPTS) + "\n})();"
+    style = asset("report.css")
+    policy = (
+        f"default-src 'none'; script-src {_digest(library)} {_digest(script)}; style-src {_digest(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "policy": policy,
+        "title": html.escape(f"{_short(document['graph'])} on {_short(document['cluster'])}: gdp report"),
+        "style": style,
+        "heading": html.escape(f"{_short(document['graph'])} on {_short(document['cluster'])}"),
+        "headline": html.escape(document["headline"]),
+        "bound": html.escape(document["bound"]),
+        "limits": html.escape(document["limits"]),
+        "about": html.escape(_about(document)),
+        "summary": embed(document),
+        "columns": columns(told),
+        "library": library,
+        "script": script,
+        "licences": html.escape(asset("echarts-licences.txt")),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("report.html"))
+
+
+def embed(document: Any) -> str:
+    """JSON that may stand in a `<script>` element: nothing in it can end the element or open a comment."""
+    text = orjson.dumps(document).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def asset(name: str) -> str:
+    """The text of one of the package's files."""
+    return package_files("gdp.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def _about(document: dict[str, Any]) -> str:
+    found = ""
+    if document["simulations"] is not None:
+        found = f" in {document['seconds']:.1f} s and {document['simulations']:,} simulations"
+    return (
+        f"{document['ops']:,} ops, {document['tensors']:,} tensors, {document['transfers']:,} transfers. Placer "
+        f"{_short(document['placer'])}, seed {document['seed']}{found}; gdp {_short(document['version'])}."
+    )
+
+
+def _short(text: str) -> str:
+    """At most 120 characters of a name."""
+    return text if len(text) <= 120 else f"{text[:80]}…{text[-39:]}"

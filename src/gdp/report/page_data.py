@@ -1,0 +1,239 @@
+"""What a report's page is drawn from: a small JSON document, and packed columns of ops, transfers and memory.
+
+Times in ns, sizes in bytes. Names are as in the graph; the page treats them as text.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.advice import Advice
+from gdp.graph import I64
+from gdp.place import Progress
+from gdp.plan import Baseline, Plan
+from gdp.report.advice import advice_document
+from gdp.report.columns import pack
+from gdp.report.console import bound_sentence, headline
+from gdp.report.limits import Limits
+from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
+from gdp.report.waits import Waits
+from gdp.simulate import NEVER, Simulation
+
+_POINTS = 4000  # of each memory curve: more than a screen has columns
+_LISTED = 40  # tensors that are named at a peak
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """All that a report is made of; None or empty: not known."""
+
+    plan: Plan
+    simulation: Simulation
+    progress: Sequence[Progress] = ()
+    advice: Advice | None = None
+    run: Mapping[str, Any] | None = None  # what `gdp run --json` printed
+    compared: Mapping[str, Baseline] | None = None  # other placers, run for the report
+
+    @property
+    def baselines(self) -> Mapping[str, Baseline]:
+        """Those that were run for the report, or else those that the search began with."""
+        if self.compared is not None:
+            return self.compared
+        return {} if self.plan.search is None else self.plan.search.baselines
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """A row of the timeline: transfers that occupy one channel, or go a way that has none."""
+
+    name: str
+    transfers: I64  # by start
+
+
+def improvements(history: Sequence[Progress]) -> list[Progress]:
+    """The news of a search that tell of a better placement, and the last."""
+    best: list[Progress] = []
+    for news in history:
+        if not best or (not news.feasible, news.step_time_ns) < (not best[-1].feasible, best[-1].step_time_ns):
+            best.append(news)
+    if history and best[-1] is not history[-1]:
+        best.append(replace(best[-1], seconds=history[-1].seconds, simulations=history[-1].simulations))
+    return best
+
+
+def summary(told: Told) -> dict[str, Any]:
+    """The JSON document of a page."""
+    plan, simulation = told.plan, told.simulation
+    problem = simulation.problem
+    allocations = Allocations.of(simulation)
+    curves = memory_curves(simulation, allocations)
+    counts = np.bincount(simulation.placement, minlength=problem.num_devices).tolist()
+    search = plan.search
+    devices = [
+        {
+            "name": _text(device.name),
+            "kind": _text(device.kind),
+            "busy": float(simulation.busy_fraction[number]),
+            "ops": counts[number],
+            "limit": int(problem.memory_limit_bytes[number]),
+            **_peak(simulation, allocations, curves[number]),
+        }
+        for number, device in enumerate(problem.cluster.devices)
+    ]
+    seconds = None if search is None else search.seconds
+    placers: list[dict[str, Any]] = [
+        {"name": _text(plan.placer), "status": "ok", "ns": plan.step_time_ns, "seconds": seconds, "plan": True}
+    ]
+    for name, baseline in told.baselines.items():
+        placers.append(
+            {"name": _text(name), "status": baseline.status, "ns": baseline.step_time_ns, "seconds": baseline.seconds}
+        )
+    return {
+        "graph": _text(problem.graph.name),
+        "cluster": _text(problem.cluster.name),
+        "ops": problem.num_ops,
+        "tensors": problem.graph.num_tensors,
+        "transfers": len(simulation.transfer_tensors),
+        "placer": _text(plan.placer),
+        "seed": plan.seed,
+        "version": _text(plan.gdp_version),
+        "headline": headline(plan.step_time_ns, told.baselines),
+        "bound": bound_sentence(plan.step_time_ns, plan.lower_bound_ns) + ".",
+        "limits": _text(str(Limits.of(simulation))),
+        "step_ns": simulation.step_time_ns,
+        "bound_ns": plan.lower_bound_ns,
+        "seconds": seconds,
+        "simulations": None if search is None else search.simulations,
+        "devices": devices,
+        "placers": placers,
+        "progress": [[item.seconds, item.step_time_ns, item.feasible] for item in told.progress],
+        "advice": None if told.advice is None else advice_document(told.advice),
+        "run": told.run,
+    }
+
+
+def columns(told: Told) -> str:
+    """The packed columns of a page."""
+    simulation = told.simulation
+    graph, placement = simulation.problem.graph, simulation.placement
+    waits = Waits.of(simulation)
+    allocations = Allocations.of(simulation)
+    lanes = transfer_lanes(simulation)
+    kinds, kind_of = _numbered(graph.kinds)
+    modules, module_of = _numbered(graph.modules)
+    phases, phase_of = _numbered(graph.phases)
+    made_bytes = np.zeros(graph.num_ops, np.int64)
+    owned = graph.view_of < 0
+    np.add.at(made_bytes, graph.producers[owned], graph.tensor_bytes[owned])
+    curves = [curve.thinned(_POINTS) for curve in memory_curves(simulation, allocations)]
+    producers = graph.producers[simulation.transfer_tensors]
+    path = [-1 - step.number if step.is_transfer else step.number for step in waits.path]
+    header = {
+        "names": [_text(name) for name in graph.op_names],
+        "kinds": kinds,
+        "modules": modules,
+        "phases": phases,
+        "lanes": [_text(lane.name) for lane in lanes],
+    }
+    return pack(
+        header,
+        {
+            "kind": ("i4", kind_of),
+            "module": ("i4", module_of),
+            "phase": ("u1", phase_of),
+            "device": ("u1", placement),
+            "start": ("f8", simulation.op_start_ns),
+            "finish": ("f8", simulation.op_finish_ns),
+            "ready": ("f8", waits.ready_ns),
+            "after": ("u1", waits.after),
+            "lastInput": ("i4", np.append(graph.producers, -1)[waits.last_input]),
+            "lastTransfer": ("i4", waits.last_transfer),
+            "flops": ("f8", graph.flops),
+            "made": ("f8", made_bytes),
+            "resident": ("f8", graph.resident_bytes),
+            "order": ("i4", np.concatenate(simulation.order)),
+            "orderOffsets": ("i4", _offsets([len(ops) for ops in simulation.order])),
+            "sentBy": ("i4", producers),
+            "from": ("u1", placement[producers]),
+            "to": ("u1", simulation.transfer_destinations),
+            "sentBytes": ("f8", graph.tensor_bytes[simulation.transfer_tensors]),
+            "sentStart": ("f8", simulation.transfer_start_ns),
+            "sentEnd": ("f8", simulation.transfer_end_ns),
+            "arrival": ("f8", simulation.transfer_arrival_ns),
+            "sentAfter": ("i4", waits.transfer_before),
+            "laneTransfers": ("i4", np.concatenate([lane.transfers for lane in lanes] or [np.zeros(0, np.int64)])),
+            "laneOffsets": ("i4", _offsets([len(lane.transfers) for lane in lanes])),
+            "edgeFrom": ("i4", graph.producers[graph.edge_tensors]),
+            "edgeTo": ("i4", graph.consumers),
+            "edgeBytes": ("f8", graph.tensor_bytes[graph.edge_tensors]),
+            "path": ("i4", path),
+            "pathAfter": ("u1", [step.after for step in waits.path]),
+            "memoryTimes": ("f8", np.concatenate([times for times, _ in curves])),
+            "memoryBytes": ("f8", np.concatenate([used for _, used in curves])),
+            "memoryOffsets": ("i4", _offsets([len(times) for times, _ in curves])),
+        },
+    )
+
+
+def transfer_lanes(simulation: Simulation) -> list[Lane]:
+    """The channels that are used, in the cluster's order, then ways without a channel."""
+    cluster = simulation.problem.cluster
+    sources = simulation.placement[simulation.problem.graph.producers[simulation.transfer_tensors]]
+    by_channel: list[list[int]] = [[] for _ in cluster.channels]
+    without: dict[str, list[int]] = {}
+    by_start = np.argsort(simulation.transfer_start_ns, kind="stable")
+    for transfer in by_start.tolist():
+        source, target = int(sources[transfer]), int(simulation.transfer_destinations[transfer])
+        for channel in cluster.route_channels[source][target]:
+            by_channel[channel].append(transfer)
+        if not cluster.route_channels[source][target]:
+            name = f"{cluster.devices[source].name}->{cluster.devices[target].name} (unshared)"
+            without.setdefault(name, []).append(transfer)
+    named = [*zip(cluster.channels, by_channel, strict=True), *sorted(without.items())]
+    return [Lane(name, np.array(transfers, np.int64)) for name, transfers in named if transfers]
+
+
+def _peak(simulation: Simulation, allocations: Allocations, curve: MemoryCurve) -> dict[str, Any]:
+    """What a device holds at its peak."""
+    graph = simulation.problem.graph
+    rows = alive_at(allocations, curve.device, curve.peak_ns)
+    sizes, copies = allocations.sizes_bytes[rows], allocations.is_copy[rows]
+    kept = allocations.until_ns[rows] == NEVER
+    alive = [
+        {
+            "op": _text(graph.op_names[graph.producers[allocations.tensors[row]]]),
+            "bytes": int(allocations.sizes_bytes[row]),
+            "copy": bool(allocations.is_copy[row]),
+            "from": int(allocations.from_ns[row]),
+            "until": None if allocations.until_ns[row] == NEVER else int(allocations.until_ns[row]),
+        }
+        for row in rows[:_LISTED].tolist()
+    ]
+    return {
+        "peak": curve.peak_bytes,
+        "peak_at": curve.peak_ns,
+        "resident": curve.resident_bytes,
+        "copies": int(sizes[copies].sum()),
+        "kept": int(sizes[kept & ~copies].sum()),
+        "passing": int(sizes[~kept & ~copies].sum()),
+        "alive": alive,
+        "alive_more": max(len(rows) - _LISTED, 0),
+    }
+
+
+def _text(name: str) -> str:
+    """`name` with what is no character replaced: a lone surrogate cannot be written to a file."""
+    return name.encode("utf-8", "replace").decode()
+
+
+def _numbered(names: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """(distinct names in the order they come, [N] the number of each)."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [_text(name) for name in numbers], np.array([numbers[name] for name in names], np.int64)
+
+
+def _offsets(counts: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))

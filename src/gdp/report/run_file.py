@@ -1,0 +1,56 @@
+"""What `gdp run --json` printed, read back: measured beside predicted."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gdp import files
+from gdp.errors import InputError
+
+_NUMBERS = {"step_time_ns", "predicted_step_time_ns"}
+_ROWS = {
+    "devices": {"name": str, "num_ops": int, "predicted_busy_ns": int, "busy_ns": int, "wait_ns": int},
+    "kinds": {"name": str, "num_ops": int, "predicted_ns": int, "measured_ns": int},
+    "ops": {"name": str, "num_ops": int, "predicted_ns": int, "measured_ns": int},
+}
+
+
+def read_run(path: Path) -> Mapping[str, Any]:
+    """The parts of the document that a report shows; InputError if it is no such document."""
+    document = files.read_json(path)
+    try:
+        shown: dict[str, Any] = {name: _number(document[name]) for name in _NUMBERS}
+        shown["step_time_quartiles_ns"] = _quartiles(document)
+        one = document["one_device"]
+        shown["one_device"] = None
+        if one is not None:
+            shown["one_device"] = {
+                "device": str(one["device"]),
+                "step_time_ns": _number(one["step_time_ns"]),
+                "step_time_quartiles_ns": _quartiles(one),
+            }
+        found = document.get("prediction")
+        shown["prediction"] = None if found is None else {name: _rows(found[name], name) for name in _ROWS}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{path}: is not what `gdp run --json` prints ({type(error).__name__}: {error}); save its output"
+        ) from None
+    return shown
+
+
+def _rows(listed: Any, name: str) -> list[dict[str, Any]]:
+    fields = _ROWS[name]
+    return [
+        {key: str(row[key]) if kind is str else _number(row[key]) for key, kind in fields.items()} for row in listed
+    ]
+
+
+def _quartiles(document: Mapping[str, Any]) -> list[float]:
+    low, high = document["step_time_quartiles_ns"]
+    return [_number(low), _number(high)]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return value
