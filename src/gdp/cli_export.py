@@ -21,7 +21,6 @@ from gdp.cli_inputs import (
 )
 from gdp.cli_shared import NOTHING_FITS, OK, JsonOption, fail, print_json, show, warm_up
 
-
 _TARGETS = "hf-device-map, torch-pipelining, onnxruntime, openvino, llama-cpp, vllm or megatron."
 
 

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from gdp.export.search import Placed
     from gdp.export.target import Target
     from gdp.graph import Graph
-    from gdp.place import Progress
     from gdp.plan import Plan
     from gdp.sources import Model, Reading
     from gdp.sweep import Sweep
@@ -154,7 +153,7 @@ def place(
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz, cluster.json and report.html there."),
+        typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz, cluster.json, report.html."),
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -231,18 +230,12 @@ def _place(request: _Request, with_advice: bool) -> int:
     else:
         log("gdp: note: found before, with the same graph, devices and options; --no-cache searches anew")
     line = progress.SearchLine(f"{graph.name} on {cluster.name}")
-    history: list[Progress] = []
-
-    def on_progress(news: Progress) -> None:
-        history.append(news)
-        line(news)
-
     found: Advice | None = None if known is None else known.advice
     would_fit: list[str] = []
     with progress.stop_on_interrupt() as stop:
         try:
             with progress.live(line):
-                plan = _search(request, graph, with_advice, on_progress, stop) if known is None else known.plan
+                plan = _search(request, graph, with_advice, line, stop) if known is None else known.plan
                 simulation = replay(problem, plan)
                 if known is not None:
                     pass
@@ -264,7 +257,7 @@ def _place(request: _Request, with_advice: bool) -> int:
             if cluster_path is not None:
                 cluster.save(cluster_path)
             if report_path is not None:
-                write_page(report_path, Told(plan, simulation, improvements(history), found))
+                write_page(report_path, Told(plan, simulation, improvements(line.history), found))
             if known is None and not stop.is_set():
                 plan_cache.store(entry, plan_cache.Found(plan, found))
         interrupted = stop.is_set()
@@ -273,17 +266,8 @@ def _place(request: _Request, with_advice: bool) -> int:
         print_json(documents.place_document(graph, cluster, plan, written, advice=found, would_fit=would_fit))
     elif status == OK:
         command = _next_command(request, graph_path, cluster_path, plan_path)
-        show(
-            console.place_report(
-                plan,
-                simulation,
-                source.unknown_costs,
-                str(plan_path),
-                command,
-                found,
-                report_path=None if report_path is None else str(report_path),
-            )  # fmt: skip
-        )
+        told = " and ".join(str(path) for path in (plan_path, report_path) if path is not None)
+        show(console.place_report(plan, simulation, source.unknown_costs, told, command, found))
     if status == NOTHING_FITS:
         if request.target is not None and request.target.offload is not None and can_offload(problem):
             would_fit = [

@@ -25,11 +25,9 @@ def place_report(
     plan: Plan,
     simulation: Simulation,
     unknown_costs: Mapping[str, int],
-    plan_path: str,
+    written: str,
     next_command: str,
     advice: Advice | None = None,
-    *,
-    report_path: str | None = None,
 ) -> Iterator[RenderableType]:
     """The answer of `gdp place`, from the headline to the next command."""
     assert plan.search is not None
@@ -61,7 +59,7 @@ def place_report(
         yield Text(_unknown(unknown_costs))
     yield from _time_sources(graph, cluster)
     yield ""
-    yield Text(f"Plan written to {plan_path}" + (f", report to {report_path}" if report_path else ""))
+    yield Text(f"Plan written to {written}")
     yield Text(f"Next: {next_command}")
 
 

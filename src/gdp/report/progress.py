@@ -26,14 +26,16 @@ _INTERRUPTED = 130  # the exit status of a program that Ctrl-C ends: 128 + SIGIN
 
 
 class SearchLine:
-    """The latest news of a search; the time left counts down between them."""
+    """The latest news of a search, and all before; the time left counts down between them."""
 
     def __init__(self, title: str) -> None:
         self.spinner = Spinner("dots", Text(title))
         self.title = title
         self.latest: tuple[Progress, float] | None = None
+        self.history: list[Progress] = []
 
     def __call__(self, progress: Progress) -> None:
+        self.history.append(progress)
         self.latest = progress, time.monotonic()
 
     def __rich__(self) -> Spinner:
