@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from gdp import files
-from gdp.report.page_data import Told, columns, summary
+from gdp.report.page_data import Told, columns, short, summary
 
 SCRIPTS = ("core", "palette", "lanes", "timeline", "memory", "charts", "modules", "graph", "path", "main")
 """Parts of the page's own script, `report-*.js`, in the order in which they are put together."""
@@ -38,9 +38,9 @@ def render(told: Told) -> str:
     )
     parts = {
         "policy": policy,
-        "title": html.escape(f"{_short(document['graph'])} on {_short(document['cluster'])}: gdp report"),
+        "title": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}: gdp report"),
         "style": style,
-        "heading": html.escape(f"{_short(document['graph'])} on {_short(document['cluster'])}"),
+        "heading": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}"),
         "headline": html.escape(document["headline"]),
         "bound": html.escape(document["bound"]),
         "limits": html.escape(document["limits"]),
@@ -77,10 +77,5 @@ def _about(document: dict[str, Any]) -> str:
         found = f" in {document['seconds']:.1f} s and {document['simulations']:,} simulations"
     return (
         f"{document['ops']:,} ops, {document['tensors']:,} tensors, {document['transfers']:,} transfers. Placer "
-        f"{_short(document['placer'])}, seed {document['seed']}{found}; gdp {_short(document['version'])}."
+        f"{short(document['placer'])}, seed {document['seed']}{found}; gdp {short(document['version'])}."
     )
-
-
-def _short(text: str) -> str:
-    """At most 120 characters of a name."""
-    return text if len(text) <= 120 else f"{text[:80]}…{text[-39:]}"

@@ -102,7 +102,7 @@ def summary(told: Told) -> dict[str, Any]:
         "version": _text(plan.gdp_version),
         "headline": headline(plan.step_time_ns, told.baselines),
         "bound": bound_sentence(plan.step_time_ns, plan.lower_bound_ns) + ".",
-        "limits": _text(str(Limits.of(simulation))),
+        "limits": _text(str(_shortened(Limits.of(simulation)))),
         "step_ns": simulation.step_time_ns,
         "bound_ns": plan.lower_bound_ns,
         "seconds": seconds,
@@ -222,6 +222,16 @@ def _peak(simulation: Simulation, allocations: Allocations, curve: MemoryCurve) 
         "alive": alive,
         "alive_more": max(len(rows) - _LISTED, 0),
     }
+
+
+def short(text: str) -> str:
+    """At most 120 characters of a name."""
+    return text if len(text) <= 120 else f"{text[:80]}…{text[-39:]}"
+
+
+def _shortened(limits: Limits) -> Limits:
+    first, last = map(short, limits.path_ends)
+    return replace(limits, device=short(limits.device), channel=short(limits.channel), path_ends=(first, last))
 
 
 def _text(name: str) -> str:

@@ -206,7 +206,7 @@ class Timeline {
   chooseOp(op) {
     const row = this.data.device[op];
     const index = this.rows[row].items.indexOf(op), long = Math.max(this.data.finish[op] - this.data.start[op], 50);
-    const span = Math.min(this.view[1] - this.view[0], Math.max(60 * long, this.step / 1000));
+    const span = Math.max(Math.min(this.view[1] - this.view[0], 60 * long), 4 * long, this.step / 1000);
     const at = this.data.start[op] + long / 2;
     this.zoomTo(at - span / 2, at + span / 2);
     this.choose(row, index, false);

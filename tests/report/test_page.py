@@ -1,0 +1,358 @@
+"""The page of a plan, in a headless Chromium: what it says, that it works, that names are data."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, DRIVER, browser, open_page, resize, set_dark
+from report_cases import HOSTILE, told, two_towers
+
+from gdp.cluster import Cluster
+from gdp.report.columns import unpack
+from gdp.report.page import embed, render
+from gdp.report.page_data import Told, columns
+
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="no chromium or no chromedriver (Debian: chromium, chromium-driver)"
+)
+
+
+@pytest.fixture(scope="module")
+def made() -> Told:
+    return told(two_towers())
+
+
+@pytest.fixture(scope="module")
+def page(made: Told, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(render(made), encoding="utf-8", newline="")
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Any]:
+    with browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def driver(shared: Any, page: Path) -> Any:
+    """A browser that shows the page, light and 1280 pixels wide."""
+    _show(shared, page)
+    return shared
+
+
+def _show(driver: Any, page: Path) -> None:
+    driver.get("about:blank")
+    driver.get_log("browser")
+    driver.get_log("performance")
+    resize(driver, 1280)
+    set_dark(driver, False)
+    open_page(driver, page)
+
+
+def _run(driver: Any, script: str, *arguments: object) -> Any:
+    return driver.execute_script(script, *arguments)
+
+
+def _view(driver: Any) -> tuple[float, float]:
+    low, high = _run(driver, "return gdpReport.timeline.view")
+    return low, high
+
+
+def _press(driver: Any, keys: str) -> None:
+    driver.switch_to.active_element.send_keys(keys)
+
+
+def _find(driver: Any, selector: str) -> Any:
+    return driver.find_element("css selector", selector)
+
+
+def _wait(driver: Any, script: str) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 20, 0.05).until(lambda there: there.execute_script(f"return {script}"))
+
+
+def _check_quiet(driver: Any, page: Path) -> None:
+    """The page is drawn, has said nothing on the console, and has asked for nothing but itself."""
+    assert _run(driver, "return document.documentElement.dataset.ready") == "true"
+    assert driver.get_log("browser") == []
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    asked = [item["params"]["request"]["url"] for item in messages if item["method"] == "Network.requestWillBeSent"]
+    assert page.as_uri() in asked
+    assert [url for url in asked if url != page.as_uri() and not url.startswith("data:")] == []
+
+
+@needs_browser
+def test_opens_quietly_and_alone(driver: Any, page: Path) -> None:
+    """The page is drawn without a word on the console and without any request."""
+    _check_quiet(driver, page)
+
+
+@needs_browser
+def test_says_the_plans_figures(driver: Any, made: Told) -> None:
+    """Cards, tables and curves show the figures of the plan and its replay."""
+    text = _find(driver, "main").text
+    step_ms = made.plan.step_time_ns / 1e6
+    cards = [card.text.split("\n")[0] for card in driver.find_elements("css selector", ".card")]
+    assert cards[0] == f"{step_ms:.3g} ms" or float(cards[0].split()[0]) == pytest.approx(step_ms, rel=1e-3)
+    assert "no single device can hold it" in text
+    assert "2.00×" in cards  # the expert, as made up
+    assert "1.50×" in cards  # metis
+    peaks = [np.float64(made.simulation.peak_memory_bytes[device] / 2**20) for device in range(2)]
+    for peak in peaks:
+        assert re.search(rf"{peak:.3g} MiB", text), peak
+    starts = _run(driver, "return Array.from(gdpReport.data.start)")
+    assert starts == made.simulation.op_start_ns.tolist()
+
+
+@needs_browser
+def test_draws_what_runs_when(driver: Any, made: Told) -> None:
+    """A column of a device's row is coloured if and only if an op runs there, within a pixel."""
+    width, ratio, drawn = _run(
+        driver,
+        """
+        const { raster, rows } = gdpReport.timeline, drawn = [];
+        for (let row = 0; row < 2; row++) {
+            const line = Math.round(26 * (row + 0.5) + 10) * raster.ratio * raster.across;
+            drawn.push(Array.from(raster.pixels.subarray(line, line + raster.across), pixel => pixel !== 0));
+        }
+        return [raster.across, raster.ratio, drawn];""",
+    )
+    assert ratio == 1
+    simulation = made.simulation
+    for device, row in enumerate(drawn):
+        at = np.arange(width)
+        starts, ends = simulation.op_start_ns, simulation.op_finish_ns
+        here = (simulation.placement == device) & (ends > starts)
+        scale = width / simulation.step_time_ns
+        low, high = starts[here] * scale, ends[here] * scale
+        sure = ((low[:, None] + 1 <= at) & (at <= high[:, None] - 1)).any(axis=0)
+        possible = ((low[:, None] - 2 <= at) & (at <= high[:, None] + 2)).any(axis=0)
+        zero = starts[(simulation.placement == device) & (ends == starts)] * scale
+        possible |= (abs(zero[:, None] - at) <= 2).any(axis=0)
+        assert sure.sum() > width / 4
+        assert np.array(row)[sure].all()
+        assert not np.array(row)[~possible].any()
+
+
+@needs_browser
+def test_keys_pan_zoom_and_choose(driver: Any) -> None:
+    """Keys on the timeline pan, zoom, walk through rows and ops; buttons zoom too."""
+    step = _view(driver)[1]
+    _run(driver, "document.getElementById('timeline').focus()")
+    _press(driver, "++")
+    low, high = _view(driver)
+    assert high - low == pytest.approx(step / 4, rel=1e-3)
+    _press(driver, "\ue014")  # right
+    assert _view(driver)[0] == pytest.approx(low + step / 20, rel=1e-2)
+    _press(driver, "-0")
+    assert _view(driver) == (0, step)
+    _press(driver, "\ue015")  # down: the first row
+    first = _find(driver, "#details .name").text
+    _press(driver, "]")
+    second = _find(driver, "#details .name").text
+    assert first != second
+    _press(driver, "[")
+    assert _find(driver, "#details .name").text == first
+    _find(driver, "#zoom-in").click()
+    assert _view(driver)[1] - _view(driver)[0] == pytest.approx(step / 2, rel=1e-3)
+    _find(driver, "#zoom-all").click()
+    assert _view(driver) == (0, step)
+
+
+@needs_browser
+def test_wheel_and_drag(driver: Any) -> None:
+    """Ctrl and the wheel zoom around the pointer; dragging pans."""
+    from selenium.webdriver.common.action_chains import ActionChains, ScrollOrigin
+
+    timeline = _find(driver, "#timeline")
+    _run(driver, "arguments[0].scrollIntoView({ block: 'center' })", timeline)
+    step = _view(driver)[1]
+    origin = ScrollOrigin.from_element(timeline, 100, -40)
+    ActionChains(driver).key_down("\ue009").scroll_from_origin(origin, 0, -400).key_up("\ue009").perform()
+    _wait(driver, f"gdpReport.timeline.view[1] - gdpReport.timeline.view[0] < {0.95 * step}")
+    low, high = _view(driver)
+    drag = ActionChains(driver).move_to_element_with_offset(timeline, 100, -40).click_and_hold()
+    drag.move_by_offset(-60, 0).move_by_offset(-60, 0).release().perform()
+    _wait(driver, f"gdpReport.timeline.view[0] > {low}")
+    assert _view(driver)[1] - _view(driver)[0] == pytest.approx(high - low, rel=1e-3)
+
+
+@needs_browser
+def test_search_finds_ops(driver: Any, made: Told) -> None:
+    """`/` goes to the search; it counts ops by name, module or kind, and Enter shows one after the other."""
+    graph = made.simulation.problem.graph
+    _run(driver, "document.getElementById('timeline').focus()")
+    _press(driver, "/")
+    _press(driver, "tower_LEFT.layers.3")
+    _wait(driver, "document.getElementById('found').textContent !== ''")
+    assert _find(driver, "#found").text == "2 ops"
+    _press(driver, "\n")
+    assert _find(driver, "#found").text == "1 of 2 ops"
+    _press(driver, "\n")
+    assert _find(driver, "#details .name").text == "tower_left.layers.3.mm"
+    low, high = _view(driver)
+    op = graph.op_names.index("tower_left.layers.3.mm")
+    assert low <= made.simulation.op_start_ns[op] <= high
+    _press(driver, "\ue00c")  # escape
+    assert _find(driver, "#search").get_attribute("value") == ""
+    assert _run(driver, "return gdpReport.timeline.matches") is None
+
+
+@needs_browser
+def test_hover_tells_of_ops_and_transfers(driver: Any, made: Told) -> None:
+    """The pointer over an op tells name, device, times and why it waited; over a transfer, bytes and channel."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    _run(driver, "document.getElementById('timeline').scrollIntoView({ block: 'center' })")
+    where = """
+        const t = gdpReport.timeline, row = arguments[0], at = arguments[1], box = t.place.getBoundingClientRect();
+        const [x, y] = t.chart.convertToPixel({ gridIndex: 0 }, [at, row]);
+        return [x - box.width / 2, y - box.height / 2];"""
+    simulation = made.simulation
+    graph = simulation.problem.graph
+    op = graph.op_names.index("head.mm")
+    middle = (simulation.op_start_ns[op] + simulation.op_finish_ns[op]) / 2
+    x, y = _run(driver, where, int(simulation.placement[op]), float(middle))
+    timeline = _find(driver, "#timeline")
+    ActionChains(driver).move_to_element_with_offset(timeline, x, y).perform()
+    _wait(driver, "!document.getElementById('tip').hidden")
+    tip = _find(driver, "#tip").text
+    assert tip.startswith("head.mm\n")
+    assert made.plan.devices[simulation.placement[op]] in tip
+    assert "waited for" in tip or "whose output it reads" in tip
+    sent = int(np.argmax(simulation.transfer_end_ns - simulation.transfer_start_ns))
+    row = _run(
+        driver,
+        "return gdpReport.timeline.rows.findIndex(row => !row.isDevice && row.items.includes(arguments[0]))",
+        sent,
+    )
+    between = (simulation.transfer_start_ns[sent] + simulation.transfer_end_ns[sent]) / 2
+    x, y = _run(driver, where, row, float(between))
+    ActionChains(driver).move_to_element_with_offset(timeline, x, y).perform()
+    _wait(driver, "document.getElementById('tip').textContent.startsWith('Output of')")
+    assert "MiB" in _find(driver, "#tip").text
+
+
+@needs_browser
+def test_modules_and_graph_open(driver: Any) -> None:
+    """The tree opens by a click and by keys, the graph by its buttons; the critical path lists all of its steps."""
+    rows = [row.text for row in driver.find_elements("css selector", "#modules .label")]
+    assert {row.strip("▸ ") for row in rows} >= {"tower_left", "tower_right", "head"}
+    driver.find_elements("css selector", "#modules .node")[0].click()
+    assert _find(driver, "#modules .node").get_attribute("aria-expanded") == "true"
+    _run(driver, "document.querySelector('#modules .node').focus()")
+    _press(driver, "\ue015\ue014")  # down, right
+    assert len(driver.find_elements("css selector", "#modules [aria-expanded=true]")) == 2
+    _press(driver, "\ue012\ue012\ue012")  # left: closes, goes to the parent, closes that
+    assert driver.find_elements("css selector", "#modules [aria-expanded=true]") == []
+    nodes = _run(driver, "return gdpReport.graph.nodes.map(node => node.path)")
+    assert "tower_left" in nodes
+    button = next(
+        item for item in driver.find_elements("css selector", "#graph-buttons button") if "tower_left" in item.text
+    )
+    _run(driver, "arguments[0].click()", button)
+    assert "tower_left.layers" in _run(driver, "return gdpReport.graph.nodes.map(node => node.path)")
+    _run(driver, "const path = document.querySelector('#path details'); path.open = false; path.open = true")
+    _wait(driver, "document.querySelectorAll('.path-row').length > 0")
+    _run(driver, "document.querySelector('.path-row button').click()")
+    assert _find(driver, "#path-shares .legend").text != ""
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_themes_and_widths(driver: Any, page: Path, width: int) -> None:
+    """Nothing is wider than the window; text stands out in both themes; the button and the preference choose them."""
+    resize(driver, width)
+    grounds = []
+    for is_dark in (False, True):
+        set_dark(driver, is_dark)
+        _wait(driver, f"matchMedia('(prefers-color-scheme: dark)').matches === {str(is_dark).lower()}")
+        colours = _run(
+            driver,
+            """
+            const style = getComputedStyle(document.documentElement);
+            const names = ["ground", "raised", "text", "quiet", "bad"];
+            return names.map(name => style.getPropertyValue(`--${name}`).trim());""",
+        )
+        ground, raised, *texts = colours
+        assert all(_contrast(text, back) >= 4.5 for text in texts for back in (ground, raised)), colours
+        grounds.append(ground)
+        _wait(
+            driver,
+            f"gdpReport.timeline.chart.getWidth() <= {width} && document.documentElement.scrollWidth === {width}",
+        )
+    assert len(set(grounds)) == 2
+    _find(driver, "#theme").click()
+    assert _run(driver, "return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    _check_quiet(driver, page)
+
+
+def _contrast(one: str, other: str) -> float:
+    """WCAG 2.2, contrast ratio of two colours `#rrggbb`."""
+    light = []
+    for colour in (one, other):
+        parts = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+        linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        light.append(float(linear @ (0.2126, 0.7152, 0.0722)))
+    return (max(light) + 0.05) / (min(light) + 0.05)
+
+
+@needs_browser
+def test_names_are_data(shared: Any, tmp_path: Path) -> None:
+    """Names with markup, quotes, emoji or 10,000 characters are shown as they are and do nothing, wherever they are."""
+    plain = Cluster.parse("2xp100-pcie-16g")
+    devices = [replace(device, name=name) for device, name in zip(plain.devices, HOSTILE[:2], strict=True)]
+    cluster = replace(plain, name=HOSTILE[1], devices=tuple(devices), channels=(*HOSTILE[2:], *plain.channels)[:4])
+    page = tmp_path / "hostile.html"
+    page.write_text(render(told(two_towers(HOSTILE), cluster=cluster)), encoding="utf-8", newline="")
+    _show(shared, page)
+    assert _run(shared, "return window.broken") is None
+    assert len(_run(shared, "return [...document.scripts].map(script => script.id)")) == 3  # columns are read and gone
+    assert _run(shared, "return document.images.length") == 0
+    assert set(HOSTILE) <= set(_run(shared, "return gdpReport.data.names"))
+    for name in HOSTILE:
+        _run(shared, "gdpReport.timeline.search(arguments[0]); gdpReport.timeline.showFound(1)", name)
+    for _ in range(3):  # modules, those in them, and so on
+        _run(shared, "document.querySelectorAll('#modules [aria-expanded=false]').forEach(row => row.click())")
+    for by in ("kind", "phase"):
+        _run(shared, "gdpReport.timeline.colour(arguments[0]); gdpReport.timeline.redraw()", by)
+    assert HOSTILE[0] in _run(shared, "return document.body.innerText")
+    assert _run(shared, "return document.querySelectorAll('#modules .node').length") > len(HOSTILE)
+    resize(shared, 390)
+    _wait(shared, "document.documentElement.scrollWidth === 390")
+    assert _run(shared, "return window.broken") is None
+    _check_quiet(shared, page)
+
+
+@needs_browser
+def test_prints(driver: Any) -> None:
+    """A printed page has the charts, light, no wider than paper."""
+    set_dark(driver, True)
+    _run(driver, "window.addEventListener('beforeprint', () => window.widths = gdpReport.timeline.chart.getWidth())")
+    document = driver.execute_cdp_cmd("Page.printToPDF", {})
+    assert len(document["data"]) > 20_000
+    assert _run(driver, "return window.widths") == 680
+    assert _run(driver, "return gdpReport.timeline.chart.getWidth()") > 1000
+
+
+def test_columns_come_back(made: Told) -> None:
+    """Packed columns hold the simulation's figures."""
+    header, arrays = unpack(columns(made))
+    assert header["names"] == list(made.simulation.problem.graph.op_names)
+    assert arrays["finish"].tolist() == made.simulation.op_finish_ns.tolist()
+    assert arrays["arrival"].tolist() == made.simulation.transfer_arrival_ns.tolist()
+
+
+def test_embedded_json_cannot_end_its_element() -> None:
+    """JSON in a page has no `<`, `>` or `&`, and says the same."""
+    text = embed({"name": list(HOSTILE)})
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert json.loads(text) == {"name": list(HOSTILE)}
