@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from gdp.plan import Baseline
     from gdp.problem import Problem
 
+_ENDINGS = {
+    "--out": (".html", ".htm"), "--trace": (".json", ".json.gz"), "--figure": (".svg", ".pdf", ".png"),
+    "--dot": (".dot", ".gv"), "--node-data": (".json", ".json.gz"),
+}  # fmt: skip
+
 
 def report(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A gdp-plan file, as `gdp place` writes it.")],
@@ -34,8 +39,21 @@ def report(
     devices: Annotated[
         str | None, typer.Option(metavar="DEVICES", help="What was placed for. Default: cluster.json beside PLAN.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: report.html beside PLAN.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page. Default: report.html beside PLAN."),
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Run the classical placers too, for their times.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Chrome trace JSON, for Perfetto: .json or .json.gz.")
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Timeline and memory for a paper: .svg, .pdf or .png.")
+    ] = None,
+    dot: Annotated[Path | None, typer.Option(metavar="FILE", help="DOT for Graphviz, up to 2000 ops.")] = None,
+    node_data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Node data for Model Explorer: the device of each op.")
+    ] = None,
     run: Annotated[
         Path | None, typer.Option("--run", metavar="FILE", help="What `gdp run --json` printed of this plan.")
     ] = None,
@@ -48,15 +66,19 @@ def report(
     op_costs: OpCostsOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Write PLAN as one HTML file with everything in it: timeline, memory, critical path, modules."""
-    from gdp import options
+    """Write PLAN as one HTML page (timeline, memory, critical path, modules), or only the other files asked for."""
+    from gdp import files, options
     from gdp.plan import Plan
     from gdp.report.run_file import read_run
 
-    path = plan.with_name("report.html") if out is None else out
-    if not path.name.endswith((".html", ".htm")):
-        raise InputError(f"--out {path}: a name that ends in .html is expected")
-    options.check_writable(path)
+    others = {"--trace": trace, "--figure": figure, "--dot": dot, "--node-data": node_data}
+    if out is None and not any(others.values()):
+        out = plan.with_name("report.html")
+    written = {name: path for name, path in {"--out": out, **others}.items() if path is not None}
+    for name, path in written.items():
+        if not path.name.endswith(_ENDINGS[name]):
+            raise InputError(f"{name} {path}: a name that ends in {' or '.join(_ENDINGS[name])} is expected")
+        options.check_writable(path)
     read = Plan.load(plan)
     measured = None if run is None else read_run(run)
     reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
@@ -67,19 +89,37 @@ def report(
     constraints = constraints_of(cluster, None, None, max_memory, reserve)
     problem = Problem.build(source, cluster, **vars(constraints))
     warm_up()
-    from gdp.report.page import write_page
-    from gdp.report.page_data import Told
     from gdp.simulate import replay
 
     try:
         simulation = replay(problem, read)
     except InputError as error:
         raise InputError(f"{plan}: {error}") from None
-    write_page(path, Told(read, simulation, run=measured, compared=_baselines(problem) if compare else None))
+    if dot is not None:  # what may be refused goes first
+        from gdp.report.graph_files import dot_text
+
+        files.write_bytes(dot, dot_text(simulation).encode("utf-8", "replace"))
+    if figure is not None:
+        from gdp.report.figure import write_figure
+
+        write_figure(figure, simulation)
+    if trace is not None:
+        from gdp.report.trace import trace_document
+
+        files.write_json(trace, trace_document(simulation))
+    if node_data is not None:
+        from gdp.report.graph_files import node_data_document
+
+        files.write_json(node_data, node_data_document(simulation))
+    if out is not None:
+        from gdp.report.page import write_page
+        from gdp.report.page_data import Told
+
+        write_page(out, Told(read, simulation, run=measured, compared=_baselines(problem) if compare else None))
     if json:
-        print_json({"path": str(path), "step_time_ns": simulation.step_time_ns, "bytes": path.stat().st_size})
+        print_json({"step_time_ns": simulation.step_time_ns, "written": [str(path) for path in written.values()]})
     else:
-        print_text(f"Report written to {path}")
+        print_text(f"Written to {', '.join(map(str, written.values()))}")
     return OK
 
 

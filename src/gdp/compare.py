@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from gdp import notebook
 from gdp.bounds import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
@@ -47,6 +48,18 @@ class Comparison:
     rows: tuple[Row, ...]
     lower_bound_ns: int
     interrupted: bool = False
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        rows = []
+        for row in self.rows:
+            times = [time_ns for time_ns in row.step_time_ns_by_seed if time_ns is not None]
+            shown = (row.step_time_ns, min(times, default=None), max(times, default=None))
+            rows.append([row.placer, row.status, *map(notebook.milliseconds, shown), f"{row.seconds:.2f}"])
+        bound = f"Lower bound {notebook.milliseconds(self.lower_bound_ns)}. Step times are medians over seeds."
+        return notebook.table(
+            "Placers", ["placer", "status", "step time", "best seed", "worst seed", "seconds"], rows, bound
+        )
 
 
 def compare(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdp import files
+from gdp import files, notebook
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import I64, Graph
@@ -83,6 +83,24 @@ class Plan:
         if self.step_time_ns == self.lower_bound_ns:
             return 0.0
         return self.step_time_ns / self.lower_bound_ns - 1.0 if self.lower_bound_ns else float("inf")
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        bound = f"at most {self.gap:.1%} above the lower bound, {notebook.milliseconds(self.lower_bound_ns)}"
+        counts = np.bincount(self.placement, minlength=len(self.devices))
+        busy = [] if self.search is None else self.search.busy_fraction.tolist()
+        rows = [
+            [name, f"{counts[device]:,}", f"{self.peak_memory_bytes[device] / 2**30:.3f} GiB"]
+            + ([f"{busy[device]:.1%}"] if busy else [])
+            for device, name in enumerate(self.devices)
+        ]
+        others = {} if self.search is None else self.search.baselines
+        times = {name: other.step_time_ns for name, other in others.items() if other.status == "ok"}
+        note = ", ".join(f"{name} {notebook.milliseconds(time_ns)}" for name, time_ns in times.items())
+        fits = "" if self.status == "ok" else "; does not fit in memory"
+        title = f"Step time {notebook.milliseconds(self.step_time_ns)} by {self.placer}, {bound}{fits}"
+        headings = ["device", "ops", "peak memory"] + (["busy"] if busy else [])
+        return notebook.table(title, headings, rows, f"Other placers: {note}." if note else "")
 
     def to_document(self) -> dict[str, Any]:
         """The `gdp-plan` document."""

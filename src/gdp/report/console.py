@@ -18,6 +18,7 @@ from gdp.plan import Baseline, Plan
 from gdp.report.advice import advice_report
 from gdp.report.limits import Limits
 from gdp.report.tables import digits, format_gib, format_ms, new_table
+from gdp.report.timeline_text import TimelineText
 from gdp.simulate import Simulation
 
 
@@ -52,6 +53,8 @@ def place_report(
         yield _baselines(plan)
     yield ""
     yield from device_report(simulation)
+    yield ""
+    yield TimelineText(simulation)
     if advice is not None:
         yield ""
         yield from advice_report(advice, simulation)

@@ -1,0 +1,58 @@
+"""A placed graph for other viewers: DOT for Graphviz, node data for Model Explorer."""
+
+from typing import Any
+
+from gdp.errors import InputError
+from gdp.report.colours import device_colour
+from gdp.simulate import Simulation
+
+MOST_DOT_OPS = 2000  # Graphviz lays out more only in minutes
+
+
+def dot_text(simulation: Simulation) -> str:
+    """The graph in DOT, ops filled with the colour of their device; InputError if it is too large to be laid out."""
+    graph, cluster = simulation.problem.graph, simulation.problem.cluster
+    if graph.num_ops > MOST_DOT_OPS:
+        raise InputError(
+            f"--dot: {graph.name} has {graph.num_ops} ops; Graphviz lays out up to {MOST_DOT_OPS}, use the page instead"
+        )
+    lines = [f"digraph {_quoted(graph.name)} {{", '  node [shape=box, style=filled, fontname="sans-serif"];']
+    for op, name in enumerate(graph.op_names):
+        device = int(simulation.placement[op])
+        colour = device_colour(device)
+        text = "white" if _is_dark(colour) else "black"
+        label = f"{_short(name)}\n{_short(graph.kinds[op])}\n{cluster.devices[device].name}"
+        lines.append(f'  {op} [label={_quoted(label)}, fillcolor="{colour}", fontcolor="{text}"];')
+    producers = graph.producers[graph.edge_tensors]
+    for producer, consumer in dict.fromkeys(zip(producers.tolist(), graph.consumers.tolist(), strict=True)):
+        moved = simulation.placement[producer] != simulation.placement[consumer]
+        lines.append(f"  {producer} -> {consumer}{' [penwidth=2, style=dashed]' if moved else ''};")
+    return "\n".join([*lines, "}", ""])
+
+
+def node_data_document(simulation: Simulation) -> dict[str, Any]:
+    """Model Explorer's node data: the device of each op, with its colour, by the op's name."""
+    graph, devices = simulation.problem.graph, simulation.problem.cluster.devices
+    results = {}
+    for op, name in enumerate(graph.op_names):
+        device = int(simulation.placement[op])
+        colour = device_colour(device)
+        results[name] = {
+            "value": devices[device].name, "bgColor": colour, "textColor": "white" if _is_dark(colour) else "black"
+        }  # fmt: skip
+    return {"main": {"name": "device", "results": results}}
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 60 else f"{name[:40]}…{name[-19:]}"
+
+
+def _quoted(text: str) -> str:
+    """A string of the DOT language: backslashes would begin an escape in a label, and it has no NUL."""
+    text = text.replace("\0", "�").replace("\\", "\\\\").replace('"', '\\"').replace("\r", " ").replace("\n", "\\n")
+    return f'"{text}"'
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 140

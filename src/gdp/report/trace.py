@@ -1,0 +1,130 @@
+"""A simulated step as a trace: Chrome's Trace Event Format, in JSON, which Perfetto and chrome://tracing open.
+
+    process 1, devices     a thread each: ops as complete events ("X"), memory as a counter ("C")
+    process 2, channels    a thread each: transfers
+    arrows ("s", "t", "f") from the op that makes a tensor over its transfer to the op that reads it first
+
+Times are microseconds, as the format has it, with the nanoseconds after the point.
+Source: "Trace Event Format", the document that Chromium's tracing refers to.
+"""
+
+import heapq
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gdp.report.memory_curves import Allocations, memory_curves
+from gdp.report.page_data import transfer_lanes
+from gdp.report.waits import AFTER_TRANSFER, AT_ONCE, DEVICE_BUSY, Waits
+from gdp.simulate import Simulation
+
+_DEVICES, _CHANNELS = 1, 2
+_WHY = {AT_ONCE: "starts with the step", AFTER_TRANSFER: "a transfer", DEVICE_BUSY: "the device"}
+
+
+def trace_document(simulation: Simulation) -> dict[str, Any]:
+    """The trace of a step."""
+    graph, cluster = simulation.problem.graph, simulation.problem.cluster
+    events = [*_names(simulation), *_ops(simulation), *_transfers(simulation), *_memory(simulation)]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {"graph": graph.name, "cluster": cluster.name, "step_time_ns": simulation.step_time_ns},
+    }
+
+
+def _names(simulation: Simulation) -> Iterator[dict[str, Any]]:
+    for process, title in ((_DEVICES, "devices"), (_CHANNELS, "channels")):
+        yield _named("process_name", process, 0, name=title)
+        yield _named("process_sort_index", process, 0, sort_index=process)
+    for number, device in enumerate(simulation.problem.cluster.devices):
+        yield _named("thread_name", _DEVICES, number + 1, name=f"{device.name} ({device.kind})")
+        yield _named("thread_sort_index", _DEVICES, number + 1, sort_index=number)
+
+
+def _named(event: str, process: int, thread: int, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": event, "pid": process, "tid": thread, "ts": 0, "args": args}
+
+
+def _ops(simulation: Simulation) -> Iterator[dict[str, Any]]:
+    graph = simulation.problem.graph
+    waits = Waits.of(simulation)
+    starts, ends = simulation.op_start_ns.tolist(), simulation.op_finish_ns.tolist()
+    ready, after, devices = waits.ready_ns.tolist(), waits.after.tolist(), simulation.placement.tolist()
+    for op, name in enumerate(graph.op_names):
+        args = {
+            "kind": graph.kinds[op], "module": graph.modules[op], "op": op, "flops": int(graph.flops[op]),
+            "ready_ns": ready[op], "waited_for": _WHY.get(after[op], "an input"),
+        }  # fmt: skip
+        yield {
+            "ph": "X", "name": name, "cat": graph.phases[op] or "op", "pid": _DEVICES, "tid": devices[op] + 1,
+            "ts": starts[op] / 1000, "dur": (ends[op] - starts[op]) / 1000, "args": args,
+        }  # fmt: skip
+
+
+def _transfers(simulation: Simulation) -> Iterator[dict[str, Any]]:
+    """Slices on every channel that a transfer occupies, and one chain of arrows for each transfer."""
+    graph, devices = simulation.problem.graph, simulation.problem.cluster.devices
+    starts, ends = simulation.transfer_start_ns.tolist(), simulation.transfer_end_ns.tolist()
+    producers = graph.producers[simulation.transfer_tensors].tolist()
+    drawn: dict[int, int] = {}  # the thread of each transfer's first slice
+    thread = 0
+    for lane in transfer_lanes(simulation):
+        # on ways without a channel transfers overlap: as many threads as there are at once
+        free: list[tuple[int, int]] = []
+        threads: list[int] = []
+        for transfer in lane.transfers.tolist():
+            if free and free[0][0] <= starts[transfer]:
+                _, slot = heapq.heappop(free)
+            else:
+                thread += 1
+                slot = thread
+                threads.append(slot)
+            heapq.heappush(free, (ends[transfer], slot))
+            drawn.setdefault(transfer, slot)
+            source, target = simulation.placement[producers[transfer]], simulation.transfer_destinations[transfer]
+            yield {
+                "ph": "X", "name": graph.op_names[producers[transfer]], "cat": "transfer", "pid": _CHANNELS,
+                "tid": slot, "ts": starts[transfer] / 1000, "dur": (ends[transfer] - starts[transfer]) / 1000,
+                "args": {
+                    "bytes": int(graph.tensor_bytes[simulation.transfer_tensors[transfer]]),
+                    "from": devices[source].name, "to": devices[target].name,
+                    "arrival_ns": int(simulation.transfer_arrival_ns[transfer]),
+                },
+            }  # fmt: skip
+        for number, slot in enumerate(threads):
+            name = lane.name if len(threads) == 1 else f"{lane.name} {number + 1}"
+            yield _named("thread_name", _CHANNELS, slot, name=name)
+            yield _named("thread_sort_index", _CHANNELS, slot, sort_index=slot)
+    yield from _arrows(simulation, drawn)
+
+
+def _arrows(simulation: Simulation, drawn: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """From the middle of the op that makes a tensor to those of its transfer and of the op that reads it first."""
+    graph, placement = simulation.problem.graph, simulation.placement
+    op_middle = (simulation.op_start_ns + simulation.op_finish_ns) / 2000
+    sent_middle = (simulation.transfer_start_ns + simulation.transfer_end_ns) / 2000
+    for transfer, slot in drawn.items():
+        tensor, target = int(simulation.transfer_tensors[transfer]), int(simulation.transfer_destinations[transfer])
+        consumers = graph.consumers_of(tensor)
+        there = consumers[placement[consumers] == target]
+        reader = int(there[np.argmin(simulation.op_start_ns[there])])
+        producer = int(graph.producers[tensor])
+        for phase, process, thread, middle in (
+            ("s", _DEVICES, int(placement[producer]) + 1, op_middle[producer]),
+            ("t", _CHANNELS, slot, sent_middle[transfer]),
+            ("f", _DEVICES, target + 1, op_middle[reader]),
+        ):
+            yield {
+                "ph": phase, "id": transfer, "name": "tensor", "cat": "transfer", "pid": process, "tid": thread,
+                "ts": float(middle), **({"bp": "e"} if phase == "f" else {}),
+            }  # fmt: skip
+
+
+def _memory(simulation: Simulation) -> Iterator[dict[str, Any]]:
+    """A counter for each device."""
+    for curve in memory_curves(simulation, Allocations.of(simulation)):
+        name = f"memory of {simulation.problem.cluster.devices[curve.device].name}"
+        for time_ns, used in zip(curve.times_ns.tolist(), curve.used_bytes.tolist(), strict=True):
+            yield {"ph": "C", "name": name, "pid": _DEVICES, "tid": 0, "ts": time_ns / 1000, "args": {"bytes": used}}

@@ -1,0 +1,221 @@
+"""Other pictures of a step: traces, DOT, node data, figures, a terminal, a notebook."""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from report_cases import HOSTILE, told, two_towers
+from rich.console import Console
+
+from gdp.cli import main
+from gdp.compare import compare
+from gdp.errors import InputError
+from gdp.problem import Problem
+from gdp.report.figure import write_figure
+from gdp.report.graph_files import dot_text, node_data_document
+from gdp.report.run_file import read_run
+from gdp.report.timeline_text import TimelineText, busy_shares
+from gdp.report.trace import trace_document
+from gdp.simulate import Simulation, simulate
+from strategies import Instance, instances
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Simulation:
+    return told(two_towers(HOSTILE)).simulation
+
+
+def _simulate(instance: Instance) -> Simulation:
+    times = np.array(instance.op_time_ns, np.int64)
+    limits = np.full(times.shape[1], 2**62)
+    problem = Problem(instance.graph, instance.cluster, times, times >= 0, limits, np.full(len(times), -1))
+    return simulate(problem, instance.placement, priority=instance.priority)
+
+
+def _check_trace(document: dict[str, Any], simulation: Simulation) -> None:
+    """The rules of the Trace Event Format for the kinds of events that are used."""
+    events = json.loads(json.dumps(document))["traceEvents"]
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    arrows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    named = set()
+    counters: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for event in events:
+        assert {"ph", "name", "pid", "tid", "ts"} <= set(event)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] in "stf":
+            arrows[event["id"]].append(event)
+        elif event["ph"] == "C":
+            counters[event["name"]].append((event["ts"], event["args"]["bytes"]))
+        else:
+            assert event["ph"] == "M"
+            if event["name"] == "thread_name":
+                named.add((event["pid"], event["tid"]))
+    assert set(threads) <= named
+    for spans in threads.values():  # of one thread, slices lie one after the other
+        spans.sort()
+        assert all(start >= end - 1e-6 for (_, end), (start, _) in pairwise(spans))
+    assert len(arrows) <= len(simulation.transfer_tensors)
+    for parts in arrows.values():
+        assert [part["ph"] for part in parts] == ["s", "t", "f"]
+        times = [part["ts"] for part in parts]
+        assert times == sorted(times)
+        for part in parts:  # each end lies in a slice
+            assert any(start <= part["ts"] <= end for start, end in threads[part["pid"], part["tid"]])
+    assert max(end for spans in threads.values() for _, end in spans) <= simulation.step_time_ns / 1000 + 1e-6
+    peaks = [max(used for _, used in values) for values in counters.values()]
+    assert peaks == simulation.peak_memory_bytes.tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(instances())
+def test_trace_of_any_step(instance: Instance) -> None:
+    """A trace has slices that do not overlap, arrows from slice to slice, and counters with the step's peaks."""
+    simulation = _simulate(instance)
+    _check_trace(trace_document(simulation), simulation)
+
+
+def test_trace_has_every_op_and_transfer(simulation: Simulation) -> None:
+    """Each op is one slice of its device's thread; each transfer has one chain of arrows."""
+    document = trace_document(simulation)
+    _check_trace(document, simulation)
+    slices = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] == 1]
+    assert {(event["name"], event["tid"] - 1, event["ts"]) for event in slices} == {
+        (name, device, start / 1000)
+        for name, device, start in zip(
+            simulation.problem.graph.op_names, simulation.placement.tolist(), simulation.op_start_ns.tolist(),
+            strict=True,
+        )
+    }  # fmt: skip
+    ends = [event for event in document["traceEvents"] if event["ph"] == "f"]
+    assert len(ends) == len(simulation.transfer_tensors) > 0
+
+
+def test_dot_quotes_names(simulation: Simulation) -> None:
+    """In DOT every op is a node and every edge is there; strings end where they should."""
+    lines = dot_text(simulation).split("\n")
+    string = r'"(?:[^"\\\x00]|\\.)*"'
+    node = re.compile(rf"  \d+ \[label={string}, fillcolor={string}, fontcolor={string}\];")
+    nodes = [line for line in lines if node.fullmatch(line)]
+    edges = [line for line in lines if re.fullmatch(r"  \d+ -> \d+( \[.*\])?;", line)]
+    graph = simulation.problem.graph
+    assert len(nodes) == graph.num_ops
+    pairs = zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True)
+    assert len(edges) == len(set(pairs))
+    assert re.fullmatch(rf"digraph {string} {{", lines[0])
+
+
+def test_dot_of_a_large_graph_is_refused() -> None:
+    """More ops than Graphviz lays out are refused."""
+    with pytest.raises(InputError, match="--dot: two-towers has 2402 ops"):
+        dot_text(told(two_towers(layers=600)).simulation)
+
+
+def test_node_data_names_each_op(simulation: Simulation) -> None:
+    """Model Explorer gets the device of each op by name."""
+    results = node_data_document(simulation)["main"]["results"]
+    graph, devices = simulation.problem.graph, simulation.problem.cluster.devices
+    assert {name: item["value"] for name, item in results.items()} == {
+        name: devices[device].name for name, device in zip(graph.op_names, simulation.placement.tolist(), strict=True)
+    }
+
+
+@pytest.mark.parametrize(("kind", "start"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_figures(simulation: Simulation, tmp_path: Path, kind: str, start: bytes) -> None:
+    """A figure is written, the same every time."""
+    pytest.importorskip("matplotlib")
+    paths = [tmp_path / f"{number}{kind}" for number in range(2)]
+    for path in paths:
+        write_figure(path, simulation)
+    first, second = (path.read_bytes() for path in paths)
+    assert first.startswith(start)
+    assert first == second
+
+
+@settings(max_examples=40, deadline=None)
+@given(instances())
+def test_terminal_timeline_adds_up(instance: Instance) -> None:
+    """The columns of a device's line add up to the time that it computes, and no line is wider than asked for."""
+    simulation = _simulate(instance)
+    if simulation.step_time_ns:
+        shares = busy_shares(simulation, 50)
+        np.testing.assert_allclose(shares.mean(axis=1), simulation.busy_fraction, atol=1e-6)
+    console = Console(width=60, file=None, record=True, quiet=True)
+    lines = console.render_lines(TimelineText(simulation), console.options, pad=False)
+    assert max(sum(len(part.text) for part in line) for line in lines) <= 60
+
+
+class _Text(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.data: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.data.append(data)
+
+
+def test_notebooks_show_plans_and_comparisons() -> None:
+    """Plan and Comparison show themselves as a table; names are text in it."""
+    made = told(two_towers(HOSTILE))
+    shown = made.plan._repr_html_()
+    object.__setattr__(made.plan, "devices", HOSTILE[:2])
+    hostile = made.plan._repr_html_()
+    problem = made.simulation.problem
+    compared = compare(problem.graph, problem.cluster, placers=["single", "heft"], num_seeds=1)._repr_html_()
+    for text, expected in ((shown, "gpu0"), (hostile, HOSTILE[0]), (compared, "heft")):
+        parser = _Text()
+        parser.feed(text)
+        assert parser.tags == {"div", "p", "b", "table", "thead", "tbody", "tr", "th", "td"}
+        assert expected in parser.data
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gdp report` writes what is asked for beside a plan, refuses other names and other graphs in one line."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = told(two_towers())
+    problem = made.simulation.problem
+    plan = tmp_path / "plan.json"
+    made.plan.save(plan)
+    assert main(["report", str(plan)]) == 2
+    assert "no cluster.json beside it" in capsys.readouterr().err
+    problem.graph.save(tmp_path / "graph.json.gz")
+    problem.cluster.save(tmp_path / "cluster.json")
+    assert main(["report", str(plan), "--compare", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] == [str(tmp_path / "report.html")]
+    page = (tmp_path / "report.html").read_text()
+    assert "speed-up" in page
+    assert '"m-etf"' in page
+    assert main(["report", str(plan), "--trace", str(tmp_path / "t.json.gz"), "--out", str(tmp_path / "p.html")]) == 0
+    _check_trace(json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes())), made.simulation)
+    assert (tmp_path / "p.html").stat().st_size > 10**6
+    capsys.readouterr()
+    assert main(["report", str(plan), "--figure", str(tmp_path / "f.jpeg")]) == 2
+    assert "a name that ends in .svg or .pdf or .png is expected" in capsys.readouterr().err
+    two_towers(layers=2).save(tmp_path / "other.json.gz")
+    assert main(["report", str(plan), "--graph", str(tmp_path / "other.json.gz")]) == 2
+    assert "the plan is of graph" in capsys.readouterr().err
+
+
+def test_measured_times_are_read_strictly(tmp_path: Path) -> None:
+    """What `gdp run --json` printed is read; anything else is refused in one line."""
+    path = tmp_path / "run.json"
+    arm = {"step_time_ns": 10, "step_time_quartiles_ns": [9, 11]}
+    path.write_text(json.dumps({**arm, "predicted_step_time_ns": 12, "one_device": {**arm, "device": "gpu0"}}))
+    assert read_run(path)["one_device"]["step_time_quartiles_ns"] == [9, 11]
+    path.write_text(json.dumps({**arm, "predicted_step_time_ns": "12", "one_device": None}))
+    with pytest.raises(InputError, match="is not what `gdp run --json` prints"):
+        read_run(path)
