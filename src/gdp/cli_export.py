@@ -13,6 +13,7 @@ from gdp.cli_inputs import (
     MicrobatchesOption,
     OpCostsOption,
     ReserveOption,
+    check_reads_model,
     check_spares_plan,
     cluster_of_plan,
     constraints_of,
@@ -54,6 +55,7 @@ def export(
     check_spares_plan("--out", path, plan)
     read = Plan.load(plan)
     reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
+    check_reads_model(graph, reading)
     cluster = cluster_of_plan(plan, devices)
     source = graph_of_plan(plan, read, cluster, graph, reading)
     constraints = constraints_of(cluster, None, None, max_memory, reserve)

@@ -185,14 +185,6 @@ def cluster_of_plan(plan: Path, devices: str | None) -> "Cluster":
 
 def graph_of_plan(path: Path, plan: "Plan", cluster: "Cluster", graph: str | None, reading: "Reading") -> "Graph":
     """What the `plan` in `path` places on `cluster`: `graph`, or graph.json.gz beside it."""
-    given = {
-        "--microbatches": reading.microbatching.count > 1, "--inference": not reading.training,
-        "--dim": reading.dims, "--op-costs": reading.op_costs,
-    }  # fmt: skip
-    if graph is None and (names := [name for name, value in given.items() if value]):
-        raise InputError(
-            f"{names[0]}: says how the MODEL of --graph is read; graph.json.gz beside the plan has it already"
-        )
     beside = path.with_name("graph.json.gz")
     if graph is None and not os.path.isfile(beside):
         raise InputError(f"{path}: no graph.json.gz beside it; name what was placed with --graph")
@@ -209,3 +201,15 @@ def check_spares_plan(option: str, path: Path, plan: Path) -> None:
     needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, "graph.json.gz", "cluster.json")}
     if os.path.realpath(path) in needed:
         raise InputError(f"{option} {path}: the plan needs that file; name another one")
+
+
+def check_reads_model(graph: str | None, reading: "Reading") -> None:
+    """InputError for options that say how a model is read where there is only a graph to read."""
+    given = {
+        "--microbatches": reading.microbatching.count > 1, "--inference": not reading.training,
+        "--dim": reading.dims, "--op-costs": reading.op_costs,
+    }  # fmt: skip
+    if graph is None and (names := [name for name, value in given.items() if value]):
+        raise InputError(
+            f"{names[0]}: says how the MODEL of --graph is read; graph.json.gz beside the plan has it already"
+        )

@@ -1,5 +1,6 @@
-"""`gdp report`: a plan as a page to look at."""
+"""`gdp report`: a plan as a page to look at, a trace, a figure."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,8 @@ from gdp.cli_inputs import (
     MicrobatchesOption,
     OpCostsOption,
     ReserveOption,
+    check_reads_model,
+    check_spares_plan,
     cluster_of_plan,
     constraints_of,
     graph_of_plan,
@@ -79,9 +82,13 @@ def report(
         if not path.name.endswith(_ENDINGS[name]):
             raise InputError(f"{name} {path}: a name that ends in {' or '.join(_ENDINGS[name])} is expected")
         options.check_writable(path)
+        check_spares_plan(name, path, plan)
+    if len(set(map(os.path.realpath, written.values()))) < len(written):
+        raise InputError(f"{' and '.join(written)}: name different files")
     read = Plan.load(plan)
     measured = None if run is None else read_run(run)
     reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
+    check_reads_model(graph, reading)
     cluster = cluster_of_plan(plan, devices)
     source = graph_of_plan(plan, read, cluster, graph, reading)
     from gdp.problem import Problem
