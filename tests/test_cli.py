@@ -420,6 +420,10 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["place"], ["Missing argument 'MODEL'"]),
     (["dance"], ["No such command 'dance'"]),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--placers", "single,magic"], ["placer 'magic' is unknown"]),
+    (
+        ["compare", "graph.json.gz", "--devices", DEVICES, "--placers", "accelerate-x"],
+        ["accelerate-x", "accelerate-auto"],
+    ),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--placers", "auto,auto"], ["each once"]),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--forbid", "conv=gpu0"], ["matches no op's kind"]),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--seeds", "0"], ["--seeds"]),

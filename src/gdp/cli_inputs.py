@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -127,12 +128,16 @@ def check_placers(names: Iterable[str]) -> None:
 def split_rivals(model: str, placers: str | None, microbatches: int) -> tuple[list[str], list[str]]:
     """(placers of gdp, modes of accelerate) that `--placers` names; by default the modes for Transformers models, but
     not for micro-batches, which accelerate has not."""
-    from gdp.accelerate_maps import NAMES
+    from gdp.accelerate_maps import NAMES, PREFIX
     from gdp.compare import DEFAULT_PLACERS
 
     if placers is None:
-        return list(DEFAULT_PLACERS), list(NAMES) if model.startswith("hf:") and microbatches == 1 else []
+        has_rivals = model.startswith("hf:") and microbatches == 1 and find_spec("accelerate") is not None
+        return list(DEFAULT_PLACERS), list(NAMES) if has_rivals else []
     names = [name.strip() for name in placers.split(",")]
+    for name in names:
+        if name.startswith(PREFIX) and name not in NAMES:
+            raise InputError(f"placer {name!r} is unknown; of accelerate there are {', '.join(NAMES)}")
     if len(set(names)) < len(names):
         raise InputError(f"--placers {placers}: name each once")
     return [name for name in names if name not in NAMES], [name for name in names if name in NAMES]

@@ -190,5 +190,6 @@ def test_what_does_not_fit_keeps_its_weights_on_the_cpu_where_accelerate_would_f
     assert placement is not None
     late = fetching_late(problem, placement)
     assert late is not None
-    assert gdp.simulate(*late).step_time_ns == snapped.step_time_ns
+    program = [np.flatnonzero(late[1] == device) for device in range(2)]
+    assert gdp.simulate(*late, order=program).step_time_ns == snapped.step_time_ns == snapped.program_order_ns
     assert not snap(problem, plan, hf_device_map.TARGET, may_offload=False).is_offloaded

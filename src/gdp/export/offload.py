@@ -45,8 +45,9 @@ def offload(
         placement = placement_of(problem, to_map(problem, units, moved))
         if placement is None:
             return None
-        late = fetching_late(problem, placement)
-        return moved, simulate(problem, placement) if late is None else simulate(*late)
+        fetched, where = fetching_late(problem, placement) or (problem, placement)
+        program = [np.flatnonzero(where == device) for device in range(problem.num_devices)]  # as hooks run it
+        return moved, simulate(fetched, where, order=program)
 
     found = [
         answer
