@@ -50,7 +50,7 @@ def two_towers(names: Sequence[str] = (), layers: int = 6) -> Graph:
 
 
 def told(graph: Graph, devices: str = "2xp100-pcie-16g", cluster: Cluster | None = None) -> Told:
-    """A plan of `graph` with all that `gdp place` knows of it; the baselines and the progress are made up."""
+    """A plan of `graph` with all that `gdp place` knows of it; all but the step is made up."""
     cluster = cluster or Cluster.parse(devices)
     plan = place(graph, cluster, placer="heft", budget="50sims")
     simulation = replay(Problem.build(graph, cluster), plan)
@@ -68,4 +68,11 @@ def told(graph: Graph, devices: str = "2xp100-pcie-16g", cluster: Cluster | None
         Progress(best_ns * part // 4, True, plan.lower_bound_ns, 10 * part, 2.0 / part, None) for part in (8, 6, 5, 4)
     ]
     object.__setattr__(plan, "search", search)
-    return Told(plan, simulation, progress)
+    arm = {"step_time_ns": 2 * best_ns, "step_time_quartiles_ns": [best_ns, 3 * best_ns]}
+    op = {"name": HOSTILE[0], "num_ops": 1, "predicted_ns": 1000, "measured_ns": 2000}
+    device = {"name": HOSTILE[1], "num_ops": 1, "predicted_busy_ns": 1000, "busy_ns": 2000, "wait_ns": 3000}
+    run = {
+        **arm, "predicted_step_time_ns": best_ns, "one_device": {**arm, "device": HOSTILE[2]},
+        "prediction": {"devices": [device], "kinds": [op], "ops": [op]},
+    }  # fmt: skip
+    return Told(plan, simulation, progress, run=run)

@@ -108,6 +108,9 @@ def test_says_the_plans_figures(driver: Any, made: Told) -> None:
     peaks = [np.float64(made.simulation.peak_memory_bytes[device] / 2**20) for device in range(2)]
     for peak in peaks:
         assert re.search(rf"{peak:.3g} MiB", text), peak
+    rows = [row.text for row in driver.find_elements("css selector", "#run tr")]
+    assert any(row.startswith("plan ") and row.endswith("-50 %") for row in rows), rows  # took twice as long
+    assert sum(HOSTILE[0] in row for row in rows) == 2
     starts = _run(driver, "return Array.from(gdpReport.data.start)")
     assert starts == made.simulation.op_start_ns.tolist()
 

@@ -55,7 +55,7 @@ function bytes(size) {
   return `${digits(size / 2 ** 30, 3)} GiB`;
 }
 
-const percent = share => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+const percent = share => `${(100 * share).toFixed(Math.abs(share) < 0.0995 ? 1 : 0)} %`;
 const count = (number, one, many = `${one}s`) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
 
 // the header and the columns of gdp.report.columns
