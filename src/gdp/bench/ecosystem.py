@@ -16,7 +16,7 @@ from gdp import accelerate_maps
 from gdp.accelerate_maps import MODES
 from gdp.bench import methods, model_configs
 from gdp.bench.comparison import MethodsRow, compare
-from gdp.bench.machines import small_gpu
+from gdp.bench.machines import choose, require_time, small_gpu
 from gdp.bench.runs import WorkloadRuns
 from gdp.bench.tables import (
     counted,
@@ -29,8 +29,6 @@ from gdp.bench.tables import (
 )
 from gdp.budget import Budget
 from gdp.cluster import Cluster
-from gdp.devices import suggest
-from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.plan import Baseline
 from gdp.sources import Reading, read_model
@@ -102,13 +100,8 @@ def run(
     Returns the figures with `markdown` made of them, as the other benchmarks do. RuntimeError if a plan does not fit or
     does not give its figures again.
     """
-    chosen = [item for item in MACHINES if machines is None or item.name in machines]
-    known = [item.name for item in MACHINES]
-    for name in machines or ():
-        if name not in known:
-            raise InputError(f"bench ecosystem: no machine {name!r}; {suggest(name, known)}")
-    if budget.seconds is None or seeds < 1:
-        raise InputError(f"bench ecosystem: {seeds} seeds and a budget of {budget}; seeds and a time are expected")
+    chosen = choose("ecosystem", MACHINES, machines)
+    seconds = require_time("ecosystem", budget, seeds)
     methods.warm_up()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="gdp-bench-") as scratch:
@@ -123,9 +116,7 @@ def run(
                 graph = read_model(model, reading).graph
                 module = accelerate_maps.module_of(model, training=reading.training)
                 for item in here:
-                    rows.append(
-                        _place(item, name, step, graph, module, budget.seconds, seeds, directory, out is not None)
-                    )
+                    rows.append(_place(item, name, step, graph, module, seconds, seeds, directory, out is not None))
                     on_row(_line(rows[-1]))
     command = f"gdp bench ecosystem --budget {budget} --seeds {seeds}"
     command += "" if names is None else f" --models {','.join(names)}"

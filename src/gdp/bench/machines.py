@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -96,6 +96,30 @@ MACHINES = (
 )
 
 OnRow = Callable[[str], None]
+Named = TypeVar("Named", bound="HasName")
+
+
+class HasName(Protocol):
+    """A machine of some benchmark."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def choose(bench: str, machines: Sequence[Named], names: Sequence[str] | None) -> list[Named]:
+    """Those of `machines` that are named, all for None. InputError for an unknown one."""
+    known = [item.name for item in machines]
+    for name in names or ():
+        if name not in known:
+            raise InputError(f"bench {bench}: no machine {name!r}; {suggest(name, known)}")
+    return [item for item in machines if names is None or item.name in names]
+
+
+def require_time(bench: str, budget: Budget, seeds: int) -> float:
+    """The seconds of `budget`. InputError if it is none in time, or without seeds."""
+    if budget.seconds is None or seeds < 1:
+        raise InputError(f"bench {bench}: {seeds} seeds and a budget of {budget}; seeds and a time are expected")
+    return budget.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,20 +158,15 @@ def run(
     Returns the figures with `markdown` made of them, as the other benchmarks do. RuntimeError if a plan does not fit or
     does not give its figures again.
     """
-    chosen = [item for item in MACHINES if machines is None or item.name in machines]
-    known = [item.name for item in MACHINES]
-    for name in machines or ():
-        if name not in known:
-            raise InputError(f"bench machines: no machine {name!r}; {suggest(name, known)}")
-    if budget.seconds is None or seeds < 1:
-        raise InputError(f"bench machines: {seeds} seeds and a budget of {budget}; seeds and a time are expected")
+    chosen = choose("machines", MACHINES, machines)
+    seconds = require_time("machines", budget, seeds)
     methods.warm_up()
     rows = []
     with tempfile.TemporaryDirectory(prefix="gdp-bench-") as scratch:
         directory = out / "runs" if out else Path(scratch)
         for item in chosen:
             for name in NAMES if names is None else names:
-                rows.append(_place(item, name, budget.seconds, seeds, directory, resume=out is not None))
+                rows.append(_place(item, name, seconds, seeds, directory, resume=out is not None))
                 on_row(_line(rows[-1]))
     command = f"gdp bench machines --budget {budget} --seeds {seeds}"
     command += "" if names is None else f" --workloads {','.join(names)}"
