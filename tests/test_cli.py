@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 import gdp
-from gdp import sources
+from gdp import plan_cache, sources
 from gdp.bench.graphs import lstm_training_graph
 from gdp.cli import main
 from gdp.cluster import Cluster
@@ -184,6 +185,11 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
         for option in different:
             with pytest.raises(AssertionError, match="a search"):
                 run(*place("--threads", "2", *option))
+    for library in ("gdp-placement", "numba", "ortools"):
+        with monkeypatch.context() as changed, pytest.raises(AssertionError, match="a search"):
+            changed.setattr(plan_cache, "version", lambda name, new=library: "0" if name == new else version(name))
+            changed.setattr(sys.modules["gdp.place"], "place", searches)
+            run(*place())
     (entry,) = Path("cache/gdp/plans").iterdir()
     for damaged in (b"", gzip.compress(b"{}"), gzip.compress(b'{"format":"gdp-found-plan","version":1}')):
         entry.write_bytes(damaged)

@@ -1,6 +1,7 @@
 """Plans that were found before: an identical question is answered at once.
 
-What is identical: graph, cluster, constraints, every option that a search depends on, and gdp's own code. D devices.
+What is identical: graph, cluster, constraints, every option that a search depends on, gdp's code and the policy that
+comes with it, and the libraries that a search computes with. D devices.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from gdp.graph import Graph
 from gdp.plan import Baseline, NoisyTimes, Plan, Search
 
 FORMAT, VERSION = "gdp-found-plan", 1
+_LIBRARIES = ("numpy", "numba", "scipy", "pymetis", "ortools", "torch", "torch-geometric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,11 @@ class Found:
 
 def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Mapping[str, object]) -> Path | None:
     """Where the answer to this question is kept; `options` are all others that the answer depends on."""
-    limits = asdict(constraints)
-    depends_on = (FORMAT, VERSION, version("gdp-placement"), graph.fingerprint, cluster.fingerprint, limits, options)
-    return cache.entry("plans", graph.name, depends_on, Path(__file__).parent.rglob("*.py"))
+    question = (graph.fingerprint, cluster.fingerprint, asdict(constraints), options)
+    versions = [version(name) for name in ("gdp-placement", *_LIBRARIES)]
+    package = Path(__file__).parent
+    code = [*package.rglob("*.py"), *package.rglob("*.safetensors")]
+    return cache.entry("plans", graph.name, (FORMAT, VERSION, versions, *question), code)
 
 
 def load(path: Path | None, graph: Graph, cluster: Cluster) -> Found | None:
