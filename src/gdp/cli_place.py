@@ -1,12 +1,11 @@
-"""`gdp place`: the best plan, advice on the machine, sweeps."""
+"""`gdp place`: the best plan, with advice on the machine."""
 
-import hashlib
 import shlex
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,10 +22,9 @@ from gdp.cli_inputs import (
     check_checkpoint,
     check_placers,
     constraints_of,
-    read_graph,
-    read_timed,
     reading_of,
 )
+from gdp.cli_request import PlaceRequest
 from gdp.cli_shared import (
     INTERRUPTED,
     NOTHING_FITS,
@@ -43,76 +41,20 @@ from gdp.cli_shared import (
     show,
     warm_up,
 )
+from gdp.cli_sweep import sweep_place
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from gdp.advice import Advice
-    from gdp.budget import Budget
-    from gdp.cluster import Cluster
-    from gdp.constraints import Constraints
     from gdp.export.search import Placed
     from gdp.export.target import Target
     from gdp.graph import Graph
     from gdp.plan import Plan
-    from gdp.sources import Model, Reading
-    from gdp.sweep import Sweep
+    from gdp.plan_cache import Found
+    from gdp.problem import Problem
+    from gdp.simulate import Simulation
 
 _ADVICE_SHARE = 0.2  # of the budget
-
-
-@dataclass(frozen=True, eq=False)
-class _Request:
-    """What is asked for, read and checked."""
-
-    model: str
-    devices: str
-    cluster: "Cluster"
-    budget: "Budget"
-    constraints: "Constraints"
-    reading: "Reading"
-    times: Path | None
-    placer: str
-    checkpoint: str | None
-    seed: int
-    robust: float | None
-    threads: int | None
-    with_cache: bool
-    out: Path | None
-    json: bool
-    target: "Target | None" = None
-
-    def read(self) -> "Model":
-        """The model's graph, with measured times if there are."""
-        if self.times is None:
-            return read_graph(self.model, self.reading)
-        return read_timed(self.model, self.times, self.cluster, self.reading)
-
-    def read_split(self, microbatches: int, samples_by: int = 1) -> "Graph":
-        """The model's step of so many micro-batches, with one in `samples_by` of the samples."""
-        from gdp.sources import read_part
-
-        microbatching = replace(self.reading.microbatching, count=microbatches)
-        return microbatching.apply(read_part(self.model, self.reading, microbatches * samples_by))
-
-    def cache_entry(self, graph: "Graph", with_advice: bool) -> Path | None:
-        """Where the answer is kept."""
-        if not self.with_cache:
-            return None
-        from gdp import files, plan_cache
-        from gdp.simulate import default_threads
-
-        policy = None if self.checkpoint is None else hashlib.sha256(files.read_bytes(self.checkpoint)).hexdigest()
-        options = {
-            "placer": self.placer, "budget": str(self.budget), "policy": policy, "advice": with_advice,
-            "target": None if self.target is None else self.target.name,
-            "seed": self.seed, "robust": self.robust, "threads": self.threads or default_threads(),
-        }  # fmt: skip
-        return plan_cache.entry(graph, self.cluster, self.constraints, options)
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """What `place` and `sweep_...` both take."""
-        return {"seed": self.seed, "robust": self.robust, "num_threads": self.threads}
 
 
 def place(
@@ -169,16 +111,16 @@ def place(
     cluster = Cluster.parse(devices)
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
     spread = None if robust is None else options.parse_fraction(robust, "--robust", below=0.5)
-    request = _Request(
+    request = PlaceRequest(
         model, devices, cluster, limit, constraints, reading, times, placer, checkpoint, seed, spread, threads,
-        with_cache, out, json, _target(target, placer, sweep),
+        with_cache, advice and placer == "auto" and target is None, out, json, _target(target, placer, sweep),
     )  # fmt: skip
     check_placers([placer])
     check_checkpoint(checkpoint, [placer])
     if asked is not None:
         asked.check(cluster)
-        return _sweep(request, asked)
-    return _place(request, advice and placer == "auto" and target is None)
+        return sweep_place(request, asked)
+    return _place(request)
 
 
 def _target(name: str | None, placer: str, sweep: str | None) -> "Target | None":
@@ -191,96 +133,125 @@ def _target(name: str | None, placer: str, sweep: str | None) -> "Target | None"
     return find_target(name)
 
 
-def _place(request: _Request, with_advice: bool) -> int:
-    from gdp import options
-
-    out, times = request.out, request.times
-    plan_path = (out or Path()) / "plan.json"
-    # a graph with measured times, or costs of the user's, is nowhere else
-    is_known = times is None and request.reading.op_costs is None
-    graph_path = None if out is None and is_known else plan_path.with_name("graph.json.gz")
-    cluster_path = None if out is None else out / "cluster.json"
-    report_path = None if out is None else out / "report.html"
-    for path in filter(None, (plan_path, graph_path, cluster_path, report_path)):
-        options.check_writable(path)
-    from gdp.problem import Problem
-
-    source = request.read()
-    graph, cluster = source.graph, request.cluster
-    try:
-        problem = Problem.build(graph, cluster, **vars(request.constraints))  # bad ones are better known now
-        if request.target is not None:
-            request.target.read_units(problem)
-    except InputError as error:
-        raise InputError(f"{request.model} on {request.devices}: {error}") from None
-    if request.robust is None and source.noise is not None:
-        request = replace(request, robust=min(round(source.noise, 4), 0.49))
+def _place(request: PlaceRequest) -> int:
     from gdp import plan_cache
-    from gdp.export.offload import can_offload
     from gdp.report import console, documents, progress
-    from gdp.report.page import write_page
-    from gdp.report.page_data import Told, improvements
     from gdp.simulate import replay
 
-    _say_notes(request, graph)
-    entry = request.cache_entry(graph, with_advice)
-    known = plan_cache.load(entry, graph, cluster)
+    files = _Files.of(request)
+    files.check()
+    source = request.read()
+    graph = source.graph
+    problem = _build(request, graph)  # bad constraints are better known now than after a search
+    request = request.under_measured_noise(source.noise)
+    request.say_notes(graph)
+    entry = request.cache_entry(graph)
+    known = plan_cache.load(entry, graph, request.cluster)
     if known is None:
         warm_up()
     else:
         log("gdp: note: found before, with the same graph, devices and options; --no-cache searches anew")
-    line = progress.SearchLine(f"{graph.name} on {cluster.name}")
-    found: Advice | None = None if known is None else known.advice
     would_fit: list[str] = []
     with progress.stop_on_interrupt() as stop:
         try:
-            with progress.live(line):
-                plan = _search(request, graph, with_advice, line, stop) if known is None else known.plan
-                simulation = replay(problem, plan)
-                if known is not None:
-                    pass
-                elif with_advice and plan.status == "ok":
-                    found = _advise(request, graph, plan, simulation, stop)
-                    plan = found.plan
-                    simulation = replay(problem, plan)
-                elif with_advice and not stop.is_set():
-                    would_fit = _changes_that_fit(request, graph, stop)
-        except InputError as error:
+            with request.named():
+                found = known or _find(request, problem, stop)
+        except InputError:
             if stop.is_set():  # before there was any placement
                 return INTERRUPTED
-            raise InputError(f"{request.model} on {request.devices}: {error}") from None
-        status = NOTHING_FITS if plan.status == "infeasible" else OK
-        if status == OK:
-            plan.save(plan_path)
-            if graph_path is not None:
-                graph.save(graph_path)
-            if cluster_path is not None:
-                cluster.save(cluster_path)
-            if report_path is not None:
-                write_page(report_path, Told(plan, simulation, improvements(line.history), found))
+            raise
+        plan, simulation = found.plan, replay(problem, found.plan)
+        fits = plan.status == "ok"
+        if fits:
+            files.write(found, simulation)
             if known is None and not stop.is_set():
-                plan_cache.store(entry, plan_cache.Found(plan, found))
+                plan_cache.store(entry, found)
+        elif not stop.is_set():
+            would_fit = _would_fit(request, problem, stop)
         interrupted = stop.is_set()
     if request.json:
-        written = plan_path if status == OK else None
-        print_json(documents.place_document(graph, cluster, plan, written, advice=found, would_fit=would_fit))
-    elif status == OK:
-        command = _next_command(request, graph_path, cluster_path, plan_path)
-        told = " and ".join(str(path) for path in (plan_path, report_path) if path is not None)
-        show(console.place_report(plan, simulation, source.unknown_costs, told, command, found))
-    if status == NOTHING_FITS:
-        if request.target is not None and request.target.offload is not None and can_offload(problem):
-            would_fit = [
-                *would_fit,
-                f"weights left on a CPU, as gdp export --to {request.target.name} does without --for",
-            ]
-        fail(console.nothing_fits(plan, cluster, would_fit), NOTHING_FITS)
-    return INTERRUPTED if interrupted else status
+        written = files.plan if fits else None
+        print_json(
+            documents.place_document(graph, request.cluster, plan, written, advice=found.advice, would_fit=would_fit)
+        )
+    elif fits:
+        command = _next_command(request, files)
+        show(console.place_report(plan, simulation, source.unknown_costs, files.told, command, found.advice))
+    if not fits:
+        fail(console.nothing_fits(plan, request.cluster, would_fit), NOTHING_FITS)
+    return INTERRUPTED if interrupted else OK if fits else NOTHING_FITS
 
 
-def _search(
-    request: _Request, graph: "Graph", with_advice: bool, on_progress: Callable[..., None], stop: threading.Event
-) -> "Plan":
+@dataclass(frozen=True)
+class _Files:
+    """What is written; None: not asked for."""
+
+    plan: Path
+    graph: Path | None
+    cluster: Path | None
+    report: Path | None
+
+    @classmethod
+    def of(cls, request: PlaceRequest) -> "_Files":
+        out = request.out
+        if out is None:
+            # a graph with measured times, or costs of the user's, is nowhere else
+            is_known = request.times is None and request.reading.op_costs is None
+            return cls(Path("plan.json"), None if is_known else Path("graph.json.gz"), None, None)
+        return cls(out / "plan.json", out / "graph.json.gz", out / "cluster.json", out / "report.html")
+
+    def check(self) -> None:
+        """InputError if one cannot be written."""
+        from gdp import options
+
+        for path in filter(None, (self.plan, self.graph, self.cluster, self.report)):
+            options.check_writable(path)
+
+    def write(self, found: "Found", simulation: "Simulation") -> None:
+        """All of them."""
+        from gdp.report.page import write_page
+        from gdp.report.page_data import Told
+
+        problem = simulation.problem
+        found.plan.save(self.plan)
+        if self.graph is not None:
+            problem.graph.save(self.graph)
+        if self.cluster is not None:
+            problem.cluster.save(self.cluster)
+        if self.report is not None:
+            write_page(self.report, Told(found.plan, simulation, found.progress, found.advice))
+
+    @property
+    def told(self) -> str:
+        """What the user is told of."""
+        return " and ".join(str(path) for path in (self.plan, self.report) if path is not None)
+
+
+def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
+    from gdp.problem import Problem
+
+    with request.named():
+        problem = Problem.build(graph, request.cluster, **vars(request.constraints))
+        if request.target is not None:
+            request.target.read_units(problem)
+    return problem
+
+
+def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "Found":
+    from gdp.plan_cache import Found
+    from gdp.report import progress
+
+    line = progress.SearchLine(f"{problem.graph.name} on {problem.cluster.name}")
+    with progress.live(line):
+        plan = _search(request, problem.graph, line, stop)
+        advice = None
+        if request.with_advice and plan.status == "ok":
+            advice = _advise(request, problem, plan, stop)
+            plan = advice.plan
+    return Found(plan, advice, tuple(progress.improvements(line.history)))
+
+
+def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., None], stop: threading.Event) -> "Plan":
     from gdp.place import place as find_plan
 
     if request.target is not None:
@@ -292,7 +263,7 @@ def _search(
         )  # fmt: skip
         log(f"gdp: note: {_compared(placed)}")
         return placed.plan
-    budget = request.budget.part(1 - _ADVICE_SHARE) if with_advice else request.budget
+    budget = request.budget.part(1 - _ADVICE_SHARE) if request.with_advice else request.budget
     return find_plan(
         graph, request.cluster, placer=request.placer, budget=budget, checkpoint=request.checkpoint,
         on_progress=on_progress, stop=stop, **request.keywords, **vars(request.constraints),
@@ -310,115 +281,53 @@ def _compared(placed: "Placed") -> str:
     )
 
 
-def _advise(request: _Request, graph: "Graph", plan: "Plan", simulation: Any, stop: threading.Event) -> "Advice":
+def _advise(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> "Advice":
     from gdp.advice import advise
+    from gdp.simulate import replay
 
     total, search = request.budget.seconds, plan.search
     is_over = total is not None and search is not None and search.seconds >= total
     budget = request.budget.part(0.0 if is_over else _ADVICE_SHARE)
     return advise(
-        graph, simulation, plan, request.constraints,
+        problem.graph, replay(problem, plan), plan, request.constraints,
         budget=budget, seed=request.seed, num_threads=request.threads, stop=stop,
     )  # fmt: skip
 
 
-def _changes_that_fit(request: _Request, graph: "Graph", stop: threading.Event) -> list[str]:
+def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> list[str]:
     from gdp.advice import changes_that_fit
-    from gdp.sources import has_samples
+    from gdp.export.offload import can_offload
+    from gdp.report.progress import live
 
-    can_split = has_samples(request.model) and request.times is None
-    count = request.reading.microbatching.count
-    return changes_that_fit(
-        graph, request.cluster, request.constraints,
-        budget=request.budget.part(_ADVICE_SHARE),
-        part_of=(lambda parts: request.read_split(count, parts)) if can_split else None,
-        split_in=(lambda factor: request.read_split(count * factor)) if can_split else None,
-        stop=stop,
-    )  # fmt: skip
-
-
-def _sweep(request: _Request, sweep: "Sweep") -> int:
-    from gdp import options
-    from gdp.report import advice, progress
-    from gdp.sources import has_samples
-    from gdp.sweep import DEVICES, MICROBATCHES, SweepRow, sweep_devices, sweep_microbatches
-
-    if request.placer != "auto" or request.times is not None:
-        raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
-    if sweep.what == MICROBATCHES and request.reading.microbatching.count > 1:
+    found: list[str] = []
+    if request.with_advice:
         count = request.reading.microbatching.count
-        raise InputError(f"--sweep {MICROBATCHES}: --microbatches {count} contradicts it; drop one")
-    if sweep.what == MICROBATCHES and not has_samples(request.model):
-        raise InputError(f"--sweep {MICROBATCHES}: {request.model} has no batch to split; name the model itself")
-    if request.out is not None:
-        options.check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
-    common = {"budget": request.budget, **request.keywords}
-    rows: list[SweepRow] = []
-    with progress.stop_on_interrupt() as stop:
-        if sweep.what == DEVICES:
-            graph = request.read().graph
-            warm_up()
-            found = sweep_devices(graph, request.cluster, sweep.values, request.constraints, stop=stop, **common)
-        else:
-            warm_up()
-            found = sweep_microbatches(
-                request.read_split, request.cluster, sweep.values, request.constraints, stop=stop, **common
-            )
-        try:
-            for row in found:
-                rows.append(row)
-                log(f"gdp: {advice.sweep_line(sweep.what, row)}")
-                if request.out is not None and row.plan is not None and row.is_ok:
-                    _save_row(request.out / f"{sweep.what}-{row.value}", row)
-        except InputError:
-            if not stop.is_set():  # if it is: there was no placement yet
-                raise
-        interrupted = stop.is_set()
-    if not interrupted and all(row.plan is None for row in rows):
-        raise InputError(f"--sweep: {rows[0].note}")
-    if request.json:
-        print_json(advice.sweep_document(sweep.what, rows, request.out))
-    else:
-        show(advice.sweep_report(sweep.what, rows))
-    if interrupted:
-        return INTERRUPTED
-    if not any(row.is_ok for row in rows):
-        return fail("nothing fits in memory for any value; without --sweep gdp says how much is missing", NOTHING_FITS)
-    return OK
+        with live("nothing fits; looking for what would"):
+            found = changes_that_fit(
+                problem.graph, request.cluster, request.constraints,
+                budget=request.budget.part(_ADVICE_SHARE),
+                part_of=(lambda parts: request.read_split(count, parts)) if request.can_split else None,
+                split_in=(lambda factor: request.read_split(count * factor)) if request.can_split else None,
+                stop=stop,
+            )  # fmt: skip
+    target = request.target
+    if target is not None and target.offload is not None and can_offload(problem):
+        found.append(f"weights left on a CPU, as gdp export --to {target.name} does without --for")
+    return found
 
 
-def _save_row(directory: Path, row: Any) -> None:
-    row.plan.save(directory / "plan.json")
-    row.graph.save(directory / "graph.json.gz")
-    row.cluster.save(directory / "cluster.json")
-
-
-def _say_notes(request: _Request, graph: "Graph") -> None:
-    from gdp.cost import unused_names
-
-    if request.devices.strip() == "local":
-        log("gdp: note: devices as they are now; gdp devices detect shows them, and which figures are estimates")
-    for sentence in unused_names(graph, request.cluster):
-        log(f"gdp: note: {sentence}")
-    if request.times is not None and not any(graph.times_ns):
-        kinds = ", ".join(sorted({device.kind for device in request.cluster.devices}))
-        log(f"gdp: note: {request.times} has no time of these ops on {kinds} with this PyTorch: the roofline gives all")
-
-
-def _next_command(request: _Request, graph_path: Path | None, cluster_path: Path | None, plan_path: Path) -> str:
+def _next_command(request: PlaceRequest, files: _Files) -> str:
     # what is local may have changed by then
-    placed_on = (
-        str(cluster_path) if cluster_path is not None and request.devices.strip() == "local" else request.devices
-    )
-    model = str(graph_path or request.model)
+    placed_on = str(files.cluster) if files.cluster is not None and request.is_local else request.devices
+    model = str(files.graph or request.model)
     if request.target is None:
-        command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(plan_path)]
+        command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(files.plan)]
     else:
-        command = ["gdp", "export", str(plan_path), "--to", request.target.name]
+        command = ["gdp", "export", str(files.plan), "--to", request.target.name]
         if request.out is not None:
             return shlex.join(command)
         command += ["--graph", model, "--devices", placed_on]
-    if graph_path is None:
+    if files.graph is None:
         reading = request.reading
         if reading.microbatching.count > 1:
             command += ["--microbatches", str(reading.microbatching.count)]

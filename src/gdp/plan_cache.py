@@ -19,18 +19,20 @@ from gdp.cluster import Cluster
 from gdp.constraints import Constraints
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.place import Progress
 from gdp.plan import Baseline, NoisyTimes, Plan, Search
 
-FORMAT, VERSION = "gdp-found-plan", 1
+FORMAT, VERSION = "gdp-found-plan", 2
 _LIBRARIES = ("numpy", "numba", "scipy", "pymetis", "ortools", "torch", "torch-geometric")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What `gdp place` found: a plan that fits, with how it was found, and what other machines would give."""
+    """What `gdp place` found: a plan, with how it was found, and what other machines would give."""
 
     plan: Plan
     advice: Advice | None
+    progress: tuple[Progress, ...]  # the news of the search that told of a better placement
 
 
 def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Mapping[str, object]) -> Path | None:
@@ -51,7 +53,8 @@ def load(path: Path | None, graph: Graph, cluster: Cluster) -> Found | None:
         plan = replace(Plan.from_document(document["plan"]), search=_search(document["search"]))
         plan.check_belongs(graph, cluster)
         told = document["advice"]
-        return Found(plan, None if told is None else _advice(told, plan))
+        progress = tuple(Progress(**news) for news in document["progress"])
+        return Found(plan, None if told is None else _advice(told, plan), progress)
     return None
 
 
@@ -67,10 +70,8 @@ def store(path: Path | None, found: Found) -> None:
             "memory_matters": advice.memory_matters,
         }
     search = asdict(replace(plan.search, baselines=dict(plan.search.baselines)))
-    cache.write(
-        path,
-        {"format": FORMAT, "version": VERSION, "plan": plan.to_document(), "search": search, "advice": kept},
-    )
+    document = {"format": FORMAT, "version": VERSION, "plan": plan.to_document(), "search": search, "advice": kept}
+    cache.write(path, {**document, "progress": [asdict(news) for news in found.progress]})
 
 
 def _search(kept: Mapping[str, Any]) -> Search:

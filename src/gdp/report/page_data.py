@@ -53,17 +53,6 @@ class Lane:
     transfers: I64  # by start
 
 
-def improvements(history: Sequence[Progress]) -> list[Progress]:
-    """The news of a search that tell of a better placement, and the last."""
-    best: list[Progress] = []
-    for news in history:
-        if not best or (not news.feasible, news.step_time_ns) < (not best[-1].feasible, best[-1].step_time_ns):
-            best.append(news)
-    if history and best[-1] is not history[-1]:
-        best.append(replace(best[-1], seconds=history[-1].seconds, simulations=history[-1].simulations))
-    return best
-
-
 def summary(told: Told) -> dict[str, Any]:
     """The JSON document of a page."""
     plan, simulation = told.plan, told.simulation

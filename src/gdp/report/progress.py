@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,17 @@ class SearchLine:
                 parts.append(f"{max(progress.seconds_left - (time.monotonic() - since), 0):.0f} s left")
             self.spinner.update(text=Text(" | ".join(parts)))
         return self.spinner
+
+
+def improvements(history: Sequence[Progress]) -> list[Progress]:
+    """The news of a search that tell of a better placement, and the last."""
+    best: list[Progress] = []
+    for news in history:
+        if not best or (not news.feasible, news.step_time_ns) < (not best[-1].feasible, best[-1].step_time_ns):
+            best.append(news)
+    if history and best[-1] is not history[-1]:
+        best.append(replace(best[-1], seconds=history[-1].seconds, simulations=history[-1].simulations))
+    return best
 
 
 class TrainingLine:

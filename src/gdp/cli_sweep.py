@@ -1,0 +1,70 @@
+"""`gdp place --sweep`: a table of plans over numbers of devices or of micro-batches."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdp.cli_request import PlaceRequest
+from gdp.cli_shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from gdp.sweep import Sweep, SweepRow
+
+
+def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
+    """Place with each value, print the table; the exit status."""
+    from gdp import options
+    from gdp.report import advice, progress
+    from gdp.sweep import DEVICES, MICROBATCHES, sweep_devices, sweep_microbatches
+
+    if request.placer != "auto" or request.times is not None:
+        raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
+    if sweep.what == MICROBATCHES and request.reading.microbatching.count > 1:
+        count = request.reading.microbatching.count
+        raise InputError(f"--sweep {MICROBATCHES}: --microbatches {count} contradicts it; drop one")
+    if sweep.what == MICROBATCHES and not request.can_split:
+        raise InputError(f"--sweep {MICROBATCHES}: {request.model} has no batch to split; name the model itself")
+    if request.out is not None:
+        options.check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
+    common = {"budget": request.budget, **request.keywords}
+    rows: list[SweepRow] = []
+    with progress.stop_on_interrupt() as stop:
+        if sweep.what == DEVICES:
+            graph = request.read().graph
+            warm_up()
+            found = sweep_devices(graph, request.cluster, sweep.values, request.constraints, stop=stop, **common)
+        else:
+            warm_up()
+            found = sweep_microbatches(
+                request.read_split, request.cluster, sweep.values, request.constraints, stop=stop, **common
+            )
+        try:
+            for row in found:
+                rows.append(row)
+                log(f"gdp: {advice.sweep_line(sweep.what, row)}")
+                if request.out is not None and row.plan is not None and row.is_ok:
+                    _save(request.out / f"{sweep.what}-{row.value}", row)
+        except InputError:
+            if not stop.is_set():  # if it is: there was no placement yet
+                raise
+        interrupted = stop.is_set()
+    if not interrupted and all(row.plan is None for row in rows):
+        raise InputError(f"--sweep: {rows[0].note}")
+    if request.json:
+        print_json(advice.sweep_document(sweep.what, rows, request.out))
+    else:
+        show(advice.sweep_report(sweep.what, rows))
+    if interrupted:
+        return INTERRUPTED
+    if not any(row.is_ok for row in rows):
+        return fail("nothing fits in memory for any value; without --sweep gdp says how much is missing", NOTHING_FITS)
+    return OK
+
+
+def _save(directory: Path, row: "SweepRow") -> None:
+    assert row.plan is not None
+    assert row.graph is not None
+    assert row.cluster is not None
+    row.plan.save(directory / "plan.json")
+    row.graph.save(directory / "graph.json.gz")
+    row.cluster.save(directory / "cluster.json")
