@@ -1,5 +1,7 @@
 """Weight streaming: parameters that do not fit are sent shortly before they are used."""
 
+from itertools import permutations
+
 import numpy as np
 from hypothesis import given, settings
 
@@ -30,14 +32,15 @@ def layers(weight_bytes: int = 100 * MB) -> Graph:
     return Graph.build("layers", ops, tensors)
 
 
-def machine(gpu_bytes: int, bytes_per_second: int = 20 * 10**9) -> Cluster:
-    """A GPU, a CPU with room, and links that take 5 ms for 100 MB."""
+def machine(gpu_bytes: int, bytes_per_second: int = 20 * 10**9, num_gpus: int = 1) -> Cluster:
+    """GPUs, a CPU with room, and links that take 5 ms for 100 MB."""
     figures = {"flops_per_second": {"float32": 10**12}, "memory_bytes_per_second": 10**12, "launch_ns": 0}
     devices = [
-        Device(name="gpu", kind="test-gpu", memory_bytes=gpu_bytes, **figures),
-        Device(name="cpu", kind="test-cpu", memory_bytes=10**12, **figures),
+        *(Device(name=f"gpu{n}", kind="gpu", memory_bytes=gpu_bytes, **figures) for n in range(num_gpus)),
+        Device(name="cpu", kind="cpu", memory_bytes=10**12, **figures),
     ]
-    routes = {pair: Route(1000, bytes_per_second, (f"{pair}",)) for pair in ((0, 1), (1, 0))}
+    pairs = permutations(range(len(devices)), 2)
+    routes = {pair: Route(1000, bytes_per_second, (f"{pair}",)) for pair in pairs}
     return Cluster.build("machine", devices, routes)
 
 
@@ -70,6 +73,26 @@ def test_where_transfers_limit_the_step_only_what_does_not_fit_is_sent() -> None
     num_sent = int((found.transfer_tensors % 3 == 0).sum())
     assert 10 <= num_sent <= 13
     assert found.step_time_ns <= (num_sent * 50 + 30) * MS
+
+
+def test_two_gpus_take_turns_so_that_both_links_send() -> None:
+    """A weight takes 15 ms to send and a layer 10.1 ms, hardly a weight fits twice: over one link all that does not
+    stay takes longer than the layers, over two half as long."""
+    weights_ms, layers_ms = LAYERS * 15, LAYERS * 10.1
+    link = 100 * MB * 1000 // 15
+    one, two = (fastest(Problem.build(layers(), machine(500 * MB, link, num_gpus))) for num_gpus in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert one.step_time_ns >= (weights_ms - 5 * 15) * MS
+    assert two.step_time_ns <= (layers_ms + 2 * 15) * MS
+    assert {0, 1} <= set(two.placement[1::3].tolist())
+
+
+def test_what_must_be_on_the_host_is_computed_there_and_weights_are_streamed_all_the_same() -> None:
+    found = fastest(Problem.build(layers(), machine(400 * MB + 10**4), pins=[("norm12", "cpu")]))
+    assert found is not None
+    assert found.placement[3 * 12 + 2] == 1
+    assert found.step_time_ns <= 1.1 * LAYERS * 10 * MS
 
 
 def test_place_answers_with_it_and_the_plan_holds() -> None:

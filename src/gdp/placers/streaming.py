@@ -1,12 +1,15 @@
-"""Weight streaming: one device computes, and parameters that do not fit there stay on a device with room, which sends
-them shortly before they are used.
+"""Weight streaming: parameters that do not fit on the devices that compute stay on a host with room, which sends them
+shortly before they are used.
 
-A parameter op is ready at time 0, so all that is not on the computing device would be sent at once and fill its memory.
+A parameter op is ready at time 0, so all that is not on a computing device would be sent at once and fill its memory.
 A plan's order prevents it. A few small ops of the step, the gates, run on the host, whose order is: parameters of the
 first two windows, gate 1, parameters of the third window, gate 2, and so on.
 
     gpu   |  window 1  | g1 input |  window 2   | g2 input |  window 3   |     copies of two windows at a time
     host  p1 p2         g1 p3                    g2 p4                         p: sends the parameters of a window
+
+Several computing devices take turns, window by window: while one computes, the link of the next one is in use, and all
+their memories hold parameters that are not sent at all.
 
 A gate costs two small transfers. What overlaps what, the simulator says; several numbers of windows are tried, each
 with the least share of the parameters streamed, evenly over the step, that fits. (Cf. ZeRO-Inference and FlexGen,
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gdp.forward_units import forward_units
 from gdp.graph import I64, Bool
 from gdp.placers.base import devices_by_speed
 from gdp.problem import Placement, Problem
@@ -31,33 +35,47 @@ _TRIES = (
     (2, True), (4, True),
 )  # fmt: skip
 _STEPS = 7  # halvings of the share that is streamed: to within 1 %
+_SLOWER = 2  # devices at most this much slower than the fastest take turns with it
 _LARGE = 100  # times a table's bytes at least what is missing
 _NEVER = np.iinfo(np.int64).max
 
 
 def stream_weights(problem: Problem) -> Iterator[Simulation]:
     """Steps with weights streamed, such as fit and such as do not: whoever takes them keeps the best and stops when it
-    likes. None if one device holds everything, if none may run all ops, or if there is no other device."""
-    wholes = [device for device in devices_by_speed(problem).tolist() if problem.allowed[:, device].all()]
-    if not wholes or problem.num_devices == 1:
+    likes. None if one device holds everything, or if there are no two devices of which each op may run on one."""
+    pair = _main_and_host(problem)
+    if pair is None:
         return
-    main = wholes[0]
-    host = max((x for x in range(problem.num_devices) if x != main), key=lambda x: int(problem.memory_limit_bytes[x]))
-    alone = simulate(problem, np.full(problem.num_ops, main, np.int64))
+    main, host = pair
+    alone = simulate(problem, np.where(problem.allowed[:, main], main, host))
     if alone.feasible:
         return
-    bases = [_Layout.of(alone, base, main, host) for base in _bases(alone, main, host)]
+    bases = [_Layout.of(alone, base, mains, host) for base, mains in _bases(alone, main, host)]
     for num_windows, last in _TRIES:
         for layout in bases:
-            if layout is not None:
+            if layout is not None and (num_windows > 1 or len(layout.mains) == 1):
                 yield from _fewest_streamed(layout, num_windows, last)
 
 
-def _bases(alone: Simulation, main: int, host: int) -> Iterator[Placement]:
-    """[N] what runs where apart from streaming: everything on the main device; or large tables, of which an op reads a
-    few rows, with their readers on the host."""
-    yield alone.placement
+def _main_and_host(problem: Problem) -> tuple[int, int] | None:
+    """The fastest device that may run all ops, apart from those that must be on the host: the largest of the others."""
+    best: tuple[int, int, int] | None = None
+    for main in range(problem.num_devices if problem.num_devices > 1 else 0):
+        others = [device for device in range(problem.num_devices) if device != main]
+        host = max(others, key=lambda device: int(problem.memory_limit_bytes[device]))
+        may = problem.allowed[:, main]
+        if (may | problem.allowed[:, host]).all():
+            work_ns = int(np.where(may, problem.op_time_ns[:, main], problem.op_time_ns[:, host]).sum())
+            best = min(best or (work_ns, main, host), (work_ns, main, host))
+    return None if best is None else best[1:]
+
+
+def _bases(alone: Simulation, main: int, host: int) -> Iterator[tuple[Placement, tuple[int, ...]]]:
+    """[N] what runs where apart from streaming, and the devices that take turns in doing what is `main`'s there: `main`
+    alone; with large tables, of which an op reads a few rows, and their readers on the host; all devices that are
+    nearly as fast."""
     problem, graph = alone.problem, alone.problem.graph
+    yield alone.placement, (main,)
     placement = alone.placement.copy()
     readers_of = _successors(problem)
     for op in np.flatnonzero(graph.resident_bytes * _LARGE > alone.missing_bytes[main]).tolist():
@@ -65,8 +83,17 @@ def _bases(alone: Simulation, main: int, host: int) -> Iterator[Placement]:
         may = problem.allowed[moved, host].all() and (graph.groups[moved] < 0).all()
         if may and len(moved) > 1 and graph.bytes_accessed[readers_of[op]].sum() < graph.resident_bytes[op]:
             placement[moved] = host
-    if (placement != main).any():
-        yield placement
+    if (placement != alone.placement).any():
+        yield placement, (main,)
+    is_main = alone.placement == main
+    work_ns = problem.op_time_ns[is_main].sum(axis=0)
+    equals = [
+        device
+        for device in devices_by_speed(problem).tolist()
+        if device != host and problem.allowed[is_main, device].all() and work_ns[device] <= _SLOWER * work_ns[main]
+    ]
+    if len(equals) > 1:
+        yield alone.placement, tuple(equals)
 
 
 def _successors(problem: Problem) -> list[list[int]]:
@@ -79,16 +106,17 @@ def _successors(problem: Problem) -> list[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """The main device's ops in the order of their starts, what may be streamed, and what may be a gate.
+    """The computing devices' ops in the order of their starts, what may be streamed, and what may be a gate.
 
     Positions are in `order`; an op elsewhere has that of the next op there.
     """
 
     problem: Problem
-    placement: Placement  # [N] nothing streamed
-    order: I64  # ops of the main device
+    placement: Placement  # [N] nothing streamed, all that is computed on the first of `mains`
+    order: I64  # ops of the computing devices
     host: int
-    main: int
+    mains: tuple[int, ...]  # the computing devices
+    homes: I64  # [N] the position that decides which of them an op goes to
     elsewhere: I64  # ops that are on the host in any case
     reached: I64  # [len(elsewhere)] their positions
     streamable: I64  # sources with content that stays, by the position of their first use
@@ -97,11 +125,11 @@ class _Layout:
     passed_ns: I64  # [len(order)] time computed up to each position
 
     @classmethod
-    def of(cls, alone: Simulation, placement: Placement, main: int, host: int) -> "_Layout | None":
+    def of(cls, alone: Simulation, placement: Placement, mains: tuple[int, ...], host: int) -> "_Layout | None":
         """From the step with all ops on the main device; None if nothing may be streamed."""
         problem, graph = alone.problem, alone.problem.graph
-        everything = alone.order[main]
-        is_main = placement[everything] == main
+        everything = np.argsort(alone.op_start_ns, kind="stable")
+        is_main = placement[everything] == mains[0]
         position = np.empty(graph.num_ops, np.int64)
         position[everything] = np.cumsum(is_main) - is_main
         sources, targets = graph.producers[graph.edge_tensors], graph.consumers
@@ -109,17 +137,20 @@ class _Layout:
         is_source[targets] = False
         first = np.full(graph.num_ops, _NEVER, np.int64)
         np.minimum.at(first, sources, position[targets])
-        may_move = problem.allowed[:, host] & (graph.groups < 0) & (placement == main)
+        may_move = problem.allowed[:, host] & (graph.groups < 0) & (placement == mains[0])
         streamable = np.flatnonzero(is_source & may_move & (graph.resident_bytes > 0) & (first < _NEVER))
         streamable = streamable[np.argsort(first[streamable], kind="stable")]
         if not len(streamable):
             return None
+        unit = forward_units(problem)  # backward ops go where the forward ones are, and their parameters
+        homes = np.full(graph.num_ops, _NEVER, np.int64)
+        np.minimum.at(homes, unit, np.where(is_source, first, position))
         order, elsewhere = everything[is_main], everything[~is_main]
         cost = _gate_costs(problem, host, may_move & ~is_source)[order]
-        passed = np.cumsum(problem.op_time_ns[order, main])
+        passed = np.cumsum(problem.op_time_ns[order, mains[0]])
         return cls(
-            problem, placement, order, host, main, elsewhere, position[elsewhere], streamable, first[streamable], cost,
-            passed,
+            problem, placement, order, host, mains, homes[unit], elsewhere, position[elsewhere], streamable,
+            first[streamable], cost, passed,
         )  # fmt: skip
 
     def gates(self, num_windows: int) -> I64:
@@ -136,16 +167,18 @@ class _Layout:
 
     def simulate(self, share: float, gates: I64, last: bool) -> Simulation:
         """With a share of what may be streamed on the host."""
-        streamed = self._last(share) if last else self._even(share)
         placement = self.placement.copy()
+        turns = np.array(self.mains)[np.searchsorted(gates, self.homes) % len(self.mains)]
+        placement[self.order] = turns[self.order]
+        streamed = self._last(share) if last else self._even(share, placement)
         placement[self.streamable[streamed]] = self.host
         gate_ops = self.order[gates]
         placement[gate_ops] = self.host
-        order = [np.flatnonzero(placement == device) for device in range(self.problem.num_devices)]
-        order[self.main] = self.order[placement[self.order] == self.main]
-        # what is first used behind gate number j (from 0 on) is sent after gate j - 1; what the host itself computes
-        # there comes after gate j, before what is used behind the next one
-        behind = np.searchsorted(gates, self.first_use[streamed]) - 1
+        order = [self.order[placement[self.order] == device] for device in range(self.problem.num_devices)]
+        # what is first used behind gate number j (from 0 on) is sent after gate j - 1, or, where k devices take turns,
+        # j - k, so that each link has k windows' time for one; what the host itself computes there comes after gate j,
+        # before what is used behind the next one
+        behind = np.searchsorted(gates, self.first_use[streamed]) - len(self.mains)
         between = np.searchsorted(gates, self.reached) - 1
         on_host = np.concatenate((self.streamable[streamed], gate_ops, self.elsewhere))
         turn = np.concatenate((3 * behind, 3 * np.arange(len(gates)) + 1, 3 * between + 2))
@@ -157,15 +190,19 @@ class _Layout:
         size = self.problem.graph.resident_bytes[self.streamable]
         return np.asarray(np.cumsum(size[::-1])[::-1] - size < share * size.sum(), np.bool_)
 
-    def _even(self, share: float) -> Bool:
-        """[len(streamable)] that share of the bytes, spread evenly: what is due is carried over (error diffusion)."""
+    def _even(self, share: float, placement: Placement) -> Bool:
+        """[len(streamable)] that share of the bytes, spread evenly: what is due is carried over (error diffusion).
+        Devices with less memory than another one keep less, in proportion."""
         chosen = np.zeros(len(self.streamable), np.bool_)
-        due = 0.0
-        for number, size in enumerate(self.problem.graph.resident_bytes[self.streamable].tolist()):
-            due += share * size
-            if due > size / 2:
+        limits = self.problem.memory_limit_bytes.astype(np.float64)
+        shares = 1 - (1 - share) * limits / max(limits[list(self.mains)].max(), 1.0)
+        due = np.zeros(len(shares))
+        sizes = self.problem.graph.resident_bytes[self.streamable].tolist()
+        for number, (size, device) in enumerate(zip(sizes, placement[self.streamable].tolist(), strict=True)):
+            due[device] += shares[device] * size
+            if due[device] > size / 2:
                 chosen[number] = True
-                due -= size
+                due[device] -= size
         return chosen
 
 
