@@ -59,7 +59,7 @@ def bench_machines(
 @bench_app.command("ecosystem")
 def bench_ecosystem(
     models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: twelve of `bench capture`.")] = None,
-    machines: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all four.")] = None,
+    machines: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all.")] = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Of processor, for each search.")] = "10s",
     seeds: SeedsOption = 1,
     out: ResumableOption = None,
@@ -214,7 +214,7 @@ def _names(text: str | None) -> tuple[str, ...] | None:
 
 @bench_app.command("execution")
 def bench_execution(
-    workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all four.")] = None,
+    workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of the plan, and of one device.")] = 15,
     placements: Annotated[int, typer.Option(min=1, help="Predicted and measured.")] = 20,
     budget: BudgetOption = "10s",

@@ -16,7 +16,7 @@ from gdp import accelerate_maps
 from gdp.accelerate_maps import MODES
 from gdp.bench import methods, model_configs
 from gdp.bench.comparison import MethodsRow, compare
-from gdp.bench.machines import choose, require_time, small_gpu
+from gdp.bench.machines import choose, require_time, small_gpus
 from gdp.bench.runs import WorkloadRuns
 from gdp.bench.tables import (
     counted,
@@ -56,12 +56,17 @@ def _preset(name: str, preset: str) -> Machine:
     return Machine(name, preset, lambda graph: Cluster.parse(preset))
 
 
+def _two_small_gpus(graph: Graph) -> Cluster:
+    return small_gpus(graph, share=0.3, count=2)
+
+
 MACHINES = (
     _preset("2-equal", "2xv100-sxm-32g"),
     _preset("4-equal", "4xp100-pcie-16g"),
     _preset("fast-and-slow", "rtx4090-24g+l4-24g"),
     # accelerate trains nothing that it has put on a CPU
-    Machine("gpu-and-cpu", "p100 of 60 % of the memory + cpu-16core", small_gpu, (INFERENCE,)),
+    Machine("gpu-and-cpu", "p100 of 60 % of the memory + cpu-16core", small_gpus, (INFERENCE,)),
+    Machine("2-gpus-and-cpu", "2 p100 of 30 % of the memory each + cpu-16core", _two_small_gpus, (INFERENCE,)),
 )
 
 OnRow = Callable[[str], None]

@@ -59,18 +59,21 @@ def _preset(name: str, preset: str, slow: tuple[int, ...] = ()) -> Machine:
     return Machine(name, preset, lambda graph: Cluster.parse(preset), slow)
 
 
-def small_gpu(graph: Graph) -> Cluster:
-    """A card that holds only a part of the step, and a processor that holds all."""
-    cluster = Cluster.parse("p100-pcie-16g+cpu-16core")
-    gpu, cpu = cluster.devices
-    roomy = Cluster.build("roomy", [replace(gpu, memory_bytes=2**45), cpu], cluster_changes.routes_of(cluster))
+def small_gpus(graph: Graph, share: float = _GPU_SHARE, count: int = 1) -> Cluster:
+    """Cards that each hold only a `share` of what the step takes on one device, and a processor that holds all."""
+    preset = "p100-pcie-16g" if count == 1 else f"{count}xp100-pcie-16g"
+    cluster = Cluster.parse(f"{preset}+cpu-16core")
+    *gpus, cpu = cluster.devices
+    routes = cluster_changes.routes_of(cluster)
+    roomy = Cluster.build("roomy", [*(replace(gpu, memory_bytes=2**45) for gpu in gpus), cpu], routes)
     problem = Problem.build(graph, roomy)
     placement = single(problem)
     assert placement is not None, "a card without limits holds every workload"
     _, peaks = evaluate(problem, np.zeros_like(placement))
-    memory_bytes = min(gpu.memory_bytes, int(_GPU_SHARE * int(peaks[0])))
-    devices = [replace(gpu, memory_bytes=memory_bytes), replace(cpu, memory_bytes=2**40)]
-    return Cluster.build("p100 that is too small + cpu-16core", devices, cluster_changes.routes_of(cluster))
+    memory_bytes = min(gpus[0].memory_bytes, int(share * int(peaks[0])))
+    devices = [*(replace(gpu, memory_bytes=memory_bytes) for gpu in gpus), replace(cpu, memory_bytes=2**40)]
+    name = "p100 that is too small" if count == 1 else f"{count} p100 that are too small"
+    return Cluster.build(f"{name} + cpu-16core", devices, routes)
 
 
 def _nvlink_pairs(graph: Graph) -> Cluster:
@@ -89,7 +92,7 @@ MACHINES = (
     _preset("2-equal", "2xv100-sxm-32g"),
     _preset("4-equal", "4xp100-pcie-16g"),
     _preset("fast-and-slow", "rtx4090-24g+2xl4-24g", slow=(1, 2)),
-    Machine("gpu-and-cpu", "p100 of 60 % of the memory + cpu-16core", small_gpu),
+    Machine("gpu-and-cpu", "p100 of 60 % of the memory + cpu-16core", small_gpus),
     _preset("hosts-10gbit", "2x(4xp100-pcie-16g)@10gbit"),
     _preset("hosts-100gbit", "2x(4xp100-pcie-16g)@100gbit"),
     Machine("nvlink-pairs", "4xrtx3090-24g, NVLink in pairs", _nvlink_pairs),
