@@ -1,6 +1,6 @@
 """Pages of the documentation that are run: their code blocks, in order, in one directory.
 
-```console             each line after `$ ` is run by bash (`> ` goes on after a backslash), the lines below are
+```console             each line after `$ ` is run by bash (lines after `> ` go on with it), the lines below are
                        what it prints, to both streams; `...` stands for any lines. `<!-- status=3 -->` on the
                        line before: the exit status, 0 otherwise; `<!-- times=vary -->`: times are those of the
                        machine at hand
@@ -9,9 +9,14 @@
 ```text title="Output" is what the Python block before it prints
 ```text                is not run: what is no code
 
-python tests/doc_pages.py docs/PAGE.md ...     runs pages and rewrites what their commands print
+<!-- run=long -->      on the line before a block: run by `make test-long` only. A page runs without these as well.
+<!-- unrun="WHY" -->   not run, for the reason given; commands are parsed, Python is compiled
+tests/docs/own_files/PAGE.py       is run first where it is: makes the files that the page takes for the reader's own
+
+python tests/doc_pages.py [--only-quick] docs/PAGE.md ...     runs pages and rewrites what their commands print
 """
 
+import ast
 import contextlib
 import json
 import os
@@ -27,12 +32,16 @@ from typing import Self
 from markdown_it import MarkdownIt
 
 ANY = "..."
+INDENTED = "indented"
 TOLERANCE = 0.05  # of step times, which the pages state
-_NUMBER = re.compile(r"\d[\d,.]*")
+_NUMBER = re.compile(r"(?:(?<!\S)[+-])?\d[\d,.]*")
 _TIME = re.compile(r"(\d[\d,.]*) (ms|us)\b")
 _NS = {"us": 1e3, "ms": 1e6}
 _PASSING = ("gdp: compiling, once on a machine",)  # said where something has not been compiled yet
 _TIMEOUT = 300  # seconds of one command
+_OWN_FILES = Path(__file__).parent / "docs" / "own_files"
+_PROGRAMS = r"gdp|python3?|pip|make|torchrun|pytest|git|docker"
+_COMMAND = re.compile(rf"(?:\$ \S|(?:\.venv/bin/)?(?:{_PROGRAMS}) [\w.-])")
 
 # Executes blocks of Python, which come as lines of JSON, and answers each with what it printed.
 _INTERPRETER = """
@@ -56,7 +65,7 @@ class PageError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block; `line`, from 1, is that of its content's beginning."""
+    """A block of code; `line`, from 1, is that of its content's beginning."""
 
     language: str
     content: str
@@ -66,6 +75,14 @@ class Block:
     @property
     def title(self) -> str | None:
         return self.options.get("title")
+
+    @property
+    def is_long(self) -> bool:
+        return self.options.get("run") == "long"
+
+    @property
+    def is_run(self) -> bool:
+        return "unrun" not in self.options and not (self.language == "text" and self.title is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +95,53 @@ class Command:
 
 
 def read_blocks(page: Path) -> list[Block]:
-    """The fenced blocks of `page`. PageError for an indented one, which would not be run."""
+    """The blocks of `page`; the language of one that is indented, not fenced, is INDENTED."""
     found = []
     said = ""  # in a comment on the line before a block
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
         line = token.map[0] + 1 if token.map else 0
         if token.type == "code_block":
-            raise PageError(f"{page}:{line}: an indented block is not run; fence it")
+            found.append(Block(INDENTED, token.content, line, {}))
         if token.type == "fence":
             language, _, rest = token.info.strip().partition(" ")
             stated = re.findall(r'(\w+)=(?:"([^"]*)"|(\S+))', f"{said} {rest}")
-            found.append(
-                Block(language, token.content, line + 1, {key: quoted or bare for key, quoted, bare in stated})
-            )
+            options = {key: quoted or bare for key, quoted, bare in stated}
+            found.append(Block(language, token.content, line + 1, options))
         said = token.content if token.type == "html_block" else ""
     return found
+
+
+def check_block(block: Block, page: Path) -> None:
+    """PageError unless `block` is run, or is said not to be and why, or is no code."""
+    where = f"{page}:{block.line}"
+    unknown = set(block.options) - {"title", "status", "times", "run", "unrun"}
+    if unknown:
+        raise PageError(f"{where}: {', '.join(sorted(unknown))} means nothing here")
+    if block.options.get("run", "long") != "long":
+        raise PageError(f"{where}: run={block.options['run']}; long is the only value")
+    if "unrun" in block.options and len(block.options["unrun"].split()) < 3:
+        raise PageError(f"{where}: unrun is to say why the block is not run")
+    if block.language == INDENTED:
+        raise PageError(f"{where}: an indented block is not run; fence it")
+    if block.language == "console":
+        read_commands(block)
+    elif block.language == "python" and not block.is_run:
+        ast.parse(block.content)
+    elif block.language == "text" and block.title is None and _is_code(block.content):
+        raise PageError(f"{where}: a text block is not run, and this is code; make it console or python")
+    elif block.language not in ("python", "text") and block.title is None:
+        raise PageError(f"{where}: a block of {block.language or 'nothing'} without a title is not run")
+
+
+def _is_code(text: str) -> bool:
+    """Whether `text` has a command or is Python."""
+    if any(_COMMAND.match(line.strip()) for line in text.splitlines()):
+        return True
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return False
+    return any(isinstance(node, (ast.Assign, ast.Call, ast.Import, ast.ImportFrom)) for node in ast.walk(tree))
 
 
 def read_commands(block: Block) -> list[Command]:
@@ -104,7 +153,7 @@ def read_commands(block: Block) -> list[Command]:
         if not lines[at].startswith("$ "):
             raise PageError(f"line {block.line + at}: a console block begins with '$ '")
         text = [lines[at][2:]]
-        while text[-1].endswith("\\"):
+        while text[-1].endswith("\\") or (at + 1 < len(lines) and lines[at + 1].startswith("> ")):
             at += 1
             text.append(lines[at].removeprefix("> "))
         at += 1
@@ -144,20 +193,27 @@ class Session:
 
     def run(self, block: Block, page: Path) -> list[tuple[Command, list[str]]]:
         """What the block's commands print, each. PageError where the status, or a Python output, is not as shown."""
+        check_block(block, page)
+        if not block.is_run:
+            return []
         if block.language == "console":
             return [(command, self._run_command(command, block, page)) for command in read_commands(block)]
         if block.language == "text":
-            if block.title is not None:
-                compare(block.content.splitlines(), self.printed.splitlines(), f"{page}:{block.line}")
+            with_times = block.options.get("times") != "vary"
+            where = f"{page}:{block.line}"
+            compare(block.content.splitlines(), self.printed.splitlines(), where, with_times=with_times)
         elif block.title is not None:
             path = self.directory / block.title
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.content)
-        elif block.language == "python":
-            self.printed = self._run_python(block, page)
         else:
-            raise PageError(f"{page}:{block.line}: a block of {block.language or 'nothing'} without a title is not run")
+            self.printed = self._run_python(block, page)
         return []
+
+    def make_own_files(self, page: Path) -> None:
+        script = _OWN_FILES / f"{page.stem}.py"
+        if script.exists():
+            subprocess.run([sys.executable, str(script)], cwd=self.directory, env=self.environment, check=True)
 
     def _run_command(self, command: Command, block: Block, page: Path) -> list[str]:
         where = f"{page}:{command.line - 1}: {command.text}"
@@ -187,10 +243,14 @@ class Session:
         return str(printed)
 
 
-def check(page: Path, directory: Path, graphs: Path) -> None:
-    """Run all of `page`. PageError where it shows what is not so."""
+def check(page: Path, directory: Path, graphs: Path, *, with_long: bool = True) -> None:
+    """Run all of `page`, or all but its long blocks. PageError where it shows what is not so."""
     with Session(directory, graphs) as session:
+        session.make_own_files(page)
         for block in read_blocks(page):
+            if block.is_long and not with_long:
+                check_block(block, page)
+                continue
             for command, printed in session.run(block, page):
                 where = f"{page}:{command.line}: {command.text}"
                 compare(command.printed, printed, where, with_times=block.options.get("times") != "vary")
@@ -245,13 +305,16 @@ def _times_ns(line: str) -> list[float]:
 # Writing pages
 
 
-def rewritten(page: Path, directory: Path, graphs: Path) -> str:
+def rewritten(page: Path, directory: Path, graphs: Path, *, with_long: bool = True) -> str:
     """`page` with what its commands print now: the same lines where they are still printed, else all of them."""
     lines = page.read_text().splitlines()
     changes: list[tuple[Command, list[str]]] = []
     with Session(directory, graphs) as session:
+        session.make_own_files(page)
         for block in read_blocks(page):
-            if block.title is not None and block.language == "text":
+            if block.is_long and not with_long:
+                continue
+            if block.is_run and block.language == "text":
                 shown = Command("", tuple(block.content.splitlines()), block.line)
                 changes.append((shown, session.printed.splitlines()))
             else:
@@ -271,15 +334,15 @@ def _updated(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
     return list(printed)
 
 
-def main(pages: Sequence[str]) -> None:
-    for name in pages:
-        page = Path(name)
+def main(words: Sequence[str]) -> None:
+    with_long = "--only-quick" not in words
+    for page in (Path(word) for word in words if word != "--only-quick"):
         with tempfile.TemporaryDirectory() as directory:
             graphs = Path(directory) / "graphs"
             graphs.mkdir()
             where = Path(directory) / "page"
             where.mkdir()
-            page.write_text(rewritten(page, where, graphs))
+            page.write_text(rewritten(page, where, graphs, with_long=with_long))
 
 
 if __name__ == "__main__":

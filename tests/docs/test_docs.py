@@ -1,5 +1,6 @@
 """What the documentation shows is what happens."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -12,20 +13,22 @@ import pytest
 import typer.main
 
 import gdp
-from doc_pages import PageError, check
+from doc_commands import CommandError, check_command, command_lines
+from doc_pages import PageError, check, check_block, read_blocks
 from gdp.cli import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-RUN = sorted(
-    page.relative_to(DOCS)
-    for page in (DOCS / "index.md", DOCS / "tutorial.md", *DOCS.glob("models*.md"), *DOCS.glob("howto/*.md"))
-)
-QUICK = {"index.md", "models.md", "models-jax.md", "howto/onnx.md"}  # one of each front end
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+RECORDS = {"results.md"}  # what was measured once, in hours; its commands are parsed
+RUN = [page for page in PAGES if page.name not in RECORDS]
+LONG = {"tutorial.md", "models-onnx.md", "models-op-costs.md", "models-transformers.md"} | {
+    page.name for page in (DOCS / "howto").glob("*.md") if page.name != "onnx.md"
+}
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?=[\s`=\]'\",):;|/]|\.\s|$)")
 OF_OTHER_TOOLS = {  # options that pages mention, of torchrun, vLLM, Megatron-LM, pip
     "--nproc-per-node", "--standalone", "--pipeline-parallel-size", "--pipeline-model-parallel-layout",
-    "--pipeline-model-parallel-size",
+    "--pipeline-model-parallel-size", "--nnodes", "--node-rank", "--master-addr", "--master-port",
 }  # fmt: skip
 
 
@@ -35,11 +38,55 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("graphs")
 
 
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_block_of_every_page_is_run_or_says_why_not(page: Path) -> None:
+    blocks = read_blocks(page)
+    if page in RUN:
+        for block in blocks:
+            check_block(block, page)
+
+
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, id=str(page), marks=[] if str(page) in QUICK else pytest.mark.long) for page in RUN]
+    "page", [pytest.param(page, id=_name(page), marks=[pytest.mark.long] * (page.name in LONG)) for page in RUN]
 )
 def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, graphs: Path) -> None:
-    check(DOCS / page, tmp_path, graphs)
+    check(page, tmp_path, graphs, with_long=page.name in LONG)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", [page for page in RUN if any(block.is_long for block in read_blocks(page))], ids=_name)
+def test_long_blocks_of_a_page_run_too(page: Path, tmp_path: Path, graphs: Path) -> None:
+    check(page, tmp_path, graphs)
+
+
+def test_every_command_of_every_page_parses() -> None:
+    commands = {page.name: list(command_lines(page)) for page in PAGES}
+    assert len(commands["results.md"]) > 50
+    assert len(commands["README.md"]) > 10
+    for command in itertools.chain.from_iterable(commands.values()):
+        check_command(command)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("gdp plaice rnnlm-2", "no command plaice"),
+        ("gdp bench", "no command"),
+        ("gdp place rnnlm-2", "--devices"),
+        ("gdp place rnnlm-2 --devices local --bugdet 3s", "No such option: --bugdet"),
+        ("gdp bench search --seeds many | tee log", "not a valid|valid integer"),
+        ("torchrun --nproc-per-node 2 -m gdp run rnnlm-2 --plans plan.json", "No such option: --plans"),
+        ("make tests", "no target tests"),
+        ("pytest -m long tests/test_no_such.py", "there is no tests/test_no_such.py"),
+    ],
+)
+def test_a_command_that_could_not_be_run_is_found_without_running_it(command: str, message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        check_command(command)
 
 
 def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
@@ -48,7 +95,7 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path)
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
     pages = {page: page.read_text() for page in tmp_path.rglob("*.html")}
-    assert len(pages) > len(RUN)
+    assert len(pages) > len(list(DOCS.rglob("*.md")))
     fetched = re.compile(r'(?:<script[^>]* src|<link[^>]* href|<img[^>]* src)="((?:https?:)?//[^"]*)"|@import|url\(//')
     assert {page.name: found for page, text in pages.items() if (found := fetched.findall(text))} == {}
     assert {page.name for page, text in pages.items() if "<p>```" in text or "<p>- " in text} == set()
@@ -68,7 +115,7 @@ def _commands(command: Any, name: str = "gdp") -> Iterator[tuple[str, set[str]]]
         yield from _commands(below, f"{name} {child}")
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_pages_mention_only_options_that_exist(page: Path) -> None:
     options = dict(_commands(typer.main.get_command(app)))
     text = re.sub(r"\\\n(> )?", " ", page.read_text())
@@ -95,6 +142,7 @@ def test_a_page_that_shows_what_is_not_so_fails(tmp_path: Path) -> None:
     run("```console\n$ echo a \\\n>     b\na b\n$ printf '1\\n2\\nx 3.0 ms\\n'\n...\nx 3.1 ms\n```\n")
     run('```yaml title="a/made.yaml"\nx: 1\n```\n```console\n$ cat a/made.yaml\nx: 1\n```\n')
     run("<!-- status=3 -->\n```console\n$ (exit 3)\n```\n")
+    run('<!-- unrun="needs two GPUs" -->\n```console\n$ (exit 3)\n```\n')
     run('```python\nx = 1\n```\n```python\nprint(x)\n```\n```text title="Output"\n1\n```\n')
     for text, message in (
         ("```console\n$ echo a\nb\n```\n", "is not printed: b"),
@@ -106,6 +154,11 @@ def test_a_page_that_shows_what_is_not_so_fails(tmp_path: Path) -> None:
         ("```python\n1 / 0\n```\n", "ZeroDivisionError"),
         ("```yaml\na: 1\n```\n", "without a title"),
         ("text\n\n    gdp place\n", "an indented block is not run"),
+        ("```text\ngdp place rnnlm-2\n```\n", "this is code"),
+        ("```text\nplan = gdp.place(graph)\n```\n", "this is code"),
+        ("```\na\n```\n", "without a title"),
+        ("<!-- unrun=no -->\n```console\n$ true\n```\n", "is to say why"),
+        ("<!-- stauts=3 -->\n```console\n$ true\n```\n", "stauts means nothing"),
     ):
         with pytest.raises(PageError, match=message):
             run(text)

@@ -1,0 +1,85 @@
+"""Commands that pages show and no test runs: that they could be run as they are written.
+
+`gdp` is parsed by its own command line; `make` has the target; `pytest` and `python` find the file.
+"""
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+import typer.main
+
+from doc_pages import INDENTED, read_blocks, read_commands
+from gdp.cli import app
+
+ROOT = Path(__file__).parents[1]
+_PROGRAMS = ("gdp", "make", "pytest", "python", "python3", "torchrun")
+
+
+class CommandError(AssertionError):
+    """A command that cannot be run."""
+
+
+def command_lines(page: Path) -> Iterator[str]:
+    """The commands in blocks of `page`, fenced or indented: without prompts, continued lines as one."""
+    for block in read_blocks(page):
+        if block.language == "console":
+            lines = [command.text for command in read_commands(block)]
+        elif block.language == INDENTED:
+            shown = block.content.splitlines()
+            prompted = [line.removeprefix("$ ") for line in shown if line.startswith("$ ")]
+            lines = ["\n".join(prompted or shown)]
+        else:
+            continue
+        for line in re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines():
+            text = line.strip().removeprefix(".venv/bin/")
+            if text.split(" ")[0] in _PROGRAMS:
+                yield text
+
+
+def check_command(text: str) -> None:
+    """CommandError unless `text` parses."""
+    words = shlex.split(text, comments=True)
+    end = next((at for at, word in enumerate(words) if word[0] in "|<>&"), len(words))
+    words = words[:end]
+    try:
+        _check(words)
+    except typer.TyperException as error:
+        raise CommandError(f"{text}: {error.format_message()}") from None
+    except CommandError as error:
+        raise CommandError(f"{text}: {error}") from None
+
+
+def _check(words: list[str]) -> None:
+    program, *rest = words
+    if program == "gdp":
+        _check_gdp(rest)
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        for word in rest:
+            if "=" not in word and word not in targets:
+                raise CommandError(f"Makefile has no target {word}")
+    elif "-m" in rest and program != "pytest":
+        module = rest.index("-m") + 1
+        if rest[module] == "gdp":
+            _check_gdp(rest[module + 1 :])
+    else:
+        for word in rest:
+            if word.endswith(".py") and not (ROOT / word).exists():
+                raise CommandError(f"there is no {word}")
+
+
+def _check_gdp(words: list[str]) -> None:
+    command: Any = typer.main.get_command(app)
+    name = "gdp"
+    while words and words[0] in getattr(command, "commands", {}):
+        command, name = command.commands[words[0]], f"{name} {words[0]}"
+        words = words[1:]
+    if getattr(command, "commands", None) and not (words and words[0].startswith("--")):
+        raise CommandError(f"{name} has no command {words[0] if words else 'without a name'}")
+    with contextlib.suppress(typer.Exit):  # --help
+        command.make_context(name, words)
