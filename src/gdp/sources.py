@@ -265,7 +265,7 @@ def _first_microbatch(build: Build, name: str, num_microbatches: int) -> Build:
 def _capture(build: Build, name: str, training: bool, optimizer: str) -> "Capture":
     from gdp.capture import capture_fn
 
-    with contextlib.redirect_stdout(sys.stderr), _without_tracebacks():  # what a model prints is no part of our answer
+    with user_functions.printing_to_stderr(), _without_tracebacks():
         return capture_fn(build, name=name, training=training, optimizer=cast(Literal["adam", "sgd"], optimizer))
 
 

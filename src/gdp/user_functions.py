@@ -1,6 +1,8 @@
-"""The user's functions, `package.module:function`, as what builds a model; their errors as one line."""
+"""The user's functions, `package.module:function`, as what builds a model; their errors as one line; where what they
+print goes."""
 
 import contextlib
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -59,7 +61,7 @@ def _module_and_inputs(answer: Any, text: str) -> tuple[Any, ...]:
 def _explained(text: str, what: str) -> Iterator[None]:
     """Whatever the user's code raises as one line with the last line of the exception."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with printing_to_stderr():
             yield
     except InputError:
         raise
@@ -69,6 +71,31 @@ def _explained(text: str, what: str) -> Iterator[None]:
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
         raise InputError(f"{text}: {what} ({reason}); run it by itself to see more") from error
+
+
+@contextlib.contextmanager
+def printing_to_stderr() -> Iterator[None]:
+    """What code that is not ours prints is no part of our answer: from Python, from C, or from a program it runs, all
+    that goes to standard output meanwhile goes to standard error. Of the whole process, so not for two threads at once.
+    """
+    with contextlib.ExitStack() as undo:
+        with contextlib.suppress(OSError):  # closed (`>&-`): nothing can be printed there
+            kept = os.dup(1)
+            undo.callback(os.close, kept)
+            _flush()
+            os.dup2(2, 1)
+            undo.callback(os.dup2, kept, 1)
+            undo.callback(_flush)
+        undo.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+def _flush() -> None:
+    """Python's standard output and C's, which have buffers of their own."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # gone away, closed, none
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # no C library to find by no name: Windows
+        ctypes.CDLL(None).fflush(None)
 
 
 @contextlib.contextmanager

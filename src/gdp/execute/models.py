@@ -1,7 +1,5 @@
 """From a model to something that runs: parameters and inputs, and the captured step."""
 
-import contextlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -16,6 +14,7 @@ from gdp.execute.targets import find_targets
 from gdp.graph import Graph
 from gdp.plan import Plan
 from gdp.sources import builder_of, check_optimizer
+from gdp.user_functions import printing_to_stderr
 
 
 def run(
@@ -51,9 +50,10 @@ def read_executable(text: str, *, training: bool = True, optimizer: str = "adam"
     """
     check_optimizer(optimizer)
     build = builder_of(text, training=training)
-    with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        answer = build()
-    model, args, kwargs = answer if len(answer) == 3 else (*answer, {})
-    made = capture(model, args, kwargs, name=text, training=training, optimizer=cast(OptimizerName, optimizer))
+    with printing_to_stderr():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            answer = build()
+        model, args, kwargs = answer if len(answer) == 3 else (*answer, {})
+        made = capture(model, args, kwargs, name=text, training=training, optimizer=cast(OptimizerName, optimizer))
     return Executable(made, model, args, kwargs)
