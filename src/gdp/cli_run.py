@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli_shared import JsonOption, ModelArgument, fail, log, print_json, show, warm_up
+from gdp.cli_shared import JsonOption, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,8 +20,16 @@ if TYPE_CHECKING:
 OK, FAILED, OUT_OF_MEMORY = 0, 1, 3
 
 
+ExecutableArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A built-in workload, hf:DIR, or package.module:function with a PyTorch module."
+    ),
+]
+
+
 def run(
-    model: ModelArgument,
+    model: ExecutableArgument,
     plan: Annotated[Path, typer.Option(metavar="PLAN", help="A gdp-plan file, as `gdp place` writes it.")],
     steps: Annotated[int, typer.Option(min=1, help="Measured, after two to warm up.")] = 20,
     on: Annotated[
@@ -50,6 +58,7 @@ def run(
         _check_times(times, cluster)
 
     from gdp.execute.worker import ExecutionError
+    from gdp.user_functions import printing_to_stderr
 
     def build() -> "Executable":
         from gdp.execute.models import read_executable
@@ -61,7 +70,8 @@ def run(
 
     places = None if on is None else on.split(",")
     try:
-        executable, made = _execute(build, read, places, graph=graph, cluster=cluster, steps=steps)
+        with printing_to_stderr():  # the model runs
+            executable, made = _execute(build, read, places, graph=graph, cluster=cluster, steps=steps)
     except ExecutionError as error:
         status = OUT_OF_MEMORY if error.is_out_of_memory else FAILED
         return fail(f"error: {error}", status) if getattr(error, "is_first_told", True) else status

@@ -90,6 +90,7 @@ def test_without_its_cluster_a_plan_still_runs(here: Path, capsys: pytest.Captur
     [
         ({"model": "run_models:wide"}, "is not the step of 'run_models:wide'"),
         ({"model": "p/graph.json.gz"}, "does not say what its ops execute"),
+        ({"model": "p/model.onnx"}, "an ONNX file is placed, not executed"),
         ({"--plan": "absent.json"}, "no such file"),
         ({"--on": "cpu"}, "--on names 1 devices; the plan has 2"),
         ({"--on": "cpu,cuda:63"}, "there is no cuda:63 here"),
@@ -234,3 +235,11 @@ def test_where_one_device_is_too_small_the_plan_is_run_alone(here: Path, monkeyp
     assert made.one_device is None
     assert made.speedup is None
     assert len(made.placed.step_ns) == 2
+
+
+def test_help_says_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "A built-in workload, hf:DIR, or package.module:function with a PyTorch module." in text
+    assert ".onnx" not in text
+    assert "gdp-graph" not in text
