@@ -22,7 +22,7 @@ from gdp.devices import suggest
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.microbatches import accumulated, check_count
-from gdp.user_functions import Build
+from gdp.user_functions import Build, JaxFunctionError
 
 if TYPE_CHECKING:
     from gdp.capture import Capture
@@ -86,7 +86,8 @@ def read_model(text: str, reading: Reading | None = None) -> Model:
     `package.module:function`.
 
     The function, looked for from the current directory on, returns (module, example_inputs) or (module, args, kwargs);
-    it runs under fake tensors, so nothing is allocated. The batch of a model is split evenly into micro-batches; a
+    it runs under fake tensors, so nothing is allocated. In place of the module there may be a function of JAX arrays,
+    which is captured as it is. The batch of a model is split evenly into micro-batches; a
     file is the step of one micro-batch. Raises InputError with the remedy for anything else.
     """
     reading = reading or Reading()
@@ -115,10 +116,35 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
     entry = _cache_entry(text, reading, num_microbatches)
     if (model := _read_entry(entry)) is None:
         build = builder_of(text, num_microbatches, training=reading.training)
-        made = _capture(build, text, reading.training, reading.optimizer)
+        try:
+            made = _capture(build, text, reading.training, reading.optimizer)
+        except JaxFunctionError as found:
+            return _read_jax(text, found, reading, num_microbatches)
         model = Model(made.graph, made.coverage.unknown, is_captured=True)
         _write_entry(entry, model)
     return model
+
+
+def _read_jax(text: str, found: JaxFunctionError, reading: Reading, num_microbatches: int) -> Model:
+    """The step that a JAX function is by itself; InputError for options that would make another one of it."""
+    if num_microbatches > 1:
+        raise UnevenBatchError(
+            f"--microbatches: {text} is a JAX function of fixed shapes, which are not split; make it the step of one "
+            "micro-batch, write that with gdp capture, and give the file with --microbatches"
+        )
+    if reading.optimizer != OPTIMIZERS[0]:
+        raise InputError(f"--optimizer: {text} is a JAX function, which has its optimizer in it or none; leave it out")
+    with user_functions.printing_to_stderr():
+        made = found.capture()
+    has_gradients = not {"backward", "update"}.isdisjoint(made.graph.phases)
+    if has_gradients and not reading.training:
+        raise InputError(
+            f"--inference: {text} is a JAX function that takes gradients, captured as it is; name its forward pass"
+        )
+    notes = list(made.notes)
+    if reading.training and not has_gradients:
+        notes.insert(0, f"{text} is a JAX function without gradients, captured as it is: a forward pass")
+    return Model(made.graph, made.coverage.unknown, is_captured=True, notes=tuple(notes))
 
 
 def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:

@@ -7,9 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from gdp.capture import JaxCapture
 
 Build = Callable[[], tuple[Any, ...]]
 """Returns (module, args, kwargs)."""
@@ -18,8 +23,22 @@ PATTERN = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 """What names one."""
 
 
+class JaxFunctionError(InputError):
+    """A user's function gave a JAX function where a PyTorch module is needed: whoever can do with one catches this.
+
+    What it is, is known only once it has run, and until then it has to be run as what builds a module.
+    """
+
+    def __init__(self, text: str, capture: "Callable[[], JaxCapture]") -> None:
+        super().__init__(f"{text}: is a JAX function, which is placed, not executed or measured; name a PyTorch model")
+        self.capture = capture
+
+
 def user_function(text: str) -> Build:
-    """The user's function, its answer put in order as (module, args, kwargs), its errors as one line."""
+    """The user's function, its answer put in order as (module, args, kwargs), its errors as one line.
+
+    What is built may be JAX's: then building raises JaxFunctionError.
+    """
     module_name, _, path = text.partition(":")
     with _explained(text, f"module {module_name} cannot be imported"), _importable_here():
         found: Any = import_module(module_name)
@@ -41,20 +60,42 @@ def user_function(text: str) -> Build:
 def _module_and_inputs(answer: Any, text: str) -> tuple[Any, ...]:
     from torch import Tensor, nn
 
-    if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
+    from gdp.capture import JaxCapture, capture_jax
+
+    if isinstance(answer, JaxCapture):
+        raise JaxFunctionError(text, lambda: answer)
+    is_complete = isinstance(answer, tuple) and len(answer) in (2, 3)
+    is_jax = is_complete and not isinstance(answer[0], nn.Module) and callable(answer[0]) and _has_jax(answer[1:])
+    if not is_complete or not (is_jax or isinstance(answer[0], nn.Module)):
         kinds = ", ".join(type(item).__name__ for item in (answer if isinstance(answer, tuple) else (answer,)))
-        raise InputError(f"{text}: returned {kinds}; (module, example_inputs) or (module, args, kwargs) is expected")
+        raise InputError(
+            f"{text}: returned {kinds}; (module, example_inputs) or (module, args, kwargs) is expected, "
+            "with a PyTorch module or a function of JAX arrays"
+        )
     inputs, kwargs = answer[1], answer[2] if len(answer) == 3 else {}
     if len(answer) == 2 and isinstance(inputs, Mapping):
-        return answer[0], (), dict(inputs)
-    if isinstance(inputs, Tensor):
+        inputs, kwargs = (), inputs
+    if isinstance(inputs, Tensor) or (is_jax and not isinstance(inputs, tuple | list)):
         inputs = (inputs,)
     if not isinstance(inputs, tuple | list) or not isinstance(kwargs, Mapping):
         raise InputError(
             f"{text}: inputs are {type(inputs).__name__} and {type(kwargs).__name__}; "
             "a tensor, a tuple or a dict of keyword inputs is expected"
         )
+    if is_jax:
+        if taken := {"name", "parameters", "unroll_limit"} & set(kwargs):
+            raise InputError(f"{text}: input {min(taken)!r} is called as an option of capture_jax; give it by position")
+        raise JaxFunctionError(text, lambda: capture_jax(answer[0], *inputs, name=text, **kwargs))
     return answer[0], tuple(inputs), dict(kwargs)
+
+
+def _has_jax(inputs: Any) -> bool:
+    """Whether there is an array among the leaves that JAX takes, or one that is to be, a `ShapeDtypeStruct`."""
+    jax = sys.modules.get("jax")  # a function of JAX's has imported it
+    if jax is None:
+        return False
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
+    return any(isinstance(leaf, kinds) for leaf in jax.tree_util.tree_leaves(inputs))
 
 
 @contextlib.contextmanager
