@@ -206,6 +206,11 @@ def called_jaxpr(name: str, params: Params) -> Any:
     return None
 
 
+def opened(callee: Any) -> tuple[Any, Sequence[Any]]:
+    """(jaxpr, constants) of a jaxpr that is closed or not."""
+    return (callee.jaxpr, callee.consts) if hasattr(callee, "consts") else (callee, ())
+
+
 def is_identity(name: str) -> bool:
     """Whether the results are the operands."""
     return name in _IDENTITIES

@@ -14,7 +14,8 @@ from typing import Any
 
 from gdp.capture.flops import FORMULA, MOVEMENT, POINTWISE
 from gdp.capture.jax_assemble import JaxProgram, assemble
-from gdp.capture.jax_records import Recorder, stacked_arguments
+from gdp.capture.jax_records import Recorder
+from gdp.capture.jax_stacks import stacked_arguments
 from gdp.capture.jax_values import Value
 from gdp.capture.step import Coverage
 from gdp.devices import suggest

@@ -16,6 +16,7 @@ from typing import Any
 
 from gdp.capture import jax_costs as costs
 from gdp.capture.flops import MOVEMENT
+from gdp.capture.jax_stacks import index_jaxpr, part_aval, stack_jaxpr
 from gdp.capture.jax_values import Constant, Equation, Record, Scope, Value
 from gdp.errors import InputError
 
@@ -82,7 +83,7 @@ class Recorder:
             return inputs
         callee = costs.called_jaxpr(name, params)
         if callee is not None:
-            jaxpr, constants = opened(callee)
+            jaxpr, constants = costs.opened(callee)
             if len(jaxpr.invars) == len(inputs):
                 return self.run(jaxpr, constants, inputs, scopes + self._called(params, jaxpr))
         if name == "scan" and int(params["length"]) <= self.unroll_limit:
@@ -184,7 +185,7 @@ class Recorder:
         self, params: Mapping[str, Any], inputs: list[Value], outputs: Sequence[Any], scopes: list[Scope]
     ) -> list[Value]:
         """The results of a scan: what is carried, then stacks of what each iteration gives."""
-        jaxpr, constants = opened(params["jaxpr"])
+        jaxpr, constants = costs.opened(params["jaxpr"])
         num_consts, num_carried, length = params["num_consts"], params["num_carry"], int(params["length"])
         shared, carried = inputs[:num_consts], inputs[num_consts : num_consts + num_carried]
         columns = [self._parts(value, length, scopes) for value in inputs[num_consts + num_carried :]]
@@ -253,18 +254,7 @@ class Recorder:
     def _helper_jaxpr(self, key: tuple[Any, ...], aval: Any, num_inputs: int) -> Any:
         known = (*key, aval.shape, aval.dtype, num_inputs)
         if known not in self._helpers:
-            import jax
-            from jax import lax, numpy
-
-            def index(x: Any) -> Any:
-                return lax.index_in_dim(x, key[1], keepdims=False)
-
-            def stack(*xs: Any) -> Any:
-                return lax.concatenate([numpy.expand_dims(x, 0) for x in xs], 0)
-
-            example = jax.ShapeDtypeStruct(aval.shape, aval.dtype)  # type: ignore[no-untyped-call]
-            function = index if key[0] == "index" else stack
-            self._helpers[known] = jax.make_jaxpr(function)(*[example] * num_inputs).jaxpr
+            self._helpers[known] = index_jaxpr(aval, key[1]) if key[0] == "index" else stack_jaxpr(aval, num_inputs)
         return self._helpers[known]
 
     # -- parts of the above ----------------------------------------------------------------------------------------
@@ -343,57 +333,6 @@ class Recorder:
 
 
 _NO_MODULES = ("", "checkpoint", "rematted_computation")
-
-
-def opened(callee: Any) -> tuple[Any, Sequence[Any]]:
-    """(jaxpr, constants) of a jaxpr that is closed or not."""
-    return (callee.jaxpr, callee.consts) if hasattr(callee, "consts") else (callee, ())
-
-
-def part_aval(aval: Any) -> Any:
-    """Of what a stack has parts of."""
-    from jax.core import ShapedArray
-
-    return ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
-
-
-def stacked_arguments(jaxpr: Any, unroll_limit: int) -> list[bool]:
-    """Which arguments are read by an unrolled scan part by part, or element by element together with such."""
-    leader: dict[Any, Any] = {}
-    stacked: list[Any] = []
-
-    def find(item: Any) -> Any:
-        while leader.get(item, item) is not item:
-            item = leader[item]
-        return item
-
-    def join(first: Any, second: Any) -> None:
-        if not (hasattr(first, "val") or hasattr(second, "val")):
-            leader[find(first)] = find(second)
-
-    def visit(jaxpr: Any) -> None:
-        for equation in jaxpr.eqns:
-            name, params = equation.primitive.name, equation.params
-            callee = costs.called_jaxpr(name, params)
-            if callee is not None:
-                inner, _ = opened(callee)
-                if len(inner.invars) == len(equation.invars):
-                    visit(inner)
-                    for pairs in ((equation.invars, inner.invars), (equation.outvars, inner.outvars)):
-                        for first, second in zip(*pairs, strict=True):
-                            join(first, second)
-            elif name == "scan" and 0 < int(params["length"]) <= unroll_limit:
-                visit(opened(params["jaxpr"])[0])
-                stacked.extend(equation.invars[params["num_consts"] + params["num_carry"] :])
-                stacked.extend(equation.outvars[params["num_carry"] :])
-            elif name in costs.POINTWISE_PRIMITIVES or name in costs.CONVERSIONS or costs.is_identity(name):
-                for item in equation.invars:
-                    if item.aval.shape == equation.outvars[0].aval.shape and item.aval.shape:
-                        join(item, equation.outvars[0])
-
-    visit(jaxpr)
-    classes = {find(item) for item in stacked if not hasattr(item, "val")}
-    return [bool(argument.aval.shape) and find(argument) in classes for argument in jaxpr.invars]
 
 
 def _zeros(aval: Any) -> Any:

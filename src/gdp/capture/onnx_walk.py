@@ -1,4 +1,4 @@
-"""What the nodes of an ONNX graph cost: one after another, with graphs inside of nodes (If, Loop, Scan) summed up."""
+"""What the nodes of an ONNX graph cost: one after another, each with the shapes of all before it known."""
 
 import contextlib
 import heapq
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdp.capture.flops import UNKNOWN
+from gdp.capture.onnx_bodies import BodyCost, inside
 from gdp.capture.onnx_costs import Formula, OnnxCall, count_bytes, count_flops, dtype_of, kind_of
 from gdp.capture.onnx_file import (
     BOOL,
@@ -43,7 +44,6 @@ _NOT_TENSORS = {"Resize": (1, 2, 3), "Upsample": (1,)}  # inputs that say how, s
 _ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Dropout"})
 """Their result is their first input's memory, in ONNX Runtime too. Slice, Split, Transpose and Expand copy."""
 _AXES = ("axis", "axes", "perm", "batch_axis", "time_axis", "batch_dims", "scan_input_axes", "scan_output_axes")
-_ENDLESS = 2**31  # a trip count from here on means "until the condition says so"
 
 
 @dataclass(eq=False, slots=True)
@@ -58,16 +58,6 @@ class Step:
     bytes_accessed: int
     dtype: str
     resident_bytes: int = 0  # of initializers inside of its graphs
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """Of an execution of a node with graphs inside."""
-
-    flops: int
-    num_bytes: int
-    resident_bytes: int
-    dtype: str
 
 
 @dataclass(eq=False)
@@ -188,7 +178,7 @@ class Scope:
         contents = tuple(self.contents.get(name) if name else None for name in node.input)
         call = OnnxCall(kind, inputs, (), attributes, contents)
         _check_numbers(node, call, label)
-        results, cost = _inside(node, call, self) or (
+        results, cost = inside(node, call, self) or (
             infer(
                 node, call, self.walk.opsets, self.walk.ir_version, self.declared, self.walk.dims,
                 not self.guessed.isdisjoint(node.input),
@@ -251,7 +241,7 @@ class Scope:
             raise InputError(f"node {node.name!r} (Constant): bad value ({first_line(error)}); export again") from None
         self._add_initializer(node.output[0], tensor)
 
-    def _add_step(self, node: "NodeProto", call: OnnxCall, results: Results, cost: _Cost | None) -> None:
+    def _add_step(self, node: "NodeProto", call: OnnxCall, results: Results, cost: BodyCost | None) -> None:
         skipped = _NOT_TENSORS.get(call.kind, ())
         names = [name for place, name in enumerate(node.input) if name and place not in skipped]
         for graph in subgraphs(node):
@@ -264,7 +254,7 @@ class Scope:
                 self.walk.unknown[call.kind] += 1
             read = list(dict.fromkeys(name for name in node.input if name))
             num_bytes = count_bytes(whole, [self.values[name] for name in read])
-            cost = _Cost(flops, num_bytes, 0, dtype_of(whole))
+            cost = BodyCost(flops, num_bytes, 0, dtype_of(whole))
         outputs = {name: value for name, value in zip(node.output, results.values, strict=True) if value is not None}
         inputs = list(dict.fromkeys(self.root(name) for name in distinct if not self.is_constant(name)))
         self.steps.append(
@@ -343,127 +333,3 @@ def _attributes(node: "NodeProto") -> dict[str, Any]:
             value = list(value)
         found[attribute.name] = value
     return found
-
-
-# Graphs inside of nodes
-
-
-def _inside(node: "NodeProto", call: OnnxCall, scope: Scope) -> tuple[Results, _Cost] | None:
-    """Results and cost of If, Loop and Scan; None for any other node."""
-    look = {"If": _if, "Loop": _loop, "Scan": _scan}.get(call.kind)
-    if look is None or (call.kind == "Scan" and scope.walk.opsets.get("", 1) < 9):  # Scan had another meaning
-        return None
-    label = f"node {node.name or node.output[0] if node.output else node.name!r} ({call.kind})"
-    try:
-        results, cost = look(node, call, scope, label)
-    except (LookupError, TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{label}: its graph and its inputs do not fit together; export it again") from None
-    if len(results.values) != len(node.output):
-        raise InputError(f"{label}: its graph has not as many outputs as the node; export it again")
-    return results, cost
-
-
-def _body(node: "NodeProto", name: str) -> "GraphProto":
-    for attribute in node.attribute:
-        if attribute.name == name and attribute.HasField("g"):
-            return attribute.g  # type: ignore[no-any-return]
-    raise LookupError(name)
-
-
-def _if(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[Results, _Cost]:
-    """The branch that is taken if that is known, else the larger."""
-    condition = call.contents[0] if call.inputs[0] is not None else None
-    names = ["then_branch", "else_branch"]
-    if condition is not None and scope.is_constant(node.input[0]):
-        names = names[:1] if condition.any() else names[1:]
-    branches = []
-    before = scope.walk.unknown
-    counts = []
-    for name in names:
-        scope.walk.unknown = Counter()
-        inner = scope.inner(_body(node, name))
-        inner.run({})
-        branches.append((inner, _cost(inner)))
-        counts.append(scope.walk.unknown)
-    best = max(range(len(names)), key=lambda place: (branches[place][1].flops, branches[place][1].num_bytes))
-    scope.walk.unknown = before + counts[best]
-    inner, cost = branches[best]
-    # the other branch's weights are there too
-    resident = sum(other.resident_bytes for _, other in branches)
-    values = tuple(inner.values[item.name] for item in inner.graph.output)
-    if len(branches) > 1:
-        scope.walk.notes.append(f"{label}: which branch is taken is unknown; the one of more FLOPs is counted")
-    return Results(values), _Cost(cost.flops, cost.num_bytes, resident, cost.dtype)
-
-
-def _loop(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[Results, _Cost]:
-    """The body times the largest trip count. Inputs: that, condition, carried; body: number, condition, carried."""
-    trips = _number(call, 0, node, scope)
-    if call.has(1) and _number(call, 1, node, scope) == 0:
-        trips = 0
-    if trips is None or not trips < _ENDLESS:
-        scope.walk.notes.append(f"{label}: the trip count is unknown; its body is counted once")
-        trips = 1
-    inner = scope.inner(_body(node, "body"))
-    carried = [call.input(place) for place in range(2, len(call.inputs))]
-    given = [Value(INT64, ()), Value(BOOL, ()), *carried]
-    inner.run(dict(zip((item.name for item in inner.graph.input), given, strict=True)))
-    made = [inner.values[item.name] for item in inner.graph.output][1:]
-    last = made[: len(carried)] if trips else carried
-    scanned = [Value(value.code, (trips, *value.shape)) for value in made[len(carried) :]]
-    return Results((*last, *scanned)), _times(_cost(inner), trips)
-
-
-def _scan(node: "NodeProto", call: OnnxCall, scope: Scope, label: str) -> tuple[Results, _Cost]:
-    """The body times the length of the scanned inputs, which come after the states."""
-    num_scanned = int(call.attributes["num_scan_inputs"])
-    values = [call.input(place) for place in range(len(call.inputs))]
-    num_states = len(values) - num_scanned
-    if num_scanned < 1 or num_states < 0:
-        raise LookupError(num_scanned)
-    axes = call.attributes.get("scan_input_axes") or [0] * num_scanned
-    slices = []
-    trips = values[num_states].shape[axes[0]]
-    for value, axis in zip(values[num_states:], axes, strict=True):
-        shape = list(value.shape)
-        del shape[axis]
-        slices.append(Value(value.code, tuple(shape)))
-    inner = scope.inner(_body(node, "body"))
-    names = [item.name for item in inner.graph.input]
-    inner.run(dict(zip(names, [*values[:num_states], *slices], strict=True)))
-    made = [inner.values[item.name] for item in inner.graph.output]
-    axes = call.attributes.get("scan_output_axes") or [0] * (len(made) - num_states)
-    stacked = []
-    for value, axis in zip(made[num_states:], axes, strict=True):
-        shape = list(value.shape)
-        shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, trips)
-        stacked.append(Value(value.code, tuple(shape)))
-    return Results((*made[:num_states], *stacked)), _times(_cost(inner), trips)
-
-
-def _number(call: OnnxCall, position: int, node: "NodeProto", scope: Scope) -> int | None:
-    """The content of a constant input of one element."""
-    if not call.has(position) or not scope.is_constant(node.input[position]):
-        return None
-    content = call.contents[position]
-    return int(content.reshape(-1)[0]) if content is not None and content.size == 1 else None
-
-
-def _cost(inner: Scope) -> _Cost:
-    """Of one execution of a graph."""
-    resident = sum(num_bytes for _, num_bytes in inner.parameters.values())
-    resident += sum(step.resident_bytes for step in inner.steps)
-    heaviest = max(inner.steps, key=lambda step: (step.flops, step.bytes_accessed), default=None)
-    return _Cost(
-        sum(step.flops for step in inner.steps),
-        sum(step.bytes_accessed for step in inner.steps),
-        resident,
-        heaviest.dtype if heaviest is not None else "int64",
-    )
-
-
-def _times(cost: _Cost, trips: int) -> _Cost:
-    trips = max(0, trips)
-    return _Cost(cost.flops * trips, cost.num_bytes * trips, cost.resident_bytes, cost.dtype)

@@ -1,0 +1,148 @@
+"""Nodes of ONNX with graphs inside: If, Loop and Scan are one op each, whose cost is that of their bodies summed up."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdp.capture.onnx_costs import OnnxCall
+from gdp.capture.onnx_file import BOOL, INT64, Value
+from gdp.capture.onnx_shapes import Results
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, NodeProto
+
+    from gdp.capture.onnx_walk import Scope
+
+_ENDLESS = 2**31  # a trip count from here on means "until the condition says so"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyCost:
+    """What an execution of a node with graphs inside costs."""
+
+    flops: int
+    num_bytes: int
+    resident_bytes: int
+    dtype: str
+
+
+def inside(node: "NodeProto", call: OnnxCall, scope: "Scope") -> tuple[Results, BodyCost] | None:
+    """Results and cost of If, Loop and Scan; None for any other node."""
+    look = {"If": _if, "Loop": _loop, "Scan": _scan}.get(call.kind)
+    if look is None or (call.kind == "Scan" and scope.walk.opsets.get("", 1) < 9):  # Scan had another meaning
+        return None
+    label = f"node {node.name or node.output[0] if node.output else node.name!r} ({call.kind})"
+    try:
+        results, cost = look(node, call, scope, label)
+    except (LookupError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{label}: its graph and its inputs do not fit together; export it again") from None
+    if len(results.values) != len(node.output):
+        raise InputError(f"{label}: its graph has not as many outputs as the node; export it again")
+    return results, cost
+
+
+def _body(node: "NodeProto", name: str) -> "GraphProto":
+    for attribute in node.attribute:
+        if attribute.name == name and attribute.HasField("g"):
+            return attribute.g  # type: ignore[no-any-return]
+    raise LookupError(name)
+
+
+def _if(node: "NodeProto", call: OnnxCall, scope: "Scope", label: str) -> tuple[Results, BodyCost]:
+    """The branch that is taken if that is known, else the larger."""
+    condition = call.contents[0] if call.inputs[0] is not None else None
+    names = ["then_branch", "else_branch"]
+    if condition is not None and scope.is_constant(node.input[0]):
+        names = names[:1] if condition.any() else names[1:]
+    branches = []
+    before = scope.walk.unknown
+    counts = []
+    for name in names:
+        scope.walk.unknown = Counter()
+        inner = scope.inner(_body(node, name))
+        inner.run({})
+        branches.append((inner, _cost(inner)))
+        counts.append(scope.walk.unknown)
+    best = max(range(len(names)), key=lambda place: (branches[place][1].flops, branches[place][1].num_bytes))
+    scope.walk.unknown = before + counts[best]
+    inner, cost = branches[best]
+    # the other branch's weights are there too
+    resident = sum(other.resident_bytes for _, other in branches)
+    values = tuple(inner.values[item.name] for item in inner.graph.output)
+    if len(branches) > 1:
+        scope.walk.notes.append(f"{label}: which branch is taken is unknown; the one of more FLOPs is counted")
+    return Results(values), BodyCost(cost.flops, cost.num_bytes, resident, cost.dtype)
+
+
+def _loop(node: "NodeProto", call: OnnxCall, scope: "Scope", label: str) -> tuple[Results, BodyCost]:
+    """The body times the largest trip count. Inputs: that, condition, carried; body: number, condition, carried."""
+    trips = _number(call, 0, node, scope)
+    if call.has(1) and _number(call, 1, node, scope) == 0:
+        trips = 0
+    if trips is None or not trips < _ENDLESS:
+        scope.walk.notes.append(f"{label}: the trip count is unknown; its body is counted once")
+        trips = 1
+    inner = scope.inner(_body(node, "body"))
+    carried = [call.input(place) for place in range(2, len(call.inputs))]
+    given = [Value(INT64, ()), Value(BOOL, ()), *carried]
+    inner.run(dict(zip((item.name for item in inner.graph.input), given, strict=True)))
+    made = [inner.values[item.name] for item in inner.graph.output][1:]
+    last = made[: len(carried)] if trips else carried
+    scanned = [Value(value.code, (trips, *value.shape)) for value in made[len(carried) :]]
+    return Results((*last, *scanned)), _times(_cost(inner), trips)
+
+
+def _scan(node: "NodeProto", call: OnnxCall, scope: "Scope", label: str) -> tuple[Results, BodyCost]:
+    """The body times the length of the scanned inputs, which come after the states."""
+    num_scanned = int(call.attributes["num_scan_inputs"])
+    values = [call.input(place) for place in range(len(call.inputs))]
+    num_states = len(values) - num_scanned
+    if num_scanned < 1 or num_states < 0:
+        raise LookupError(num_scanned)
+    axes = call.attributes.get("scan_input_axes") or [0] * num_scanned
+    slices = []
+    trips = values[num_states].shape[axes[0]]
+    for value, axis in zip(values[num_states:], axes, strict=True):
+        shape = list(value.shape)
+        del shape[axis]
+        slices.append(Value(value.code, tuple(shape)))
+    inner = scope.inner(_body(node, "body"))
+    names = [item.name for item in inner.graph.input]
+    inner.run(dict(zip(names, [*values[:num_states], *slices], strict=True)))
+    made = [inner.values[item.name] for item in inner.graph.output]
+    axes = call.attributes.get("scan_output_axes") or [0] * (len(made) - num_states)
+    stacked = []
+    for value, axis in zip(made[num_states:], axes, strict=True):
+        shape = list(value.shape)
+        shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, trips)
+        stacked.append(Value(value.code, tuple(shape)))
+    return Results((*made[:num_states], *stacked)), _times(_cost(inner), trips)
+
+
+def _number(call: OnnxCall, position: int, node: "NodeProto", scope: "Scope") -> int | None:
+    """The content of a constant input of one element."""
+    if not call.has(position) or not scope.is_constant(node.input[position]):
+        return None
+    content = call.contents[position]
+    return int(content.reshape(-1)[0]) if content is not None and content.size == 1 else None
+
+
+def _cost(inner: "Scope") -> BodyCost:
+    """Of one execution of a graph."""
+    resident = sum(num_bytes for _, num_bytes in inner.parameters.values())
+    resident += sum(step.resident_bytes for step in inner.steps)
+    heaviest = max(inner.steps, key=lambda step: (step.flops, step.bytes_accessed), default=None)
+    return BodyCost(
+        sum(step.flops for step in inner.steps),
+        sum(step.bytes_accessed for step in inner.steps),
+        resident,
+        heaviest.dtype if heaviest is not None else "int64",
+    )
+
+
+def _times(cost: BodyCost, trips: int) -> BodyCost:
+    trips = max(0, trips)
+    return BodyCost(cost.flops * trips, cost.num_bytes * trips, cost.resident_bytes, cost.dtype)
