@@ -1,5 +1,7 @@
 """A captured JAX function computes what JAX does, in every order that the graph allows; its costs are those by hand."""
 
+import functools
+import itertools
 import random
 import sys
 import tracemalloc
@@ -367,12 +369,88 @@ def test_a_scan_beyond_the_limit_is_one_op_of_all_its_iterations() -> None:
     assert "scan of 3 iterations" in whole.notes[0]
 
 
-def test_a_while_loop_counts_its_body_once_and_a_cond_its_most_expensive_branch() -> None:
+def test_a_while_loop_counts_its_body_as_often_as_it_is_known_to_run_and_a_cond_its_most_expensive_branch() -> None:
     made = capture_jax(loops, Struct((3, 4), "float32"), Struct((3,), "float32"), name="loops", parameters=())
-    assert flops_of(made.graph, "while") == 1 + 12 + 1  # condition, product, counter
+    assert flops_of(made.graph, "while") == 4 * 1 + 3 * (12 + 1)  # condition; product, counter
     assert flops_of(made.graph, "cond") == 2 * (2 * 3 * 4 * 3)
     assert flops_of(made.graph, "scan") == 100 * 4
-    assert len(made.notes) == 3
+    assert len(made.notes) == 2
+    assert not made.coverage.open_loops
+
+
+def turns(first: int, bound: int, step: int, relation: str, x: jax.Array) -> jax.Array:
+    """A loop of one product a turn, whose counter and bound are arrays; the counter changes behind a call."""
+    compare = getattr(lax, relation)
+    advance = jax.jit(lambda i: i + step)
+    return lax.while_loop(
+        lambda c: compare(c[0], c[1]), lambda c: (advance(c[0]), c[1], c[2] * 2), (first, jnp.int32(bound - 1) + 1, x)
+    )[2]
+
+
+@pytest.mark.parametrize("relation", ["lt", "le", "gt", "ge", "ne", "eq"])
+def test_trip_counts_are_those_of_running_the_loop(relation: str) -> None:
+    compare = {"lt": int.__lt__, "le": int.__le__, "gt": int.__gt__, "ge": int.__ge__, "ne": int.__ne__,
+               "eq": int.__eq__}[relation]  # fmt: skip
+    num_known = 0
+    for first, bound, step in itertools.product((-3, 0, 2, 7), (-4, 0, 5, 8), (-2, -1, 1, 3, 0)):
+        i, count = first, 0
+        while compare(i, bound) and count < 50:
+            i, count = i + step, count + 1
+        made = capture_jax(functools.partial(turns, first, bound, step, relation), Struct((4,), "float32"), name="m")
+        if count == 50:  # endless
+            assert made.coverage.open_loops == {"while": 1}
+            continue
+        num_known += 1
+        assert not made.coverage.open_loops
+        assert flops_of(made.graph, "while") == count * (4 + 1) + count + 1, (first, bound, step)
+    assert num_known > 25
+
+
+def test_a_fori_loop_of_static_bounds_counts_every_turn_however_it_is_lowered() -> None:
+    """With numbers as bounds it is a scan, with arrays that are known a while: 10 turns of x * 2 and a counter."""
+
+    def with_numbers(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(2, 12, lambda i, c: c * 2, x)
+
+    def with_arrays(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(jnp.int32(2), jnp.asarray(10) + 2, lambda i, c: c * 2, x)
+
+    def nested(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 100, lambda i, c: lax.fori_loop(2, jnp.asarray(12), lambda i, c: c * 2, c), x)
+
+    x = Struct((4,), "float32")
+    unrolled, scan = capture_jax(with_numbers, x, name="m"), capture_jax(with_numbers, x, name="m", unroll_limit=0)
+    known, inner = capture_jax(with_arrays, x, name="m"), capture_jax(nested, x, name="m")
+    assert by_kind(unrolled.graph) == Counter(input=1, mul=10)
+    assert flops_of(unrolled.graph, "mul") == 40
+    assert flops_of(scan.graph, "scan") == 10 * (4 + 1)
+    assert flops_of(known.graph, "while") == 10 * (4 + 1) + 11  # and the condition
+    assert flops_of(inner.graph, "scan") == 100 * (10 * (4 + 1) + 11 + 1)
+    assert not any(made.coverage.open_loops for made in (unrolled, scan, known, inner))
+
+
+def test_a_loop_of_unknown_length_is_named_wherever_it_is_and_counted_once() -> None:
+    def halves(x: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda c: c.max() > 1, lambda c: c / 2, x)
+
+    def bounded(x: jax.Array, n: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, n, lambda i, c: c / 2, x)
+
+    @jax.jit
+    def sampler(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (halves(c), None), x, None, length=100)[0]
+
+    x = Struct((4,), "float32")
+    alone, given = capture_jax(halves, x, name="m"), capture_jax(bounded, x, Struct((), "int32"), name="m")
+    assert flops_of(alone.graph, "while") == 4 + 1 + 4
+    for made in (alone, given):
+        assert made.coverage.open_loops == {"while": 1}
+        (note,) = made.notes
+        assert "the trip count of a while loop is unknown; its body is counted once" in note
+    inside = capture_jax(lambda x: sampler(x) * 2, x, name="m")
+    assert inside.coverage.open_loops == {"while": 1}
+    assert any(note.startswith("sampler: the trip count of a while loop is unknown") for note in inside.notes)
+    assert flops_of(inside.graph, "scan") == 100 * (4 + 1 + 4)
 
 
 def test_a_step_has_forward_backward_and_updates_in_place_beside_their_parameters() -> None:

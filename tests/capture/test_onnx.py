@@ -303,12 +303,13 @@ def test_a_loop_costs_its_body_as_often_as_it_runs_and_a_scan_as_its_sequence_is
     assert found["Loop_0"].bytes_accessed == 7 * (2 * 48 + 64)
     assert made.graph.tensor_bytes.tolist() == [48, 64, 48, 7 * 48, 48, 7 * 48]
     assert made.graph.tensor(1).consumers == (2, 3)  # what a body takes from around it is an input of the op
-    assert made.notes == ()
+    assert (made.notes, made.open_loops) == ((), {})
 
     del weights["trips"]
     unknown = read(model([loop], [value("h0", [3, 4]), value("trips", [], I64)], ["h1"], weights))
     assert ops(unknown.graph)["Loop_0"].flops == 2 * 3 * 4 * 4
     assert "trip count is unknown" in unknown.notes[0]
+    assert unknown.open_loops == {"Loop": 1}
 
 
 def test_an_if_costs_its_larger_branch_or_the_one_that_is_known_to_be_taken(read: Callable[..., OnnxModel]) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gdp.capture.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN, registered_formula
+from gdp.capture.jax_calls import called_jaxpr, is_identity
+from gdp.capture.jax_loops import known_number, trip_count
 
 Params = Mapping[str, Any]
 Formula = Callable[[Params, Sequence[Any], Sequence[Any]], int]
@@ -84,11 +86,16 @@ class Costs:
     bytes_accessed: int = 0
     how: str = MOVEMENT
     unknown: Counter[str] = field(default_factory=Counter)  # primitives that were estimated
+    open_loops: Counter[str] = field(default_factory=Counter)  # loops whose trip count is unknown, counted once
 
 
-def costs_of(name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[Any], bytes_read: list[int]) -> Costs:
-    """FLOPs and bytes of one primitive; `bytes_read` has those of the distinct arrays behind each input."""
-    loop = _loop(name, params)
+def costs_of(
+    name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[Any], bytes_read: list[int],
+    numbers: Sequence[int | None],
+) -> Costs:  # fmt: skip
+    """FLOPs and bytes of one primitive; `bytes_read` has those of the distinct arrays behind each input, `numbers` the
+    inputs that are known integers."""
+    loop = _loop(name, params, numbers)
     if loop is not None and registered_formula(name) is None:
         loop.bytes_accessed = max(loop.bytes_accessed, sum(bytes_read) + sum(map(num_bytes, outputs)))
         return loop
@@ -133,13 +140,19 @@ def _bytes_accessed(
 # Loops and branches that are one op
 
 
-def _loop(name: str, params: Params) -> Costs | None:
-    """Of a scan all iterations, of a while loop one, of branches the most expensive one, of a map over a mesh all
-    shards; None for all others."""
+def _loop(name: str, params: Params, numbers: Sequence[int | None]) -> Costs | None:
+    """Of a scan all iterations, of a while loop those that its `numbers` tell, or one, of branches the most expensive
+    one, of a map over a mesh all shards; None for all others."""
     if name == "scan":
         return _times(body_costs(params["jaxpr"]), int(params["length"]))
     if name == "while":
-        return _sum([body_costs(params["cond_jaxpr"]), body_costs(params["body_jaxpr"])])
+        turns = trip_count(params, numbers)
+        condition, body = body_costs(params["cond_jaxpr"]), body_costs(params["body_jaxpr"])
+        if turns is not None:  # the condition once more, to end it
+            return _sum([_times(condition, turns + 1), _times(body, turns)])
+        costs = _sum([condition, body])
+        costs.open_loops[name] += 1
+        return costs
     if name == "cond":
         return max(map(body_costs, params["branches"]), key=lambda costs: (costs.flops, costs.bytes_accessed))
     if name == "custom_linear_solve":
@@ -163,7 +176,8 @@ def body_costs(closed: Any) -> Costs:
         outputs = [variable.aval for variable in equation.outvars]
         if is_identity(name) or name == "broadcast_in_dim" or is_view(name, params, inputs, outputs):
             continue
-        parts.append(costs_of(name, params, inputs, outputs, list(map(num_bytes, inputs))))
+        numbers = [known_number(variable.val) if hasattr(variable, "val") else None for variable in equation.invars]
+        parts.append(costs_of(name, params, inputs, outputs, list(map(num_bytes, inputs)), numbers))
     return _sum(parts)
 
 
@@ -173,47 +187,17 @@ def _sum(parts: Sequence[Costs]) -> Costs:
         total.flops += part.flops
         total.bytes_accessed += part.bytes_accessed
         total.unknown += part.unknown
+        total.open_loops += part.open_loops
     return total
 
 
 def _times(costs: Costs, count: int) -> Costs:
-    return Costs(costs.flops * count, costs.bytes_accessed * count, costs.how, costs.unknown)
+    return Costs(costs.flops * count, costs.bytes_accessed * count, costs.how, costs.unknown, costs.open_loops)
 
 
-# What is no op
+# Views
 
-
-_CALLS = frozenset({
-    "jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "named_call", "remat", "remat2",
-    "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "custom_vmap_call",
-    "xla_call", "mlir_call", "run_state_call", "composite",
-})  # fmt: skip
-_IDENTITIES = frozenset({
-    "stop_gradient", "name", "optimization_barrier", "sharding_constraint", "pvary", "pbroadcast", "device_put",
-    "layout_constraint", "reshard", "mesh_cast", "copy_to_host_async",
-})  # fmt: skip
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "random_wrap", "random_unwrap"})
-
-
-def called_jaxpr(name: str, params: Params) -> Any:
-    """The jaxpr that a call stands for, closed or not; None if the primitive is no plain call."""
-    if name not in _CALLS:
-        return None
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
-        found = params.get(key)
-        if hasattr(found, "eqns") or hasattr(getattr(found, "jaxpr", None), "eqns"):
-            return found
-    return None
-
-
-def opened(callee: Any) -> tuple[Any, Sequence[Any]]:
-    """(jaxpr, constants) of a jaxpr that is closed or not."""
-    return (callee.jaxpr, callee.consts) if hasattr(callee, "consts") else (callee, ())
-
-
-def is_identity(name: str) -> bool:
-    """Whether the results are the operands."""
-    return name in _IDENTITIES
 
 
 def is_view(name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:

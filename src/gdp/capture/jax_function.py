@@ -105,7 +105,10 @@ def capture_jax(
     graph, program, records = assemble(name, recorder.records, flat, updates)
     how = Counter(record.how for record in records)
     unknown = sum((record.unknown for record in records), Counter[str]())
-    coverage = Coverage(MappingProxyType(dict(unknown)), how[FORMULA], how[POINTWISE], how[MOVEMENT])
+    open_loops = sum((record.open_loops for record in records), Counter[str]())
+    coverage = Coverage(
+        MappingProxyType(dict(unknown)), how[FORMULA], how[POINTWISE], how[MOVEMENT], MappingProxyType(dict(open_loops))
+    )
     return JaxCapture(graph, program, coverage, (*recorder.notes, *odd))
 
 

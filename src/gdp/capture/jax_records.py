@@ -16,6 +16,8 @@ from typing import Any
 
 from gdp.capture import jax_costs as costs
 from gdp.capture.flops import MOVEMENT
+from gdp.capture.jax_calls import called_jaxpr, is_identity, opened
+from gdp.capture.jax_loops import known_number
 from gdp.capture.jax_stacks import index_jaxpr, part_aval, stack_jaxpr
 from gdp.capture.jax_values import Constant, Equation, Record, Scope, Value
 from gdp.errors import InputError
@@ -79,19 +81,17 @@ class Recorder:
         outputs = [variable.aval for variable in equation.outvars]
         if any(hasattr(value.aval, "inner_aval") for value in inputs) or any(hasattr(a, "inner_aval") for a in outputs):
             raise InputError(f"{name} works on an array that is changed in place (jax Ref); return new arrays instead")
-        if costs.is_identity(name) and len(inputs) == len(outputs):
+        if is_identity(name) and len(inputs) == len(outputs):
             return inputs
-        callee = costs.called_jaxpr(name, params)
+        callee = called_jaxpr(name, params)
         if callee is not None:
-            jaxpr, constants = costs.opened(callee)
+            jaxpr, constants = opened(callee)
             if len(jaxpr.invars) == len(inputs):
                 return self.run(jaxpr, constants, inputs, scopes + self._called(params, jaxpr))
         if name == "scan" and int(params["length"]) <= self.unroll_limit:
             return self._unrolled(params, inputs, outputs, scopes)
         if name == "scan":
             self._note(f"a scan of {params['length']} iterations is one op; unroll_limit={params['length']} unrolls it")
-        if name == "while":
-            self._note("a while loop is one op, its body counted once: how often it runs is not known")
         if name == "cond":
             self._note("branches of a cond are one op with the costs of the most expensive one")
         return self._apply(equation.primitive, params, inputs, outputs, scopes)
@@ -123,9 +123,12 @@ class Recorder:
         bytes_read: list[int] = []
         for position, value in enumerate(inputs):
             bytes_read.append(self._read(record, value, costs.keeps_operand_whole(name, position), scopes))
-        found = costs.costs_of(name, params, avals, outputs, bytes_read)
+        numbers = [self._number(value) if name == "while" else None for value in inputs]
+        found = costs.costs_of(name, params, avals, outputs, bytes_read, numbers)
+        for loop in found.open_loops:
+            self._note(f"{record.module}: the trip count of a {loop} loop is unknown; its body is counted once")
         record.flops, record.bytes_accessed = found.flops, found.bytes_accessed
-        record.how, record.unknown = found.how, found.unknown
+        record.how, record.unknown, record.open_loops = found.how, found.unknown, found.open_loops
         values = [self._made_by(record, self._value(aval), append=False) for aval in outputs]
         record.equations[self._equation(primitive, params, inputs, values)] = None
         self.records.append(record)
@@ -185,7 +188,7 @@ class Recorder:
         self, params: Mapping[str, Any], inputs: list[Value], outputs: Sequence[Any], scopes: list[Scope]
     ) -> list[Value]:
         """The results of a scan: what is carried, then stacks of what each iteration gives."""
-        jaxpr, constants = costs.opened(params["jaxpr"])
+        jaxpr, constants = opened(params["jaxpr"])
         num_consts, num_carried, length = params["num_consts"], params["num_carry"], int(params["length"])
         shared, carried = inputs[:num_consts], inputs[num_consts : num_consts + num_carried]
         columns = [self._parts(value, length, scopes) for value in inputs[num_consts + num_carried :]]
@@ -286,6 +289,17 @@ class Recorder:
         value = self._value(aval)
         value.constant = Constant(content)
         return value
+
+    def _number(self, value: Value) -> int | None:
+        """The integer that a scalar is, if it follows from constants."""
+        if not value.is_known or value.aval.shape != ():
+            return None
+        if value.constant is not None:
+            return known_number(value.constant.value)
+        made: dict[int, Any] = {}
+        for equation in value.equations:  # of scalars: computing them takes nothing
+            made.update(zip(equation.outputs, equation.apply(made), strict=True))
+        return known_number(made[value.number])
 
     def _constant(self, content: Any, aval: Any) -> Value:
         """An array that the function's code holds: an op that owns it, unless it is a single number."""

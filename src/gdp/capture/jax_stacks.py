@@ -3,6 +3,7 @@
 from typing import Any
 
 from gdp.capture import jax_costs as costs
+from gdp.capture.jax_calls import called_jaxpr, is_identity, opened
 
 
 def part_aval(aval: Any) -> Any:
@@ -29,19 +30,19 @@ def stacked_arguments(jaxpr: Any, unroll_limit: int) -> list[bool]:
     def visit(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:
             name, params = equation.primitive.name, equation.params
-            callee = costs.called_jaxpr(name, params)
+            callee = called_jaxpr(name, params)
             if callee is not None:
-                inner, _ = costs.opened(callee)
+                inner, _ = opened(callee)
                 if len(inner.invars) == len(equation.invars):
                     visit(inner)
                     for pairs in ((equation.invars, inner.invars), (equation.outvars, inner.outvars)):
                         for first, second in zip(*pairs, strict=True):
                             join(first, second)
             elif name == "scan" and 0 < int(params["length"]) <= unroll_limit:
-                visit(costs.opened(params["jaxpr"])[0])
+                visit(opened(params["jaxpr"])[0])
                 stacked.extend(equation.invars[params["num_consts"] + params["num_carry"] :])
                 stacked.extend(equation.outvars[params["num_carry"] :])
-            elif name in costs.POINTWISE_PRIMITIVES or name in costs.CONVERSIONS or costs.is_identity(name):
+            elif name in costs.POINTWISE_PRIMITIVES or name in costs.CONVERSIONS or is_identity(name):
                 for item in equation.invars:
                     if item.aval.shape == equation.outvars[0].aval.shape and item.aval.shape:
                         join(item, equation.outvars[0])

@@ -81,4 +81,5 @@ class Record:
     outputs: list[Value] = field(default_factory=list)
     equations: dict[Equation, None] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
+    open_loops: Counter[str] = field(default_factory=Counter)
     how: str = ""

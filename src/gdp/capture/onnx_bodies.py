@@ -58,16 +58,17 @@ def _if(node: "NodeProto", call: OnnxCall, scope: "Scope", label: str) -> tuple[
     if condition is not None and scope.is_constant(node.input[0]):
         names = names[:1] if condition.any() else names[1:]
     branches = []
-    before = scope.walk.unknown
+    walk = scope.walk
+    before = walk.unknown, walk.open_loops
     counts = []
     for name in names:
-        scope.walk.unknown = Counter()
+        walk.unknown, walk.open_loops = Counter(), Counter()
         inner = scope.inner(_body(node, name))
         inner.run({})
         branches.append((inner, _cost(inner)))
-        counts.append(scope.walk.unknown)
+        counts.append((walk.unknown, walk.open_loops))
     best = max(range(len(names)), key=lambda place: (branches[place][1].flops, branches[place][1].num_bytes))
-    scope.walk.unknown = before + counts[best]
+    walk.unknown, walk.open_loops = (old + new for old, new in zip(before, counts[best], strict=True))
     inner, cost = branches[best]
     # the other branch's weights are there too
     resident = sum(other.resident_bytes for _, other in branches)
@@ -83,6 +84,7 @@ def _loop(node: "NodeProto", call: OnnxCall, scope: "Scope", label: str) -> tupl
     if call.has(1) and _number(call, 1, node, scope) == 0:
         trips = 0
     if trips is None or not trips < _ENDLESS:
+        scope.walk.open_loops[call.kind] += 1
         scope.walk.notes.append(f"{label}: the trip count is unknown; its body is counted once")
         trips = 1
     inner = scope.inner(_body(node, "body"))

@@ -27,6 +27,7 @@ class OnnxModel:
 
     graph: Graph
     unknown: Mapping[str, int]  # kind -> number of ops estimated at one FLOP per element of the result
+    open_loops: Mapping[str, int]  # kind -> number of loops whose trip count is unknown, of which one turn is counted
     notes: tuple[str, ...]  # what was assumed, a sentence each
     is_alone: bool  # whether all this follows from the file, without the external data beside it
 
@@ -70,7 +71,10 @@ def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Ca
     if walk.estimated:
         notes.append(f"shapes of the results of {_listed(walk.estimated)} are not known from shapes alone; estimated")
     graph = _assemble(model, scope, inputs, name)
-    return OnnxModel(graph, MappingProxyType(dict(walk.unknown)), (*notes, *dict.fromkeys(walk.notes)), is_alone)
+    return OnnxModel(
+        graph, MappingProxyType(dict(walk.unknown)), MappingProxyType(dict(walk.open_loops)),
+        (*notes, *dict.fromkeys(walk.notes)), is_alone,
+    )  # fmt: skip
 
 
 def _input(item: "ValueInfoProto", dims: Dims, notes: list[str]) -> Value:

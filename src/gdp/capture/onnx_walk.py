@@ -69,6 +69,7 @@ class Walk:
     dims: Dims
     flops: Mapping[str, Formula]
     unknown: Counter[str] = field(default_factory=Counter)  # by kind
+    open_loops: Counter[str] = field(default_factory=Counter)  # by kind, loops counted once
     estimated: list[str] = field(default_factory=list)  # ops with results of a shape that is a guess
     notes: list[str] = field(default_factory=list)
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ class Coverage:
     num_formula: int
     num_pointwise: int
     num_movement: int  # nothing to count
+    open_loops: Mapping[str, int] = field(default_factory=dict)  # kind -> loops of which one turn is counted
 
     @property
     def num_unknown(self) -> int:
