@@ -110,8 +110,9 @@ def dtype_of(call: OnnxCall) -> str:
 def _product(call: OnnxCall) -> int:
     """A [.., m, k] @ B [.., k, n]: each element of the result is k multiply-adds, whatever is broadcast."""
     shape = call.input(0).shape
-    transposed = call.attributes.get("transA", 0) and len(shape) > 1
-    return 2 * call.out.numel * shape[-2 if transposed else -1]
+    if not call.attributes.get("transA", 0) or len(shape) < 2:
+        return 2 * call.out.numel * shape[-1]
+    return 2 * call.out.numel * shape[0 if call.attributes.get("transBatchA", 0) else -2]
 
 
 def _gemm(call: OnnxCall) -> int:
@@ -163,11 +164,11 @@ def _attention(call: OnnxCall) -> int:
     return _attention_flops(query[0] * query[1] * (key[1] + past), heads, query[2], value_width)
 
 
-def _attention_with_projection(call: OnnxCall) -> int:
+def _attention_with_projection(call: OnnxCall, past_place: int = 4) -> int:
     """com.microsoft: input [batch, length, width], weights [width, 3 * hidden], bias, mask, past [2, b, h, l, w]."""
     batch, length, _ = call.input(0).shape
     weights = call.input(1)
-    past = call.input(4).shape[3] if call.has(4) else 0
+    past = call.input(past_place).shape[3] if call.has(past_place) else 0
     query, _, value = call.attributes.get("qkv_hidden_sizes") or [weights.shape[1] // 3] * 3
     project = batch * length * (2 * weights.numel + (weights.shape[1] if call.has(2) else 0))
     heads = int(call.attributes["num_heads"])
@@ -193,6 +194,22 @@ def _grouped_query_attention(call: OnnxCall) -> int:
     past = call.input(3).shape[2] if call.has(3) else 0
     total = present.shape[2] if present is not None else length + past
     return _attention_flops(batch * length * total, int(call.attributes["num_heads"]), width, width)
+
+
+def _quantised_gemm(call: OnnxCall) -> int:
+    """a, its scale and zero point, b, its, c."""
+    inner = call.input(0).shape[0 if call.attributes.get("transA", 0) else 1]
+    return call.out.numel * (2 * inner + call.has(6))
+
+
+def _experts(call: OnnxCall) -> int:
+    """input [.., width], router [rows, experts], weights of two or three products, each of [experts, ..]: of every row
+    the `k` best experts multiply; weights of QMoE are packed in bytes."""
+    rows, experts = call.input(1).shape
+    is_packed = table_name(call.kind) == "QMoE"
+    packed = 8 // int(call.attributes.get("expert_weight_bits", 4)) if is_packed else 1
+    weights = [call.input(place).numel * packed for place in ((2, 5, 8) if is_packed else (2, 4, 6)) if call.has(place)]
+    return 2 * rows * int(call.attributes.get("k", 1)) * (sum(weights) // experts)
 
 
 def _einsum(call: OnnxCall) -> int:
@@ -283,25 +300,29 @@ _FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulIntegerToFloat"), _product),
     "Gemm": _gemm,
     "FusedGemm": lambda call: _gemm(call) + call.out.numel,
-    "MatMulNBits": _product_of_blocks,
+    **dict.fromkeys(("MatMulNBits", "MatMulBnb4"), _product_of_blocks),
+    "QGemm": _quantised_gemm,
+    "QAttention": lambda call: _attention_with_projection(call, 8),
+    **dict.fromkeys(("MoE", "QMoE"), _experts),
     **dict.fromkeys(("Conv", "ConvTranspose"), _convolution),
     "FusedConv": lambda call: _convolution(call) + call.out.numel * (1 + call.has(3)),  # a sum, an activation
     "ConvInteger": lambda call: _product_of_weights(call, 1, 99),  # inputs 2 and 3 are zero points
     "QLinearConv": lambda call: _product_of_weights(call, 3, 8),
     "DeformConv": _deformed_convolution,
     "CausalConvWithState": _convolution,
-    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrence),
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"), _recurrence),
     "Attention": _attention,
     "com.microsoft::Attention": _attention_with_projection,
     "MultiHeadAttention": _multi_head_attention,
     "GroupQueryAttention": _grouped_query_attention,
     "Einsum": _einsum,
-    **dict.fromkeys(("MaxPool", "AveragePool"), _pool),
+    **dict.fromkeys(("MaxPool", "AveragePool", "QLinearAveragePool"), _pool),
     "LpPool": lambda call: 2 * _pool(call),
-    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), _read(1)),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "QLinearGlobalAveragePool"), _read(1)),
     "GlobalLpPool": _read(2),
     # max, subtract, exp, sum, divide
-    **dict.fromkeys(("Softmax", "LogSoftmax"), _out(5)),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "QLinearSoftmax"), _out(5)),
+    "BiasSoftmax": _out(6),
     "Hardmax": _read(1),
     "SoftmaxCrossEntropyLoss": _read(5),
     "NegativeLogLikelihoodLoss": _read(1, 1),
@@ -321,7 +342,10 @@ _FORMULAS: dict[str, Formula] = {
     ),  # squares, sums; scale, add, pow, divide
     "RotaryEmbedding": _out(3),
     "SwiGLU": _out(2),
-    "BiasGelu": _out(2),
+    **dict.fromkeys(("BiasGelu", "BiasAdd"), _out(2)),
+    "BiasSplitGelu": _out(4),  # both halves and their bias, GELU of one, a product
+    "GroupNorm": lambda call: (8 + bool(call.attributes.get("activation", 0))) * call.out.numel,
+    **dict.fromkeys(("QLinearConcat", "QLinearWhere", "GatherBlockQuantized"), _out(1)),  # to another scale
     # add; the approximation by tanh is one function
     "FastGelu": lambda call: (1 + call.has(1)) * call.out.numel,
     **dict.fromkeys(("Max", "Min", "Sum"), _variadic),
@@ -361,8 +385,11 @@ _MOVEMENT = frozenset({
     "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
 
-_ROW_READERS = frozenset({"Gather", "GatherElements", "GatherND", "Slice", "Compress", "SequenceAt"})
+_ROW_READERS = frozenset(
+    {"Gather", "GatherElements", "GatherND", "Slice", "Compress", "SequenceAt", "GatherBlockQuantized"}
+)
 
 _INT8 = frozenset({
     "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
+    "QGemm", "QAttention", "DynamicQuantizeLSTM",
 })  # fmt: skip

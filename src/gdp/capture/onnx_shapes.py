@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from gdp.capture.onnx_costs import POINTWISE_KINDS, OnnxCall, table_name
 from gdp.capture.onnx_file import BOOL, DEFAULT_DOMAINS, FLOAT, INT32, INT64, SMALL, Value
+from gdp.capture.onnx_runtime_shapes import TWINS, Found, as_twin, ruled
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def infer(
     From the operator's own inference; else a table for ONNX Runtime's operators; else, or if the shape of an input is
     itself a guess, what the file declares. What is still unknown is taken from the largest input.
     """
-    found = _inferred(node, call, opsets, ir_version, dims) or _ruled(call, len(node.output))
+    found = _inferred(node, call, opsets, ir_version, dims) or ruled(call, len(node.output))
     largest = max((value for value in call.inputs if value is not None), key=lambda value: value.numel, default=None)
     values: list[Value | None] = []
     guessed: set[str] = set()
@@ -190,20 +191,18 @@ def infer(
     return Results(tuple(values), frozenset(guessed))
 
 
-_Found = list[tuple[int, list[int | None] | None, bool]]
-
-
-def _inferred(node: "NodeProto", call: OnnxCall, opsets: Mapping[str, int], ir_version: int, dims: Dims) -> _Found:
+def _inferred(node: "NodeProto", call: OnnxCall, opsets: Mapping[str, int], ir_version: int, dims: Dims) -> Found:
     """By output; (0, None, False) where the operator says nothing."""
     import onnx
     from onnx import helper, numpy_helper
     from onnx.shape_inference import infer_node_outputs
 
-    domain, op_type = "" if node.domain in DEFAULT_DOMAINS else node.domain, node.op_type
-    if call.kind in _TWINS:
-        domain, op_type = "", _TWINS[call.kind]
     try:
-        schema = onnx.defs.get_schema(op_type, opsets.get(domain, 1), domain)
+        if call.kind in TWINS:
+            node, call, schema = as_twin(node, call)
+        else:
+            domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
+            schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
         types, contents = {}, {}
         for place, (name, value) in enumerate(zip(node.input, call.inputs, strict=True)):
             if value is None:
@@ -232,110 +231,6 @@ def _broadcast(shapes: Iterable[tuple[int, ...]]) -> list[int | None] | None:
         return list(np.broadcast_shapes(*shapes))
     except ValueError:
         return None
-
-
-# Operators of ONNX Runtime (ContribOperators.md), which the onnx package does not know
-
-
-def _like(call: OnnxCall) -> list[Sequence[int] | None]:
-    return [call.input(0).shape]
-
-
-def _product_shape(call: OnnxCall) -> list[Sequence[int] | None]:
-    a, b = list(call.input(0).shape), list(call.input(1).shape)
-    if call.attributes.get("transA", 0):
-        a[-2:] = a[:-3:-1]
-    if call.attributes.get("transB", 0):
-        b[-2:] = b[:-3:-1]
-    return [[*np.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2])), a[-2], b[-1]]]
-
-
-def _blocks_shape(call: OnnxCall) -> list[Sequence[int] | None]:
-    return [[*call.input(0).shape[:-1], int(call.attributes["N"])]]
-
-
-def _skip_norm_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
-    shape = call.input(0).shape
-    statistics = (*shape[:-1], 1)
-    return [shape, statistics, statistics, shape]
-
-
-def _embed_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
-    ids = call.input(0).shape
-    hidden = (*ids, call.input(2).shape[1])
-    return [hidden, ids[:1], hidden]
-
-
-def _attention_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
-    batch, length, _ = call.input(0).shape
-    hidden = (call.attributes.get("qkv_hidden_sizes") or [call.input(1).shape[1] // 3])[-1]
-    heads = int(call.attributes["num_heads"])
-    past = call.input(4).shape[3] if call.has(4) else 0
-    return [(batch, length, hidden), (2, batch, heads, past + length, hidden // heads)]
-
-
-def _multi_head_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
-    query, heads = call.input(0).shape, int(call.attributes["num_heads"])
-    if len(query) == 5:
-        return [(query[0], query[1], heads * query[4])]
-    key, past = call.input(1).shape, call.input(6).shape[2] if call.has(6) else 0
-    length = past + (key[2] if len(key) == 4 else key[1])
-    value = call.input(2).shape if call.has(2) else (*key[:2], heads * key[-1])
-    width = value[2] if len(value) == 3 else heads * value[3]
-    presents = [(query[0], heads, length, size // heads) for size in (query[2], width)]
-    return [(*query[:2], width), *presents]
-
-
-def _grouped_query_shapes(call: OnnxCall) -> list[Sequence[int] | None]:
-    (batch, length, width), attributes = call.input(0).shape, call.attributes
-    heads, key_heads = int(attributes["num_heads"]), int(attributes["kv_num_heads"])
-    size = width // heads if call.has(1) else width // (heads + 2 * key_heads)  # packed without key and value
-    past = call.input(3).shape[2] if call.has(3) else 0
-    content = call.contents[6] if len(call.contents) > 6 else None
-    total = past + length if content is None else max(past, int(content.reshape(-1)[0]))
-    present = (batch, key_heads, total, size)
-    return [(batch, length, heads * size), present, present]
-
-
-_RULES: dict[str, Callable[[OnnxCall], list[Sequence[int] | None]]] = {
-    **dict.fromkeys(
-        ("FusedMatMul", "TransposeMatMul", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"), _product_shape
-    ),
-    "MatMulNBits": _blocks_shape,
-    **dict.fromkeys(("Gelu", "BiasGelu", "FastGelu", "QuickGelu", "SimplifiedLayerNormalization"), _like),
-    **dict.fromkeys(("LayerNormalization", "RotaryEmbedding"), _like),
-    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip_norm_shapes),
-    "EmbedLayerNormalization": _embed_shapes,
-    "Attention": _attention_shapes,
-    "MultiHeadAttention": _multi_head_shapes,
-    "GroupQueryAttention": _grouped_query_shapes,
-}
-_TWINS = {"com.microsoft::FusedConv": "Conv", "com.microsoft::FusedGemm": "Gemm"}
-"""Operators that have the shapes of one of ONNX's."""
-
-_RESULT_CODES = {"MatMulIntegerToFloat": FLOAT, "DynamicQuantizeMatMul": FLOAT, "EmbedLayerNormalization": FLOAT}
-
-RUNTIME_KINDS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
-"""Operators that ONNX Runtime has in ONNX's own domain, where the onnx package does not know them or their version."""
-
-
-def _ruled(call: OnnxCall, num_outputs: int) -> _Found:
-    """By a rule for an operator of `com.microsoft`; empty if there is none, or the inputs do not fit it."""
-    name = table_name(call.kind)
-    if name not in _RULES or (call.kind == name and name not in RUNTIME_KINDS):
-        return []
-    try:
-        shapes = _RULES[name](call)
-        code = _RESULT_CODES.get(name, call.input(0).code)
-    except (LookupError, TypeError, ValueError, ArithmeticError):
-        return []
-    # ids of EmbedLayerNormalization's mask index are int32
-    return [
-        (code if (name, place) != ("EmbedLayerNormalization", 1) else INT32, list(shapes[place]), False)  # type: ignore[arg-type]
-        if place < len(shapes)
-        else (0, None, False)
-        for place in range(num_outputs)
-    ]
 
 
 # Constants

@@ -24,8 +24,8 @@ from gdp.capture.onnx_file import (
     reads,
     subgraphs,
 )
+from gdp.capture.onnx_runtime_shapes import RUNTIME_KINDS
 from gdp.capture.onnx_shapes import (
-    RUNTIME_KINDS,
     Content,
     Dims,
     Results,
