@@ -129,8 +129,8 @@ def _read_jax(text: str, found: JaxFunctionError, reading: Reading, num_microbat
     """The step that a JAX function is by itself; InputError for options that would make another one of it."""
     if num_microbatches > 1:
         raise UnevenBatchError(
-            f"--microbatches: {text} is a JAX function of fixed shapes, which are not split; make it the step of one "
-            "micro-batch, write that with gdp capture, and give the file with --microbatches"
+            f"--microbatches: {text} is a JAX function, which is not split; gdp capture the step of one micro-batch, "
+            "and give that file"
         )
     if reading.optimizer != OPTIMIZERS[0]:
         raise InputError(f"--optimizer: {text} is a JAX function, which has its optimizer in it or none; leave it out")

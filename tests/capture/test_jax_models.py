@@ -92,7 +92,11 @@ def test_the_command_line_places_a_jax_function_and_says_what_it_is(capfd: pytes
 
 BAD = {
     "inference": ("training", Reading(training=False), "--inference: .* takes gradients, captured as it is"),
-    "micro-batches": ("net", Reading(microbatching=Microbatching(3)), "--microbatches: .* write that with gdp capture"),
+    "micro-batches": (
+        "net",
+        Reading(microbatching=Microbatching(3)),
+        "--microbatches: .* gdp capture the step of one micro-batch",
+    ),
     "optimizer": ("training", Reading(optimizer="sgd"), "--optimizer: .* has its optimizer in it or none"),
     "of PyTorch": ("torch_function", Reading(), r"returned builtin\w*, tuple; \(module, example_inputs\) or .* JAX"),
     "wrong shape": ("shapes", Reading(), "the function failed .TypeError: dot_general requires"),
