@@ -7,11 +7,13 @@ import typer
 
 from gdp.cli_inputs import (
     DimOption,
+    ForbidOption,
     FreeReplicasOption,
     InferenceOption,
     MaxMemoryOption,
     MicrobatchesOption,
     OpCostsOption,
+    PinOption,
     ReserveOption,
     check_reads_model,
     check_spares_plan,
@@ -35,6 +37,8 @@ def export(
         str | None, typer.Option(metavar="DEVICES", help="What was placed for. Default: cluster.json beside PLAN.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: beside PLAN, named after TARGET.")] = None,
+    pin: PinOption = None,
+    forbid: ForbidOption = None,
     max_memory: MaxMemoryOption = None,
     reserve: ReserveOption = "0%",
     microbatches: MicrobatchesOption = 1,
@@ -58,7 +62,7 @@ def export(
     check_reads_model(graph, reading)
     cluster = cluster_of_plan(plan, devices)
     source = graph_of_plan(plan, read, cluster, graph, reading)
-    constraints = constraints_of(cluster, None, None, max_memory, reserve)
+    constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
     from gdp.problem import Problem
 
     problem = Problem.build(source, cluster, **vars(constraints))

@@ -25,7 +25,9 @@ from gdp.simulate import simulate
 
 Run = Callable[..., tuple[int, str, str]]
 MIB = 2**20
+LAYERS = [f"model.layers.{number}" for number in range(4)]
 FOR_MODULES = [name for name in TARGETS if name not in ("onnxruntime", "openvino")]
+INFERENCE = ("llama-cpp", "vllm")
 
 
 @pytest.fixture
@@ -97,7 +99,7 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
         assert ("weights left on a CPU" in err) == is_named
 
 
-@pytest.mark.parametrize(("name", "training"), [(name, name != "vllm") for name in FOR_MODULES])
+@pytest.mark.parametrize(("name", "training"), [(name, name not in INFERENCE) for name in FOR_MODULES])
 def test_a_plan_for_a_target_is_no_worse_than_a_snapped_one_and_its_export_loses_nothing(
     name: str, training: bool
 ) -> None:
@@ -129,7 +131,7 @@ def test_what_is_exported_parses_back_to_the_figure_that_is_printed(name: str) -
         assert snapped.simulation.feasible
 
 
-@pytest.mark.parametrize("name", ["hf-device-map", "torch-pipelining", "megatron"])
+@pytest.mark.parametrize("name", ["torch-pipelining", "megatron"])
 def test_replicas_of_micro_batches_go_with_their_op(name: str) -> None:
     one, cluster = graph_of("llama", True), gdp.Cluster.parse("2xp100-pcie-16g")
     graph = accumulated(one, 3)
@@ -139,6 +141,76 @@ def test_replicas_of_micro_batches_go_with_their_op(name: str) -> None:
     unit = dict(zip(graph.op_names, snapped.units.index.tolist(), strict=True))
     assert {op: unit[op] for op in one.op_names} == {op: unit.get(f"{op}@2", unit[op]) for op in one.op_names}
     assert snapped.units.num_units == target.read_units(Problem.build(one, cluster)).num_units
+
+
+@pytest.mark.parametrize("name", ["hf-device-map", "llama-cpp"])
+def test_tools_that_run_one_batch_after_the_other_are_given_no_micro_batches(name: str, run: Run) -> None:
+    cluster = gdp.Cluster.parse("2xp100-pcie-16g")
+    Path("d").mkdir()
+    cluster.save("d/cluster.json")
+    for training in (False, True) if name == "hf-device-map" else (False,):
+        graph = accumulated(graph_of("llama", training), 3)
+        graph.save("d/graph.json.gz")
+        plan_with(graph, cluster, [0] * graph.num_ops).save("d/plan.json")
+        graph_of("llama", training).save("one.json.gz")
+        placing = ["place", "one.json.gz", "--devices", "2xp100-pcie-16g", "--microbatches", "3", "--for", name]
+        for command in (["export", "d/plan.json", "--to", name], placing):
+            status, out, err = run(*command)
+            line = err.splitlines()[-1]
+            assert (status, out) == (2, "")
+            assert f"{name}: graph 'llama" in line
+            assert "3 micro-batches" in line
+            assert "leave out --microbatches, or take torch-pipelining" in line
+            assert ("megatron" in line) == training
+    assert {path.name for path in Path("d").iterdir()} == {"cluster.json", "graph.json.gz", "plan.json"}
+    assert not Path("plan.json").exists()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_tools_for_inference_refuse_training_steps_and_the_others_take_them(name: str, run: Run) -> None:
+    graph, cluster = graph_of("llama", True), gdp.Cluster.parse("2xp100-pcie-16g")
+    if name in ("onnxruntime", "openvino"):  # graphs of PyTorch they refuse anyhow
+        ops = [Op("a", "MatMul", 9, phase="forward"), Op("b", "MatMul", 9, phase="backward")]
+        graph = Graph.build("nodes", ops, [Tensor(0, (1,), 4)])
+    graph.save("graph.json.gz")
+    cluster.save("cluster.json")
+    plan_with(graph, cluster, [0] * graph.num_ops).save("plan.json")
+    placing = ["place", "graph.json.gz", "--devices", "2xp100-pcie-16g", "--budget", "20sims", "--out", "d"]
+    for command in (["export", "plan.json", "--to", name], [*placing, "--no-cache", "--for", name]):
+        status, out, err = run(*command)
+        if name in ("hf-device-map", "torch-pipelining", "megatron"):
+            assert status == 0
+        else:
+            assert (status, out, err.count("\n")) == (2, "", 1)
+            assert f"{name}: graph {graph.name!r} is a training step, and {name} runs inference only" in err
+            assert "--inference" in err
+
+
+@pytest.mark.parametrize("name", ["hf-device-map", "torch-pipelining", "llama-cpp", "megatron"])
+def test_an_export_keeps_to_pins_and_forbids_or_says_which_unit_cannot(name: str, run: Run) -> None:
+    """The plan has all on gpu0. Layer 1 is pinned to gpu1, and matrix products stay off gpu2."""
+    graph, cluster = graph_of("llama"), gdp.Cluster.parse("3xp100-pcie-16g")
+    graph.save("graph.json.gz")
+    cluster.save("cluster.json")
+    plan_with(graph, cluster, [0] * graph.num_ops).save("plan.json")
+    rules = ["--pin", r"layers\.1\.=gpu1", "--pin", "layers.3=gpu0", "--forbid", "aten.mm=gpu2"]
+    status, out, _ = run("export", "plan.json", "--to", name, "--json", *rules)
+    assert status == 0
+    problem, target = Problem.build(graph, cluster), find_target(name)
+    units = target.read_units(problem)
+    placement = units.place(target.parse(json.loads(out)["content"], problem, units))
+    where = [set(placement[[module.startswith(path) for module in graph.modules]]) for path in LAYERS]
+    assert where[1] == {1}
+    assert where[3] == {0}
+    assert 2 not in placement[[kind == "aten.mm" for kind in graph.kinds]]
+    Path(target.file_name).unlink()
+    # a layer's halves are one unit, or run again after the other one
+    apart = {"hf-device-map": "layers.0.mlp=gpu1", "llama-cpp": "layers.0.self_attn.k_proj=gpu1"}
+    pins = ["--pin", "layers.0.self_attn.q_proj=gpu0", "--pin", apart.get(name, "layers.1.mlp=gpu1")]
+    status, out, err = run("export", "plan.json", "--to", name, *pins, "--pin", "layers.2=gpu0")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "relax --pin or --forbid" in err
+    assert not Path(target.file_name).exists()
 
 
 def test_the_commands_print_one_figure_and_write_the_file(run: Run) -> None:

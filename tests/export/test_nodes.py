@@ -11,6 +11,7 @@ import gdp
 from gdp.errors import InputError
 from gdp.export import onnxruntime as ort_target
 from gdp.export import openvino as ov_target
+from gdp.export.targets import TARGETS
 from gdp.graph import Graph, Op, Tensor
 from gdp.problem import Problem
 
@@ -117,6 +118,44 @@ def test_a_model_that_was_not_placed_and_graphs_of_pytorch_are_refused(problem: 
     for target in (ort_target, ov_target):
         with pytest.raises(InputError, match="is that of a PyTorch model"):
             target.read_units(pytorch)
+
+
+def test_graphs_of_another_front_end_are_refused_in_one_line_though_they_have_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ONNX file with the slashed names of PyTorch's exporter, and a JAX function with scopes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = onnx_model()
+    for number, node in enumerate(model.graph.node):
+        node.name = f"/model/layers.{number // 2}/{node.op_type}"
+    (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
+    cluster = gdp.Cluster.parse("2xp100-pcie-16g")
+    nodes = gdp.load(str(tmp_path / "net.onnx"))
+    assert "model.layers.1" in nodes.modules
+    jax = pytest.importorskip("jax")
+
+    def net(weights: Any, x: Any) -> Any:
+        for name in ("model.layers.0", "model.layers.1"):
+            with jax.named_scope(name):
+                x = jax.numpy.tanh(x @ weights)
+        return x
+
+    shape = jax.ShapeDtypeStruct((4, 4), "float32")
+    scopes = gdp.capture_jax(net, shape, shape, name="net").graph
+    assert any(scopes.modules)
+    for name, target in TARGETS.items():
+        takes_nodes = name in ("onnxruntime", "openvino")
+        for graph, message in (
+            (nodes, "its ops are those of an ONNX file .*; capture .* or export it to onnxruntime or openvino"),
+            (scopes, "is that of a JAX function" if takes_nodes else "its ops are those of a JAX function .*; capture"),
+        ):
+            problem = Problem.build(graph, cluster)
+            if takes_nodes and graph is nodes:
+                assert target.read_units(problem).num_units == len(model.graph.node)
+                continue
+            with pytest.raises(InputError, match=message) as raised:
+                target.read_units(problem)
+            assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("target", [ort_target.TARGET, ov_target.TARGET])

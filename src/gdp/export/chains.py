@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gdp.errors import InputError
-from gdp.export.modules import check_modules, enclosing
+from gdp.export.checks import check_modules
+from gdp.export.modules import enclosing
 from gdp.graph import I64, Bool
 from gdp.placers.base import inherit
 from gdp.problem import Problem

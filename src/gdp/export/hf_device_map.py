@@ -11,6 +11,7 @@ import json
 import numpy as np
 
 from gdp.errors import InputError
+from gdp.export.checks import check_one_batch
 from gdp.export.modules import enclosing, module_units
 from gdp.export.offload import offload
 from gdp.export.target import Target, accelerator_numbers, wrong_content
@@ -23,7 +24,9 @@ NAME = "hf-device-map"
 
 
 def read_units(problem: Problem) -> Units:
-    """The units of `module_units` on the GPUs, or on the first CPU where there are no GPUs."""
+    """The units of `module_units` on the GPUs, or on the first CPU where there are no GPUs. InputError for
+    micro-batches."""
+    check_one_batch(problem, NAME)
     return module_units(problem, devices=_usable(problem))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from gdp.errors import InputError
 from gdp.export.chains import Layers, find_layers
+from gdp.export.checks import check_inference, check_one_batch
 from gdp.export.target import Target, accelerator_numbers, wrong_content
 from gdp.export.units import Units
 from gdp.graph import I64
@@ -37,7 +38,10 @@ OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "outp
 
 
 def read_units(problem: Problem) -> Units:
-    """The units of a graph with the module names of Llama. InputError for other names."""
+    """The units of a graph with the module names of Llama. InputError for other names, a training step
+    and micro-batches."""
+    check_inference(problem, NAME)
+    check_one_batch(problem, NAME)
     layers = find_layers(problem)
     _check_names(problem, layers)
     names: dict[str, int] = {}

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gdp.errors import InputError
+from gdp.export.checks import check_modules
 from gdp.export.units import Units, find, join
-from gdp.graph import I64, Bool, Graph
+from gdp.graph import I64, Bool
 from gdp.placers.base import inherit
 from gdp.problem import Problem
 
@@ -32,14 +32,6 @@ def module_units(problem: Problem, *, devices: Bool | None = None) -> Units:
     finder = _Finder(problem)
     labels = finder.run()
     return Units.build(problem, labels, finder.names, joined=finder.parent, devices=devices)
-
-
-def check_modules(graph: Graph, what: str) -> None:
-    """InputError for a graph without module paths."""
-    if not any(graph.modules):
-        raise InputError(
-            f"graph {graph.name!r}: its ops have no module paths, so it has no {what}; capture the PyTorch model itself"
-        )
 
 
 def enclosing(path: str) -> Iterable[str]:

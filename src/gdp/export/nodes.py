@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from gdp.errors import InputError
+from gdp.export.checks import check_inference, check_nodes, check_one_batch
 from gdp.export.target import accelerator_numbers, wrong_content
 from gdp.export.units import Units
 from gdp.graph import I64
@@ -16,14 +17,12 @@ _HELD = ("parameter", "buffer", "constant", "input")
 
 
 def node_units(problem: Problem, target: str) -> Units:
-    """A unit for each node, named after it. InputError for a graph that is no ONNX file's, or has micro-batches."""
+    """A unit for each node, named after it. InputError for a graph that is no ONNX file's, a training step, and
+    micro-batches."""
     graph = problem.graph
-    if any(kind.startswith("aten.") for kind in graph.kinds):
-        raise InputError(
-            f"{target}: graph {graph.name!r} is that of a PyTorch model; {target} places the nodes of an ONNX file"
-        )
-    if problem.microbatch.max() > 0 or "backward" in graph.phases:
-        raise InputError(f"{target}: graph {graph.name!r} is no forward pass; {target} runs inference only")
+    check_nodes(graph, target)
+    check_inference(problem, target)
+    check_one_batch(problem, target, pipelines=False)
     is_node = np.array([kind not in _HELD for kind in graph.kinds], np.bool_)
     if not is_node.any() or not any(graph.kinds):
         raise InputError(f"{target}: graph {graph.name!r} has no nodes of an ONNX file; place the file itself")

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from gdp.export.stages import StageSearch, balanced_stages, nearest_stages
+from gdp.export.stages import StageSearch, allowed_stages, balanced_stages, nearest_stages
 from gdp.export.target import Target
 from gdp.export.units import Units
 from gdp.graph import I64
@@ -118,6 +118,8 @@ def _near(problem: Problem, units: Units, plan: Plan) -> I64:
     if units.is_chain:
         search = StageSearch(problem.in_order(order_of(problem, plan.placement)), units)
         starts = [nearest_stages(weight), *balanced_stages(problem, units)]
+        if not any(map(search.is_allowed, starts)):
+            starts = allowed_stages(weight, units.allowed)
         return search.run(starts, min(_STAGE_SIMULATIONS, _STAGE_WORK // problem.num_ops))
     coarse = units.coarse(problem)
     placement = UnitArrays.of(problem, units.index).place(weight.argmax(axis=1))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gdp.errors import InputError
 from gdp.export.units import Units
-from gdp.graph import I64
+from gdp.graph import I64, Bool
 from gdp.placers.base import UnitArrays, device_subsets
 from gdp.placers.contiguous import Chain, stages
 from gdp.placers.dp_stages import least_bottleneck
@@ -21,16 +21,17 @@ from gdp.simulate import evaluate_many
 F64 = npt.NDArray[np.float64]
 
 _ALIVE = (0.0, 0.5, 1.0)  # of what stages allocate, held at once: estimates for stages within memory
+_MANY, _KEPT = 10, 1000  # devices of which all sets are looked at; sets that are, of more
 _BATCH = 64  # moves simulated at once
 
 
-def nearest_stages(weight: F64) -> I64:
+def nearest_stages(weight: F64, order: I64 | None = None) -> I64:
     """[U] the stages that agree most with `weight` [U, D], what each unit has on each device: dynamic programming over
-    (unit, device), devices in the order of the mean position of what they have."""
-    num_units, num_devices = weight.shape
-    totals = weight.sum(axis=0)
-    place = (weight * np.arange(num_units)[:, None]).sum(axis=0) / np.maximum(totals, 1e-300)
-    order = np.lexsort((np.arange(num_devices), np.where(totals > 0, place, np.inf)))
+    (unit, device), devices in the given order, or that of the mean position of what they have."""
+    num_units = len(weight)
+    if order is None:
+        order = _order_by_position(weight)
+    num_devices = len(order)
     best = np.full((num_units, num_devices), -np.inf)
     came_from = np.zeros((num_units, num_devices), np.int64)
     gain = weight[:, order]
@@ -48,6 +49,39 @@ def nearest_stages(weight: F64) -> I64:
         found[unit] = order[stage]
         stage = int(came_from[unit, stage])
     return found
+
+
+def _order_by_position(weight: F64) -> I64:
+    num_units, num_devices = weight.shape
+    totals = weight.sum(axis=0)
+    place = (weight * np.arange(num_units)[:, None]).sum(axis=0) / np.maximum(totals, 1e-300)
+    return np.lexsort((np.arange(num_devices), np.where(totals > 0, place, np.inf)))
+
+
+def allowed_stages(weight: F64, allowed: Bool) -> list[I64]:
+    """Stages near to `weight` [U, D] that go only where units are `allowed` [U, D]: one [U], or none if there are none.
+    On more than _MANY devices some may be missed.
+
+    Each device goes as far as it may: what comes after a longer stage needs no more than what comes after a shorter.
+    """
+    num_units, num_devices = allowed.shape
+    beyond = np.full((num_units + 1, num_devices), num_units)  # the first unit from each on that is not allowed
+    for unit in reversed(range(num_units)):
+        beyond[unit] = np.where(allowed[unit], beyond[unit + 1], unit)
+    devices = range(num_devices)
+    reached: dict[frozenset[int], tuple[int, tuple[int, ...]]] = {frozenset(): (0, ())}
+    for _ in devices:
+        longer: dict[frozenset[int], tuple[int, tuple[int, ...]]] = {}
+        for used, (unit, order) in reached.items():
+            if unit == num_units:
+                return [nearest_stages(np.where(allowed, weight, -np.inf), np.array(order))]
+            for device in devices:
+                end = int(beyond[unit, device])
+                if device not in used and end > longer.get(used | {device}, (unit, ()))[0]:
+                    longer[used | {device}] = end, (*order, device)
+        reached = longer if num_devices <= _MANY else dict(sorted(longer.items(), key=lambda item: -item[1][0])[:_KEPT])
+    complete = [order for unit, order in reached.values() if unit == num_units]
+    return [nearest_stages(np.where(allowed, weight, -np.inf), np.array(order)) for order in complete[:1]]
 
 
 def balanced_stages(problem: Problem, units: Units) -> list[I64]:

@@ -122,12 +122,16 @@ def is_cpu(problem: Problem) -> Bool:
 def _allowed(problem: Problem, index: I64, members: Sequence[Sequence[str]], devices: Bool | None) -> Bool:
     allowed = np.ones((len(members), problem.num_devices), np.bool_)
     np.logical_and.at(allowed, index, problem.allowed)
+    runnable = np.ones_like(allowed)
+    np.logical_and.at(runnable, index, problem.op_time_ns >= 0)
     if devices is not None:
         allowed &= devices
+        runnable &= devices
     if not allowed.any(axis=1).all():
         unit = int(np.argmin(allowed.any(axis=1)))
+        remedy = "relax --pin or --forbid" if runnable[unit].any() else "add a device that can"
         raise InputError(
-            f"{members[unit][0]!r}: no device of {problem.cluster.name!r} may run all of it; it cannot be split for "
-            "this target, so add a device that can"
+            f"{members[unit][0]!r}: no device of {problem.cluster.name!r} may run all of it for this target, which "
+            f"cannot split it; {remedy}"
         )
     return allowed

@@ -9,6 +9,7 @@ import itertools
 import numpy as np
 
 from gdp.export.chains import find_layers
+from gdp.export.checks import check_inference
 from gdp.export.stage_text import gpus, rank_devices, read_variables, spread, visible_devices
 from gdp.export.target import Target, stage_starts
 from gdp.export.units import Units
@@ -19,7 +20,9 @@ NAME = "vllm"
 
 
 def read_units(problem: Problem) -> Units:
-    """A unit for each decoder layer; what comes before them goes with the first, what comes after with the last."""
+    """A unit for each decoder layer; what comes before them goes with the first, what comes after with the last.
+    InputError for a training step."""
+    check_inference(problem, NAME)
     layers = find_layers(problem)
     positions = np.clip(layers.positions - 1, 0, len(layers.names) - 1)
     return Units.chain(problem, positions, layers.names, devices=gpus(problem, NAME))
