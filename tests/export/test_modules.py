@@ -18,12 +18,14 @@ from gdp.problem import Problem
 
 
 class Devices(TorchFunctionMode):
-    """Pretends that tensors are on GPUs: fails as PyTorch does where an operator gets tensors of two."""
+    """Pretends that tensors are on GPUs: fails as PyTorch does where an operator gets tensors of two. GPU k is
+    `cpu:k+1` where a model asks for the device of a tensor and names it again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.where: dict[int, Any] = {}
         self.alive: list[torch.Tensor] = []
+        self.sent: list[tuple[tuple[int, ...], Any]] = []  # by hooks, between GPUs: (shape, to)
 
     def put(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
         self.alive.append(tensor)
@@ -31,9 +33,17 @@ class Devices(TorchFunctionMode):
         return tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+        kwargs = kwargs or {}
+        if func == torch.Tensor.device.__get__ and isinstance(number := self.where.get(id(args[0])), int):
+            return torch.device("cpu", number + 1)
+        named = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device) and leaf.index]
+        if named:
+            args, kwargs = tree_map(lambda x: torch.device("cpu") if isinstance(x, torch.device) else x, (args, kwargs))
+            made = func(*args, **kwargs)
+            return self.put(made.clone() if any(made is x for x in args) else made, named[0].index - 1)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         found = {self.where[id(x)] for x in tensors if id(x) in self.where and x.dim()}
-        answer = func(*args, **(kwargs or {}))
+        answer = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
         if made and len(found) > 1:
             raise RuntimeError(f"Expected all tensors to be on the same device: {func} got {found}")
@@ -56,7 +66,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
         )
 
     def send(tree: Any, device: Any, **_: Any) -> Any:
-        return tree_map(lambda x: pretended.put(x.clone(), device) if isinstance(x, torch.Tensor) else x, tree)
+        def move(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or (known := pretended.where.get(id(x))) == device:
+                return x
+            if known is not None:
+                pretended.sent.append((tuple(x.shape), device))
+            return pretended.put(x.clone(), device)
+
+        return tree_map(move, tree)
 
     monkeypatch.setattr(hooks, "set_module_tensor_to_device", set_module_tensor)
     monkeypatch.setattr(hooks, "send_to_device", send)
@@ -98,6 +115,94 @@ def test_accelerate_runs_any_assignment_of_the_units_to_devices_and_gives_the_mo
         placed = dict(zip(problem.graph.op_names, placement, strict=True))
         for path, parameter in model.named_parameters():
             assert gpus.where[id(parameter)] == placed[path], path
+
+
+def labelled(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model whose head is not tied to its embedding, and inputs with labels."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    tokens = torch.arange(32).reshape(2, 16)
+    if name == "llama":
+        return MODELS["llama"]()[0], {"input_ids": tokens, "labels": (tokens * 7) % 200}
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=200, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return BertForSequenceClassification(config).eval(), {"input_ids": tokens, "labels": torch.tensor([0, 1])}
+
+
+def test_an_untied_head_of_a_causal_language_model_trains_on_another_gpu_than_the_embedding(gpus: Devices) -> None:
+    from accelerate import dispatch_model
+
+    model, inputs = labelled("llama")
+    graph = gdp.capture(model, (), inputs, name="llama", training=True).graph
+    problem = Problem.build(graph, gdp.Cluster.parse("3xp100-pcie-16g"))
+    units = hf_device_map.read_units(problem)
+    unit_of = {path: unit for unit, members in enumerate(units.members) for path in members}
+    first, head = unit_of["model.embed_tokens"], unit_of["lm_head"]
+    assert units.members[head] == ("lm_head",)
+    expected = model(**inputs).loss
+    expected.backward()
+    gradients = {path: parameter.grad for path, parameter in model.named_parameters()}
+    for seed in range(4):
+        model, inputs = labelled("llama")
+        devices = random_devices(seed, units.num_units)
+        devices[first], devices[head] = seed % 2, 2
+        device_map = hf_device_map.device_map(problem, units, devices)
+        dispatch_model(model, device_map, main_device=next(iter(device_map.values())))
+        with gpus:
+            loss = model(**inputs).loss
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close({path: x.grad for path, x in model.named_parameters()}, gradients)
+
+
+def test_a_head_whose_loss_reads_labels_where_they_are_stays_with_the_inputs(gpus: Devices) -> None:
+    # BertForSequenceClassification does not move its labels to the logits
+    from accelerate import dispatch_model
+
+    model, inputs = labelled("classifier")
+    graph = gdp.capture(model, (), inputs, name="classifier", training=True).graph
+    units = hf_device_map.read_units(Problem.build(graph, gdp.Cluster.parse("3xp100-pcie-16g")))
+    joined = next(members for members in units.members if "classifier" in members)
+    assert {"input", "bert.embeddings"} <= set(joined)
+    dispatch_model(model, {"bert": 0, "classifier": 2}, main_device=0)
+    with gpus, pytest.raises(RuntimeError, match="same device"):
+        model(**inputs)
+
+
+def test_the_rotary_embedding_of_llama_is_with_the_embedding_and_hooks_send_its_results_to_each_layer_elsewhere(
+    gpus: Devices,
+) -> None:
+    """The difference that docs/exports.md states: the machine model sends cos and sin to a device once."""
+    from accelerate import dispatch_model
+
+    graph = graph_of("llama")
+    problem = Problem.build(graph, gdp.Cluster.parse("2xp100-pcie-16g"))
+    units = hf_device_map.read_units(problem)
+    unit_of = {path: unit for unit, members in enumerate(units.members) for path in members}
+    assert unit_of["model.rotary_emb"] == unit_of["model.embed_tokens"]
+    devices = np.zeros(units.num_units, np.int64)
+    far = [f"model.layers.{number}" for number in (1, 2, 3)]
+    devices[[unit_of[path] for path in far]] = 1
+    device_map = hf_device_map.device_map(problem, units, devices)
+    assert [path for path, device in device_map.items() if device == 1] == far
+    # positions, masks and cos are made where the embedding is, as Transformers does it
+    placed = dict(zip(graph.op_names, units.place(devices).tolist(), strict=True))
+    made = [
+        op for op, module in zip(graph.op_names, graph.modules, strict=True) if module in ("model", "model.rotary_emb")
+    ]
+    assert len(made) > 20
+    assert {placed[op] for op in made} == {0}
+    model, args = MODELS["llama"]()
+    dispatch_model(model, device_map, main_device=0)
+    with torch.no_grad(), gpus:
+        model(*args)
+    cos_or_sin, hidden = (1, 16, 16), (2, 16, 32)
+    assert gpus.sent.count((cos_or_sin, 1)) == 2 * len(far)
+    assert gpus.sent.count((hidden, 1)) == 1
+    assert gpus.sent.count((hidden, 0)) == 1  # to model.norm
 
 
 def test_a_device_map_that_parts_a_residual_sum_fails_on_the_pretended_devices(gpus: Devices) -> None:

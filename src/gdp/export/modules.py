@@ -7,7 +7,8 @@ from two places fails, unless the container gets an entry of its own:
     h ---> attention ---> add ---> mlp ---> add      in a layer: h comes from the layer before; the layer is a unit
     h ---------------------^ `---------------^
 
-N ops.
+A module without parameters (rotary embeddings) goes with what feeds it: it has nothing to hold, and apart from there
+its inputs would travel for the sake of a few sums. N ops.
 """
 
 from collections.abc import Iterable
@@ -16,12 +17,13 @@ import numpy as np
 
 from gdp.export.checks import check_modules
 from gdp.export.units import Units, find, join
-from gdp.graph import I64, Bool
+from gdp.graph import I64, Bool, Graph
 from gdp.placers.base import inherit
 from gdp.problem import Problem
 
 _NOTHING, _INPUT = -1, 0  # labels: made of nothing; an input of the step
 _STATE_KINDS = ("parameter", "buffer", "constant")
+_LOSS, _PAD = "aten.nll_loss_forward", "aten.constant_pad_nd"
 _LARGE = 0.5  # of the work: a container of more is not made a unit, its inconsistent parts share a device instead
 
 
@@ -77,6 +79,8 @@ class _Finder:
             if not conflicts:
                 break
             self.solid |= conflicts
+        self._follow_readers(labels)
+        self._join_without_parameters(labels)
         for op in range(self.graph.num_ops):  # tied weights
             if self.is_forward[op]:
                 for producer in self.inputs_of[op]:
@@ -88,6 +92,43 @@ class _Finder:
         if first > _INPUT:
             join(self.parent, first, _INPUT)
         return inherit(self.problem, labels)
+
+    def _follow_readers(self, labels: list[int]) -> None:
+        """Forward ops that nothing feeds, as positions and masks, go with the one unit that reads them, or else are
+        made where the step's inputs are."""
+        readers: list[set[int]] = [set() for _ in labels]
+        for op in reversed(range(self.graph.num_ops)):
+            if labels[op] == _NOTHING and self.is_forward[op] and readers[op] and not self.is_source[op]:
+                labels[op] = readers[op].pop() if len(readers[op]) == 1 else _INPUT
+            if labels[op] != _NOTHING and self.is_forward[op]:
+                for producer in self.inputs_of[op]:
+                    readers[producer].add(find(self.parent, labels[op]))
+
+    def _join_without_parameters(self, labels: list[int]) -> None:
+        """Join modules that hold no parameter, and use none, with what feeds them first."""
+        graph = self.graph
+        fed_by: dict[str, int] = {}
+        uses = set[str]()
+        for op in range(graph.num_ops):
+            root = self.root_of[graph.modules[op]]
+            if not root or not self.is_forward[op]:
+                continue
+            if _is_parameter(graph, op) or any(_is_parameter(graph, producer) for producer in self.inputs_of[op]):
+                uses.add(root)
+            for producer in self.inputs_of[op]:
+                if self.root_of[graph.modules[producer]] != root and labels[producer] != _NOTHING:
+                    fed_by.setdefault(root, labels[producer])
+        for root, number in self.number.items():
+            if root not in uses:
+                join(self.parent, number, fed_by.get(root, _INPUT))
+
+    def _is_shifted(self, op: int) -> bool:
+        """Whether `op` makes the shifted labels of a causal language model, which Transformers' loss pads, and moves to
+        the logits (`ForCausalLMLoss`); other losses read labels where they are."""
+        while self.graph.kinds[op] in ("aten.clone", "aten._to_copy") and len(self.inputs_of[op]) == 1:
+            op = self.inputs_of[op][0]
+        reads = self.inputs_of[op]
+        return self.graph.kinds[op] == _PAD and all(self.graph.kinds[x] == "input" for x in reads)
 
     def _reads_input(self, op: int) -> bool:
         return any(self.graph.kinds[producer] == "input" for producer in self.inputs_of[op])
@@ -147,7 +188,8 @@ class _Finder:
             if graph.kinds[op] == "input":
                 labels[op] = _INPUT
                 continue
-            found = sorted({find(self.parent, labels[x]) for x in self.inputs_of[op] if labels[x] != _NOTHING})
+            reads = [x for x in self.inputs_of[op] if not (graph.kinds[op] == _LOSS and self._is_shifted(x))]
+            found = sorted({find(self.parent, labels[x]) for x in reads if labels[x] != _NOTHING})
             if len(found) > 1:
                 module = graph.modules[op]
                 if module and self.work_ns.get(module, 0.0) <= _LARGE:
@@ -157,3 +199,9 @@ class _Finder:
                     join(self.parent, found[0], other)
             labels[op] = found[0] if found else _NOTHING
         return labels, conflicts
+
+
+def _is_parameter(graph: Graph, op: int) -> bool:
+    return graph.kinds[op] == "parameter" or (
+        graph.kinds[op] not in ("buffer", "constant") and int(graph.resident_bytes[op]) > 0
+    )
