@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,19 @@ def test_the_rotary_embedding_of_llama_is_with_the_embedding_and_hooks_send_its_
     assert gpus.sent.count((cos_or_sin, 1)) == 2 * len(far)
     assert gpus.sent.count((hidden, 1)) == 1
     assert gpus.sent.count((hidden, 0)) == 1  # to model.norm
+    logits = (2, 16, 200)
+    assert gpus.sent.count((logits, torch.device("cpu"))) == 1  # to where the inputs came from
+
+
+def test_a_module_without_parameters_that_nothing_with_a_unit_feeds_is_with_the_inputs(tmp_path: Path) -> None:
+    # without a mask, positions are read by the rotary embedding alone
+    model, _ = MODELS["llama"]()
+    model.config.save_pretrained(tmp_path)
+    graph = gdp.load(f"hf:{tmp_path}?batch=2&sequence=16", training=False)
+    units = hf_device_map.read_units(Problem.build(graph, gdp.Cluster.parse("2xp100-pcie-16g")))
+    assert units.members == (
+        ("input", "embed_tokens", "rotary_emb"), *((f"layers.{number}",) for number in range(4)), ("norm",),
+    )  # fmt: skip
 
 
 def test_a_device_map_that_parts_a_residual_sum_fails_on_the_pretended_devices(gpus: Devices) -> None:

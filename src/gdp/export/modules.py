@@ -79,8 +79,8 @@ class _Finder:
             if not conflicts:
                 break
             self.solid |= conflicts
-        self._follow_readers(labels)
         self._join_without_parameters(labels)
+        self._follow_readers(labels)
         for op in range(self.graph.num_ops):  # tied weights
             if self.is_forward[op]:
                 for producer in self.inputs_of[op]:
