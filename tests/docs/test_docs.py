@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 RECORDS = {"results.md"}  # what was measured once, in hours; its commands are parsed
 RUN = [page for page in PAGES if page.name not in RECORDS]
-LONG = {"tutorial.md", "models-onnx.md", "models-op-costs.md", "models-transformers.md"} | {
+LONG = {"tutorial.md", "exports.md", "models-onnx.md", "models-op-costs.md", "models-transformers.md"} | {
     page.name for page in (DOCS / "howto").glob("*.md") if page.name != "onnx.md"
 }
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?=[\s`=\]'\",):;|/]|\.\s|$)")
