@@ -15,6 +15,7 @@ from gdp.cli_bench import bench_app
 from gdp.cli_devices import devices_app
 from gdp.cli_export import export
 from gdp.cli_inputs import (
+    NO_RESERVE,
     DimOption,
     ForbidOption,
     FreeReplicasOption,
@@ -117,7 +118,7 @@ def compare(
     pin: PinOption = None,
     forbid: ForbidOption = None,
     max_memory: MaxMemoryOption = None,
-    reserve: ReserveOption = "0%",
+    reserve: ReserveOption = NO_RESERVE,
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
     inference: InferenceOption = False,
@@ -167,7 +168,7 @@ def simulate(
     pin: PinOption = None,
     forbid: ForbidOption = None,
     max_memory: MaxMemoryOption = None,
-    reserve: ReserveOption = "0%",
+    reserve: ReserveOption = NO_RESERVE,
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
     inference: InferenceOption = False,

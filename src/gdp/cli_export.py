@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from gdp.cli_inputs import (
+    NO_RESERVE,
     DimOption,
     ForbidOption,
     FreeReplicasOption,
@@ -40,7 +41,7 @@ def export(
     pin: PinOption = None,
     forbid: ForbidOption = None,
     max_memory: MaxMemoryOption = None,
-    reserve: ReserveOption = "0%",
+    reserve: ReserveOption = NO_RESERVE,
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
     inference: InferenceOption = False,

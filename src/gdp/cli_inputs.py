@@ -27,6 +27,7 @@ ForbidOption = Annotated[
 MaxMemoryOption = Annotated[
     list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
 ]
+NO_RESERVE = "0%"
 ReserveOption = Annotated[str, typer.Option(metavar="SHARE", help="Keep this share of each device's memory free.")]
 MicrobatchesOption = Annotated[
     int, typer.Option(metavar="M", help="Accumulate gradients over M parts of the batch, pipelined.")
@@ -114,6 +115,15 @@ def constraints_of(
         max_memory_bytes=options.parse_max_memory(max_memory or (), cluster),
         reserve=options.parse_fraction(reserve, "--reserve"),
     )
+
+
+def limit_words(
+    pin: list[str] | None, forbid: list[str] | None, max_memory: list[str] | None, reserve: str
+) -> list[str]:
+    """The options of `constraints_of` for another command."""
+    given = {"--pin": pin or (), "--forbid": forbid or (), "--max-memory": max_memory or ()}
+    words = [word for option, values in given.items() for value in values for word in (option, value)]
+    return words if reserve == NO_RESERVE else [*words, "--reserve", reserve]
 
 
 def check_placers(names: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gdp.cli_inputs import (
+    NO_RESERVE,
     DimOption,
     ForbidOption,
     FreeReplicasOption,
@@ -22,6 +23,7 @@ from gdp.cli_inputs import (
     check_checkpoint,
     check_placers,
     constraints_of,
+    limit_words,
     reading_of,
 )
 from gdp.cli_request import PlaceRequest
@@ -67,7 +69,7 @@ def place(
     pin: PinOption = None,
     forbid: ForbidOption = None,
     max_memory: MaxMemoryOption = None,
-    reserve: ReserveOption = "0%",
+    reserve: ReserveOption = NO_RESERVE,
     robust: Annotated[
         str | None,
         typer.Option(metavar="SHARE", help="Noise of op times to judge plans under. Default: as measured, or 2%."),
@@ -114,6 +116,7 @@ def place(
     request = PlaceRequest(
         model, devices, cluster, limit, constraints, reading, times, placer, checkpoint, seed, spread, threads,
         with_cache, advice and placer == "auto" and target is None, out, json, _target(target, placer, sweep),
+        tuple(limit_words(pin, forbid, max_memory, reserve)),
     )  # fmt: skip
     check_placers([placer])
     check_checkpoint(checkpoint, [placer])
@@ -324,9 +327,8 @@ def _next_command(request: PlaceRequest, files: _Files) -> str:
         command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(files.plan)]
     else:
         command = ["gdp", "export", str(files.plan), "--to", request.target.name]
-        if request.out is not None:
-            return shlex.join(command)
-        command += ["--graph", model, "--devices", placed_on]
+        command += [] if request.out is not None else ["--graph", model, "--devices", placed_on]
+    command += request.limits
     if files.graph is None:
         reading = request.reading
         if reading.microbatching.count > 1:

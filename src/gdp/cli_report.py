@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gdp.cli_inputs import (
+    NO_RESERVE,
     DimOption,
     FreeReplicasOption,
     InferenceOption,
@@ -61,7 +62,7 @@ def report(
         Path | None, typer.Option("--run", metavar="FILE", help="What `gdp run --json` printed of this plan.")
     ] = None,
     max_memory: MaxMemoryOption = None,
-    reserve: ReserveOption = "0%",
+    reserve: ReserveOption = NO_RESERVE,
     microbatches: MicrobatchesOption = 1,
     free_replicas: FreeReplicasOption = False,
     inference: InferenceOption = False,

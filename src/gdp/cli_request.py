@@ -40,7 +40,8 @@ class PlaceRequest:
     with_advice: bool
     out: Path | None
     json: bool
-    target: "Target | None" = None
+    target: "Target | None"
+    limits: tuple[str, ...]  # the options that `constraints` were given by
 
     def read(self) -> "Model":
         """The model's graph, with measured times if there are."""
