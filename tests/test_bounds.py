@@ -61,14 +61,14 @@ def random_order(problem: Problem, placement: np.ndarray, rng: random.Random) ->
     return order
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(instances(max_ops=6, max_devices=3))
 def test_no_placement_of_a_small_graph_beats_the_bound(instance: Instance) -> None:
     problem = build(instance)
     assert lower_bound(problem) <= optimum_ns(problem)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(instances(num_placements=5), st.randoms(use_true_random=False))
 def test_no_priority_and_no_replayed_order_beats_the_bound(instance: Instance, rng: random.Random) -> None:
     problem = build(instance)
@@ -79,14 +79,14 @@ def test_no_priority_and_no_replayed_order_beats_the_bound(instance: Instance, r
         assert simulate(problem, placement, order=random_order(problem, placement, rng)).step_time_ns >= bound
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 4))
 def test_a_chain_on_equal_devices_takes_as_long_as_its_ops(times: list[int], num_devices: int) -> None:
     edges = [(op, op + 1, 7) for op in range(len(times) - 1)]
     assert lower_bound(make_problem([[time_ns] * num_devices for time_ns in times], edges)) == sum(times)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 50))
 def test_independent_equal_ops_fill_whole_rounds(num_rounds: int, num_devices: int, time_ns: int) -> None:
     problem = make_problem([[time_ns] * num_devices] * (num_rounds * num_devices))

@@ -10,7 +10,7 @@ from strategies import Instance, instances
 
 
 @given(instances(keep_groups=True))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_expanded_plan_has_the_same_step_time(instance: Instance) -> None:
     """A plan of the reduced problem, expanded, takes exactly as long, needs no more memory and breaks nothing."""
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)

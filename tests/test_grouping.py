@@ -11,7 +11,7 @@ from gdp.problem import Problem
 from strategies import Instance, instances
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(instances(max_ops=24, num_placements=2, keep_groups=True), st.integers(1, 12))
 def test_groups_are_parts_of_what_the_placements_have_on_one_device(instance: Instance, num_groups: int) -> None:
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)

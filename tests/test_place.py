@@ -26,7 +26,7 @@ CLUSTER = Cluster.parse("2xp100-pcie-16g")
 
 
 @given(instances(max_ops=9, max_devices=3, features=frozenset(FEATURES) - {"priorities"}))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_finds_what_fits_and_never_loses(instance: Instance) -> None:
     """The plan verifies, is no worse than any baseline that fits, and fits whenever brute force finds a fit."""
     graph, cluster = instance.graph, instance.cluster

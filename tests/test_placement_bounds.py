@@ -11,7 +11,7 @@ from gdp.simulate import simulate
 from strategies import Instance, instances
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(instances(max_ops=20, num_placements=3))
 def test_no_order_of_a_placement_beats_its_bound(instance: Instance) -> None:
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)

@@ -74,7 +74,7 @@ def test_forbidden_device() -> None:
 
 
 @given(instances())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_replay_equals_run(instance: Instance) -> None:
     """Replaying the order of a run gives the run."""
     arguments = (instance.graph, instance.cluster, instance.op_time_ns, instance.placement)
@@ -83,7 +83,7 @@ def test_replay_equals_run(instance: Instance) -> None:
 
 
 @given(instances())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_devices_are_greedy(instance: Instance) -> None:
     """A device starts an op as soon as it is free and one is ready, and none that was ready before and ranks higher."""
     graph, placement = instance.graph, instance.placement.tolist()
@@ -106,7 +106,7 @@ def test_devices_are_greedy(instance: Instance) -> None:
 
 
 @given(instances())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_transfers_are_needed_and_queue(instance: Instance) -> None:
     """A tensor goes once to each other device with consumers, and starts when made or when a channel becomes free."""
     graph, cluster, placement = instance.graph, instance.cluster, instance.placement.tolist()

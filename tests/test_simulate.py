@@ -68,7 +68,7 @@ def test_hand_case(case: HandCase) -> None:
 
 
 @given(instances())
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=2500)
 def test_equals_reference(instance: Instance) -> None:
     """Every start, finish, transfer, order and peak equals the plain-Python reference, run and replayed."""
     problem = _problem(instance)
@@ -80,7 +80,7 @@ def test_equals_reference(instance: Instance) -> None:
 
 
 @given(instances())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_replay_of_any_order_equals_reference(instance: Instance) -> None:
     """Orders that no priority gives replay alike too: devices start their ops by number, which never deadlocks."""
     order = [np.flatnonzero(instance.placement == device) for device in range(instance.cluster.num_devices)]
@@ -89,7 +89,7 @@ def test_replay_of_any_order_equals_reference(instance: Instance) -> None:
 
 
 @given(instances(num_placements=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_many_equal_one(instance: Instance) -> None:
     """Many placements in a call, on one thread or two, give each one's own figures; an early stop is a lower bound."""
     problem = _problem(instance)

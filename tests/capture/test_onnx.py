@@ -394,7 +394,7 @@ def test_operators_of_onnx_runtime_have_its_shapes_and_flops_by_hand(case: str, 
 # Properties
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=st.integers(1, 3), groups=st.integers(1, 3), size=st.integers(1, 5), outs=st.integers(1, 3),
     ins=st.integers(1, 3), kernel=st.integers(1, 3), stride=st.integers(1, 2), pad=st.integers(0, 1),

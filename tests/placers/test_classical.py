@@ -98,7 +98,7 @@ def check_contract(problem: Problem, name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 @given(instance=instances())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_problem_gets_a_placement_that_obeys_groups_and_devices_and_the_same_one_each_time(
     name: str, instance: Instance
 ) -> None:
@@ -234,7 +234,7 @@ def test_backward_ops_join_the_forward_ops_whose_results_they_use() -> None:
 
 
 @given(instance=instances(keep_groups=True))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_ops_hold_at_the_peak_sums_to_the_peak(instance: Instance) -> None:
     problem = Problem.build(instance.graph, instance.cluster)
     simulation = simulate(problem, instance.placement)
@@ -243,7 +243,7 @@ def test_what_ops_hold_at_the_peak_sums_to_the_peak(instance: Instance) -> None:
 
 
 @given(instance=instances(keep_groups=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_repair_never_misses_more_memory_than_before_and_keeps_what_fits(instance: Instance) -> None:
     problem = Problem.build(instance.graph, instance.cluster)
     repaired = fit_memory(problem, instance.placement)

@@ -46,13 +46,13 @@ def assert_exact(problem: Problem) -> None:
         assert simulation.step_time_ns == result.step_time_ns >= lower_bound(problem)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(instances(max_ops=6, max_devices=3))
 def test_equals_brute_force_under_every_feature_of_the_model(instance: Instance) -> None:
     assert_exact(Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(instances(max_ops=6, max_devices=4, features=set(FEATURES) - {"forbidden", "large figures"}))
 def test_equals_brute_force_on_equal_devices_that_share_channels(instance: Instance) -> None:
     num_devices = instance.cluster.num_devices

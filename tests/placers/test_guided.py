@@ -24,7 +24,7 @@ from strategies import Instance, instances
 ONLY_REFINES = SearchConfig(refining=(1.0, 1.0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(instances(max_ops=24, keep_groups=True), st.integers(1, 60))
 def test_figures_are_true_and_no_worse_than_the_starts_within_the_budget(instance: Instance, budget: int) -> None:
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)

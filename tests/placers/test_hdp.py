@@ -33,7 +33,7 @@ def two_chains(memory_bytes: int = 2**50, resident_bytes: int = 0) -> Problem:
     return Problem.build(Graph.build("test", ops, tensors), cluster, op_time_ns=np.full((8, 2), 10, np.int64))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(instances(max_ops=12, max_devices=4))
 def test_every_answer_obeys_groups_devices_and_memory_and_has_its_simulated_time(instance: Instance) -> None:
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)

@@ -107,7 +107,7 @@ def test_nothing_is_streamed_where_everything_fits() -> None:
     assert list(stream_weights(Problem.build(layers(), machine(10**10)))) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(instances(max_devices=3, features=frozenset(FEATURES) - {"priorities"}))
 def test_what_is_found_fits_obeys_all_constraints_and_is_a_plan(instance: Instance) -> None:
     problem = Problem.build(instance.graph, instance.cluster)

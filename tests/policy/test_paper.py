@@ -49,7 +49,7 @@ def chain(num_devices: int, op_time_ns: list[list[int]], *, groups: tuple[int, .
     return Problem.build(Graph.build("chain", ops, tensors), cluster, op_time_ns=np.array(op_time_ns))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(instances(max_ops=24, keep_groups=True), st.sampled_from(ABLATIONS), st.sampled_from([0.0, 0.5, 1.0]))
 def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
     instance: Instance, config: PaperConfig, temperature: float

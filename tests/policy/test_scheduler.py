@@ -58,7 +58,7 @@ def layered(num_layers: int = 6, width: int = 4, num_devices: int = 3) -> Proble
     return Problem.build(Graph.build("layered", ops, tensors), Cluster.parse(f"{num_devices}xp100-pcie-16g"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     instances(max_ops=24, keep_groups=True), st.sampled_from(ABLATIONS), st.sampled_from([0.0, 0.5, 1.0]), st.booleans()
 )
@@ -100,7 +100,7 @@ def test_a_forbidden_device_has_probability_zero() -> None:
     assert (log_prob[:, :, pinned] == 0).all()  # one device is left: log 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.permutations(range(4)), st.integers(1, 3))
 def test_renaming_devices_renames_what_the_policy_sees_of_them(names: list[int], passes: int) -> None:
     problem = layered(num_devices=4)

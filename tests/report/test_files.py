@@ -77,7 +77,7 @@ def _check_trace(document: dict[str, Any], simulation: Simulation) -> None:
     assert peaks == simulation.peak_memory_bytes.tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(instances())
 def test_trace_of_any_step(instance: Instance) -> None:
     """A trace has slices that do not overlap, arrows from slice to slice, and counters with the step's peaks."""
@@ -142,7 +142,7 @@ def test_figures(simulation: Simulation, tmp_path: Path, kind: str, start: bytes
     assert first == second
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(instances())
 def test_terminal_timeline_adds_up(instance: Instance) -> None:
     """The columns of a device's line add up to the time that it computes, and no line is wider than asked for."""

@@ -61,7 +61,7 @@ def test_hand_case(case: HandCase) -> None:
     assert tuple(peaks) == case.peak_memory_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(instances())
 def test_any_step(instance: Instance) -> None:
     """The critical path explains all of any step, and memory curves have the simulator's peaks."""
