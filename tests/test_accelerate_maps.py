@@ -9,7 +9,7 @@ from torch import nn, ones
 
 from gdp import accelerate_maps, capture
 from gdp.accelerate_maps import MODES, best_step, device_map, fetching_late, placement_of
-from gdp.cli_inputs import split_rivals
+from gdp.cli.inputs import split_rivals
 from gdp.cluster import Cluster, Device, Route
 from gdp.compare import DEFAULT_PLACERS, compare
 from gdp.errors import InputError

@@ -535,7 +535,7 @@ def test_ctrl_c_ends_a_search_and_writes_the_best_plan_so_far(run: Run) -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = [sys.executable, "-m", "gdp.cli", "devices", "list"]
+    command = [sys.executable, "-m", "gdp", "devices", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli_shared import JsonOption, log, print_json, print_text, show
+from gdp.cli.shared import JsonOption, log, print_json, print_text, show
 from gdp.errors import InputError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gdp.cli_inputs import (
+from gdp.cli.inputs import (
     NO_RESERVE,
     DimOption,
     ForbidOption,
@@ -23,7 +23,7 @@ from gdp.cli_inputs import (
     graph_of_plan,
     reading_of,
 )
-from gdp.cli_shared import NOTHING_FITS, OK, JsonOption, fail, print_json, show, warm_up
+from gdp.cli.shared import NOTHING_FITS, OK, JsonOption, fail, print_json, show, warm_up
 
 _TARGETS = "hf-device-map, torch-pipelining, onnxruntime, openvino, llama-cpp, vllm or megatron."
 

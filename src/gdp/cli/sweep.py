@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdp.cli_request import PlaceRequest
-from gdp.cli_shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
+from gdp.cli.request import PlaceRequest
+from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:

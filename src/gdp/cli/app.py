@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from gdp.cli_bench import bench_app
-from gdp.cli_devices import devices_app
-from gdp.cli_export import export
-from gdp.cli_inputs import (
+from gdp.cli.bench import bench_app
+from gdp.cli.devices import devices_app
+from gdp.cli.export import export
+from gdp.cli.inputs import (
     NO_RESERVE,
     DimOption,
     ForbidOption,
@@ -33,10 +33,10 @@ from gdp.cli_inputs import (
     reading_of,
     split_rivals,
 )
-from gdp.cli_place import place
-from gdp.cli_report import report
-from gdp.cli_run import run
-from gdp.cli_shared import (
+from gdp.cli.place import place
+from gdp.cli.report import report
+from gdp.cli.run import run
+from gdp.cli.shared import (
     BAD_INPUT,
     INTERRUPTED,
     NOTHING_FITS,
@@ -271,8 +271,8 @@ def train(
     tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Write TensorBoard scalars there.")] = None,
     json: JsonOption = False,
 ) -> int:
-    """Train a policy on graphs; Ctrl-C saves. Under torchrun (-m gdp.cli train ...), processes share the graphs."""
-    from gdp.cli_train import TrainOptions, run
+    """Train a policy on graphs; Ctrl-C saves. Under torchrun (-m gdp train ...), processes share the graphs."""
+    from gdp.cli.train import TrainOptions, run
 
     trained = run(
         TrainOptions(
@@ -315,7 +315,3 @@ def workloads(
             count = len(built_in.variant_names())
             print_text(f"\nMODEL may also be one of {count} smaller and larger variants: gdp workloads --variants")
     return OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli_inputs import (
+from gdp.cli.inputs import (
     NO_RESERVE,
     DimOption,
     ForbidOption,
@@ -26,8 +26,8 @@ from gdp.cli_inputs import (
     limit_words,
     reading_of,
 )
-from gdp.cli_request import PlaceRequest
-from gdp.cli_shared import (
+from gdp.cli.request import PlaceRequest
+from gdp.cli.shared import (
     INTERRUPTED,
     NOTHING_FITS,
     OK,
@@ -43,7 +43,7 @@ from gdp.cli_shared import (
     show,
     warm_up,
 )
-from gdp.cli_sweep import sweep_place
+from gdp.cli.sweep import sweep_place
 from gdp.errors import InputError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli_inputs import (
+from gdp.cli.inputs import (
     NO_RESERVE,
     DimOption,
     FreeReplicasOption,
@@ -22,7 +22,7 @@ from gdp.cli_inputs import (
     graph_of_plan,
     reading_of,
 )
-from gdp.cli_shared import OK, JsonOption, print_json, print_text, warm_up
+from gdp.cli.shared import OK, JsonOption, print_json, print_text, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:

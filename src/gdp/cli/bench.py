@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gdp.cli_shared import BudgetOption, JsonOption, log, print_json, print_text
+from gdp.cli.shared import BudgetOption, JsonOption, log, print_json, print_text
 
 bench_app = typer.Typer(help="Reproduce a table of docs/results.md.", rich_markup_mode=None)
 

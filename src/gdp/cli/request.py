@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gdp.cli_inputs import read_graph, read_timed
-from gdp.cli_shared import log
+from gdp.cli.inputs import read_graph, read_timed
+from gdp.cli.shared import log
 from gdp.errors import InputError
 
 if TYPE_CHECKING:

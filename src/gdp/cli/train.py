@@ -2,7 +2,7 @@
 
 Several processes, on one host or many, train together when torchrun starts them:
 
-    torchrun --nproc-per-node 4 -m gdp.cli train training-set --out CHECKPOINT
+    torchrun --nproc-per-node 4 -m gdp train training-set --out CHECKPOINT
 """
 
 import hashlib

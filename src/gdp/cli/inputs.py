@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli_shared import log
+from gdp.cli.shared import log
 from gdp.errors import InputError, UnevenBatchError
 
 if TYPE_CHECKING:

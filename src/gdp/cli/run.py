@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli_shared import JsonOption, fail, log, print_json, show, warm_up
+from gdp.cli.shared import JsonOption, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
