@@ -71,8 +71,10 @@ def told(graph: Graph, devices: str = "2xp100-pcie-16g", cluster: Cluster | None
     arm = {"step_time_ns": 2 * best_ns, "step_time_quartiles_ns": [best_ns, 3 * best_ns]}
     op = {"name": HOSTILE[0], "num_ops": 1, "predicted_ns": 1000, "measured_ns": 2000}
     device = {"name": HOSTILE[1], "num_ops": 1, "predicted_busy_ns": 1000, "busy_ns": 2000, "wait_ns": 3000}
+    way = {"from": HOSTILE[0], "to": HOSTILE[1], "num_tensors": 2, "predicted_ns": 10, "measured_ns": 20}
     run = {
         **arm, "predicted_step_time_ns": best_ns, "one_device": {**arm, "device": HOSTILE[2]},
-        "prediction": {"devices": [device], "kinds": [op], "ops": [op]},
+        "steps": 5, "equal": True, "reference": HOSTILE[3],
+        "prediction": {"devices": [device], "kinds": [op], "ops": [op], "transfers": [way]},
     }  # fmt: skip
     return Told(plan, simulation, progress, run=run)

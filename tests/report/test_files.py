@@ -211,11 +211,21 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_measured_times_are_read_strictly(tmp_path: Path) -> None:
-    """What `gdp run --json` printed is read; anything else is refused in one line."""
-    path = tmp_path / "run.json"
+    """What `gdp run --json` printed of the plan is read; anything else, and other plans, are refused in one line."""
+    path, made = tmp_path / "run.json", told(two_towers())
     arm = {"step_time_ns": 10, "step_time_quartiles_ns": [9, 11]}
-    path.write_text(json.dumps({**arm, "predicted_step_time_ns": 12, "one_device": {**arm, "device": "gpu0"}}))
-    assert read_run(path)["one_device"]["step_time_quartiles_ns"] == [9, 11]
-    path.write_text(json.dumps({**arm, "predicted_step_time_ns": "12", "one_device": None}))
-    with pytest.raises(InputError, match="is not what `gdp run --json` prints"):
-        read_run(path)
+    document = {
+        **arm, "steps": 5, "predicted_step_time_ns": made.plan.step_time_ns, "one_device": {**arm, "device": "gpu0"},
+        "devices": ["gpu0", "gpu1"], "results": {"equal": True, "reference": "PyTorch's own step"},
+    }  # fmt: skip
+    path.write_text(json.dumps(document))
+    assert read_run(path, made.plan)["one_device"]["step_time_quartiles_ns"] == [9, 11]
+    for change, words in (
+        ({"predicted_step_time_ns": "12"}, "is not what `gdp run --json` prints"),
+        ({"results": None}, "is not what `gdp run --json` prints"),
+        ({"predicted_step_time_ns": 12}, "is of a plan of 12 ns on gpu0, gpu1, this one takes"),
+        ({"devices": ["gpu1", "gpu0"]}, "on gpu1, gpu0, this one takes"),
+    ):
+        path.write_text(json.dumps(document | change))
+        with pytest.raises(InputError, match=words):
+            read_run(path, made.plan)

@@ -16,6 +16,7 @@ from gdp.cluster import Cluster
 from gdp.report.columns import unpack
 from gdp.report.page import embed, render
 from gdp.report.page_data import Told, columns
+from gdp.report.tables import digits
 
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None, reason="no chromium or no chromedriver (Debian: chromium, chromium-driver)"
@@ -110,7 +111,9 @@ def test_says_the_plans_figures(driver: Any, made: Told) -> None:
         assert re.search(rf"{peak:.3g} MiB", text), peak
     rows = [row.text for row in driver.find_elements("css selector", "#run tr")]
     assert any(row.startswith("plan ") and row.endswith("-50 %") for row in rows), rows  # took twice as long
-    assert sum(HOSTILE[0] in row for row in rows) == 2
+    gap = made.plan.step_time_ns / made.plan.lower_bound_ns - 1
+    assert f"{digits(100 * gap, 3)} %" in cards
+    assert sum(HOSTILE[0] in row for row in rows) == 3  # a kind of ops, an op, a transfer
     starts = _run(driver, "return Array.from(gdpReport.data.start)")
     assert starts == made.simulation.op_start_ns.tolist()
 
@@ -245,8 +248,8 @@ def test_hover_tells_of_ops_and_transfers(driver: Any, made: Told) -> None:
 
 
 @needs_browser
-def test_modules_and_graph_open(driver: Any) -> None:
-    """The tree opens by a click and by keys, the graph by its buttons; the critical path lists all of its steps."""
+def test_modules_and_graph_open(driver: Any, made: Told) -> None:
+    """The tree opens by a click and by keys, the graph by its buttons, which keep the focus."""
     rows = [row.text for row in driver.find_elements("css selector", "#modules .label")]
     assert {row.strip("▸ ") for row in rows} >= {"tower_left", "tower_right", "head"}
     driver.find_elements("css selector", "#modules .node")[0].click()
@@ -256,17 +259,51 @@ def test_modules_and_graph_open(driver: Any) -> None:
     assert len(driver.find_elements("css selector", "#modules [aria-expanded=true]")) == 2
     _press(driver, "\ue012\ue012\ue012")  # left: closes, goes to the parent, closes that
     assert driver.find_elements("css selector", "#modules [aria-expanded=true]") == []
-    nodes = _run(driver, "return gdpReport.graph.nodes.map(node => node.path)")
-    assert "tower_left" in nodes
-    button = next(
-        item for item in driver.find_elements("css selector", "#graph-buttons button") if "tower_left" in item.text
-    )
-    _run(driver, "arguments[0].click()", button)
-    assert "tower_left.layers" in _run(driver, "return gdpReport.graph.nodes.map(node => node.path)")
-    _run(driver, "const path = document.querySelector('#path details'); path.open = false; path.open = true")
-    _wait(driver, "document.querySelectorAll('.path-row').length > 0")
+    nodes = "return gdpReport.graph.nodes.map(node => node.path)"
+    assert "tower_left.layers.5" in _run(driver, nodes)
+    _run(driver, "document.querySelector('#graph-buttons button').focus()")
+    _press(driver, "\n")  # close all
+    assert set(_run(driver, nodes)) == {"tower_left", "tower_right", "head", "(no module)"}
+    for path in ("tower_left", "tower_left.layers"):
+        _run(driver, "document.querySelector(`#graph-buttons [data-path='${arguments[0]}']`).focus()", path)
+        _press(driver, "\n")
+        assert _run(driver, "return document.activeElement.dataset.path") == path
+    assert {f"tower_left.layers.{layer}" for layer in range(6)} < set(_run(driver, nodes))
+    _press(driver, "\n")
+    assert "tower_left.layers" in _run(driver, nodes)
+    # the module's own devices, not those of what was open in it
+    busy = "return gdpReport.graph.nodes.reduce((sum, node) => sum + node.ns, 0)"
+    finish, start = made.simulation.op_finish_ns, made.simulation.op_start_ns
+    assert _run(driver, busy) == (finish - start).sum()
+
+
+@needs_browser
+def test_critical_path_adds_up(driver: Any, made: Told) -> None:
+    """The runs of the critical path follow one another over the whole step; the list has its longest first, and all."""
+    step_ns = made.simulation.step_time_ns
+    assert _find(driver, "#path select").get_attribute("value") in ("time", "length")
+    while _find(driver, "#path > button").is_displayed():
+        _run(driver, "document.querySelector('#path > button').click()")
+    shown = _run(driver, "return [...document.querySelectorAll('.path-row')].map(row => row.children[1].textContent)")
+    units = {"ns": 1, "µs": 1e3, "ms": 1e6}
+    lengths = [float(number) * units[unit] for number, unit in (text[2:].split() for text in shown if text != "+ 0")]
+    assert sum(lengths) == pytest.approx(step_ns, rel=1e-3)
+    shares = re.findall(r"([\d.]+) %", _find(driver, "#path-shares").text)
+    assert sum(map(float, shares)) == pytest.approx(100, abs=1)
     _run(driver, "document.querySelector('.path-row button').click()")
-    assert _find(driver, "#path-shares .legend").text != ""
+    assert _view(driver)[1] - _view(driver)[0] < step_ns
+
+
+@needs_browser
+def test_memory_shows_limits_if_asked(driver: Any, made: Told) -> None:
+    """The scale of memory ends near the peaks where limits are far, and goes up to the limits with a click."""
+    top = "return gdpReport.memory.chart.getOption().yAxis[0].max"
+    peak, limit = made.simulation.peak_memory_bytes.max(), made.simulation.problem.memory_limit_bytes.max()
+    assert limit > 4 * peak
+    assert peak <= _run(driver, top) <= 1.1 * peak
+    assert "limit 16.0 GiB of each device" in _run(driver, "return gdpReport.memory.chart.getOption().title[0].text")
+    _find(driver, "#up-to-limits").click()
+    assert limit <= _run(driver, top) <= 1.1 * limit
 
 
 @needs_browser

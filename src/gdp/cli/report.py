@@ -87,7 +87,7 @@ def report(
     if len(set(map(os.path.realpath, written.values()))) < len(written):
         raise InputError(f"{' and '.join(written)}: name different files")
     read = Plan.load(plan)
-    measured = None if run is None else read_run(run)
+    measured = None if run is None else read_run(run, read)
     reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
     check_reads_model(graph, reading)
     cluster = cluster_of_plan(plan, devices)

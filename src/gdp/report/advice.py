@@ -25,13 +25,20 @@ def advice_report(advice: Advice, simulation: Simulation) -> Iterator[Renderable
             table.add_row(what_if.change, what_if.detail, time, ratio)
         yield table
         yield ""
+    for sentence in advice_sentences(advice, simulation):
+        yield Text(sentence)
+
+
+def advice_sentences(advice: Advice, simulation: Simulation) -> Iterator[str]:
+    """Whether fewer devices would do, whether memory matters, and what there was no time for."""
+    step_ns = simulation.step_time_ns
     if any(what_if.change == "one device less" and what_if.is_as_fast_as(step_ns) for what_if in advice.what_ifs):
-        yield Text("One device less is as fast (within 1 %).")
+        yield "One device less is as fast (within 1 %)."
     if not advice.memory_matters:
         filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
-        yield Text(f"Memory limits nothing: no device is more than {filled.max():.0%} full.")
+        yield f"Memory limits nothing: no device is more than {filled.max():.0%} full."
     if advice.not_asked:
-        yield Text(f"Not tried: {'; '.join(advice.not_asked)}.")
+        yield f"Not tried: {'; '.join(advice.not_asked)}."
 
 
 def advice_document(advice: Advice) -> dict[str, Any]:

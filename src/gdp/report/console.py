@@ -14,7 +14,8 @@ from gdp.compare import Comparison
 from gdp.cost import count_time_sources
 from gdp.devices import KINDS, LINKS
 from gdp.graph import Graph
-from gdp.plan import Baseline, Plan
+from gdp.plan import Plan
+from gdp.report import sentences
 from gdp.report.advice import advice_report
 from gdp.report.limits import Limits
 from gdp.report.tables import digits, format_gib, format_ms, new_table
@@ -36,18 +37,13 @@ def place_report(
     sizes = f"{graph.num_ops:,} ops, {graph.num_tensors:,} tensors"
     plural = "" if plan.search.simulations == 1 else "s"
     searched = f"{plan.search.simulations:,} simulation{plural} in {plan.search.seconds:.1f} s, seed {plan.seed}"
-    count = int(simulation.problem.microbatch.max()) + 1
+    count = sentences.num_microbatches(simulation)
     parts = f"{graph.name} in {count} micro-batches" if count > 1 else graph.name
     yield Text(f"{parts} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
-    yield Text(headline(plan.step_time_ns, plan.search.baselines), style="bold")
-    if count > 1:
-        yield Text(_PIPELINE.format(order=plan.search.order, idle=1 - _mean_busy(simulation)))
-    if (times := plan.search.under_noise) is not None:
-        yield Text(
-            f"Expected with op times that vary by {times.noise:.1%}: {format_ms(times.mean_ns)}, 95th percentile "
-            f"{format_ms(times.p95_ns)} ({times.num_draws} draws)."
-        )
-    yield Text(f"{bound_sentence(plan.step_time_ns, plan.lower_bound_ns)}.")
+    yield Text(sentences.headline(plan.step_time_ns, plan.search.baselines), style="bold")
+    for sentence in sentences.of_search(plan.search, simulation):
+        yield Text(sentence)
+    yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns))
     if plan.search.baselines:
         yield ""
         yield _baselines(plan)
@@ -83,28 +79,17 @@ def device_report(simulation: Simulation) -> Iterator[RenderableType]:
     yield table
     yield ""
     yield Text(str(Limits.of(simulation)))
-    empty = [device.name for number, device in enumerate(problem.cluster.devices) if not counts[number]]
-    if empty:
-        hold = "holds no op" if len(empty) == 1 else "hold no ops"
-        used = problem.num_devices - len(empty)
-        yield Text(f"{', '.join(empty)} {hold}: {used} device{'s' if used > 1 else ''} would do as well.")
+    for sentence in sentences.of_empty_devices(simulation):
+        yield Text(sentence)
 
 
 def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterator[RenderableType]:
     """What `gdp simulate` found out about a plan whose figures are right."""
     yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory as the plan says.")
-    yield Text(f"{bound_sentence(simulation.step_time_ns, bound_ns)}.")
+    yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns))
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
     yield ""
     yield from device_report(simulation)
-
-
-def bound_sentence(step_time_ns: int, bound_ns: int) -> str:
-    """How far the optimum can be, without a full stop."""
-    if bound_ns == 0 and step_time_ns > 0:
-        return "Lower bound 0: nothing is known of how far the optimum is"
-    above = 100 * (step_time_ns / bound_ns - 1) if bound_ns else 0.0
-    return f"Lower bound {format_ms(bound_ns)}: the plan is at most {digits(above, 3)} % above the optimum"
 
 
 def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
@@ -212,35 +197,6 @@ def nothing_fits(plan: Plan, cluster: Cluster, would_fit: Sequence[str] = ()) ->
     if would_fit:
         return f"nothing fits in memory: {', '.join(lacking)}; it would with {', or with '.join(would_fit)}"
     return f"nothing fits in memory: {', '.join(lacking)}; add devices or memory, or make the batch smaller"
-
-
-_PIPELINE = "Order of micro-batches: {order}; devices in use wait for {idle:.0%} of the step."
-
-
-def _mean_busy(simulation: Simulation) -> float:
-    """The share of the step in which a device that holds ops computes, on average."""
-    return float(simulation.busy_fraction[np.unique(simulation.placement)].mean())
-
-
-def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
-    """The step time, and how many times as fast that is as one device, the expert and the best baseline."""
-    times = {
-        name: baseline.step_time_ns
-        for name, baseline in baselines.items()
-        if baseline.status == "ok" and baseline.step_time_ns is not None
-    }
-    best = min(times, key=times.__getitem__, default=None)
-    named = {"single": "the best single device", "expert": "the expert"}
-    if best is not None and best not in named:
-        skipped = any(baseline.status == "skipped" for baseline in baselines.values())
-        named[best] = f"the best baseline {'that ran ' if skipped else ''}({best})"
-    step_ns = max(step_time_ns, 1)
-    against = [f"{times[name] / step_ns:.2f} times {text}" for name, text in named.items() if name in times]
-    if against:
-        against[0] = against[0].replace(" times ", " times as fast as ", 1)
-    if "single" in baselines and "single" not in times:
-        against.append("no single device can hold it")
-    return f"Step time {format_ms(step_time_ns)}" + (": " + ", ".join(against) if against else "")
 
 
 def _time_sources(graph: Graph, cluster: Cluster) -> Iterator[RenderableType]:

@@ -14,9 +14,9 @@ from gdp.advice import Advice
 from gdp.graph import I64
 from gdp.place import Progress
 from gdp.plan import Baseline, Plan
-from gdp.report.advice import advice_document
+from gdp.report import sentences
+from gdp.report.advice import advice_document, advice_sentences
 from gdp.report.columns import pack
-from gdp.report.console import bound_sentence, headline
 from gdp.report.limits import Limits
 from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
 from gdp.report.waits import Waits
@@ -89,9 +89,13 @@ def summary(told: Told) -> dict[str, Any]:
         "placer": _text(plan.placer),
         "seed": plan.seed,
         "version": _text(plan.gdp_version),
-        "headline": headline(plan.step_time_ns, told.baselines),
-        "bound": bound_sentence(plan.step_time_ns, plan.lower_bound_ns) + ".",
-        "limits": _text(str(_shortened(Limits.of(simulation)))),
+        "headline": sentences.headline(plan.step_time_ns, told.baselines),
+        "sentences": [
+            sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns),
+            _text(str(_shortened(Limits.of(simulation)))),
+            *map(_text, sentences.of_empty_devices(simulation, short)),
+            *([] if search is None else sentences.of_search(search, simulation)),
+        ],
         "step_ns": simulation.step_time_ns,
         "bound_ns": plan.lower_bound_ns,
         "seconds": seconds,
@@ -99,7 +103,9 @@ def summary(told: Told) -> dict[str, Any]:
         "devices": devices,
         "placers": placers,
         "progress": [[item.seconds, item.step_time_ns, item.feasible] for item in told.progress],
-        "advice": None if told.advice is None else advice_document(told.advice),
+        "advice": None
+        if told.advice is None
+        else advice_document(told.advice) | {"sentences": [*advice_sentences(told.advice, simulation)]},
         "run": told.run,
     }
 

@@ -6,21 +6,29 @@ from typing import Any
 
 from gdp import files
 from gdp.errors import InputError
+from gdp.plan import Plan
 
-_NUMBERS = {"step_time_ns", "predicted_step_time_ns"}
 _ROWS = {
     "devices": {"name": str, "num_ops": int, "predicted_busy_ns": int, "busy_ns": int, "wait_ns": int},
     "kinds": {"name": str, "num_ops": int, "predicted_ns": int, "measured_ns": int},
     "ops": {"name": str, "num_ops": int, "predicted_ns": int, "measured_ns": int},
+    "transfers": {"from": str, "to": str, "num_tensors": int, "predicted_ns": int, "measured_ns": int},
 }
 
 
-def read_run(path: Path) -> Mapping[str, Any]:
-    """The parts of the document that a report shows; InputError if it is no such document."""
+def read_run(path: Path, plan: Plan) -> Mapping[str, Any]:
+    """The parts of the document that a report shows; InputError if it is no such document, or of another plan."""
     document = files.read_json(path)
     try:
-        shown: dict[str, Any] = {name: _number(document[name]) for name in _NUMBERS}
-        shown["step_time_quartiles_ns"] = _quartiles(document)
+        shown: dict[str, Any] = {
+            "steps": _number(document["steps"]),
+            "step_time_ns": _number(document["step_time_ns"]),
+            "predicted_step_time_ns": _number(document["predicted_step_time_ns"]),
+            "step_time_quartiles_ns": _quartiles(document),
+            "equal": bool(document["results"]["equal"]),
+            "reference": str(document["results"]["reference"]),
+        }
+        devices = [str(name) for name in document["devices"]]
         one = document["one_device"]
         shown["one_device"] = None
         if one is not None:
@@ -35,6 +43,11 @@ def read_run(path: Path) -> Mapping[str, Any]:
         raise InputError(
             f"{path}: is not what `gdp run --json` prints ({type(error).__name__}: {error}); save its output"
         ) from None
+    if shown["predicted_step_time_ns"] != plan.step_time_ns or devices != list(plan.devices):
+        raise InputError(
+            f"{path}: is of a plan of {shown['predicted_step_time_ns']} ns on {', '.join(devices)}, this one takes "
+            f"{plan.step_time_ns} ns on {', '.join(plan.devices)}; give what `gdp run` printed of this one"
+        )
     return shown
 
 

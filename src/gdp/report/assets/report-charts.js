@@ -7,7 +7,7 @@ function cards() {
   const best = baselines.reduce((a, b) => a && a.ns <= b.ns ? a : b, null);
   const against = (ns, text) => ns ? [[`${digits(ns / Math.max(summary.step_ns, 1), 3)}×`, text]] : [];
   const lacks = summary.placers.some(row => row.name === "single" && row.status !== "ok");
-  const gap = summary.bound_ns ? percent(Math.max(summary.step_ns / summary.bound_ns - 1, 0)) : "unknown";
+  const gap = summary.bound_ns ? percentAbove(Math.max(summary.step_ns / summary.bound_ns - 1, 0)) : "unknown";
   const items = [
     [time(summary.step_ns), "step time"], ...against(timeOf("single"), "speed-up over the best single device"),
     ...(lacks ? [["—", "no single device can hold it"]] : []),
@@ -17,6 +17,8 @@ function cards() {
   $("cards").replaceChildren(...items.map(([value, text]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, text))));
 }
 
+const placersHeight = timed => Math.max(70 + 26 * timed, 260);
+
 function placers() {
   const rows = summary.placers;
   if (rows.length < 2) {
@@ -24,18 +26,17 @@ function placers() {
     return;
   }
   const timed = rows.filter(row => row.ns).sort((a, b) => b.ns - a.ns);
-  chart("placers", 70 + 26 * timed.length, width => ({
-    grid: { left: 92, right: 74, top: 26, bottom: 28 },
-    xAxis: { type: "value", min: 0, splitNumber: 3, ...axisLook(), axisLabel: { ...axisText(), hideOverlap: true, formatter: value => tick(value, timed[0].ns) } },
+  chart("placers", placersHeight(timed.length), () => ({
+    grid: { left: 92, right: 150, top: 26, bottom: 28 },
+    xAxis: { type: "value", min: 0, max: timed[0].ns, splitNumber: 3, ...axisLook(), axisLabel: { ...axisText(), hideOverlap: true, showMaxLabel: false, formatter: value => tick(value, timed[0].ns) } },
     yAxis: { type: "category", data: timed.map(row => row.name), ...axisLook(), axisTick: { show: false },
       axisLabel: { ...axisText(), color: css("--text"), width: 84, overflow: "truncate" } },
-    tooltip: { ...tipLook(), trigger: "item", formatter: item => `${item.name}  ${time(timed[item.dataIndex].ns)}\n${NOT_OK[timed[item.dataIndex].status] ?? ""}` },
-    series: [{ type: "bar", barMaxWidth: 16,
-      label: { show: true, position: "right", color: css("--text"), formatter: item => time(timed[item.dataIndex].ns) },
-      data: timed.map(row => ({ value: row.ns, itemStyle: { color: row.plan ? css("--plan") : css("--bar"), opacity: row.status === "ok" ? 1 : 0.35,
-        decal: row.status === "ok" ? undefined : { symbol: "rect", dashArrayX: [1, 0], dashArrayY: [2, 4], rotation: -Math.PI / 4, color: css("--bad") } } })),
-      markLine: summary.bound_ns ? { silent: true, symbol: "none", lineStyle: { color: css("--bad"), type: "dashed" },
-        label: { position: "end", color: css("--bad"), formatter: "bound" }, data: [{ xAxis: summary.bound_ns }] } : undefined }],
+    series: [{ type: "bar", barMaxWidth: 16, silent: true,
+      label: { show: true, position: "right", color: css("--text"),
+        formatter: item => [time(timed[item.dataIndex].ns), NOT_OK[timed[item.dataIndex].status]].filter(Boolean).join(", ") },
+      data: timed.map(row => ({ value: row.ns, itemStyle: row.status === "ok" ? { color: row.plan ? css("--plan") : css("--bar") }
+        : { color: css("--line"), decal: { symbol: "rect", dashArrayX: [1, 0], dashArrayY: [2, 4], rotation: -Math.PI / 4, color: css("--bad") } } })),
+      markLine: boundLine("xAxis", "end") }],
   }));
   const shown = [...rows].sort((a, b) => (a.status !== "ok") - (b.status !== "ok") || (a.ns ?? Infinity) - (b.ns ?? Infinity));
   $("placers-table").replaceChildren(table([{ text: "placer" }, { text: "status" }, { text: "step time", number: true }, { text: "of the plan's", number: true }, { text: "seconds", number: true }],
@@ -53,26 +54,27 @@ function progress() {
   const line = [...points.map(([seconds, ns]) => [seconds, ns]), [last, points[points.length - 1][1]]];
   const highest = Math.max(...line.map(point => point[1])), lowest = Math.min(summary.bound_ns || Infinity, ...line.map(point => point[1]));
   const pad = (highest - lowest || highest) * 0.08;
-  chart("progress", 300, width => ({
+  chart("progress", placersHeight(summary.placers.filter(row => row.ns).length), () => ({
     grid: { left: 76, right: 24, top: 26, bottom: 40 },
     xAxis: { type: "value", min: 0, max: last || 1, ...axisLook(), axisLabel: { ...axisText(), hideOverlap: true, showMaxLabel: false, formatter: value => `${digits(value, 2)} s` } },
     yAxis: { type: "value", min: Math.max(lowest - pad, 0), max: highest + pad, splitNumber: 4, ...axisLook(),
       axisLabel: { ...axisText(), showMinLabel: false, showMaxLabel: false, formatter: value => tick(value, highest) } },
     tooltip: { trigger: "axis", ...tipLook(), formatter: found => found.length ? `${digits(found[0].value[0], 3)} s\n${time(found[0].value[1])}` : "" },
     series: [{ type: "line", step: "end", symbolSize: 5, color: css("--plan"), data: line, name: "best step time",
-      markLine: summary.bound_ns ? { silent: true, symbol: "none", lineStyle: { color: css("--bad"), type: "dashed" },
-        label: { position: "insideStartTop", color: css("--bad"), formatter: "bound" }, data: [{ yAxis: summary.bound_ns }] } : undefined }],
+      markLine: boundLine("yAxis", "insideStartTop") }],
   }));
 }
 
 function advice() {
-  if (!summary.advice || !summary.advice.what_ifs.length) {
+  if (!summary.advice || !(summary.advice.what_ifs.length || summary.advice.sentences.length)) {
     $("advice-part").hidden = true;
     return;
   }
+  $("advice").append(...summary.advice.sentences.map(sentence => element("p", {}, sentence)));
+  if (!summary.advice.what_ifs.length) return;
   const rows = summary.advice.what_ifs.map(item => ({ cells: [item.change, middle(item.detail, 120), item.step_time_ns === null ? "does not fit" : time(item.step_time_ns),
     item.step_time_ns === null ? "–" : (item.step_time_ns / Math.max(summary.step_ns, 1)).toFixed(3)] }));
-  $("advice").append(table([{ text: "what if" }, { text: "" }, { text: "step time", number: true }, { text: "of the plan's", number: true }], rows));
+  $("advice").prepend(table([{ text: "change" }, { text: "" }, { text: "step time", number: true }, { text: "of the plan's", number: true }], rows));
 }
 
 function measured() {
@@ -82,17 +84,42 @@ function measured() {
     return;
   }
   const place = $("run");
-  const rows = [{ chosen: true, cells: ["plan", time(run.step_time_ns), run.step_time_quartiles_ns.map(ns => time(ns)).join(" to "), time(run.predicted_step_time_ns),
-    percent(run.predicted_step_time_ns / Math.max(run.step_time_ns, 1) - 1)] }];
-  if (run.one_device) rows.push({ cells: [`all on ${middle(run.one_device.device, 60)}`, time(run.one_device.step_time_ns), run.one_device.step_time_quartiles_ns.map(ns => time(ns)).join(" to "), "–", "–"] });
-  place.append(table([{ text: "" }, { text: "median", number: true }, { text: "quartiles", number: true }, { text: "predicted", number: true }, { text: "error", number: true }], rows));
+  const spread = arm => [time(arm.step_time_ns), arm.step_time_quartiles_ns.map(ns => time(ns)).join(" to ")];
+  const error = signed(run.predicted_step_time_ns / Math.max(run.step_time_ns, 1) - 1);
+  const rows = [{ chosen: true, cells: ["plan", ...spread(run), time(run.predicted_step_time_ns), error] }];
+  if (run.one_device) rows.push({ cells: [`all on ${middle(run.one_device.device, 60)}`, ...spread(run.one_device), "–", "–"] });
+  place.append(element("p", {}, `Medians of ${count(run.steps, "step")}; results ${run.equal ? "agree with" : "differ from"} ${middle(run.reference, 120)}.`),
+    table([{ text: "" }, { text: "median", number: true }, { text: "quartiles", number: true }, { text: "predicted", number: true }, { text: "error", number: true }], rows));
   const found = run.prediction;
+  measuredChart(run, found);
   if (!found) return;
   const rest = [{ text: "predicted", number: true }, { text: "measured", number: true }];
-  place.append(element("h3", {}, "Devices"), table([{ text: "device" }, { text: "ops", number: true }, ...rest, { text: "waiting", number: true }],
+  place.append(element("h3", {}, "Devices, busy"), table([{ text: "device" }, { text: "ops", number: true }, ...rest, { text: "waiting", number: true }],
     found.devices.map(row => ({ cells: [middle(row.name, 60), row.num_ops, time(row.predicted_busy_ns), time(row.busy_ns), time(row.wait_ns)] }))));
+  if (found.transfers.length) place.append(element("h3", {}, "Transfers, medians"), table([{ text: "way" }, { text: "tensors", number: true }, ...rest],
+    found.transfers.map(row => ({ cells: [`${middle(row.from, 60)} → ${middle(row.to, 60)}`, row.num_tensors, time(row.predicted_ns), time(row.measured_ns)] }))));
   for (const [title, listed] of [["Kinds of ops that explain most of the error", found.kinds], ["Ops that do", found.ops]]) {
     place.append(element("h3", {}, title), table([{ text: "", name: true }, { text: "ops", number: true }, ...rest],
       listed.map(row => ({ cells: [element("span", { class: "clip" }, middle(row.name, 300)), row.num_ops, time(row.predicted_ns), time(row.measured_ns)] }))));
   }
+}
+
+const signed = share => `${share > 0 ? "+" : ""}${percent(share)}`;
+
+// the step and how long each device is busy in it, predicted above measured
+function measuredChart(run, found) {
+  const rows = [{ name: "step", predicted: run.predicted_step_time_ns, measured: run.step_time_ns },
+    ...(found?.devices ?? []).map(row => ({ name: `${row.name} busy`, predicted: row.predicted_busy_ns, measured: row.busy_ns }))];
+  const longest = Math.max(...rows.flatMap(row => [row.predicted, row.measured]), 1);
+  const bars = (name, value, color) => ({ name, type: "bar", barMaxWidth: 14, barGap: "10%", silent: true, color, data: rows.map(value),
+    label: { show: true, position: "right", color: css("--text"), formatter: item => time(item.value) } });
+  chart("run-chart", 70 + 44 * rows.length, () => ({
+    legend: { top: 0, textStyle: { color: css("--text") } },
+    grid: { left: 120, right: 90, top: 32, bottom: 28 },
+    xAxis: { type: "value", min: 0, max: longest, splitNumber: 3, ...axisLook(),
+      axisLabel: { ...axisText(), hideOverlap: true, showMaxLabel: false, formatter: value => tick(value, longest) } },
+    yAxis: { type: "category", inverse: true, data: rows.map((_, index) => String(index)), ...axisLook(), axisTick: { show: false },
+      axisLabel: { ...axisText(), color: css("--text"), width: 112, overflow: "truncate", formatter: index => middle(rows[index].name, 24) } },
+    series: [bars("predicted", row => row.predicted, css("--plan")), bars("measured", row => row.measured, css("--bar"))],
+  }));
 }

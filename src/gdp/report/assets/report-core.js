@@ -55,6 +55,7 @@ function bytes(size) {
   return `${digits(size / 2 ** 30, 3)} GiB`;
 }
 
+const percentAbove = share => `${digits(100 * share, 3)} %`;
 const percent = share => `${(100 * share).toFixed(Math.abs(share) < 0.0995 ? 1 : 0)} %`;
 const count = (number, one, many = `${one}s`) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
 
@@ -86,7 +87,10 @@ function above(values, limit, low = 0, high = values.length) {
 }
 
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const isDark = () => css("color-scheme") === "dark" || css("--ground") === "#14161b";
+const isDark = () => css("color-scheme") === "dark";
+const isNarrow = width => width < 600;
+const leftOf = width => isNarrow(width) ? 100 : 150; // of the charts over the step, so that their times stand one over the other
+let isPrinting = false;
 
 // Charts are drawn anew when the theme or the width changes: `draw` gives the option, told the width in pixels.
 const charts = [];
@@ -99,6 +103,9 @@ function chart(id, height, draw) {
   entry.draw();
   return made;
 }
+
+// one chart anew
+const draw = made => charts.find(entry => entry.chart === made).draw();
 
 function redraw() {
   for (const entry of charts) {
@@ -116,3 +123,5 @@ const tipLook = () => ({
   renderMode: "richText", confine: true, backgroundColor: css("--raised"), borderColor: css("--line"),
   textStyle: { color: css("--text"), fontSize: 12 },
 });
+const boundLine = (axis, position) => summary.bound_ns ? { silent: true, symbol: "none", lineStyle: { color: css("--bad"), type: "dashed" },
+  label: { position, color: css("--bad"), formatter: "bound" }, data: [{ [axis]: summary.bound_ns }] } : undefined;

@@ -1,5 +1,5 @@
 // The graph of modules: nodes coloured by device, from left to right as they run; a click opens a module.
-const MOST_NODES = 60, HEIGHT = 460;
+const MOST_NODES = 60, AT_FIRST = [8, 16], MOST_BUTTONS = 20, HEIGHT = 460;
 
 class GraphView {
   constructor(data, tree) {
@@ -12,23 +12,53 @@ class GraphView {
       for (const part of tree.leaf[number].parts) nodes.push(node = node.children.get(part));
       return nodes;
     });
-    this.close();
+    this.closeAll();
+    this.spread();
+    this.build();
     this.chart = chart("graph", HEIGHT, width => this.option(width));
-    this.chart.on("click", event => event.dataType === "node" && this.toggle(this.nodes[event.dataIndex]));
+    this.chart.on("click", event => event.dataType === "node" && this.toggle(this.nodes[event.dataIndex].node));
   }
 
-  close() {
+  // what holds all else is always open
+  closeAll() {
     this.open = new Set([this.tree.root]);
     let node = this.tree.root;
     while (node.children.size === 1) this.open.add(node = [...node.children.values()][0]);
+    this.always = new Set(this.open);
+    this.last = node;
+  }
+
+  // opens the longest modules as long as few are seen
+  spread() {
+    const most = AT_FIRST[Number(!isNarrow(innerWidth))];
+    let seen = [...this.last.children.values()];
+    for (;;) {
+      const next = seen.filter(node => node.children.size && seen.length + node.children.size - 1 <= most).sort((a, b) => b.ns - a.ns)[0];
+      if (!next) return;
+      this.open.add(next);
+      seen = [...seen.filter(node => node !== next), ...next.children.values()];
+    }
+  }
+
+  change(action) {
+    const focused = document.activeElement, hadFocus = $("graph-buttons").contains(focused), key = focused.dataset.path;
+    action();
     this.build();
+    draw(this.chart);
+    if (!hadFocus) return;
+    const buttons = [...$("graph-buttons").querySelectorAll("button")];
+    (buttons.find(button => button.dataset.path === key) ?? buttons[0]).focus();
   }
 
   toggle(node) {
     if (!node.children.size) return;
-    this.open.add(node);
-    this.build();
-    charts.find(entry => entry.chart === this.chart).draw();
+    this.change(() => this.open.has(node) ? this.close(node) : this.open.add(node));
+  }
+
+  // with all in it
+  close(node) {
+    this.open.delete(node);
+    for (const child of node.children.values()) this.close(child);
   }
 
   // the visible node of each module, and what goes between them
@@ -44,18 +74,21 @@ class GraphView {
     });
     // when a module runs on the way forward: the mean over its ops there, by their times; without any, over all
     const first = seen.map(() => [0, 0, 0, 0]);
+    // of an open module only what is in none of its children
+    const parts = seen.map(node => Object.assign(new ModuleNode(node.name, this.open.has(node) ? `${node.path} itself` : node.path), { node }));
     for (let op = 0; op < data.module.length; op++) {
-      const totals = first[numberOf[data.module[op]]], ns = data.finish[op] - data.start[op] + 1e-3;
+      const number = numberOf[data.module[op]], totals = first[number], ns = data.finish[op] - data.start[op] + 1e-3;
+      parts[number].add(data, op);
       const at = data.phase[op] === this.forward ? 0 : 2;
       totals[at] += ns * data.start[op];
       totals[at + 1] += ns;
     }
     const meanStart = node => first[node][1] ? first[node][0] / first[node][1] : first[node][2] / Math.max(first[node][3], 1e-3);
-    const order = [...seen.keys()].sort((a, b) => seen[b].ns - seen[a].ns).slice(0, MOST_NODES).sort((a, b) => meanStart(a) - meanStart(b));
+    const order = [...seen.keys()].sort((a, b) => parts[b].ns - parts[a].ns).slice(0, MOST_NODES).sort((a, b) => meanStart(a) - meanStart(b));
     const rank = new Int32Array(seen.length).fill(-1);
     order.forEach((node, at) => rank[node] = at);
     this.hidden = seen.length - order.length;
-    this.nodes = order.map(node => seen[node]);
+    this.nodes = order.map(number => parts[number]);
     const flows = new Map();
     for (let edge = 0; edge < data.edgeFrom.length; edge++) {
       const a = rank[numberOf[data.module[data.edgeFrom[edge]]]], b = rank[numberOf[data.module[data.edgeTo[edge]]]];
@@ -64,10 +97,11 @@ class GraphView {
       flows.set(key, (flows.get(key) || 0) + data.edgeBytes[edge]);
     }
     this.flows = [...flows].sort((a, b) => b[1] - a[1]).slice(0, 300);
-    const closed = this.nodes.filter(node => node.children.size).slice(0, 16);
+    const opened = [...this.open].filter(node => !this.always.has(node)), closed = this.nodes.map(part => part.node).filter(node => node.children.size && !this.open.has(node));
     $("graph-buttons").replaceChildren(
-      element("button", { type: "button", onclick: () => { this.close(); charts.find(entry => entry.chart === this.chart).draw(); } }, "all"),
-      ...closed.map(node => element("button", { type: "button", title: middle(node.path, 200), onclick: () => this.toggle(node) }, `▸ ${middle(node.path, 28)}`)),
+      element("button", { type: "button", onclick: () => this.change(() => this.closeAll()) }, "close all"),
+      ...[...opened, ...closed].slice(0, MOST_BUTTONS).map(node => element("button", { type: "button", title: middle(node.path, 200), "data-path": node.path,
+        "aria-expanded": String(this.open.has(node)), onclick: () => this.toggle(node) }, `${this.open.has(node) ? "▾" : "▸"} ${middle(node.path, 28)}`)),
       element("span", { class: "quiet" }, this.hidden ? `${count(this.hidden, "smaller module")} not drawn` : ""));
   }
 
@@ -76,18 +110,22 @@ class GraphView {
     // in pixels: each device has a band, in which neighbours stand at different heights
     const devices = [...new Set(this.nodes.map(node => node.device))].sort((a, b) => a - b);
     const across = Math.max(this.nodes.length - 1, 1), band = (HEIGHT - 120) / devices.length;
-    const spots = this.nodes.map((node, at) => [at / across * (width - 120), band * (devices.indexOf(node.device) + [0.25, 0.75, 0.5, 1][at % 4])]);
+    const spots = this.nodes.map((node, at) => [at / across * (width - 150), band * (devices.indexOf(node.device) + [0.25, 0.75, 0.5, 1][at % 4])]);
     return {
       tooltip: { ...tipLook(), formatter: item => item.dataType === "edge" ? bytes(item.data.bytes) : this.nodeTip(this.nodes[item.dataIndex]) },
-      series: [{ type: "graph", layout: "none", roam: "move", left: 60, right: 60, top: 50, bottom: 60, preserveAspect: "contain",
-        label: { show: true, position: "bottom", color: css("--text"), fontSize: 11, formatter: item => middle(this.nodes[item.dataIndex].path, width < 600 ? 12 : 24) },
+      series: [{ type: "graph", layout: "none", roam: "move", left: 75, right: 75, top: 50, bottom: 60, preserveAspect: "contain",
+        label: { show: true, position: "bottom", color: css("--text"), fontSize: 11, formatter: item => middle(this.nodes[item.dataIndex].path, isNarrow(width) ? 12 : 24) },
         labelLayout: { hideOverlap: true },
-        lineStyle: { color: css("--quiet"), curveness: 0.18 }, emphasis: { focus: "adjacency" },
+        lineStyle: { color: css("--quiet") }, emphasis: { focus: "adjacency" },
         data: this.nodes.map((node, at) => ({ id: String(at), name: String(at), x: spots[at][0], y: spots[at][1],
-          symbol: node.children.size ? "roundRect" : "circle", symbolSize: 12 + 34 * Math.sqrt(node.ns / most),
-          itemStyle: { color: deviceColour(node.device), borderColor: css("--text"), borderWidth: node.children.size ? 1.5 : 0 } })),
-        links: this.flows.map(([key, size]) => ({ source: Math.floor(key / MOST_NODES), target: key % MOST_NODES, bytes: size,
-          lineStyle: { width: 0.6 + 7 * Math.sqrt(size / widest), opacity: 0.45 } })) }],
+          symbol: node.node.children.size ? "roundRect" : "circle", symbolSize: 12 + 34 * Math.sqrt(node.ns / most),
+          itemStyle: { color: shares(node), borderColor: css("--text"), borderWidth: node.node.children.size ? 1.5 : 0 } })),
+        links: this.flows.map(([key, size]) => {
+          const source = Math.floor(key / MOST_NODES), target = key % MOST_NODES;
+          const far = Math.hypot(spots[source][0] - spots[target][0], spots[source][1] - spots[target][1]);
+          return { source, target, bytes: size, // bent by at most 40 pixels
+            lineStyle: { width: 0.6 + 7 * Math.sqrt(size / widest), opacity: 0.45, curveness: Math.min(0.18, 80 / Math.max(far, 1)) } };
+        }) }],
     };
   }
 
@@ -96,4 +134,17 @@ class GraphView {
     return [middle(node.path, 80), `${time(node.ns)}, ${count(node.ops, "op")}, ${bytes(node.resident)} held`,
       ...node.split.slice(0, 8).map(device => `${middle(summary.devices[device].name, 30)}  ${percent(node.byDevice[device] / all)}`)].join("\n");
   }
+}
+
+// the colours of a module's devices side by side, as wide as their shares
+function shares(node) {
+  const all = sum(node.byDevice), colorStops = [];
+  let offset = 0;
+  for (const device of node.split) {
+    const color = deviceColour(device);
+    colorStops.push({ offset, color });
+    offset = Math.min(offset + node.byDevice[device] / all, 1);
+    colorStops.push({ offset, color });
+  }
+  return { type: "linear", x: 0, y: 0, x2: 1, y2: 0, colorStops };
 }

@@ -88,12 +88,14 @@ function printing() {
   addEventListener("beforeprint", () => {
     before = document.documentElement.dataset.theme;
     document.documentElement.dataset.theme = "light";
+    isPrinting = true;
     for (const entry of charts) entry.place.style.width = "680px";
     redraw();
   });
   addEventListener("afterprint", () => {
     if (before === undefined) delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = before;
+    isPrinting = false;
     for (const entry of charts) entry.place.style.width = "";
     redraw();
   });

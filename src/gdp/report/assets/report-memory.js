@@ -3,6 +3,10 @@ class MemoryChart {
   constructor(data) {
     this.data = data;
     this.view = [0, Math.max(summary.step_ns, 1)];
+    this.highest = Math.max(...summary.devices.map(device => device.peak), 1);
+    const upTo = $("up-to-limits");
+    upTo.checked = Math.max(...summary.devices.map(device => device.limit)) <= 4 * this.highest;
+    upTo.addEventListener("change", () => draw(this.chart));
     this.chart = chart("memory", 300, width => this.option(width));
     peakTables();
   }
@@ -10,27 +14,28 @@ class MemoryChart {
   option(width) {
     const limits = new Map();
     summary.devices.forEach(device => limits.set(device.limit, [...(limits.get(device.limit) || []), middle(device.name, 24)]));
-    const highest = Math.max(...summary.devices.map(device => device.peak), 1);
-    const near = [...limits.keys()].filter(limit => limit <= 8 * highest);
-    const top = Math.max(highest, ...near) * 1.08;
-    this.far = [...limits.keys()].filter(limit => limit > 8 * highest);
+    const top = 1.08 * ($("up-to-limits").checked ? Math.max(this.highest, ...limits.keys()) : this.highest);
+    const near = [...limits.keys()].filter(limit => limit <= top), far = [...limits.keys()].filter(limit => limit > top);
+    const told = limit => `limit ${bytes(limit)} of ${limits.get(limit).length === summary.devices.length ? "each device" : middle(limits.get(limit).join(", "), 60)}`;
     return {
       legend: { type: "scroll", top: 0, textStyle: { color: css("--text") }, pageTextStyle: axisText(),
         formatter: name => middle(name, 24) },
-      grid: { left: width < 600 ? 66 : 84, right: 16, top: 40, bottom: 30 },
+      title: far.length ? { text: middle(`↑ ${far.map(told).join(", ")}`, isNarrow(width) ? 36 : 120), left: leftOf(width), top: 26,
+        textStyle: { color: css("--bad"), fontSize: 12, fontWeight: "normal" } } : undefined,
+      grid: { left: leftOf(width), right: 16, top: 46, bottom: 30 },
       tooltip: { trigger: "axis", ...tipLook(), formatter: points => points.length ? [time(points[0].value[0]),
         ...points.map(point => `${middle(point.seriesName, 30)}  ${bytes(point.value[1])}`)].join("\n") : "" },
-      xAxis: { type: "value", min: this.view[0], max: this.view[1], splitNumber: width < 600 ? 3 : 6, ...axisLook(),
+      xAxis: { type: "value", min: this.view[0], max: this.view[1], splitNumber: isNarrow(width) ? 3 : 6, ...axisLook(),
         axisLabel: { ...axisText(), hideOverlap: true, showMinLabel: false, showMaxLabel: false, formatter: value => tick(value, this.view[1] - this.view[0]) } },
       yAxis: { type: "value", min: 0, max: top, interval: niceBytes(top), ...axisLook(),
         axisLabel: { ...axisText(), showMaxLabel: false, formatter: value => value ? bytes(value) : "0" } },
       series: summary.devices.map((device, number) => ({
         name: device.name, type: "line", step: "end", symbol: "none", silent: true, sampling: "max",
         lineStyle: { width: 1.6, type: ["solid", "dashed", "dotted"][Math.floor(number / 7) % 3] },
-        color: deviceColour(number), data: this.points(number),
+        color: lineColour(number), data: this.points(number),
         markLine: number ? undefined : { silent: true, symbol: "none", lineStyle: { color: css("--bad"), type: "dashed", width: 1.5 },
           label: { position: "insideStartTop", color: css("--bad"), formatter: item => item.name },
-          data: near.map(limit => ({ yAxis: limit, name: `limit ${bytes(limit)} of ${limits.get(limit).length === summary.devices.length ? "each device" : middle(limits.get(limit).join(", "), 60)}` })) },
+          data: near.map(limit => ({ yAxis: limit, name: told(limit) })) },
       })),
     };
   }

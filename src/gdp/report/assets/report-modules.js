@@ -10,6 +10,14 @@ class ModuleNode {
     this.byDevice = new Float64Array(summary.devices.length);
   }
 
+  add(data, op) {
+    const ns = data.finish[op] - data.start[op];
+    this.ns += ns;
+    this.ops += 1;
+    this.resident += data.resident[op];
+    this.byDevice[data.device[op]] += ns || 1e-3; // an op without time is somewhere too
+  }
+
   get split() {
     return [...this.byDevice.keys()].filter(device => this.byDevice[device] > 0).sort((a, b) => this.byDevice[b] - this.byDevice[a]);
   }
@@ -34,13 +42,10 @@ function moduleTree(data) {
     return node;
   });
   for (let op = 0; op < data.module.length; op++) {
-    const parts = leaf[data.module[op]].parts, ns = data.finish[op] - data.start[op];
+    const parts = leaf[data.module[op]].parts;
     let node = root;
     for (let depth = 0; ; depth++) {
-      node.ns += ns;
-      node.ops += 1;
-      node.resident += data.resident[op];
-      node.byDevice[data.device[op]] += ns || 1e-3; // an op without time is somewhere too
+      node.add(data, op);
       if (depth === parts.length) break;
       node = node.children.get(parts[depth]);
     }

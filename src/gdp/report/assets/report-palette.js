@@ -5,6 +5,9 @@ const PHASES = { forward: 0, backward: 1, update: 2 };
 
 const deviceColour = device => device < 7 ? OKABE_ITO[device] : device === 7 ? OTHER : mix(device);
 
+// the colour of a line, which is thin: yellow is too light for white ground
+const lineColour = device => deviceColour(device) === "#f0e442" && !isDark() ? "#a89b00" : deviceColour(device);
+
 // more than eight devices: the same hues, darker
 function mix(device) {
   const colour = parseInt(OKABE_ITO[device % 7].slice(1), 16), dark = 0.75 ** Math.min(Math.floor(device / 7), 4);

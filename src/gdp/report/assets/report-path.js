@@ -1,5 +1,6 @@
 // The critical path as a list: runs of ops of one module on one device, and transfers, with what each took.
-const PATH_PAGE = 100;
+const PATH_FIRST = 12, PATH_PAGE = 100;
+const HATCHED = "repeating-linear-gradient(45deg, #8d95a3 0 3px, transparent 3px 6px)"; // no device's colour
 
 // [{from, until, isTransfer, device, label, items: [...]}]
 function pathRuns(data) {
@@ -25,7 +26,7 @@ function showPath(data, timeline) {
   const shares = new Map();
   for (const run of runs) {
     const name = run.isTransfer ? "transfers" : summary.devices[run.device].name;
-    const entry = shares.get(name) ?? { ns: 0, colour: run.isTransfer ? css("--bar") : deviceColour(run.device) };
+    const entry = shares.get(name) ?? { ns: 0, colour: run.isTransfer ? HATCHED : deviceColour(run.device) };
     entry.ns += run.until - run.from;
     shares.set(name, entry);
   }
@@ -40,27 +41,28 @@ function showPath(data, timeline) {
   const named = element("div", { class: "legend" });
   legend(named, sorted.map(([name, entry]) => `${middle(name, 30)} ${percent(entry.ns / step)}`), sorted.map(([, entry]) => entry.colour));
   $("path-shares").replaceChildren(bar, named);
-  const order = element("select", { "aria-label": "Order of the critical path" }, element("option", { value: "time" }, "as it runs"), element("option", { value: "length" }, "longest first"));
+  const order = element("select", { "aria-label": "Order of the critical path" }, element("option", { value: "length" }, "longest first"), element("option", { value: "time" }, "as it runs"));
   const list = element("div"), more = element("button", { type: "button" }, "more");
-  let shown = 0, listed = runs;
-  const extend = () => {
-    for (const run of listed.slice(shown, shown + PATH_PAGE)) list.append(pathRow(data, run, timeline));
-    shown = Math.min(shown + PATH_PAGE, listed.length);
+  const longest = [...runs].sort((a, b) => (b.until - b.from) - (a.until - a.from));
+  let listed, shown;
+  const extend = number => {
+    for (const run of listed.slice(shown, shown + number)) list.append(pathRow(data, run, timeline));
+    shown = Math.min(shown + number, listed.length);
     more.hidden = shown === listed.length;
-    more.textContent = `${PATH_PAGE} more of ${listed.length.toLocaleString("en")}`;
+    more.textContent = `${Math.min(PATH_PAGE, listed.length - shown)} more of ${listed.length.toLocaleString("en")}`;
   };
-  order.addEventListener("change", () => {
-    listed = order.value === "time" ? runs : [...runs].sort((a, b) => (b.until - b.from) - (a.until - a.from));
+  const begin = () => {
+    listed = order.value === "time" ? runs : longest;
     list.replaceChildren();
     shown = 0;
-    extend();
-  });
-  more.addEventListener("click", extend);
-  const rows = element("details", {}, element("summary", {}, `${count(data.path.length, "op or transfer", "ops and transfers")} one after the other, in ${count(runs.length, "run")}`),
-    element("div", { class: "tools" }, order), list, more);
-  rows.addEventListener("toggle", () => rows.open && !shown && extend());
-  rows.open = runs.length <= 30;
-  $("path").replaceChildren(rows);
+    extend(PATH_FIRST);
+  };
+  order.value = runs.length <= PATH_FIRST ? "time" : "length";
+  order.addEventListener("change", begin);
+  more.addEventListener("click", () => extend(PATH_PAGE));
+  const number = `${count(data.path.length, "op or transfer", "ops and transfers")} one after the other, in ${count(runs.length, "run")} of one module or way`;
+  $("path").replaceChildren(element("p", {}, number), element("div", { class: "tools" }, order), list, more);
+  begin();
 }
 
 const WHY = ["at the start", "when its input was made", "when its input came", "when the device was free", "when the channel was free"];

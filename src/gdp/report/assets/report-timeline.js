@@ -68,22 +68,24 @@ class Timeline {
   }
 
   option(width) {
-    const left = width < 600 ? 84 : 150;
+    const left = leftOf(width);
     this.inner = width - left - 16;
     return {
       grid: { left, right: 16, top: TOP, height: ROW * this.rows.length },
-      xAxis: { type: "value", min: 0, max: this.step, splitNumber: width < 600 ? 3 : 6, ...axisLook(),
+      xAxis: { type: "value", min: 0, max: this.step, splitNumber: isNarrow(width) ? 3 : 6, ...axisLook(),
         axisLabel: { ...axisText(), hideOverlap: true, formatter: value => tick(value, this.view[1] - this.view[0]) } },
       yAxis: { type: "category", inverse: true, data: this.rows.map((_, index) => String(index)), ...axisLook(),
         axisTick: { show: false }, splitLine: { show: true, lineStyle: { color: css("--line") } },
-        axisLabel: { ...axisText(), color: css("--text"), interval: 0, width: left - 12, overflow: "truncate",
-          formatter: value => middle(this.rows[value].name, width < 600 ? 12 : 22) } },
+        axisLabel: { ...axisText(), color: css("--text"), interval: 0, fontSize: isNarrow(width) ? 11 : 12,
+          width: left - 8, overflow: "truncate", ellipsis: "",
+          formatter: value => middle(this.rows[value].name, isNarrow(width) ? 14 : 21) } },
       dataZoom: [
         { type: "inside", filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: "shift",
           minValueSpan: 20, startValue: this.view[0], endValue: this.view[1], throttle: 16 },
         { type: "slider", filterMode: "none", minValueSpan: 20, startValue: this.view[0], endValue: this.view[1],
           throttle: 16, bottom: 10, height: 22, brushSelect: false, labelFormatter: value => tick(value, this.step),
-          textStyle: axisText(), borderColor: css("--line"), fillerColor: "rgba(86,180,233,0.25)", showDetail: width >= 600 },
+          textStyle: axisText(), borderColor: css("--line"), fillerColor: "rgba(86,180,233,0.25)", showDetail: !isNarrow(width),
+          show: !isPrinting },
       ],
       series: [{ type: "custom", data: [[0, this.step, 0]], encode: { x: [0, 1], y: 2 }, clip: true, silent: true,
         animation: false, progressive: 0, renderItem: (params, api) => this.draw(params.coordSys, api) }],

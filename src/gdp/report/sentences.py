@@ -1,0 +1,67 @@
+"""What is said of a plan in words, in a terminal and on a page."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from gdp.plan import Baseline, Search
+from gdp.report.tables import digits, format_ms
+from gdp.simulate import Simulation
+
+
+def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
+    """The step time, and how many times as fast that is as one device, the expert and the best baseline."""
+    times = {
+        name: baseline.step_time_ns
+        for name, baseline in baselines.items()
+        if baseline.status == "ok" and baseline.step_time_ns is not None
+    }
+    best = min(times, key=times.__getitem__, default=None)
+    named = {"single": "the best single device", "expert": "the expert"}
+    if best is not None and best not in named:
+        skipped = any(baseline.status == "skipped" for baseline in baselines.values())
+        named[best] = f"the best baseline {'that ran ' if skipped else ''}({best})"
+    step_ns = max(step_time_ns, 1)
+    against = [f"{times[name] / step_ns:.2f} times {text}" for name, text in named.items() if name in times]
+    if against:
+        against[0] = against[0].replace(" times ", " times as fast as ", 1)
+    if "single" in baselines and "single" not in times:
+        against.append("no single device can hold it")
+    return f"Step time {format_ms(step_time_ns)}" + (": " + ", ".join(against) if against else "")
+
+
+def of_bound(step_time_ns: int, bound_ns: int) -> str:
+    """How far the optimum can be."""
+    if bound_ns == 0 and step_time_ns > 0:
+        return "Lower bound 0: nothing is known of how far the optimum is."
+    above = 100 * (step_time_ns / bound_ns - 1) if bound_ns else 0.0
+    return f"Lower bound {format_ms(bound_ns)}: the plan is at most {digits(above, 3)} % above the optimum."
+
+
+def of_search(search: Search, simulation: Simulation) -> Iterator[str]:
+    """The order of micro-batches, and what to expect when op times vary."""
+    if num_microbatches(simulation) > 1:
+        # the share of the step in which a device that holds ops computes, on average
+        busy = float(simulation.busy_fraction[np.unique(simulation.placement)].mean())
+        yield f"Order of micro-batches: {search.order}; devices in use wait for {1 - busy:.0%} of the step."
+    if (times := search.under_noise) is not None:
+        yield (
+            f"Expected with op times that vary by {times.noise:.1%}: {format_ms(times.mean_ns)}, 95th percentile "
+            f"{format_ms(times.p95_ns)} ({times.num_draws} draws)."
+        )
+
+
+def num_microbatches(simulation: Simulation) -> int:
+    """How many parts of the batch the step has."""
+    return int(simulation.problem.microbatch.max()) + 1
+
+
+def of_empty_devices(simulation: Simulation, shown: Callable[[str], str] = str) -> Iterator[str]:
+    """Devices that hold nothing, their names as `shown` gives them."""
+    problem = simulation.problem
+    counts = np.bincount(simulation.placement, minlength=problem.num_devices)
+    empty = [shown(device.name) for number, device in enumerate(problem.cluster.devices) if not counts[number]]
+    if empty:
+        hold = "holds no op" if len(empty) == 1 else "hold no ops"
+        used = problem.num_devices - len(empty)
+        yield f"{', '.join(empty)} {hold}: {used} device{'s' if used > 1 else ''} would do as well."
