@@ -122,7 +122,12 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 def write_json(path: str | Path, document: object) -> None:
     """Write `document` as JSON (gzip if `path` ends in `.gz`), atomically."""
-    write_bytes(path, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+    write_bytes(path, json_bytes(document))
+
+
+def json_bytes(document: object) -> bytes:
+    """`document` as JSON, on one line."""
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
 def require_header(document: object, expected_format: str, version: int) -> Mapping[str, Any]:

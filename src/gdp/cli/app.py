@@ -144,10 +144,19 @@ def compare(
     from gdp.compare import compare as run
     from gdp.report import console, documents, progress
 
-    with progress.stop_on_interrupt() as stop, progress.live(f"{source.graph.name} on {cluster.name}"):
+    line, runs_left = progress.CountdownLine(), len(names) * seeds
+    line.say(f"{source.graph.name} on {cluster.name}", None)
+
+    def on_start(placer: str, seed: int) -> None:
+        nonlocal runs_left
+        seconds_left = None if limit.seconds is None else runs_left * limit.seconds
+        line.say(f"{source.graph.name} on {cluster.name}: {placer}, seed {seed}", seconds_left)
+        runs_left -= 1
+
+    with progress.stop_on_interrupt() as stop, progress.live(line):
         comparison = run(
             source.graph, cluster, placers=names, rivals=found, budget=limit, num_seeds=seeds, checkpoint=checkpoint,
-             num_threads=threads, stop=stop, **vars(constraints),
+             num_threads=threads, on_start=on_start, stop=stop, **vars(constraints),
         )  # fmt: skip
     if json:
         print_json(documents.compare_document(source.graph, cluster, comparison, str(limit)))
@@ -188,14 +197,17 @@ def simulate(
     constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
     problem = Problem.build(read_graph(graph, reading).graph, cluster, **vars(constraints))
     from gdp.report import console, documents
+    from gdp.report.progress import live
     from gdp.simulate import replay, verify
 
-    try:
-        simulation = replay(problem, read)
-        wrong = [text for text in verify(problem, read) if text not in simulation.reasons]
-    except InputError as error:
-        raise InputError(f"{plan}: {error}") from None
-    bound_ns = lower_bound(problem)
+    warm_up()
+    with live(f"deriving the figures of {plan}"):
+        try:
+            simulation = replay(problem, read)
+            wrong = [text for text in verify(problem, read) if text not in simulation.reasons]
+        except InputError as error:
+            raise InputError(f"{plan}: {error}") from None
+        bound_ns = lower_bound(problem)
     if not wrong and read.lower_bound_ns > bound_ns:
         wrong.append(f"lower_bound_ns is {read.lower_bound_ns}; the bound is {bound_ns}")
     if wrong:

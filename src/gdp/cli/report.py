@@ -28,11 +28,13 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from gdp.plan import Baseline
     from gdp.problem import Problem
+    from gdp.report.page_data import Told
 
 _ENDINGS = {
     "--out": (".html", ".htm"), "--trace": (".json", ".json.gz"), "--figure": (".svg", ".pdf", ".png"),
-    "--dot": (".dot", ".gv"), "--node-data": (".json", ".json.gz"),
+    "--dot": (".dot", ".gv"), "--node-data": (".json", ".json.gz"), "--explorer-graph": (".json", ".json.gz"),
 }  # fmt: skip
+_COMPARE_SECONDS = 30
 
 
 def report(
@@ -58,6 +60,9 @@ def report(
     node_data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Node data for Model Explorer: the device of each op.")
     ] = None,
+    explorer_graph: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The graph for Model Explorer, which node data go on.")
+    ] = None,
     run: Annotated[
         Path | None, typer.Option("--run", metavar="FILE", help="What `gdp run --json` printed of this plan.")
     ] = None,
@@ -73,9 +78,13 @@ def report(
     """Write PLAN as one HTML page (timeline, memory, critical path, modules), or only the other files asked for."""
     from gdp import files, options
     from gdp.plan import Plan
+    from gdp.report.page_data import Told
+    from gdp.report.progress import live
     from gdp.report.run_file import read_run
 
-    others = {"--trace": trace, "--figure": figure, "--dot": dot, "--node-data": node_data}
+    others = {
+        "--trace": trace, "--figure": figure, "--dot": dot, "--node-data": node_data, "--explorer-graph": explorer_graph
+    }  # fmt: skip
     if out is None and not any(others.values()):
         out = plan.with_name("report.html")
     written = {name: path for name, path in {"--out": out, **others}.items() if path is not None}
@@ -103,27 +112,12 @@ def report(
         simulation = replay(problem, read)
     except InputError as error:
         raise InputError(f"{plan}: {error}") from None
-    if dot is not None:  # what may be refused goes first
-        from gdp.report.graph_files import dot_text
-
-        files.write_bytes(dot, dot_text(simulation).encode("utf-8", "replace"))
-    if figure is not None:
-        from gdp.report.figure import write_figure
-
-        write_figure(figure, simulation)
-    if trace is not None:
-        from gdp.report.trace import trace_document
-
-        files.write_json(trace, trace_document(simulation))
-    if node_data is not None:
-        from gdp.report.graph_files import node_data_document
-
-        files.write_json(node_data, node_data_document(simulation))
-    if out is not None:
-        from gdp.report.page import write_page
-        from gdp.report.page_data import Told
-
-        write_page(out, Told(read, simulation, run=measured, compared=_baselines(problem) if compare else None))
+    compared = _baselines(problem) if compare and out is not None else None
+    with live(f"drawing {source.name}"):
+        told = Told(read, simulation, run=measured, compared=compared)
+        contents = {path: _content(name, path, told) for name, path in written.items()}  # all, before one is written
+        for path, content in contents.items():
+            files.write_bytes(path, content)
     if json:
         print_json({"step_time_ns": simulation.step_time_ns, "written": [str(path) for path in written.values()]})
     else:
@@ -131,12 +125,38 @@ def report(
     return OK
 
 
+def _content(option: str, path: Path, told: "Told") -> bytes:
+    """What goes to `path`."""
+    from gdp import files
+    from gdp.report import graph_files
+    from gdp.report.figure import figure_bytes
+    from gdp.report.page import render
+    from gdp.report.trace import trace_document
+
+    simulation = told.simulation
+    if option == "--out":
+        return render(told).encode()
+    if option == "--figure":
+        return figure_bytes(simulation, path.suffix[1:])
+    if option == "--dot":
+        return graph_files.dot_text(simulation).encode("utf-8", "replace")
+    document = {
+        "--trace": trace_document, "--node-data": graph_files.node_data_document,
+        "--explorer-graph": graph_files.explorer_document,
+    }[option]  # fmt: skip
+    return files.json_bytes(document(simulation))
+
+
 def _baselines(problem: "Problem") -> "dict[str, Baseline]":
     """What the classical placers make of the same problem; none is begun after half a minute."""
     from gdp.budget import Budget, Clock
     from gdp.placers import CLASSICAL
     from gdp.placers.classical_runs import ClassicalRuns
+    from gdp.report.progress import CountdownLine, live
 
     runs = ClassicalRuns(problem, Clock(Budget.parse("1m")), seed=0)
-    runs.run(list(CLASSICAL), until=0.5)
+    line = CountdownLine()
+    line.say("classical placers", _COMPARE_SECONDS)
+    with live(line):
+        runs.run(list(CLASSICAL), until=_COMPARE_SECONDS / 60)
     return runs.baselines

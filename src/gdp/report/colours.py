@@ -13,3 +13,9 @@ def device_colour(device: int) -> str:
     dark = 0.75 ** min(device // len(_OKABE_ITO), 4)
     colour = _OKABE_ITO[device % len(_OKABE_ITO)]
     return "#" + "".join(f"{round(int(colour[at : at + 2], 16) * dark):02x}" for at in (1, 3, 5))
+
+
+def line_colour(device: int) -> str:
+    """The same for a thin line on white ground, for which the yellow is too light."""
+    colour = device_colour(device)
+    return "#a89b00" if colour == "#f0e442" else colour

@@ -1,20 +1,25 @@
 """Timeline and memory of a simulated step as a figure for papers, drawn by Matplotlib."""
 
-from pathlib import Path
-from typing import Any
+import io
+
+import numpy as np
 
 from gdp.errors import InputError
-from gdp.report.colours import device_colour
+from gdp.report.colours import device_colour, line_colour
 from gdp.report.memory_curves import Allocations, memory_curves
+from gdp.report.timeline_text import busy_shares
 from gdp.simulate import Simulation
 
-KINDS = (".svg", ".png", ".pdf")
 _PHASES = {"forward": 0, "backward": 1, "update": 2, "": 3}
+_COLUMNS = 1400  # as many pixels as the figure is wide
 _MOST_POINTS = 2000
 
 
-def write_figure(path: Path, simulation: Simulation) -> None:
-    """Write the figure: a row of ops for each device, coloured by phase, over the memory of each device."""
+def figure_bytes(simulation: Simulation, kind: str) -> bytes:
+    """The figure, an "svg", "png" or "pdf" file as `kind` says: how busy devices are, coloured by phase, and memory.
+
+    A row is filled as high as its device is busy, in each 1/1400 of the step.
+    """
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -27,12 +32,19 @@ def write_figure(path: Path, simulation: Simulation) -> None:
         figure = Figure(figsize=(7.0, 1.6 + 0.28 * num_devices + 1.6), layout="constrained")
         rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=[0.4 + 0.28 * num_devices, 1.6])
         end_ms = max(simulation.step_time_ns, 1) / 1e6
-        phases = [_PHASES[phase] for phase in graph.phases]
-        for device, ops in enumerate(simulation.order):
-            for phase, number in _PHASES.items():
-                spans = _merged([op for op in ops.tolist() if phases[op] == number], simulation, end_ms)
-                if spans:
-                    rows.broken_barh(spans, (device - 0.4, 0.8), color=device_colour(number), label=phase or "other")
+        phases = np.array([_PHASES[phase] for phase in graph.phases])
+        edges = np.linspace(0, end_ms, _COLUMNS + 1)
+        floor = np.repeat(np.arange(num_devices) + 0.4, _COLUMNS).reshape(num_devices, _COLUMNS)  # the axis points down
+        for phase, number in _PHASES.items():
+            if not (phases == number).any():
+                continue
+            top = floor - 0.8 * busy_shares(simulation, _COLUMNS, phases == number)
+            for device in range(num_devices):
+                rows.fill_between(
+                    edges, np.append(floor[device], 0), np.append(top[device], 0), step="post", linewidth=0,
+                    color=device_colour(number), label=phase or "other",
+                )  # fmt: skip
+            floor = top
         rows.set_yticks(range(num_devices), [_short(device.name) for device in cluster.devices])
         rows.set_ylim(num_devices - 0.4, -0.6)
         handles = dict(zip(*reversed(rows.get_legend_handles_labels()), strict=True))
@@ -42,35 +54,24 @@ def write_figure(path: Path, simulation: Simulation) -> None:
             times, used = curve.thinned(_MOST_POINTS)
             memory.step(
                 [*(times / 1e6), end_ms], [*(used / 2**30), used[-1] / 2**30], where="post", linewidth=1,
-                color=device_colour(curve.device), label=_short(cluster.devices[curve.device].name),
+                color=line_colour(curve.device), label=_short(cluster.devices[curve.device].name),
             )  # fmt: skip
         highest = int(simulation.peak_memory_bytes.max())
         for limit in sorted(set(simulation.problem.memory_limit_bytes.tolist())):
             if limit <= 4 * highest:
                 memory.axhline(limit / 2**30, color="0.3", linestyle="--", linewidth=0.8)
+                memory.annotate(
+                    "limit", (0, limit / 2**30), (3, -8), textcoords="offset points", fontsize=7, color="0.3"
+                )
         memory.set_xlim(0, end_ms)
         memory.set_ylim(bottom=0)
         memory.set_xlabel("ms")
         memory.set_ylabel("GiB")
         memory.legend(ncols=4, fontsize=7, frameon=False)
-        options: dict[str, Any] = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
-        figure.savefig(path, dpi=200, **options)
-
-
-def _merged(ops: list[int], simulation: Simulation, end_ms: float) -> list[tuple[float, float]]:
-    """(start, length) in ms of the ops, those that are nearer to each other than can be seen as one."""
-    gap_ms = end_ms / 4000
-    spans: list[tuple[float, float]] = []
-    starts, ends = simulation.op_start_ns, simulation.op_finish_ns
-    for op in ops:
-        start, end = float(starts[op]) / 1e6, float(ends[op]) / 1e6
-        if end <= start:
-            continue
-        if spans and start - sum(spans[-1]) < gap_ms:
-            spans[-1] = (spans[-1][0], end - spans[-1][0])
-        else:
-            spans.append((start, end - start))
-    return spans
+        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+        content = io.BytesIO()
+        figure.savefig(content, format=kind, dpi=200, metadata=undated)
+        return content.getvalue()
 
 
 def _short(name: str) -> str:

@@ -1,12 +1,15 @@
-"""A placed graph for other viewers: DOT for Graphviz, node data for Model Explorer."""
+"""A placed graph for other viewers: DOT for Graphviz, graph and node data for Model Explorer."""
 
 from typing import Any
 
 from gdp.errors import InputError
 from gdp.report.colours import device_colour
+from gdp.report.tables import writable
 from gdp.simulate import Simulation
 
+_GRAPH = "main"  # as both files for Model Explorer call it
 MOST_DOT_OPS = 2000  # Graphviz lays out more only in minutes
+_ESCAPES = str.maketrans({"\0": "\ufffd", "\\": "\\\\", "&": "&amp;", '"': '\\"', "\r": " ", "\n": "\\n"})
 
 
 def dot_text(simulation: Simulation) -> str:
@@ -37,10 +40,38 @@ def node_data_document(simulation: Simulation) -> dict[str, Any]:
     for op, name in enumerate(graph.op_names):
         device = int(simulation.placement[op])
         colour = device_colour(device)
-        results[name] = {
-            "value": devices[device].name, "bgColor": colour, "textColor": "white" if _is_dark(colour) else "black"
-        }  # fmt: skip
-    return {"main": {"name": "device", "results": results}}
+        results[writable(name)] = {
+            "value": writable(devices[device].name),
+            "bgColor": colour,
+            "textColor": "white" if _is_dark(colour) else "black",
+        }
+    return {_GRAPH: {"name": "device", "results": results}}
+
+
+def explorer_document(simulation: Simulation) -> list[dict[str, Any]]:
+    """The graph for Model Explorer, which node data go on: nodes by the op's name, in a layer for each module."""
+    graph, devices = simulation.problem.graph, simulation.problem.cluster.devices
+    names = [writable(name) for name in graph.op_names]
+    edges: list[list[dict[str, str]]] = [[] for _ in names]
+    for tensor, consumer in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True):
+        source = {"sourceNodeId": names[graph.producers[tensor]], "sourceNodeOutputId": "0"}
+        edges[consumer].append({**source, "targetNodeInputId": str(len(edges[consumer]))})
+    nodes = [
+        {
+            "id": name,
+            "label": writable(graph.kinds[op]),
+            "namespace": writable("/".join(graph.modules[op].split("."))),
+            "attrs": [
+                {"key": "device", "value": writable(devices[simulation.placement[op]].name)},
+                {"key": "start", "value": f"{simulation.op_start_ns[op] / 1e6:.6f} ms"},
+                {"key": "time", "value": f"{(simulation.op_finish_ns[op] - simulation.op_start_ns[op]) / 1e6:.6f} ms"},
+                {"key": "phase", "value": writable(graph.phases[op])},
+            ],
+            "incomingEdges": edges[op],
+        }
+        for op, name in enumerate(names)
+    ]
+    return [{"id": _GRAPH, "nodes": nodes}]
 
 
 def _short(name: str) -> str:
@@ -48,8 +79,16 @@ def _short(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of the DOT language: backslashes would begin an escape in a label, and it has no NUL."""
-    text = text.replace("\0", "�").replace("\\", "\\\\").replace('"', '\\"').replace("\r", " ").replace("\n", "\\n")
+    """A string of the DOT language: a backslash or an ampersand would begin an escape in a label; it has no NUL."""
+    for character, written in (
+        ("\0", "\ufffd"),
+        ("\\", "\\\\"),
+        ("&", "&amp;"),
+        ('"', '\\"'),
+        ("\r", " "),
+        ("\n", "\\n"),
+    ):
+        text = text.replace(character, written)
     return f'"{text}"'
 
 

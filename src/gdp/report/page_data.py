@@ -19,6 +19,7 @@ from gdp.report.advice import advice_document, advice_sentences
 from gdp.report.columns import pack
 from gdp.report.limits import Limits
 from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
+from gdp.report.tables import writable
 from gdp.report.waits import Waits
 from gdp.simulate import NEVER, Simulation
 
@@ -63,8 +64,8 @@ def summary(told: Told) -> dict[str, Any]:
     search = plan.search
     devices = [
         {
-            "name": _text(device.name),
-            "kind": _text(device.kind),
+            "name": writable(device.name),
+            "kind": writable(device.kind),
             "busy": float(simulation.busy_fraction[number]),
             "ops": counts[number],
             "limit": int(problem.memory_limit_bytes[number]),
@@ -74,26 +75,31 @@ def summary(told: Told) -> dict[str, Any]:
     ]
     seconds = None if search is None else search.seconds
     placers: list[dict[str, Any]] = [
-        {"name": _text(plan.placer), "status": "ok", "ns": plan.step_time_ns, "seconds": seconds, "plan": True}
+        {"name": writable(plan.placer), "status": "ok", "ns": plan.step_time_ns, "seconds": seconds, "plan": True}
     ]
     for name, baseline in told.baselines.items():
         placers.append(
-            {"name": _text(name), "status": baseline.status, "ns": baseline.step_time_ns, "seconds": baseline.seconds}
+            {
+                "name": writable(name),
+                "status": baseline.status,
+                "ns": baseline.step_time_ns,
+                "seconds": baseline.seconds,
+            }
         )
     return {
-        "graph": _text(problem.graph.name),
-        "cluster": _text(problem.cluster.name),
+        "graph": writable(problem.graph.name),
+        "cluster": writable(problem.cluster.name),
         "ops": problem.num_ops,
         "tensors": problem.graph.num_tensors,
         "transfers": len(simulation.transfer_tensors),
-        "placer": _text(plan.placer),
+        "placer": writable(plan.placer),
         "seed": plan.seed,
-        "version": _text(plan.gdp_version),
+        "version": writable(plan.gdp_version),
         "headline": sentences.headline(plan.step_time_ns, told.baselines),
         "sentences": [
             sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns),
-            _text(str(_shortened(Limits.of(simulation)))),
-            *map(_text, sentences.of_empty_devices(simulation, short)),
+            writable(str(_shortened(Limits.of(simulation)))),
+            *map(writable, sentences.of_empty_devices(simulation, short)),
             *([] if search is None else sentences.of_search(search, simulation)),
         ],
         "step_ns": simulation.step_time_ns,
@@ -127,11 +133,11 @@ def columns(told: Told) -> str:
     producers = graph.producers[simulation.transfer_tensors]
     path = [-1 - step.number if step.is_transfer else step.number for step in waits.path]
     header = {
-        "names": [_text(name) for name in graph.op_names],
+        "names": [writable(name) for name in graph.op_names],
         "kinds": kinds,
         "modules": modules,
         "phases": phases,
-        "lanes": [_text(lane.name) for lane in lanes],
+        "lanes": [writable(lane.name) for lane in lanes],
     }
     return pack(
         header,
@@ -199,7 +205,7 @@ def _peak(simulation: Simulation, allocations: Allocations, curve: MemoryCurve) 
     kept = allocations.until_ns[rows] == NEVER
     alive = [
         {
-            "op": _text(graph.op_names[graph.producers[allocations.tensors[row]]]),
+            "op": writable(graph.op_names[graph.producers[allocations.tensors[row]]]),
             "bytes": int(allocations.sizes_bytes[row]),
             "copy": bool(allocations.is_copy[row]),
             "from": int(allocations.from_ns[row]),
@@ -229,15 +235,10 @@ def _shortened(limits: Limits) -> Limits:
     return replace(limits, device=short(limits.device), channel=short(limits.channel), path_ends=(first, last))
 
 
-def _text(name: str) -> str:
-    """`name` with what is no character replaced: a lone surrogate cannot be written to a file."""
-    return name.encode("utf-8", "replace").decode()
-
-
 def _numbered(names: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
     """(distinct names in the order they come, [N] the number of each)."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return [_text(name) for name in numbers], np.array([numbers[name] for name in names], np.int64)
+    return [writable(name) for name in numbers], np.array([numbers[name] for name in names], np.int64)
 
 
 def _offsets(counts: Sequence[int]) -> npt.NDArray[np.int64]:

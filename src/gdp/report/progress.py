@@ -66,6 +66,25 @@ def improvements(history: Sequence[Progress]) -> list[Progress]:
     return best
 
 
+class CountdownLine:
+    """What is being done, and the seconds left, at most."""
+
+    def __init__(self) -> None:
+        self.spinner = Spinner("dots")
+        self.text = ""
+        self.ends: float | None = None
+
+    def say(self, text: str, seconds_left: float | None) -> None:
+        """From now on `text`; None: nobody knows how long it takes."""
+        self.text = text
+        self.ends = None if seconds_left is None else time.monotonic() + seconds_left
+
+    def __rich__(self) -> Spinner:
+        left = "" if self.ends is None else f" | at most {max(self.ends - time.monotonic(), 0):.0f} s left"
+        self.spinner.update(text=Text(f"{self.text}{left}"))
+        return self.spinner
+
+
 class TrainingLine:
     """The latest update of a training run."""
 

@@ -24,6 +24,11 @@ def digits(value: float, numdigits: int) -> str:
     return f"{value:,.{decimals}f}"
 
 
+def writable(name: str) -> str:
+    """`name` with what is no character replaced: a lone surrogate cannot be written to a file."""
+    return name.encode("utf-8", "replace").decode()
+
+
 def new_table(*columns: str) -> Table:
     """A table with these headings; `>` in front of a heading sets the column flush right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)

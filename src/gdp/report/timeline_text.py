@@ -44,12 +44,15 @@ def timeline_text(simulation: Simulation, width: int) -> Iterator[Text]:
     yield Text(f"{'':{margin}}0{end:>{num_columns - 1}}", style="dim")
 
 
-def busy_shares(simulation: Simulation, num_columns: int) -> npt.NDArray[np.float64]:
-    """[D, columns] the share of each slice of the step in which a device computes."""
+def busy_shares(
+    simulation: Simulation, num_columns: int, counted: npt.NDArray[np.bool_] | None = None
+) -> npt.NDArray[np.float64]:
+    """[D, columns] the share of each slice of the step in which a device computes; of ops [N] `counted`, if given."""
     step_ns = max(simulation.step_time_ns, 1)
     edges = np.linspace(0, step_ns, num_columns + 1)
     shares = np.zeros((simulation.problem.num_devices, num_columns))
-    for device, ops in enumerate(simulation.order):
+    for device, all_ops in enumerate(simulation.order):
+        ops = all_ops if counted is None else all_ops[counted[all_ops]]
         starts, ends = simulation.op_start_ns[ops], simulation.op_finish_ns[ops]
         # time computed until each edge: piecewise linear, its corners at starts and ends
         corners = np.stack((starts, ends), axis=1).ravel()

@@ -9,6 +9,7 @@ Source: "Trace Event Format", the document that Chromium's tracing refers to.
 """
 
 import heapq
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from gdp.report.memory_curves import Allocations, memory_curves
 from gdp.report.page_data import transfer_lanes
+from gdp.report.tables import writable
 from gdp.report.waits import AFTER_TRANSFER, AT_ONCE, DEVICE_BUSY, Waits
 from gdp.simulate import Simulation
 
@@ -30,7 +32,11 @@ def trace_document(simulation: Simulation) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ns",
-        "otherData": {"graph": graph.name, "cluster": cluster.name, "step_time_ns": simulation.step_time_ns},
+        "otherData": {
+            "graph": writable(graph.name),
+            "cluster": writable(cluster.name),
+            "step_time_ns": simulation.step_time_ns,
+        },
     }
 
 
@@ -39,7 +45,7 @@ def _names(simulation: Simulation) -> Iterator[dict[str, Any]]:
         yield _named("process_name", process, 0, name=title)
         yield _named("process_sort_index", process, 0, sort_index=process)
     for number, device in enumerate(simulation.problem.cluster.devices):
-        yield _named("thread_name", _DEVICES, number + 1, name=f"{device.name} ({device.kind})")
+        yield _named("thread_name", _DEVICES, number + 1, name=_shown(f"{device.name} ({device.kind})"))
         yield _named("thread_sort_index", _DEVICES, number + 1, sort_index=number)
 
 
@@ -54,11 +60,11 @@ def _ops(simulation: Simulation) -> Iterator[dict[str, Any]]:
     ready, after, devices = waits.ready_ns.tolist(), waits.after.tolist(), simulation.placement.tolist()
     for op, name in enumerate(graph.op_names):
         args = {
-            "kind": graph.kinds[op], "module": graph.modules[op], "op": op, "flops": int(graph.flops[op]),
-            "ready_ns": ready[op], "waited_for": _WHY.get(after[op], "an input"),
+            "kind": _shown(graph.kinds[op]), "module": _shown(graph.modules[op]), "op": op,
+            "flops": int(graph.flops[op]), "ready_ns": ready[op], "waited_for": _WHY.get(after[op], "an input"),
         }  # fmt: skip
         yield {
-            "ph": "X", "name": name, "cat": graph.phases[op] or "op", "pid": _DEVICES, "tid": devices[op] + 1,
+            "ph": "X", "name": _shown(name), "cat": graph.phases[op] or "op", "pid": _DEVICES, "tid": devices[op] + 1,
             "ts": starts[op] / 1000, "dur": (ends[op] - starts[op]) / 1000, "args": args,
         }  # fmt: skip
 
@@ -85,17 +91,17 @@ def _transfers(simulation: Simulation) -> Iterator[dict[str, Any]]:
             drawn.setdefault(transfer, slot)
             source, target = simulation.placement[producers[transfer]], simulation.transfer_destinations[transfer]
             yield {
-                "ph": "X", "name": graph.op_names[producers[transfer]], "cat": "transfer", "pid": _CHANNELS,
+                "ph": "X", "name": _shown(graph.op_names[producers[transfer]]), "cat": "transfer", "pid": _CHANNELS,
                 "tid": slot, "ts": starts[transfer] / 1000, "dur": (ends[transfer] - starts[transfer]) / 1000,
                 "args": {
                     "bytes": int(graph.tensor_bytes[simulation.transfer_tensors[transfer]]),
-                    "from": devices[source].name, "to": devices[target].name,
+                    "from": _shown(devices[source].name), "to": _shown(devices[target].name),
                     "arrival_ns": int(simulation.transfer_arrival_ns[transfer]),
                 },
             }  # fmt: skip
         for number, slot in enumerate(threads):
             name = lane.name if len(threads) == 1 else f"{lane.name} {number + 1}"
-            yield _named("thread_name", _CHANNELS, slot, name=name)
+            yield _named("thread_name", _CHANNELS, slot, name=_shown(name))
             yield _named("thread_sort_index", _CHANNELS, slot, sort_index=slot)
     yield from _arrows(simulation, drawn)
 
@@ -125,6 +131,11 @@ def _arrows(simulation: Simulation, drawn: dict[int, int]) -> Iterator[dict[str,
 def _memory(simulation: Simulation) -> Iterator[dict[str, Any]]:
     """A counter for each device."""
     for curve in memory_curves(simulation, Allocations.of(simulation)):
-        name = f"memory of {simulation.problem.cluster.devices[curve.device].name}"
+        name = _shown(f"memory of {simulation.problem.cluster.devices[curve.device].name}")
         for time_ns, used in zip(curve.times_ns.tolist(), curve.used_bytes.tolist(), strict=True):
             yield {"ph": "C", "name": name, "pid": _DEVICES, "tid": 0, "ts": time_ns / 1000, "args": {"bytes": used}}
+
+
+def _shown(name: str) -> str:
+    """`name` without control characters: Perfetto leaves all escapes as they are in a string that has some of them."""
+    return re.sub(r"[\x00-\x1f]", " ", writable(name))
