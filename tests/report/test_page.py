@@ -13,10 +13,15 @@ from browser import CHROMIUM, DRIVER, browser, open_page, resize, set_dark
 from report_cases import HOSTILE, told, two_towers
 
 from gdp.cluster import Cluster
+from gdp.graph import Graph, Op, Tensor
+from gdp.plan import Plan
+from gdp.problem import Problem
 from gdp.report.columns import unpack
 from gdp.report.page import embed, render
 from gdp.report.page_data import Told, columns
 from gdp.report.tables import digits
+from gdp.simulate import simulate
+from hand_cases import make_cluster
 
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None, reason="no chromium or no chromedriver (Debian: chromium, chromium-driver)"
@@ -245,6 +250,57 @@ def test_hover_tells_of_ops_and_transfers(driver: Any, made: Told) -> None:
     ActionChains(driver).move_to_element_with_offset(timeline, x, y).perform()
     _wait(driver, "document.getElementById('tip').textContent.startsWith('Output of')")
     assert "MiB" in _find(driver, "#tip").text
+
+
+@needs_browser
+def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
+    """Sentences under ops and transfers tell what they waited for and how long.
+
+    d0: op0 0-10, op3 10-13, op5 57-60      a, of op0: 10-30      c, of op1: 50-57 to d0
+    d1: op1 0-50, op2 50-54, op4 54-56      b, of op3: made at 13, its channel free at 30, there at 35
+    """
+    graph = Graph.build(
+        "waits", [Op(f"op{number}") for number in range(6)],
+        [Tensor(0, (2, 3), 20), Tensor(3, (4,), 5), Tensor(1, (5,), 7)],
+    )  # fmt: skip
+    times = np.repeat(np.array([[10], [50], [4], [3], [2], [3]], np.int64), 2, axis=1)
+    cluster = make_cluster(2, {})
+    problem = Problem(graph, cluster, times, times >= 0, np.full(2, 2**40), np.full(6, -1))
+    placement = np.array([0, 1, 1, 0, 1, 0])
+    simulation = simulate(problem, placement)
+    plan = Plan(
+        graph.fingerprint, cluster.fingerprint, ("d0", "d1"), placement, simulation.order, simulation.step_time_ns,
+        simulation.peak_memory_bytes, 0, "hand", 0, "0",
+    )  # fmt: skip
+    page = tmp_path / "waits.html"
+    page.write_text(render(Told(plan, simulation)), encoding="utf-8", newline="")
+    _show(shared, page)
+    said = _run(
+        shared,
+        """
+        const { timeline } = gdpReport, said = {};
+        timeline.rows.forEach((row, number) => row.items.forEach((_, index) => {
+          const content = timeline.describe({ row: number, index });
+          const name = content.querySelector(".name").textContent + (row.isDevice ? "" : " " + row.name);
+          said[name] = content.lastChild.textContent;
+        }));
+        return said;""",
+    )
+    assert said == {
+        "op0": "Starts with the step.",
+        "op1": "Starts with the step.",
+        "op2": "Inputs there at 30 ns; waited 20 ns for the device.",
+        "op3": "Starts as op0 ends, whose output it reads.",
+        "op4": "Inputs there at 35 ns; waited 19 ns for the device.",
+        "op5": "Device idle for 44 ns: waited for 7 B of op1 from d1, made at 50 ns and there at 57 ns.",
+        "Output of op0 d0-d1": "Starts as soon as the tensor is made.",
+        "Output of op3 d0-d1": "Waited 17 ns for the channel, behind the output of op0.",
+        "Output of op1 d1-d0": "Starts as soon as the tensor is made.",
+    }
+    rows = [row.text for row in shared.find_elements("css selector", ".path-row")]
+    assert [row.split("\n")[0] for row in rows] == ["0", "50 ns", "57 ns"]
+    assert _find(shared, ".lead").text == "Step time 0.00006000 ms"
+    assert _find(shared, ".card:last-child").text.startswith("unknown")
 
 
 @needs_browser
