@@ -299,6 +299,12 @@ def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
     }
     rows = [row.text for row in shared.find_elements("css selector", ".path-row")]
     assert [row.split("\n")[0] for row in rows] == ["0", "50 ns", "57 ns"]
+    assert not _find(shared, ".bad").is_displayed()
+    small = replace(problem, memory_limit_bytes=np.array([2**40, 1]))
+    page.write_text(render(Told(plan, simulate(small, placement))), encoding="utf-8", newline="")
+    _show(shared, page)
+    missing = int(simulation.peak_memory_bytes[1]) - 1
+    assert _find(shared, ".bad").text.endswith(f"limit 1, {missing} bytes missing.")
     assert _find(shared, ".lead").text == "Step time 0.00006000 ms"
     assert _find(shared, ".card:last-child").text.startswith("unknown")
 

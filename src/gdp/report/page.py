@@ -42,6 +42,8 @@ def render(told: Told) -> str:
         "style": style,
         "heading": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}"),
         "headline": html.escape(document["headline"]),
+        "reasons": html.escape("; ".join(document["reasons"])),
+        "hidden": "" if document["reasons"] else " hidden",
         "sentences": html.escape(" ".join(document["sentences"])),
         "about": html.escape(_about(document)),
         "summary": embed(document),

@@ -96,6 +96,7 @@ def summary(told: Told) -> dict[str, Any]:
         "seed": plan.seed,
         "version": writable(plan.gdp_version),
         "headline": sentences.headline(plan.step_time_ns, told.baselines),
+        "reasons": [writable(short(reason)) for reason in simulation.reasons],
         "sentences": [
             sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns),
             writable(str(_shortened(Limits.of(simulation)))),

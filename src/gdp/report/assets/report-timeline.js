@@ -275,7 +275,8 @@ function whyOp(data, op) {
         `, made at ${time(data.finish[data.lastInput[op]])} and there at ${time(data.arrival[sent])}.`;
     }
     case AFTER_OP: return idle ? `Device idle for ${time(idle)}: waited for ${input}.` : `Starts as ${input} ends, whose output it reads.`;
-    default: return data.lastInput[op] < 0 ? "Waited for its turn on the device."
+    default: return data.start[op] === 0 ? "Starts with the step."
+      : data.lastInput[op] < 0 ? `Reads nothing; waited ${time(data.start[op])} for the device.`
       : `Inputs there at ${time(data.ready[op])}; waited ${time(data.start[op] - data.ready[op])} for the device.`;
   }
 }
