@@ -4,8 +4,8 @@ async function main() {
   theme.addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   cards();
+  progress(); // leaves its place to the placers where nothing is known of the search
   placers();
-  progress();
   advice();
   measured();
   const data = await unpack($("columns").textContent);
