@@ -214,6 +214,7 @@ class _Files:
         """All of them."""
         from gdp.report.page import write_page
         from gdp.report.page_data import Told
+        from gdp.report.progress import live
 
         problem = simulation.problem
         found.plan.save(self.plan)
@@ -222,7 +223,8 @@ class _Files:
         if self.cluster is not None:
             problem.cluster.save(self.cluster)
         if self.report is not None:
-            write_page(self.report, Told(found.plan, simulation, found.progress, found.advice))
+            with live(f"writing {self.report}"):
+                write_page(self.report, Told(found.plan, simulation, found.progress, found.advice))
 
     @property
     def told(self) -> str:
@@ -247,10 +249,10 @@ def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "
     line = progress.SearchLine(f"{problem.graph.name} on {problem.cluster.name}")
     with progress.live(line):
         plan = _search(request, problem.graph, line, stop)
-        advice = None
-        if request.with_advice and plan.status == "ok":
-            advice = _advise(request, problem, plan, stop)
-            plan = advice.plan
+    advice = None
+    if request.with_advice and plan.status == "ok":
+        advice = _advise(request, problem, plan, stop)
+        plan = advice.plan
     return Found(plan, advice, tuple(progress.improvements(line.history)))
 
 
@@ -286,15 +288,20 @@ def _compared(placed: "Placed") -> str:
 
 def _advise(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> "Advice":
     from gdp.advice import advise
+    from gdp.report import progress
+    from gdp.report.tables import format_ms
     from gdp.simulate import replay
 
     total, search = request.budget.seconds, plan.search
     is_over = total is not None and search is not None and search.seconds >= total
     budget = request.budget.part(0.0 if is_over else _ADVICE_SHARE)
-    return advise(
-        problem.graph, replay(problem, plan), plan, request.constraints,
-        budget=budget, seed=request.seed, num_threads=request.threads, stop=stop,
-    )  # fmt: skip
+    line = progress.CountdownLine()
+    line.say(f"{format_ms(plan.step_time_ns)}; what other machines would give", budget.seconds)
+    with progress.live(line):
+        return advise(
+            problem.graph, replay(problem, plan), plan, request.constraints,
+            budget=budget, seed=request.seed, num_threads=request.threads, stop=stop,
+        )  # fmt: skip
 
 
 def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> list[str]:
