@@ -16,7 +16,7 @@ place: $(INSTALLED)
 	@echo "The plan is in $(CURDIR)/plan.json"
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile
 
 test-long: $(INSTALLED)
 	$(BIN)/pytest -m long
