@@ -169,7 +169,7 @@ def _place(
 
 def _line(row: Row) -> str:
     modes = ", ".join(f"{mode} {row.baseline_cell(mode)}" for mode in MODES if mode != "balanced")
-    return f"{row.workload}: auto {row.time_cell(AUTO)} ms; accelerate: {modes}"
+    return f"{row.workload}: step times in ms: auto {row.time_cell(AUTO)}; accelerate: {modes}"
 
 
 def _mean_cell(rows: Sequence[Row], mode: str) -> str:
