@@ -75,3 +75,12 @@ def test_after_an_error_standard_output_is_where_it_was_and_empty(capfd: pytest.
     assert "module loud_model cannot be imported (RuntimeError: no)" in err.splitlines()[-1]
     assert main(["--version"]) == 0
     assert capfd.readouterr().out.startswith("gdp ")
+
+
+def test_a_function_that_changes_the_directory_does_not_move_what_is_written() -> None:
+    Path("elsewhere").mkdir()
+    Path("loud_model.py").write_text(LOUD.replace("def net():", "def net():\n    os.chdir('elsewhere')"))
+    command = ["place", "loud_model:net", "--devices", "2xcpu-16core", "--budget", "20sims", "--no-advice"]
+    assert main(command) == 0
+    assert Path("plan.json").exists()
+    assert not list(Path("elsewhere").iterdir())

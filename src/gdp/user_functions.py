@@ -141,11 +141,13 @@ def _flush() -> None:
 
 @contextlib.contextmanager
 def _importable_here() -> Iterator[None]:
-    """The current directory comes first where modules are looked for."""
+    """The current directory comes first where modules are looked for, and is the current one afterwards: what we read
+    and write is named from there."""
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        yield
+        with contextlib.chdir(here):
+            yield
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(here)
