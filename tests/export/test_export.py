@@ -91,12 +91,28 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
     assert "nothing fits in memory with module level: gpu" in err
     assert "bytes" in err
     assert not Path("device_map.json").exists()
-    # where there is a CPU, the remedy of the export is named
-    for devices, is_named in (("2xp100-pcie-16g", False), ("2xp100-pcie-16g+cpu-16core", True)):
-        args = ["place", "graph.json.gz", "--devices", devices, *tight, "--for", "hf-device-map", "--budget", "50sims"]
-        status, _, err = run(*args, "--no-cache")
+    # where there is a CPU that holds what is left there, the remedy is named, and doing so is of use
+    for devices, also, is_named in (
+        ("2xp100-pcie-16g", [], False),
+        ("2xp100-pcie-16g+cpu-16core", [], True),
+        ("2xp100-pcie-16g+cpu-16core", ["--max-memory", "cpu0=5MiB"], False),
+    ):
+        args = ["place", "graph.json.gz", "--devices", devices, *tight, *also, "--budget", "50sims", "--no-cache"]
+        status, _, err = run(*args, "--for", "hf-device-map")
         assert status == 3
         assert ("weights left on a CPU" in err) == is_named
+        if is_named:
+            assert run(*args, "--out", "ordinary")[0] == 0
+            assert run("export", "ordinary/plan.json", "--to", "hf-device-map", *tight)[0] == 0
+
+
+def test_what_no_gpu_can_compute_is_computed_on_the_cpu() -> None:
+    graph, cluster = three_modules(6 * MIB), gdp.Cluster.parse("2xp100-pcie-16g+cpu-16core")
+    problem = Problem.build(graph, cluster, max_memory_bytes={"gpu0": 1, "gpu1": 1})
+    snapped = snap(problem, plan_with(graph, cluster, [2] * 9), find_target("hf-device-map"))
+    assert snapped.simulation.feasible
+    assert json.loads(snapped.content) == {"": "cpu"}
+    assert snapped.step_time_ns == simulate(problem, [2] * 9).step_time_ns
 
 
 @pytest.mark.parametrize(("name", "training"), [(name, name not in INFERENCE) for name in FOR_MODULES])

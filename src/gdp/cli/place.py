@@ -170,7 +170,7 @@ def _place(request: PlaceRequest) -> int:
             if known is None and not stop.is_set():
                 plan_cache.store(entry, found)
         elif not stop.is_set():
-            would_fit = _would_fit(request, problem, stop)
+            would_fit = _would_fit(request, problem, plan, stop)
         interrupted = stop.is_set()
     if request.json:
         written = files.plan if fits else None
@@ -304,9 +304,9 @@ def _advise(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threa
         )  # fmt: skip
 
 
-def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> list[str]:
+def _would_fit(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> list[str]:
     from gdp.advice import changes_that_fit
-    from gdp.export.offload import can_offload
+    from gdp.export.snap import snap
     from gdp.report.progress import live
 
     found: list[str] = []
@@ -321,7 +321,7 @@ def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event)
                 stop=stop,
             )  # fmt: skip
     target = request.target
-    if target is not None and target.offload is not None and can_offload(problem):
+    if target is not None and target.offload is not None and snap(problem, plan, target).simulation.feasible:
         found.append(f"weights left on a CPU, as gdp export --to {target.name} does without --for")
     return found
 

@@ -5,6 +5,7 @@ bytes are offloaded the better. U units, D devices.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -27,21 +28,22 @@ def offload(
     problem: Problem, units: Units, devices: I64, to_map: Callable[[Problem, Units, I64], DeviceMap]
 ) -> tuple[I64, Simulation] | None:
     """Units on GPUs ([U] `devices`) with so many of them on the CPU that the step fits, and the step as accelerate runs
-    it; the fastest found. None without a CPU beside GPUs, in training, and if not even all of them are enough.
+    it; the fastest found. All on the CPU, which then computes, if nothing else fits. None without a CPU beside GPUs, in
+    training, and if even that does not fit.
 
-    The unit that takes the step's inputs stays: its device is the one on which offloaded modules compute.
+    The unit that takes the step's inputs is on a GPU, the one on which offloaded modules compute: where it is, or any
+    other if the step does not fit so.
     """
     if not can_offload(problem):
         return None
     cpus = np.array(is_cpu(problem))
+    host = int(np.argmax(cpus))
     held = np.zeros(units.num_units, np.int64)
     np.add.at(held, units.index, problem.graph.resident_bytes)
     first = units.index[next((op for op, kind in enumerate(problem.graph.kinds) if kind == "input"), 0)]
     candidates = np.flatnonzero((held > 0) & (np.arange(units.num_units) != first))
 
-    def run(chosen: I64) -> tuple[I64, Simulation] | None:
-        moved = devices.copy()
-        moved[chosen] = int(np.argmax(cpus))
+    def run(moved: I64) -> tuple[I64, Simulation] | None:
         placement = placement_of(problem, to_map(problem, units, moved))
         if placement is None:
             return None
@@ -49,13 +51,24 @@ def offload(
         program = [np.flatnonzero(where == device) for device in range(problem.num_devices)]  # as hooks run it
         return moved, simulate(fetched, where, order=program)
 
-    found = [
-        answer
-        for order in _orders(candidates, held)
-        for answer in _fewest(order, run)
-        if answer is not None and answer[1].feasible
-    ]
-    return min(found, key=lambda answer: answer[1].step_time_ns, default=None)
+    def run_with(main: int, chosen: I64) -> tuple[I64, Simulation] | None:
+        moved = devices.copy()
+        moved[first] = main
+        moved[chosen] = host
+        return run(moved)
+
+    others = [gpu for gpu in np.flatnonzero(~cpus).tolist() if gpu != devices[first]]
+    for main in (int(devices[first]), *others):
+        found = [
+            answer
+            for order in _orders(candidates, held)
+            for answer in _fewest(order, partial(run_with, main))
+            if answer is not None and answer[1].feasible
+        ]
+        if found:
+            return min(found, key=lambda answer: answer[1].step_time_ns)
+    everything = run(np.full(units.num_units, host))
+    return everything if everything is not None and everything[1].feasible else None
 
 
 def _orders(candidates: I64, held: I64) -> Iterator[I64]:
