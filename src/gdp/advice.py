@@ -151,7 +151,7 @@ def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Chan
     if more is not None:
         added = more.devices[-1].name
         allowed = constraints.also_for(added, devices[most].name)
-        yield _Change("one device more", f"{added}, a {devices[most].kind}", more, allowed, start)
+        yield _Change("one device more", f"{added} ({devices[most].kind})", more, allowed, start)
     if len(devices) > 1:
         faster = cluster_changes.with_faster_links(cluster, 2)
         yield _Change("links twice as fast", "all of them", faster, constraints, start)

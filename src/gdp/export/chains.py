@@ -54,15 +54,18 @@ def begins(problem: Problem) -> tuple[I64, list[str]]:
 
 def find_layers(problem: Problem) -> Layers:
     """The list of layers with the most work. InputError if there is none, if another one has a large part of the work
-    too (an encoder beside a decoder), or if they are not run one after the other."""
+    or of the ops too (an encoder beside a decoder, a transformer behind convolutions), or if they are not run one after
+    the other."""
     graph = problem.graph
     check_modules(graph, "layers")
     work_ns: dict[str, int] = defaultdict(int)
+    num_ops: dict[str, int] = defaultdict(int)
     numbers: dict[str, set[int]] = defaultdict(set)
     executed = _executed(problem)
     for op in executed:
         if match := _LAYER.match(graph.modules[op]):
             work_ns[match[1]] += int(problem.mean_op_time_ns[op])
+            num_ops[match[1]] += 1
             numbers[match[1]].add(int(match[2]))
     lists = [path for path, found in numbers.items() if len(found) > 1 and found == set(range(len(found)))]
     if not lists:
@@ -72,7 +75,8 @@ def find_layers(problem: Problem) -> Layers:
         )
     path = max(lists, key=lambda path: work_ns[path])
     for other in lists:
-        if other != path and work_ns[other] > _SMALL * work_ns[path]:
+        is_small = work_ns[other] <= _SMALL * work_ns[path] and num_ops[other] <= _SMALL * num_ops[path]
+        if other != path and not is_small:
             raise InputError(
                 f"graph {graph.name!r}: has layers in {path} and in {other}; this target takes models with one list of "
                 "layers, not an encoder with a decoder; try torch-pipelining"
@@ -97,7 +101,7 @@ def find_layers(problem: Problem) -> Layers:
     return Layers(path, names, _spread(problem, executed, place))
 
 
-_SMALL = 0.1  # of the work of the layers: that of a list beside them which is no part of the pipeline
+_SMALL = 0.1  # of the work and of the ops of the layers: those of a list beside them which is no part of the pipeline
 _LAYER = re.compile(r"((?:.*?\.)?[^.\d][^.]*)\.(\d+)(?=\.|$)")
 
 

@@ -24,8 +24,10 @@ def advice_report(advice: Advice, simulation: Simulation) -> Iterator[Renderable
             time = "does not fit" if what_if.step_time_ns is None else format_ms(what_if.step_time_ns)
             table.add_row(what_if.change, what_if.detail, time, ratio)
         yield table
+    told = list(advice_sentences(advice, simulation))
+    if advice.what_ifs and told:
         yield ""
-    for sentence in advice_sentences(advice, simulation):
+    for sentence in told:
         yield Text(sentence)
 
 
