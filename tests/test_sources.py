@@ -50,6 +50,9 @@ def strings():
 def wrong_shape():
     return nn.Linear(8, 4), torch.ones(2, 7)
 
+async def later():
+    return nn.Linear(8, 4), torch.ones(2, 8)
+
 def looks():
     return nn.Linear(8, 4), torch.ones(2, 8 if torch.ones(3).sum() > 0 else 7)
 """
@@ -182,6 +185,7 @@ def test_a_function_of_the_users_is_captured_and_what_it_prints_is_no_answer(
         ("user_model:wrong_shape", ["user_model:wrong_shape", "RuntimeError"]),
         ("user_model:looks", ["user_model:looks", "content"]),
         ("user_model:answer", ["is no function but int"]),
+        ("user_model:later", ["user_model:later: is async", "a plain function"]),
         ("user_model:missing", ["module user_model has no missing"]),
         ("no_such_module:f", ["no_such_module cannot be imported", "ModuleNotFoundError"]),
         ("broken:f", ["module broken cannot be imported", "SyntaxError"]),

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +50,8 @@ def user_function(text: str) -> Build:
     if not callable(found):
         kind = type(found).__name__
         raise InputError(f"{text}: is no function but {kind}; one that returns (module, example_inputs) is expected")
+    if iscoroutinefunction(found):
+        raise InputError(f"{text}: is async; a plain function that returns (module, example_inputs) is expected")
 
     def build() -> tuple[Any, ...]:
         with _explained(text, "the function failed"), _importable_here():

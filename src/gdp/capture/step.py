@@ -282,9 +282,14 @@ def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise InputError(
-            f"{name}: {_place(recorder)}the model failed ({type(error).__name__}: {_line(error)}); "
-            "check its arguments, and that it uses tensors' shapes only, not their content"
+            f"{name}: {_place(recorder)}the model failed ({type(error).__name__}: {_line(error)}); {_remedy(name)}"
         ) from error
+
+
+def _remedy(name: str) -> str:
+    if name.startswith("hf:"):  # its inputs are none of the user's
+        return "correct config.json, try ?batch=1, or give the model with inputs of yours as package.module:function"
+    return "check its arguments, and that it uses tensors' shapes only, not their content"
 
 
 def _place(recorder: Recorder | None) -> str:
