@@ -120,9 +120,18 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
             made = _capture(build, text, reading.training, reading.optimizer)
         except JaxFunctionError as found:
             return _read_jax(text, found, reading, num_microbatches)
-        model = Model(made.graph, made.coverage.unknown, is_captured=True)
+        model = Model(made.graph, made.coverage.unknown, is_captured=True, notes=_notes(text))
         _write_entry(entry, model)
     return model
+
+
+def _notes(text: str) -> tuple[str, ...]:
+    """What a model is not as its source has it."""
+    if not text.startswith(_HUGGING_FACE):
+        return ()
+    from gdp.capture import huggingface
+
+    return huggingface.notes(text)
 
 
 def _read_jax(text: str, found: JaxFunctionError, reading: Reading, num_microbatches: int) -> Model:

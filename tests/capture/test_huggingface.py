@@ -254,13 +254,26 @@ def test_a_model_that_decides_by_content_is_an_input_error(tmp_path: Path) -> No
 
 
 BERT = {"model_type": "bert", **TEXT, **WIDTHS}
+
+
+def test_code_beside_a_config_is_not_run_and_the_class_of_transformers_is_placed(tmp_path: Path) -> None:
+    text = f"hf:{write(tmp_path, {**BERT, 'auto_map': {'AutoConfig': 'evil.Config', 'AutoModel': 'evil.Model'}})}"
+    (tmp_path / "evil.py").write_text("raise SystemExit('this was run')\n")
+    model = sources.read_model(text, sources.Reading(training=False))
+    assert model.notes == (
+        f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'",
+    )
+    assert sources.read_model(f"hf:{write(tmp_path, BERT)}", sources.Reading(training=False)).notes == ()
+    assert any(".layer.0." in path for path in model.graph.modules)
+
+
 BAD: dict[str, tuple[Any, str, str]] = {
     "no JSON": ('{"model_type": "bert",', "", "not valid JSON .*; mend the file"),
     "no object": ([1], "", "is a list; a JSON object is expected"),
-    "remote code": (
-        {**BERT, "auto_map": {"AutoModel": "evil.Model"}},
+    "code of its own": (
+        {"model_type": "evil", "auto_map": {"AutoModel": "evil.Model"}},
         "",
-        "auto_map; code in a directory is never run",
+        "'evil' is unknown .*; its auto_map names code, which is never run from a directory: give it as module:f",
     ),
     "quantised": ({**BERT, "quantization_config": {"bits": 4}}, "", "has quantization_config; "),
     "no type": (WIDTHS, "", "has no model_type; add "),

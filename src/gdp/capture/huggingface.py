@@ -30,9 +30,10 @@ from gdp.errors import InputError
 PREFIX = "hf:"
 Build = Callable[[], tuple[Any, ...]]
 
-# of a config: what would choose kernels or weights that are fetched, or that this machine lacks
+# of a config: what would choose kernels, weights or code that are fetched, or that this machine lacks; and dtypes,
+# which models are given
 _CHOICES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation",
-            "kernel_config", "use_kernels")  # fmt: skip
+            "kernel_config", "use_kernels", "torch_dtype", "dtype", "auto_map")  # fmt: skip
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OFF = {
     "use_cache": False,
@@ -79,13 +80,20 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid JSON ({str(error).splitlines()[0]}); mend the file") from None
     if not isinstance(config, dict):
         raise InputError(f"{path}: is a {type(config).__name__}; a JSON object is expected")
-    for key, remedy in (
-        ("auto_map", "code in a directory is never run: remove auto_map if the class is Transformers' own"),
-        ("quantization_config", "quantised weights are not modelled: remove it to place the model in its dtype"),
-    ):
-        if config.get(key):
-            raise InputError(f"{path}: has {key}; {remedy}, or give the model as module:function")
+    if config.get("quantization_config"):
+        raise InputError(
+            f"{path}: has quantization_config; quantised weights are not modelled: remove it to place the model in its "
+            "dtype, or give the model as module:function"
+        )
     return config
+
+
+def notes(text: str) -> tuple[str, ...]:
+    """What is not as the config of `hf:DIR` has it, a sentence each."""
+    directory, _ = parse(text)
+    if _read_config(Path(directory)).get("auto_map"):
+        return (f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'",)
+    return ()
 
 
 # Transformers
@@ -96,9 +104,16 @@ def _transformers_builder(config: dict[str, Any], sizes: Sizes, text: str, train
         import transformers
     except ImportError:
         raise InputError(f"{text}: needs Transformers; pip install 'gdp-placement[hf]'") from None
-    with _explained(text), quiet():
-        found = _config_of(transformers, config, text)
-        model_class = _class_of(transformers, found, config.get("architectures"), text)
+    try:
+        with _explained(text), quiet():
+            found = _config_of(transformers, config, text)
+            model_class = _class_of(transformers, found, config.get("architectures"), text)
+    except InputError as error:
+        if not config.get("auto_map"):
+            raise
+        raise InputError(
+            f"{error}; its auto_map names code, which is never run from a directory: give it as module:function"
+        ) from None
     dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or "float32", text)
 
     def build() -> tuple[Any, ...]:
@@ -135,7 +150,7 @@ def _config_of(transformers: Any, config: dict[str, Any], text: str) -> Any:
         raise InputError(
             f"{text}: model_type {kind!r} is unknown to Transformers {transformers.__version__}; {suggest(kind, known)}"
         )
-    content = {key: value for key, value in config.items() if key not in (*_CHOICES, "torch_dtype", "dtype")}
+    content = {key: value for key, value in config.items() if key not in _CHOICES}
     found = transformers.CONFIG_MAPPING[kind].from_dict(content)
     for part in _parts_of(found):
         for name, value in _OFF.items():
