@@ -1,7 +1,17 @@
 """What all tests share."""
 
+import pytest
 from hypothesis import settings
 
 # time is that of the machine: no claim of these tests
 settings.register_profile("gdp", deadline=None)
 settings.load_profile("gdp")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile once, before several processes do so at the same time and `gdp` says that it takes long."""
+    is_one_of_several = hasattr(session.config, "workerinput")
+    if session.config.getoption("numprocesses", None) and not is_one_of_several:
+        from gdp import warmup
+
+        warmup.warm_up()
