@@ -156,7 +156,7 @@ def compare(
     with progress.stop_on_interrupt() as stop, progress.live(line):
         comparison = run(
             source.graph, cluster, placers=names, rivals=found, budget=limit, num_seeds=seeds, checkpoint=checkpoint,
-             num_threads=threads, on_start=on_start, stop=stop, **vars(constraints),
+            num_threads=threads, on_start=on_start, stop=stop, **vars(constraints),
         )  # fmt: skip
     if json:
         print_json(documents.compare_document(source.graph, cluster, comparison, str(limit)))
