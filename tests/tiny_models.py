@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import torch
+from torch import Tensor, nn
+
 from gdp.workloads import (
     amoebanet,
     bert,
@@ -99,3 +102,20 @@ TINY: dict[str, Callable[[], Example]] = {
         tree_lstm.TreeLSTMConfig(2, num_leaves=4, hidden=8, word_width=6, vocabulary=9)
     ),
 }
+
+
+class _Lstm(nn.Module):
+    """PyTorch's own LSTM, which on CPUs is an operator for each layer and direction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 4, 2, bidirectional=True)
+        self.output = nn.Linear(8, 3)
+
+    def forward(self, steps: Tensor) -> Tensor:
+        output: Tensor = self.output(self.lstm(steps)[0])
+        return output.square().mean()
+
+
+EXECUTED: dict[str, Callable[[], Example]] = {**TINY, "lstm": lambda: (_Lstm(), (torch.randn(5, 2, 6),), {})}
+"""Those and one more, whose operators keep what no other device can read."""

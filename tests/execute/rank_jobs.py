@@ -21,7 +21,7 @@ from gdp.errors import InputError
 from gdp.execute import ranks as ranks_module
 from gdp.execute.processes import ProcessExecutor, RankError
 from gdp.execute.ranks import Ranks, join
-from tiny_models import TINY
+from tiny_models import EXECUTED
 
 NUM_STEPS = 3
 DEVICES = ("north", "east", "south")
@@ -30,7 +30,7 @@ DEVICES = ("north", "east", "south")
 def placed(name: str, count: int, seed: int) -> tuple[Capture, dict[int, Tensor], list[list[int]]]:
     """A tiny model, what it starts from, and a random order of its ops on `count` devices, placed at random."""
     torch.manual_seed(0)
-    module, args, kwargs = TINY[name]()
+    module, args, kwargs = EXECUTED[name]()
     captured, random = capture(module, args, kwargs, name=name), np.random.default_rng(seed)
     graph, placement = captured.graph, random.integers(0, count, captured.graph.num_ops)
     for group in set(graph.groups.tolist()) - {-1}:

@@ -59,7 +59,7 @@ def said(out: Path, count: int) -> list[dict[str, Any]]:
 
 def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     """Loss, outputs, gradients and state over three steps, with a window and with none."""
-    names = ("unet", "mixture_of_experts", "transformer_xl")
+    names = ("unet", "mixture_of_experts", "transformer_xl", "lstm")
     statuses, (first, _) = run(tmp_path, 2, "equal", *names)
     assert statuses == [0, 0]
     assert {name: first[name] for name in names} == dict.fromkeys(names, [True] * NUM_STEPS)

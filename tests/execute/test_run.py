@@ -14,8 +14,9 @@ from gdp import Cluster, Plan, Problem, simulate
 from gdp.capture import Replay, capture
 from gdp.cli import main
 from gdp.execute.arms import run_arms
-from gdp.execute.equality import compare, eager_step
+from gdp.execute.equality import compare, eager_step, full_precision
 from gdp.execute.prediction import predict, rank_correlation
+from gdp.execute.run import drawing_alike
 from gdp.execute.targets import CPU, Target
 from gdp.execute.worker import ExecutionError
 from gdp.measured_times import MeasuredTimes
@@ -151,6 +152,27 @@ def test_the_program_computes_what_pytorch_computes(name: str) -> None:
     found = compare(program.replay(model, args, kwargs), eager_step(program, model, args, kwargs))
     assert found.is_exact, found
     assert found.num_tensors > len(dict(model.named_parameters()))
+
+
+def test_random_numbers_to_compare_with_are_drawn_on_the_same_type_of_device() -> None:
+    model, args, kwargs = TINY["gnmt"]()
+    program = capture(model, args, kwargs, name="gnmt").program
+    num_ops = program.graph.num_ops
+    order = [np.arange(0, num_ops, 2), np.arange(1, num_ops, 2)]
+    gpu, cpu = Target("cuda0", torch.device("cuda", 0)), Target("cpu0", CPU)
+    drawing = [op for op, calls in enumerate(program.calls) if any(call.seed >= 0 for call in calls)]
+    on_gpu, on_cpu = drawing_alike(program, order, (gpu, cpu), 0)
+    assert on_cpu.tolist() == [op for op in drawing if op % 2]
+    assert 0 < len(on_cpu) < len(drawing)
+    assert sorted([*on_gpu, *on_cpu]) == list(range(num_ops))
+    assert [len(ops) for ops in drawing_alike(program, order, (cpu, cpu), 0)] == [num_ops, 0]
+
+
+def test_results_are_compared_in_full_precision() -> None:
+    before = torch.backends.cudnn.conv.fp32_precision
+    with full_precision():
+        assert {torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision} == {"ieee"}
+    assert torch.backends.cudnn.conv.fp32_precision == before
 
 
 def test_a_prediction_adds_up() -> None:

@@ -13,6 +13,7 @@ import gdp
 from gdp import Cluster, InputError, Plan, Problem, simulate
 from gdp.capture import Capture, Replay, capture
 from gdp.execute.arms import on_one_device, run_arms
+from gdp.execute.lanes import lane_of
 from gdp.execute.script import scripts
 from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.threads import ThreadExecutor
@@ -20,7 +21,7 @@ from gdp.execute.worker import ExecutionError
 from gdp.local.host import available_cores
 from gdp.place import plan_of
 from gdp.simulate import Simulation
-from tiny_models import TINY
+from tiny_models import EXECUTED, TINY
 
 CLUSTER = Cluster.parse("4xp100-pcie-16g")
 
@@ -48,9 +49,9 @@ def assert_same(found: Replay, expected: Replay) -> None:
         assert torch.equal(found.loss, expected.loss)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", EXECUTED)
 def test_random_placements_give_the_bits_of_the_unplaced_step(name: str) -> None:
-    model, args, kwargs = TINY[name]()
+    model, args, kwargs = EXECUTED[name]()
     found = capture(model, args, kwargs, name=name)
     expected = found.program.replay(model, args, kwargs)
     content = found.program.bind(model, args, kwargs)
@@ -116,6 +117,12 @@ def test_a_script_awaits_sends_and_drops_each_tensor_once() -> None:
     dropped = sorted(tensor for script in made for task in script for tensor in task.drops)
     kept = found.graph.is_kept
     assert dropped == sorted(np.flatnonzero(~kept).tolist() + [tensor for tensor, _ in sent])
+
+
+def test_cpus_of_one_process_hand_over_the_tensor_itself() -> None:
+    found = capture(Net(), (torch.zeros(5, 6),), name="net")
+    lane, content = lane_of(Target("cpu0", CPU), found.program.memory_for), torch.ones(3)
+    assert lane.unpack(lane.pack(7, content, CPU)) is content
 
 
 class Net(nn.Module):

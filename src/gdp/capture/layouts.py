@@ -15,11 +15,23 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
-def empty(layout: Layout, device: torch.device | None = None) -> Tensor:
-    """Uninitialised memory of this layout."""
+def empty(layout: Layout, device: torch.device | None = None, *, is_pinned: bool = False) -> Tensor:
+    """Uninitialised memory of this layout; pinned, a GPU copies from and to it while the host goes on."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
-    memory = torch.empty(layout.offset + (span if 0 not in layout.size else 0), dtype=layout.dtype, device=device)
+    num_elements = layout.offset + (span if 0 not in layout.size else 0)
+    memory = torch.empty(num_elements, dtype=layout.dtype, device=device, pin_memory=is_pinned)
     return memory.as_strided(layout.size, layout.stride, layout.offset)
+
+
+def fill(memory: Tensor, content: Tensor, *, non_blocking: bool = False) -> Tensor:
+    """Copy `content` into `memory`, which is returned.
+
+    What has another shape than it was captured with is an LSTM's workspace, read by the device that made it only, and
+    becomes zeros (`gdp.capture.stand_ins`).
+    """
+    if content.shape != memory.shape:
+        return memory.zero_()
+    return memory.copy_(content, non_blocking=non_blocking)
 
 
 def view_of(whole: Tensor, made: Layout, view: Layout | None) -> Tensor:

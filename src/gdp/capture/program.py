@@ -127,12 +127,12 @@ class Program:
             if value in values and part is None
         )
 
-    def memory_for(self, tensor: int, device: torch.device | None = None) -> Tensor:
+    def memory_for(self, tensor: int, device: torch.device | None = None, *, is_pinned: bool = False) -> Tensor:
         """Uninitialised memory on `device` for a copy of that tensor, as `run` takes it."""
         part = self.tensor_layouts[tensor]
         if part is None:
-            return empty(self.layouts[self.tensor_values[tensor]], device)
-        return torch.empty(part.size, dtype=part.dtype, device=device)
+            return empty(self.layouts[self.tensor_values[tensor]], device, is_pinned=is_pinned)
+        return torch.empty(part.size, dtype=part.dtype, device=device, pin_memory=is_pinned)
 
     def ref_of(self, tensor: int) -> Ref:
         """What a tensor with content is: a value, or a part of one."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gdp.capture.layouts import Layout, as_recorded, compact_strides, empty, part_layout, view_of
+from gdp.capture.stand_ins import function_for
 
 if TYPE_CHECKING:
     from gdp.capture.program import Call, Program, Ref
@@ -122,7 +123,7 @@ class _BoundCall:
     __slots__ = ("_args", "_call", "_device", "_func", "_kwargs", "_made", "_read_args", "_read_kwargs", "_results")
 
     def __init__(self, call: "Call", routine: Routine) -> None:
-        self._call, self._func, self._device = call, call.func, routine.device
+        self._call, self._func, self._device = call, function_for(call.func, routine.device), routine.device
         self._args, self._kwargs = list(call.args), dict(call.kwargs)
         if routine.device is not None and "device" in call.kwargs:
             self._kwargs["device"] = routine.device

@@ -31,6 +31,7 @@ from gdp.capture.layouts import Layout
 from gdp.capture.optimizers import Optimizer
 from gdp.capture.program import Call, Ref
 from gdp.capture.routine import leaves
+from gdp.capture.stand_ins import LSTM, workspace_bytes
 from gdp.capture.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
 from gdp.errors import InputError
 
@@ -174,6 +175,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keyword_template = {key: self._template(value, read) for key, value in kwargs.items()} if kwargs else kwargs
         written = traits.written(args, kwargs)
         result = func(*args, **kwargs)
+        if func is LSTM and torch.is_grad_enabled():  # without a kernel, the workspace has no size
+            workspace = result[3].new_empty(workspace_bytes(args[0], hidden_size=args[10]))
+            result = *result[:3], workspace
 
         returned: list[int] = []
         fresh: dict[int, Tensor] = {}

@@ -146,9 +146,9 @@ def job_of(target: Target, work: Work, dtype: torch.dtype) -> Job:
     return lane, prepare
 
 
-def copy_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """A lane asks for memory by the number of a tensor; the copies here are numbered by their size."""
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+def copy_memory(tensor: int, device: torch.device, *, is_pinned: bool = False) -> Tensor:
+    """A lane asks for memory by the number of a tensor; the copies here are numbered by their size in bytes."""
+    return torch.empty(tensor, dtype=torch.uint8, device=device, pin_memory=is_pinned)
 
 
 def per_second(work: Work, time_ns: float) -> float:

@@ -74,6 +74,21 @@ def eager_step(
         torch.set_num_threads(num_threads)
 
 
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Kernels of GPUs compute in the types of their tensors: PyTorch lets cuDNN round float32 to TF32 otherwise."""
+    cudnn: Any = torch.backends.cudnn
+    settings: tuple[Any, ...] = (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
+
+
 def updated_outputs(program: Program) -> set[str]:
     """The outputs that lie in the memory of a parameter: placed, they are read after its update, unplaced before."""
     updated = {

@@ -13,12 +13,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from gdp.capture.layouts import fill
 from gdp.execute.targets import Target
 
 
@@ -30,8 +31,10 @@ class Parcel(NamedTuple):
     event: Any = None  # torch.cuda.Event
 
 
-MemoryFor = Callable[[int, torch.device], Tensor]
-"""Memory for a copy of that tensor on that device."""
+class MemoryFor(Protocol):
+    """Memory for a copy of that tensor on that device."""
+
+    def __call__(self, tensor: int, device: torch.device, *, is_pinned: bool = False) -> Tensor: ...
 
 
 class CpuLane:
@@ -63,6 +66,9 @@ class CpuLane:
 
     def settle(self) -> None:
         """Wait until all that was launched is done: kernels are, when they return."""
+
+    def settle_caller(self) -> None:
+        """Wait until all that the calling thread launched here is done, whoever's lane it is."""
 
     def now(self) -> Any:
         """A moment in this device's time, for `times_ns`."""
@@ -111,6 +117,10 @@ class CudaLane:
         for stream in (self._compute, *self._streams.values()):
             stream.synchronize()
 
+    def settle_caller(self) -> None:
+        """As `CpuLane.settle_caller`; its stream is another, on which nothing here waits."""
+        torch.cuda.current_stream(self.target.device).synchronize()
+
     def now(self) -> Any:
         """As `CpuLane.now`; kernels run later than they are launched."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -142,11 +152,8 @@ def _stream(streams: dict[torch.device, Any], to: torch.device, device: torch.de
 
 def _copy_on(stream: Any, memory_for: MemoryFor, tensor: int, content: Tensor, to: torch.device) -> Parcel:
     with torch.cuda.stream(stream):
-        copy = memory_for(tensor, to)
-        if to.type == "cpu":
-            pinned = copy.pin_memory()  # or the copy would hold up the thread that launches it
-            copy = pinned if pinned.stride() == copy.stride() else copy
-        copy.copy_(content, non_blocking=True)
+        copy = memory_for(tensor, to, is_pinned=to.type == "cpu")  # or the launch would wait for the copy
+        fill(copy, content, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
     return Parcel(tensor, copy, event)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gdp.capture import Program
+from gdp.capture.layouts import fill
 from gdp.execute.lanes import CpuLane, Lane, Parcel
 from gdp.execute.lines import Hub, Inward, Outward, Receipt, bytes_of
 from gdp.execute.ranks import Failure, Ranks, Watch
@@ -226,7 +227,7 @@ class Mail:
         made = self._program.layouts[self._program.tensor_values[tag]]
         if content.stride() == made.stride and tuple(content.shape) == made.size:
             return content
-        return self._program.memory_for(tag, content.device).copy_(content)
+        return fill(self._program.memory_for(tag, content.device), content)
 
 
 def traffic_of(all_scripts: Sequence[Script]) -> Traffic:

@@ -2,26 +2,26 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from gdp.capture import Capture, Replay
+from gdp.capture import Capture, Program, Replay
 from gdp.capture.signature import signatures
 from gdp.capture.step import Loss
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.execute.arms import Arm, Order, on_one_device, run_arms
-from gdp.execute.equality import Equality, compare, eager_step, updated_outputs
+from gdp.execute.equality import Equality, compare, eager_step, full_precision, updated_outputs
 from gdp.execute.prediction import Prediction, predict
 from gdp.execute.processes import ProcessExecutor
 from gdp.execute.ranks import Ranks
 from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
-from gdp.graph import Graph
+from gdp.graph import I64, Graph
 from gdp.measured_times import OpTime
 from gdp.op_costs import without_costs
 from gdp.plan import Plan
@@ -111,10 +111,10 @@ def run_on_threads(
     content = executable.content()
     first = _fastest_device(simulation)
     alone = on_one_device(program.graph.num_ops, first, len(targets))
-    with ThreadExecutor(program, plan.order, targets) as executor:
+    with full_precision(), ThreadExecutor(program, plan.order, targets) as executor:
         executor.load(content)
         found = executor.results(executor.step(content, retain=True))
-    equality, reference = check_results(executable, content, found, alone, targets)
+    equality, reference = check_results(executable, content, found, plan.order, targets, first)
     orders: dict[str, Order] = {PLACED: plan.order, ONE_DEVICE: alone}
     measured: dict[str, Arm] = {}
     while not measured:
@@ -156,16 +156,17 @@ def run_on_ranks(
     arm = Arm(PLACED, plan.order)
     with ProcessExecutor(program, plan.order, ranks) as executor:
         executor.load(content)
-        found = executor.results(executor.step(content, retain=True))
+        with full_precision():
+            found = executor.results(executor.step(content, retain=True))
         for number in range(-warm_up_steps, steps):
             record = executor.step(content, is_timed=True)
             if number >= 0 and ranks.is_first:
                 arm.add(record, program.graph.num_ops)
     if found is None:
         return None
-    here = [Target(name, CPU) for name in ranks.names]
-    alone = on_one_device(program.graph.num_ops, 0, len(here))
-    equality, reference = check_results(executable, content, found, alone, here)
+    gpu = next((target.device for target in (ranks.target, *ranks.targets) if target.device.type == "cuda"), CPU)
+    here = [replace(target, device=gpu if target.device.type == "cuda" else CPU, cores=()) for target in ranks.targets]
+    equality, reference = check_results(executable, content, found, plan.order, here, 0)
     return Run(
         plan=plan,
         graph_name=program.graph.name,
@@ -198,18 +199,33 @@ def op_times(executable: Executable, arms: Sequence[Arm], kinds: Sequence[str]) 
 
 
 def check_results(
-    executable: Executable, content: Mapping[int, Tensor], found: Replay, alone: Order, targets: Sequence[Target]
-) -> tuple[Equality, str]:
-    """How what the first step gave compares, and with what: PyTorch's own step, or, where random numbers are drawn, the
-    same program in the order `alone`."""
+    executable: Executable, content: Mapping[int, Tensor], found: Replay, order: Order, targets: Sequence[Target],
+    first: int,
+) -> tuple[Equality, str]:  # fmt: skip
+    """How what a step of `order` gave compares, and with what: PyTorch's own step, or, where random numbers are drawn,
+    the same program on device `first`."""
     program = executable.capture.program
     if not program.num_draws:
         expected = eager_step(program, executable.model, executable.args, executable.kwargs, executable.loss)
         return compare(found, expected, updated_outputs(program)), "PyTorch's own step"
-    with ThreadExecutor(program, alone, targets) as executor:
+    alone = drawing_alike(program, order, targets, first)
+    with full_precision(), ThreadExecutor(program, alone, targets) as executor:
         executor.load(content)
         expected = executor.results(executor.step(content, retain=True))
     return compare(found, expected), "the same step on one device (the model draws random numbers)"
+
+
+def drawing_alike(program: Program, order: Order, targets: Sequence[Target], first: int) -> list[I64]:
+    """[D] all ops on device `first`, but for those that draw random numbers on another type of device in `order`:
+    CPUs and GPUs draw others by the same seed. Ops of a group stay together."""
+    groups = program.graph.groups
+    home = np.full(program.graph.num_ops, first)
+    for number, ops in enumerate(order):
+        if targets[number].device.type != targets[first].device.type:
+            drawing = [op for op in np.asarray(ops).tolist() if any(call.seed >= 0 for call in program.calls[op])]
+            home[drawing] = number
+            home[np.isin(groups, groups[drawing]) & (groups >= 0)] = number
+    return [np.flatnonzero(home == number) for number in range(len(targets))]
 
 
 def _simulation(executable: Executable, plan: Plan, graph: Graph | None, cluster: Cluster | None) -> Simulation | None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gdp.capture import Program, Replay
-from gdp.capture.layouts import empty
 from gdp.execute.lanes import Lane, Parcel, lane_of
 from gdp.execute.script import Script, scripts
 from gdp.execute.targets import Target
@@ -161,11 +160,8 @@ class ThreadExecutor:
     def load_private(self, content: Mapping[int, Tensor]) -> None:
         """Copy optimizer state, by value, to the devices of its parameters."""
         for op, values in self.program.private.items():
-            worker = self._workers[self._home[op]]
-            for value in values:
-                if value in content:
-                    place = worker.lane.target.device
-                    worker.private[value] = empty(self.program.layouts[value], place).copy_(content[value])
+            given = {value: content[value] for value in values if value in content}
+            self._workers[self._home[op]].load_private(given)
 
     def state(self) -> dict[int, Tensor]:
         """Parameters and buffers now, by tensor number, where they are."""

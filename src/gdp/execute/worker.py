@@ -1,5 +1,6 @@
 """Worker: carries out one device's script, step after step, on whatever mailbox connects it with the others."""
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gdp.capture import Program
+from gdp.capture.layouts import empty
 from gdp.execute.lanes import Lane
 from gdp.execute.script import Script
 
@@ -101,9 +103,24 @@ class Worker:
         """Put parameters and buffers, by tensor number, on the device; they are copied."""
         for tensor, memory in content.items():
             self.state[tensor] = self._on_device(tensor, memory)
+        self.lane.settle_caller()
+
+    def load_private(self, content: Mapping[int, Tensor]) -> None:
+        """Put optimizer state, by value, on the device; it is copied."""
+        for value, memory in content.items():
+            self.private[value] = empty(self.program.layouts[value], self.lane.target.device).copy_(memory)
+        self.lane.settle_caller()
 
     def step(self, orders: Orders) -> DeviceRecord:
         """Carry out a step. ExecutionError names the op that failed."""
+        try:
+            return self._step(orders)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self.lane.settle()  # what its kernels still use is about to be freed
+            raise
+
+    def _step(self, orders: Orders) -> DeviceRecord:
         program, mailbox, lane, clock = self.program, self.mailbox, self.lane, self.lane.now
         device = None if lane.target.device.type == "cpu" else lane.target.device
         held: dict[int, Tensor | None] = {}

@@ -1,0 +1,115 @@
+"""A placed step on GPUs that are not there: devices, kernels, streams, events and freed memory, for all tiny models."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fake_cuda import FakeCuda, RaceError
+from gdp import Cluster, Problem, simulate
+from gdp.capture import Capture, capture, routine
+from gdp.execute import lanes
+from gdp.execute.targets import CPU, Target
+from gdp.execute.threads import ThreadExecutor
+from gdp.execute.worker import ExecutionError
+from tiny_models import EXECUTED
+
+CLUSTER = Cluster.parse("3xp100-pcie-16g")
+TARGETS = (
+    Target("cuda0", torch.device("cuda", 0)), Target("cpu0", CPU), Target("cuda1", torch.device("cuda", 1)),
+)  # fmt: skip
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda()
+    made.install(monkeypatch)
+    return made
+
+
+def captured(name: str, world: FakeCuda) -> tuple[Capture, dict[int, Tensor]]:
+    """A tiny model's step, and its parameters, buffers and inputs as fake tensors."""
+    model, args, kwargs = EXECUTED[name]()
+    found = capture(model, args, kwargs, name=name)
+    content = found.program.bind(model, args, kwargs)
+    with world.fake:
+        return found, {
+            number: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            for number, tensor in content.items()
+        }
+
+
+def run_randomly_placed(name: str, world: FakeCuda) -> None:
+    """Two steps with ops on random devices, blocks of eight together, so that streams run ahead."""
+    found, content = captured(name, world)
+    graph, random = found.graph, np.random.default_rng(0)
+    placement = np.repeat(random.integers(0, len(TARGETS), graph.num_ops // 8 + 1), 8)[: graph.num_ops]
+    for group in set(graph.groups[graph.groups >= 0].tolist()):
+        placement[graph.groups == group] = placement[graph.groups == group][0]
+    order = simulate(Problem.build(graph, CLUSTER), placement).order
+    with world.watching():
+        with ThreadExecutor(found.program, order, TARGETS) as executor:
+            executor.load(content)
+            executor.step(content)
+            record = executor.step(content, retain=True, is_timed=True)
+            for tensor in executor.state().values():
+                tensor.to("cpu", copy=True)
+            for device, target in zip(record.devices, TARGETS, strict=True):
+                assert {tensor.device for tensor in device.held.values() if tensor is not None} <= {target.device}
+            del record, device, tensor
+        world.sweep()
+    assert world.num_kernels > graph.num_ops
+
+
+run_gnmt = partial(run_randomly_placed, "gnmt")
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_steps_on_two_gpus_and_a_cpu(name: str, world: FakeCuda) -> None:
+    run_randomly_placed(name, world)
+
+
+def test_copies_hold_up_nobody_but_those_of_inputs_and_parameters(world: FakeCuda) -> None:
+    run_gnmt(world)
+    sources = captured("gnmt", world)[0].program.sources  # each is loaded, or copied in two steps, and read in the end
+    assert world.num_hidden_waits <= 2 * len(sources)
+
+
+def run_on_loaded_state(world: FakeCuda) -> None:
+    """A step on parameters and optimizer state that come from the GPU itself."""
+    found, content = captured("resnet", world)
+    (gpu, *_), num_ops = TARGETS, found.graph.num_ops
+    with world.watching(), ThreadExecutor(found.program, [range(num_ops)], [gpu]) as executor:
+        executor.load(content)
+        executor.step(content)
+        executor.load({number: tensor.clone() for number, tensor in executor.state().items()})
+        executor.load_private({number: tensor.clone() for number, tensor in executor.private().items()})
+        executor.step(content)
+
+
+def test_state_that_lies_on_a_gpu_is_there_before_the_next_step(world: FakeCuda) -> None:
+    run_on_loaded_state(world)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "run", "message"),
+    [
+        (lambda: torch.cuda.Stream, "wait_event", run_gnmt, "may still be at"),
+        (lambda: torch.cuda.Event, "synchronize", run_gnmt, "may still be at"),
+        (lambda: Tensor, "record_stream", run_gnmt, "is freed"),
+        (lambda: lanes.CudaLane, "settle", run_gnmt, "may still be at"),
+        (lambda: lanes.CudaLane, "settle_caller", run_on_loaded_state, "may still be at"),
+        (lambda: routine, "function_for", partial(run_randomly_placed, "vit"), "has no kernel for CUDA"),
+    ],
+)
+def test_fake_gpus_notice_what_is_left_out(
+    owner: Callable[[], Any], name: str, run: Callable[[FakeCuda], None], message: str, world: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(owner(), name, lambda *given: given[0])  # does nothing; an operator is itself
+    with pytest.raises((RaceError, ExecutionError), match=message):
+        run(world)
