@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fake_cuda import has_cuda_kernel
 from gdp import sources
 from gdp.bench import model_configs
 from gdp.capture.program import named_tensors
+from gdp.capture.stand_ins import function_for
 from gdp.capture.step import pick_loss
 from gdp.errors import InputError
 from gdp.graph import Graph
@@ -169,6 +172,8 @@ def test_a_training_step_from_a_config_gives_the_bits_of_the_library_in_a_random
     text = model_of(name, tmp_path)
     found = sources.read_capture(text, sources.Reading(optimizer="sgd"))
     assert not found.coverage.unknown
+    functions = {function_for(call.func, torch.device("cuda")) for calls in found.program.calls for call in calls}
+    assert not [func for func in functions if isinstance(func, OpOverload) and not has_cuda_kernel(func)]
     model, inputs = real_model(text, training=True)
     assert model.training
     replay = found.program.replay(model, (), inputs, random_order(found.graph, seed=2))
