@@ -13,6 +13,9 @@ from fake_cuda import FakeCuda, RaceError
 from gdp import Cluster, Problem, simulate
 from gdp.capture import Capture, capture, routine
 from gdp.execute import lanes
+from gdp.execute.calibration_chains import launches
+from gdp.execute.calibration_routes import routes_between
+from gdp.execute.calibration_work import QUICK
 from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
@@ -113,3 +116,12 @@ def test_fake_gpus_notice_what_is_left_out(
     monkeypatch.setattr(owner(), name, lambda *given: given[0])  # does nothing; an operator is itself
     with pytest.raises((RaceError, ExecutionError), match=message):
         run(world)
+
+
+def test_launches_and_copies_are_measured(world: FakeCuda) -> None:
+    """What is measured means nothing here; that all of it can be, on every kind of route, is what counts."""
+    with world.watching():
+        figures, _ = launches(TARGETS, QUICK, lambda _text: None)
+        routes, _ = routes_between(TARGETS, QUICK, lambda _text: None)
+    assert len(figures) == len(TARGETS)
+    assert len(routes) == len(TARGETS) * (len(TARGETS) - 1)

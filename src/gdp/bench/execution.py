@@ -218,15 +218,18 @@ def _placements(
     program: Program, content: Mapping[int, Any], problem: Problem, best: I64, targets: Sequence[Target],
     config: ExecutionConfig,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Predicted and measured step times of placements of every quality."""
-    rows = []
-    for name, placement in _various(problem, best, config):
-        simulation = simulate(problem, placement)
-        arm = run_arms(
-            program, content, {name: simulation.order}, targets, steps=config.placement_repeats, warm_up_steps=1
-        )[name]
-        rows.append({"placement": name, "predicted_ns": simulation.step_time_ns, "measured_ns": arm.median_step_ns})
-    return rows
+    """Predicted and measured step times of placements of every quality, a step of each in turn: the machine's pace
+    drifts, and what counts is how they compare. Each starts anew, since all together would need much memory."""
+    simulations = {name: simulate(problem, placement) for name, placement in _various(problem, best, config)}
+    step_ns: dict[str, list[int]] = {name: [] for name in simulations}
+    for _ in range(config.placement_repeats):
+        for name, simulation in simulations.items():
+            arms = run_arms(program, content, {name: simulation.order}, targets, steps=1, warm_up_steps=1)
+            step_ns[name] += arms[name].step_ns
+    return [
+        {"placement": name, "predicted_ns": simulation.step_time_ns, "measured_ns": int(np.median(step_ns[name]))}
+        for name, simulation in simulations.items()
+    ]
 
 
 def _various(problem: Problem, best: I64, config: ExecutionConfig) -> list[tuple[str, I64]]:
