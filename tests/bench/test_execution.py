@@ -16,7 +16,7 @@ from gdp.workloads import families
 from run_cases import CLUSTER
 
 CONFIG = execution.ExecutionConfig(
-    repeats=2, placements=3, placement_repeats=1, calibration_steps=1, budget=Budget(simulations=50)
+    repeats=2, placements=3, placement_rounds=2, placement_repeats=1, calibration_steps=1, budget=Budget(simulations=50)
 )
 PROCESSES: dict[str, Any] = {
     "model": "gdp.bench.execution:inception_v3", "num_ops": 7, "step_time_ns": 2_000_000, "predicted_ns": 1_000_000,

@@ -79,13 +79,14 @@ class ExecutionConfig:
 
     repeats: int = 15  # steps of each arm
     placements: int = 20
-    placement_repeats: int = 5
+    placement_rounds: int = 3  # all placements one after the other, so often
+    placement_repeats: int = 3  # steps of each in a round
     calibration_steps: int = 5
     budget: Budget = field(default_factory=partial(Budget, seconds=10.0))
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("repeats", "placements", "placement_repeats", "calibration_steps"):
+        for name in ("repeats", "placements", "placement_rounds", "placement_repeats", "calibration_steps"):
             if getattr(self, name) < 1:
                 raise InputError(f"bench execution: {name} is {getattr(self, name)}; at least 1 is expected")
 
@@ -159,12 +160,11 @@ def _measure(subject: Subject, cluster: Cluster, targets: Sequence[Target], conf
     )
     problem = Problem.build(graph, cluster)
     plan = place(graph, cluster, budget=config.budget, seed=config.seed)
-    first = int(np.argmin(times.sum(axis=0)))
-    alone = on_one_device(num_ops, first, len(targets))
+    alone = on_one_device(num_ops, int(np.argmin(times.sum(axis=0))), len(targets))
     with full_precision(), ThreadExecutor(program, plan.order, targets) as executor:
         executor.load(content)
         results = executor.results(executor.step(content, retain=True))
-    equality, reference = check_results(executable, content, results, plan.order, targets, first)
+    equality, reference = check_results(executable, content, results, plan.order, targets)
     arms = run_arms(program, content, {PLACED: plan.order, ONE_DEVICE: alone}, targets, steps=config.repeats)
     placed, single = arms[PLACED], arms[ONE_DEVICE]
     ratios = np.divide(single.step_ns, placed.step_ns)
@@ -218,13 +218,14 @@ def _placements(
     program: Program, content: Mapping[int, Any], problem: Problem, best: I64, targets: Sequence[Target],
     config: ExecutionConfig,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Predicted and measured step times of placements of every quality, a step of each in turn: the machine's pace
-    drifts, and what counts is how they compare. Each starts anew, since all together would need much memory."""
+    """Predicted and measured step times of placements of every quality. They take turns, since the machine's pace
+    drifts and what counts is how they compare; not step by step, since a first step is slow and all need memory."""
     simulations = {name: simulate(problem, placement) for name, placement in _various(problem, best, config)}
     step_ns: dict[str, list[int]] = {name: [] for name in simulations}
-    for _ in range(config.placement_repeats):
+    for _ in range(config.placement_rounds):
         for name, simulation in simulations.items():
-            arms = run_arms(program, content, {name: simulation.order}, targets, steps=1, warm_up_steps=1)
+            order = {name: simulation.order}
+            arms = run_arms(program, content, order, targets, steps=config.placement_repeats, warm_up_steps=1)
             step_ns[name] += arms[name].step_ns
     return [
         {"placement": name, "predicted_ns": simulation.step_time_ns, "measured_ns": int(np.median(step_ns[name]))}
@@ -336,7 +337,7 @@ def _markdown(figures: Mapping[str, Any], config: ExecutionConfig, cluster: Clus
         f"Measured step times in ms on {', '.join(names)} of this machine, {config.repeats} steps of each arm in turn; "
         f"medians. The plan is what `auto` finds in {config.budget} with measured op times; one device is the faster "
         "one. Speed-ups are ratios of steps that followed each other. Loss, outputs, gradients and buffers were, bit "
-        "for bit, those of PyTorch's own step, or, with random numbers, of the same program on one device, for "
+        "for bit, those of PyTorch's own step, or, with random numbers, of the same program on one core, for "
         f"{num_equal} of {len(rows)} workloads{close}.{gpu}",
         markdown_table(header, main),
         f"Predicted against measured over {config.placements} placements: the search's, the classical placers', those "

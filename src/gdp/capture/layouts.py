@@ -26,10 +26,10 @@ def empty(layout: Layout, device: torch.device | None = None, *, is_pinned: bool
 def fill(memory: Tensor, content: Tensor, *, non_blocking: bool = False) -> Tensor:
     """Copy `content` into `memory`, which is returned.
 
-    What has another shape than it was captured with is an LSTM's workspace, read by the device that made it only, and
+    Bytes of another size than was captured are an LSTM's workspace, which only the device that made it can read: it
     becomes zeros (`gdp.capture.stand_ins`).
     """
-    if content.shape != memory.shape:
+    if content.shape != memory.shape and content.dtype == torch.uint8:
         return memory.zero_()
     return memory.copy_(content, non_blocking=non_blocking)
 

@@ -105,7 +105,7 @@ def run_on_threads(
 
     `graph` is the one that was placed, where it has measured times; `cluster` allows to compare op by op. The results
     of the first step are compared with PyTorch's own step, or, where the model draws random numbers, with the same
-    program on one device. Raises ExecutionError if an op fails, InputError if the plan is of another model or cluster.
+    program on one core. Raises ExecutionError if an op fails, InputError if the plan is of another model or cluster.
     """
     program, simulation = executable.capture.program, _simulation(executable, plan, graph, cluster)
     content = executable.content()
@@ -114,7 +114,7 @@ def run_on_threads(
     with full_precision(), ThreadExecutor(program, plan.order, targets) as executor:
         executor.load(content)
         found = executor.results(executor.step(content, retain=True))
-    equality, reference = check_results(executable, content, found, plan.order, targets, first)
+    equality, reference = check_results(executable, content, found, plan.order, targets)
     orders: dict[str, Order] = {PLACED: plan.order, ONE_DEVICE: alone}
     measured: dict[str, Arm] = {}
     while not measured:
@@ -166,7 +166,7 @@ def run_on_ranks(
         return None
     gpu = next((target.device for target in (ranks.target, *ranks.targets) if target.device.type == "cuda"), CPU)
     here = [replace(target, device=gpu if target.device.type == "cuda" else CPU, cores=()) for target in ranks.targets]
-    equality, reference = check_results(executable, content, found, plan.order, here, 0)
+    equality, reference = check_results(executable, content, found, plan.order, here)
     return Run(
         plan=plan,
         graph_name=program.graph.name,
@@ -199,33 +199,32 @@ def op_times(executable: Executable, arms: Sequence[Arm], kinds: Sequence[str]) 
 
 
 def check_results(
-    executable: Executable, content: Mapping[int, Tensor], found: Replay, order: Order, targets: Sequence[Target],
-    first: int,
-) -> tuple[Equality, str]:  # fmt: skip
-    """How what a step of `order` gave compares, and with what: PyTorch's own step, or, where random numbers are drawn,
-    the same program on device `first`."""
+    executable: Executable, content: Mapping[int, Tensor], found: Replay, order: Order, targets: Sequence[Target]
+) -> tuple[Equality, str]:
+    """How what a step of `order` gave compares, and with what: PyTorch's own step on one core, or, where random numbers
+    are drawn, the same program on one core."""
     program = executable.capture.program
     if not program.num_draws:
         expected = eager_step(program, executable.model, executable.args, executable.kwargs, executable.loss)
         return compare(found, expected, updated_outputs(program)), "PyTorch's own step"
-    alone = drawing_alike(program, order, targets, first)
-    with full_precision(), ThreadExecutor(program, alone, targets) as executor:
+    alone = drawing_alike(program, order, targets)
+    with full_precision(), ThreadExecutor(program, alone, [*targets, Target("host", CPU)]) as executor:
         executor.load(content)
         expected = executor.results(executor.step(content, retain=True))
-    return compare(found, expected), "the same step on one device (the model draws random numbers)"
+    return compare(found, expected), "the same step on one core (the model draws random numbers)"
 
 
-def drawing_alike(program: Program, order: Order, targets: Sequence[Target], first: int) -> list[I64]:
-    """[D] all ops on device `first`, but for those that draw random numbers on another type of device in `order`:
-    CPUs and GPUs draw others by the same seed. Ops of a group stay together."""
+def drawing_alike(program: Program, order: Order, targets: Sequence[Target]) -> list[I64]:
+    """[D + 1] all ops on one device more, the host, but for those that draw random numbers on GPUs in `order`, which
+    draw others by the same seed. Ops of a group stay together."""
     groups = program.graph.groups
-    home = np.full(program.graph.num_ops, first)
-    for number, ops in enumerate(order):
-        if targets[number].device.type != targets[first].device.type:
+    home = np.full(program.graph.num_ops, len(targets))
+    for number, (ops, target) in enumerate(zip(order, targets, strict=True)):
+        if target.device.type != "cpu":
             drawing = [op for op in np.asarray(ops).tolist() if any(call.seed >= 0 for call in program.calls[op])]
             home[drawing] = number
             home[np.isin(groups, groups[drawing]) & (groups >= 0)] = number
-    return [np.flatnonzero(home == number) for number in range(len(targets))]
+    return [np.flatnonzero(home == number) for number in range(len(targets) + 1)]
 
 
 def _simulation(executable: Executable, plan: Plan, graph: Graph | None, cluster: Cluster | None) -> Simulation | None:
