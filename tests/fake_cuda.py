@@ -302,7 +302,8 @@ def _judge(world: FakeCuda, func: OpOverload, args: Any, kwargs: Any, result: An
     if crosses:
         is_async = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         ends = [world.storages[tensor.untyped_storage()._cdata] for tensor in (*given, *made)]
-        if not is_async or any(end.device.type == "cpu" and not end.is_pinned for end in ends):
+        is_staged = is_copy and len(given) > 1 and given[0].stride() != given[1].stride()  # by PyTorch, unpinned
+        if not is_async or is_staged or any(end.device.type == "cpu" and not end.is_pinned for end in ends):
             world.num_hidden_waits += 1
             world.join(host, world.clocks[actor])
 

@@ -46,13 +46,14 @@ def test_attention(num_key_heads: int, options: tuple[bool, str | None, float | 
 @pytest.mark.parametrize("is_reverse", [False, True])
 @pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("given", ["output", "states", "all"])
-def test_lstm_layer(is_reverse: bool, has_biases: bool, given: str) -> None:
+@pytest.mark.parametrize("train", [False, True])
+def test_lstm_layer(is_reverse: bool, has_biases: bool, given: str, train: bool) -> None:
     torch.manual_seed(0)
     steps, batch, width, hidden = 5, 4, 6, 3
     weights = [torch.randn(4 * hidden, width), torch.randn(4 * hidden, hidden)]
     biases = [torch.randn(4 * hidden), torch.randn(4 * hidden)] if has_biases else weights  # as PyTorch gives none
     inputs = torch.randn(steps, batch, width), *weights, *biases, torch.randn(batch, hidden), torch.randn(batch, hidden)
-    args = *inputs, is_reverse, [], 2, hidden, 1, has_biases, False, False, True
+    args = *inputs, is_reverse, [], 2, hidden, 1, has_biases, False, False, train
     with torch.enable_grad():
         *results, workspace = LSTM(*args)
         *here, no_workspace = function_for(LSTM, GPU)(*args)
@@ -62,7 +63,7 @@ def test_lstm_layer(is_reverse: bool, has_biases: bool, given: str) -> None:
     if given != "all":
         kept = {0} if given == "output" else {1, 2}
         gradients = [gradient if number in kept else None for number, gradient in enumerate(gradients)]
-    rest = is_reverse, 2, hidden, 1, has_biases, True, False, [], False
+    rest = is_reverse, 2, hidden, 1, has_biases, train, False, [], False
     with torch.no_grad():
         expected = LSTM_BACKWARD(*inputs, *results, *gradients, *rest, workspace)
         used = [0, 1, 2, 3, 4, 5, 6] if has_biases else [0, 1, 2, 5, 6]

@@ -1,6 +1,7 @@
 """`gdp run` measures a plan beside one device, checks its results, and fails in one line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import gdp
 from gdp import Cluster, Plan, Problem, simulate
 from gdp.capture import Replay, capture
 from gdp.cli import main
-from gdp.execute.arms import run_arms
+from gdp.execute.arms import on_one_device, run_arms
 from gdp.execute.equality import compare, eager_step, full_precision
 from gdp.execute.prediction import predict, rank_correlation
-from gdp.execute.run import drawing_alike
+from gdp.execute.run import OTHER_SUMS_TOLERANCE, Executable, check_results, drawing_alike, first_step
 from gdp.execute.targets import CPU, Target
 from gdp.execute.worker import ExecutionError
 from gdp.measured_times import MeasuredTimes
@@ -166,6 +167,22 @@ def test_random_numbers_to_compare_with_are_drawn_on_the_same_type_of_device() -
     assert 0 < len(on_gpu) < len(drawing)
     assert not len(on_cpu)
     assert sorted([*on_gpu, *on_host]) == list(range(num_ops))
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+@pytest.mark.parametrize("name", ["resnet", "bert", "gnmt", "vit"])
+def test_other_kernels_are_as_right_and_wrong_results_are_not(name: str) -> None:
+    """oneDNN's kernels and PyTorch's own differ as those of two devices do."""
+    torch.manual_seed(0)
+    model, args, kwargs = TINY[name]()
+    executable = Executable(capture(model, args, kwargs, name=name), model, args, kwargs)
+    program, content, targets = executable.capture.program, executable.content(), [Target("cpus", CPU, (0, 1))]
+    order = on_one_device(program.graph.num_ops, 0, 1)
+    with torch.backends.mkldnn.flags(enabled=False):
+        found = first_step(program, order, targets, content)
+    assert check_results(executable, content, found, order, targets)[0].is_close(OTHER_SUMS_TOLERANCE)
+    wrong = replace(found, gradients={path: 2.0 * gradient for path, gradient in found.gradients.items()})
+    assert not check_results(executable, content, wrong, order, targets)[0].is_close(OTHER_SUMS_TOLERANCE)
 
 
 def test_results_are_compared_in_full_precision() -> None:

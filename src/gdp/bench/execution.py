@@ -8,8 +8,8 @@ loads the machine. Nothing that is measured later flows back into a prediction.
 """
 
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,14 +26,12 @@ from gdp.budget import Budget
 from gdp.capture import Program, capture
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.execute.arms import Arm, on_one_device, run_arms
+from gdp.execute.arms import on_one_device, run_arms
 from gdp.execute.calibration import calibrate
-from gdp.execute.equality import full_precision
 from gdp.execute.local_devices import detect_local
 from gdp.execute.prediction import predict, rank_correlation
-from gdp.execute.run import OTHER_SUMS_TOLERANCE, PLACED, Executable, check_results
+from gdp.execute.run import OTHER_SUMS_TOLERANCE, PLACED, Executable, check_results, first_step
 from gdp.execute.targets import Target
-from gdp.execute.threads import ThreadExecutor
 from gdp.graph import I64
 from gdp.measured_times import with_times
 from gdp.place import place
@@ -161,9 +159,7 @@ def _measure(subject: Subject, cluster: Cluster, targets: Sequence[Target], conf
     problem = Problem.build(graph, cluster)
     plan = place(graph, cluster, budget=config.budget, seed=config.seed)
     alone = on_one_device(num_ops, int(np.argmin(times.sum(axis=0))), len(targets))
-    with full_precision(), ThreadExecutor(program, plan.order, targets) as executor:
-        executor.load(content)
-        results = executor.results(executor.step(content, retain=True))
+    results = first_step(program, plan.order, targets, content)
     equality, reference = check_results(executable, content, results, plan.order, targets)
     arms = run_arms(program, content, {PLACED: plan.order, ONE_DEVICE: alone}, targets, steps=config.repeats)
     placed, single = arms[PLACED], arms[ONE_DEVICE]
@@ -200,18 +196,12 @@ def _op_times(executable: Executable, targets: Sequence[Target], steps: int) -> 
     """int64[N, D]: the median time of each op on each device, while all devices run the whole step."""
     program, content = executable.capture.program, executable.content()
     num_ops = program.graph.num_ops
-    arms: list[Arm | None] = [None] * len(targets)
 
-    def measure(number: int) -> None:
-        order = on_one_device(num_ops, 0, 1)
-        arms[number] = run_arms(program, content, {"": order}, [targets[number]], steps=steps)[""]
+    def measure(target: Target) -> I64:
+        return run_arms(program, content, {"": on_one_device(num_ops, 0, 1)}, [target], steps=steps)[""].median_op_ns()
 
-    threads = [threading.Thread(target=measure, args=(number,)) for number in range(len(targets))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return np.stack([arm.median_op_ns() for arm in arms if arm is not None], axis=1)
+    with ThreadPoolExecutor(len(targets)) as pool:
+        return np.stack(list(pool.map(measure, targets)), axis=1)
 
 
 def _placements(

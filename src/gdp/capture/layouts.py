@@ -27,9 +27,9 @@ def fill(memory: Tensor, content: Tensor, *, non_blocking: bool = False) -> Tens
     """Copy `content` into `memory`, which is returned.
 
     Bytes of another size than was captured are an LSTM's workspace, which only the device that made it can read: it
-    becomes zeros (`gdp.capture.stand_ins`).
+    becomes zeros (`gdp.capture.stand_ins`). What CPUs leave empty (sums of embedding bags have no offsets) stays so.
     """
-    if content.shape != memory.shape and content.dtype == torch.uint8:
+    if content.shape != memory.shape and (content.dtype == torch.uint8 or not memory.numel()):
         return memory.zero_()
     return memory.copy_(content, non_blocking=non_blocking)
 

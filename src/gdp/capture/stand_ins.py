@@ -1,4 +1,4 @@
-"""Stand-ins: operators that PyTorch has on CPUs alone, made for other devices of those that it has on all.
+"""Stand-ins: operators that PyTorch has on CPUs alone, or otherwise there, made for other devices of what those have.
 
 A model is captured on the CPU, where attention and LSTM layers become operators that no GPU has. Elsewhere the public
 functions take their place, for which PyTorch finds the device's own kernels; a backward pass runs the forward pass once
@@ -7,6 +7,7 @@ its workspace) is zeros then, and where the CPU's is given zeros, it makes it an
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,14 @@ from torch.nn import functional
 
 aten = torch.ops.aten
 
+# cuDNN would have them in one piece, but each is a tensor of the graph
+warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 LSTM = aten.mkldnn_rnn_layer.default
 LSTM_BACKWARD = aten.mkldnn_rnn_layer_backward.default
+LAYER_NORM_BACKWARD = aten.native_layer_norm_backward.default
 
 
 def function_for(func: OpOverload, device: torch.device | None) -> Callable[..., Any]:
@@ -83,7 +88,7 @@ def _lstm_backward(
     input: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, hx: Tensor, cx: Tensor, output: Tensor,
     hy: Tensor, cy: Tensor, grad_output: Tensor | None, grad_hy: Tensor | None, grad_cy: Tensor | None, *args: Any,
 ) -> Sequence[Tensor]:  # fmt: skip
-    forward_args, has_biases = _forward_args(*args), args[4]
+    forward_args, has_biases = (*_forward_args(*args)[:-1], True), args[4]  # cuDNN's backward pass wants `train`
 
     def run(input: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, hx: Tensor, cx: Tensor) -> tuple[Tensor, ...]:
         return _lstm(input, w_ih, w_hh, b_ih, b_hh, hx, cx, *forward_args)[:3]
@@ -101,6 +106,13 @@ def _lstm_backward_on_cpu(*args: Any) -> Any:
         with torch.enable_grad():  # or no workspace is made
             workspace = LSTM(*given[:7], *_forward_args(*args[13:]))[3]
     return LSTM_BACKWARD(*given, workspace)
+
+
+def _layer_norm_backward(
+    grad_out: Tensor, input: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, *args: Any
+) -> Any:
+    sums = torch.promote_types(input.dtype, torch.float32)  # CPUs keep the mean of half types in half, GPUs read floats
+    return LAYER_NORM_BACKWARD(grad_out, input, shape, mean.to(sums), rstd.to(sums), *args)
 
 
 def _forward_args(
@@ -124,6 +136,7 @@ def _gradients(
 
 _ELSEWHERE: Mapping[OpOverload, Callable[..., Any]] = {
     ATTENTION: _attention, ATTENTION_BACKWARD: _attention_backward, LSTM: _lstm, LSTM_BACKWARD: _lstm_backward,
+    LAYER_NORM_BACKWARD: _layer_norm_backward,
 }  # fmt: skip
 _ON_CPU: Mapping[OpOverload, Callable[..., Any]] = {
     ATTENTION_BACKWARD: _attention_backward_on_cpu, LSTM_BACKWARD: _lstm_backward_on_cpu,

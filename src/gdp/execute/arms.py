@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,8 @@ class Arm:
     records: list[StepRecord] = field(default_factory=list)  # [S]
 
     def add(self, record: StepRecord, num_ops: int) -> None:
-        """One more step."""
+        """One more step; what it made is not kept."""
+        record = replace(record, devices=tuple(replace(device, held={}) for device in record.devices))
         op_ns, wait_ns = np.zeros(num_ops, np.int64), np.zeros(num_ops, np.int64)
         for device in record.devices:
             ops = list(device.ops)

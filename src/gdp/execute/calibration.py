@@ -45,6 +45,7 @@ from gdp.execute.calibration_work import (
     unable,
     whole,
 )
+from gdp.execute.equality import full_precision
 from gdp.execute.local_devices import LocalDevice
 from gdp.execute.targets import Target
 
@@ -77,7 +78,8 @@ def calibrate(devices: Sequence[LocalDevice], *, quick: bool = False, on_progres
     targets = [device.target for device in devices]
     num_threads = torch.get_num_threads()
     try:
-        rates, float32 = _arithmetic(targets, effort, log)
+        with full_precision():  # or convolutions in TF32 would count as float32
+            rates, float32 = _arithmetic(targets, effort, log)
         bandwidths = _bandwidths(devices, effort, log)
         launches_ns, launch_notes = launches(targets, effort, log)
         routes, route_notes = routes_between(targets, effort, log)
@@ -164,7 +166,9 @@ def _bandwidths(devices: Sequence[LocalDevice], effort: Effort, log: Log) -> lis
     """[D] bytes per second of adding vectors too large for the caches, counted as in a graph: two read, one written."""
     jobs, works = [], []
     for device in devices:
-        streamed_bytes = min(effort.streamed_bytes, max(2 * _cache_bytes(), 64 * MIB), device.memory_bytes // 8)
+        streamed_bytes = min(effort.streamed_bytes, device.memory_bytes // 8)
+        if device.target.device.type == "cpu":  # the caches of GPUs are not told, and much is little time there
+            streamed_bytes = min(streamed_bytes, max(2 * _cache_bytes(), 64 * MIB))
         works.append(_addition(streamed_bytes // 12))
         jobs.append(job_of(device.target, works[-1], torch.float32))
     log("memory bandwidth on all devices at once")

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from gdp.execute.worker import ExecutionError
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """How the results of two steps compare. Relative differences are to the largest element of a tensor."""
+    """How the results of two steps compare. Relative differences are to the largest element of a tensor, or, where that
+    is known and more, to `NOISE_FACTOR` times the tensor's noise."""
 
     num_tensors: int  # compared: loss, outputs, gradients, state
     num_equal: int  # bit for bit
@@ -32,15 +33,23 @@ class Equality:
         return self.largest_difference <= tolerance
 
 
-def compare(found: Replay, expected: Replay, ignored_outputs: Collection[str] = ()) -> Equality:
-    """`found` beside `expected`; devices may differ. All must be on both sides, but for state, some of it on one."""
+def compare(
+    found: Replay, expected: Replay, ignored_outputs: Collection[str] = (), noisy: Replay | None = None
+) -> Equality:
+    """`found` beside `expected`; devices may differ. All must be on both sides, but for state, some of it on one.
+
+    `noisy` is what the step gives from inputs rounded anew: gradients that are zero but for rounding, or pass many
+    normalisations, differ so much between any two ways to add.
+    """
     here, there = dict(_tensors(found, ignored_outputs)), dict(_tensors(expected, ignored_outputs))
+    rounded = {} if noisy is None else dict(_tensors(noisy, ignored_outputs))
     num_tensors, num_equal, largest, where = 0, 0, 0.0, ""
     for name in here | there:
         if name.endswith(_STATE) and not (name in here and name in there):
             continue
         num_tensors += 1
-        difference = _difference(here[name], there[name]) if name in here and name in there else float("inf")
+        is_there = name in here and name in there
+        difference = _difference(here[name], there[name], rounded.get(name)) if is_there else float("inf")
         num_equal += difference == 0.0
         if difference > largest:
             largest, where = difference, name
@@ -74,6 +83,16 @@ def eager_step(
         torch.set_num_threads(num_threads)
 
 
+def on_cpu(replay: Replay) -> Replay:
+    """The same tensors on the CPU."""
+
+    def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+    loss = None if replay.loss is None else replay.loss.cpu()
+    return Replay(loss, moved(replay.outputs), moved(replay.gradients), moved(replay.state))
+
+
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Kernels of GPUs compute in the types of their tensors: PyTorch lets cuDNN round float32 to TF32 otherwise."""
@@ -100,6 +119,8 @@ def updated_outputs(program: Program) -> set[str]:
     return {name for name, ref in program.outputs.items() if ref.value in updated} if program.gradients else set()
 
 
+NOISE_FACTOR = 1e4  # ten times the noise is then a thousandth of it: other kernels were within twice
+_NUM_UNITS = 16  # of noise in the inputs, which stands for that of all ops
 _STATE = " of the state"
 
 
@@ -113,7 +134,26 @@ def _tensors(replay: Replay, ignored_outputs: Collection[str]) -> Iterator[tuple
     yield from ((f"{name!r}{_STATE}", item) for name, item in replay.state.items())
 
 
-def _difference(here: Tensor, there: Tensor) -> float:
+def rounded_anew(content: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The same tensors with noise of some units in the last place of each element; integers as they are."""
+    random = torch.Generator().manual_seed(0)
+
+    def noisy(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        noise = torch.randn(tensor.shape, generator=random, dtype=torch.float64)
+        return (tensor.double() * (1.0 + _NUM_UNITS * torch.finfo(tensor.dtype).eps * noise)).to(tensor.dtype)
+
+    return {number: noisy(tensor) for number, tensor in content.items()}
+
+
+def without_parameters(replay: Replay, program: Program) -> Replay:
+    """Without what an update made of the parameters: a gradient that is zero but for rounding moves them either way."""
+    names = {name for source in program.sources.values() if source.kind == "parameter" for name in source.views}
+    return replace(replay, state={name: tensor for name, tensor in replay.state.items() if name not in names})
+
+
+def _difference(here: Tensor, there: Tensor, noisy: Tensor | None = None) -> float:
     """0 if all bits are equal, or both no numbers in the same places."""
     here, there = here.detach().cpu(), there.detach().cpu()
     if here.shape != there.shape or here.dtype != there.dtype:
@@ -127,6 +167,9 @@ def _difference(here: Tensor, there: Tensor) -> float:
         return float("inf")
     sizes = there.to(wide).abs()
     scale = float(sizes[sizes.isfinite()].max()) if sizes.isfinite().any() else 0.0
+    if noisy is not None:
+        noise = (noisy.detach().cpu().to(wide) - there.to(wide)).abs()
+        scale = max(scale, NOISE_FACTOR * float(noise[noise.isfinite()].max() if noise.isfinite().any() else 0.0))
     return float(difference.max()) / (scale or 1.0)
 
 

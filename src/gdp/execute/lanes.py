@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gdp.capture.layouts import fill
-from gdp.execute.targets import Target
+from gdp.execute.targets import CPU, Target
 
 
 class Parcel(NamedTuple):
@@ -56,7 +56,8 @@ class CpuLane:
         """What is handed to a worker of the device `to`."""
         if content is None or to.type == "cpu":
             return Parcel(tensor, content)
-        return _copy_on(_stream(self._streams, to, to), self._memory_for, tensor, content.pin_memory(), to)
+        staged = fill(self._memory_for(tensor, CPU, is_pinned=True), content)  # dense, or the copy would hold this up
+        return _copy_on(_stream(self._streams, to, to), self._memory_for, tensor, staged, to)
 
     def unpack(self, parcel: Parcel) -> Tensor | None:
         """The content, ready to be read here."""

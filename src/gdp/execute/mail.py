@@ -225,7 +225,7 @@ class Mail:
         if self._program.tensor_layouts[tag] is not None:
             return content.contiguous()
         made = self._program.layouts[self._program.tensor_values[tag]]
-        if content.stride() == made.stride and tuple(content.shape) == made.size:
+        if content.dtype == made.dtype and content.stride() == made.stride and tuple(content.shape) == made.size:
             return content
         return fill(self._program.memory_for(tag, content.device), content)
 

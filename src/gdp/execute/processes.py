@@ -219,7 +219,7 @@ class ProcessExecutor:
         return 2 + 3 * len(self._scripts[rank]) + sum((2 * sends + receives) * count for sends, receives, count in ends)
 
     def _gather(self, own: DeviceRecord, offsets_ns: Sequence[int] | None) -> ProcessRecord:
-        start_ns, finish_ns = self._mail.began_ns, time.perf_counter_ns()
+        start_ns, finish_ns = self._mail.began_ns, own.end_ns
         numbers = [start_ns, finish_ns]
         if offsets_ns is not None:
             numbers += [*own.start_ns, *own.finish_ns, *own.wait_ns, *self._mail.line_times_ns()]

@@ -141,7 +141,8 @@ class ThreadExecutor:
             self.close()
             raise
         self.num_steps += 1
-        return StepRecord(tuple(record for record in records if record), start_ns, time.perf_counter_ns())
+        done = tuple(record for record in records if record)
+        return StepRecord(done, start_ns, max(record.end_ns for record in done))
 
     def results(self, record: StepRecord) -> Replay:
         """What a step that retained it gave, and the state after it; tensors are on their devices."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -50,6 +51,7 @@ class DeviceRecord:
     start_ns: tuple[int, ...] = ()
     finish_ns: tuple[int, ...] = ()
     wait_ns: tuple[int, ...] = ()  # how long each op waited for tensors from elsewhere before it started
+    end_ns: int = 0  # when all was done
 
 
 class Stopped(BaseException):
@@ -72,7 +74,9 @@ class ExecutionError(Exception):
     def is_out_of_memory(self) -> bool:
         """Was there no memory left?"""
         text = str(self.cause)
-        return isinstance(self.cause, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
+        if isinstance(self.cause, (torch.OutOfMemoryError, MemoryError)):
+            return True  # others come from the CPU's allocator, the driver, cuBLAS and cuDNN
+        return any(words in text for words in ("can't allocate memory", "out of memory", "ALLOC_FAILED"))
 
     def __str__(self) -> str:
         remedy = self.note
@@ -155,12 +159,13 @@ class Worker:
                 clock_in(clock())
         mailbox.finish()
         lane.settle()
+        end_ns = time.perf_counter_ns()
         if not orders.is_timed:
-            return DeviceRecord(held)
+            return DeviceRecord(held, end_ns=end_ns)
         times_ns = lane.times_ns(moments)
         starts, finishes = tuple(times_ns[1::2]), tuple(times_ns[2::2])
         waits = tuple(start - before for start, before in zip(starts, times_ns[0::2], strict=False))
-        return DeviceRecord(held, tuple(task.op for task in orders.script), starts, finishes, waits)
+        return DeviceRecord(held, tuple(task.op for task in orders.script), starts, finishes, waits, end_ns)
 
     def _on_device(self, tensor: int, memory: Tensor) -> Tensor:
         return self.program.memory_for(tensor, self.lane.target.device).copy_(memory)
