@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gdp.execute.arms import Arm
-from gdp.execute.equality import Equality
+from gdp.execute.equality import NOISE_FACTOR, Equality
 from gdp.execute.prediction import OpPrediction, Prediction
 from gdp.execute.run import Run
 from gdp.report.tables import format_ms, new_table
@@ -98,7 +98,8 @@ def _equality(equality: Equality, reference: str) -> str:
         return f"Loss, outputs, gradients and buffers ({num} tensors): bit for bit those of {reference}."
     return (
         f"{num - equal} of {num} result tensors differ from those of {reference}, "
-        f"by at most {equality.largest_difference:.1e} of their largest element ({equality.where})."
+        f"by at most {equality.largest_difference:.1e} of their largest element, or of {NOISE_FACTOR:,.0f} times their "
+        f"noise of rounding where that is more ({equality.where})."
     )
 
 
