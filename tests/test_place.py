@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from gdp.bench.graphs import lstm_training_graph
 from gdp.budget import Budget
 from gdp.cluster import Cluster
+from gdp.devices import Device, Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.place import place
@@ -44,6 +45,28 @@ def test_finds_what_fits_and_never_loses(instance: Instance) -> None:
         assert all(plan.step_time_ns <= (baseline.step_time_ns or 0) for baseline in fitting)
     elif plan.status == "ok":  # only another order than the default made it fit
         assert verify(problem, plan) == []
+
+
+def test_one_of_few_placements_that_fit_is_found_on_a_small_budget() -> None:
+    """6 of 19,683 fit: among those of random machines above, one that 100 nodes of the exact placer did not find."""
+    times_ns = ["021", "202", "210", "110", "010", "210", "003", "011", "300"]
+    consumers = [(1, 2, 3, 6), (3, 4, 5), (3, 8), (), (), (7,), (8,), (), ()]
+    ops = [Op(f"op{op}", time_ns={f"d{d}": int(time) for d, time in enumerate(row)}) for op, row in enumerate(times_ns)]
+    tensors = [
+        Tensor(op, users, num_bytes)
+        for op, (users, num_bytes) in enumerate(zip(consumers, (0, 3, 4, 0, 0, 2, 3, 4, 2), strict=True))
+    ]
+    devices = [
+        Device(f"d{d}", "test-device", memory, {"float32": 10**9}, 10**9, 0) for d, memory in enumerate((1, 7, 5))
+    ]
+    routes = {
+        (a, b): Route(0, 10**9 if a == 2 else 3 * 10**8, (f"d{a}-d{b}",)) for a in range(3) for b in range(3) if a != b
+    }
+    plan = place(
+        Graph.build("test", ops, tensors), Cluster.build("test", devices, routes), budget=Budget(simulations=200),
+        num_threads=1,
+    )  # fmt: skip
+    assert plan.status == "ok"
 
 
 @pytest.mark.parametrize("placer", PLACERS)

@@ -49,6 +49,7 @@ STREAMING_SHARE = 0.2  # of the budget at most
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
 FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go to the exact placer; its effort there
+NODES_PER_SIMULATION = 20  # of it while nothing fits: most are partial placements, which take far less time
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,10 +152,13 @@ def _search(
             begun = simulate(reduction.original, before.placement, priority=before.priority)
         answers.append(Candidate(key_of(begun, noise), begun, incumbent.order))
     if not is_quick and _is_small(problem):
-        max_nodes = SMALL_NODES if limit is None else min(SMALL_NODES, limit // 2)
+        num_nodes = SMALL_NODES if limit is None else limit // 2
+        if classical.best is None or classical.best.key[0]:  # nothing fits yet, which matters more than thrift
+            num_nodes *= NODES_PER_SIMULATION
+        max_nodes = min(SMALL_NODES, num_nodes)
         start = None if classical.best is None else reduction.restrict(classical.best.simulation.placement)
         exactly = exact(problem, max_nodes=max_nodes, time_limit_s=clock.seconds_left, start=start, stop=clock.stop)
-        num_simulations += exactly.num_nodes
+        num_simulations += exactly.num_nodes if limit is None else min(exactly.num_nodes, limit // 2)
         if exactly.placement is not None:
             starts.append(exactly.placement)
             answers.append(Candidate.of(reduction.original, reduction.expand(exactly.placement), noise))
