@@ -1,5 +1,5 @@
-# make place      place gnmt-4 on four P100s: the main job
-# make test       lint, types, layers and all tests but the long ones
+# make place      place gnmt-4 on four P100s: the main job; installs what placing needs and nothing else
+# make test       lint, types, layers and all tests but the long ones; installs all that tests need
 # make docs       the documentation as a site, in site/
 PYTHON ?= python3
 MODEL ?= gnmt-4
@@ -7,33 +7,40 @@ DEVICES ?= 4xp100-pcie-16g
 BUDGET ?= 30s
 
 BIN := .venv/bin
-INSTALLED := .venv/installed
+PLACING := .venv/placing
+TESTING := .venv/testing
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
 .PHONY: place test test-long lint docs clean
 
-place: $(INSTALLED)
+place: $(PLACING)
 	@$(BIN)/gdp place $(MODEL) --devices $(DEVICES) --budget $(BUDGET)
 	@echo "The plan is in $(CURDIR)/plan.json"
 
 test: lint
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile
 
-test-long: $(INSTALLED)
+test-long: $(TESTING)
 	$(BIN)/pytest -m long
 
-lint: $(INSTALLED)
+lint: $(TESTING)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(INSTALLED)
+docs: $(TESTING)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-$(INSTALLED): pyproject.toml constraints.txt
+# --no-compile: modules are compiled when they are first imported, and most of PyTorch's never are
+$(PLACING): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gdp needs Python 3.11 or newer; make PYTHON=... names another")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
+	@touch $@
+
+$(TESTING): $(PLACING)
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 clean:

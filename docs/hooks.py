@@ -1,6 +1,4 @@
-"""What MkDocs does while it builds the site: the command line's reference is written from the commands themselves, and
-`::: gdp.NAME` finds the docstring of a public name where it is defined.
-"""
+"""Hooks of MkDocs: write the reference of the command line from the commands, and find docstrings of public names."""
 
 import re
 from collections.abc import Iterator
@@ -12,19 +10,19 @@ PLACE = "<!-- commands -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """`markdown` with what is made from code: commands in the place of the comment that asks for them, and names."""
+    """Replaces the comment PLACE by the commands, and `::: gdp.NAME` by the directive with the name's module."""
     if PLACE in markdown:
         markdown = markdown.replace(PLACE, "\n".join(_commands()))
     return re.sub(r"^::: gdp\.(\w+)$", _public_name, markdown, flags=re.MULTILINE)
 
 
 def _public_name(match: re.Match[str]) -> str:
-    """Where the name lives: `gdp.place` would be taken for the module of that name."""
+    """Returns the directive with the module that defines the name."""
     import gdp
 
     name = match[1]
     options = (f"heading: gdp.{name}", f"toc_label: {name}")
-    return "\n      ".join((f"::: gdp.{gdp._HOME[name]}.{name}\n    options:", *options))
+    return "\n      ".join((f"::: {getattr(gdp, name).__module__}.{name}\n    options:", *options))
 
 
 def _commands() -> Iterator[str]:
@@ -34,7 +32,7 @@ def _commands() -> Iterator[str]:
 
 
 def _command(name: str, command: Any, depth: int) -> Iterator[str]:
-    """A section for a command and those below it."""
+    """Yields the lines of a section for a command and its subcommands."""
     subcommands = getattr(command, "commands", {})
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option"]

@@ -12,6 +12,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile once, before several processes do so at the same time and `gdp` says that it takes long."""
     is_one_of_several = hasattr(session.config, "workerinput")
     if session.config.getoption("numprocesses", None) and not is_one_of_several:
-        from gdp import warmup
+        from gdp.planning import warm_up
 
-        warmup.warm_up()
+        warm_up.warm_up()

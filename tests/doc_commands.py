@@ -1,6 +1,6 @@
-"""Commands that pages show and no test runs: that they could be run as they are written.
+"""Checks commands of pages without running them.
 
-`gdp` is parsed by its own command line; `make` has the target; `pytest` and `python` find the file.
+`gdp` parses its own commands, `make` must have the target, `pytest` and `python` must find the file.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 import typer.main
+from markdown_it import MarkdownIt
 
 from doc_pages import INDENTED, read_blocks, read_commands
 from gdp.cli import app
@@ -21,11 +22,11 @@ _PROGRAMS = ("gdp", "make", "pytest", "python", "python3", "torchrun")
 
 
 class CommandError(AssertionError):
-    """A command that cannot be run."""
+    """A command cannot be run as it is written."""
 
 
 def command_lines(page: Path) -> Iterator[str]:
-    """The commands in blocks of `page`, fenced or indented: without prompts, continued lines as one."""
+    """Yields the commands in blocks of `page`, fenced or indented: without prompts, continued lines as one."""
     for block in read_blocks(page):
         if block.language == "console":
             lines = [command.text for command in read_commands(block)]
@@ -41,8 +42,17 @@ def command_lines(page: Path) -> Iterator[str]:
                 yield text
 
 
+def inline_commands(page: Path) -> Iterator[str]:
+    """Yields the commands with arguments in the running text and the tables of `page`."""
+    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
+        for child in token.children or ():
+            words = child.content.split()
+            if child.type == "code_inline" and len(words) > 1 and words[0] in _PROGRAMS:
+                yield child.content
+
+
 def check_command(text: str) -> None:
-    """CommandError unless `text` parses."""
+    """Raises CommandError unless `text` parses."""
     words = shlex.split(text, comments=True)
     end = next((at for at, word in enumerate(words) if word[0] in "|<>&"), len(words))
     words = words[:end]

@@ -1,19 +1,20 @@
-"""Pages of the documentation that are run: their code blocks, in order, in one directory.
+"""Runs the pages of the documentation: the code blocks of a page, in order, in one directory.
 
-```console             each line after `$ ` is run by bash (lines after `> ` go on with it), the lines below are
-                       what it prints, to both streams; `...` stands for any lines. `<!-- status=3 -->` on the
-                       line before: the exit status, 0 otherwise; `<!-- times=vary -->`: times are those of the
-                       machine at hand
-```yaml title="NAME"   is written to the file NAME; so is any language but those above and below
-```python              is executed, all those of a page in one process
-```text title="Output" is what the Python block before it prints
-```text                is not run: what is no code
+```console              bash runs each line after `$ ` (lines after `> ` continue it); the lines below are its output on
+                        both streams, and `...` stands for any lines
+```python               Python executes it; all blocks of a page share one process
+```text title="Output"  the output of the Python block before it
+```text                 is not run and must not be code
+```LANGUAGE title="NAME"  any other language: written to the file NAME
 
-<!-- run=long -->      on the line before a block: run by `make test-long` only. A page runs without these as well.
-<!-- unrun="WHY" -->   not run, for the reason given; commands are parsed, Python is compiled
-tests/docs/own_files/PAGE.py       is run first where it is: makes the files that the page takes for the reader's own
+A comment on the line before a block has its options:
 
-python tests/doc_pages.py [--only-quick] docs/PAGE.md ...     runs pages and rewrites what their commands print
+<!-- status=3 -->       the exit status; 0 otherwise
+<!-- times=vary -->     times depend on the machine, so they are not compared
+<!-- run=long -->       only `make test-long` runs the block; the page must run without it, too
+<!-- unrun="WHY" -->    nothing runs the block, for this reason; commands are parsed, Python is compiled
+
+python tests/doc_pages.py [--only-quick] docs/PAGE.md ...     runs pages and rewrites the output that they show
 """
 
 import ast
@@ -33,17 +34,16 @@ from markdown_it import MarkdownIt
 
 ANY = "..."
 INDENTED = "indented"
-TOLERANCE = 0.05  # of step times, which the pages state
+TOLERANCE = 0.05  # of step times; docs/index.md states it
 _NUMBER = re.compile(r"(?:(?<!\S)[+-])?\d[\d,.]*")
 _TIME = re.compile(r"(\d[\d,.]*) (ms|us)\b")
 _NS = {"us": 1e3, "ms": 1e6}
-_PASSING = ("gdp: compiling, once on a machine",)  # said where something has not been compiled yet
+_PASSING = ("gdp: [",)  # stages that take long here and now
 _TIMEOUT = 300  # seconds of one command
-_OWN_FILES = Path(__file__).parent / "docs" / "own_files"
 _PROGRAMS = r"gdp|python3?|pip|make|torchrun|pytest|git|docker"
 _COMMAND = re.compile(rf"(?:\$ \S|(?:\.venv/bin/)?(?:{_PROGRAMS}) [\w.-])")
 
-# Executes blocks of Python, which come as lines of JSON, and answers each with what it printed.
+# Executes blocks of Python, which come as lines of JSON, and answers each with its output.
 _INTERPRETER = """
 import contextlib, io, json, sys, traceback
 answers, names = sys.stdout, {"__name__": "__main__"}
@@ -60,12 +60,12 @@ for line in sys.stdin:
 
 
 class PageError(AssertionError):
-    """A page shows what is not so."""
+    """A page shows something that does not happen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of code; `line`, from 1, is that of its content's beginning."""
+    """A block of code; its content begins at `line`, counted from 1."""
 
     language: str
     content: str
@@ -87,7 +87,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command and the lines that it is said to print, from `line` on."""
+    """A command and the output that the page shows for it, from `line` on."""
 
     text: str
     printed: tuple[str, ...]
@@ -95,24 +95,24 @@ class Command:
 
 
 def read_blocks(page: Path) -> list[Block]:
-    """The blocks of `page`; the language of one that is indented, not fenced, is INDENTED."""
-    found = []
-    said = ""  # in a comment on the line before a block
+    """Returns the blocks of `page`; the language of an indented block is INDENTED."""
+    blocks = []
+    comment = ""  # on the line before a block
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
         line = token.map[0] + 1 if token.map else 0
         if token.type == "code_block":
-            found.append(Block(INDENTED, token.content, line, {}))
+            blocks.append(Block(INDENTED, token.content, line, {}))
         if token.type == "fence":
             language, _, rest = token.info.strip().partition(" ")
-            stated = re.findall(r'(\w+)=(?:"([^"]*)"|(\S+))', f"{said} {rest}")
-            options = {key: quoted or bare for key, quoted, bare in stated}
-            found.append(Block(language, token.content, line + 1, options))
-        said = token.content if token.type == "html_block" else ""
-    return found
+            pairs = re.findall(r'(\w+)=(?:"([^"]*)"|(\S+))', f"{comment} {rest}")
+            options = {key: quoted or bare for key, quoted, bare in pairs}
+            blocks.append(Block(language, token.content, line + 1, options))
+        comment = token.content if token.type == "html_block" else ""
+    return blocks
 
 
 def check_block(block: Block, page: Path) -> None:
-    """PageError unless `block` is run, or is said not to be and why, or is no code."""
+    """Raises PageError unless `block` can be run, gives a reason for not being run, or is no code."""
     where = f"{page}:{block.line}"
     unknown = set(block.options) - {"title", "status", "times", "run", "unrun"}
     if unknown:
@@ -134,7 +134,7 @@ def check_block(block: Block, page: Path) -> None:
 
 
 def _is_code(text: str) -> bool:
-    """Whether `text` has a command or is Python."""
+    """Returns True for Python and for text with a command."""
     if any(_COMMAND.match(line.strip()) for line in text.splitlines()):
         return True
     try:
@@ -145,8 +145,8 @@ def _is_code(text: str) -> bool:
 
 
 def read_commands(block: Block) -> list[Command]:
-    """The commands of a console block."""
-    found: list[Command] = []
+    """Returns the commands of a console block."""
+    commands: list[Command] = []
     lines = block.content.splitlines()
     at = 0
     while at < len(lines):
@@ -158,19 +158,19 @@ def read_commands(block: Block) -> list[Command]:
             text.append(lines[at].removeprefix("> "))
         at += 1
         end = next((i for i in range(at, len(lines)) if lines[i].startswith("$ ")), len(lines))
-        found.append(Command("\n".join(text), tuple(lines[at:end]), block.line + at))
+        commands.append(Command("\n".join(text), tuple(lines[at:end]), block.line + at))
         at = end
-    return found
+    return commands
 
 
 @dataclass
 class Session:
-    """Runs a page's blocks in `directory`; graphs of captured models are shared through `graphs`."""
+    """Runs the blocks of a page in `directory`; pages share captured graphs through `graphs`."""
 
     directory: Path
     graphs: Path
     _python: "subprocess.Popen[str] | None" = field(default=None, init=False)
-    printed: str = field(default="", init=False)  # by the last Python block
+    output: str = field(default="", init=False)  # of the last Python block
 
     def __enter__(self) -> Self:
         own = self.directory / ".own"
@@ -192,7 +192,10 @@ class Session:
             self._python.communicate()
 
     def run(self, block: Block, page: Path) -> list[tuple[Command, list[str]]]:
-        """What the block's commands print, each. PageError where the status, or a Python output, is not as shown."""
+        """Runs `block` and returns its commands with their output.
+
+        PageError: an exit status or the output of a Python block is not the one shown.
+        """
         check_block(block, page)
         if not block.is_run:
             return []
@@ -201,26 +204,27 @@ class Session:
         if block.language == "text":
             with_times = block.options.get("times") != "vary"
             where = f"{page}:{block.line}"
-            compare(block.content.splitlines(), self.printed.splitlines(), where, with_times=with_times)
+            compare(block.content.splitlines(), self.output.splitlines(), where, with_times=with_times)
         elif block.title is not None:
             path = self.directory / block.title
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.content)
         else:
-            self.printed = self._run_python(block, page)
+            self.output = self._run_python(block, page)
         return []
-
-    def make_own_files(self, page: Path) -> None:
-        script = _OWN_FILES / f"{page.stem}.py"
-        if script.exists():
-            subprocess.run([sys.executable, str(script)], cwd=self.directory, env=self.environment, check=True)
 
     def _run_command(self, command: Command, block: Block, page: Path) -> list[str]:
         where = f"{page}:{command.line - 1}: {command.text}"
         done = subprocess.run(
-            ["bash", "-c", command.text], cwd=self.directory, env=self.environment, text=True, timeout=_TIMEOUT,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            ["bash", "-c", command.text],
+            cwd=self.directory,
+            env=self.environment,
+            text=True,
+            timeout=_TIMEOUT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         status = int(block.options.get("status", 0))
         if done.returncode != status:
             raise PageError(f"{where}\nexit status {done.returncode}, not {status}\n{done.stdout}")
@@ -229,9 +233,13 @@ class Session:
     def _run_python(self, block: Block, page: Path) -> str:
         if self._python is None:
             self._python = subprocess.Popen(
-                [sys.executable, "-c", _INTERPRETER], cwd=self.directory, env=self.environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
+                [sys.executable, "-c", _INTERPRETER],
+                cwd=self.directory,
+                env=self.environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
         assert self._python.stdin is not None
         assert self._python.stdout is not None
         label = f"{page}:{block.line}"
@@ -244,9 +252,8 @@ class Session:
 
 
 def check(page: Path, directory: Path, graphs: Path, *, with_long: bool = True) -> None:
-    """Run all of `page`, or all but its long blocks. PageError where it shows what is not so."""
+    """Runs all of `page`, or all but its long blocks. Raises PageError if its output is not the one shown."""
     with Session(directory, graphs) as session:
-        session.make_own_files(page)
         for block in read_blocks(page):
             if block.is_long and not with_long:
                 check_block(block, page)
@@ -257,12 +264,14 @@ def check(page: Path, directory: Path, graphs: Path, *, with_long: bool = True) 
 
 
 def compare(shown: Sequence[str], printed: Sequence[str], where: str, *, with_times: bool = True) -> None:
-    """PageError unless `printed` is what is `shown`: but for numbers, blank lines, widths of columns and what `...`
-    stands for; step times to within TOLERANCE."""
+    """Raises PageError unless `printed` equals `shown`.
+
+    Numbers, blank lines, widths of columns and the lines under `...` may differ; step times by at most TOLERANCE.
+    """
     try:
-        for wanted, found in _matched(shown, printed):
+        for expected, line in _matched(shown, printed):
             if with_times:
-                _compare_times(wanted, found)
+                _compare_times(expected, line)
     except PageError as error:
         text = "\n".join(("", "shown:", *shown, "", "printed:", *printed))
         raise PageError(f"{where}\n{error}{text}") from None
@@ -273,29 +282,29 @@ def _masked(line: str) -> str:
 
 
 def _matched(shown: Sequence[str], printed: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The lines shown, each with the one printed."""
+    """Yields each line of `shown` with the printed line that equals it but for numbers."""
     lines = [line for line in printed if line.strip()]
     at, is_free = 0, False
-    for wanted in shown:
-        if not wanted.strip():
+    for expected in shown:
+        if not expected.strip():
             continue
-        if wanted.strip() == ANY:
+        if expected.strip() == ANY:
             is_free = True
             continue
         candidates = range(at, len(lines)) if is_free else range(at, min(at + 1, len(lines)))
-        found = next((i for i in candidates if _masked(lines[i]) == _masked(wanted)), None)
-        if found is None:
-            raise PageError(f"is not printed: {wanted}")
-        yield wanted, lines[found]
-        at, is_free = found + 1, False
+        match = next((i for i in candidates if _masked(lines[i]) == _masked(expected)), None)
+        if match is None:
+            raise PageError(f"is not printed: {expected}")
+        yield expected, lines[match]
+        at, is_free = match + 1, False
     if at < len(lines) and not is_free:
         raise PageError(f"is not shown: {lines[at]}")
 
 
-def _compare_times(wanted: str, found: str) -> None:
-    pairs = zip(_times_ns(wanted), _times_ns(found), strict=True)
+def _compare_times(expected: str, line: str) -> None:
+    pairs = zip(_times_ns(expected), _times_ns(line), strict=True)
     if any(abs(one - other) > TOLERANCE * max(one, other) for one, other in pairs):
-        raise PageError(f"times differ by more than {TOLERANCE:.0%}: {wanted} | {found}")
+        raise PageError(f"times differ by more than {TOLERANCE:.0%}: {expected} | {line}")
 
 
 def _times_ns(line: str) -> list[float]:
@@ -306,17 +315,16 @@ def _times_ns(line: str) -> list[float]:
 
 
 def rewritten(page: Path, directory: Path, graphs: Path, *, with_long: bool = True) -> str:
-    """`page` with what its commands print now: the same lines where they are still printed, else all of them."""
+    """Returns `page` with the present output of its commands: the lines shown if they are still printed, else all."""
     lines = page.read_text().splitlines()
     changes: list[tuple[Command, list[str]]] = []
     with Session(directory, graphs) as session:
-        session.make_own_files(page)
         for block in read_blocks(page):
             if block.is_long and not with_long:
                 continue
             if block.is_run and block.language == "text":
                 shown = Command("", tuple(block.content.splitlines()), block.line)
-                changes.append((shown, session.printed.splitlines()))
+                changes.append((shown, session.output.splitlines()))
             else:
                 changes += session.run(block, page)
     for command, printed in reversed(changes):
@@ -329,8 +337,8 @@ def _updated(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
     matches: list[tuple[str, str]] = []
     with contextlib.suppress(PageError):
         matches.extend(_matched(shown, printed))
-        found = iter(matches)
-        return [line if not line.strip() or line.strip() == ANY else next(found)[1] for line in shown]
+        present = iter(matches)
+        return [line if not line.strip() or line.strip() == ANY else next(present)[1] for line in shown]
     return list(printed)
 
 

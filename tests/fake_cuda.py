@@ -28,9 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from gdp.capture import stand_ins
 from gdp.execute import lanes, threads
 from gdp.execute.lanes import CpuLane, CudaLane
+from gdp.models.pytorch import replacements
 
 Clock = dict[str, int]
 
@@ -229,7 +229,7 @@ class FakeCuda:
         monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
         monkeypatch.setattr(Tensor, "copy_", copy_)
         monkeypatch.setattr(Tensor, "flip", lambda tensor, dim: torch.ops.aten.flip.default(tensor, [dim]))
-        monkeypatch.setattr(stand_ins, "_gradients", gradients)
+        monkeypatch.setattr(replacements, "_gradients", gradients)
         monkeypatch.setattr(threads, "SimpleQueue", Queue)
         monkeypatch.setattr(lanes, "CudaLane", watched(CudaLane))
         monkeypatch.setattr(lanes, "CpuLane", watched(CpuLane))

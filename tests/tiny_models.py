@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gdp.workloads import (
+from gdp.models.workloads import (
     amoebanet,
     bert,
     clip,
@@ -31,7 +31,7 @@ from gdp.workloads import (
     vit,
     wavenet,
 )
-from gdp.workloads.base import Example
+from gdp.models.workloads.base import Example
 
 TINY: dict[str, Callable[[], Example]] = {
     "rnnlm": lambda: rnnlm.build(rnnlm.RNNLMConfig(2, 2, num_steps=3, hidden=8, vocabulary=11)),

@@ -1,9 +1,11 @@
-"""How much a search may spend: seconds, or simulations (which makes an answer reproducible)."""
+"""Budgets of a search: seconds, or a number of simulations, which makes an answer reproducible."""
 
 import re
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
 
 from gdp.errors import InputError
 
@@ -27,7 +29,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """`30s`, `2m`, `1.5h`, `500ms`, or `20000sims`."""
+        """Reads `30s`, `2m`, `1.5h`, `500ms` or `20000sims`."""
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|min|m|h|sims)", text.strip())
         if match is None:
             raise InputError(f"budget is {text!r}; a time such as 30s or 2m, or a count such as 20000sims, is expected")
@@ -38,8 +40,13 @@ class Budget:
             return cls(simulations=int(number))
         return cls(seconds=float(number) * _SECONDS[unit])
 
+    @classmethod
+    def of(cls, value: "Budget | str") -> "Budget":
+        """Returns `value`, parsed if it is text."""
+        return cls.parse(value) if isinstance(value, str) else value
+
     def part(self, share: float) -> "Budget":
-        """A `share` of it."""
+        """Returns a `share` of the budget."""
         if self.simulations is not None:
             return Budget(simulations=int(self.simulations * share))
         return Budget(seconds=(self.seconds or 0.0) * share)
@@ -48,20 +55,90 @@ class Budget:
         return f"{self.simulations}sims" if self.seconds is None else f"{self.seconds:g}s"
 
 
-@dataclass(eq=False)
-class Clock:
-    """A budget being spent. `stop` ends the search early (Ctrl-C); it is safe to set from another thread."""
+@dataclass(slots=True, eq=False)
+class _Meter:
+    """The total that all parts of a clock have spent."""
 
-    budget: Budget
-    started: float = field(default_factory=time.monotonic)
-    stop: threading.Event = field(default_factory=threading.Event)
+    timer: Callable[[], float]
+    started: float
+    simulations: int = 0
+
+
+class Clock:
+    """Spends a budget: seconds pass by themselves, simulations are counted by `spend`.
+
+    A clock splits itself: `part` and `until` return clocks that end earlier. All of them count together, and share
+    `stop`, an event that ends them at once (Ctrl-C) and may be set from another thread.
+    """
+
+    def __init__(
+        self, budget: Budget, *, stop: threading.Event | None = None, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`timer` returns seconds: of the wall by default, of the processor with `time.process_time`."""
+        self.stop = stop or threading.Event()
+        self._meter = _Meter(timer, timer())
+        self._counts = budget.simulations is not None
+        self._begin = 0.0
+        self._end = float(budget.simulations if budget.simulations is not None else budget.seconds or 0.0)
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started
+        """Seconds since the start of the whole clock."""
+        return self._meter.timer() - self._meter.started
+
+    @property
+    def simulations(self) -> int:
+        """Simulations spent by all parts of the clock."""
+        return self._meter.simulations
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds left, None when the budget counts simulations."""
-        return None if self.budget.seconds is None else max(self.budget.seconds - self.seconds, 0.0)
+        """Seconds left; None when the budget counts simulations."""
+        return None if self._counts else max(self._end - self.seconds, 0.0)
+
+    @property
+    def simulations_left(self) -> int | None:
+        """Simulations left; None when the budget is a time."""
+        return max(int(self._end) - self.simulations, 0) if self._counts else None
+
+    @property
+    def rest(self) -> Budget:
+        """The budget that is left."""
+        return Budget(seconds=self.seconds_left, simulations=self.simulations_left)
+
+    @property
+    def share_spent(self) -> float:
+        """Share of this clock's own budget that is spent."""
+        return min((self._spent - self._begin) / max(self._end - self._begin, 1e-9), 1.0)
+
+    @property
+    def is_up(self) -> bool:
+        """True when nothing is left, or after `stop`."""
+        return self.stop.is_set() or self._spent >= self._end
+
+    def spend(self, num_simulations: int) -> None:
+        """Counts simulations that were made."""
+        self._meter.simulations += num_simulations
+
+    def at_most(self, num_simulations: int) -> int:
+        """Returns `num_simulations`, or the number that is left if that is lower."""
+        left = self.simulations_left
+        return num_simulations if left is None else min(num_simulations, left)
+
+    def part(self, share: float = 1.0) -> "Clock":
+        """Returns a clock that begins now and may spend `share` of what is left."""
+        left = max(self._end - self._spent, 0.0)
+        return self._between(self._spent, self._spent + share * left)
+
+    def until(self, share: float) -> "Clock":
+        """Returns a clock with the same beginning that ends when `share` of this clock's budget is spent."""
+        return self._between(self._begin, self._begin + share * (self._end - self._begin))
+
+    @property
+    def _spent(self) -> float:
+        return float(self.simulations) if self._counts else self.seconds
+
+    def _between(self, begin: float, end: float) -> "Clock":
+        clock = copy(self)
+        clock._begin, clock._end = begin, end
+        return clock

@@ -1,7 +1,7 @@
-"""The user's cache: captured graphs and plans that are found again. It may be deleted at any time.
+"""The user's cache of captured graphs and plans. It may be deleted at any time.
 
-An entry's name has a hash of all that its content depends on, so an entry is never wrong, only unused. What cannot be
-written or read costs time, no more.
+The name of an entry has a hash of all that its content depends on, so an entry is never wrong, only unused. An entry
+that cannot be written or read costs time, no more.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ from gdp.errors import InputError
 
 
 def directory(kind: str) -> Path | None:
-    """Where entries of this kind are kept: `$XDG_CACHE_HOME/gdp/KIND`, `~/.cache/gdp/KIND`; None without a home."""
+    """Returns the directory of entries of this kind: `$XDG_CACHE_HOME/gdp/KIND`, `~/.cache/gdp/KIND`; None without a
+    home.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "gdp" / kind
@@ -27,7 +29,10 @@ def directory(kind: str) -> Path | None:
 
 
 def entry(kind: str, label: str, depends_on: Iterable[object], code: Iterable[Path] = ()) -> Path | None:
-    """The file of what follows from `depends_on`, values whose `repr` says all, and from the source files `code`."""
+    """Returns the file of the entry that depends on `depends_on` and on the source files `code`.
+
+    Values in `depends_on` are told apart by their `repr`; `label` makes the file's name readable.
+    """
     where = directory(kind)
     if where is None:
         return None
@@ -39,7 +44,7 @@ def entry(kind: str, label: str, depends_on: Iterable[object], code: Iterable[Pa
 
 
 def read(path: Path | None, format: str, version: int) -> Mapping[str, Any] | None:
-    """The document of an entry; None if there is none, or a damaged one."""
+    """Returns the document of an entry; None if there is none, or a damaged one."""
     if path is None or not os.path.isfile(path):
         return None
     with contextlib.suppress(InputError, ValueError):
@@ -48,7 +53,7 @@ def read(path: Path | None, format: str, version: int) -> Mapping[str, Any] | No
 
 
 def write(path: Path | None, document: Mapping[str, Any]) -> None:
-    """Keep `document`, if that can be done."""
+    """Writes `document` to the entry `path`, if that is possible."""
     if path is not None:
         with contextlib.suppress(InputError):
             files.write_json(path, document)

@@ -1,4 +1,8 @@
-"""The one exception that means "the input is wrong", as opposed to "gdp is wrong"."""
+"""The exception for wrong input, and the remedy for an unknown name."""
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Sequence
 
 
 class InputError(ValueError):
@@ -9,4 +13,25 @@ class InputError(ValueError):
 
 
 class UnevenBatchError(InputError):
-    """A batch that cannot be split into so many equal micro-batches."""
+    """A batch that does not split into equal micro-batches."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's text, at most 200 characters of it; without a text its type's name."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def prefixed(place: object) -> Iterator[None]:
+    """Puts `place`, such as a file's path, before the message of an InputError raised inside."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """Returns the remedy for an unknown name: near matches, else all known names."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"

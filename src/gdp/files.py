@@ -1,7 +1,7 @@
 """Reading and writing files: strict JSON, transparent gzip, atomic replacement.
 
-Every reader raises `InputError` with one line naming the file, the place in it and the remedy.
-Every writer writes to a temporary name beside the target and renames, so a file is whole or absent.
+Every reader raises `InputError` with one line that names the file, the place in it and the remedy. Every writer writes
+to a temporary name beside the target and renames it, so a file is whole or absent.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The content of `path`, unzipped if its name ends in `.gz`."""
+    """Returns the content of `path`, unzipped if its name ends in `.gz`."""
     path = Path(path)
     with _explained(path):
         content = path.read_bytes()
@@ -41,14 +41,14 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def digest(path: str | Path) -> str:
-    """The SHA-256 of what is in `path`, of which little is in memory at a time."""
+    """Returns the SHA-256 of the content of `path`, which is read in small parts."""
     with _explained(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def _explained(path: str | Path) -> Iterator[None]:
-    """What keeps a file from being read, as one line."""
+    """Turns the errors of reading a file into InputErrors of one line."""
     try:
         yield
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def _explained(path: str | Path) -> Iterator[None]:
 
 
 def read_json(path: str | Path) -> Any:
-    """The JSON document in `path` (gzip if it ends in `.gz`). A key that a mapping has twice is an error."""
+    """Reads the JSON document in `path` (gzip if it ends in `.gz`). A key that a mapping has twice is an error."""
     content = read_bytes(path)
     if not content.strip():
         raise InputError(f"{path}: is empty; a JSON document is expected")
@@ -83,11 +83,11 @@ class _DuplicateKeyError(Exception):
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
-    seen = set()
+    keys = set()
     for key, _ in pairs:
-        if key in seen:
+        if key in keys:
             raise _DuplicateKeyError(key)
-        seen.add(key)
+        keys.add(key)
 
 
 def _num_keys(document: object) -> int:
@@ -97,7 +97,7 @@ def _num_keys(document: object) -> int:
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write `content` to `path`, gzip if it ends in `.gz`, through a temporary name and a rename."""
+    """Writes `content` to `path`, gzip if it ends in `.gz`, through a temporary name and a rename."""
     path = Path(path)
     if path.suffix == ".gz":
         content = gzip.compress(content, compresslevel=6, mtime=0)  # mtime 0: equal content, equal file
@@ -121,32 +121,38 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 
 def write_json(path: str | Path, document: object) -> None:
-    """Write `document` as JSON (gzip if `path` ends in `.gz`), atomically."""
+    """Writes `document` as JSON (gzip if `path` ends in `.gz`), atomically."""
     write_bytes(path, json_bytes(document))
 
 
 def json_bytes(document: object) -> bytes:
-    """`document` as JSON, on one line."""
+    """Returns `document` as JSON, on one line."""
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
+def fingerprint(document: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of `document` as compact JSON with sorted keys, its `name` left out."""
+    content = {key: value for key, value in document.items() if key != "name"}
+    return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
 def require_header(document: object, expected_format: str, version: int) -> Mapping[str, Any]:
-    """Check `format` and `version` of a document; messages name neither file nor op, the caller adds the file."""
+    """Checks `format` and `version` of a document; messages name neither file nor op, the caller adds the file."""
     if not isinstance(document, dict):
         raise InputError(f"the document is a {type(document).__name__}; a {expected_format} mapping is expected")
-    found = document.get("format")
-    if found != expected_format:
-        raise InputError(f"format is {found!r}; {expected_format!r} is expected")
-    found_version = document.get("version")
-    if type(found_version) is not int or found_version != version:
-        raise InputError(f"version is {found_version!r}; this gdp reads {expected_format} version {version}")
+    format = document.get("format")
+    if format != expected_format:
+        raise InputError(f"format is {format!r}; {expected_format!r} is expected")
+    document_version = document.get("version")
+    if type(document_version) is not int or document_version != version:
+        raise InputError(f"version is {document_version!r}; this gdp reads {expected_format} version {version}")
     return document
 
 
 def require_keys(
     record: object, where: str, fields: Mapping[str, Callable[[object], bool]], required: set[str]
 ) -> None:
-    """Check that `record` is a mapping with all `required` keys, no unknown keys, and values of the right type."""
+    """Checks that `record` is a mapping with all `required` keys, no unknown keys, and values of the right types."""
     if not isinstance(record, dict):
         raise InputError(f"{where}: is a {type(record).__name__}; a mapping is expected")
     for key, value in record.items():

@@ -1,11 +1,11 @@
-"""How answers show themselves in a notebook: small tables of static HTML, names in them escaped."""
+"""Tables of static HTML that show results in a notebook, with all text escaped."""
 
 import html
 from collections.abc import Sequence
 
 
 def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
-    """A table with a title over it and a note below."""
+    """Returns a table with a title above it and a note below."""
     head = "".join(f"<th>{html.escape(text)}</th>" for text in headings)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(_short(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     below = f"<p>{html.escape(note)}</p>" if note else ""
@@ -16,7 +16,7 @@ def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], no
 
 
 def milliseconds(time_ns: int | None) -> str:
-    """A time in ms with three decimals; a dash for None."""
+    """Returns a time in ms with three decimals; a dash for None."""
     return "–" if time_ns is None else f"{time_ns / 1e6:,.3f} ms"
 
 

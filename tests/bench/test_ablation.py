@@ -1,4 +1,4 @@
-"""The ablation trains each variant equally long, keeps what is done, and says which parts earn their place."""
+"""The ablation trains each variant equally long, keeps rows and checkpoints, and compares."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,19 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from gdp.bench import ablation, graphs
-from gdp.bench.ablation import CONTROLS, FULL, AblationConfig, Summary
+from gdp.bench import ablation, graphs, methods
+from gdp.bench.ablation import CONTROLS, FULL, AblationBenchmark, AblationConfig, VariantSummary
+from gdp.bench.comparison import WorkloadRow
+from gdp.bench.runs import Run
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.placers.learned import ZeroShotConfig
 from gdp.policy.checkpoint import read_manifest
-from gdp.policy.pretraining import TrainingConfig
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.scheduler_config import SchedulerConfig
-from gdp.policy.tasks import TaskConfig
-from gdp.problem import Problem
+from gdp.policy.training.pretrain import TrainingConfig
+from gdp.policy.training.tasks import TaskConfig
+from gdp.search.zero_shot import ZeroShotConfig
+from gdp.simulator.plan import Baseline
+from gdp.simulator.problem import Problem
 
 CONFIG = AblationConfig(
     parts=("attention", "network"),
@@ -48,12 +51,12 @@ def small_inputs(name: str) -> tuple[Graph, Cluster]:
 @pytest.fixture(autouse=True)
 def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ablation, "workload_inputs", small_inputs)
-    monkeypatch.setattr(ablation, "warm_up", lambda: None)
+    monkeypatch.setattr(methods, "warm_up", lambda: None)
 
 
 def run(out: Path | None, config: AblationConfig = CONFIG, **options: Any) -> dict[str, Any]:
     given = {"budget": Budget(seconds=SECONDS), "seeds": 2, "hold_out": ("dlrm", "bert"), **options}
-    return ablation.run(out=out, on_row=lambda line: None, config=config, **given)
+    return AblationBenchmark(config=config, **given).run(out=out)
 
 
 @pytest.mark.long
@@ -61,27 +64,27 @@ def test_every_variant_is_trained_for_the_budget_and_compared_and_a_rerun_finds_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = run(tmp_path)
-    assert list(figures["rows"]) == ["full", "without-attention", "without-network", *CONTROLS]
-    for variant, runs in figures["rows"].items():
-        for seed, rows in enumerate(runs):
-            assert set(rows) == {"bert-large", "dlrm"}
-            assert all(row["step_time_ns"] > 0 and row["simulations"] >= 8 for row in rows.values())
-            if variant not in CONTROLS:
-                manifest = read_manifest(tmp_path / f"{variant}-seed{seed}.safetensors")
-                assert manifest["updates"] == rows["dlrm"]["updates"] > 0
+    assert {row["workload"] for row in figures["rows"]} == {"bert-large", "dlrm"}
+    for row in figures["rows"]:
+        assert list(row["runs"]) == ["full", "without-attention", "without-network", *CONTROLS]
+        for variant, runs in row["runs"].items():
+            assert all(run["step_time_ns"] > 0 and run["simulations"] >= 8 for run in runs)
+            for seed in range(2 if variant not in CONTROLS else 0):
+                manifest = read_manifest(tmp_path / f"rows/{variant}-seed{seed}.safetensors")
+                assert manifest["updates"] == runs[seed]["updates"] > 0
                 assert 3600 * manifest["cpu_hours"] >= SECONDS  # the last update is a whole one
                 assert {"bert", "dlrm"} == set(manifest["held_out"])
     assert not {"bert-large", "dlrm"} & set(figures["trained_on"])
     text = (tmp_path / "ablation.md").read_text()
     command = "gdp bench ablation --budget 0.1s --seeds 2 --hold-out dlrm --hold-out bert"
-    for part in (command, "| without network |", "constant: **"):
+    for part in (command, "| without network |", "| constant |"):
         assert part in text
     assert "<svg" in (tmp_path / "ablation.svg").read_text()
 
     monkeypatch.setattr(ablation, "train", None)  # nothing is trained or placed again
     monkeypatch.setattr(ablation, "zero_shot", None)
     assert run(tmp_path)["markdown"] == figures["markdown"]
-    with pytest.raises(InputError, match=r"full-seed0-.*was made with another zero_shot"):
+    with pytest.raises(InputError, match=r"bert-large-full-seed0.*was made with another zero_shot"):
         run(tmp_path, replace(CONFIG, zero_shot=replace(CONFIG.zero_shot, per_round=2)))
 
 
@@ -136,53 +139,47 @@ def test_the_random_policy_has_the_trained_weights_in_another_order() -> None:
     assert not torch.equal(made[FULL].base, made["random"].base)
 
 
-def rows(*times_ns: int | None) -> dict[str, dict[str, Any]]:
-    return {name: {"step_time_ns": time_ns, "updates": 5} for name, time_ns in zip("abc", times_ns, strict=True)}
-
-
-CLASSICAL = {"a": {"best_ns": 100}, "b": {"best_ns": 100}, "c": {"best_ns": None}}
+def row(workload: str, best_ns: int | None, **times: tuple[int | None, ...]) -> WorkloadRow:
+    """A workload with its best classical step time, and those of variants by seed; None does not fit."""
+    return WorkloadRow(
+        workload=workload,
+        cluster="c",
+        num_ops=3,
+        lower_bound_ns=1,
+        baselines={"metis": Baseline("ok" if best_ns else "infeasible", best_ns, 0.1)},
+        runs={
+            variant: tuple(Run("ok" if ns else "infeasible", ns, 1.0, 1.0, 8, 5, {}) for ns in by_seed)
+            for variant, by_seed in times.items()
+        },
+    )
 
 
 def test_a_variant_is_compared_over_the_workloads_that_both_place_with_every_seed() -> None:
     # full: 80 and 80 on a (0.8), 90 on b once and nothing once; c has no classical plan: only a counts
-    found = {FULL: [rows(80, 90, 1), rows(80, None, 1)], "random": [rows(100, 50, 1), rows(160, 50, 1)]}
-    summary = ablation.summarize("random", found, CLASSICAL)
-    assert summary.to_classical == pytest.approx((1.0, 1.6))
-    assert summary.full_to_classical == pytest.approx((0.8, 0.8))
-    assert summary.to_full == {"a": pytest.approx((1.0 * 1.6) ** 0.5 / 0.8)}
-    assert summary.ratio == pytest.approx(summary.to_full["a"])
-    assert summary.num_full_better == 1
+    rows = [
+        row("a", 100, full=(80, 80), random=(100, 160)),
+        row("b", 100, full=(90, None), random=(50, 50)),
+        row("c", None, full=(1, 1), random=(1, 1)),
+    ]
+    summary = VariantSummary.of("random", rows)
+    assert summary.to_classical.by_seed == pytest.approx((1.0, 1.6))
+    assert summary.to_full.ratio == pytest.approx((1.0 * 1.6) ** 0.5 / 0.8)
+    assert (summary.to_full.num_workloads, summary.num_full_better) == (1, 1)
     assert summary.updates == (5, 5)
 
 
 def test_a_variant_that_never_fits_has_no_ratio() -> None:
-    found = {FULL: [rows(80, 90, 1)], "constant": [rows(None, None, 1)]}
-    summary = ablation.summarize("constant", found, CLASSICAL)
-    assert summary.to_full == {}
-    assert summary.to_document()["ratio_to_full"] is None
-    assert ablation._sentence(summary, 2) == "constant: nothing fits."
-
-
-@pytest.mark.parametrize(
-    ("without", "verdict"),
-    [
-        ((0.97, 0.99), "device features: earns its place"),  # full with every seed better than without
-        ((0.93, 0.99), "device features: within the spread of the seeds, does not earn its place"),
-        ((0.90, 0.91), "device features: does harm, better without it with every seed"),
-    ],
-)
-def test_a_part_earns_its_place_by_more_than_the_spread_of_the_seeds(without: Any, verdict: str) -> None:
-    summary = Summary("without-device_features", without, (0.92, 0.95), {"a": 1.0}, (1, 1))
-    assert ablation._sentence(summary, 2).endswith(f"; {verdict}.")
+    summary = VariantSummary.of("constant", [row("a", 100, full=(80,), constant=(None,))])
+    assert (summary.to_full.ratio, summary.to_full.num_workloads) == (None, 0)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"budget": Budget(simulations=5)}, "a time such as 10m"),
-        ({"seeds": 0}, "0 seeds"),
+        ({"seeds": 0}, "seeds is 0"),
         ({"hold_out": ("gmnt",)}, "'gmnt'"),
-        ({"hold_out": ()}, "hold out at least one"),
+        ({"hold_out": ()}, "no hold_out; at least one"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:

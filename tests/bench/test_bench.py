@@ -2,31 +2,39 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gdp.bench import graphs, runs, search, simulator
-from gdp.bench.tables import geometric_mean, markdown_table, mean_ratio, mean_sentence, milliseconds, verdict
+from gdp.bench import graphs, page, runs, simulator
+from gdp.bench.comparison import BEST_CLASSICAL, EXPERT, MeanRatio, WorkloadRow
+from gdp.bench.page import geometric_mean, header, milliseconds, spread
+from gdp.bench.search import SearchBenchmark
+from gdp.bench.simulator import SimulatorBenchmark
 from gdp.budget import Budget
 from gdp.cluster import Cluster
+from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.plan import Baseline, Plan
-from gdp.problem import Problem
-from gdp.simulate import verify
+from gdp.simulator.plan import Baseline, Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import verify
 
-ROW = search.Row(
-    workload="w", cluster="c", num_ops=3, step_time_ns=(80, 125), lower_bound_ns=50,
-    simulations=(9, 11), seconds=(1.0, 1.0),
+ROW = WorkloadRow(
+    workload="w",
+    cluster="c",
+    num_ops=3,
+    lower_bound_ns=50,
+    runs={"auto": tuple(runs.Run("ok", time_ns, 1.0, 1.0, 9, 0, {}) for time_ns in (80, 125))},
     baselines={
         "single": Baseline("infeasible", 60, 0.1),
         "expert": Baseline("ok", 200, 0.1),
         "metis": Baseline("ok", 100, 0.1),
         "heft": Baseline("failed", None, 0.1),
     },
-)  # fmt: skip
+)
 
 
 def small_inputs(name: str) -> tuple[Graph, Cluster]:
@@ -36,78 +44,104 @@ def small_inputs(name: str) -> tuple[Graph, Cluster]:
 
 @pytest.fixture(autouse=True)
 def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "workload_inputs", small_inputs)
+    monkeypatch.setattr(runs, "workload_inputs", small_inputs)
     monkeypatch.setattr(simulator, "workload_inputs", small_inputs)
 
 
-def run_search(out: Path | None, on_row: Any = lambda line: None) -> dict[str, Any]:
-    return search.run(workloads=["lstm-2", "lstm-3"], budget=Budget(simulations=50), seeds=2, out=out, on_row=on_row)
+SEARCH = SearchBenchmark(workloads=("lstm-2", "lstm-3"), budget=Budget(simulations=50), seeds=2)
 
 
 def test_search_reports_every_workload_and_stores_plans_that_verify(tmp_path: Path) -> None:
     lines: list[str] = []
-    figures = run_search(tmp_path, lines.append)
+    figures = SEARCH.run(out=tmp_path, say=lines.append)
     assert [line.split(":")[0] for line in lines] == ["lstm-2", "lstm-3"]
     for row in figures["rows"]:
         problem = Problem.build(*small_inputs(row["workload"]))
-        for seed, step_time_ns in enumerate(row["step_time_ns"]):
-            plan = Plan.load(tmp_path / f"{row['workload']}-seed{seed}.plan.json.gz")
+        for seed, run in enumerate(row["runs"]["auto"]):
+            plan = Plan.load(tmp_path / f"rows/{row['workload']}-auto-seed{seed}.plan.json.gz")
             assert verify(problem, plan) == []
-            assert plan.step_time_ns == step_time_ns >= row["lower_bound_ns"]
+            assert plan.step_time_ns == run["step_time_ns"] >= row["lower_bound_ns"]
         assert {"single", "expert", "metis", "heft"} <= row["baselines"].keys()
-        assert row["ratio_to_expert"] > 0
     assert [figures["geometric_means"][name]["num_workloads"] for name in ("to_best_classical", "to_expert")] == [2, 2]
     stored = json.loads((tmp_path / "search.json").read_bytes())
     assert stored["geometric_means"] == figures["geometric_means"]
     text = (tmp_path / "search.md").read_text()
     assert text == figures["markdown"]
     assert "gdp bench search --budget 50sims --seeds 2 --workloads lstm-2,lstm-3" in text
-    for part in ("| lstm-2 |", "| best classical |", "| metis |", "target 0.85", "target 0.72", "bound"):
+    for part in ("| lstm-2 |", "| best classical |", "| metis |", "(over 2 workloads)", "(search.svg)"):
         assert part in text
 
 
 def test_search_ends_with_an_error_when_a_plan_does_not_give_its_figures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "verify", lambda problem, plan: ["step_time_ns is 1; the replay gives 2"])
-    with pytest.raises(RuntimeError, match=r"lstm-2-seed0.plan.json.gz does not hold: .* the replay gives 2"):
-        run_search(None)
+    with pytest.raises(RuntimeError, match=r"lstm-2-auto-seed0.plan.json.gz does not hold: .* the replay gives 2"):
+        SEARCH.run()
+
+
+def test_a_page_is_written_with_its_figure_and_rows_are_kept_apart(tmp_path: Path) -> None:
+    benchmark = SearchBenchmark(workloads=("lstm-2",), budget=Budget(simulations=20), seeds=1)
+    figures = benchmark.run(out=tmp_path / "page.md", rows=tmp_path / "rows")
+    assert {path.name for path in tmp_path.iterdir()} == {"page.md", "page.svg", "rows"}
+    text = (tmp_path / "page.md").read_text()
+    assert text.startswith("# Search\n\n    gdp bench search --budget 20sims --seeds 1 --workloads lstm-2\n")
+    assert "![Search](page.svg)" in text
+    assert benchmark.run(rows=tmp_path / "rows")["rows"] == figures["rows"]  # found again
+
+
+@pytest.mark.parametrize("options", [{"seeds": 0}, {"workloads": ()}])
+def test_settings_that_measure_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"bench search: .*(seeds is 0|no workloads); at least"):
+        SearchBenchmark(**options)
 
 
 def test_ratios_are_to_the_best_plan_that_fits() -> None:
     # sqrt(80 * 125) = 100: as fast as METIS (100), half the expert's 200; `single` is fastest but does not fit
     assert (ROW.best_classical, ROW.best_expert) == ("metis", "expert")
-    assert ROW.ratio("metis") == pytest.approx(1.0)
-    assert ROW.ratio("expert") == pytest.approx(0.5)
-    assert ROW.ratio("single") is None
-    assert ROW.ratio("heft") is None
-    assert ROW.gap == pytest.approx(102.5 / 50 - 1)
+    assert ROW.ratio("auto", BEST_CLASSICAL) == pytest.approx(1.0)
+    assert ROW.ratio("auto", EXPERT) == pytest.approx(0.5)
+    assert ROW.ratio("auto", "single") is None
+    assert ROW.ratio("auto", "heft") is None
+    assert ROW.to_bound("auto") == pytest.approx(2.0)
+    assert [ROW.baseline_cell(placer) for placer in ("single", "heft")] == ["OOM", "none"]
+
+
+def test_the_expert_is_the_single_device_where_that_is_faster_but_not_in_the_table_of_placers() -> None:
+    row = replace(ROW, baselines={"single": Baseline("ok", 1_000_000, 0.1), "expert": Baseline("ok", 2_000_000, 0.1)})
+    assert (row.times_ns(EXPERT), row.named_cell(EXPERT)) == ((1_000_000,), "1.000 (single)")
+    assert row.baseline_cell("expert") == "2.000"
 
 
 def test_a_mean_leaves_out_rows_without_a_ratio_and_says_over_how_many_it_is() -> None:
-    mean = mean_ratio([0.5, None, 2.0])
-    assert mean == {"ratio": pytest.approx(1.0), "num_workloads": 2, "num_rows": 3}
-    sentence = mean_sentence("`auto`", mean, "the expert plan", 0.72, 0.62)
-    assert "over 2 workloads, without the 1 where one of both has no plan that fits" in sentence
-    assert "target 0.72: missed; aim 0.62: missed" in sentence
-    assert "so there is no mean" in mean_sentence("`auto`", mean_ratio([None]), "the expert plan", 0.72, 0.62)
-
-
-def test_a_verdict_is_of_at_most_or_at_least_the_target_and_the_aim() -> None:
-    assert verdict(0.7, 1 / 1.16, 0.65) == "target 0.862: reached; aim 0.65: missed"
-    assert verdict(0.5, 0.5, 0.75, at_least=True, text="{:.0%}".format) == "target 50%: reached; aim 75%: missed"
+    mean = MeanRatio.of([[0.5, 0.5], None, [2.0, 4.5]])
+    # by seed sqrt(0.5 * 2) and sqrt(0.5 * 4.5)
+    assert (mean.ratio, mean.by_seed) == (pytest.approx(1.5**0.5), pytest.approx((1.0, 1.5)))
+    assert (mean.num_workloads, mean.num_rows) == (2, 3)
+    assert str(mean) == "1.225 (1.000 to 1.500)"
+    assert str(MeanRatio.of([None])) == "-"
+    macros = page._templates().get_template("_parts.md").module
+    sentence = macros.mean("`auto`", mean, "the expert plan").strip()
+    assert sentence.startswith(
+        "`auto` takes **1.225x** the step time of the expert plan (over 2 workloads, without the 1"
+    )
+    assert "so there is no mean" in macros.mean("`auto`", MeanRatio.of([None]), "the expert plan")
 
 
 def test_simulator_reports_speed_reference_ratio_and_slope(tmp_path: Path) -> None:
-    config = simulator.SimulatorBenchConfig(
-        workload="lstm-3", placements_per_family=3, repeats=2, seconds_per_repeat=0.01, sizes=(300, 600, 1200),
-        small_size=100, with_compilation=False,
-    )  # fmt: skip
-    figures = simulator.run(out=tmp_path, on_row=lambda line: None, config=config)
+    benchmark = SimulatorBenchmark(
+        workload="lstm-3",
+        placements_per_family=3,
+        repeats=2,
+        seconds_per_repeat=0.01,
+        sizes=(300, 600, 1200),
+        small_size=100,
+    )
+    figures = benchmark.run(out=tmp_path)
     assert all(min(row["per_second"]) > 0 for row in figures["speed"])
     assert [row["clock"] for row in figures["speed"]].count("second") == 2
     assert all(row["ratio"] > 1 for row in figures["reference"])
     assert len(figures["scaling"]["points"]) == 3
     assert json.loads((tmp_path / "simulator.json").read_bytes())["scaling"] == figures["scaling"]
-    for part in ("per core-second", "## Simulator", "reference", "ns an op", "log-log", "Two threads"):
+    for part in ("per core-second", "# Simulator", "reference", "ns an op", "log-log", "Two threads"):
         assert part in figures["markdown"]
 
 
@@ -125,10 +159,14 @@ def test_slope_is_the_power_of_the_size() -> None:
 
 
 def test_tables_and_times_in_markdown() -> None:
-    assert markdown_table(("a", "b"), [("x", "1")]) == "| a | b |\n| :-- | --: |\n| x | 1 |"
+    assert header("a", ["b"]) == "| a | b |\n| :-- | --: |"
+    assert [spread(values, ".1f") for values in ([2.0, 1.0], [1.01, 1.0])] == ["1.0 to 2.0", "1.0"]
     assert [milliseconds(time) for time in (12_345_678, 999_960_000, 1_234_567_890, 12_345_678_900)] == [
-        "12.35", "1000", "1235", "12346",
-    ]  # fmt: skip
+        "12.35",
+        "1000",
+        "1235",
+        "12346",
+    ]
 
 
 def test_synthetic_graph_is_a_training_step_of_the_size_that_was_asked_for() -> None:
@@ -143,3 +181,10 @@ def test_synthetic_graph_is_a_training_step_of_the_size_that_was_asked_for() -> 
     assert kinds["matmul", "backward"] == 28
     for size in (1_000, 5_000):
         assert abs(graphs.lstm_training_graph_of(size).num_ops / size - 1) < 0.1
+
+
+def test_every_page_has_a_template_that_compiles() -> None:
+    """A mistake in a template is found before hours of measuring."""
+    templates = page._templates()
+    names = {name for name in templates.list_templates(extensions=["md"]) if templates.get_template(name)}
+    assert {"search.md", "paper.md", "ablation.md", "execution.md", "_parts.md"} <= names

@@ -3,19 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from gdp.bench import convergence, graphs
-from gdp.bench.convergence import GUIDED, METHODS, PLAIN, Curve, Method, Results
-from gdp.bench.runs import CpuClock
-from gdp.budget import Budget
+from gdp.bench import convergence, graphs, methods
+from gdp.bench.convergence import METHODS, ConvergenceBenchmark, Curve, Results
+from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.placers.island import Incumbent
 from gdp.policy.checkpoint import new_policy, save_checkpoint
+from gdp.search.candidate import Candidate, Figures
+from gdp.search.question import Question
+from gdp.search.solution import Solution
 
-LEARNED, PLANNING, GUIDING = Method("gdp", "gdp-finetune"), Method(PLAIN, "auto", plans=True), Method(GUIDED, "guided")
+LEARNED, PLANNING = METHODS[0], METHODS[-1]
 
 
 def small_inputs(name: str) -> tuple[Graph, Cluster]:
@@ -33,8 +35,8 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(out: Path | None, **options: Any) -> dict[str, Any]:
-    given = {"names": ["rnnlm-2", "rnnlm-4"], "budget": Budget(seconds=0.2), "seeds": 2, **options}
-    return convergence.run(out=out, on_row=lambda line: None, **given)
+    given = {"workloads": ("rnnlm-2", "rnnlm-4"), "budget": Budget(seconds=0.2), "seeds": 2, **options}
+    return ConvergenceBenchmark(**given).run(out=out)
 
 
 def test_every_method_gets_faster_with_time_and_a_rerun_finds_it_all(
@@ -60,46 +62,50 @@ def test_every_method_gets_faster_with_time_and_a_rerun_finds_it_all(
     assert "<svg" in (tmp_path / "convergence.svg").read_text()
 
     monkeypatch.setattr(convergence, "_warm_up", lambda *_: None)
-    monkeypatch.setattr(convergence, "find", None)  # nothing is run again
+    monkeypatch.setattr(convergence, "_follow", lambda *_: pytest.fail("run again"))
     assert run(tmp_path, checkpoints=policy.parent)["markdown"] == figures["markdown"]
 
 
 def test_a_run_that_is_interrupted_is_not_kept(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(reduction: Any, placer: str, clock: Any, **_: Any) -> Any:
-        clock.stop.set()  # as the search does, which then hands in what it has
+    def interrupted(placer: str, question: Question, clock: Clock) -> Solution:
+        clock.stop.set()  # as Ctrl-C does, after which the search returns its best so far
+        return Solution(None)
 
     monkeypatch.setattr(convergence, "_warm_up", lambda *_: None)
-    monkeypatch.setattr(convergence, "find", interrupted)
+    monkeypatch.setattr(methods, "solve", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "out", checkpoint=policy)
+        run(tmp_path / "out", checkpoint=policy, methods=(PLANNING,))
     assert not list((tmp_path / "out").rglob("*.json"))
 
 
 def test_a_policy_that_was_trained_on_the_family_is_named_or_refused(policy: Path) -> None:
-    figures = run(None, checkpoint=policy, names=["wavenet-2x9"], seeds=1, methods=[METHODS[0]])
-    assert "The policy was trained on the families of wavenet-2x9 too." in figures["markdown"]
+    figures = run(None, checkpoint=policy, workloads=("wavenet-2x9",), seeds=1, methods=(LEARNED,))
+    assert "The policy was trained on the families of wavenet-2x9 too." in " ".join(figures["markdown"].split())
     with pytest.raises(InputError, match="wavenet"):
-        run(None, checkpoints=policy.parent, names=["wavenet-2x9"])
+        run(None, checkpoints=policy.parent, workloads=("wavenet-2x9",))
 
 
 def test_only_placements_that_fit_and_are_faster_are_on_the_curve() -> None:
-    curve = Curve(CpuClock(Budget(seconds=1)))
+    curve = Curve(Clock(Budget(seconds=1)))
     for step_time_ns, excess_bytes in ((100, 5), (200, 0), (150, 1), (250, 0), (120, 0)):
-        curve(Incumbent(None, step_time_ns, excess_bytes), 1)  # type: ignore[arg-type]
+        curve(Candidate(np.zeros(0, np.int64), Figures(excess_bytes, step_time_ns)))
     assert [step_time_ns for _, step_time_ns in curve.points] == [200, 120]
 
 
 def results(**curves: dict[float, list[tuple[float, int]]]) -> Results:
     """Of one workload, one seed, at 1 and 10 s; the curves of each budget by method."""
-    methods = {"gdp": LEARNED, "plain": PLANNING, "guided": GUIDING}
+    methods = {"gdp": LEARNED, "plain": PLANNING}
     return Results(
-        [methods[name] for name in curves], ["w"], 1, (1.0, 10.0),
+        [methods[name] for name in curves],
+        ["w"],
+        1,
+        (1.0, 10.0),
         {
             ("w", methods[name].name, 0, seconds): curve
             for name, runs in curves.items()
             for seconds, curve in runs.items()
         },
-    )  # fmt: skip
+    )
 
 
 def test_methods_are_compared_by_what_they_have_found_until_then() -> None:
@@ -116,22 +122,12 @@ def test_methods_are_compared_by_what_they_have_found_until_then() -> None:
     assert found.ratios(LEARNED, 0.1) == ([], 0)
 
 
-def test_the_guided_search_is_judged_beside_the_plain_one() -> None:
-    found = results(plain={1.0: [(0.2, 100)], 10.0: [(0.2, 100)]}, guided={10.0: [(0.2, 96), (2.0, 94)]})
-    first, second = convergence._guided_sentences(found)
-    assert "At 1 s" in first
-    assert "**0.960x**" in first
-    assert "target 0.97: reached" in first
-    assert "**0.940x**" in second
-    assert convergence._guided_sentences(results(plain={1.0: [], 10.0: []})) == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"budget": Budget(simulations=5)}, "a time such as 60s"),
-        ({"seeds": 0}, "0 seeds"),
-        ({"names": []}, "0 workloads"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"workloads": ()}, "no workloads"),
         ({"checkpoints": Path("directory")}, "--checkpoints directory, --checkpoint .*: give one of both"),
     ],
 )

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gdp.bench import machines, microbatches
+from gdp.bench import microbatches
+from gdp.bench.machines import MachinesBenchmark
+from gdp.bench.microbatches import MicrobatchesBenchmark
 from gdp.budget import Budget
 from gdp.errors import InputError
 
@@ -15,10 +17,10 @@ def test_machines_are_placed_with_and_without_slow_devices(tmp_path: Path) -> No
     """Every row has a ratio; a machine with slow cards has one for each removal; a rerun gives the same figures."""
 
     def run() -> dict[str, object]:
-        return machines.run(
-            names=["inception-v3-b32"], machines=["fast-and-slow", "gpu-and-cpu"], budget=SHORT, seeds=1, out=tmp_path,
-            on_row=lambda _: None,
-        )  # fmt: skip
+        benchmark = MachinesBenchmark(
+            workloads=("inception-v3-b32",), machines=("fast-and-slow", "gpu-and-cpu"), budget=SHORT
+        )
+        return benchmark.run(out=tmp_path)
 
     figures = run()
     rows = figures["rows"]
@@ -28,17 +30,15 @@ def test_machines_are_placed_with_and_without_slow_devices(tmp_path: Path) -> No
     assert len(harm) == 2
     assert run() == figures
     with pytest.raises(InputError, match="no machine 'bogus'"):
-        machines.run(machines=["bogus"], budget=SHORT, seeds=1, out=None, on_row=lambda _: None)
+        MachinesBenchmark(machines=("bogus",), budget=SHORT)
 
 
 def test_pipelines_are_compared_with_stages(tmp_path: Path) -> None:
     """`auto` is never slower than the stages that it begins from, at the same number of micro-batches."""
-    figures = microbatches.run(
-        models=["llama"], counts=(1, 2), budget=SHORT, seeds=1, out=tmp_path, on_row=lambda _: None
-    )
+    figures = MicrobatchesBenchmark(models=("llama",), counts=(1, 2), budget=SHORT).run(out=tmp_path)
     for row in figures["rows"]:
-        times = {name: answers[0]["step_time_ns"] for name, answers in row["answers"].items()}
+        times = {name: runs[0]["step_time_ns"] for name, runs in row["runs"].items()}
         assert times["auto"] <= times[microbatches.BALANCED]
     assert set(figures["means"]) == set(microbatches.STAGES)
     with pytest.raises(InputError, match="no model 'bogus'"):
-        microbatches.run(models=["bogus"], budget=SHORT, seeds=1, out=None, on_row=lambda _: None)
+        MicrobatchesBenchmark(models=("bogus",), budget=SHORT)

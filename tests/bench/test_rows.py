@@ -26,14 +26,15 @@ def test_a_row_that_failed_is_not_kept(tmp_path: Path) -> None:
     assert Rows(tmp_path).row("a", {}, lambda: {"x": 1}) == {"x": 1}
 
 
-def test_without_a_directory_nothing_is_kept() -> None:
-    assert [Rows(None).row("a", {}, lambda value=value: {"x": value})["x"] for value in (1, 2)] == [1, 2]
+def test_rows_that_are_not_kept_are_made_anew(tmp_path: Path) -> None:
+    rows = Rows(tmp_path, keep=False)
+    assert [rows.row("a", {}, lambda value=value: {"x": value})["x"] for value in (1, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize("settings", [{"budget": 2}, {}, {"budget": 1, "more": 0}])
 def test_a_row_made_with_other_settings_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     Rows(tmp_path).row("a", {"budget": 1}, lambda: {"x": 1})
-    with pytest.raises(InputError, match=r"a\.json: was made with another (budget|more); .* --out"):
+    with pytest.raises(InputError, match=r"a\.json: was made with another (budget|more); .* --rows or --out"):
         Rows(tmp_path).row("a", settings, refuse)
 
 

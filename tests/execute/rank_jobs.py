@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gdp.capture import Capture, Replay, capture
-from gdp.capture.program import Program
-from gdp.capture.routine import Routine
 from gdp.errors import InputError
-from gdp.execute import ranks as ranks_module
-from gdp.execute.processes import ProcessExecutor, RankError
-from gdp.execute.ranks import Ranks, join
+from gdp.execute.ranks import ranks as ranks_module
+from gdp.execute.ranks.executor import ProcessExecutor, RankError
+from gdp.execute.ranks.ranks import Ranks, join
+from gdp.models.pytorch import Capture, Replay, capture
+from gdp.models.pytorch.program import Program
+from gdp.models.pytorch.routine import Routine
 from tiny_models import EXECUTED
 
 NUM_STEPS = 3
@@ -192,7 +192,7 @@ def do(out: Path, job: str, *args: str) -> int:
             JOBS[job](ranks, say, *args)
     except (RankError, InputError) as error:
         status, say["error"] = 1, str(error)
-        say["is_first_told"] = getattr(error, "is_first_told", None)
+        say["is_reporter"] = getattr(error, "is_reporter", None)
     (out / f"{rank}.json").write_text(json.dumps(say))
     return status
 

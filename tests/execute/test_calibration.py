@@ -10,13 +10,13 @@ import torch
 
 from gdp.cli import main
 from gdp.cluster import Cluster
-from gdp.devices import BY_REFERENCE_BYTES_PER_SECOND
-from gdp.execute import calibration_routes, calibration_work
-from gdp.execute.calibration import calibrate
+from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
+from gdp.cluster.detect.host import available_cores, memory_bytes
+from gdp.execute.calibrate import routes, work
+from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.lanes import lane_of
 from gdp.execute.local_devices import detect_local
 from gdp.execute.targets import find_targets
-from gdp.local.host import available_cores, memory_bytes
 
 US, MS = 1_000, 1_000_000
 NO_GPU = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="cores are one device where there is a GPU")
@@ -64,44 +64,44 @@ def test_measured_devices_have_sane_figures_and_their_file_gives_the_same_cluste
 
 
 def test_work_that_a_device_cannot_do_is_none_and_a_mistake_is_raised_not_waited_for() -> None:
-    lane = lane_of(find_targets(["any"], ["cpu"])[0], calibration_work.copy_memory)
+    lane = lane_of(find_targets(["any"], ["cpu"])[0], work.copy_memory)
     time_ns = 5
 
-    def fails(error: Exception) -> Callable[[], calibration_work.Once]:
-        def prepare() -> calibration_work.Once:
+    def fails(error: Exception) -> Callable[[], work.Once]:
+        def prepare() -> work.Once:
             raise error
 
         return prepare
 
     jobs = [(lane, lambda: lambda: time_ns), (lane, fails(NotImplementedError("no kernel")))]
-    assert calibration_work.together(jobs, 0.01) == [5, None]
+    assert work.together(jobs, 0.01) == [5, None]
     with pytest.raises(KeyError, match="mistake"):
-        calibration_work.together([*jobs, (lane, fails(KeyError("mistake")))], 0.01)
+        work.together([*jobs, (lane, fails(KeyError("mistake")))], 0.01)
 
 
 def test_a_copy_rate_is_the_slope_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 us and 0.1 ns a byte: 10 GB/s, whatever a copy costs to begin with."""
-    monkeypatch.setattr(calibration_routes, "_copy", lambda _source, _target, num_bytes: num_bytes)
-    monkeypatch.setattr(calibration_routes, "time_alone", lambda num_bytes, *_: 20 * US + num_bytes / 10)
+    monkeypatch.setattr(routes, "_copy", lambda _source, _target, num_bytes: num_bytes)
+    monkeypatch.setattr(routes, "time_alone", lambda num_bytes, *_: 20 * US + num_bytes / 10)
     target = find_targets(["any"], ["cpu"])[0]
-    assert calibration_routes._copy_rate(target, target, calibration_work.QUICK) == pytest.approx(10**10)
-    monkeypatch.setattr(calibration_routes, "time_alone", lambda *_: 20 * US)  # nothing is copied
-    assert calibration_routes._copy_rate(target, target, calibration_work.QUICK) == BY_REFERENCE_BYTES_PER_SECOND
+    assert routes._copy_rate(target, target, work.QUICK) == pytest.approx(10**10)
+    monkeypatch.setattr(routes, "time_alone", lambda *_: 20 * US)  # nothing is copied
+    assert routes._copy_rate(target, target, work.QUICK) == BY_REFERENCE_BYTES_PER_SECOND
 
 
 def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bus into b that two routes share; a copy into c is slowed down by one into b, but does not slow it down."""
-    routes = [(0, 1), (2, 1), (0, 2)]
+    pairs = [(0, 1), (2, 1), (0, 2)]
 
     def together(jobs: list[tuple[int, int]], _seconds: float) -> list[float]:
         return [2.0 if all(job[1] == 1 for job in jobs) or job == (0, 2) else 1.1 for job in jobs]
 
-    monkeypatch.setattr(calibration_routes, "_copy", lambda source, target, _size: (source, target))
-    monkeypatch.setattr(calibration_routes, "time_alone", lambda *_: 1.0)
-    monkeypatch.setattr(calibration_routes, "together", together)
-    rivals = calibration_routes._rivals(range(3), routes, calibration_work.QUICK, str)  # type: ignore[arg-type]
+    monkeypatch.setattr(routes, "_copy", lambda source, target, _size: (source, target))
+    monkeypatch.setattr(routes, "time_alone", lambda *_: 1.0)
+    monkeypatch.setattr(routes, "together", together)
+    rivals = routes._rivals(range(3), pairs, work.QUICK, str)  # type: ignore[arg-type]
     assert rivals == {frozenset({(0, 1), (2, 1)})}
-    assert calibration_routes._channels("abc", routes, rivals) == {
+    assert routes._channels("abc", pairs, rivals) == {
         (0, 1): ("b.in",),
         (2, 1): ("b.in",),
         (0, 2): ("a->c",),
@@ -109,7 +109,7 @@ def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.Mo
     # a route that is the rival of two which are no rivals of each other has a channel with each
     rivals = {frozenset({(0, 1), (0, 2)}), frozenset({(0, 1), (2, 1)})}
     channels = {(0, 1): ("a.out", "b.in"), (0, 2): ("a.out",), (2, 1): ("b.in",)}
-    assert calibration_routes._channels("abc", routes, rivals) == channels
+    assert routes._channels("abc", pairs, rivals) == channels
 
 
 # the command line
@@ -125,9 +125,13 @@ def test_detect_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert answer.pop("notes")[-1] == "gdp devices measure --out local.yaml gives measured figures"
     assert answer == {
-        "devices": devices, "links": [], "memory_bytes": memory_bytes(), "torch": torch.__version__,
-        "cuda": torch.version.cuda, "cores": list(available_cores()),
-    }  # fmt: skip
+        "devices": devices,
+        "links": [],
+        "memory_bytes": memory_bytes(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cores": list(available_cores()),
+    }
     assert main(["devices", "detect"]) == 0
     assert devices[0]["kind"] in capsys.readouterr().out
 
@@ -159,9 +163,12 @@ def test_measure_writes_a_cluster_that_devices_show_reads(tmp_path: Path, capsys
     ],
 )
 def test_what_cannot_be_measured_is_one_line(
-    args: list[str], fragments: list[str],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    args: list[str],
+    fragments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     assert main(["devices", "measure", *(text.format(detect_local()[0].name) for text in args)]) == 2

@@ -11,20 +11,22 @@ from torch import Tensor
 
 from fake_cuda import FakeCuda, RaceError
 from gdp import Cluster, Problem, simulate
-from gdp.capture import Capture, capture, routine
 from gdp.execute import lanes
-from gdp.execute.calibration_chains import launches
-from gdp.execute.calibration_routes import routes_between
-from gdp.execute.calibration_work import QUICK
+from gdp.execute.calibrate.chains import launches
+from gdp.execute.calibrate.routes import routes_between
+from gdp.execute.calibrate.work import QUICK
 from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
+from gdp.models.pytorch import Capture, capture, routine
 from tiny_models import EXECUTED
 
 CLUSTER = Cluster.parse("3xp100-pcie-16g")
 TARGETS = (
-    Target("cuda0", torch.device("cuda", 0)), Target("cpu0", CPU), Target("cuda1", torch.device("cuda", 1)),
-)  # fmt: skip
+    Target("cuda0", torch.device("cuda", 0)),
+    Target("cpu0", CPU),
+    Target("cuda1", torch.device("cuda", 1)),
+)
 
 
 @pytest.fixture
@@ -110,9 +112,13 @@ def test_state_that_lies_on_a_gpu_is_there_before_the_next_step(world: FakeCuda)
     ],
 )
 def test_fake_gpus_notice_what_is_left_out(
-    owner: Callable[[], Any], name: str, run: Callable[[FakeCuda], None], message: str, world: FakeCuda,
+    owner: Callable[[], Any],
+    name: str,
+    run: Callable[[FakeCuda], None],
+    message: str,
+    world: FakeCuda,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(owner(), name, lambda *given: given[0])  # does nothing; an operator is itself
     with pytest.raises((RaceError, ExecutionError), match=message):
         run(world)

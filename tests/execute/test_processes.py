@@ -18,7 +18,7 @@ import pytest
 from execute import rank_jobs
 from execute.rank_jobs import DEVICES, NUM_STEPS
 from gdp.errors import InputError
-from gdp.execute.ranks import join
+from gdp.execute.ranks.ranks import join
 
 PATIENCE_SECONDS = 60
 
@@ -93,7 +93,7 @@ def test_an_op_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
     assert {rank["error"] for rank in ranks} == {ranks[1]["error"]}
     assert ranks[1]["error"].startswith("device 'east': op ")
     assert ranks[1]["error"].endswith("no such kernel; pin the op to another device with --pin")
-    assert [rank["is_first_told"] for rank in ranks] == [False, True, False]
+    assert [rank["is_reporter"] for rank in ranks] == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,16 @@ from torch import nn
 
 import gdp
 from gdp import Cluster, Plan, Problem, simulate
-from gdp.capture import Replay, capture
 from gdp.cli import main
-from gdp.execute.arms import on_one_device, run_arms
 from gdp.execute.equality import compare, eager_step, full_precision
+from gdp.execute.executable import Executable
+from gdp.execute.measurement import measure_in_turn, one_device_order
 from gdp.execute.prediction import predict, rank_correlation
-from gdp.execute.run import OTHER_SUMS_TOLERANCE, Executable, check_results, drawing_alike, first_step
+from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step
 from gdp.execute.targets import CPU, Target
 from gdp.execute.worker import ExecutionError
-from gdp.measured_times import MeasuredTimes
+from gdp.models.measured_times import MeasuredTimes
+from gdp.models.pytorch import Replay, capture
 from run_cases import CLUSTER, MODEL
 from tiny_models import TINY
 
@@ -131,9 +132,12 @@ def test_a_difference_is_found_and_named() -> None:
     assert compare(replay(nan), replay(nan)).is_exact
     assert compare(replay(nan, torch.tensor(1.0)), replay(3.0, torch.tensor(1.1))).largest_difference == float("inf")
     for here, there in (
-        (torch.tensor(1 + 1j), torch.tensor(1 + 2j)), (torch.tensor([True, False]), torch.tensor([True, True])),
-        (torch.tensor(3), torch.tensor(4)), (torch.zeros(2), torch.zeros(3)), (torch.tensor(1.0), None),
-    ):  # fmt: skip
+        (torch.tensor(1 + 1j), torch.tensor(1 + 2j)),
+        (torch.tensor([True, False]), torch.tensor([True, True])),
+        (torch.tensor(3), torch.tensor(4)),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.tensor(1.0), None),
+    ):
         found = compare(replay(3.0, here), replay(3.0, there))
         assert not found.is_exact
         assert found.where == "'more' of the outputs"
@@ -177,7 +181,7 @@ def test_other_kernels_are_as_right_and_wrong_results_are_not(name: str) -> None
     model, args, kwargs = TINY[name]()
     executable = Executable(capture(model, args, kwargs, name=name), model, args, kwargs)
     program, content, targets = executable.capture.program, executable.content(), [Target("cpus", CPU, (0, 1))]
-    order = on_one_device(program.graph.num_ops, 0, 1)
+    order = one_device_order(program.graph.num_ops, 0, 1)
     with torch.backends.mkldnn.flags(enabled=False):
         found = first_step(program, order, targets, content)
     assert check_results(executable, content, found, order, targets)[0].is_close(OTHER_SUMS_TOLERANCE)
@@ -204,10 +208,10 @@ def test_a_prediction_adds_up() -> None:
     simulation = simulate(problem, placement)
     targets = [Target("a", CPU), Target("b", CPU)]
     content = found.program.bind(model, args, kwargs)
-    arm = run_arms(found.program, content, {"plan": simulation.order}, targets, steps=4)["plan"]
-    made = predict(found.program, simulation, arm, num_listed=10**6)
+    measurement = measure_in_turn(found.program, content, {"plan": simulation.order}, targets, steps=4)["plan"]
+    made = predict(found.program, simulation, measurement, num_listed=10**6)
     assert made.predicted_step_ns == simulation.step_time_ns
-    assert made.measured_step_ns == arm.median_step_ns
+    assert made.measured_step_ns == measurement.median_step_ns
     for listed in (made.kinds, made.ops):
         assert sum(row.predicted_ns for row in listed) == sum(device.predicted_busy_ns for device in made.devices)
         assert sum(row.measured_ns for row in listed) == sum(device.busy_ns for device in made.devices)
@@ -267,9 +271,9 @@ def test_where_one_device_is_too_small_the_plan_is_run_alone(here: Path, monkeyp
     def too_small(program: Any, content: Any, orders: Any, *rest: Any, **options: Any) -> Any:
         if len(orders) > 1:
             raise ExecutionError("cpu0", "op 'mm'", torch.OutOfMemoryError("no more"))
-        return run_arms(program, content, orders, *rest, **options)
+        return measure_in_turn(program, content, orders, *rest, **options)
 
-    monkeypatch.setattr("gdp.execute.run.run_arms", too_small)
+    monkeypatch.setattr("gdp.execute.run.measure_in_turn", too_small)
     made = gdp.run(model, args, plan=plan, on=["cpu", "cpu"], steps=2)
     assert made.one_device is None
     assert made.speedup is None

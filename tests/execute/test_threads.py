@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 import gdp
 from gdp import Cluster, InputError, Plan, Problem, simulate
-from gdp.capture import Capture, Replay, capture
-from gdp.execute.arms import on_one_device, run_arms
+from gdp.cluster.detect.host import available_cores
 from gdp.execute.lanes import lane_of
+from gdp.execute.measurement import measure_in_turn, one_device_order
 from gdp.execute.script import scripts
 from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
-from gdp.local.host import available_cores
-from gdp.place import plan_of
-from gdp.simulate import Simulation
+from gdp.models.pytorch import Capture, Replay, capture
+from gdp.search.place import plan_of
+from gdp.simulator.simulate import Simulation
 from tiny_models import EXECUTED, TINY
 
 CLUSTER = Cluster.parse("4xp100-pcie-16g")
@@ -402,23 +402,23 @@ def test_an_op_that_fails_ends_the_step_on_all_devices(model: nn.Module, message
             executor.step(content)
 
 
-def test_arms_are_measured_in_turn_and_every_op_is_timed() -> None:
+def test_placements_are_measured_in_turn_and_every_op_is_timed() -> None:
     model, args, kwargs = TINY["transformer_xl"]()
     found = capture(model, args, kwargs, name="txl")
     simulation = randomly_placed(found, 2, 0)
     num_ops = found.graph.num_ops
-    orders = {"placed": simulation.order[:2], "alone": on_one_device(num_ops, 1, 2)}
+    orders = {"placed": simulation.order[:2], "alone": one_device_order(num_ops, 1, 2)}
     threads_before = torch.get_num_threads()
-    arms = run_arms(found.program, found.program.bind(model, args, kwargs), orders, cpus(2), steps=3)
+    measurements = measure_in_turn(found.program, found.program.bind(model, args, kwargs), orders, cpus(2), steps=3)
     assert torch.get_num_threads() == threads_before
-    for arm in arms.values():
-        assert len(arm.step_ns) == 3
-        for step_ns, op_ns in zip(arm.step_ns, arm.op_ns, strict=True):
+    for measurement in measurements.values():
+        assert len(measurement.step_ns) == 3
+        for step_ns, op_ns in zip(measurement.step_ns, measurement.op_ns()[:, 0], strict=True):
             assert (op_ns > 0).all()
             assert op_ns.sum() <= 2 * step_ns
-    starts = {name: [record.start_ns for record in arm.records] for name, arm in arms.items()}
+    starts = {name: [record.start_ns for record in measurement.records] for name, measurement in measurements.items()}
     assert all(a < b for a, b in zip(starts["placed"], starts["alone"], strict=True))
-    assert arms["alone"].records[0].devices[0].ops == ()
+    assert measurements["alone"].records[0].devices[0].ops == ()
 
 
 def test_no_thread_outlives_its_executor() -> None:
@@ -428,6 +428,6 @@ def test_no_thread_outlives_its_executor() -> None:
     def workers() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdp-")]
 
-    with ThreadExecutor(found.program, on_one_device(found.graph.num_ops, 0, 2), cpus(2)):
+    with ThreadExecutor(found.program, one_device_order(found.graph.num_ops, 0, 2), cpus(2)):
         assert workers() == ["gdp-cpu0", "gdp-cpu1"]
     assert workers() == []

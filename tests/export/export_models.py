@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import gdp
 from gdp.graph import Graph
-from gdp.plan import Plan
-from gdp.problem import Problem
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
 
 Example = tuple[nn.Module, tuple[Any, ...]]
 
@@ -42,9 +42,13 @@ def bert() -> Example:
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=200, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
+        vocab_size=200,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=64,
         max_position_embeddings=32,
-    )  # fmt: skip
+    )
     return BertForMaskedLM(config).eval(), (torch.arange(32).reshape(2, 16),)
 
 
@@ -53,9 +57,15 @@ def llama(num_layers: int = 4) -> Example:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=200, hidden_size=32, num_hidden_layers=num_layers, num_attention_heads=2, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=32, use_cache=False,
-    )  # fmt: skip
+        vocab_size=200,
+        hidden_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        use_cache=False,
+    )
     return LlamaForCausalLM(config).eval(), (torch.arange(32).reshape(2, 16),)
 
 

@@ -12,16 +12,16 @@ from export_models import graph_of
 import gdp
 from gdp.budget import Budget
 from gdp.cli import main
-from gdp.constraints import Constraints
+from gdp.export.adapt import adapt, simulated
 from gdp.export.search import place_for
-from gdp.export.snap import simulated, snap
 from gdp.export.targets import TARGETS, find_target
 from gdp.graph import Graph, Op, Tensor
-from gdp.microbatches import accumulated
-from gdp.place import plan_of
-from gdp.plan import Plan
-from gdp.problem import Problem
-from gdp.simulate import simulate
+from gdp.graph.microbatches import accumulated
+from gdp.search.place import plan_of
+from gdp.simulator.constraints import Constraints
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
 
 Run = Callable[..., tuple[int, str, str]]
 MIB = 2**20
@@ -59,16 +59,16 @@ def plan_with(graph: Graph, cluster: gdp.Cluster, placement: list[int]) -> Plan:
 
 
 def test_a_module_goes_where_most_of_its_time_was_and_the_loss_is_simulated() -> None:
-    # 9 ops of 1 ms, one after the other; the plan crosses 7 times, the snapped one once: a byte (1 ns) and the latency
+    # 9 ops of 1 ms, one after the other; the plan crosses 7 times, the adapted one once: a byte (1 ns) and the latency
     cluster = gdp.Cluster.parse("2xp100-pcie-16g")
     problem = Problem.build(three_modules(1), cluster)
     plan = plan_with(problem.graph, cluster, [0, 1, 0, 1, 0, 1, 0, 1, 1])
-    snapped = snap(problem, plan, find_target("hf_device_map"))
-    assert snapped.simulation.placement.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
-    assert json.loads(snapped.content) == {"a": 0, "b": 1, "c": 1}
+    adapted = adapt(problem, plan, find_target("hf_device_map"))
+    assert adapted.simulation.placement.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+    assert json.loads(adapted.content) == {"a": 0, "b": 1, "c": 1}
     latency = cluster.route(0, 1).latency_ns
-    assert plan.step_time_ns - snapped.step_time_ns == 6 * (1 + latency)
-    assert snapped.loss == snapped.step_time_ns / plan.step_time_ns - 1 < 0
+    assert plan.step_time_ns - adapted.step_time_ns == 6 * (1 + latency)
+    assert adapted.loss == adapted.step_time_ns / plan.step_time_ns - 1 < 0
 
 
 def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_said(run: Run) -> None:
@@ -77,9 +77,9 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
     limits = {"gpu0": 13 * MIB, "gpu1": 7 * MIB}
     problem = Problem.build(graph, cluster, max_memory_bytes=limits)
     plan = plan_with(graph, cluster, [0, 0, 0, 0, 0, 0, 1, 0, 0])
-    snapped = snap(problem, plan, find_target("hf-device-map"))
-    assert snapped.simulation.feasible
-    assert sorted(np.bincount(snapped.simulation.placement).tolist()) == [3, 6]
+    adapted = adapt(problem, plan, find_target("hf-device-map"))
+    assert adapted.simulation.feasible
+    assert sorted(np.bincount(adapted.simulation.placement).tolist()) == [3, 6]
     # with 11 MiB and 5 MiB one op of 6 MiB has no place but gpu0, and two are 12 MiB
     plan.save("plan.json")
     graph.save("graph.json.gz")
@@ -109,10 +109,10 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
 def test_what_no_gpu_can_compute_is_computed_on_the_cpu() -> None:
     graph, cluster = three_modules(6 * MIB), gdp.Cluster.parse("2xp100-pcie-16g+cpu-16core")
     problem = Problem.build(graph, cluster, max_memory_bytes={"gpu0": 1, "gpu1": 1})
-    snapped = snap(problem, plan_with(graph, cluster, [2] * 9), find_target("hf-device-map"))
-    assert snapped.simulation.feasible
-    assert json.loads(snapped.content) == {"": "cpu"}
-    assert snapped.step_time_ns == simulate(problem, [2] * 9).step_time_ns
+    adapted = adapt(problem, plan_with(graph, cluster, [2] * 9), find_target("hf-device-map"))
+    assert adapted.simulation.feasible
+    assert json.loads(adapted.content) == {"": "cpu"}
+    assert adapted.step_time_ns == simulate(problem, [2] * 9).step_time_ns
 
 
 @pytest.mark.parametrize(("name", "training"), [(name, name not in INFERENCE) for name in FOR_MODULES])
@@ -123,8 +123,8 @@ def test_a_plan_for_a_target_is_no_worse_than_a_snapped_one_and_its_export_loses
     placed = place_for(target, graph, cluster, Constraints(), budget=Budget(simulations=300), seed=1)
     problem, plan = Problem.build(graph, cluster), placed.plan
     assert gdp.verify(problem, plan) == []
-    assert plan.step_time_ns <= placed.snapped.step_time_ns
-    exported = snap(problem, plan, target)
+    assert plan.step_time_ns <= placed.adapted.step_time_ns
+    exported = adapt(problem, plan, target)
     assert exported.step_time_ns == plan.step_time_ns
     devices = target.parse(exported.content, problem, exported.units)
     assert simulated(problem, exported.units.place(devices), plan).step_time_ns == plan.step_time_ns
@@ -140,11 +140,11 @@ def test_what_is_exported_parses_back_to_the_figure_that_is_printed(name: str) -
     for seed in range(4):
         rng = np.random.default_rng(seed)
         plan = plan_with(graph, cluster, rng.integers(3, size=graph.num_ops).tolist())
-        snapped = snap(problem, plan, target)
-        devices = target.parse(snapped.content, problem, snapped.units)
-        assert np.array_equal(devices, snapped.devices)
-        assert simulated(problem, snapped.units.place(devices), plan).step_time_ns == snapped.step_time_ns
-        assert snapped.simulation.feasible
+        adapted = adapt(problem, plan, target)
+        devices = target.parse(adapted.content, problem, adapted.units)
+        assert np.array_equal(devices, adapted.devices)
+        assert simulated(problem, adapted.units.place(devices), plan).step_time_ns == adapted.step_time_ns
+        assert adapted.simulation.feasible
 
 
 @pytest.mark.parametrize("name", ["torch-pipelining", "megatron"])
@@ -153,10 +153,10 @@ def test_replicas_of_micro_batches_go_with_their_op(name: str) -> None:
     graph = accumulated(one, 3)
     problem, target = Problem.build(graph, cluster), find_target(name)
     plan = gdp.place(graph, cluster, budget="200sims", robust=0.0)
-    snapped = snap(problem, plan, target)
-    unit = dict(zip(graph.op_names, snapped.units.index.tolist(), strict=True))
+    adapted = adapt(problem, plan, target)
+    unit = dict(zip(graph.op_names, adapted.units.index.tolist(), strict=True))
     assert {op: unit[op] for op in one.op_names} == {op: unit.get(f"{op}@2", unit[op]) for op in one.op_names}
-    assert snapped.units.num_units == target.read_units(Problem.build(one, cluster)).num_units
+    assert adapted.units.num_units == target.read_units(Problem.build(one, cluster)).num_units
 
 
 @pytest.mark.parametrize("name", ["hf-device-map", "llama-cpp"])
@@ -234,7 +234,7 @@ def test_the_commands_print_one_figure_and_write_the_file(run: Run) -> None:
     arguments = ["--devices", "2xp100-pcie-16g", "--budget", "300sims", "--out", "d", "--for", "device_map", "--json"]
     status, out, err = run("place", "model.json.gz", *arguments)
     assert status == 0
-    assert "a plan of ops takes" in err
+    assert "a plan of single ops takes" in err
     made = json.loads(out)
     status, out, _ = run("export", "d/plan.json", "--to", "hf-device-map", "--json")
     document = json.loads(out)
@@ -270,7 +270,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(run: Run) -> None:
         (["--to", "hf-device-map", "--inference"], "--inference: says how the MODEL of --graph is read"),
         (["--to", "hf-device-map", "--out", "../{here}/plan.json"], "the plan needs that file"),
         (["--to", "hf-device-map", "--out", "graph.json.gz"], "the plan needs that file"),
-    ]  # fmt: skip
+    ]
     graph.save("g.json")
     three_modules(1).save("h.json")
     graph_of("tied").save("p.json")

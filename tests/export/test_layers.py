@@ -9,7 +9,7 @@ from export_models import graph_of, llama
 import gdp
 from gdp.errors import InputError
 from gdp.export import llama_cpp, megatron, vllm
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +87,14 @@ def test_models_of_other_names_are_refused_in_one_line() -> None:
     cluster = gdp.Cluster.parse("2xp100-pcie-16g")
     with pytest.raises(InputError, match="no GGUF tensor for the parameters of 'bert"):
         llama_cpp.read_units(Problem.build(graph_of("bert"), cluster))
-    flat = gdp.Graph.build("flat", [gdp.graph.Op("a", "mm")], [])
+    flat = gdp.Graph.build("flat", [gdp.graph.graph.Op("a", "mm")], [])
     for read_units in (llama_cpp.read_units, vllm.read_units, megatron.read_units):
         with pytest.raises(InputError, match="its ops have no module paths"):
             read_units(Problem.build(flat, cluster))
-    two = [gdp.graph.Op(f"{op}", "mm", 10**9, module=f"{op}") for op in ("encoder.0", "encoder.1", "dec.0", "dec.1")]
-    chain = gdp.Graph.build("two", two, [gdp.graph.Tensor(op, (op + 1,), 4) for op in range(3)])
+    two = [
+        gdp.graph.graph.Op(f"{op}", "mm", 10**9, module=f"{op}") for op in ("encoder.0", "encoder.1", "dec.0", "dec.1")
+    ]
+    chain = gdp.Graph.build("two", two, [gdp.graph.graph.Tensor(op, (op + 1,), 4) for op in range(3)])
     for read_units in (llama_cpp.read_units, vllm.read_units, megatron.read_units):
         with pytest.raises(InputError, match=r"has layers in encoder and in dec; .*try torch-pipelining"):
             read_units(Problem.build(chain, cluster))

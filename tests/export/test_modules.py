@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import gdp
 from gdp.export import hf_device_map, torch_pipelining
-from gdp.export.snap import snap
-from gdp.problem import Problem
+from gdp.export.adapt import adapt
+from gdp.simulator.problem import Problem
 
 
 class Devices(TorchFunctionMode):
@@ -127,9 +127,13 @@ def labelled(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         return MODELS["llama"]()[0], {"input_ids": tokens, "labels": (tokens * 7) % 200}
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=200, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
+        vocab_size=200,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=64,
         max_position_embeddings=32,
-    )  # fmt: skip
+    )
     return BertForSequenceClassification(config).eval(), {"input_ids": tokens, "labels": torch.tensor([0, 1])}
 
 
@@ -215,8 +219,10 @@ def test_a_module_without_parameters_that_nothing_with_a_unit_feeds_is_with_the_
     graph = gdp.load(f"hf:{tmp_path}?batch=2&sequence=16", training=False)
     units = hf_device_map.read_units(Problem.build(graph, gdp.Cluster.parse("2xp100-pcie-16g")))
     assert units.members == (
-        ("input", "embed_tokens", "rotary_emb"), *((f"layers.{number}",) for number in range(4)), ("norm",),
-    )  # fmt: skip
+        ("input", "embed_tokens", "rotary_emb"),
+        *((f"layers.{number}",) for number in range(4)),
+        ("norm",),
+    )
 
 
 def test_a_device_map_that_parts_a_residual_sum_fails_on_the_pretended_devices(gpus: Devices) -> None:
@@ -240,9 +246,15 @@ def test_the_device_map_is_the_smallest() -> None:
     assert hf_device_map.device_map(problem, units, np.zeros(units.num_units, np.int64)) == {"": 0}
     devices = np.array([int("layers.3" in members[0] or "lm_head" in members[0]) for members in units.members])
     assert hf_device_map.device_map(problem, units, devices) == {
-        "model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 0, "model.layers.2": 0, "model.norm": 0,
-        "model.rotary_emb": 0, "model.layers.3": 1, "lm_head": 1,
-    }  # fmt: skip
+        "model.embed_tokens": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 0,
+        "model.layers.2": 0,
+        "model.norm": 0,
+        "model.rotary_emb": 0,
+        "model.layers.3": 1,
+        "lm_head": 1,
+    }
 
 
 @pytest.mark.parametrize("name", ["tied", "bert"])
@@ -275,13 +287,13 @@ def test_pipelining_makes_the_stages_of_the_file_and_they_give_the_models_output
 @pytest.mark.parametrize("target", [hf_device_map.TARGET, torch_pipelining.TARGET])
 @pytest.mark.parametrize("training", [False, True])
 def test_a_snapped_plan_parses_back_to_a_placement_with_the_figure_that_is_printed(target: Any, training: bool) -> None:
-    from gdp.export.snap import simulated
+    from gdp.export.adapt import simulated
 
     problem, plan = planned("llama", training=training)
-    snapped = snap(problem, plan, target)
-    devices = target.parse(snapped.content, problem, snapped.units)
-    again = simulated(problem, snapped.units.place(devices), plan)
-    assert again.step_time_ns == snapped.step_time_ns
+    adapted = adapt(problem, plan, target)
+    devices = target.parse(adapted.content, problem, adapted.units)
+    again = simulated(problem, adapted.units.place(devices), plan)
+    assert again.step_time_ns == adapted.step_time_ns
     assert again.feasible
 
 
@@ -290,7 +302,7 @@ def test_what_does_not_fit_keeps_its_weights_on_the_cpu_where_accelerate_would_f
     and the figure is that of the map with weights fetched as each module begins, which fits."""
     from accelerate.utils import check_device_map
 
-    from gdp.accelerate_maps import fetching_late, placement_of
+    from gdp.export.accelerate_maps import fetching_late, placement_of
 
     graph = graph_of("llama")
     roomy = gdp.Cluster.parse("p100-pcie-16g+cpu-16core")
@@ -298,10 +310,10 @@ def test_what_does_not_fit_keeps_its_weights_on_the_cpu_where_accelerate_would_f
     limit = {"gpu0": int(0.6 * peak)}
     problem = Problem.build(graph, roomy, max_memory_bytes=limit)
     plan = gdp.place(graph, roomy, budget="200sims", max_memory_bytes=limit)
-    snapped = snap(problem, plan, hf_device_map.TARGET)
-    assert snapped.is_offloaded
-    assert not snapped.simulation.missing_bytes.any()
-    found = json.loads(snapped.content)
+    adapted = adapt(problem, plan, hf_device_map.TARGET)
+    assert adapted.is_offloaded
+    assert not adapted.simulation.missing_bytes.any()
+    found = json.loads(adapted.content)
     assert set(found.values()) == {0, "cpu"}
     assert next(iter(found.values())) == 0
     check_device_map(MODELS["llama"]()[0], found)
@@ -310,5 +322,5 @@ def test_what_does_not_fit_keeps_its_weights_on_the_cpu_where_accelerate_would_f
     late = fetching_late(problem, placement)
     assert late is not None
     program = [np.flatnonzero(late[1] == device) for device in range(2)]
-    assert gdp.simulate(*late, order=program).step_time_ns == snapped.step_time_ns == snapped.program_order_ns
-    assert not snap(problem, plan, hf_device_map.TARGET, may_offload=False).is_offloaded
+    assert gdp.simulate(*late, order=program).step_time_ns == adapted.step_time_ns == adapted.program_order_ns
+    assert not adapt(problem, plan, hf_device_map.TARGET, may_offload=False).is_offloaded

@@ -13,7 +13,7 @@ from gdp.export import onnxruntime as ort_target
 from gdp.export import openvino as ov_target
 from gdp.export.targets import TARGETS
 from gdp.graph import Graph, Op, Tensor
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
 INPUT = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -39,9 +39,14 @@ def onnx_model() -> Any:
 def problem() -> Problem:
     """The graph that a front end for ONNX makes of it: ops have the names and operators of nodes."""
     chain = [
-        Op("x", "input"), Op("w", "parameter", resident_bytes=64), Op("first", "MatMul", 64), Op("Relu_0", "Relu", 8),
-        Op("second", "Sigmoid", 8), Op("third", "MatMul", 64), Op("fourth", "Relu", 8),
-    ]  # fmt: skip
+        Op("x", "input"),
+        Op("w", "parameter", resident_bytes=64),
+        Op("first", "MatMul", 64),
+        Op("Relu_0", "Relu", 8),
+        Op("second", "Sigmoid", 8),
+        Op("third", "MatMul", 64),
+        Op("fourth", "Relu", 8),
+    ]
     tensors = [Tensor(0, (2,), 32), Tensor(1, (2, 5), 64, resident=True)]
     tensors += [Tensor(op, (op + 1,), 32) for op in range(2, 6)]
     graph = Graph.build("onnx", chain, [*tensors, Tensor(6, (), 32, keep=True)])
@@ -52,11 +57,11 @@ def test_onnxruntime_takes_annotations_and_settings_and_maps_the_cpu_s(
     problem: Problem, capfd: pytest.CaptureFixture[str]
 ) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    units = ort_target.read_units(problem)
+    units = ort_target.TARGET.read_units(problem)
     assert units.members == (("first",), ("Relu_0",), ("second",), ("third",), ("fourth",))
     devices = np.array([2, 2, 0, 1, 2])
-    content = ort_target.write(problem, units, devices)
-    assert np.array_equal(ort_target.parse(content, problem, units), devices)
+    content = ort_target.TARGET.write(problem, units, devices)
+    assert np.array_equal(ort_target.TARGET.parse(content, problem, units), devices)
     model = onnx_model()
     settings = ort_target.annotate(model, json.loads(content))
     assert settings == "cpu(=gdp.cpu);gpu:0(=gdp.gpu0);gpu:1(=gdp.gpu1)"
@@ -85,10 +90,10 @@ def test_onnxruntime_takes_annotations_and_settings_and_maps_the_cpu_s(
 
 def test_openvino_compiles_and_runs_a_model_with_the_affinities(problem: Problem, tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")
-    units = ov_target.read_units(problem)
+    units = ov_target.TARGET.read_units(problem)
     devices = np.array([2, 0, 1, 2, 2])
-    content = ov_target.write(problem, units, devices)
-    assert np.array_equal(ov_target.parse(content, problem, units), devices)
+    content = ov_target.TARGET.write(problem, units, devices)
+    assert np.array_equal(ov_target.TARGET.parse(content, problem, units), devices)
     affinities = json.loads(content)
     assert affinities == {"first": "CPU", "Relu_0": "GPU.0", "second": "GPU.1", "third": "CPU", "fourth": "CPU"}
     path = tmp_path / "model.onnx"
@@ -115,7 +120,7 @@ def test_a_model_that_was_not_placed_and_graphs_of_pytorch_are_refused(problem: 
     with pytest.raises(InputError, match="is it the model that was placed"):
         ort_target.annotate(onnx_model(), {"annotations": {"other": "gdp.cpu"}, ort_target.SETTINGS: ""})
     pytorch = Problem.build(graph_of("tied"), problem.cluster)
-    for target in (ort_target, ov_target):
+    for target in (ort_target.TARGET, ov_target.TARGET):
         with pytest.raises(InputError, match="is that of a PyTorch model"):
             target.read_units(pytorch)
 
@@ -162,15 +167,15 @@ def test_graphs_of_another_front_end_are_refused_in_one_line_though_they_have_pa
 def test_a_plan_of_nodes_loses_only_where_weights_were_apart_from_their_first_reader(
     problem: Problem, target: Any
 ) -> None:
-    from gdp.export.snap import simulated, snap
-    from gdp.place import plan_of
-    from gdp.simulate import simulate
+    from gdp.export.adapt import adapt, simulated
+    from gdp.search.place import plan_of
+    from gdp.simulator.simulate import simulate
 
     for placement, is_equal in (([2, 0, 0, 0, 1, 1, 1], False), ([0, 0, 0, 0, 1, 1, 2], True)):
         plan = plan_of(simulate(problem, placement), 0, "by hand", 0)
-        snapped = snap(problem, plan, target)
-        assert snapped.simulation.placement.tolist() == [placement[2], *placement[1:]]
-        assert (snapped.step_time_ns == plan.step_time_ns) == is_equal
-        devices = target.parse(snapped.content, problem, snapped.units)
-        again = simulated(problem, snapped.units.place(devices), plan)
-        assert again.step_time_ns == snapped.step_time_ns
+        adapted = adapt(problem, plan, target)
+        assert adapted.simulation.placement.tolist() == [placement[2], *placement[1:]]
+        assert (adapted.step_time_ns == plan.step_time_ns) == is_equal
+        devices = target.parse(adapted.content, problem, adapted.units)
+        again = simulated(problem, adapted.units.place(devices), plan)
+        assert again.step_time_ns == adapted.step_time_ns

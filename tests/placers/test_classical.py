@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 
 from gdp.cluster import Cluster, Device, Route
-from gdp.forward_units import forward_units
 from gdp.graph import Graph, Op, Tensor
 from gdp.placers import CLASSICAL, Placer, fit_memory, metis_blind
 from gdp.placers.base import UnitArrays
@@ -17,8 +16,9 @@ from gdp.placers.contiguous import module_chain, stages, topological_chain
 from gdp.placers.expert import layer_ranges
 from gdp.placers.list_scheduling import _transfers, favourite_children, upward_ranks
 from gdp.placers.memory_repair import excess_bytes, held_bytes
-from gdp.problem import Problem
-from gdp.simulate import evaluate, simulate
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import evaluate, simulate
+from gdp.units.forward_units import forward_units
 from hand_cases import make_cluster
 from strategies import Instance, instances
 

@@ -10,7 +10,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.placers.base import UnitArrays
 from gdp.placers.contiguous import Chain
 from gdp.placers.dp_stages import _cut_times, least_bottleneck
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
 
 def chain_problem(seed: int) -> Problem:

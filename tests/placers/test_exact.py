@@ -5,12 +5,12 @@ from itertools import permutations, product
 import numpy as np
 from hypothesis import given, settings
 
-from gdp.bounds import lower_bound
+from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import Cluster, Device, Route
 from gdp.graph import Graph, Op, Tensor
 from gdp.placers.exact import exact
-from gdp.problem import Problem
-from gdp.simulate import evaluate_many, simulate
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import evaluate_many, simulate
 from strategies import FEATURES, Instance, instances
 
 

@@ -16,8 +16,8 @@ from gdp.policy.checkpoint import new_policy
 from gdp.policy.graph_embedding import GraphEmbeddingConfig
 from gdp.policy.paper import PaperConfig, PaperPolicy, kind_numbers
 from gdp.policy.placement_network import SegmentTransformerConfig
-from gdp.problem import Problem
-from gdp.simulate import evaluate_many
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import evaluate_many
 from strategies import Instance, instances
 
 SMALL = PaperConfig(
@@ -151,7 +151,7 @@ def test_the_same_seed_gives_the_same_parameters_and_samples_and_leaves_torchs_g
 
 def test_unknown_kinds_fall_into_buckets_behind_the_known_ones_always_into_the_same() -> None:
     names = [f"onnx.Op{i}" for i in range(50)]
-    numbers = kind_numbers(("b", *names, "a", "b"), known=("a", "b"), num_unknown=4)
+    numbers = kind_numbers(("b", *names, "a", "b"), common=("a", "b"), num_unknown=4)
     assert numbers[[0, -2, -1]].tolist() == [1, 0, 1]
     assert set(numbers[1:-2].tolist()) == {2, 3, 4, 5}
     assert (kind_numbers(names[::-1], ("a", "b"), 4)[::-1] == numbers[1:-2]).all()

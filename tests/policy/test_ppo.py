@@ -8,7 +8,7 @@ import torch
 
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.policy.ppo import (
+from gdp.policy.training.ppo import (
     PAPER,
     PPOConfig,
     Trials,
@@ -18,8 +18,8 @@ from gdp.policy.ppo import (
     paper_rewards,
     relative_rewards,
 )
-from gdp.problem import Problem
-from gdp.simulate import evaluate_many
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import evaluate_many
 from policy.tiny_policy import TinyPolicy, mixed_chain, random_graph, tiny_policy
 
 CONFIG = PPOConfig()

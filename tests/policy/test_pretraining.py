@@ -9,15 +9,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.policy.checkpoint import read_checkpoint, read_manifest
-from gdp.policy.ppo import PAPER
-from gdp.policy.pretraining import Progress, TrainingConfig, best_path, train
-from gdp.policy.tasks import Source, TaskConfig, Tasks
+from gdp.policy.training.ppo import PAPER
+from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, best_path, train
+from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from policy.tiny_policy import (
     kill_again_and_again,
     mixed_chain,
@@ -30,20 +31,34 @@ from policy.tiny_policy import (
 )
 
 NUM_KILLS = 6
-GOLDEN_REWARDS = [
-    -2.0076, -1.57623, -1.60935, -1.37886, -1.10791, -1.05113, -1.05366, -1.03551, -1.02242, -1.01883,
-    -1.01558, -1.01823, -1.04329, -1.01561, -1.02071, -1.01934, -1.02066, -1.0341, -1.0423, -1.04158,
-]  # fmt: skip
-GOLDEN_ENTROPIES = [
-    0.63186, 0.62047, 0.54661, 0.43144, 0.33735, 0.28487, 0.26411, 0.24861, 0.23164, 0.21608,
-    0.19923, 0.18158, 0.175, 0.17784, 0.1761, 0.17251, 0.16816, 0.16174, 0.15453, 0.15089,
-]  # fmt: skip
+GOLDEN = [  # (mean reward, entropy)
+    (-2.0076, 0.63186),
+    (-1.57623, 0.62047),
+    (-1.60935, 0.54661),
+    (-1.37886, 0.43144),
+    (-1.10791, 0.33735),
+    (-1.05113, 0.28487),
+    (-1.05366, 0.26411),
+    (-1.03551, 0.24861),
+    (-1.02242, 0.23164),
+    (-1.01883, 0.21608),
+    (-1.01558, 0.19923),
+    (-1.01823, 0.18158),
+    (-1.04329, 0.175),
+    (-1.01561, 0.17784),
+    (-1.02071, 0.1761),
+    (-1.01934, 0.17251),
+    (-1.02066, 0.16816),
+    (-1.0341, 0.16174),
+    (-1.0423, 0.15453),
+    (-1.04158, 0.15089),
+]
 
 
 def start(target: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseProcess:
     """`target` in a process of its own, forked from a server that has PyTorch loaded and no threads."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gdp.policy.pretraining"])
+    context.set_forkserver_preload(["gdp.policy.training.pretrain"])
     process = context.Process(target=target, args=args, kwargs=kwargs)
     process.start()
     return process
@@ -59,18 +74,17 @@ def assert_equal(first: Path, second: Path, tolerance: float = 0.0) -> None:
 def test_the_curve_of_twenty_updates(tmp_path: Path) -> None:
     """Mean reward and entropy of each update, recorded once: what is learnt does not change unnoticed."""
     graphs, cluster = (mixed_chain(6), mixed_chain(9), random_graph(12, 0)), Cluster.parse("2xp100-pcie-16g")
-    tasks = Tasks([Source(graph, cluster) for graph in graphs], TaskConfig(), 0)
+    tasks = Tasks([TaskSource(graph, cluster) for graph in graphs], TaskConfig(), 0)
     config = TrainingConfig(updates=20, graphs_per_update=3, samples=8, learning_rate=0.05, warmup_updates=0)
     curve: list[tuple[float, float]] = []
 
-    def note(progress: Progress) -> None:
+    def note(progress: TrainingProgress) -> None:
         assert progress.statistics is not None
         curve.append((progress.statistics.reward, progress.statistics.entropy))
 
-    train(tiny_policy(), tasks, config, tmp_path / "tiny.safetensors", num_threads=1, on_update=note)
-    rewards, entropies = zip(*curve, strict=True)
-    assert rewards == pytest.approx(GOLDEN_REWARDS, abs=1e-4)
-    assert entropies == pytest.approx(GOLDEN_ENTROPIES, abs=1e-4)
+    run = TrainingRun(num_threads=1, on_update=note)
+    train(tiny_policy(), tasks, config, tmp_path / "tiny.safetensors", run=run)
+    assert np.array(curve) == pytest.approx(np.array(GOLDEN), abs=1e-4)
 
 
 def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
@@ -105,7 +119,7 @@ def test_stop_saves_the_last_whole_update(tmp_path: Path) -> None:
     out, whole = tmp_path / "stopped.safetensors", tmp_path / "whole.safetensors"
     stop = threading.Event()
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: TrainingProgress) -> None:
         if progress.update == 3:
             stop.set()
 
@@ -124,10 +138,13 @@ def test_history_and_validation_resume_too(tmp_path: Path) -> None:
     for out, ends in zip(files, ((6,), (3, 6)), strict=True):
         for end in ends:
             stop = threading.Event()
-            train(
-                tiny_policy(), tiny_tasks(), config, out, resume=True, stop=stop, validation=validation, num_threads=1,
+            run = TrainingRun(
+                resume=True,
+                stop=stop,
+                num_threads=1,
                 on_update=lambda progress, end=end, stop=stop: stop.set() if progress.update == end else None,
-            )  # fmt: skip
+            )
+            train(tiny_policy(), tiny_tasks(), config, out, validation=validation, run=run)
     assert_equal(*files)
     assert_equal(*map(best_path, files))
     best = read_manifest(best_path(files[0]))
@@ -140,7 +157,7 @@ def test_resume_of_another_run_names_the_difference_and_overwrites_nothing(tmp_p
     stop = threading.Event()
     train_tiny(out, 4, stop=stop, on_update=lambda progress: stop.set())
     before = out.read_bytes()
-    graph = Source(random_graph(9, 9), Cluster.parse("2xp100-pcie-16g"))
+    graph = TaskSource(random_graph(9, 9), Cluster.parse("2xp100-pcie-16g"))
     for tasks, config, difference in (
         (tiny_tasks(), tiny_training(5), "training.updates = 4, not 5"),
         (tiny_tasks(), tiny_training(4, ppo=PAPER), "training.ppo.reward = 'relative', not 'paper'"),
@@ -148,7 +165,7 @@ def test_resume_of_another_run_names_the_difference_and_overwrites_nothing(tmp_p
         (Tasks([graph], TaskConfig(), 0), tiny_training(4), "tasks.config.random_share = 0.5, not 0.0"),
     ):
         with pytest.raises(InputError, match=f"{out}: was trained with {difference}; resume with the same arguments"):
-            train(tiny_policy(), tasks, config, out, resume=True)
+            train(tiny_policy(), tasks, config, out, run=TrainingRun(resume=True))
     assert out.read_bytes() == before
 
 
@@ -171,10 +188,8 @@ def test_learning_rate_rises_and_falls() -> None:
 
 
 def test_tensorboard_gets_the_curve(tmp_path: Path) -> None:
-    train(
-        tiny_policy(), tiny_tasks(), tiny_training(2), tmp_path / "tiny.safetensors", tensorboard=tmp_path / "board",
-        num_threads=1,
-    )  # fmt: skip
+    run = TrainingRun(tensorboard=tmp_path / "board", num_threads=1)
+    train(tiny_policy(), tiny_tasks(), tiny_training(2), tmp_path / "tiny.safetensors", run=run)
     (events,) = (tmp_path / "board").iterdir()
     assert b"train/step_time_ratio" in events.read_bytes()
 

@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.placers.learned import FineTuneConfig, ZeroShotConfig, fine_tune, zero_shot
 from gdp.policy.construction import UnitInstance
-from gdp.policy.rollout import FEATURES, NUM_FEATURES, Record, RolloutArrays, roll_out
+from gdp.policy.features import NUM_FEATURES, NUMBERS
+from gdp.policy.rollout import RolloutArrays, RolloutRecord, roll_out
+from gdp.policy.sampling import draw_refinement, draw_style, options_of, vary
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.scheduler_config import SchedulerConfig
-from gdp.policy.styles import draw_refinement, draw_style, orders_of, vary
 from gdp.policy.units import UnitSource
-from gdp.problem import Problem
-from gdp.simulate import evaluate
+from gdp.search.fine_tune import FineTuneConfig, fine_tune
+from gdp.search.question import Question
+from gdp.search.zero_shot import ZeroShotConfig, zero_shot
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import evaluate
 from strategies import Instance, instances
 
 SMALL = SchedulerConfig(
@@ -113,10 +116,10 @@ def test_renaming_devices_renames_what_the_policy_sees_of_them(names: list[int],
     style = replace(draw_style(rng(4)), temperature=0.0, passes=passes)
     seen = []
     for placed in (fixed, np.where(fixed < 0, -1, np.array(names)[fixed])):
-        chosen, record = np.zeros_like(fixed), Record.empty(1, passes, units.num_units, 4)
+        chosen, record = np.zeros_like(fixed), RolloutRecord.empty(1, passes, units.num_units, 4)
         uniforms = np.zeros((1, passes, units.num_units))
-        orders = orders_of([style], 4, refines=False)
-        roll_out(arrays, weights, orders, placed, np.full(units.num_units, -1), uniforms, chosen, record)
+        options = options_of([style], 4, refines=False)
+        roll_out(arrays, weights, options, placed, np.full(units.num_units, -1), uniforms, chosen, record)
         seen.append((record.features[0, -1, -1], chosen[0, -1]))
     np.testing.assert_allclose(seen[1][0][names], seen[0][0], rtol=1e-5, atol=1e-6)
     assert seen[1][1] == names[seen[0][1]]
@@ -128,16 +131,16 @@ def test_what_devices_hold_is_as_if_counted_anew_after_many_passes() -> None:
     arrays = RolloutArrays.of(problem, units, np.full(3, -1))
     weights = np.repeat(rng(3).normal(size=(2, 1, NUM_FEATURES)), units.num_units, axis=1).astype(np.float32)
     style = replace(draw_style(rng(5)), temperature=2.0, passes=6, slack=1e9, most=1.0)
-    chosen, record = np.zeros((1, units.num_units), np.int64), Record.empty(1, 6, units.num_units, 3)
+    chosen, record = np.zeros((1, units.num_units), np.int64), RolloutRecord.empty(1, 6, units.num_units, 3)
     free = np.full((1, units.num_units), -1)
-    orders = orders_of([style], 3, refines=False)._replace(scale=np.ones((1, 2, NUM_FEATURES), np.float32))
-    roll_out(arrays, weights, orders, free, free[0], rng(6).random((1, 6, units.num_units)), chosen, record)
+    options = options_of([style], 3, refines=False)._replace(scale=np.ones((1, 2, NUM_FEATURES), np.float32))
+    roll_out(arrays, weights, options, free, free[0], rng(6).random((1, 6, units.num_units)), chosen, record)
     assert np.array_equal(chosen[0], record.devices[0, -1])
     last = units.num_units - 1  # when it chose for the last time, all others were where they are now
     others = np.arange(last)
     for device in range(3):
         here = others[chosen[0, :last] == device]
-        seen = dict(zip(FEATURES, record.features[0, -1, last, device], strict=True))
+        seen = dict(zip(NUMBERS, record.features[0, -1, last, device], strict=True))
         row = slice(arrays.near.offsets[last], arrays.near.offsets[last + 1])
         there = np.isin(arrays.near.units[row], here)
         assert seen["neighbours here, of all"] == pytest.approx(arrays.near.shares[row][there].sum(), abs=1e-5)
@@ -202,16 +205,15 @@ def test_styles_are_drawn_and_varied_by_the_generator_alone() -> None:
         assert (one.scale >= 0).all()  # a style weighs more or less, never the other way round
 
 
-def test_there_is_a_starting_weight_for_every_feature() -> None:
-    assert SchedulerPolicy(SMALL).base.shape == (2, len(FEATURES))
-
-
 def test_zero_shot_keeps_to_its_simulations_and_repeats_itself() -> None:
     problem, policy = layered(), policy_of(SMALL)
-    answers = [zero_shot(problem, policy, Clock(Budget.parse("1m")), seed=3) for _ in range(2)]
-    assert answers[0].num_simulations == ZeroShotConfig().num_simulations
-    assert np.array_equal(answers[0].incumbent.placement, answers[1].incumbent.placement)
-    assert evaluate(problem, answers[0].incumbent.placement)[0] == answers[0].incumbent.step_time_ns
+    clocks = [Clock(Budget.parse("1m")) for _ in range(2)]
+    first, second = (zero_shot(Question.about(problem, seed=3), clock, policy=policy).best for clock in clocks)
+    assert clocks[0].simulations == ZeroShotConfig().num_simulations
+    assert first is not None
+    assert second is not None
+    assert np.array_equal(first.placement, second.placement)
+    assert evaluate(problem, first.placement)[0] == first.step_time_ns
 
 
 def test_fine_tuning_reaches_the_optimum_of_independent_ops_and_repeats_itself() -> None:
@@ -224,8 +226,10 @@ def test_fine_tuning_reaches_the_optimum_of_independent_ops_and_repeats_itself()
     for _ in range(2):
         policy = policy_of(replace(SMALL, network=True))
         torch.nn.init.zeros_(policy.base)
-        answer = fine_tune(problem, policy, Clock(Budget.parse("400sims")), seed=1, config=config)
-        assert answer.num_updates > 0
-        found.append(answer.incumbent)
+        question, clock = Question.about(problem, seed=1), Clock(Budget.parse("400sims"))
+        solution = fine_tune(question, clock, policy=policy, config=config)
+        assert solution.num_updates > 0
+        assert solution.best is not None
+        found.append(solution.best)
     assert found[0].step_time_ns == 4000
     assert np.array_equal(found[0].placement, found[1].placement)

@@ -6,24 +6,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gdp.bounds import lower_bound
+from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import Cluster
-from gdp.devices import KINDS
+from gdp.cluster.catalogue import KINDS
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.policy.random_clusters import draw_cluster
-from gdp.policy.tasks import Source, Task, TaskConfig, Tasks, memory_needs, scale_batch
+from gdp.policy.training.random_clusters import draw_cluster
+from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask, memory_needs, scale_batch
 from policy.tiny_policy import random_graph, tiny_tasks
 
 MIB = 2**20
 
 
-def identity(task: Task) -> tuple[object, ...]:
+def identity(task: TrainingTask) -> tuple[object, ...]:
     problem = task.problem
     return (
-        problem.graph.fingerprint, problem.cluster.fingerprint, problem.op_time_ns.tobytes(),
-        problem.memory_limit_bytes.tobytes(), task.reference_ns, task.source,
-    )  # fmt: skip
+        problem.graph.fingerprint,
+        problem.cluster.fingerprint,
+        problem.op_time_ns.tobytes(),
+        problem.memory_limit_bytes.tobytes(),
+        task.reference_ns,
+        task.source,
+    )
 
 
 def draws(tasks: Tasks, updates: range, num_tasks: int = 4) -> list[tuple[object, ...]]:
@@ -49,7 +53,7 @@ def test_every_source_has_its_turn_before_any_comes_again() -> None:
 
 
 def test_a_source_as_it_is_comes_with_its_cluster_and_reference() -> None:
-    source = Source(random_graph(20, 0), Cluster.parse("2xp100-pcie-16g"), reference_ns=12345)
+    source = TaskSource(random_graph(20, 0), Cluster.parse("2xp100-pcie-16g"), reference_ns=12345)
     bounded = replace(source, reference_ns=None)
     tasks = Tasks([source, bounded], TaskConfig(), 0)
     task = tasks.unvaried(0)
@@ -118,14 +122,14 @@ def test_a_larger_batch_scales_work_and_activations_but_no_parameters() -> None:
 def test_ops_that_can_run_on_few_kinds_fall_back_on_the_source() -> None:
     """No drawn device has the name that the op has a time for: the source itself is the task."""
     graph = Graph.build("picky", [Op("op", time_ns={**dict.fromkeys(KINDS, -1), "gpu0": 5})], [])
-    tasks = Tasks([Source(graph, Cluster.parse("2xp100-pcie-16g"))], TaskConfig(random_share=1.0), 0)
+    tasks = Tasks([TaskSource(graph, Cluster.parse("2xp100-pcie-16g"))], TaskConfig(random_share=1.0), 0)
     assert tasks.draw(0, 0, 1)[0].problem.cluster.name == "2xp100-pcie-16g"
 
 
 def test_a_graph_that_cannot_fit_is_refused() -> None:
     graph = Graph.build("large", [Op("op", resident_bytes=33 * 2**30)], [])
     with pytest.raises(InputError, match=r"graph 'large' holds .* train on more or larger devices"):
-        Tasks([Source(graph, Cluster.parse("2xp100-pcie-16g"))], TaskConfig(), 0)
+        Tasks([TaskSource(graph, Cluster.parse("2xp100-pcie-16g"))], TaskConfig(), 0)
     with pytest.raises(InputError, match="there are no graphs"):
         Tasks([], TaskConfig(), 0)
 

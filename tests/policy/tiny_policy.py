@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gdp.arrays import I64
 from gdp.cluster import Cluster
-from gdp.graph import I64, Graph, Op
+from gdp.graph import Graph, Op
 from gdp.graph import Tensor as GraphTensor
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy, Rollouts
 from gdp.policy.instance import Instance
-from gdp.policy.pretraining import Progress, TrainingConfig, train
-from gdp.policy.processes import Processes
-from gdp.policy.tasks import Source, TaskConfig, Tasks
-from gdp.problem import Problem
+from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, train
+from gdp.policy.training.processes import Processes
+from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
+from gdp.simulator.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,7 @@ def mixed_chain(num_ops: int = 6) -> Graph:
 
 def tiny_tasks(seed: int = 0, random_share: float = 0.5) -> Tasks:
     sources = [
-        Source(random_graph(num_ops, num_ops), Cluster.parse(cluster))
+        TaskSource(random_graph(num_ops, num_ops), Cluster.parse(cluster))
         for num_ops, cluster in ((16, "2xp100-pcie-16g"), (24, "p100-pcie-16g+v100-sxm-32g"), (20, "3xp100-pcie-16g"))
     ]
     return Tasks(sources, TaskConfig(random_share=random_share, max_devices=4), seed)
@@ -147,17 +148,22 @@ def train_tiny(
     save_every: int = 1,
     environment: dict[str, str] | None = None,
     stop: threading.Event | None = None,
-    on_update: Callable[[Progress], None] | None = None,
-) -> Progress:
+    on_update: Callable[[TrainingProgress], None] | None = None,
+) -> TrainingProgress:
     """Train a tiny policy into `out`; also what tests run in processes of their own."""
     os.environ.update(environment or {})
     torch.use_deterministic_algorithms(True)
     try:
         with Processes.join() as processes:
-            return train(
-                tiny_policy(), tiny_tasks(), tiny_training(updates), out, resume=resume, save_every=save_every,
-                stop=stop, num_threads=1, processes=processes, on_update=on_update,
-            )  # fmt: skip
+            run = TrainingRun(
+                resume=resume,
+                save_every=save_every,
+                stop=stop,
+                num_threads=1,
+                processes=processes,
+                on_update=on_update,
+            )
+            return train(tiny_policy(), tiny_tasks(), tiny_training(updates), out, run=run)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.place import Progress, place
-from gdp.plan import Baseline, Search
-from gdp.problem import Problem
-from gdp.report.page_data import Told
-from gdp.simulate import replay
+from gdp.report.page_data import PageData
+from gdp.search.place import Progress, place
+from gdp.simulator.plan import Baseline, Search
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import replay
 
 SCRIPT = "</script><script>window.broken = 1</script>"
 HOSTILE = (
@@ -49,21 +49,24 @@ def two_towers(names: Sequence[str] = (), layers: int = 6) -> Graph:
     return Graph.build(names[0] if names else "two-towers", ops, tensors)
 
 
-def told(graph: Graph, devices: str = "2xp100-pcie-16g", cluster: Cluster | None = None) -> Told:
+def page_data(graph: Graph, devices: str = "2xp100-pcie-16g", cluster: Cluster | None = None) -> PageData:
     """A plan of `graph` with all that `gdp place` knows of it; all but the step is made up."""
     cluster = cluster or Cluster.parse(devices)
     plan = place(graph, cluster, placer="heft", budget="50sims")
     simulation = replay(Problem.build(graph, cluster), plan)
     best_ns = plan.step_time_ns
     search = Search(
-        seconds=2.0, simulations=50, busy_fraction=simulation.busy_fraction, missing_bytes=np.zeros(len(plan.devices)),
+        seconds=2.0,
+        simulations=50,
+        busy_fraction=simulation.busy_fraction,
+        missing_bytes=np.zeros(len(plan.devices)),
         baselines={
             "single": Baseline("infeasible", 3 * best_ns, 0.1),
             "expert": Baseline("ok", 2 * best_ns, 0.1),
             "metis": Baseline("ok", best_ns * 3 // 2, 0.5),
             "m-sct": Baseline("skipped", None, 0.0),
         },
-    )  # fmt: skip
+    )
     progress = [
         Progress(best_ns * part // 4, True, plan.lower_bound_ns, 10 * part, 2.0 / part, None) for part in (8, 6, 5, 4)
     ]
@@ -73,8 +76,12 @@ def told(graph: Graph, devices: str = "2xp100-pcie-16g", cluster: Cluster | None
     device = {"name": HOSTILE[1], "num_ops": 1, "predicted_busy_ns": 1000, "busy_ns": 2000, "wait_ns": 3000}
     way = {"from": HOSTILE[0], "to": HOSTILE[1], "num_tensors": 2, "predicted_ns": 10, "measured_ns": 20}
     run = {
-        **arm, "predicted_step_time_ns": best_ns, "one_device": {**arm, "device": HOSTILE[2]},
-        "steps": 5, "equal": True, "reference": HOSTILE[3],
+        **arm,
+        "predicted_step_time_ns": best_ns,
+        "one_device": {**arm, "device": HOSTILE[2]},
+        "steps": 5,
+        "equal": True,
+        "reference": HOSTILE[3],
         "prediction": {"devices": [device], "kinds": [op], "ops": [op], "transfers": [way]},
-    }  # fmt: skip
-    return Told(plan, simulation, progress, run=run)
+    }
+    return PageData(plan, simulation, progress, run=run)

@@ -17,20 +17,21 @@ import pytest
 from browser import CHROMIUM, DRIVER
 from hypothesis import given, settings
 from perfetto import load, perfetto, perfetto_page, query
-from report_cases import HOSTILE, told, two_towers
+from report_cases import HOSTILE, page_data, two_towers
 from rich.console import Console
 
 from gdp import files
 from gdp.cli import main
-from gdp.compare import compare
 from gdp.errors import InputError
-from gdp.problem import Problem
+from gdp.planning.compare import compare
 from gdp.report.figure import figure_bytes
-from gdp.report.graph_files import _short, dot_text, explorer_document, node_data_document
+from gdp.report.graph_files import dot_text, explorer_document, node_data_document
 from gdp.report.run_file import read_run
+from gdp.report.tables import short
 from gdp.report.timeline_text import TimelineText, busy_shares
 from gdp.report.trace import trace_document
-from gdp.simulate import Simulation, simulate
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation, simulate
 from strategies import Instance, instances
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,7 +40,7 @@ PERFETTO, DOT = perfetto_page(), shutil.which("dot")
 
 @pytest.fixture(scope="module")
 def simulation() -> Simulation:
-    return told(two_towers(HOSTILE)).simulation
+    return page_data(two_towers(HOSTILE)).simulation
 
 
 def _simulate(instance: Instance) -> Simulation:
@@ -106,10 +107,12 @@ def test_trace_has_every_op_and_transfer(simulation: Simulation) -> None:
     assert {(event["name"], event["tid"] - 1, event["ts"]) for event in slices} == {
         (_without_controls(name), device, start / 1000)
         for name, device, start in zip(
-            simulation.problem.graph.op_names, simulation.placement.tolist(), simulation.op_start_ns.tolist(),
+            simulation.problem.graph.op_names,
+            simulation.placement.tolist(),
+            simulation.op_start_ns.tolist(),
             strict=True,
         )
-    }  # fmt: skip
+    }
     ends = [event for event in document["traceEvents"] if event["ph"] == "f"]
     assert len(ends) == len(simulation.transfer_tensors) > 0
 
@@ -130,9 +133,12 @@ def test_perfetto_reads_traces(simulation: Simulation, tmp_path: Path) -> None:
             join thread t using (utid) join process p using (upid) where p.name = '{}'"""
         found = query(driver, slices.format("devices"))
         expected = zip(
-            graph.op_names, simulation.placement.tolist(), simulation.op_start_ns.tolist(),
-            (simulation.op_finish_ns - simulation.op_start_ns).tolist(), strict=True,
-        )  # fmt: skip
+            graph.op_names,
+            simulation.placement.tolist(),
+            simulation.op_start_ns.tolist(),
+            (simulation.op_finish_ns - simulation.op_start_ns).tolist(),
+            strict=True,
+        )
         titles = [f"{device.name} ({device.kind})" for device in devices]
         assert sorted(map(tuple, found)) == sorted(
             (_without_controls(name), titles[device], start, length) for name, device, start, length in expected
@@ -140,11 +146,16 @@ def test_perfetto_reads_traces(simulation: Simulation, tmp_path: Path) -> None:
         sent = query(driver, slices.format("channels"))
         times = zip(simulation.transfer_start_ns.tolist(), simulation.transfer_end_ns.tolist(), strict=True)
         assert {(start, length) for _, _, start, length in sent} == {(start, end - start) for start, end in times}
-        arrows = query(driver, "select a.name, b.name from flow f join slice a on f.slice_out = a.id "
-                       "join slice b on f.slice_in = b.id")  # fmt: skip
+        arrows = query(
+            driver,
+            "select a.name, b.name from flow f join slice a on f.slice_out = a.id join slice b on f.slice_in = b.id",
+        )
         assert len(arrows) == 2 * len(simulation.transfer_tensors) > 0
-        peaks = query(driver, "select max(c.value) from counter c join counter_track t on c.track_id = t.id "
-                      "where t.name like 'memory of %' group by t.name order by t.name")  # fmt: skip
+        peaks = query(
+            driver,
+            "select max(c.value) from counter c join counter_track t on c.track_id = t.id "
+            "where t.name like 'memory of %' group by t.name order by t.name",
+        )
         assert [peak for (peak,) in peaks] == simulation.peak_memory_bytes.tolist()
 
 
@@ -184,13 +195,13 @@ def test_graphviz_draws_dot(simulation: Simulation) -> None:
     assert not list(drawn.iter(f"{SVG}script"))
     for op, device in enumerate(simulation.placement.tolist()):
         assert nodes[str(op)][-1] == cluster.devices[device].name
-    assert any(texts[0] == _short(HOSTILE[2]) for texts in nodes.values())
+    assert any(texts[0] == short(HOSTILE[2], 60) for texts in nodes.values())
 
 
 def test_dot_of_a_large_graph_is_refused() -> None:
     """More ops than Graphviz lays out are refused."""
     with pytest.raises(InputError, match="--dot: two-towers has 2402 ops"):
-        dot_text(told(two_towers(layers=600)).simulation)
+        dot_text(page_data(two_towers(layers=600)).simulation)
 
 
 def test_node_data_names_each_op(simulation: Simulation) -> None:
@@ -204,7 +215,7 @@ def test_node_data_names_each_op(simulation: Simulation) -> None:
 
 @pytest.mark.parametrize(("kind", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_figures(simulation: Simulation, kind: str, start: bytes) -> None:
-    """A figure is made, the same every time."""
+    """A figure is data, the same every time."""
     pytest.importorskip("matplotlib")
     first, second = (figure_bytes(simulation, kind) for _ in range(2))
     assert first.startswith(start)
@@ -258,11 +269,11 @@ class _Text(HTMLParser):
 
 def test_notebooks_show_plans_and_comparisons() -> None:
     """Plan and Comparison show themselves as a table; names are text in it."""
-    made = told(two_towers(HOSTILE))
-    shown = made.plan._repr_html_()
-    object.__setattr__(made.plan, "devices", HOSTILE[:2])
-    hostile = made.plan._repr_html_()
-    problem = made.simulation.problem
+    data = page_data(two_towers(HOSTILE))
+    shown = data.plan._repr_html_()
+    object.__setattr__(data.plan, "devices", HOSTILE[:2])
+    hostile = data.plan._repr_html_()
+    problem = data.simulation.problem
     compared = compare(problem.graph, problem.cluster, placers=["single", "heft"], num_seeds=1)._repr_html_()
     for text, expected in ((shown, "gpu0"), (hostile, HOSTILE[0]), (compared, "heft")):
         parser = _Text()
@@ -274,10 +285,10 @@ def test_notebooks_show_plans_and_comparisons() -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`gdp report` writes what is asked for beside a plan, refuses other names and other graphs in one line."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = told(two_towers())
-    problem = made.simulation.problem
+    data = page_data(two_towers())
+    problem = data.simulation.problem
     plan = tmp_path / "plan.json"
-    made.plan.save(plan)
+    data.plan.save(plan)
     assert main(["report", str(plan)]) == 2
     assert "no cluster.json beside it" in capsys.readouterr().err
     problem.graph.save(tmp_path / "graph.json.gz")
@@ -288,7 +299,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "speed-up" in page
     assert '"m-etf"' in page
     assert main(["report", str(plan), "--trace", str(tmp_path / "t.json.gz"), "--out", str(tmp_path / "p.html")]) == 0
-    _check_trace(json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes())), made.simulation)
+    _check_trace(json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes())), data.simulation)
     assert (tmp_path / "p.html").stat().st_size > 10**6
     capsys.readouterr()
     assert main(["report", str(plan), "--figure", str(tmp_path / "f.jpeg")]) == 2
@@ -300,14 +311,18 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_measured_times_are_read_strictly(tmp_path: Path) -> None:
     """What `gdp run --json` printed of the plan is read; anything else, and other plans, are refused in one line."""
-    path, made = tmp_path / "run.json", told(two_towers())
+    path, data = tmp_path / "run.json", page_data(two_towers())
     arm = {"step_time_ns": 10, "step_time_quartiles_ns": [9, 11]}
     document = {
-        **arm, "steps": 5, "predicted_step_time_ns": made.plan.step_time_ns, "one_device": {**arm, "device": "gpu0"},
-        "devices": ["gpu0", "gpu1"], "results": {"equal": True, "reference": "PyTorch's own step"},
-    }  # fmt: skip
+        **arm,
+        "steps": 5,
+        "predicted_step_time_ns": data.plan.step_time_ns,
+        "one_device": {**arm, "device": "gpu0"},
+        "devices": ["gpu0", "gpu1"],
+        "results": {"equal": True, "reference": "PyTorch's own step"},
+    }
     path.write_text(json.dumps(document))
-    assert read_run(path, made.plan)["one_device"]["step_time_quartiles_ns"] == [9, 11]
+    assert read_run(path, data.plan)["one_device"]["step_time_quartiles_ns"] == [9, 11]
     for change, words in (
         ({"predicted_step_time_ns": "12"}, "is not what `gdp run --json` prints"),
         ({"results": None}, "is not what `gdp run --json` prints"),
@@ -316,4 +331,4 @@ def test_measured_times_are_read_strictly(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(document | change))
         with pytest.raises(InputError, match=words):
-            read_run(path, made.plan)
+            read_run(path, data.plan)

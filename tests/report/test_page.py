@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, DRIVER, browser, open_page, resize, set_dark
-from report_cases import HOSTILE, told, two_towers
+from report_cases import HOSTILE, page_data, two_towers
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.plan import Plan
-from gdp.problem import Problem
 from gdp.report.columns import unpack
 from gdp.report.page import embed, render
-from gdp.report.page_data import Told, columns
+from gdp.report.page_data import PageData, columns
 from gdp.report.tables import digits
-from gdp.simulate import simulate
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
 from hand_cases import make_cluster
 
 needs_browser = pytest.mark.skipif(
@@ -29,12 +29,12 @@ needs_browser = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def made() -> Told:
-    return told(two_towers())
+def made() -> PageData:
+    return page_data(two_towers())
 
 
 @pytest.fixture(scope="module")
-def page(made: Told, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(made: PageData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(render(made), encoding="utf-8", newline="")
     return path
@@ -102,7 +102,7 @@ def test_opens_quietly_and_alone(driver: Any, page: Path) -> None:
 
 
 @needs_browser
-def test_says_the_plans_figures(driver: Any, made: Told) -> None:
+def test_says_the_plans_figures(driver: Any, made: PageData) -> None:
     """Cards, tables and curves show the figures of the plan and its replay."""
     text = _find(driver, "main").text
     step_ms = made.plan.step_time_ns / 1e6
@@ -124,7 +124,7 @@ def test_says_the_plans_figures(driver: Any, made: Told) -> None:
 
 
 @needs_browser
-def test_draws_what_runs_when(driver: Any, made: Told) -> None:
+def test_draws_what_runs_when(driver: Any, made: PageData) -> None:
     """A column of a device's row is coloured if and only if an op runs there, within a pixel."""
     width, ratio, drawn = _run(
         driver,
@@ -197,7 +197,7 @@ def test_wheel_and_drag(driver: Any) -> None:
 
 
 @needs_browser
-def test_search_finds_ops(driver: Any, made: Told) -> None:
+def test_search_finds_ops(driver: Any, made: PageData) -> None:
     """`/` goes to the search; it counts ops by name, module or kind, and Enter shows one after the other."""
     graph = made.simulation.problem.graph
     _run(driver, "document.getElementById('timeline').focus()")
@@ -218,7 +218,7 @@ def test_search_finds_ops(driver: Any, made: Told) -> None:
 
 
 @needs_browser
-def test_hover_tells_of_ops_and_transfers(driver: Any, made: Told) -> None:
+def test_hover_tells_of_ops_and_transfers(driver: Any, made: PageData) -> None:
     """The pointer over an op tells name, device, times and why it waited; over a transfer, bytes and channel."""
     from selenium.webdriver.common.action_chains import ActionChains
 
@@ -260,20 +260,30 @@ def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
     d1: op1 0-50, op2 50-54, op4 54-56      b, of op3: made at 13, its channel free at 30, there at 35
     """
     graph = Graph.build(
-        "waits", [Op(f"op{number}") for number in range(6)],
+        "waits",
+        [Op(f"op{number}") for number in range(6)],
         [Tensor(0, (2, 3), 20), Tensor(3, (4,), 5), Tensor(1, (5,), 7)],
-    )  # fmt: skip
+    )
     times = np.repeat(np.array([[10], [50], [4], [3], [2], [3]], np.int64), 2, axis=1)
     cluster = make_cluster(2, {})
     problem = Problem(graph, cluster, times, times >= 0, np.full(2, 2**40), np.full(6, -1))
     placement = np.array([0, 1, 1, 0, 1, 0])
     simulation = simulate(problem, placement)
     plan = Plan(
-        graph.fingerprint, cluster.fingerprint, ("d0", "d1"), placement, simulation.order, simulation.step_time_ns,
-        simulation.peak_memory_bytes, 0, "hand", 0, "0",
-    )  # fmt: skip
+        graph.fingerprint,
+        cluster.fingerprint,
+        ("d0", "d1"),
+        placement,
+        simulation.order,
+        simulation.step_time_ns,
+        simulation.peak_memory_bytes,
+        0,
+        "hand",
+        0,
+        "0",
+    )
     page = tmp_path / "waits.html"
-    page.write_text(render(Told(plan, simulation)), encoding="utf-8", newline="")
+    page.write_text(render(PageData(plan, simulation)), encoding="utf-8", newline="")
     _show(shared, page)
     said = _run(
         shared,
@@ -301,7 +311,7 @@ def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
     assert [row.split("\n")[0] for row in rows] == ["0", "50 ns", "57 ns"]
     assert not _find(shared, ".bad").is_displayed()
     small = replace(problem, memory_limit_bytes=np.array([2**40, 1]))
-    page.write_text(render(Told(plan, simulate(small, placement))), encoding="utf-8", newline="")
+    page.write_text(render(PageData(plan, simulate(small, placement))), encoding="utf-8", newline="")
     _show(shared, page)
     missing = int(simulation.peak_memory_bytes[1]) - 1
     assert _find(shared, ".bad").text.endswith(f"limit 1, {missing} bytes missing.")
@@ -310,7 +320,7 @@ def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_modules_and_graph_open(driver: Any, made: Told) -> None:
+def test_modules_and_graph_open(driver: Any, made: PageData) -> None:
     """The tree opens by a click and by keys, the graph by its buttons, which keep the focus."""
     rows = [row.text for row in driver.find_elements("css selector", "#modules .label")]
     assert {row.strip("▸ ") for row in rows} >= {"tower_left", "tower_right", "head"}
@@ -340,7 +350,7 @@ def test_modules_and_graph_open(driver: Any, made: Told) -> None:
 
 
 @needs_browser
-def test_critical_path_adds_up(driver: Any, made: Told) -> None:
+def test_critical_path_adds_up(driver: Any, made: PageData) -> None:
     """The runs of the critical path follow one another over the whole step; the list has its longest first, and all."""
     step_ns = made.simulation.step_time_ns
     assert _find(driver, "#path select").get_attribute("value") in ("time", "length")
@@ -357,7 +367,7 @@ def test_critical_path_adds_up(driver: Any, made: Told) -> None:
 
 
 @needs_browser
-def test_memory_shows_limits_if_asked(driver: Any, made: Told) -> None:
+def test_memory_shows_limits_if_asked(driver: Any, made: PageData) -> None:
     """The scale of memory ends near the peaks where limits are far, and goes up to the limits with a click."""
     top = "return gdpReport.memory.chart.getOption().yAxis[0].max"
     peak, limit = made.simulation.peak_memory_bytes.max(), made.simulation.problem.memory_limit_bytes.max()
@@ -414,7 +424,7 @@ def test_names_are_data(shared: Any, tmp_path: Path) -> None:
     devices = [replace(device, name=name) for device, name in zip(plain.devices, HOSTILE[:2], strict=True)]
     cluster = replace(plain, name=HOSTILE[1], devices=tuple(devices), channels=(*HOSTILE[2:], *plain.channels)[:4])
     page = tmp_path / "hostile.html"
-    page.write_text(render(told(two_towers(HOSTILE), cluster=cluster)), encoding="utf-8", newline="")
+    page.write_text(render(page_data(two_towers(HOSTILE), cluster=cluster)), encoding="utf-8", newline="")
     _show(shared, page)
     assert _run(shared, "return window.broken") is None
     assert len(_run(shared, "return [...document.scripts].map(script => script.id)")) == 3  # columns are read and gone
@@ -445,7 +455,7 @@ def test_prints(driver: Any) -> None:
     assert _run(driver, "return gdpReport.timeline.chart.getWidth()") > 1000
 
 
-def test_columns_come_back(made: Told) -> None:
+def test_columns_come_back(made: PageData) -> None:
     """Packed columns hold the simulation's figures."""
     header, arrays = unpack(columns(made))
     assert header["names"] == list(made.simulation.problem.graph.op_names)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gdp.problem import Problem
 from gdp.report.memory_curves import Allocations, alive_at, memory_curves
 from gdp.report.waits import AFTER_OP, AFTER_TRANSFER, AT_ONCE, CHANNEL_BUSY, DEVICE_BUSY, Waits
-from gdp.simulate import Simulation, simulate
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation, simulate
 from hand_cases import HAND_CASES, HandCase
 from strategies import Instance, instances
 

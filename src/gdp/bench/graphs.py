@@ -1,4 +1,4 @@
-"""What benchmarks run on: built-in workloads, and synthetic training graphs of any size to measure cost against size.
+"""The graphs of benchmarks: built-in workloads, and synthetic training graphs of any size to measure cost against size.
 
 The synthetic ones are shaped as captures of unrolled LSTMs are: layers of cells unrolled over time, a projection and a
 loss at each step, the backward pass by reverse-mode differentiation with one op for each gradient (and one for each sum
@@ -7,21 +7,21 @@ of two), one update for each parameter. An op has one output.
 
 from collections.abc import Sequence
 
-from gdp import sources, workloads
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
+from gdp.models import read, workloads
 
 BATCH, HIDDEN, VOCABULARY = 64, 1024, 10_000  # those of rnnlm-2, but for its wider layers
 FLOAT_BYTES = 4
 
 
 def workload_inputs(name: str) -> tuple[Graph, Cluster]:
-    """The training graph of a built-in workload, and the cluster that it is usually placed on."""
-    return sources.read_model(name).graph, Cluster.parse(workloads.get(name).cluster)
+    """Returns the training graph of a built-in workload, and the cluster that it is usually placed on."""
+    return read.read_model(name).graph, Cluster.parse(workloads.get(name).cluster)
 
 
 def lstm_training_graph(num_steps: int, num_layers: int = 4) -> Graph:
-    """One training step of `num_layers` LSTM layers unrolled over `num_steps`, with module paths and phases."""
+    """Returns one training step of `num_layers` LSTM layers unrolled over `num_steps`, with module paths and phases."""
     builder = _Builder()
     weights = [
         [builder.parameter(f"layers.{layer}.{name}", HIDDEN, 4 * HIDDEN) for name in ("input_gates", "state_gates")]
@@ -42,13 +42,13 @@ def lstm_training_graph(num_steps: int, num_layers: int = 4) -> Graph:
 
 
 def lstm_training_graph_of(num_ops: int, num_layers: int = 4) -> Graph:
-    """The unrolled LSTM with the number of steps that comes nearest to `num_ops` ops, at least one."""
+    """Returns the unrolled LSTM with the number of steps that comes nearest to `num_ops` ops, at least one."""
     one, two = (lstm_training_graph(num_steps, num_layers).num_ops for num_steps in (1, 2))
     return lstm_training_graph(max(1, 1 + round((num_ops - one) / (two - one))), num_layers)
 
 
 def _cell(builder: "_Builder", module: str, weights: Sequence[int], x: int, output: int, cell: int) -> tuple[int, int]:
-    """(output, cell) of one step of an LSTM layer with dropout on its input."""
+    """Returns (output, cell) of one step of an LSTM layer with dropout on its input."""
     gates_of, state_of = weights
 
     def op(kind: str, *inputs: int) -> int:
@@ -64,7 +64,7 @@ def _cell(builder: "_Builder", module: str, weights: Sequence[int], x: int, outp
 
 
 class _Builder:
-    """Ops with one output each, numbered as they are added, and what differentiates them."""
+    """Ops with one output each, numbered as they are added; `differentiate` adds their gradients."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -87,7 +87,7 @@ class _Builder:
         return self._add("matmul", module, (left, right), BATCH * columns, flops=2 * BATCH * inner * columns)
 
     def differentiate(self, loss: int) -> None:
-        """Append the gradients of everything that `loss` depends on but sources, and the updates of the parameters."""
+        """Appends the gradients of everything that `loss` depends on but sources, and the updates of the parameters."""
         self.phase = "backward"
         gradients = {loss: self.source("ones", self.ops[loss].module, 1)}
 

@@ -1,16 +1,17 @@
-"""Checkpoints that have not seen a model family, and which of them to ask for a workload."""
+"""Checkpoints that have not seen a model family, and the choice among them for a workload."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gdp import workloads
 from gdp.errors import InputError
+from gdp.models import workloads
 from gdp.policy.checkpoint import read_manifest
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A checkpoint and what its manifest says."""
+    """A checkpoint and the facts in its manifest."""
 
     path: Path
     families: frozenset[str]  # held out
@@ -21,9 +22,9 @@ class HeldOut:
 
     @classmethod
     def read(cls, path: Path) -> "HeldOut":
-        """The checkpoint `path`. InputError for a bad file and for one that was trained on what it holds out."""
+        """Returns the checkpoint `path`. InputError for a bad file, or one that was trained on a family held out."""
         manifest = read_manifest(path)
-        found = cls(
+        checkpoint = cls(
             path=path,
             families=frozenset(manifest.get("held_out", ())),
             graphs=frozenset(graph["name"] for graph in manifest.get("graphs", ())),
@@ -31,22 +32,31 @@ class HeldOut:
             cpu_hours=manifest.get("cpu_hours", 0.0),
             is_best="validation" in manifest,
         )
-        for name in sorted(found.graphs):
+        for name in sorted(checkpoint.graphs):
             workload = workloads.find(name)
-            if workload is not None and workload.family in found.families:
+            if workload is not None and workload.family in checkpoint.families:
                 raise InputError(f"{path}: was trained on {name}, of a family that it should hold out; train it again")
-        return found
+        return checkpoint
+
+    def to_document(self) -> dict[str, Any]:
+        """Returns the families held out and the cost of training."""
+        return {
+            "path": str(self.path),
+            "held_out": sorted(self.families),
+            "updates": self.updates,
+            "cpu_hours": self.cpu_hours,
+        }
 
 
 def checkpoints_in(directory: Path) -> list[HeldOut]:
-    """All checkpoints (`*.safetensors`) of a directory, by name."""
+    """Returns all checkpoints (`*.safetensors`) of a directory, by name."""
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; name one with checkpoints of `gdp train --hold-out`")
     return [HeldOut.read(path) for path in sorted(directory.glob("*.safetensors"))]
 
 
 def choose(checkpoints: list[HeldOut], workload: str, directory: Path) -> HeldOut:
-    """The one to ask for `workload`: it holds the family and its relatives out, and as little else as there is.
+    """Returns the checkpoint for `workload`: it holds the family and its relatives out, and as little else as possible.
 
     Of several, one that did best on validation graphs, then the one with the most updates. InputError if there is none.
     """
@@ -58,4 +68,4 @@ def choose(checkpoints: list[HeldOut], workload: str, directory: Path) -> HeldOu
             f"{directory}: no checkpoint there holds family {family} out, which {workload} needs; make it with: "
             f"gdp train training-set --randomize --hold-out {family} --out {directory / family}.safetensors"
         )
-    return min(fitting, key=lambda found: (len(found.families), not found.is_best, -found.updates, found.path.name))
+    return min(fitting, key=lambda one: (len(one.families), not one.is_best, -one.updates, one.path.name))

@@ -1,150 +1,144 @@
-"""The methods that the benchmarks of the learned policy compare.
+"""The methods that benchmarks compare.
 
-What has a budget in time runs on one thread by processor time, so that a busy machine does not change who wins.
+With a budget in time they run on one thread by processor time, so that a busy machine does not change who wins.
 """
 
-import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from gdp import files
+from gdp.bench.comparison import best_baselines
 from gdp.bench.graphs import lstm_training_graph
-from gdp.bench.runs import Method, Outcome
-from gdp.bounds import lower_bound
+from gdp.bench.hdp import hdp as place_by_hdp
+from gdp.bench.runs import Method, WorkloadRuns
+from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.coarsen import Reduction, reduce
-from gdp.place import NUM_PERTURBATIONS
-from gdp.placers import CLASSICAL, learned, metis_blind
-from gdp.placers.classical_runs import ClassicalRuns
-from gdp.placers.noise import DEFAULT_NOISE, Noise
-from gdp.placers.portfolio import expand, find
-from gdp.policy.base import Policy
+from gdp.placers import CLASSICAL, metis_blind
+from gdp.planning.warm_up import warm_up as compile_search
+from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import load_checkpoint, new_policy
-from gdp.policy.ppo import PAPER
-from gdp.problem import Problem
-from gdp.simulate import simulate
-from gdp.warmup import warm_up as compile_search
+from gdp.policy.training.ppo import PAPER
+from gdp.search.classical import ClassicalRuns
+from gdp.search.fine_tune import FineTuneConfig, fine_tune
+from gdp.search.noise import DEFAULT_NOISE, Noise
+from gdp.search.place import NUM_PERTURBATIONS
+from gdp.search.question import Question
+from gdp.search.solution import Solution
+from gdp.search.solvers import solve
+from gdp.search.zero_shot import ZeroShotConfig
+from gdp.search.zero_shot import zero_shot as place_at_once
+from gdp.simulator.plan import Baseline
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
 
-ZERO_SHOT_SIMULATIONS = 64  # the issue's limit
+ZERO_SHOT_SIMULATIONS = 64
 
 
 def zero_shot(checkpoint: Path, *, name: str = "zero-shot") -> Method:
-    """The policy's answer without training."""
-    config = learned.ZeroShotConfig(num_simulations=ZERO_SHOT_SIMULATIONS)
+    """Returns the method that asks the policy without training."""
+    config = ZeroShotConfig(num_simulations=ZERO_SHOT_SIMULATIONS)
 
-    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        with learned.one_thread():
-            policy = load_checkpoint(checkpoint)
-            return _outcome(reduction, learned.zero_shot(reduction.problem, policy, clock, seed=seed, config=config))
+    def run(question: Question, clock: Clock) -> Solution:
+        with one_thread():
+            return place_at_once(question, clock, policy=load_checkpoint(checkpoint), config=config)
 
-    return Method(name, run, Budget(simulations=ZERO_SHOT_SIMULATIONS), settings={"policy": _digest(checkpoint)})
+    return Method(name, run, Budget(simulations=ZERO_SHOT_SIMULATIONS), settings={"policy": files.digest(checkpoint)})
 
 
 def fine_tuned(checkpoint: Path, budget: Budget, *, max_updates: int | None = None) -> Method:
-    """The policy's answer after training on the graph at hand."""
-    settings: dict[str, str | int | float] = {"policy": _digest(checkpoint), "max_updates": max_updates or 0}
+    """Returns the method that trains the policy further on the graph at hand."""
+    settings = {"policy": files.digest(checkpoint), "max_updates": max_updates or 0}
 
-    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        config = learned.FineTuneConfig(max_updates=max_updates)
-        return _train(reduction, load_checkpoint(checkpoint), clock, seed, config)
+    def run(question: Question, clock: Clock) -> Solution:
+        config = FineTuneConfig(max_updates=max_updates)
+        return fine_tune(question, clock, policy=load_checkpoint(checkpoint), config=config)
 
-    return Method("fine-tuned", run, budget, counts_cpu=True, settings=settings)
+    return Method("fine-tuned", run, budget, counts_cpu=True, num_threads=1, settings=settings)
 
 
 def from_scratch(budget: Budget) -> Method:
-    """GDP-one: the default policy, untrained, on the graph at hand."""
+    """Returns GDP-one: the default policy, untrained, on the graph at hand."""
 
-    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        return _train(reduction, new_policy("default", seed=seed), clock, seed, learned.FineTuneConfig())
+    def run(question: Question, clock: Clock) -> Solution:
+        return fine_tune(question, clock, policy=new_policy("default", seed=question.seed))
 
-    return Method("gdp-one", run, budget, counts_cpu=True)
+    return Method("gdp-one", run, budget, counts_cpu=True, num_threads=1)
 
 
 def published(budget: Budget) -> Method:
-    """GDP-one as published: the `paper` policy, untrained, with the paper's reward and advantage."""
+    """Returns GDP-one as published: the `paper` policy, untrained, with the paper's reward and advantage."""
 
-    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        return _train(reduction, new_policy("paper", seed=seed), clock, seed, learned.FineTuneConfig(ppo=PAPER))
+    def run(question: Question, clock: Clock) -> Solution:
+        policy = new_policy("paper", seed=question.seed)
+        return fine_tune(question, clock, policy=policy, config=FineTuneConfig(ppo=PAPER))
 
-    return Method("gdp-published", run, budget, counts_cpu=True)
-
-
-def hdp(cpu_seconds: float) -> Method:
-    """The learned baseline, for so much processor time."""
-
-    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        with learned.one_thread():
-            found = find(reduction, "hdp", clock, seed=seed)
-        return Outcome(found.best, found.simulations)
-
-    return Method("hdp", run, Budget(seconds=cpu_seconds), counts_cpu=True)
+    return Method("gdp-published", run, budget, counts_cpu=True, num_threads=1)
 
 
-def plain_search(cpu_seconds: float) -> Method:
-    """Classical placers and the search, without a policy, for so much processor time.
+def hdp(budget: Budget) -> Method:
+    """Returns HDP, the learned baseline."""
+
+    def run(question: Question, clock: Clock) -> Solution:
+        with one_thread():
+            return place_by_hdp(question, clock)
+
+    return Method("hdp", run, budget, counts_cpu=True)
+
+
+def plain_search(budget: Budget) -> Method:
+    """Returns classical placers and the search, without a policy.
 
     On one thread: the search plans ahead by its clock, and with several the processor's runs faster than the wall's.
     """
 
-    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        found = find(reduction, "auto", clock, seed=seed, num_threads=1)
-        return Outcome(found.best, found.simulations)
+    def run(question: Question, clock: Clock) -> Solution:
+        return solve("auto", question, clock)
 
-    return Method("search", run, Budget(seconds=cpu_seconds), counts_cpu=True)
+    return Method("search", run, budget, counts_cpu=True, num_threads=1)
 
 
-def auto(cpu_seconds: float) -> Method:
-    """What `gdp place` does by default, noise included, for so much processor time on one thread."""
+def auto(budget: Budget, *, counts_cpu: bool = True) -> Method:
+    """Returns the default of `gdp place`, noise included: on one thread by processor time, or on all by the wall's."""
 
-    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        noise = Noise.draw(reduction, DEFAULT_NOISE, NUM_PERTURBATIONS, seed)
-        bound_ns = lower_bound(reduction.original)
-        found = find(reduction, "auto", clock, seed=seed, bound_ns=bound_ns, noise=noise, num_threads=1)
-        return Outcome(found.best, found.simulations)
+    def run(question: Question, clock: Clock) -> Solution:
+        noise = Noise.draw(question.reduction, DEFAULT_NOISE, NUM_PERTURBATIONS, question.seed)
+        return solve("auto", replace(question, noise=noise, bound_ns=lower_bound(question.problem)), clock)
 
-    return Method("auto", run, Budget(seconds=cpu_seconds), counts_cpu=True, settings={"noise": DEFAULT_NOISE})
+    num_threads = 1 if counts_cpu else None
+    return Method("auto", run, budget, counts_cpu, num_threads, settings={"noise": DEFAULT_NOISE})
 
 
 def classical() -> Method:
-    """Every classical placer; the best one's answer."""
+    """Returns every classical placer; the best one's answer."""
 
-    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        runs = ClassicalRuns(reduction.original, clock, seed)
-        runs.run(tuple(CLASSICAL))
-        return Outcome(
-            None if runs.best is None else runs.best.simulation, len(runs.candidates), baselines=runs.baselines
-        )
+    def run(question: Question, clock: Clock) -> Solution:
+        runs = ClassicalRuns(question)
+        runs.run(tuple(CLASSICAL), clock)
+        return Solution(runs.best, runs.baselines)
 
     return Method("classical", run, Budget(simulations=len(CLASSICAL)))
 
 
-def blind_metis() -> Method:
-    """METIS as the placement papers use it."""
+def classical_baselines(runs: WorkloadRuns, seeds: int) -> dict[str, Baseline]:
+    """Returns the best run of each classical placer over the seeds."""
+    return best_baselines([runs.run(classical(), seed).baselines for seed in range(seeds)])
 
-    def run(reduction: Reduction, clock: Clock, seed: int) -> Outcome:
-        placement = metis_blind(reduction.original, seed)
-        return Outcome(None if placement is None else simulate(reduction.original, placement), 1)
+
+def blind_metis() -> Method:
+    """Returns METIS as the placement papers use it."""
+
+    def run(question: Question, clock: Clock) -> Solution:
+        placement = metis_blind(question.problem, question.seed)
+        clock.spend(1)
+        return Solution(None if placement is None else question.judge(simulate(question.problem, placement)))
 
     return Method("metis-blind", run, Budget(simulations=1))
 
 
 def warm_up() -> None:
-    """Compile, and import what PyTorch imports late, before anything is timed."""
-    compile_search()
+    """Compiles all methods, and has PyTorch import its late parts, before anything is timed."""
+    compile_search(("gdp-zero-shot", "exact"))
     problem = Problem.build(lstm_training_graph(2), Cluster.parse("2xp100-pcie-16g"))
-    config = learned.FineTuneConfig(max_updates=1)
-    _train(reduce(problem), new_policy("default"), Clock(Budget(simulations=100)), 0, config)
-
-
-def _train(reduction: Reduction, policy: Policy, clock: Clock, seed: int, config: learned.FineTuneConfig) -> Outcome:
-    with learned.one_thread():
-        answer = learned.fine_tune(reduction.problem, policy, clock, seed=seed, config=config, num_threads=1)
-        return _outcome(reduction, answer)
-
-
-def _outcome(reduction: Reduction, answer: learned.Answer) -> Outcome:
-    return Outcome(expand(reduction, answer.incumbent), answer.num_simulations, answer.num_updates)
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(files.read_bytes(path)).hexdigest()
+    question, clock = Question.about(problem, num_threads=1), Clock(Budget(simulations=100))
+    fine_tune(question, clock, policy=new_policy("default"), config=FineTuneConfig(max_updates=1))

@@ -1,6 +1,6 @@
 """Runs of methods on workloads: each is made once, its plan stored and replayed, and found again by a rerun.
 
-graph, cluster, seed --method, clock--> outcome --save plan, read it back, replay--> run --> a row in a file
+graph, cluster, seed --method, clock--> solution --save plan, read it back, replay--> run --> a row in a file
 """
 
 import time
@@ -12,38 +12,17 @@ from typing import Any
 
 from gdp.bench.graphs import workload_inputs
 from gdp.bench.rows import Rows
-from gdp.bounds import lower_bound
+from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.coarsen import Reduction, reduce
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.place import plan_of
-from gdp.plan import Baseline, Plan
-from gdp.problem import Problem
-from gdp.simulate import Simulation, verify
-
-
-@dataclass(eq=False)
-class CpuClock(Clock):
-    """Counts the processor time of all threads: fair whatever else runs on the machine."""
-
-    started: float = field(default_factory=time.process_time)
-
-    @property
-    def seconds(self) -> float:
-        """Processor seconds since the start."""
-        return time.process_time() - self.started
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a method found."""
-
-    best: Simulation | None  # of the original problem; None: no placement at all
-    simulations: int
-    updates: int = 0  # of a policy
-    baselines: Mapping[str, Baseline] = field(default_factory=dict)  # of the classical placers, if it ran them
+from gdp.search.place import plan_of
+from gdp.search.question import Question
+from gdp.search.solution import Solution
+from gdp.simulator.plan import Baseline, Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import verify
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +30,16 @@ class Method:
     """A way to place a problem with a budget, given a seed."""
 
     name: str
-    run: Callable[[Reduction, Clock, int], Outcome]
+    run: Callable[[Question, Clock], Solution]
     budget: Budget
     counts_cpu: bool = False  # the budget's seconds are processor time, of all threads
-    settings: Mapping[str, str | int | float] = field(default_factory=dict)  # all else that its answer depends on
+    num_threads: int | None = None  # None: as many as there are processors
+    settings: Mapping[str, Any] = field(default_factory=dict)  # all else that its answer depends on
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a method did with one seed."""
+    """The result of a method with one seed."""
 
     status: str  # "ok", "infeasible" (does not fit) or "failed" (found no placement)
     step_time_ns: int | None
@@ -69,88 +49,91 @@ class Run:
     updates: int
     baselines: Mapping[str, Baseline]
 
-    def to_document(self) -> dict[str, Any]:
-        """The run as JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> "Run":
-        """The run of `to_document`."""
+        """Returns the run that `asdict` made `document` of."""
         baselines = {name: Baseline(**baseline) for name, baseline in document["baselines"].items()}
         return cls(**{**document, "baselines": baselines})
 
 
 class WorkloadRuns:
-    """The runs on one workload. `directory` gets its graph and cluster, each run's plan, and, to `resume`, its row.
+    """The runs on one workload. The directory of `rows` gets its graph and cluster, and each run's plan.
 
     `inputs` are the graph and cluster of a name that is not built in.
     """
 
-    def __init__(
-        self, name: str, directory: Path, *, resume: bool, inputs: tuple[Graph, Cluster] | None = None
-    ) -> None:
+    def __init__(self, name: str, rows: Rows, inputs: tuple[Graph, Cluster] | None = None) -> None:
         self.name = name
         self.graph, self.cluster = workload_inputs(name) if inputs is None else inputs
-        self._directory = directory
-        self._rows = Rows(directory if resume else None)
-        self._stored = stored_problem(name, self.graph, self.cluster, directory)
-        self.lower_bound_ns = lower_bound(self._stored)
+        self._rows = rows
+        graph_path, cluster_path = rows.directory / f"{name}.graph.json.gz", rows.directory / f"{name}.cluster.json"
+        self.graph.save(graph_path)
+        self.cluster.save(cluster_path)
+        self.problem = Problem.build(Graph.load(graph_path), Cluster.load(cluster_path))
+        self.lower_bound_ns = lower_bound(self.problem)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of a row that describe the workload."""
+        return {
+            "workload": self.name,
+            "cluster": self.cluster.name,
+            "num_ops": self.graph.num_ops,
+            "lower_bound_ns": self.lower_bound_ns,
+        }
 
     def run(self, method: Method, seed: int) -> Run:
-        """The run of `method` with `seed`: the one stored by the same settings, else a new one.
+        """Returns the run of `method` with `seed`: the one stored by the same settings, else a new one.
 
         RuntimeError if its plan does not give its figures again. InputError for a stored one with other settings.
         """
-        name = f"{self.name}-{method.name}-seed{seed}"
         settings = {
-            "graph": self.graph.fingerprint, "cluster": self.cluster.fingerprint, "gdp_version": _version(),
-            "budget": str(method.budget), "counts_cpu": method.counts_cpu, **method.settings,
-        }  # fmt: skip
-        path = self.plan_path(method, seed)
-        row = self._rows.row(name, settings, lambda: self._make(method, seed, path).to_document())
-        run = Run.from_document(row)
+            "graph": self.graph.fingerprint,
+            "cluster": self.cluster.fingerprint,
+            "gdp_version": version("gdp-placement"),
+            "budget": str(method.budget),
+            "counts_cpu": method.counts_cpu,
+            **method.settings,
+        }
+        name, path = f"{self.name}-{method.name}-seed{seed}", self._plan_path(method, seed)
+        run = Run.from_document(self._rows.row(name, settings, lambda: asdict(self._make(method, seed, path))))
         if run.status == "ok":
-            require_verified(path, self._stored, run.step_time_ns)
+            require_verified(path, self.problem, run.step_time_ns)
         return run
 
-    def plan_path(self, method: Method, seed: int) -> Path:
-        """Where the plan of that run is, if it has one."""
-        return self._directory / f"{self.name}-{method.name}-seed{seed}.plan.json.gz"
+    def plan(self, method: Method, seed: int) -> Plan:
+        """Returns the plan of a run whose status is "ok"."""
+        return Plan.load(self._plan_path(method, seed))
 
-    @property
-    def problem(self) -> Problem:
-        """The problem as it is read back from the directory."""
-        return self._stored
+    def _plan_path(self, method: Method, seed: int) -> Path:
+        return self._rows.directory / f"{self.name}-{method.name}-seed{seed}.plan.json.gz"
 
     def _make(self, method: Method, seed: int, path: Path) -> Run:
-        clock = (CpuClock if method.counts_cpu else Clock)(method.budget)
+        clock = Clock(method.budget, timer=time.process_time if method.counts_cpu else time.monotonic)
         began, cpu_began = time.monotonic(), time.process_time()
-        reduction = reduce(Problem.build(self.graph, self.cluster))
-        outcome = method.run(reduction, clock, seed)
+        question = Question.about(Problem.build(self.graph, self.cluster), seed=seed, num_threads=method.num_threads)
+        solution = method.run(question, clock)
         seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
-        if clock.stop.is_set():  # a search that was interrupted hands in what it has
+        if clock.stop.is_set():  # a search that was interrupted returns its best so far
             raise KeyboardInterrupt
-        status, best = "failed", outcome.best
+        status, best = "failed", None if solution.best is None else solution.best.replay
         if best is not None:
             status = "ok" if best.feasible else "infeasible"
             if best.feasible:
                 plan_of(best, self.lower_bound_ns, method.name, seed).save(path)
-        step_time_ns = None if best is None else best.step_time_ns
         return Run(
-            status, step_time_ns, seconds, cpu_seconds, outcome.simulations, outcome.updates, dict(outcome.baselines)
+            status,
+            None if best is None else best.step_time_ns,
+            seconds,
+            cpu_seconds,
+            clock.simulations,
+            solution.num_updates,
+            dict(solution.baselines),
         )
 
 
-def stored_problem(name: str, graph: Graph, cluster: Cluster, directory: Path) -> Problem:
-    """The problem of the graph and cluster as they are read back from `directory`, where they are saved."""
-    graph_path, cluster_path = directory / f"{name}.graph.json.gz", directory / f"{name}.cluster.json"
-    graph.save(graph_path)
-    cluster.save(cluster_path)
-    return Problem.build(Graph.load(graph_path), Cluster.load(cluster_path))
-
-
 def require_verified(path: Path, problem: Problem, step_time_ns: int | None) -> None:
-    """RuntimeError unless the plan in `path` takes that long, fits, and gives all its figures again."""
+    """Raises RuntimeError unless the plan in `path` takes that long, fits, and gives all its figures again."""
     try:
         plan = Plan.load(path)
         wrong = verify(problem, plan)
@@ -160,7 +143,3 @@ def require_verified(path: Path, problem: Problem, step_time_ns: int | None) -> 
         wrong.append(f"step_time_ns is {plan.step_time_ns}; the run's is {step_time_ns}")
     if wrong:
         raise RuntimeError(f"the plan in {path.name} does not hold: {'; '.join(wrong)}")
-
-
-def _version() -> str:
-    return version("gdp-placement")

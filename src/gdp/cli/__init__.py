@@ -1,4 +1,4 @@
-"""The command line: `main` runs it, `app` is its commands."""
+"""Command line: `main` runs it, `app` has its commands."""
 
 from gdp.cli.app import app, main
 

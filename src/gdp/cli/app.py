@@ -1,11 +1,13 @@
-"""The command `gdp`: parse, call, print. Exit status: 0 done, 1 a run failed, 2 bad input, 3 nothing fits, 130
-interrupted.
+"""Parses, calls and prints: the command `gdp`.
+
+Exit status: 0 done, 1 a run failed, 2 bad input, 3 nothing fits, 130 interrupted.
 """
 
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,24 +16,18 @@ import typer
 from gdp.cli.bench import bench_app
 from gdp.cli.devices import devices_app
 from gdp.cli.export import export
-from gdp.cli.inputs import (
-    NO_RESERVE,
-    DimOption,
-    ForbidOption,
-    FreeReplicasOption,
-    InferenceOption,
-    MaxMemoryOption,
-    MicrobatchesOption,
-    OpCostsOption,
-    PinOption,
-    ReserveOption,
-    check_checkpoint,
-    check_placers,
-    constraints_of,
-    find_rivals,
-    read_graph,
-    reading_of,
-    split_rivals,
+from gdp.cli.inputs import build_problem, check_checkpoint, check_placers, find_rivals, read_graph, split_rivals
+from gdp.cli.options import (
+    BudgetOption,
+    CheckpointOption,
+    ConstraintOptions,
+    DevicesOption,
+    JsonOption,
+    ModelArgument,
+    OptimizerOption,
+    ReadingOptions,
+    ThreadsOption,
+    with_options,
 )
 from gdp.cli.place import place
 from gdp.cli.report import report
@@ -41,12 +37,6 @@ from gdp.cli.shared import (
     INTERRUPTED,
     NOTHING_FITS,
     OK,
-    BudgetOption,
-    CheckpointOption,
-    DevicesOption,
-    JsonOption,
-    ModelArgument,
-    ThreadsOption,
     fail,
     print_json,
     print_text,
@@ -72,7 +62,7 @@ app.command()(report)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line `args` (default: the process's own) and return the exit status."""
+    """Runs the command line `args` (default: the process's own) and returns the exit status."""
     try:
         status = int(app(args, prog_name="gdp", standalone_mode=False) or OK)
     except (InputError, typer.TyperException) as error:
@@ -82,7 +72,7 @@ def main(args: Sequence[str] | None = None) -> int:
         status = INTERRUPTED
     if status == INTERRUPTED:
         if args is None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is being done
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C changes nothing
         fail("interrupted", INTERRUPTED)
     with quiet_pipe():
         sys.stdout.flush()
@@ -105,61 +95,70 @@ def gdp(
 
 
 @app.command()
+@with_options
 def compare(
     model: ModelArgument,
     devices: DevicesOption,
     placers: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", help="Default: classical ones, auto, and for hf:DIR accelerate's modes."),
+        typer.Option(
+            metavar="A,B,...",
+            help="Placers to run. Default: the classical ones, auto, and for hf:DIR the modes of accelerate.",
+        ),
     ] = None,
     budget: BudgetOption = "30s",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each placer.")] = 3,
     checkpoint: CheckpointOption = None,
-    pin: PinOption = None,
-    forbid: ForbidOption = None,
-    max_memory: MaxMemoryOption = None,
-    reserve: ReserveOption = NO_RESERVE,
-    microbatches: MicrobatchesOption = 1,
-    free_replicas: FreeReplicasOption = False,
-    inference: InferenceOption = False,
-    dim: DimOption = None,
-    op_costs: OpCostsOption = None,
+    *,
+    limits: ConstraintOptions,
+    model_options: ReadingOptions,
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> int:
     """Run several placers on MODEL and DEVICES with several seeds, each with the whole budget."""
-    from gdp.budget import Budget
-    from gdp.cluster import Cluster
+    from gdp.report import progress
 
-    limit, reading = Budget.parse(budget), reading_of(microbatches, free_replicas, inference, dim, op_costs)
-    cluster = Cluster.parse(devices)
-    constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
-    names, rivals = split_rivals(model, placers, microbatches)
-    check_placers(names)
-    check_checkpoint(checkpoint, names)
+    with progress.live("loading gdp"):
+        from gdp.budget import Budget
+        from gdp.cluster import Cluster
 
-    source = read_graph(model, reading)
-    found = find_rivals(rivals, model, reading)
-    warm_up()
-    from gdp.compare import compare as run
-    from gdp.report import console, documents, progress
-
-    line, runs_left = progress.CountdownLine(), len(names) * seeds
-    line.say(f"{source.graph.name} on {cluster.name}", None)
+        limit, reading = Budget.parse(budget), model_options.reading()
+        cluster = Cluster.parse(devices)
+        constraints = limits.constraints(cluster)
+        names, rivals = split_rivals(model, placers, model_options.microbatches)
+        check_placers(names)
+        check_checkpoint(checkpoint, names)
+    graph = read_graph(model, reading).graph
+    title = f"{graph.name} on {cluster.name}"
+    line, runs_left = progress.StatusLine(title), len(names) * seeds
+    with progress.live(f"preparing {title}"):
+        modes = find_rivals(rivals, model, reading)
+    warm_up(names)
+    from gdp.planning.compare import compare as run
+    from gdp.report import console, documents
 
     def on_start(placer: str, seed: int) -> None:
         nonlocal runs_left
         seconds_left = None if limit.seconds is None else runs_left * limit.seconds
-        line.say(f"{source.graph.name} on {cluster.name}: {placer}, seed {seed}", seconds_left)
+        line.say(f"{title}: {placer}, seed {seed}", seconds_left)
         runs_left -= 1
 
     with progress.stop_on_interrupt() as stop, progress.live(line):
         comparison = run(
-            source.graph, cluster, placers=names, rivals=found, budget=limit, num_seeds=seeds, checkpoint=checkpoint,
-            num_threads=threads, on_start=on_start, stop=stop, **vars(constraints),
-        )  # fmt: skip
+            graph,
+            cluster,
+            constraints,
+            placers=names,
+            rivals=modes,
+            budget=limit,
+            num_seeds=seeds,
+            checkpoint=checkpoint,
+            num_threads=threads,
+            on_start=on_start,
+            stop=stop,
+        )
     if json:
-        print_json(documents.compare_document(source.graph, cluster, comparison, str(limit)))
+        print_json(documents.compare_document(graph, cluster, comparison, str(limit)))
     else:
         show(console.compare_report(comparison))
     if comparison.interrupted:
@@ -170,38 +169,36 @@ def compare(
 
 
 @app.command()
+@with_options
 def simulate(
     graph: Annotated[str, typer.Argument(metavar="GRAPH", help="A gdp-graph file, or any other MODEL.")],
     devices: DevicesOption,
     plan: Annotated[Path, typer.Option(metavar="PLAN", help="A gdp-plan file.")],
-    pin: PinOption = None,
-    forbid: ForbidOption = None,
-    max_memory: MaxMemoryOption = None,
-    reserve: ReserveOption = NO_RESERVE,
-    microbatches: MicrobatchesOption = 1,
-    free_replicas: FreeReplicasOption = False,
-    inference: InferenceOption = False,
-    dim: DimOption = None,
-    op_costs: OpCostsOption = None,
+    *,
+    limits: ConstraintOptions,
+    model_options: ReadingOptions,
     json: JsonOption = False,
 ) -> int:
-    """Derive every figure of a plan anew. Status 2 if the plan's differ, 3 if it breaks memory or a constraint."""
-    from gdp.bounds import lower_bound
-    from gdp.cluster import Cluster
-    from gdp.plan import Plan
-    from gdp.problem import Problem
+    """Derive every figure of a plan anew.
 
-    reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
+    Exit status 2 if the plan has other figures, 3 if it exceeds memory or breaks a constraint.
+    """
+    from gdp.cluster import Cluster
+    from gdp.simulator.plan import Plan
+
+    reading = model_options.reading()
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
-    constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
-    problem = Problem.build(read_graph(graph, reading).graph, cluster, **vars(constraints))
+    constraints = limits.constraints(cluster)
+    problem = build_problem(read_graph(graph, reading).graph, cluster, constraints)
+    warm_up(())
     from gdp.report import console, documents
     from gdp.report.progress import live
-    from gdp.simulate import replay, verify
 
-    warm_up()
     with live(f"deriving the figures of {plan}"):
+        from gdp.bounds.lower_bound import lower_bound
+        from gdp.simulator.simulate import replay, verify
+
         try:
             simulation = replay(problem, read)
             wrong = [text for text in verify(problem, read) if text not in simulation.reasons]
@@ -220,65 +217,80 @@ def simulate(
 
 
 @app.command()
+@with_options
 def capture(
     model: ModelArgument,
-    out: Annotated[Path, typer.Option(metavar="GRAPH.json.gz")],
-    inference: InferenceOption = False,
-    optimizer: Annotated[str, typer.Option(help="adam or sgd.")] = "adam",
-    microbatches: MicrobatchesOption = 1,
-    free_replicas: FreeReplicasOption = False,
-    dim: DimOption = None,
-    op_costs: OpCostsOption = None,
+    out: Annotated[Path, typer.Option(metavar="GRAPH.json.gz", help="The file to write.")],
+    optimizer: OptimizerOption = "adam",
+    *,
+    model_options: ReadingOptions,
     json: JsonOption = False,
 ) -> int:
     """Write the graph of one step of MODEL."""
-    from gdp import options
+    from gdp.cli import values
 
     if not out.name.endswith((".json", ".json.gz")):
         raise InputError(f"--out {out}: a name that ends in .json or .json.gz is expected")
-    reading = reading_of(microbatches, free_replicas, inference, dim, op_costs, optimizer)
-    options.check_writable(out)
-    made = read_graph(model, reading)
-    if model.endswith((".json", ".json.gz")) and microbatches == 1:
+    reading = model_options.reading(optimizer)
+    values.check_writable(out)
+    source = read_graph(model, reading)
+    if model.endswith((".json", ".json.gz")) and model_options.microbatches == 1:
         raise InputError(f"{model}: is a gdp-graph file already; name a workload or module:function")
-    made.graph.save(out)
-    from gdp.report import console, documents
+    from gdp.report.progress import live
+
+    with live(f"writing {out}"):
+        source.graph.save(out)
+        from gdp.report import console, documents
 
     if json:
-        unknown = dict(made.unknown_costs)
-        print_json({**documents.graph_document(made.graph), "unknown_costs": unknown, "path": str(out)})
+        unknown = dict(source.unknown_costs)
+        print_json({**documents.graph_document(source.graph), "unknown_costs": unknown, "path": str(out)})
     else:
-        show(console.capture_report(made.graph, made.unknown_costs, str(out)))
+        show(console.capture_report(source.graph, source.unknown_costs, str(out)))
     return OK
 
 
 @app.command()
 def train(
     graphs: Annotated[
-        list[str], typer.Argument(metavar="GRAPH...", help="gdp-graph files, MODELs, or training-set: all of gdp's.")
+        list[str],
+        typer.Argument(
+            metavar="GRAPH...", help="gdp-graph files, MODELs, or training-set: all built-in graphs for training."
+        ),
     ],
-    out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="Where the policy goes, such as my.safetensors.")],
+    out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The file to write, such as my.safetensors.")],
     devices: Annotated[
         list[str] | None,
-        typer.Option(metavar="DEVICES", help="Each graph goes on each; default: those of a workload. Repeatable."),
+        typer.Option(
+            metavar="DEVICES",
+            help="Every graph is placed on every one. Default: the usual devices of a workload. Repeatable.",
+        ),
     ] = None,
     hold_out: Annotated[
-        list[str] | None, typer.Option(metavar="FAMILY", help="Leave it out, with families like it. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="FAMILY", help="Leave out this family of models and similar ones. Repeatable."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where CHECKPOINT stands; same arguments.")] = False,
-    start: Annotated[Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Train on from this one.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue CHECKPOINT, with the same arguments.")] = False,
+    start: Annotated[
+        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from the parameters in this file.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="default, or paper: GDP as published.")] = None,
-    updates: Annotated[int, typer.Option(metavar="N", min=1, help="Over which the learning rate falls.")] = 500,
-    budget: Annotated[str | None, typer.Option(metavar="TIME", help="End earlier, after 10m or 2h.")] = None,
-    graphs_per_update: Annotated[int | None, typer.Option(metavar="G", min=1, help="Default: all, at most 8.")] = None,
+    updates: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of updates, over which the learning rate falls.")
+    ] = 500,
+    budget: Annotated[str | None, typer.Option(metavar="TIME", help="Stop earlier, such as after 10m or 2h.")] = None,
+    graphs_per_update: Annotated[
+        int | None, typer.Option(metavar="G", min=1, help="Graphs in an update. Default: all, at most 8.")
+    ] = None,
     samples: Annotated[int, typer.Option(metavar="S", min=2, help="Placements of a graph in an update.")] = 16,
-    learning_rate: Annotated[float | None, typer.Option(help="Of Adam; default: the policy's.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of Adam. Default: the policy's.")] = None,
     randomize: Annotated[bool, typer.Option("--randomize", help="Vary devices, links, memory and batch size.")] = False,
     validation: Annotated[
-        list[str] | None, typer.Option(metavar="GRAPH", help="Keep the parameters that do best on it. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="GRAPH", help="Keep the parameters that are best on this graph. Repeatable."),
     ] = None,
     save_every: Annotated[int, typer.Option(metavar="K", min=1, help="Write CHECKPOINT every K updates.")] = 10,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the training.")] = 0,
     threads: ThreadsOption = None,
     tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Write TensorBoard scalars there.")] = None,
     json: JsonOption = False,
@@ -288,13 +300,28 @@ def train(
 
     trained = run(
         TrainOptions(
-            graphs=graphs, devices=devices or (), hold_out=hold_out or (), out=out, resume=resume, start=start,
-            policy=policy, updates=updates, budget=budget, graphs_per_update=graphs_per_update, samples=samples,
-            learning_rate=learning_rate, randomize=randomize, validation=validation or (), save_every=save_every,
-            seed=seed, threads=threads, tensorboard=tensorboard, command=shlex.join(["gdp", *sys.argv[1:]]),
+            graphs=graphs,
+            devices=devices or (),
+            hold_out=hold_out or (),
+            out=out,
+            resume=resume,
+            start=start,
+            policy=policy,
+            updates=updates,
+            budget=budget,
+            graphs_per_update=graphs_per_update,
+            samples=samples,
+            learning_rate=learning_rate,
+            randomize=randomize,
+            validation=validation or (),
+            save_every=save_every,
+            seed=seed,
+            threads=threads,
+            tensorboard=tensorboard,
+            command=shlex.join(["gdp", *sys.argv[1:]]),
         ),
-        warm_up,
-    )  # fmt: skip
+        partial(warm_up, ("gdp-zero-shot",)),
+    )
     if trained.is_first and json:
         print_json(trained.to_document())
     elif trained.is_first:
@@ -304,19 +331,24 @@ def train(
 
 @app.command()
 def workloads(
-    variants: Annotated[bool, typer.Option("--variants", help="Those to train policies on.")] = False,
+    variants: Annotated[
+        bool, typer.Option("--variants", help="List the variants for training policies instead.")
+    ] = False,
     json: JsonOption = False,
 ) -> int:
-    """The built-in models."""
-    from gdp import workloads as built_in
+    """List the built-in models."""
+    from gdp.models import workloads as built_in
 
     rows = [
         {
-            "name": item.name, "family": item.family, "devices": item.cluster, "batch": item.batch_size,
+            "name": item.name,
+            "family": item.family,
+            "devices": item.cluster,
+            "batch": item.batch_size,
             "description": item.description,
         }
         for item in map(built_in.get, built_in.variant_names() if variants else built_in.names())
-    ]  # fmt: skip
+    ]
     if json:
         print_json({"workloads": rows})
     else:

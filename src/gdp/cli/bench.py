@@ -1,21 +1,29 @@
-"""`gdp bench`: parse, call, print. What a command needs is imported when it runs."""
+"""`gdp bench`: parses, calls, prints. A benchmark is imported when it runs."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.shared import BudgetOption, JsonOption, log, print_json, print_text
+from gdp.cli.options import BudgetOption, JsonOption
+from gdp.cli.shared import log, print_json, print_text
 
-bench_app = typer.Typer(help="Reproduce a table of docs/results.md.", rich_markup_mode=None)
+if TYPE_CHECKING:
+    from gdp.bench.benchmark import Benchmark
+
+bench_app = typer.Typer(help="Reproduce a page of docs/results.", rich_markup_mode=None)
 
 CheckpointsOption = Annotated[
     Path, typer.Option(metavar="DIR", help="Checkpoints of `gdp train training-set --hold-out FAMILY`.")
 ]
+CpuBudgetOption = Annotated[str, typer.Option(metavar="TIME", help="Of processor, for each search.")]
 FineTuneOption = Annotated[str, typer.Option(metavar="TIME", help="Training on a workload.")]
-OutOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Write figures, and plans if any, there.")]
-ResumableOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Write figures and plans there; runs found there are not made again.")
+MachinesOption = Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all.")]
+OutOption = Annotated[
+    Path | None, typer.Option(metavar="PAGE|DIR", help="Write the page (.md) there; into a directory, all figures too.")
+]
+RowsOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep runs there; those found there are not made again.")
 ]
 SeedsOption = Annotated[int, typer.Option(min=1, help="Runs of each workload.")]
 WorkloadsOption = Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: the papers' fourteen.")]
@@ -27,90 +35,105 @@ def bench_search(
     budget: BudgetOption = "30s",
     seeds: SeedsOption = 3,
     out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
-    """How much faster `auto` is than the best classical placer and the expert, on the papers' workloads."""
-    from gdp.bench import search
+    """`auto` on the workloads of the papers, against the best classical placer and the expert."""
+    from gdp.bench.search import PAPER_WORKLOADS, SearchBenchmark
     from gdp.budget import Budget
 
-    limit = Budget.parse(budget)
-    names = _names(workloads) or search.PAPER_WORKLOADS
-    return _answer(search.run(workloads=names, budget=limit, seeds=seeds, out=out, on_row=log), json)
+    names = _workloads(workloads, PAPER_WORKLOADS)
+    benchmark = SearchBenchmark(budget=Budget.parse(budget), seeds=seeds, workloads=names)
+    return _answer(benchmark, out, rows, json)
 
 
 @bench_app.command("machines")
 def bench_machines(
     workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: twenty.")] = None,
-    machines: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all seven.")] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Of processor, for each search.")] = "10s",
+    machines: MachinesOption = None,
+    budget: CpuBudgetOption = "10s",
     seeds: SeedsOption = 1,
-    out: ResumableOption = None,
+    out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
     """`auto` on unequal devices, several hosts and pairs of cards, against every classical placer."""
-    from gdp.bench import machines as bench
+    from gdp.bench.machines import MACHINES, NAMES, MachinesBenchmark
     from gdp.budget import Budget
 
-    limit = Budget.parse(budget)
-    names, chosen = _names(workloads), None if machines is None else [name.strip() for name in machines.split(",")]
-    return _answer(bench.run(names=names, machines=chosen, budget=limit, seeds=seeds, out=out, on_row=log), json)
+    benchmark = MachinesBenchmark(
+        budget=Budget.parse(budget),
+        seeds=seeds,
+        workloads=_workloads(workloads, NAMES),
+        machines=_names(machines, tuple(machine.name for machine in MACHINES)),
+    )
+    return _answer(benchmark, out, rows, json)
 
 
 @bench_app.command("ecosystem")
 def bench_ecosystem(
     models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: twelve of `bench capture`.")] = None,
-    machines: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all.")] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Of processor, for each search.")] = "10s",
+    machines: MachinesOption = None,
+    budget: CpuBudgetOption = "10s",
     seeds: SeedsOption = 1,
-    out: ResumableOption = None,
+    out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
     """`auto` against the device maps of Hugging Face's accelerate, on Transformers models."""
-    from gdp.bench import ecosystem as bench
-    from gdp.bench import model_configs
+    from gdp.bench.ecosystem import MACHINES, NAMES, EcosystemBenchmark
     from gdp.budget import Budget
 
-    limit = Budget.parse(budget)
-    names = None if models is None else [model_configs.get(name.strip()).name for name in models.split(",")]
-    chosen = None if machines is None else [name.strip() for name in machines.split(",")]
-    return _answer(bench.run(names=names, machines=chosen, budget=limit, seeds=seeds, out=out, on_row=log), json)
+    benchmark = EcosystemBenchmark(
+        budget=Budget.parse(budget),
+        seeds=seeds,
+        models=_names(models, NAMES),
+        machines=_names(machines, tuple(machine.name for machine in MACHINES)),
+    )
+    return _answer(benchmark, out, rows, json)
 
 
 @bench_app.command("microbatches")
 def bench_microbatches(
     models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: bert,llama,gnmt.")] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Of processor, for each search.")] = "20s",
+    budget: CpuBudgetOption = "20s",
     seeds: SeedsOption = 1,
-    out: ResumableOption = None,
+    out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
     """Pipelines of 1 to 16 micro-batches on 4 and 8 devices, against contiguous stages."""
-    from gdp.bench import microbatches as bench
+    from gdp.bench.microbatches import MODELS, MicrobatchesBenchmark
     from gdp.budget import Budget
 
-    limit, chosen = Budget.parse(budget), None if models is None else [name.strip() for name in models.split(",")]
-    return _answer(bench.run(models=chosen, budget=limit, seeds=seeds, out=out, on_row=log), json)
+    names = _names(models, tuple(MODELS))
+    return _answer(MicrobatchesBenchmark(budget=Budget.parse(budget), seeds=seeds, models=names), out, rows, json)
 
 
 @bench_app.command("simulator")
-def bench_simulator(out: OutOption = None, json: JsonOption = False) -> int:
+def bench_simulator(
+    out: OutOption = None,
+    compilation: Annotated[bool, typer.Option("--compilation", help="Seconds that each kernel compiles.")] = False,
+    json: JsonOption = False,
+) -> int:
     """Simulations per second, against the plain-Python reference and against the size of the graph."""
-    from gdp.bench import simulator
+    from gdp.bench.compilation import CompilationBenchmark
+    from gdp.bench.simulator import SimulatorBenchmark
 
-    return _answer(simulator.run(out=out, on_row=log), json)
+    return _answer(CompilationBenchmark() if compilation else SimulatorBenchmark(), out, None, json)
 
 
 @bench_app.command("capture")
 def bench_capture(
     models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all fifteen.")] = None,
     out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
     """Ops, seconds and memory of captures of published models from their configs."""
-    from gdp.bench import capture
+    from gdp.bench.capture import NAMES, CaptureBenchmark
 
-    chosen = None if models is None else [name.strip() for name in models.split(",")]
-    return _answer(capture.run(names=chosen, out=out, on_row=log), json)
+    return _answer(CaptureBenchmark(models=_names(models, NAMES)), out, rows, json)
 
 
 @bench_app.command("paper")
@@ -122,22 +145,25 @@ def bench_paper(
     fine_tune_budget: FineTuneOption = "60s",
     one_budget: Annotated[str, typer.Option(metavar="TIME", help="Training from scratch.")] = "2m",
     hdp_factor: Annotated[float, typer.Option(help="HDP's processor time over that of fine-tuning.")] = 15.0,
-    out: ResumableOption = None,
+    out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
-    """The GDP paper's table on simulated P100s; takes hours, and with --out goes on where it was stopped."""
-    from gdp.bench import paper
+    """The GDP paper's table on simulated P100s; takes hours, and with --rows goes on where it was stopped."""
+    from gdp.bench.paper import PaperBenchmark
     from gdp.budget import Budget
+    from gdp.models.workloads import paper_names
 
-    config = paper.PaperBenchConfig(
+    benchmark = PaperBenchmark(
         checkpoints=checkpoints,
-        batch=batch,
         seeds=seeds,
         fine_tune_budget=Budget.parse(fine_tune_budget),
         one_budget=Budget.parse(one_budget),
         hdp_factor=hdp_factor,
+        batch=batch,
+        workloads=_workloads(workloads, paper_names()),
     )
-    return _answer(paper.run(config, names=_names(workloads), out=out, on_row=log), json)
+    return _answer(benchmark, out, rows, json)
 
 
 @bench_app.command("generalization")
@@ -146,20 +172,22 @@ def bench_generalization(
     workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all that are built in.")] = None,
     seeds: SeedsOption = 3,
     fine_tune_budget: FineTuneOption = "60s",
-    out: ResumableOption = None,
+    out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
     """The policy on families that it was not trained on, zero-shot and fine-tuned."""
-    from gdp.bench import generalization
+    from gdp.bench.generalization import GeneralizationBenchmark
     from gdp.budget import Budget
+    from gdp.models import workloads as built_in
 
-    limit, names = Budget.parse(fine_tune_budget), _names(workloads)
-    return _answer(
-        generalization.run(
-            checkpoints=checkpoints, names=names, seeds=seeds, fine_tune_budget=limit, out=out, on_row=log
-        ),
-        json,
+    benchmark = GeneralizationBenchmark(
+        checkpoints=checkpoints,
+        seeds=seeds,
+        fine_tune_budget=Budget.parse(fine_tune_budget),
+        workloads=_workloads(workloads, built_in.names()),
     )
+    return _answer(benchmark, out, rows, json)
 
 
 @bench_app.command("ablation")
@@ -169,15 +197,16 @@ def bench_ablation(
     hold_out: Annotated[
         list[str] | None, typer.Option(metavar="FAMILY", help="Place it, with families like it. Repeatable.")
     ] = None,
-    out: ResumableOption = None,
+    out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
-    """What each part of the policy is worth: trained without it, and placed beside controls that learnt nothing."""
-    from gdp.bench import ablation
+    """The worth of each part of the policy: trained without it, and placed beside controls that learnt nothing."""
+    from gdp.bench.ablation import HOLD_OUT, AblationBenchmark
     from gdp.budget import Budget
 
-    limit, families = Budget.parse(budget), hold_out or ablation.HOLD_OUT
-    return _answer(ablation.run(budget=limit, seeds=seeds, hold_out=families, out=out, on_row=log), json)
+    families = tuple(hold_out or HOLD_OUT)
+    return _answer(AblationBenchmark(budget=Budget.parse(budget), seeds=seeds, hold_out=families), out, rows, json)
 
 
 @bench_app.command("convergence")
@@ -189,27 +218,22 @@ def bench_convergence(
     ] = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Processor time of a run.")] = "60s",
     seeds: SeedsOption = 5,
-    out: ResumableOption = None,
+    out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
     """The best step time against processor time: the policy, HDP and the search, side by side."""
-    from gdp.bench import convergence
+    from gdp.bench.convergence import WORKLOADS, ConvergenceBenchmark
     from gdp.budget import Budget
 
-    limit, names = Budget.parse(budget), _names(workloads)
-    return _answer(
-        convergence.run(
-            names=names, budget=limit, seeds=seeds, checkpoints=checkpoints, checkpoint=checkpoint, out=out, on_row=log
-        ),
-        json,
+    benchmark = ConvergenceBenchmark(
+        budget=Budget.parse(budget),
+        seeds=seeds,
+        workloads=_workloads(workloads, WORKLOADS),
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
     )
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    """The workloads of `A,B,...`. InputError for what is none."""
-    from gdp import workloads
-
-    return None if text is None else tuple(workloads.get(name.strip()).name for name in text.split(","))
+    return _answer(benchmark, out, rows, json)
 
 
 @bench_app.command("execution")
@@ -218,21 +242,39 @@ def bench_execution(
     repeats: Annotated[int, typer.Option(min=1, help="Steps of the plan, and of one device.")] = 15,
     placements: Annotated[int, typer.Option(min=1, help="Predicted and measured.")] = 20,
     budget: BudgetOption = "10s",
-    out: ResumableOption = None,
+    out: OutOption = None,
+    rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
     """Plans run on this machine's own devices: faster than one device, and as predicted?"""
-    from gdp.bench import execution
+    from gdp.bench.execution import SUBJECTS, ExecutionBenchmark
     from gdp.budget import Budget
 
-    config = execution.ExecutionConfig(repeats=repeats, placements=placements, budget=Budget.parse(budget))
-    names = None if workloads is None else _names(workloads)
-    return _answer(execution.run(config, names=names, quick=False, out=out, on_row=log), json)
+    benchmark = ExecutionBenchmark(
+        budget=Budget.parse(budget),
+        workloads=_names(workloads, tuple(SUBJECTS)),
+        repeats=repeats,
+        placements=placements,
+    )
+    return _answer(benchmark, out, rows, json)
 
 
-def _answer(figures: dict[str, Any], json: bool) -> int:
+def _names(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names in `A,B,...`."""
+    return default if text is None else tuple(name.strip() for name in text.split(","))
+
+
+def _workloads(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the workloads in `A,B,...`. InputError for an unknown one."""
+    from gdp.models import workloads
+
+    return tuple(workloads.get(name).name for name in _names(text, default))
+
+
+def _answer(benchmark: "Benchmark", out: Path | None, rows: Path | None, json: bool) -> int:
+    figures = benchmark.run(out=out, rows=rows, say=log)
     if json:
         print_json(figures)
     else:
-        print_text(figures["markdown"])
+        print_text(figures["markdown"].rstrip())
     return 0

@@ -1,4 +1,4 @@
-"""`gdp devices`: parse, call, print. What a command needs is imported when it runs."""
+"""Parses, calls and prints: `gdp devices`. A command imports what it needs when it runs."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.shared import JsonOption, log, print_json, print_text, show
+from gdp.cli.options import JsonOption
+from gdp.cli.shared import log, print_json, print_text, show
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.execute.calibration import Calibration
+    from gdp.cluster.detect import Detected, Link, Machine
+    from gdp.execute.calibrate.calibrate import Calibration
     from gdp.execute.local_devices import LocalDevice
-    from gdp.local import Detected, Link, Machine
 
 devices_app = typer.Typer(
     help="Built-in kinds of devices, what a DEVICES text stands for, and the devices of this machine.",
@@ -22,7 +23,7 @@ devices_app = typer.Typer(
 
 @devices_app.command("list")
 def devices_list() -> int:
-    """The built-in kinds of devices and links."""
+    """List the built-in kinds of devices and links."""
     from gdp.report import console
 
     show(console.kinds_report())
@@ -34,7 +35,7 @@ def devices_show(
     devices: Annotated[str, typer.Argument(metavar="DEVICES")],
     json: Annotated[bool, typer.Option("--json", help="Print it as a gdp-cluster document.")] = False,
 ) -> int:
-    """The devices and routes that DEVICES stands for."""
+    """Show the devices and routes that DEVICES stands for."""
     from gdp.cluster import Cluster
 
     cluster = Cluster.parse(devices)
@@ -50,31 +51,37 @@ def devices_show(
 @devices_app.command("detect")
 def devices_detect(
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write them to a cluster file, with figures not measured.")
+        Path | None, typer.Option(metavar="FILE", help="Write a cluster file, with estimated figures.")
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """The devices of this machine, by the names that gdp run knows them by, and the links between them."""
-    from gdp import options
+    """Show the devices of this machine, by their names in gdp run, and the links between them."""
+    from gdp.cli import values
 
     if out is not None:
-        options.check_writable(out)
-    import torch
+        values.check_writable(out)
+    from gdp.report.progress import live
 
-    from gdp.cluster import Cluster
-    from gdp.execute.local_devices import detect_machine
-    from gdp.local.host import available_cores
+    with live("looking for devices"):
+        import torch
 
-    machine, cores = detect_machine(), available_cores()
+        from gdp.cluster import Cluster
+        from gdp.cluster.detect.host import available_cores
+        from gdp.execute.local_devices import detect_machine
+
+        machine, cores = detect_machine(), available_cores()
     if out is not None:
         Cluster.of_machine(machine).save(out)
     if json:
         document = {
             "devices": [_device_document(machine, device) for device in machine.devices],
             "links": [_link_document(names, link) for names, link in machine.links.items()],
-            "memory_bytes": machine.memory_bytes, "notes": machine.notes,
-            "torch": torch.__version__, "cuda": torch.version.cuda, "cores": cores,
-        }  # fmt: skip
+            "memory_bytes": machine.memory_bytes,
+            "notes": machine.notes,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cores": cores,
+        }
         print_json(document if out is None else document | {"path": str(out)})
         return 0
     from gdp.report import console, tables
@@ -88,7 +95,11 @@ def devices_detect(
         f"processor cores: {', '.join(map(str, cores)) or 'any'}; memory {tables.format_gib(machine.memory_bytes)}"
     )
     print_text("\n".join(f"note: {note}" for note in machine.notes))
-    print_text(f"Written to {out}" if out else "These are --devices local; gdp devices detect --out FILE keeps them")
+    print_text(
+        f"Written to {out}"
+        if out
+        else "--devices local means these devices; gdp devices detect --out FILE writes them to a file"
+    )
     return 0
 
 
@@ -96,9 +107,11 @@ def _device_row(machine: "Machine", device: "Detected") -> dict[str, object]:
     from gdp.report import tables
 
     row: dict[str, object] = {
-        "device": device.name, "kind": device.kind, "memory": tables.format_gib(device.memory_bytes),
+        "device": device.name,
+        "kind": device.kind,
+        "memory": tables.format_gib(device.memory_bytes),
         "on": device.place,
-    }  # fmt: skip
+    }
     if not machine.gpus:
         return row
     gpu = machine.gpus.get(device.name)
@@ -109,30 +122,40 @@ def _device_row(machine: "Machine", device: "Detected") -> dict[str, object]:
 
 def _device_document(machine: "Machine", device: "Detected") -> dict[str, object]:
     document: dict[str, object] = {
-        "name": device.name, "kind": device.kind, "memory_bytes": device.memory_bytes, "on": device.place,
-    }  # fmt: skip
+        "name": device.name,
+        "kind": device.kind,
+        "memory_bytes": device.memory_bytes,
+        "on": device.place,
+    }
     gpu = machine.gpus.get(device.name)
     if gpu is None:
         return document
     return document | {
-        "gpu": gpu.name, "uuid": gpu.uuid or None, "total_memory_bytes": gpu.total_bytes,
-        "free_memory_bytes": gpu.free_bytes, "used_by_others_bytes": gpu.others_bytes,
-        "pcie_generation": gpu.pcie_generation, "pcie_width": gpu.pcie_width,
-    }  # fmt: skip
+        "gpu": gpu.name,
+        "uuid": gpu.uuid or None,
+        "total_memory_bytes": gpu.total_bytes,
+        "free_memory_bytes": gpu.free_bytes,
+        "used_by_others_bytes": gpu.others_bytes,
+        "pcie_generation": gpu.pcie_generation,
+        "pcie_width": gpu.pcie_width,
+    }
 
 
 def _link_document(names: tuple[str, str], link: "Link") -> dict[str, object]:
     return {
-        "devices": names, "ancestor": link.ancestor or None, "nvlinks": link.num_nvlinks,
-        "is_switched": link.is_switched, "bytes_per_second": link.bytes_per_second,
-    }  # fmt: skip
+        "devices": names,
+        "ancestor": link.ancestor or None,
+        "nvlinks": link.num_nvlinks,
+        "is_switched": link.is_switched,
+        "bytes_per_second": link.bytes_per_second,
+    }
 
 
 @devices_app.command("measure")
 def devices_measure(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The cluster file to write, such as local.yaml.")],
     devices: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Of those that detect shows; default: all.")
+        str | None, typer.Option(metavar="A,B,...", help="Some of the devices that detect shows. Default: all.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Rougher figures, in seconds.")] = False,
     json: JsonOption = False,
@@ -141,48 +164,52 @@ def devices_measure(
 
     Under torchrun each process measures a device, and the routes are those between the processes.
     """
-    from gdp import options
+    from gdp.cli import values
 
-    options.check_writable(out)
-    from gdp.execute.calibration import calibrate
+    values.check_writable(out)
+    from gdp.execute.calibrate.calibrate import calibrate
     from gdp.execute.local_devices import detect_local
     from gdp.execute.worker import ExecutionError
 
     chosen = _choose(detect_local(), devices)
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            found = _measure_ranks(chosen, quick)
+            calibration = _measure_ranks(chosen, quick)
         else:
-            found = calibrate(chosen, quick=quick, on_progress=lambda text: log(f"gdp: measuring {text}"))
+            calibration = calibrate(chosen, quick=quick, on_progress=lambda text: log(f"gdp: measuring {text}"))
     except ExecutionError as error:
         raise InputError(f"{error}; leave the device out with --devices") from None
-    if found is None:
+    if calibration is None:
         return 0  # the first rank reports
-    cluster = found.cluster
+    cluster = calibration.cluster
     cluster.save(out)
     if json:
         print_json(
             {
-                "cluster": cluster.to_document(), "fingerprint": cluster.fingerprint, "alone": dict(found.alone),
-                "notes": found.notes, "fit_errors": found.fit_errors, "path": str(out),
+                "cluster": cluster.to_document(),
+                "fingerprint": cluster.fingerprint,
+                "alone": dict(calibration.alone),
+                "notes": calibration.notes,
+                "fit_errors": calibration.fit_errors,
+                "path": str(out),
             }
-        )  # fmt: skip
+        )
         return 0
     from gdp.report import console
 
     show(console.cluster_report(cluster))
-    print_text("\nThe figures of all devices at work at once.")
-    if found.alone:
-        print_text("Alone, times those:\n")
-        show(console.rows_report([{"device": name, **factors} for name, factors in found.alone.items()]))
-    print_text("\n".join(["", *(f"note: {note}" for note in found.notes), f"Written to {out}"]))
+    print_text("\nThese figures hold while all devices work at the same time.")
+    if calibration.alone:
+        print_text("A device alone has these times as much:\n")
+        show(console.rows_report([{"device": name, **factors} for name, factors in calibration.alone.items()]))
+    print_text("\n".join(["", *(f"note: {note}" for note in calibration.notes), f"Written to {out}"]))
     return 0
 
 
 def _measure_ranks(devices: "list[LocalDevice]", quick: bool) -> "Calibration | None":
-    """With a process for each device."""
-    from gdp.execute.calibration_ranks import calibrate_ranks, rank_names
-    from gdp.execute.ranks import join_or_leave
+    """Measures with a process for each device."""
+    from gdp.execute.calibrate.ranks import calibrate_ranks, rank_names
+    from gdp.execute.ranks.ranks import join_or_leave
 
     names, places = rank_names(devices)
     with join_or_leave(names, places) as ranks:
@@ -195,11 +222,11 @@ def _measure_ranks(devices: "list[LocalDevice]", quick: bool) -> "Calibration | 
         return calibrate_ranks(ranks, device, quick=quick, on_progress=say)
 
 
-def _choose(found: "tuple[LocalDevice, ...]", text: str | None) -> "list[LocalDevice]":
-    """Those of `cpu0,cpu1`, in that order."""
-    from gdp.devices import suggest
+def _choose(devices: "tuple[LocalDevice, ...]", text: str | None) -> "list[LocalDevice]":
+    """Returns the devices named as in `cpu0,cpu1`, in this order."""
+    from gdp.errors import suggest
 
-    by_name = {device.name: device for device in found}
+    by_name = {device.name: device for device in devices}
     names = list(by_name) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in by_name:

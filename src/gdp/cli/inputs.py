@@ -1,79 +1,35 @@
-"""What several commands are given: a model's graph, constraints, micro-batches, placers; options, and reading them."""
+"""Reads and checks the inputs of commands: graphs, plans, placers, checkpoints."""
 
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from gdp.cli.options import MemoryOptions, ReadingOptions
 from gdp.cli.shared import log
 from gdp.errors import InputError, UnevenBatchError
 
 if TYPE_CHECKING:
     from gdp.cluster import Cluster
-    from gdp.compare import Rival
-    from gdp.constraints import Constraints
     from gdp.graph import Graph
-    from gdp.plan import Plan
-    from gdp.sources import Model, Reading
-
-PinOption = Annotated[list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Where matching ops go. Repeatable.")]
-ForbidOption = Annotated[
-    list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Kinds of ops that stay off a device. Repeatable.")
-]
-MaxMemoryOption = Annotated[
-    list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
-]
-NO_RESERVE = "0%"
-ReserveOption = Annotated[str, typer.Option(metavar="SHARE", help="Keep this share of each device's memory free.")]
-MicrobatchesOption = Annotated[
-    int, typer.Option(metavar="M", help="Accumulate gradients over M parts of the batch, pipelined.")
-]
-FreeReplicasOption = Annotated[
-    bool, typer.Option("--free-replicas", help="Let the micro-batches of an op be on different devices.")
-]
-InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")]
-DimOption = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
-]
-OpCostsOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="What you know of ops: FLOPs or times by kind or name.")
-]
+    from gdp.models.model import Model, Reading
+    from gdp.planning.compare import Rival
+    from gdp.simulator.constraints import Constraints
+    from gdp.simulator.plan import Plan
+    from gdp.simulator.problem import Problem
 
 
-def reading_of(
-    microbatches: int, free_replicas: bool, inference: bool, dim: list[str] | None, op_costs: Path | None,
-    optimizer: str = "adam",
-) -> "Reading":  # fmt: skip
-    """How MODEL is to be read, from the options that say so."""
-    from gdp import options
-    from gdp.op_costs import OpCosts
-    from gdp.sources import Microbatching, Reading
-
-    if free_replicas and microbatches == 1:
-        raise InputError("--free-replicas: there are no replicas without micro-batches; give --microbatches as well")
-    if inference and microbatches > 1:
-        raise InputError("--microbatches: gradients are accumulated in training; leave out --inference")
-    try:
-        microbatching = Microbatching(microbatches, free_replicas)
-    except InputError as error:
-        raise InputError(f"--{error}") from None
-    costs = None if op_costs is None else OpCosts.load(op_costs)
-    return Reading(not inference, optimizer, microbatching, options.parse_dims(dim or ()), costs)
-
-
-def read_graph(text: str, reading: "Reading | None" = None) -> "Model":
-    """MODEL, read so."""
+def read_graph(text: str, reading: "Reading") -> "Model":
+    """Reads MODEL, and says in notes where its graph may not be the one that the user means."""
     from gdp.report.progress import live
-    from gdp.sources import Reading, read_model
 
-    reading = reading or Reading()
     count = reading.microbatching.count
     is_split = count > 1 and ":" in text
     with live(f"reading {text}"):
+        from gdp.models.read import read_model
+
         try:
             model = read_model(text, reading)
         except UnevenBatchError:
@@ -92,54 +48,41 @@ def read_graph(text: str, reading: "Reading | None" = None) -> "Model":
 
 
 def read_timed(text: str, times: Path, cluster: "Cluster", reading: "Reading") -> "Model":
-    """MODEL with the measured times of its ops on the kinds of devices in `cluster`."""
-    from gdp.measured_times import MeasuredTimes
+    """Reads MODEL with the measured times of its ops on the kinds of devices in `cluster`."""
     from gdp.report.progress import live
-    from gdp.sources import read_timed_model
 
-    known = MeasuredTimes(times)
     with live(f"capturing {text}"):
-        return read_timed_model(text, known, [device.kind for device in cluster.devices], reading)
+        from gdp.models.measured_times import MeasuredTimes
+        from gdp.models.read import read_timed_model
+
+        return read_timed_model(text, MeasuredTimes(times), [device.kind for device in cluster.devices], reading)
 
 
-def constraints_of(
-    cluster: "Cluster", pin: list[str] | None, forbid: list[str] | None, max_memory: list[str] | None, reserve: str
-) -> "Constraints":
-    """From their options."""
-    from gdp import options
-    from gdp.constraints import Constraints
+def build_problem(graph: "Graph", cluster: "Cluster", constraints: "Constraints") -> "Problem":
+    """Builds the problem of `graph` on `cluster`; raises InputError for constraints that cannot be met."""
+    from gdp.report.progress import live
 
-    return Constraints(
-        pins=options.parse_pins(pin or (), cluster),
-        forbid=options.parse_forbid(forbid or (), cluster),
-        max_memory_bytes=options.parse_max_memory(max_memory or (), cluster),
-        reserve=options.parse_fraction(reserve, "--reserve"),
-    )
+    with live(f"preparing {graph.name} on {cluster.name}"):
+        from gdp.simulator.problem import Problem
 
-
-def limit_words(
-    pin: list[str] | None, forbid: list[str] | None, max_memory: list[str] | None, reserve: str
-) -> list[str]:
-    """The options of `constraints_of` for another command."""
-    given = {"--pin": pin or (), "--forbid": forbid or (), "--max-memory": max_memory or ()}
-    words = [word for option, values in given.items() for value in values for word in (option, value)]
-    return words if reserve == NO_RESERVE else [*words, "--reserve", reserve]
+        return Problem.build(graph, cluster, constraints)
 
 
 def check_placers(names: Iterable[str]) -> None:
-    """InputError for an unknown one."""
-    from gdp.placers.portfolio import PLACERS
+    """Raises InputError for an unknown placer."""
+    from gdp.search.solvers import solver_of
 
     for name in names:
-        if name not in PLACERS:
-            raise InputError(f"placer {name!r} is unknown; one of {', '.join(PLACERS)} is expected")
+        solver_of(name)
 
 
 def split_rivals(model: str, placers: str | None, microbatches: int) -> tuple[list[str], list[str]]:
-    """(placers of gdp, modes of accelerate) that `--placers` names; by default the modes for Transformers models, but
-    not for micro-batches, which accelerate has not."""
-    from gdp.accelerate_maps import NAMES, PREFIX
-    from gdp.compare import DEFAULT_PLACERS
+    """Returns (placers of gdp, modes of accelerate) that `--placers` names.
+
+    The modes are among the defaults for Transformers models, except with micro-batches: accelerate has none.
+    """
+    from gdp.export.accelerate_maps import NAMES, PREFIX
+    from gdp.planning.compare import DEFAULT_PLACERS
 
     if placers is None:
         has_rivals = model.startswith("hf:") and microbatches == 1 and find_spec("accelerate") is not None
@@ -154,10 +97,10 @@ def split_rivals(model: str, placers: str | None, microbatches: int) -> tuple[li
 
 
 def find_rivals(names: Sequence[str], model: str, reading: "Reading") -> "dict[str, Rival]":
-    """What accelerate does in those modes with MODEL, which must be a PyTorch model of one batch."""
+    """Returns the modes `names` of accelerate for MODEL, which must be a PyTorch model of one batch."""
     if not names:
         return {}
-    from gdp import accelerate_maps
+    from gdp.export import accelerate_maps
 
     if reading.microbatching.count > 1:
         raise InputError(f"--placers {','.join(names)}: accelerate has no micro-batches; leave out --microbatches")
@@ -169,62 +112,52 @@ def find_rivals(names: Sequence[str], model: str, reading: "Reading") -> "dict[s
 
 
 def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
-    """A bad file is better known now than after the graph's capture."""
+    """Raises InputError for a checkpoint that is damaged or not used, before the graph is captured."""
     if checkpoint is None:
         return
-    from gdp.placers.portfolio import WITH_POLICY
+    from gdp.search.solvers import SOLVERS
 
-    if not set(placers) & set(WITH_POLICY):
+    asking = [name for name, solver in SOLVERS.items() if solver.asks_policy]
+    if not set(placers) & set(asking):
         raise InputError(
-            f"--checkpoint: {', '.join(placers)} asks no policy; use it with --placer {' or '.join(WITH_POLICY)}"
+            f"--checkpoint: {', '.join(placers)} asks no policy; use it with --placer {' or '.join(asking)}"
         )
-    if "guided" in placers:
-        from gdp.policy.pretrained import read_constructor
+    from gdp.policy.checkpoint import load_checkpoint
 
-        read_constructor(checkpoint)
-    else:
-        from gdp.policy.checkpoint import load_checkpoint
-
-        load_checkpoint(checkpoint)
+    load_checkpoint(checkpoint)
 
 
-def cluster_of_plan(plan: Path, devices: str | None) -> "Cluster":
-    """What `plan` was placed for: `devices`, or cluster.json beside it."""
+def problem_of_plan(
+    path: Path,
+    plan: "Plan",
+    graph: str | None,
+    devices: str | None,
+    model_options: ReadingOptions,
+    limits: MemoryOptions,
+) -> "Problem":
+    """Builds the problem that the `plan` in `path` solves, from --graph and --devices or the files beside the plan."""
     from gdp.cluster import Cluster
 
-    beside = plan.with_name("cluster.json")
-    if devices is None and not os.path.isfile(beside):
-        raise InputError(f"{plan}: no cluster.json beside it; name what it was placed for with --devices")
-    return Cluster.parse(devices or str(beside))
-
-
-def graph_of_plan(path: Path, plan: "Plan", cluster: "Cluster", graph: str | None, reading: "Reading") -> "Graph":
-    """What the `plan` in `path` places on `cluster`: `graph`, or graph.json.gz beside it."""
-    beside = path.with_name("graph.json.gz")
-    if graph is None and not os.path.isfile(beside):
-        raise InputError(f"{path}: no graph.json.gz beside it; name what was placed with --graph")
-    source = read_graph(graph or str(beside), reading).graph
+    reading = model_options.reading()
+    model_options.check_has_model(graph)
+    cluster = Cluster.parse(_named_or_beside(path, devices, "cluster.json", "its devices", "--devices"))
+    source = read_graph(_named_or_beside(path, graph, "graph.json.gz", "its graph", "--graph"), reading).graph
     try:
         plan.check_belongs(source, cluster)
     except InputError as error:
         raise InputError(f"{path}: {error}; or name its own with --graph and --devices") from None
-    return source
+    return build_problem(source, cluster, limits.constraints(cluster))
+
+
+def _named_or_beside(plan: Path, text: str | None, name: str, meaning: str, option: str) -> str:
+    beside = plan.with_name(name)
+    if text is None and not os.path.isfile(beside):
+        raise InputError(f"{plan}: no {name} beside it; name {meaning} with {option}")
+    return text or str(beside)
 
 
 def check_spares_plan(option: str, path: Path, plan: Path) -> None:
-    """InputError if writing `path` would overwrite the plan or what is read beside it."""
+    """Raises InputError if writing `path` would overwrite the plan or the files that are read beside it."""
     needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, "graph.json.gz", "cluster.json")}
     if os.path.realpath(path) in needed:
         raise InputError(f"{option} {path}: the plan needs that file; name another one")
-
-
-def check_reads_model(graph: str | None, reading: "Reading") -> None:
-    """InputError for options that say how a model is read where there is only a graph to read."""
-    given = {
-        "--microbatches": reading.microbatching.count > 1, "--inference": not reading.training,
-        "--dim": reading.dims, "--op-costs": reading.op_costs,
-    }  # fmt: skip
-    if graph is None and (names := [name for name, value in given.items() if value]):
-        raise InputError(
-            f"{names[0]}: says how the MODEL of --graph is read; graph.json.gz beside the plan has it already"
-        )

@@ -1,4 +1,4 @@
-"""`gdp place`: the best plan, with advice on the machine."""
+"""Finds the best plan, with advice on the machine: `gdp place`."""
 
 import shlex
 import threading
@@ -9,91 +9,75 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.inputs import (
-    NO_RESERVE,
-    DimOption,
-    ForbidOption,
-    FreeReplicasOption,
-    InferenceOption,
-    MaxMemoryOption,
-    MicrobatchesOption,
-    OpCostsOption,
-    PinOption,
-    ReserveOption,
-    check_checkpoint,
-    check_placers,
-    constraints_of,
-    limit_words,
-    reading_of,
-)
-from gdp.cli.request import PlaceRequest
-from gdp.cli.shared import (
-    INTERRUPTED,
-    NOTHING_FITS,
-    OK,
+from gdp.cli.inputs import build_problem, check_checkpoint, check_placers
+from gdp.cli.options import (
     BudgetOption,
     CheckpointOption,
+    ConstraintOptions,
     DevicesOption,
     JsonOption,
     ModelArgument,
+    ReadingOptions,
     ThreadsOption,
-    fail,
-    log,
-    print_json,
-    show,
-    warm_up,
+    with_options,
 )
+from gdp.cli.request import PlaceRequest
+from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
 from gdp.cli.sweep import sweep_place
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.advice import Advice
-    from gdp.export.search import Placed
-    from gdp.export.target import Target
+    from gdp.export.search import ExportablePlan
+    from gdp.export.target import ExportTarget
     from gdp.graph import Graph
-    from gdp.plan import Plan
-    from gdp.plan_cache import Found
-    from gdp.problem import Problem
-    from gdp.simulate import Simulation
+    from gdp.planning.advice import Advice
+    from gdp.planning.plan_cache import KeptAnswer
+    from gdp.simulator.plan import Plan
+    from gdp.simulator.problem import Problem
+    from gdp.simulator.simulate import Simulation
 
 _ADVICE_SHARE = 0.2  # of the budget
 
 
+@with_options
 def place(
     model: ModelArgument,
     devices: DevicesOption,
-    placer: Annotated[str, typer.Option(help="auto: classical placers, then search.")] = "auto",
+    placer: Annotated[str, typer.Option(help="auto runs classical placers, then searches.")] = "auto",
     budget: BudgetOption = "30s",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
     checkpoint: CheckpointOption = None,
-    pin: PinOption = None,
-    forbid: ForbidOption = None,
-    max_memory: MaxMemoryOption = None,
-    reserve: ReserveOption = NO_RESERVE,
+    *,
+    limits: ConstraintOptions,
     robust: Annotated[
         str | None,
-        typer.Option(metavar="SHARE", help="Noise of op times to judge plans under. Default: as measured, or 2%."),
+        typer.Option(
+            metavar="SHARE", help="Noise of op times in the comparison of plans. Default: as measured, or 2%."
+        ),
     ] = None,
-    microbatches: MicrobatchesOption = 1,
-    free_replicas: FreeReplicasOption = False,
-    inference: InferenceOption = False,
-    dim: DimOption = None,
-    op_costs: OpCostsOption = None,
+    model_options: ReadingOptions,
     sweep: Annotated[
-        str | None, typer.Option(metavar="WHAT=1..8", help="A table over devices or microbatches, each with BUDGET.")
+        str | None,
+        typer.Option(
+            metavar="WHAT=1..8", help="Print a table over numbers of devices or microbatches, each with BUDGET."
+        ),
     ] = None,
     advice: Annotated[
-        bool, typer.Option("--advice/--no-advice", help="Spend a fifth of BUDGET on what other machines would give.")
+        bool, typer.Option("--advice/--no-advice", help="Spend a fifth of BUDGET on trying other machines.")
     ] = True,
     times: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Op times that `gdp run --times` measured.")
     ] = None,
     target: Annotated[
-        str | None, typer.Option("--for", metavar="TARGET", help="Only what `gdp export --to TARGET` can express.")
+        str | None,
+        typer.Option(
+            "--for", metavar="TARGET", help="Search only for plans that `gdp export --to TARGET` can express."
+        ),
     ] = None,
     threads: ThreadsOption = None,
     with_cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="Answer an identical question with the plan found before.")
+        bool,
+        typer.Option("--cache/--no-cache", help="Answer an identical question with the plan that was found before."),
     ] = True,
     out: Annotated[
         Path | None,
@@ -102,31 +86,47 @@ def place(
     json: JsonOption = False,
 ) -> int:
     """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json."""
-    from gdp import options
-    from gdp.budget import Budget
-    from gdp.cluster import Cluster
-    from gdp.sweep import Sweep
+    from gdp.report.progress import live
 
-    limit = Budget.parse(budget)
-    asked = None if sweep is None else Sweep.parse(sweep)
-    reading = reading_of(microbatches, free_replicas, inference, dim, op_costs)
-    cluster = Cluster.parse(devices)
-    constraints = constraints_of(cluster, pin, forbid, max_memory, reserve)
-    spread = None if robust is None else options.parse_fraction(robust, "--robust", below=0.5)
-    request = PlaceRequest(
-        model, devices, cluster, limit, constraints, reading, times, placer, checkpoint, seed, spread, threads,
-        with_cache, advice and placer == "auto" and target is None, out, json, _target(target, placer, sweep),
-        tuple(limit_words(pin, forbid, max_memory, reserve)),
-    )  # fmt: skip
-    check_placers([placer])
-    check_checkpoint(checkpoint, [placer])
-    if asked is not None:
-        asked.check(cluster)
-        return sweep_place(request, asked)
+    with live("loading gdp"):
+        from gdp.budget import Budget
+        from gdp.cli import values
+        from gdp.cluster import Cluster
+        from gdp.planning.sweep import Sweep
+
+        limit = Budget.parse(budget)
+        table = None if sweep is None else Sweep.parse(sweep)
+        reading = model_options.reading()
+        cluster = Cluster.parse(devices)
+        request = PlaceRequest(
+            model=model,
+            devices=devices,
+            cluster=cluster,
+            budget=limit,
+            constraints=limits.constraints(cluster),
+            reading=reading,
+            times=times,
+            placer=placer,
+            checkpoint=checkpoint,
+            seed=seed,
+            robust=None if robust is None else values.parse_fraction(robust, "--robust", below=0.5),
+            threads=threads,
+            with_cache=with_cache,
+            with_advice=advice and placer == "auto" and target is None,
+            out=out,
+            json=json,
+            target=_target(target, placer, sweep),
+            limits=limits,
+        )
+        check_placers([placer])
+        check_checkpoint(checkpoint, [placer])
+    if table is not None:
+        table.check(cluster)
+        return sweep_place(request, table)
     return _place(request)
 
 
-def _target(name: str | None, placer: str, sweep: str | None) -> "Target | None":
+def _target(name: str | None, placer: str, sweep: str | None) -> "ExportTarget | None":
     from gdp.export.targets import find_target
 
     if name is None:
@@ -137,9 +137,7 @@ def _target(name: str | None, placer: str, sweep: str | None) -> "Target | None"
 
 
 def _place(request: PlaceRequest) -> int:
-    from gdp import plan_cache
-    from gdp.report import console, documents, progress
-    from gdp.simulate import replay
+    from gdp.report import progress
 
     files = _Files.of(request)
     files.check()
@@ -148,38 +146,43 @@ def _place(request: PlaceRequest) -> int:
     problem = _build(request, graph)  # bad constraints are better known now than after a search
     request = request.under_measured_noise(source.noise)
     request.say_notes(graph)
-    entry = request.cache_entry(graph)
-    known = plan_cache.load(entry, graph, request.cluster)
-    if known is None:
-        warm_up()
+    with progress.live("looking for a plan found before"):
+        from gdp.planning import plan_cache
+        from gdp.report import console, documents
+        from gdp.simulator.simulate import replay
+
+        entry = request.cache_entry(graph)
+        kept = plan_cache.load(entry, graph, request.cluster)
+    if kept is None:
+        warm_up((request.placer,), problem)
     else:
         log("gdp: note: found before, with the same graph, devices and options; --no-cache searches anew")
     would_fit: list[str] = []
     with progress.stop_on_interrupt() as stop:
         try:
             with request.named():
-                found = known or _find(request, problem, stop)
+                answer = kept or _find(request, problem, stop)
         except InputError:
             if stop.is_set():  # before there was any placement
                 return INTERRUPTED
             raise
-        plan, simulation = found.plan, replay(problem, found.plan)
+        plan, simulation = answer.plan, replay(problem, answer.plan)
         fits = plan.status == "ok"
         if fits:
-            files.write(found, simulation)
-            if known is None and not stop.is_set():
-                plan_cache.store(entry, found)
+            files.write(answer, simulation)
+            if kept is None and not stop.is_set():
+                plan_cache.store(entry, answer)
         elif not stop.is_set():
             would_fit = _would_fit(request, problem, plan, stop)
         interrupted = stop.is_set()
     if request.json:
         written = files.plan if fits else None
         print_json(
-            documents.place_document(graph, request.cluster, plan, written, advice=found.advice, would_fit=would_fit)
+            documents.place_document(graph, request.cluster, plan, written, advice=answer.advice, would_fit=would_fit)
         )
     elif fits:
         command = _next_command(request, files)
-        show(console.place_report(plan, simulation, source.unknown_costs, files.told, command, found.advice))
+        show(console.place_report(plan, simulation, source.unknown_costs, files.written, command, answer.advice))
     if not fits:
         fail(console.nothing_fits(plan, request.cluster, would_fit), NOTHING_FITS)
     return INTERRUPTED if interrupted else OK if fits else NOTHING_FITS
@@ -187,7 +190,7 @@ def _place(request: PlaceRequest) -> int:
 
 @dataclass(frozen=True)
 class _Files:
-    """What is written; None: not asked for."""
+    """Names the files to write; None: not asked for."""
 
     plan: Path
     graph: Path | None
@@ -199,51 +202,53 @@ class _Files:
         out = request.out
         if out is None:
             # a graph with measured times, or costs of the user's, is nowhere else
-            is_known = request.times is None and request.reading.op_costs is None
-            return cls(Path("plan.json"), None if is_known else Path("graph.json.gz"), None, None)
+            is_elsewhere = request.times is None and request.reading.op_costs is None
+            return cls(Path("plan.json"), None if is_elsewhere else Path("graph.json.gz"), None, None)
         return cls(out / "plan.json", out / "graph.json.gz", out / "cluster.json", out / "report.html")
 
     def check(self) -> None:
-        """InputError if one cannot be written."""
-        from gdp import options
+        """Raises InputError if one cannot be written."""
+        from gdp.cli import values
 
         for path in filter(None, (self.plan, self.graph, self.cluster, self.report)):
-            options.check_writable(path)
+            values.check_writable(path)
 
-    def write(self, found: "Found", simulation: "Simulation") -> None:
-        """All of them."""
-        from gdp.report.page import write_page
-        from gdp.report.page_data import Told
-        from gdp.report.progress import live
+    def write(self, answer: "KeptAnswer", simulation: "Simulation") -> None:
+        """Writes all of them."""
+        from gdp.report.progress import StatusLine, live
 
         problem = simulation.problem
-        found.plan.save(self.plan)
-        if self.graph is not None:
-            problem.graph.save(self.graph)
-        if self.cluster is not None:
-            problem.cluster.save(self.cluster)
-        if self.report is not None:
-            with live(f"writing {self.report}"):
-                write_page(self.report, Told(found.plan, simulation, found.progress, found.advice))
+        line = StatusLine(f"writing {self.plan}")
+        with live(line):
+            answer.plan.save(self.plan)
+            if self.graph is not None:
+                line.say(f"writing {self.graph}")
+                problem.graph.save(self.graph)
+            if self.cluster is not None:
+                problem.cluster.save(self.cluster)
+            if self.report is not None:
+                line.say(f"writing {self.report}")
+                from gdp.report.page import write_page
+                from gdp.report.page_data import PageData
+
+                write_page(self.report, PageData(answer.plan, simulation, answer.progress, answer.advice))
 
     @property
-    def told(self) -> str:
-        """What the user is told of."""
+    def written(self) -> str:
+        """Returns the files that the answer names."""
         return " and ".join(str(path) for path in (self.plan, self.report) if path is not None)
 
 
 def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
-    from gdp.problem import Problem
-
     with request.named():
-        problem = Problem.build(graph, request.cluster, **vars(request.constraints))
+        problem = build_problem(graph, request.cluster, request.constraints)
         if request.target is not None:
             request.target.read_units(problem)
     return problem
 
 
-def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "Found":
-    from gdp.plan_cache import Found
+def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "KeptAnswer":
+    from gdp.planning.plan_cache import KeptAnswer
     from gdp.report import progress
 
     line = progress.SearchLine(f"{problem.graph.name} on {problem.cluster.name}")
@@ -253,81 +258,102 @@ def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "
     if request.with_advice and plan.status == "ok":
         advice = _advise(request, problem, plan, stop)
         plan = advice.plan
-    return Found(plan, advice, tuple(progress.improvements(line.history)))
+    return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
 
 
 def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., None], stop: threading.Event) -> "Plan":
-    from gdp.place import place as find_plan
+    from gdp.search.place import place as find_plan
 
     if request.target is not None:
         from gdp.export.search import place_for
 
         placed = place_for(
-            request.target, graph, request.cluster, request.constraints,
-            budget=request.budget, on_progress=on_progress, stop=stop, **request.keywords,
-        )  # fmt: skip
-        log(f"gdp: note: {_compared(placed)}")
+            request.target,
+            graph,
+            request.cluster,
+            request.constraints,
+            budget=request.budget,
+            on_progress=on_progress,
+            stop=stop,
+            **request.keywords,
+        )
+        log(f"gdp: note: {_comparison(placed)}")
         return placed.plan
     budget = request.budget.part(1 - _ADVICE_SHARE) if request.with_advice else request.budget
     return find_plan(
-        graph, request.cluster, placer=request.placer, budget=budget, checkpoint=request.checkpoint,
-        on_progress=on_progress, stop=stop, **request.keywords, **vars(request.constraints),
-    )  # fmt: skip
+        graph,
+        request.cluster,
+        request.constraints,
+        placer=request.placer,
+        budget=budget,
+        checkpoint=request.checkpoint,
+        on_progress=on_progress,
+        stop=stop,
+        **request.keywords,
+    )
 
 
-def _compared(placed: "Placed") -> str:
+def _comparison(placed: "ExportablePlan") -> str:
     from gdp.report.tables import format_ms
 
-    snapped, ordinary = placed.snapped, placed.ordinary
-    fits = "" if not snapped.simulation.missing_bytes.any() else ", which does not fit"
+    adapted, ordinary = placed.adapted, placed.ordinary
+    fits = "" if not adapted.simulation.missing_bytes.any() else ", which does not fit"
     return (
-        f"a plan of ops takes {format_ms(ordinary.step_time_ns)}, exported at {snapped.target.level} "
-        f"{format_ms(snapped.step_time_ns)}{fits}; this one {format_ms(placed.plan.step_time_ns)}"
+        f"a plan of single ops takes {format_ms(ordinary.step_time_ns)}, and {format_ms(adapted.step_time_ns)} once "
+        f"exported at {adapted.target.level}{fits}; this plan takes {format_ms(placed.plan.step_time_ns)}"
     )
 
 
 def _advise(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> "Advice":
-    from gdp.advice import advise
+    from gdp.planning.advice import advise
     from gdp.report import progress
     from gdp.report.tables import format_ms
-    from gdp.simulate import replay
+    from gdp.simulator.simulate import replay
 
     total, search = request.budget.seconds, plan.search
     is_over = total is not None and search is not None and search.seconds >= total
     budget = request.budget.part(0.0 if is_over else _ADVICE_SHARE)
-    line = progress.CountdownLine()
-    line.say(f"{format_ms(plan.step_time_ns)}; what other machines would give", budget.seconds)
-    with progress.live(line):
+    text = f"{problem.graph.name}: {format_ms(plan.step_time_ns)}; trying other machines"
+    with progress.live(progress.StatusLine(text, budget.seconds)):
         return advise(
-            problem.graph, replay(problem, plan), plan, request.constraints,
-            budget=budget, seed=request.seed, num_threads=request.threads, stop=stop,
-        )  # fmt: skip
+            problem.graph,
+            replay(problem, plan),
+            plan,
+            request.constraints,
+            budget=budget,
+            seed=request.seed,
+            num_threads=request.threads,
+            stop=stop,
+        )
 
 
 def _would_fit(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> list[str]:
-    from gdp.advice import changes_that_fit
-    from gdp.export.snap import snap
-    from gdp.report.progress import live
+    from gdp.export.adapt import adapt
+    from gdp.planning.advice import changes_that_fit
+    from gdp.report.progress import StatusLine, live
 
-    found: list[str] = []
+    changes: list[str] = []
     if request.with_advice:
         count = request.reading.microbatching.count
-        with live("nothing fits; looking for what would"):
-            found = changes_that_fit(
-                problem.graph, request.cluster, request.constraints,
-                budget=request.budget.part(_ADVICE_SHARE),
+        budget = request.budget.part(_ADVICE_SHARE)
+        with live(StatusLine("nothing fits; looking for changes with which it would", budget.seconds)):
+            changes = changes_that_fit(
+                problem.graph,
+                request.cluster,
+                request.constraints,
+                budget=budget,
                 part_of=(lambda parts: request.read_split(count, parts)) if request.can_split else None,
                 split_in=(lambda factor: request.read_split(count * factor)) if request.can_split else None,
                 stop=stop,
-            )  # fmt: skip
+            )
     target = request.target
-    if target is not None and target.offload is not None and snap(problem, plan, target).simulation.feasible:
-        found.append(f"weights left on a CPU, as gdp export --to {target.name} does without --for")
-    return found
+    if target is not None and target.offload is not None and adapt(problem, plan, target).simulation.feasible:
+        changes.append(f"weights left on a CPU, as gdp export --to {target.name} does without --for")
+    return changes
 
 
 def _next_command(request: PlaceRequest, files: _Files) -> str:
-    # what is local may have changed by then
+    # the devices of this machine may have changed by then
     placed_on = str(files.cluster) if files.cluster is not None and request.is_local else request.devices
     model = str(files.graph or request.model)
     if request.target is None:
@@ -335,7 +361,7 @@ def _next_command(request: PlaceRequest, files: _Files) -> str:
     else:
         command = ["gdp", "export", str(files.plan), "--to", request.target.name]
         command += [] if request.out is not None else ["--graph", model, "--devices", placed_on]
-    command += request.limits
+    command += request.limits.words()
     if files.graph is None:
         reading = request.reading
         if reading.microbatching.count > 1:

@@ -1,4 +1,4 @@
-"""What `gdp place` is asked: the model, the devices and how to search, read from options and checked."""
+"""Reads and checks the question to `gdp place`: the model, the devices, the options of the search."""
 
 import contextlib
 import hashlib
@@ -13,16 +13,17 @@ from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from gdp.budget import Budget
+    from gdp.cli.options import ConstraintOptions
     from gdp.cluster import Cluster
-    from gdp.constraints import Constraints
-    from gdp.export.target import Target
+    from gdp.export.target import ExportTarget
     from gdp.graph import Graph
-    from gdp.sources import Model, Reading
+    from gdp.models.model import Model, Reading
+    from gdp.simulator.constraints import Constraints
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PlaceRequest:
-    """A question."""
+    """Holds the options of `gdp place`, parsed."""
 
     model: str
     devices: str
@@ -40,66 +41,72 @@ class PlaceRequest:
     with_advice: bool
     out: Path | None
     json: bool
-    target: "Target | None"
-    limits: tuple[str, ...]  # the options that `constraints` were given by
+    target: "ExportTarget | None"
+    limits: "ConstraintOptions"  # as given, for the next command
 
     def read(self) -> "Model":
-        """The model's graph, with measured times if there are."""
+        """Reads the model's graph, with measured times if --times has some."""
         if self.times is None:
             return read_graph(self.model, self.reading)
         return read_timed(self.model, self.times, self.cluster, self.reading)
 
     def read_split(self, microbatches: int, samples_by: int = 1) -> "Graph":
-        """The model's step of so many micro-batches, with one in `samples_by` of the samples."""
-        from gdp.sources import read_part
+        """Reads the model's step in this number of micro-batches, with 1/`samples_by` of its samples."""
+        from gdp.models.read import read_part
 
         microbatching = replace(self.reading.microbatching, count=microbatches)
         return microbatching.apply(read_part(self.model, self.reading, microbatches * samples_by))
 
     @property
     def can_split(self) -> bool:
-        """Whether the model has a batch that can be split, and so read anew."""
-        from gdp.sources import has_samples
+        """True if the model can be read anew with its batch split."""
+        from gdp.models.read import has_samples
 
         return self.times is None and has_samples(self.model)
 
     def under_measured_noise(self, noise: float | None) -> "PlaceRequest":
-        """With plans judged under the spread of measured op times, if nothing else was asked for."""
+        """Returns the request with the noise of measured op times, unless --robust gives another."""
         if noise is None or self.robust is not None:
             return self
         return replace(self, robust=min(round(noise, 4), 0.49))
 
     def cache_entry(self, graph: "Graph") -> Path | None:
-        """Where the answer is kept."""
+        """Returns the file that keeps the answer; None with --no-cache."""
         if not self.with_cache:
             return None
-        from gdp import files, plan_cache
-        from gdp.simulate import default_threads
+        from gdp import files
+        from gdp.planning import plan_cache
+        from gdp.simulator.simulate import default_threads
 
         policy = None if self.checkpoint is None else hashlib.sha256(files.read_bytes(self.checkpoint)).hexdigest()
         options = {
-            "placer": self.placer, "budget": str(self.budget), "policy": policy, "advice": self.with_advice,
+            "placer": self.placer,
+            "budget": str(self.budget),
+            "policy": policy,
+            "advice": self.with_advice,
             "target": None if self.target is None else self.target.name,
-            "seed": self.seed, "robust": self.robust, "threads": self.threads or default_threads(),
-        }  # fmt: skip
+            "seed": self.seed,
+            "robust": self.robust,
+            "threads": self.threads or default_threads(),
+        }
         return plan_cache.entry(graph, self.cluster, self.constraints, options)
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What `place` and `sweep_...` both take."""
+        """Returns the keyword arguments that `place` and the sweeps have in common."""
         return {"seed": self.seed, "robust": self.robust, "num_threads": self.threads}
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Errors say of which model and devices they are."""
+        """Puts the model and the devices in front of the message of an error."""
         try:
             yield
         except InputError as error:
             raise InputError(f"{self.model} on {self.devices}: {error}") from None
 
     def say_notes(self, graph: "Graph") -> None:
-        """What the user may have meant otherwise."""
-        from gdp.cost import unused_names
+        """Logs what may not be as the user expects."""
+        from gdp.simulator.costs import unused_names
 
         if self.is_local:
             log("gdp: note: devices as they are now; gdp devices detect shows them, and which figures are estimates")
@@ -107,11 +114,9 @@ class PlaceRequest:
             log(f"gdp: note: {sentence}")
         if self.times is not None and not any(graph.times_ns):
             kinds = ", ".join(sorted({device.kind for device in self.cluster.devices}))
-            log(
-                f"gdp: note: {self.times} has no time of these ops on {kinds} with this PyTorch: the roofline gives all"
-            )
+            log(f"gdp: note: {self.times} has no time of these ops on {kinds} with this PyTorch: all are modelled")
 
     @property
     def is_local(self) -> bool:
-        """Whether the devices are those of this machine."""
+        """True for the devices of this machine."""
         return self.devices.strip() == "local"

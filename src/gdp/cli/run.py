@@ -1,21 +1,25 @@
-"""`gdp run`: execute a plan."""
+"""Executes a plan: `gdp run`."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.shared import JsonOption, fail, log, print_json, show, warm_up
+from gdp.cli.options import InferenceOption, JsonOption, OptimizerOption, PlacedDevicesOption
+from gdp.cli.shared import fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from gdp.cluster import Cluster
-    from gdp.execute.run import Executable, Run
+    from gdp.execute.executable import Executable
+    from gdp.execute.run import RunResult
     from gdp.graph import Graph
-    from gdp.plan import Plan
+    from gdp.simulator.plan import Plan
 
 OK, FAILED, OUT_OF_MEMORY = 0, 1, 3
 
@@ -31,114 +35,121 @@ ExecutableArgument = Annotated[
 def run(
     model: ExecutableArgument,
     plan: Annotated[Path, typer.Option(metavar="PLAN", help="A gdp-plan file, as `gdp place` writes it.")],
-    steps: Annotated[int, typer.Option(min=1, help="Measured, after two to warm up.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps, after two to warm up.")] = 20,
     on: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", help="Where devices are: cpu:0, cpu:0-3, cuda:0. Default: by name."),
+        typer.Option(
+            metavar="A,B,...",
+            help="The place of each device of the plan, such as cpu:0, cpu:0-3, cuda:0. Default: by name.",
+        ),
     ] = None,
-    devices: Annotated[
-        str | None, typer.Option(metavar="DEVICES", help="What was placed for. Default: cluster.json beside PLAN.")
-    ] = None,
+    devices: PlacedDevicesOption = None,
     times: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Store measured op times there, for `gdp place --times`.")
     ] = None,
-    inference: Annotated[bool, typer.Option("--inference", help="The plan is of a forward pass.")] = False,
-    optimizer: Annotated[str, typer.Option(help="adam or sgd.")] = "adam",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the model's initial parameters and inputs.")] = 0,
+    inference: InferenceOption = False,
+    optimizer: OptimizerOption = "adam",
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the model's initial parameters and inputs.")
+    ] = 0,
     json: JsonOption = False,
 ) -> int:
     """Execute a plan of MODEL, check its results, and compare with one device and with the prediction."""
     if _is_rank():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
-    from gdp.plan import Plan
+    from gdp.simulator.plan import Plan
 
     read = Plan.load(plan)
     cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
     if times is not None:
         _check_times(times, cluster)
-
-    from gdp.execute.worker import ExecutionError
-    from gdp.user_functions import printing_to_stderr
+    with _live("loading PyTorch"):
+        from gdp.execute.executable import read_executable
+        from gdp.execute.worker import ExecutionError
+        from gdp.models.user_function import printing_to_stderr
 
     def build() -> "Executable":
-        from gdp.execute.models import read_executable
-
-        with live(f"building {model}"):
+        with _live(f"building {model}"):
             return read_executable(model, training=not inference, optimizer=optimizer, seed=seed)
-
-    from gdp.report.progress import live
 
     places = None if on is None else on.split(",")
     try:
         with printing_to_stderr():  # the model runs
-            executable, made = _execute(build, read, places, graph=graph, cluster=cluster, steps=steps)
+            executable, result = _execute(build, read, places, graph=graph, cluster=cluster, steps=steps)
     except ExecutionError as error:
         status = OUT_OF_MEMORY if error.is_out_of_memory else FAILED
-        return fail(f"error: {error}", status) if getattr(error, "is_first_told", True) else status
-    if made is None:
+        return fail(f"error: {error}", status) if getattr(error, "is_reporter", True) else status
+    if result is None:
         return OK
     from gdp.report import execution
 
     if json:
-        print_json(execution.run_document(made))
+        print_json(execution.run_document(result))
     else:
-        show(execution.run_report(made))
+        show(execution.run_report(result))
     if times is not None and cluster is not None:
-        from gdp.capture.signature import LIBRARY
         from gdp.execute.run import op_times
-        from gdp.measured_times import MeasuredTimes
+        from gdp.models.measured_times import MeasuredTimes
+        from gdp.models.pytorch.signature import LIBRARY
 
-        known, arms = MeasuredTimes(times, create=True), [arm for arm in (made.placed, made.one_device) if arm]
-        for kind, found in op_times(executable, arms, [device.kind for device in cluster.devices]).items():
-            known.store(kind, LIBRARY, found)
+        stored = MeasuredTimes(times, create=True)
+        for kind, times_ns in op_times(executable, result, [device.kind for device in cluster.devices]).items():
+            stored.store(kind, LIBRARY, times_ns)
         log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
-    if not made.is_equal:
-        return fail(f"error: the results are not those of {made.reference}; this is a fault of gdp", FAILED)
+    if not result.is_equal:
+        return fail(f"error: the results are not those of {result.reference}; this is a fault of gdp", FAILED)
     return OK
 
 
 def _execute(
     build: "Callable[[], Executable]", plan: "Plan", on: "list[str] | None", **options: Any
-) -> "tuple[Executable, Run | None]":
-    """The model, and what running it showed: on threads, or under torchrun with a process for each device."""
+) -> "tuple[Executable, RunResult | None]":
+    """Runs the model on threads, or under torchrun with a process for each device."""
     from gdp.execute.run import run_on_ranks, run_on_threads
-    from gdp.report.progress import live
 
     if not _is_rank():
         from gdp.execute.targets import find_targets
 
         targets = find_targets(plan.devices, on)
-        warm_up()
+        warm_up(())
         executable = build()
-        with live(f"running on {', '.join(target.place for target in targets)}"):
+        with _live(f"running on {', '.join(target.place for target in targets)}"):
             return executable, run_on_threads(executable, plan, targets, **options)
-    from gdp.execute.ranks import join_or_leave
+    from gdp.execute.ranks.ranks import join_or_leave
 
-    with join_or_leave(plan.devices, on) as ranks, ranks.saying_once():
+    with join_or_leave(plan.devices, on) as ranks, ranks.reporting_once():
         executable = build()
-        return executable, run_on_ranks(executable, plan, ranks, **options)
+        with _live(f"running on {len(plan.devices)} processes"):
+            return executable, run_on_ranks(executable, plan, ranks, **options)
+
+
+def _live(text: str) -> "AbstractContextManager[None]":
+    """Shows `text` during a stage, once: in the first process under torchrun."""
+    from gdp.report.progress import live
+
+    return live(text) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
 
 
 def _check_times(path: Path, cluster: "Cluster | None") -> None:
-    """InputError if measured times cannot be stored there; nothing is written."""
-    from gdp import options
-    from gdp.measured_times import MeasuredTimes
+    """Raises InputError if measured times cannot be stored in `path`; writes nothing."""
+    from gdp.cli import values
+    from gdp.models.measured_times import MeasuredTimes
 
     if cluster is None:
         raise InputError(f"--times {path}: times are stored by kind of device; say them with --devices")
     if path.exists():
         MeasuredTimes(path)
     else:
-        options.check_writable(path)
+        values.check_writable(path)
 
 
 def _is_rank() -> bool:
-    """Is this one of the processes that torchrun starts?"""
+    """True in a process that torchrun has started."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _cluster(plan: "Plan", path: Path, devices: str | None) -> "Cluster | None":
-    """What the plan was made for: --devices, or the file that `gdp place --out` puts beside it."""
+    """Returns the devices of the plan: --devices, or the file that `gdp place --out` puts beside the plan."""
     from gdp.cluster import Cluster
 
     beside = path.with_name("cluster.json")
@@ -157,9 +168,9 @@ def _cluster(plan: "Plan", path: Path, devices: str | None) -> "Cluster | None":
 
 
 def _graph(plan: "Plan", path: Path) -> "Graph | None":
-    """What was placed, if it lies beside the plan: it may have measured times, which the model alone has not."""
+    """Returns the graph beside the plan, if any: it may have measured times, which the model does not have."""
     from gdp.graph import Graph
-    from gdp.microbatches import count_microbatches
+    from gdp.graph.microbatches import count_microbatches
 
     beside = path.with_name("graph.json.gz")
     if not beside.is_file():
@@ -168,7 +179,7 @@ def _graph(plan: "Plan", path: Path) -> "Graph | None":
     if graph.fingerprint == plan.graph:
         if (count := count_microbatches(graph)) > 1:
             raise InputError(
-                f"{path}: has {count} micro-batches, gdp run executes one batch; place without --microbatches"
+                f"{path}: has {count} micro-batches, and gdp run executes one batch; place without --microbatches"
             )
         return graph
     log(f"gdp: note: {beside} is of another plan")

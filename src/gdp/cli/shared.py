@@ -1,49 +1,42 @@
-"""What the modules of the command line share: options that several commands have, printing, compiling."""
+"""Prints answers and messages, and compiles before a search."""
 
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+import time
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from gdp.simulator.problem import Problem
+
 OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
 """Exit statuses."""
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A built-in workload, a gdp-graph or .onnx file, hf:DIR, or package.module:function."
-    ),
-]
-DevicesOption = Annotated[
-    str,
-    typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, a cluster file, or local."),
-]
-BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
-CheckpointOption = Annotated[
-    str | None, typer.Option(metavar="FILE", help="A policy of your own, for guided and learned placers.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
+_ASCII = str.maketrans("─…▁▂▃▄▅▆▇█", "-~.:-=+*#@")  # of tables, shortened names and timelines
 
 
-def warm_up() -> None:
-    """Compile, and say so where it takes long."""
-    from gdp import warmup
-    from gdp.report.progress import live, said_if_slow
+def warm_up(placers: Collection[str] = ("auto",), problem: "Problem | None" = None) -> None:
+    """Compiles what `placers` run on `problem`, and says how far that is; without placers, what simulates."""
+    from gdp.planning import warm_up
+    from gdp.report.progress import StatusLine, live
 
-    text = "compiling, once on a machine (up to a minute)"
-    with live(text), said_if_slow(text):
-        warmup.warm_up()
+    began = time.monotonic()
+    line = StatusLine("loading compiled code")
+
+    def on_kernel(num_ready: int, num_kernels: int) -> None:
+        seconds = time.monotonic() - began
+        line.say(f"compiling, once on a machine: {num_ready} of {num_kernels} kernels in {seconds:.0f} s")
+
+    with live(line):
+        warm_up.warm_up(placers, problem, on_kernel=on_kernel)
 
 
 def show(parts: "Iterable[RenderableType]") -> None:
-    """Print tables and sentences; a table is not squeezed where there is no terminal."""
+    """Prints tables and sentences; a table is not squeezed where there is no terminal."""
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
@@ -54,33 +47,45 @@ def show(parts: "Iterable[RenderableType]") -> None:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """Print `document` as one line."""
+    """Prints `document` as one line."""
     import orjson
 
-    print_text(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+    text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    print_text(text if _is_printable(text) else json.dumps(orjson.loads(text)))
 
 
 def print_text(text: str) -> None:
-    """Print an answer."""
+    """Prints an answer; characters that standard output's encoding lacks as similar ones of ASCII, or escaped."""
+    if not _is_printable(text):
+        encoding = sys.stdout.encoding
+        text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
     with quiet_pipe():
         print(text, flush=True)
 
 
+def _is_printable(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def log(text: str) -> None:
-    """Say something that is no answer, on standard error."""
+    """Prints a message that is no answer, on standard error."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def fail(message: str, status: int) -> int:
-    """Say what is wrong; the exit status given."""
+    """Prints the message of an error; returns `status`."""
     log(f"gdp: {message}")
     return status
 
 
 @contextlib.contextmanager
 def quiet_pipe() -> Iterator[None]:
-    """A reader that has gone away (`gdp ... | head -1`) is no error: the rest is printed nowhere."""
+    """Makes a reader that has gone away (`gdp ... | head -1`) no error: the rest is printed nowhere."""
     try:
         yield
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""`gdp place --sweep`: a table of plans over numbers of devices or of micro-batches."""
+"""Prints a table of plans over numbers of devices or of micro-batches: `gdp place --sweep`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,14 +8,14 @@ from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json,
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.sweep import Sweep, SweepRow
+    from gdp.planning.sweep import Sweep, SweepRow
 
 
 def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
-    """Place with each value, print the table; the exit status."""
-    from gdp import options
+    """Places with each value and prints the table; returns the exit status."""
+    from gdp.cli import values
+    from gdp.planning.sweep import DEVICES, MICROBATCHES, sweep_devices, sweep_microbatches
     from gdp.report import advice, progress
-    from gdp.sweep import DEVICES, MICROBATCHES, sweep_devices, sweep_microbatches
 
     if request.placer != "auto" or request.times is not None:
         raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
@@ -25,21 +25,26 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
     if sweep.what == MICROBATCHES and not request.can_split:
         raise InputError(f"--sweep {MICROBATCHES}: {request.model} has no batch to split; name the model itself")
     if request.out is not None:
-        options.check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
+        values.check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
     common = {"budget": request.budget, **request.keywords}
     rows: list[SweepRow] = []
     with progress.stop_on_interrupt() as stop:
         if sweep.what == DEVICES:
             graph = request.read().graph
             warm_up()
-            found = sweep_devices(graph, request.cluster, sweep.values, request.constraints, stop=stop, **common)
+            answers = sweep_devices(graph, request.cluster, sweep.values, request.constraints, stop=stop, **common)
         else:
             warm_up()
-            found = sweep_microbatches(
+            answers = sweep_microbatches(
                 request.read_split, request.cluster, sweep.values, request.constraints, stop=stop, **common
             )
         try:
-            for row in found:
+            for value in sweep.values:
+                line = progress.StatusLine(f"{request.model}, {sweep.what} {value}", request.budget.seconds)
+                with progress.live(line):
+                    row = next(answers, None)
+                if row is None:
+                    break
                 rows.append(row)
                 log(f"gdp: {advice.sweep_line(sweep.what, row)}")
                 if request.out is not None and row.plan is not None and row.is_ok:

@@ -1,4 +1,4 @@
-"""Equality: does a placed step give what PyTorch gives by itself?"""
+"""Equality: compares the results of a placed step with those of PyTorch by itself."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -8,20 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdp.capture import Program, Replay
-from gdp.capture.program import named_state, named_tensors
-from gdp.capture.step import Loss, pick_loss
 from gdp.execute.worker import ExecutionError
+from gdp.models.pytorch import Program, Replay
+from gdp.models.pytorch.program import named_state, named_tensors
+from gdp.models.pytorch.step import Loss, pick_loss
 
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """How the results of two steps compare. Relative differences are to the largest element of a tensor, or, where that
-    is known and more, to `NOISE_FACTOR` times the tensor's noise."""
+    """Differences between the results of two steps.
+
+    They are relative to the largest element of a tensor, or, if that is known and more, to `NOISE_FACTOR` times the
+    tensor's noise.
+    """
 
     num_tensors: int  # compared: loss, outputs, gradients, state
     num_equal: int  # bit for bit
-    largest_difference: float  # relative; infinite if shapes, types or what is no number differ, or one side has it not
+    largest_difference: float  # relative; infinite if shapes, types or NaNs differ, or one side lacks the tensor
     where: str  # the tensor that has it; "" if all are equal
 
     @property
@@ -29,40 +32,40 @@ class Equality:
         return self.num_equal == self.num_tensors
 
     def is_close(self, tolerance: float) -> bool:
-        """Are all relative differences at most `tolerance`?"""
+        """Returns whether all relative differences are at most `tolerance`."""
         return self.largest_difference <= tolerance
 
 
 def compare(
-    found: Replay, expected: Replay, ignored_outputs: Collection[str] = (), noisy: Replay | None = None
+    results: Replay, expected: Replay, ignored_outputs: Collection[str] = (), noisy: Replay | None = None
 ) -> Equality:
-    """`found` beside `expected`; devices may differ. All must be on both sides, but for state, some of it on one.
+    """Compares results on any devices. All tensors must be on both sides, but for state, which one side may lack.
 
-    `noisy` is what the step gives from inputs rounded anew: gradients that are zero but for rounding, or pass many
-    normalisations, differ so much between any two ways to add.
+    `noisy` are the results for `noisy_inputs`: gradients that are zero but for rounding, or pass many normalisations,
+    differ so much between any two ways to add.
     """
-    here, there = dict(_tensors(found, ignored_outputs)), dict(_tensors(expected, ignored_outputs))
+    here, there = dict(_tensors(results, ignored_outputs)), dict(_tensors(expected, ignored_outputs))
     rounded = {} if noisy is None else dict(_tensors(noisy, ignored_outputs))
-    num_tensors, num_equal, largest, where = 0, 0, 0.0, ""
-    for name in here | there:
-        if name.endswith(_STATE) and not (name in here and name in there):
-            continue
-        num_tensors += 1
-        is_there = name in here and name in there
-        difference = _difference(here[name], there[name], rounded.get(name)) if is_there else float("inf")
-        num_equal += difference == 0.0
-        if difference > largest:
-            largest, where = difference, name
-    return Equality(num_tensors, num_equal, largest, where)
+    shared = here.keys() & there.keys()
+    differences = {
+        name: _difference(here[name], there[name], rounded.get(name)) if name in shared else float("inf")
+        for name in here | there
+        if name in shared or not name.endswith(_STATE)
+    }
+    where = max(differences, key=lambda name: differences[name], default="")
+    largest = differences.get(where, 0.0)
+    num_equal = sum(difference == 0.0 for difference in differences.values())
+    return Equality(len(differences), num_equal, largest, where if largest else "")
 
 
 def eager_step(
     program: Program, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss | None = None
 ) -> Replay:
-    """Loss, outputs and gradients that PyTorch computes by itself, and buffers afterwards; `model` is then as before.
+    """Returns loss, outputs and gradients that PyTorch computes by itself, and buffers afterwards.
 
-    On one thread, since more of them may add up in another order. Equal to what `program` computes unless random
-    numbers are drawn, for which PyTorch has other seeds. ExecutionError if the model fails.
+    It computes on one thread, since more of them may add up in another order. The results equal those of `program`
+    unless random numbers are drawn, for which PyTorch has other seeds. `model` is left as it was. ExecutionError if the
+    model fails.
     """
     is_training, num_threads = program.loss is not None, torch.get_num_threads()
     torch.set_num_threads(1)
@@ -84,18 +87,17 @@ def eager_step(
 
 
 def on_cpu(replay: Replay) -> Replay:
-    """The same tensors on the CPU."""
-
-    def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.cpu() for name, tensor in tensors.items()}
-
-    loss = None if replay.loss is None else replay.loss.cpu()
-    return Replay(loss, moved(replay.outputs), moved(replay.gradients), moved(replay.state))
+    """Moves the tensors to the CPU."""
+    outputs, gradients, state = (
+        {name: tensor.cpu() for name, tensor in tensors.items()}
+        for tensors in (replay.outputs, replay.gradients, replay.state)
+    )
+    return Replay(None if replay.loss is None else replay.loss.cpu(), outputs, gradients, state)
 
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Kernels of GPUs compute in the types of their tensors: PyTorch lets cuDNN round float32 to TF32 otherwise."""
+    """Makes GPUs compute in the types of their tensors: PyTorch lets cuDNN round float32 to TF32 otherwise."""
     cudnn: Any = torch.backends.cudnn
     settings: tuple[Any, ...] = (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
     before = [setting.fp32_precision for setting in settings]
@@ -109,7 +111,7 @@ def full_precision() -> Iterator[None]:
 
 
 def updated_outputs(program: Program) -> set[str]:
-    """The outputs that lie in the memory of a parameter: placed, they are read after its update, unplaced before."""
+    """Returns the outputs in the memory of a parameter: placed, they are read after its update, unplaced before."""
     updated = {
         program.tensor_values[source.tensor] for source in program.sources.values() if source.kind == "parameter"
     }
@@ -120,22 +122,21 @@ def updated_outputs(program: Program) -> set[str]:
 
 
 NOISE_FACTOR = 1e4  # ten times the noise is then a thousandth of it: other kernels were within twice
-_NUM_UNITS = 16  # of noise in the inputs, which stands for that of all ops
+_NUM_UNITS = 16  # in the last place: noise of the inputs that stands for that of all ops
 _STATE = " of the state"
 
 
 def _tensors(replay: Replay, ignored_outputs: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     if replay.loss is not None:
         yield "the loss", replay.loss
-    yield from (
-        (f"{name!r} of the outputs", item) for name, item in replay.outputs.items() if name not in ignored_outputs
-    )
-    yield from ((f"{name!r} of the gradients", item) for name, item in replay.gradients.items())
-    yield from ((f"{name!r}{_STATE}", item) for name, item in replay.state.items())
+    outputs = {name: tensor for name, tensor in replay.outputs.items() if name not in ignored_outputs}
+    parts = {" of the outputs": outputs, " of the gradients": replay.gradients, _STATE: replay.state}
+    for part, tensors in parts.items():
+        yield from ((f"{name!r}{part}", tensor) for name, tensor in tensors.items())
 
 
-def rounded_anew(content: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The same tensors with noise of some units in the last place of each element; integers as they are."""
+def noisy_inputs(content: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Adds noise of some units in the last place to each element of the tensors; integers stay as they are."""
     random = torch.Generator().manual_seed(0)
 
     def noisy(tensor: Tensor) -> Tensor:
@@ -148,13 +149,13 @@ def rounded_anew(content: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def without_parameters(replay: Replay, program: Program) -> Replay:
-    """Without what an update made of the parameters: a gradient that is zero but for rounding moves them either way."""
+    """Leaves updated parameters out: a gradient that is zero but for rounding moves them either way."""
     names = {name for source in program.sources.values() if source.kind == "parameter" for name in source.views}
     return replace(replay, state={name: tensor for name, tensor in replay.state.items() if name not in names})
 
 
 def _difference(here: Tensor, there: Tensor, noisy: Tensor | None = None) -> float:
-    """0 if all bits are equal, or both no numbers in the same places."""
+    """Returns the largest relative difference; 0 if all bits are equal but for NaNs in the same places."""
     here, there = here.detach().cpu(), there.detach().cpu()
     if here.shape != there.shape or here.dtype != there.dtype:
         return float("inf")
@@ -165,12 +166,16 @@ def _difference(here: Tensor, there: Tensor, noisy: Tensor | None = None) -> flo
     difference = (here.to(wide) - there.to(wide)).abs()[~is_same]
     if not difference.isfinite().all():
         return float("inf")
-    sizes = there.to(wide).abs()
-    scale = float(sizes[sizes.isfinite()].max()) if sizes.isfinite().any() else 0.0
+    scale = _largest(there.to(wide))
     if noisy is not None:
-        noise = (noisy.detach().cpu().to(wide) - there.to(wide)).abs()
-        scale = max(scale, NOISE_FACTOR * float(noise[noise.isfinite()].max() if noise.isfinite().any() else 0.0))
+        scale = max(scale, NOISE_FACTOR * _largest(noisy.detach().cpu().to(wide) - there.to(wide)))
     return float(difference.max()) / (scale or 1.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    """Returns the largest absolute value that is finite; 0 if there is none."""
+    sizes = tensor.abs()
+    return float(sizes[sizes.isfinite()].max()) if sizes.isfinite().any() else 0.0
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -179,7 +184,7 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """The model's tensors and gradients are afterwards what they were; there are no gradients meanwhile."""
+    """Restores the model's tensors and gradients afterwards; there are no gradients meanwhile."""
     state = [(tensor, tensor.detach().clone()) for _, tensor in named_state(model)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gdp.capture.layouts import fill
 from gdp.execute.targets import CPU, Target
+from gdp.models.pytorch.strides import fill
 
 
 class Parcel(NamedTuple):
@@ -53,14 +53,14 @@ class CpuLane:
         yield
 
     def pack(self, tensor: int, content: Tensor | None, to: torch.device) -> Parcel:
-        """What is handed to a worker of the device `to`."""
+        """Makes the parcel for a worker of the device `to`."""
         if content is None or to.type == "cpu":
             return Parcel(tensor, content)
         staged = fill(self._memory_for(tensor, CPU, is_pinned=True), content)  # dense, or the copy would hold this up
         return _copy_on(_stream(self._streams, to, to), self._memory_for, tensor, staged, to)
 
     def unpack(self, parcel: Parcel) -> Tensor | None:
-        """The content, ready to be read here."""
+        """Returns the content, ready to be read here."""
         if parcel.event is not None:
             parcel.event.synchronize()
         return parcel.content
@@ -95,7 +95,7 @@ class CudaLane:
             yield
 
     def pack(self, tensor: int, content: Tensor | None, to: torch.device) -> Parcel:
-        """As `CpuLane.pack`; the copy starts when what was launched so far is done."""
+        """Makes the parcel for a worker of the device `to`; its copy starts when all work launched so far is done."""
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._compute)
         if content is None or to == self.target.device:
@@ -106,7 +106,7 @@ class CudaLane:
         return _copy_on(stream, self._memory_for, tensor, content, to)
 
     def unpack(self, parcel: Parcel) -> Tensor | None:
-        """The content, to be read on the compute stream."""
+        """Returns the content, to be read on the compute stream."""
         if parcel.event is not None:
             self._compute.wait_event(parcel.event)
         if parcel.content is not None:
@@ -119,17 +119,17 @@ class CudaLane:
             stream.synchronize()
 
     def settle_caller(self) -> None:
-        """As `CpuLane.settle_caller`; its stream is another, on which nothing here waits."""
+        """Wait until all that the calling thread launched here is done, on a stream that no other waits for."""
         torch.cuda.current_stream(self.target.device).synchronize()
 
     def now(self) -> Any:
-        """As `CpuLane.now`; kernels run later than they are launched."""
+        """A moment in this device's time, for `times_ns`; kernels run later than they are launched."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._compute)
         return time.perf_counter_ns(), event
 
     def times_ns(self, moments: list[Any]) -> list[int]:
-        """As `CpuLane.times_ns`: the first event's moment is when it was recorded, since the stream was idle then."""
+        """The moments in ns; the first event's moment is when it was recorded, since the stream was idle then."""
         self.settle()
         if not moments:
             return []

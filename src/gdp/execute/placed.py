@@ -8,28 +8,27 @@ model.load_state_dict(trained.state_dict())
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from gdp.capture import Program, capture
-from gdp.capture.program import Call, named_state
-from gdp.capture.step import Loss, OptimizerName
 from gdp.errors import InputError
+from gdp.execute.executable import CaptureOptions
 from gdp.execute.run import check_belongs
 from gdp.execute.targets import find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
-from gdp.plan import Plan
+from gdp.models.pytorch import Program, capture
+from gdp.models.pytorch.program import Call, named_state
+from gdp.simulator.plan import Plan
 
 
 class Placed:
-    """A model whose steps run as a plan says; parameters, buffers and optimizer state stay on their devices.
+    """A model that runs its steps as a plan says; parameters, buffers and optimizer state stay on their devices.
 
     Make one with `placed`. A call takes the model's own arguments, of the shapes that were placed, and returns the loss
     (without a loss: the outputs by name), a copy on the CPU. Close it, or use it in a `with` statement, to end its
@@ -40,22 +39,28 @@ class Placed:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, *, graph: Graph | None, on: Sequence[str] | None, training: bool,
-        optimizer: OptimizerName, learning_rate: float, loss: Loss | None, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        graph: Graph | None,
+        on: Sequence[str] | None,
+        learning_rate: float,
+        seed: int,
+        options: CaptureOptions,
+    ) -> None:
         if not 0 < learning_rate < float("inf"):
             raise InputError(f"learning_rate is {learning_rate}; a number above 0 is expected")
         self.model, self.plan, self.num_steps = model, plan, 0
         self._graph, self._targets = graph, find_targets(plan.devices, on)
-        self._options: dict[str, Any] = {"training": training, "optimizer": optimizer, "loss": loss}
-        self._learning_rate, self._seed = learning_rate, seed
+        self._options, self._learning_rate, self._seed = options, learning_rate, seed
         self._executor: ThreadExecutor | None = None
-        self._given_state: dict[str, Tensor] = {}
+        self._loaded_state: dict[str, Tensor] = {}
         self._constants: tuple[Any, ...] = ()  # of the arguments at capture: all but tensors' content
         self._is_closed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step on these inputs. InputError if the plan is not of this step; ExecutionError if an op fails."""
+        """Runs one step on these inputs. InputError if the plan is not of this step; ExecutionError if an op fails."""
         executor = self._running()
         if executor is None:
             executor = self._start(args, kwargs)
@@ -75,37 +80,39 @@ class Placed:
         return {name: tensor.to("cpu", copy=True) for name, tensor in outputs.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's `state_dict`, with parameters and buffers as they are now; copies, on the CPU.
+        """Returns the model's `state_dict`, with parameters and buffers as they are now; copies, on the CPU.
 
         ExecutionError after a step that failed.
         """
-        current = {**self.model.state_dict(), **self._given_state}
+        current = {**self.model.state_dict(), **self._loaded_state}
         executor = self._running()
         placed = executor.program.state_by_name(executor.state()) if executor is not None else {}
         return {name: placed.get(name, tensor).detach().to("cpu", copy=True) for name, tensor in current.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from these parameters and buffers; optimizer state stays. InputError, with nothing changed, unless the
-        names, shapes and types are those of the model's `state_dict`."""
-        known = self.model.state_dict()
-        if state.keys() != known.keys():
-            odd = min(state.keys() ^ known.keys())
+        """Loads parameters and buffers; optimizer state stays.
+
+        InputError, with nothing changed, unless the names, shapes and types are those of the model's `state_dict`.
+        """
+        expected = self.model.state_dict()
+        if state.keys() != expected.keys():
+            odd = min(state.keys() ^ expected.keys())
             raise InputError(
                 f"state {odd!r} is {'unknown' if odd in state else 'missing'}; give the model's state_dict"
             )
         for name, tensor in state.items():
-            if tensor.shape != known[name].shape or tensor.dtype != known[name].dtype:
-                here, there = (f"{list(item.shape)} {item.dtype}" for item in (tensor, known[name]))
+            here, there = (f"{list(item.shape)} {item.dtype}" for item in (tensor, expected[name]))
+            if here != there:
                 raise InputError(f"state {name!r} is {here}; {there} is expected")
         executor = self._running()
         if executor is None:
-            self._given_state = {name: tensor.detach().clone() for name, tensor in state.items()}
+            self._loaded_state = {name: tensor.detach().clone() for name, tensor in state.items()}
         else:
             program = executor.program
             executor.load(program.bind_state({**program.state_by_name(executor.state()), **state}))
 
     def optimizer_state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter, Adam's `exp_avg`, `exp_avg_sq` and `step` (SGD has none); copies, on the CPU."""
+        """Returns by parameter Adam's `exp_avg`, `exp_avg_sq` and `step` (SGD has none); copies, on the CPU."""
         executor = self._running()
         if executor is None:
             return {}
@@ -117,12 +124,14 @@ class Placed:
         }
 
     def load_optimizer_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from what `optimizer_state_dict` gave. InputError, with nothing changed, before the first step and for
-        other names or shapes."""
+        """Loads the state that `optimizer_state_dict` returned.
+
+        InputError, with nothing changed, before the first step and for other names or shapes.
+        """
         executor = self._running()
         if executor is None:
             raise InputError("the optimizer's state is made with the first step; load it after one")
-        moments, found = _moments(executor.program), {}
+        moments, content = _moments(executor.program), {}
         for name, tensors in state.items():
             if name not in moments or tensors.keys() != set(_ADAM):
                 raise InputError(f"optimizer state of {name!r}: {', '.join(_ADAM)} of a trained parameter are expected")
@@ -131,11 +140,11 @@ class Placed:
                 if tuple(tensors[key].shape) != size:
                     here = list(tensors[key].shape)
                     raise InputError(f"optimizer state {key} of {name!r} is {here}; {list(size)} is expected")
-                found[value] = tensors[key]
-        executor.load_private(found)
+                content[value] = tensors[key]
+        executor.load_private(content)
 
     def close(self) -> None:
-        """End the worker threads and write parameters and buffers back to the model, unless the last step failed."""
+        """Ends the worker threads and writes parameters and buffers back to the model, unless the last step failed."""
         self._is_closed = True
         executor, self._executor = self._executor, None
         if executor is None or executor.is_closed:
@@ -147,16 +156,14 @@ class Placed:
                 if name in placed:
                     tensor.data.copy_(placed[name])
 
-    def __enter__(self) -> "Placed":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _running(self) -> ThreadExecutor | None:
-        """The executor, None before the first step; ExecutionError if it cannot go on."""
+        """Returns the executor, None before the first step; ExecutionError if it cannot go on."""
         if self._is_closed:
             raise ExecutionError("all", "the placed model is closed; make another")
         if self._executor is not None and self._executor.is_closed:
@@ -166,12 +173,12 @@ class Placed:
         return self._executor
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ThreadExecutor:
-        made = capture(self.model, args, kwargs, name=type(self.model).__name__, **self._options)
-        check_belongs(self.plan, self._graph or made.graph, made.graph)
-        program = _with_learning_rate(made.program, self._learning_rate)
+        captured = capture(self.model, args, kwargs, name=type(self.model).__name__, **self._options)
+        check_belongs(self.plan, self._graph or captured.graph, captured.graph)
+        program = _with_learning_rate(captured.program, self._learning_rate)
         executor = ThreadExecutor(program, self.plan.order, self._targets)
         try:
-            executor.load(program.bind_state({**dict(named_state(self.model)), **self._given_state}))
+            executor.load(program.bind_state({**dict(named_state(self.model)), **self._loaded_state}))
         except BaseException:
             executor.close()
             raise
@@ -188,23 +195,19 @@ def placed(
     *,
     graph: Graph | None = None,
     on: Sequence[str] | None = None,
-    training: bool = True,
-    optimizer: OptimizerName = "adam",
     learning_rate: float = 1e-3,
-    loss: Loss | None = None,
     seed: int = 0,
+    **options: Unpack[CaptureOptions],
 ) -> Placed:
-    """`model` on the devices of `plan`: what it returns takes the model's arguments and does one step.
+    """Places `model` on the devices of `plan`; the answer takes the model's arguments and does one step a call.
 
-    The first call captures the step, which must be the one that was placed: the same shapes, `training`, `optimizer`
-    and `loss`. `graph` is what was placed, if it has measured times. `on` says where each device of the plan is (see
-    `gdp.execute.targets.find_targets`); default: by name. `seed` sets dropout and the like apart from other runs.
-    The model itself is left as it is until `close`, which writes parameters and buffers back.
+    The first call captures the step, which must be the one that was placed: the same shapes and the same `options`
+    (`training`, `optimizer`, `loss`, as in `gdp.capture`). `graph` is the placed graph, if it has measured times. `on`
+    says where each device of the plan is (see `gdp.execute.targets.find_targets`); default: by name. `seed` sets
+    dropout and the like apart from other runs. The model itself is left as it is until `close`, which writes parameters
+    and buffers back.
     """
-    return Placed(
-        model, plan, graph=graph, on=on, training=training, optimizer=optimizer, learning_rate=learning_rate,
-        loss=loss, seed=seed,
-    )  # fmt: skip
+    return Placed(model, plan, graph=graph, on=on, learning_rate=learning_rate, seed=seed, options=options)
 
 
 def _with_learning_rate(program: Program, learning_rate: float) -> Program:
@@ -220,11 +223,11 @@ def _with_learning_rate(program: Program, learning_rate: float) -> Program:
 
 
 def _moments(program: Program) -> dict[str, tuple[int, ...]]:
-    """By parameter, the values of its optimizer state."""
+    """Returns by parameter the values of its optimizer state."""
     return {program.graph.op_names[op].removesuffix(".update"): values for op, values in program.private.items()}
 
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The structure of the arguments, and what of them is no tensor."""
+    """Returns the structure of the arguments, and those that are no tensors."""
     leaves, structure = tree_flatten((args, kwargs))
     return structure, *(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)

@@ -1,4 +1,4 @@
-"""Prediction: what the machine model said of a plan beside what was measured, and what explains the difference.
+"""Prediction: the machine model's times of a plan beside measured times, and the ops that explain the difference.
 
 step time      predicted by the replay of the plan      measured: median over the steps
 device         sum of its ops' times                    sum of its ops' medians, and how long it waited
@@ -6,18 +6,18 @@ hand-over      from an op's finish to the arrival       from its finish to the s
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.capture import Program
-from gdp.execute.arms import Arm
-from gdp.execute.processes import ProcessRecord
+from gdp.arrays import I64
+from gdp.execute.executor import StepRecord
+from gdp.execute.measurement import Measurement
+from gdp.execute.ranks.executor import ProcessRecord
 from gdp.execute.script import scripts
-from gdp.execute.threads import StepRecord
-from gdp.graph import I64
-from gdp.simulate import Simulation
+from gdp.models.pytorch import Program
+from gdp.simulator.simulate import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class DevicePrediction:
 
 @dataclass(frozen=True, slots=True)
 class OpPrediction:
-    """Ops of one kind, or one op: sums of predicted and measured times in ns."""
+    """Sums of predicted and measured times in ns, of the ops of one kind, or of one op."""
 
     name: str
     num_ops: int
@@ -42,7 +42,7 @@ class OpPrediction:
 
     @property
     def error_ns(self) -> int:
-        """Predicted less measured."""
+        """Predicted time less measured time."""
         return self.predicted_ns - self.measured_ns
 
 
@@ -50,8 +50,8 @@ class OpPrediction:
 class HandOver:
     """Tensors that went from one device to another: medians of predicted and measured times in ns.
 
-    Between threads those that an op waited for, from the end of their op on; between processes all, from when the
-    route was free.
+    Between threads they are the tensors that an op waited for, and times begin at the end of their op. Between
+    processes they are all tensors, and times begin when the route was free.
     """
 
     source: str
@@ -64,7 +64,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted beside measured; ops and kinds are those that explain most of the error, largest first."""
+    """Predicted beside measured times, with the ops and kinds that explain most of the error, largest first."""
 
     predicted_step_ns: int
     measured_step_ns: int
@@ -79,20 +79,12 @@ class Prediction:
         return self.predicted_step_ns / self.measured_step_ns - 1.0
 
 
-def predict(program: Program, simulation: Simulation, arm: Arm, *, num_listed: int = 6) -> Prediction:
-    """What `simulation` said of the steps that `arm` measured."""
-    graph, problem = program.graph, simulation.problem
-    names = [device.name for device in problem.cluster.devices]
-    measured, waited = arm.median_op_ns(), np.asarray(np.median(arm.op_wait_ns, axis=0), np.int64)
+def predict(program: Program, simulation: Simulation, measurement: Measurement, *, num_listed: int = 6) -> Prediction:
+    """Compares the times of `simulation` with those of the steps measured."""
+    graph, devices = program.graph, simulation.problem.cluster.devices
+    measured, waited = measurement.op_medians_ns()
     predicted = simulation.op_finish_ns - simulation.op_start_ns
-    devices = []
-    for number, name in enumerate(names):
-        here = simulation.placement == number
-        devices.append(
-            DevicePrediction(
-                name, int(here.sum()), int(predicted[here].sum()), int(measured[here].sum()), int(waited[here].sum())
-            )
-        )
+    rows = [np.flatnonzero(simulation.placement == number) for number in range(len(devices))]
     by_kind: dict[str, list[int]] = defaultdict(list)
     for op, kind in enumerate(graph.kinds):
         by_kind[kind].append(op)
@@ -100,16 +92,19 @@ def predict(program: Program, simulation: Simulation, arm: Arm, *, num_listed: i
     worst = np.argsort(-np.abs(predicted - measured), kind="stable")[:num_listed].tolist()
     return Prediction(
         simulation.step_time_ns,
-        arm.median_step_ns,
-        tuple(devices),
+        measurement.median_step_ns,
+        tuple(
+            DevicePrediction(device.name, len(ops), *(int(times[ops].sum()) for times in (predicted, measured, waited)))
+            for device, ops in zip(devices, rows, strict=True)
+        ),
         tuple(sorted(kinds, key=lambda row: -abs(row.error_ns))[:num_listed]),
         tuple(_sum(graph.op_names[op], [op], predicted, measured) for op in worst),
-        tuple(_hand_overs(program, simulation, arm, names)),
+        tuple(_hand_overs(program, simulation, measurement)),
     )
 
 
 def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Spearman's: 1 if both order all placements alike; NaN if one of them does not vary."""
+    """Returns Spearman's: 1 if both order all placements alike; NaN if one of them does not vary."""
     from scipy import stats
 
     return float(stats.spearmanr(predicted, measured).statistic)
@@ -119,55 +114,54 @@ def _sum(name: str, ops: list[int], predicted: I64, measured: I64) -> OpPredicti
     return OpPrediction(name, len(ops), int(predicted[ops].sum()), int(measured[ops].sum()))
 
 
-def _hand_overs(program: Program, simulation: Simulation, arm: Arm, names: Sequence[str]) -> list[HandOver]:
-    """By pair of devices."""
-    found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for record in arm.records:
+def _hand_overs(program: Program, simulation: Simulation, measurement: Measurement) -> list[HandOver]:
+    """Summarizes the hand-overs of each pair of devices."""
+    names = [device.name for device in simulation.problem.cluster.devices]
+    times_ns: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for record in measurement.records:
         if isinstance(record, ProcessRecord):
-            _add_transfers(found, simulation, record)
+            times = _transfer_times(simulation, record)
         else:
-            _add_waits(found, program, simulation, arm, record)
+            times = _wait_times(program, simulation, measurement, record)
+        for pair, predicted_ns, measured_ns in times:
+            times_ns[pair].append((predicted_ns, measured_ns))
     rows = []
-    for (source, destination), times in sorted(found.items()):
-        predicted, measured = np.array(times, np.float64).T
+    for (source, destination), pairs in sorted(times_ns.items()):
+        predicted, measured = np.array(pairs, np.float64).T
         error = float(np.median(np.abs(predicted / np.maximum(measured, 1) - 1.0)))
         medians = int(np.median(predicted)), int(np.median(measured))
-        rows.append(HandOver(names[source], names[destination], len(times), *medians, error))
+        rows.append(HandOver(names[source], names[destination], len(pairs), *medians, error))
     return rows
 
 
-def _add_transfers(
-    found: dict[tuple[int, int], list[tuple[int, int]]], simulation: Simulation, record: ProcessRecord
-) -> None:
-    """What each transfer took, waits for earlier ones on its route left out."""
-    spans_ns = simulation.transfer_arrival_ns - simulation.transfer_start_ns
-    took_ns = dict(zip(_transfers(simulation), spans_ns.tolist(), strict=True))
+Times = Iterator[tuple[tuple[int, int], int, int]]
+"""((source, destination), predicted ns, measured ns) of hand-overs."""
+
+
+def _transfer_times(simulation: Simulation, record: ProcessRecord) -> Times:
+    """Yields the time of each transfer; waits for earlier ones on its route are left out."""
+    predicted_ns = _by_transfer(simulation, simulation.transfer_arrival_ns - simulation.transfer_start_ns)
     for item in record.transfers:
-        measured_ns = item.arrival_ns - item.start_ns
-        found[item.source, item.destination].append((took_ns[item.tensor, item.destination], measured_ns))
+        pair = item.source, item.destination
+        yield pair, predicted_ns[item.tensor, item.destination], item.arrival_ns - item.start_ns
 
 
-def _add_waits(
-    found: dict[tuple[int, int], list[tuple[int, int]]], program: Program, simulation: Simulation, arm: Arm,
-    record: StepRecord,
-) -> None:  # fmt: skip
-    """From an op's end to the start of one that waited for it: an op that did not wait says nothing of arrivals."""
+def _wait_times(program: Program, simulation: Simulation, measurement: Measurement, record: StepRecord) -> Times:
+    """Yields times from an op's end to the start of an op that waited for it; other starts tell nothing of arrivals."""
     producers, placement = program.graph.producers.tolist(), simulation.placement.tolist()
     sent_ns = simulation.op_finish_ns[program.graph.producers[simulation.transfer_tensors]]
-    took_ns = dict(zip(_transfers(simulation), (simulation.transfer_arrival_ns - sent_ns).tolist(), strict=True))
-    finish, start, wait = (np.zeros(program.graph.num_ops, np.int64) for _ in range(3))
-    for device in record.devices:
-        ops = list(device.ops)
-        finish[ops], start[ops], wait[ops] = device.finish_ns, device.start_ns, device.wait_ns
-    for number, script in enumerate(scripts(program, arm.order)):
+    predicted_ns = _by_transfer(simulation, simulation.transfer_arrival_ns - sent_ns)
+    start, finish, wait = record.op_times_ns(program.graph.num_ops)
+    for number, script in enumerate(scripts(program, measurement.order)):
         for task in script:
             if task.awaited:
                 last = max(task.awaited, key=lambda tensor: finish[producers[tensor]])
                 measured_ns = int(start[task.op] - finish[producers[last]])
                 if 0 <= measured_ns <= wait[task.op]:
-                    found[placement[producers[last]], number].append((took_ns[last, number], measured_ns))
+                    yield (placement[producers[last]], number), predicted_ns[last, number], measured_ns
 
 
-def _transfers(simulation: Simulation) -> list[tuple[int, int]]:
-    """[R] (tensor, destination)."""
-    return list(zip(simulation.transfer_tensors.tolist(), simulation.transfer_destinations.tolist(), strict=True))
+def _by_transfer(simulation: Simulation, times_ns: I64) -> dict[tuple[int, int], int]:
+    """Returns the times of transfers [R] by (tensor, destination)."""
+    transfers = zip(simulation.transfer_tensors.tolist(), simulation.transfer_destinations.tolist(), strict=True)
+    return dict(zip(transfers, times_ns.tolist(), strict=True))

@@ -14,8 +14,8 @@ from itertools import chain, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from gdp.capture import Program
 from gdp.errors import InputError
+from gdp.models.pytorch import Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gdp.cluster.detect import host
 from gdp.errors import InputError
-from gdp.local import host
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ class Target:
 
     @property
     def place(self) -> str:
-        """Where that is, in words: `core 1`, `cores 0-3`, `any core`, `cuda:0`."""
+        """Returns the place in words: `core 1`, `cores 0-3`, `any core`, `cuda:0`."""
         if self.device.type != "cpu":
             return str(self.device)
         if not self.cores:
@@ -32,16 +32,16 @@ class Target:
 
     @property
     def num_threads(self) -> int:
-        """Intra-op threads."""
+        """Number of intra-op threads."""
         return max(len(self.cores), 1)
 
 
 def find_targets(names: Sequence[str], on: Sequence[str] | None = None) -> tuple[Target, ...]:
-    """[D] where each device of a plan runs.
+    """[D] Returns the target of each device of a plan.
 
-    `on` says it for each device in turn: `cpu` (any core), `cpu:1` (that core), `cpu:0-3` (these), `cuda:0`. Without
-    it a device runs where its name says: `cpu1` on core 1, `cuda0` on GPU 0; beside GPUs, a `cpu0` that is the only CPU
-    has all cores. InputError for what is not there.
+    `on` has the place of each device in turn: `cpu` (any core), `cpu:1` (that core), `cpu:0-3` (these), `cuda:0`.
+    Without it names are places: `cpu1` is core 1, `cuda0` is GPU 0; beside GPUs, a `cpu0` that is the only CPU has all
+    cores. InputError for a place that is not there.
     """
     if on is not None and len(on) != len(names):
         raise InputError(f"--on names {len(on)} devices; the plan has {len(names)}, name each: {', '.join(names)}")
@@ -50,7 +50,7 @@ def find_targets(names: Sequence[str], on: Sequence[str] | None = None) -> tuple
 
 
 def places_of(names: Sequence[str]) -> list[str]:
-    """[D] where devices of these names run, as in `find_targets`."""
+    """[D] Returns the places of devices of these names, as in `find_targets`."""
     places = [_place_of(name) for name in names]
     cpus = [number for number, place in enumerate(places) if place.startswith("cpu:")]
     if len(cpus) == 1 < len(places) and places[cpus[0]] == "cpu:0":

@@ -1,4 +1,4 @@
-"""Worker: carries out one device's script, step after step, on whatever mailbox connects it with the others."""
+"""Worker: carries out one device's script, step after step; a mailbox connects it with the others."""
 
 import contextlib
 import threading
@@ -10,31 +10,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gdp.capture import Program
-from gdp.capture.layouts import empty
 from gdp.execute.lanes import Lane
 from gdp.execute.script import Script
+from gdp.models.pytorch import Program
+from gdp.models.pytorch.strides import empty
 
 
 class Mailbox(Protocol):
-    """How a worker hands tensors to others and gets theirs."""
+    """Hands tensors to other workers and takes theirs."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
 
     def send(self, tensor: int, content: Tensor | None, device: int) -> None:
-        """Hand a tensor to the worker of `device`; returns before it is there."""
+        """Hands a tensor to the worker of `device`; returns before it is there."""
 
     def receive(self, tensor: int) -> Tensor | None:
-        """A tensor from elsewhere, waiting for it if need be."""
+        """Returns a tensor from another worker, waiting for it if need be."""
 
     def finish(self) -> None:
-        """All that was sent is on its way out; what was held for it may go."""
+        """Returns when all sent tensors have left, so that they need not be held any longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What to do in a step."""
+class StepRequest:
+    """A step that a worker is asked for."""
 
     inputs: Mapping[int, Tensor]  # by tensor number: the step's inputs, on the CPU
     seed: int  # added to those of the program's random numbers
@@ -44,18 +44,18 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """What a device did in a step. Times in ns of this host's `time.perf_counter_ns`."""
+    """One device's part of a step. Times in ns of this host's `time.perf_counter_ns`."""
 
-    held: Mapping[int, Tensor | None]  # by number: what its script did not drop
+    held: Mapping[int, Tensor | None]  # by number: tensors that its script did not drop
     ops: tuple[int, ...] = ()
     start_ns: tuple[int, ...] = ()
     finish_ns: tuple[int, ...] = ()
-    wait_ns: tuple[int, ...] = ()  # how long each op waited for tensors from elsewhere before it started
+    wait_ns: tuple[int, ...] = ()  # for tensors from other devices, before each op started
     end_ns: int = 0  # when all was done
 
 
 class Stopped(BaseException):
-    """A worker is to end, since another failed or the executor closes."""
+    """Ends a worker, since another failed or the executor closes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class ExecutionError(Exception):
     """An op, or a device, failed while a plan ran."""
 
     device: str
-    what: str  # the op, or what the device was doing
+    what: str  # the op, or the action of the device
     cause: BaseException | None = None
     note: str = ""
 
@@ -72,11 +72,10 @@ class ExecutionError(Exception):
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Was there no memory left?"""
-        text = str(self.cause)
+        """Returns whether there was no memory left."""
         if isinstance(self.cause, (torch.OutOfMemoryError, MemoryError)):
             return True  # others come from the CPU's allocator, the driver, cuBLAS and cuDNN
-        return any(words in text for words in ("can't allocate memory", "out of memory", "ALLOC_FAILED"))
+        return any(words in str(self.cause) for words in ("can't allocate memory", "out of memory", "ALLOC_FAILED"))
 
     def __str__(self) -> str:
         remedy = self.note
@@ -104,72 +103,69 @@ class Worker:
     private: dict[int, Tensor] = field(default_factory=dict)
 
     def load(self, content: Mapping[int, Tensor]) -> None:
-        """Put parameters and buffers, by tensor number, on the device; they are copied."""
+        """Copies parameters and buffers, by tensor number, to the device."""
         for tensor, memory in content.items():
             self.state[tensor] = self._on_device(tensor, memory)
         self.lane.settle_caller()
 
     def load_private(self, content: Mapping[int, Tensor]) -> None:
-        """Put optimizer state, by value, on the device; it is copied."""
+        """Copies optimizer state, by value, to the device."""
         for value, memory in content.items():
             self.private[value] = empty(self.program.layouts[value], self.lane.target.device).copy_(memory)
         self.lane.settle_caller()
 
-    def step(self, orders: Orders) -> DeviceRecord:
-        """Carry out a step. ExecutionError names the op that failed."""
+    def step(self, request: StepRequest) -> DeviceRecord:
+        """Carries out a step. ExecutionError names the op that failed."""
         try:
-            return self._step(orders)
+            return self._step(request)
         except BaseException:
             with contextlib.suppress(RuntimeError):
-                self.lane.settle()  # what its kernels still use is about to be freed
+                self.lane.settle()  # tensors that its kernels still use are about to be freed
             raise
 
-    def _step(self, orders: Orders) -> DeviceRecord:
-        program, mailbox, lane, clock = self.program, self.mailbox, self.lane, self.lane.now
+    def _step(self, request: StepRequest) -> DeviceRecord:
+        program, mailbox, lane = self.program, self.mailbox, self.lane
         device = None if lane.target.device.type == "cpu" else lane.target.device
         held: dict[int, Tensor | None] = {}
         moments: list[Any] = []
+
+        def take_time() -> None:
+            if request.is_timed:
+                moments.append(lane.now())
+
         mailbox.begin()
-        clock_in = moments.append if orders.is_timed else _ignore
-        if orders.is_timed:
-            clock_in(clock())
-        for task in orders.script:
+        take_time()
+        for task in request.script:
             op = task.op
             if self.stop.is_set():
                 raise Stopped
             try:
                 for tensor in task.awaited:
                     held[tensor] = mailbox.receive(tensor)
-                if orders.is_timed:
-                    clock_in(clock())
+                take_time()
                 if (source := program.sources.get(op)) is not None:
                     content = self.state.get(source.tensor)
                     if content is None:
-                        content = self._on_device(source.tensor, orders.inputs[source.tensor])
+                        content = self._on_device(source.tensor, request.inputs[source.tensor])
                     held.update(program.parts(op, content))
                 else:
-                    held.update(program.routine(op, device).run(held, self.private, orders.seed))  # type: ignore[arg-type]
+                    held.update(program.routine(op, device).run(held, self.private, request.seed))  # type: ignore[arg-type]
                 for to, tensor in task.sends:
                     mailbox.send(tensor, held.get(tensor), to)
                 for tensor in task.drops:
                     held.pop(tensor, None)
             except Exception as error:
                 raise ExecutionError(lane.target.name, f"op {program.graph.op_names[op]!r}", error) from error
-            if orders.is_timed:
-                clock_in(clock())
+            take_time()
         mailbox.finish()
         lane.settle()
         end_ns = time.perf_counter_ns()
-        if not orders.is_timed:
+        if not request.is_timed:
             return DeviceRecord(held, end_ns=end_ns)
         times_ns = lane.times_ns(moments)
         starts, finishes = tuple(times_ns[1::2]), tuple(times_ns[2::2])
         waits = tuple(start - before for start, before in zip(starts, times_ns[0::2], strict=False))
-        return DeviceRecord(held, tuple(task.op for task in orders.script), starts, finishes, waits, end_ns)
+        return DeviceRecord(held, tuple(task.op for task in request.script), starts, finishes, waits, end_ns)
 
     def _on_device(self, tensor: int, memory: Tensor) -> Tensor:
         return self.program.memory_for(tensor, self.lane.target.device).copy_(memory)
-
-
-def _ignore(_moment: object) -> None:
-    pass

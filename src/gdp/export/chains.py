@@ -1,7 +1,7 @@
-"""Modules and layers as chains: what pipelines are cut from, in the order in which the forward pass runs.
+"""Modules and layers as chains that pipelines are cut from, in the order in which the forward pass runs.
 
-A cut can be where a module begins that is called once: what is traced before it belongs to the stages before. Backward
-ops, parameters and updates go with the forward ops that they belong to. N ops, P places of the chain.
+A cut can be where a module begins that is called once; all ops traced before it belong to the stages before. Backward
+ops, parameters and updates go with their forward ops. N ops, P places of the chain.
 """
 
 import re
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.checks import check_modules
-from gdp.export.modules import enclosing
-from gdp.graph import I64, Bool
+from gdp.export.modules import enclosing, is_forward, is_inside, is_source
+from gdp.export.units import grouped_ops
 from gdp.placers.base import inherit
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,44 +30,47 @@ class Layers:
 
 
 def begins(problem: Problem) -> tuple[I64, list[str]]:
-    """(position of each op [N], module that begins at each position [P]) of a chain that may be cut where any module
-    with parameters that is called once begins. The first position begins with no module ("")."""
+    """Returns (position of each op [N], module that begins at each position [P]) of a chain of modules.
+
+    The chain may be cut where any module begins that has parameters and is called once. The first position begins with
+    no module ("").
+    """
     graph = problem.graph
     check_modules(graph, "modules")
     executed = _executed(problem)
-    runs: dict[str, list[int]] = {}  # of each module: first, last, number of ops
+    runs: dict[str, list[int]] = defaultdict(list)  # of each module: the places of its ops
     for place, op in enumerate(executed):
         for path in enclosing(graph.modules[op]):
-            run = runs.setdefault(path, [place, place, 0])
-            run[1], run[2] = place, run[2] + 1
-    held = {path for op in _sources(problem) for path in enclosing(graph.modules[op])}
-    repeated = _called_again(problem)
+            runs[path].append(place)
+    holding = {path for op in np.flatnonzero(is_source(graph)) for path in enclosing(graph.modules[op])}
     computing = {graph.modules[op] for op in executed} - {""}  # a list of modules is not called, these are
     starts: dict[int, str] = {}
-    for path in sorted(computing, key=lambda path: (path.count("."), path)):
-        first, last, count = runs[path]
-        if path in held and path not in repeated and count == last - first + 1 and first > 0:
-            starts.setdefault(first, path)
+    for path in sorted(computing & holding - _called_again(problem), key=lambda path: (path.count("."), path)):
+        places = runs[path]
+        if len(places) == places[-1] - places[0] + 1 and places[0] > 0:
+            starts.setdefault(places[0], path)
     names = ["", *(starts[first] for first in sorted(starts))]
     position = np.searchsorted(sorted(starts), np.arange(len(executed)), side="right")
     return _spread(problem, executed, position), names
 
 
 def find_layers(problem: Problem) -> Layers:
-    """The list of layers with the most work. InputError if there is none, if another one has a large part of the work
-    or of the ops too (an encoder beside a decoder, a transformer behind convolutions), or if they are not run one after
-    the other."""
+    """Finds the list of layers with the most work.
+
+    InputError if there is none, or if its layers are not run one after the other. InputError also if another list has a
+    large part of the work or of the ops (an encoder beside a decoder, a transformer behind convolutions).
+    """
     graph = problem.graph
     check_modules(graph, "layers")
-    work_ns: dict[str, int] = defaultdict(int)
-    num_ops: dict[str, int] = defaultdict(int)
-    numbers: dict[str, set[int]] = defaultdict(set)
     executed = _executed(problem)
-    for op in executed:
-        if match := _LAYER.match(graph.modules[op]):
-            work_ns[match[1]] += int(problem.mean_op_time_ns[op])
-            num_ops[match[1]] += 1
+    layer_of = [_LAYER.match(graph.modules[op]) for op in executed]
+    ops_in: dict[str, list[int]] = defaultdict(list)
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for op, match in zip(executed, layer_of, strict=True):
+        if match:
+            ops_in[match[1]].append(op)
             numbers[match[1]].add(int(match[2]))
+    work_ns = {path: sum(int(problem.mean_op_time_ns[op]) for op in ops) for path, ops in ops_in.items()}
     lists = [path for path, found in numbers.items() if len(found) > 1 and found == set(range(len(found)))]
     if not lists:
         raise InputError(
@@ -75,17 +79,16 @@ def find_layers(problem: Problem) -> Layers:
         )
     path = max(lists, key=lambda path: work_ns[path])
     for other in lists:
-        is_small = work_ns[other] <= _SMALL * work_ns[path] and num_ops[other] <= _SMALL * num_ops[path]
+        is_small = work_ns[other] <= _SMALL * work_ns[path] and len(ops_in[other]) <= _SMALL * len(ops_in[path])
         if other != path and not is_small:
             raise InputError(
                 f"graph {graph.name!r}: has layers in {path} and in {other}; this target takes models with one list of "
                 "layers, not an encoder with a decoder; try torch-pipelining"
             )
-    names = tuple(f"{path}.{number}" for number in range(len(numbers[path])))
-    place = np.zeros(len(executed), np.int64)
-    latest = 0
-    for at, op in enumerate(executed):
-        match = _LAYER.match(graph.modules[op])
+    num_layers = len(numbers[path])
+    position = np.zeros(len(executed), np.int64)
+    latest = last_place = 0
+    for place, match in enumerate(layer_of):
         if match and match[1] == path:
             number = int(match[2]) + 1
             if number < latest:
@@ -93,61 +96,46 @@ def find_layers(problem: Problem) -> Layers:
                     f"graph {graph.name!r}: {path}.{number - 1} runs again after {path}.{latest - 1}; this target runs "
                     "each layer once, in order"
                 )
-            latest = number
-        place[at] = latest
-    in_list = np.array([(m := _LAYER.match(graph.modules[op])) is not None and m[1] == path for op in executed])
-    after_last = np.arange(len(executed)) > np.flatnonzero(in_list)[-1]
-    place[after_last] = len(names) + 1
-    return Layers(path, names, _spread(problem, executed, place))
+            latest, last_place = number, place
+        position[place] = latest
+    position[last_place + 1 :] = num_layers + 1
+    names = tuple(f"{path}.{number}" for number in range(num_layers))
+    return Layers(path, names, _spread(problem, executed, position))
 
 
-_SMALL = 0.1  # of the work and of the ops of the layers: those of a list beside them which is no part of the pipeline
+_SMALL = 0.1  # of the work and of the ops of the layers: another list up to that is no part of the pipeline
 _LAYER = re.compile(r"((?:.*?\.)?[^.\d][^.]*)\.(\d+)(?=\.|$)")
 
 
 def _executed(problem: Problem) -> list[int]:
-    """The forward ops of the first micro-batch that compute, in the order of execution."""
+    """Returns the forward ops of the first micro-batch that compute, in the order of execution."""
     graph = problem.graph
-    sources = set(_sources(problem))
-    return [
-        op
-        for op in np.flatnonzero(problem.microbatch <= 0).tolist()
-        if graph.phases[op] in ("forward", "") and op not in sources and graph.kinds[op] != "input"
-    ]
-
-
-def _sources(problem: Problem) -> list[int]:
-    """Parameters and buffers."""
-    graph = problem.graph
-    has_inputs: Bool = np.zeros(graph.num_ops, np.bool_)
-    has_inputs[graph.consumers] = True
-    return [
-        op
-        for op in np.flatnonzero(~has_inputs).tolist()
-        if graph.kinds[op] in ("parameter", "buffer", "constant") or graph.resident_bytes[op] > 0
-    ]
+    computes = (problem.microbatch <= 0) & is_forward(graph) & ~is_source(graph)
+    return [op for op in np.flatnonzero(computes).tolist() if graph.kinds[op] != "input"]
 
 
 def _called_again(problem: Problem) -> set[str]:
-    """Modules that are called more than once: a parameter in them goes twice into the same kind of op."""
+    """Returns the modules that are called more than once: a parameter in them goes twice into the same kind of op."""
     graph = problem.graph
-    sources = set(_sources(problem))
+    sources, first_forward = is_source(graph), is_forward(graph) & (problem.microbatch <= 0)
     uses = Counter[tuple[int, str, str]]()
     for tensor, consumer in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True):
-        producer = int(graph.producers[tensor])
-        if producer in sources and graph.phases[consumer] in ("forward", "") and problem.microbatch[consumer] <= 0:
+        if sources[graph.producers[tensor]] and first_forward[consumer]:
             uses[tensor, graph.kinds[consumer], graph.modules[consumer]] += 1
     again: set[str] = set()
     for (tensor, _, module), count in uses.items():
         if count > 1:
             owner = graph.modules[int(graph.producers[tensor])]
-            again.update(path for path in enclosing(owner) if module == path or module.startswith(f"{path}."))
+            again.update(path for path in enclosing(owner) if is_inside(module, path))
     return again
 
 
 def _spread(problem: Problem, executed: Sequence[int], position: I64) -> I64:
-    """[N] the positions of all ops from those of executed ones: replicas as the first, sources with their first user,
-    backward ops with their module where it has one position, groups as one, others with their inputs."""
+    """[N] Extends the positions of executed ops to all ops.
+
+    A replica has the position of the first replica, a source that of its first user, and a backward op that of its
+    module if all of it has one. All ops of a group have one position; other ops take that of their inputs.
+    """
     graph = problem.graph
     labels = np.full(graph.num_ops, -1, np.int64)
     labels[executed] = position
@@ -158,23 +146,22 @@ def _spread(problem: Problem, executed: Sequence[int], position: I64) -> I64:
     for op in executed:
         by_module[graph.modules[op]].add(int(labels[op]))
     first_use: dict[int, int] = {}
-    for tensor, consumer in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True):
-        if labels[consumer] >= 0 and graph.phases[consumer] in ("forward", ""):
-            producer = int(graph.producers[tensor])
+    forward = is_forward(graph)
+    for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
+        if labels[consumer] >= 0 and forward[consumer]:
             first_use[producer] = min(first_use.get(producer, int(labels[consumer])), int(labels[consumer]))
-    sources = _sources(problem)
+    sources = np.flatnonzero(is_source(graph)).tolist()
     for op in sources:
         labels[op] = first_use.get(op, min(by_module.get(graph.modules[op], {0})))
     for op in range(graph.num_ops):
         if labels[op] < 0 and len(by_module.get(graph.modules[op], ())) == 1:
             labels[op] = min(by_module[graph.modules[op]])
-    leader: dict[int, int] = {}
-    for op in (*sources, *range(graph.num_ops)):
-        if graph.groups[op] >= 0 and labels[op] >= 0:
-            leader.setdefault(int(graph.groups[op]), int(labels[op]))
-    for op in np.flatnonzero(graph.groups >= 0).tolist():
-        labels[op] = leader.get(int(graph.groups[op]), -1)
+    groups = list(grouped_ops(problem))
+    is_labelled_source = is_source(graph) & (labels >= 0)
+    for ops in groups:
+        labelled = sorted((op for op in ops if labels[op] >= 0), key=lambda op: (not is_labelled_source[op], op))
+        labels[ops] = labels[labelled[0]] if labelled else -1
     filled = inherit(problem, labels)
-    for op in np.flatnonzero(graph.groups >= 0).tolist():
-        filled[op] = leader.setdefault(int(graph.groups[op]), int(filled[op]))
+    for ops in groups:
+        filled[ops] = filled[ops[0]]
     return filled

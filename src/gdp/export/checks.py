@@ -2,37 +2,34 @@
 
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
-_PYTORCH, _ONNX, _JAX = "PyTorch", "ONNX", "JAX"
-# Kinds of ops that any model has: as the front ends call them, and as nobody else does.
-_ONNX_KINDS = {
-    "Add", "Cast", "Concat", "Conv", "Gather", "Gemm", "LayerNormalization", "MatMul", "Mul", "Relu", "Reshape",
-    "Sigmoid", "Softmax", "Transpose",
-}  # fmt: skip
-_JAX_KINDS = {
-    "broadcast_in_dim", "conv_general_dilated", "convert_element_type", "dot_general", "integer_pow", "reduce_max",
-    "reduce_sum", "select_n",
-}  # fmt: skip
+# Kinds of ops that any model has, as the front ends call them and as nobody else does.
+_ONNX_KINDS = "Add Cast Concat Conv Gather Gemm LayerNormalization MatMul Mul Relu Reshape Sigmoid Softmax Transpose"
+_JAX_KINDS = (
+    "broadcast_in_dim conv_general_dilated convert_element_type dot_general integer_pow reduce_max reduce_sum select_n"
+)
 
 
 def origin(graph: Graph) -> str:
-    """ "PyTorch", "ONNX" or "JAX" by the kinds of its ops; "" for a graph of the user's own."""
+    """Returns "PyTorch", "ONNX" or "JAX" by the kinds of the graph's ops; "" for a graph of the user's own."""
     kinds = set(graph.kinds)
     if any(kind.startswith("aten.") for kind in kinds):
-        return _PYTORCH
-    if kinds & _ONNX_KINDS or any("::" in kind for kind in kinds):
-        return _ONNX
-    return _JAX if kinds & _JAX_KINDS else ""
+        return "PyTorch"
+    if kinds.intersection(_ONNX_KINDS.split()) or any("::" in kind for kind in kinds):
+        return "ONNX"
+    return "JAX" if kinds.intersection(_JAX_KINDS.split()) else ""
 
 
 def check_modules(graph: Graph, what: str) -> None:
-    """InputError for a graph without module paths of PyTorch: those in an ONNX file, or of JAX scopes, name no module
-    that a tool would find."""
+    """Raises InputError for a graph without module paths of PyTorch.
+
+    The paths in an ONNX file, or of JAX scopes, name no module that a tool would find.
+    """
     found = origin(graph)
-    if found in (_ONNX, _JAX):
-        source = "an ONNX file" if found == _ONNX else "a JAX function"
-        nodes = ", or export it to onnxruntime or openvino" if found == _ONNX else ""
+    if found in ("ONNX", "JAX"):
+        source = "an ONNX file" if found == "ONNX" else "a JAX function"
+        nodes = ", or export it to onnxruntime or openvino" if found == "ONNX" else ""
         raise InputError(
             f"graph {graph.name!r}: its ops are those of {source} and have no {what} of PyTorch; "
             f"capture the PyTorch model itself{nodes}"
@@ -44,10 +41,10 @@ def check_modules(graph: Graph, what: str) -> None:
 
 
 def check_nodes(graph: Graph, target: str) -> None:
-    """InputError for a graph of ops that are no nodes of an ONNX file."""
+    """Raises InputError for a graph of ops that are no nodes of an ONNX file."""
     found = origin(graph)
-    if found in (_PYTORCH, _JAX):
-        what = "a PyTorch model" if found == _PYTORCH else "a JAX function"
+    if found in ("PyTorch", "JAX"):
+        what = "a PyTorch model" if found == "PyTorch" else "a JAX function"
         raise InputError(
             f"{target}: graph {graph.name!r} is that of {what}; {target} places the nodes of an ONNX file, "
             "so place the file itself"
@@ -55,8 +52,8 @@ def check_nodes(graph: Graph, target: str) -> None:
 
 
 def check_inference(problem: Problem, target: str) -> None:
-    """InputError for a training step, which the target's tool does not run."""
-    if {"backward", "update"} & set(problem.graph.phases):
+    """Raises InputError for a training step, which the target's tool does not run."""
+    if _is_training(problem):
         raise InputError(
             f"{target}: graph {problem.graph.name!r} is a training step, and {target} runs inference only; "
             "place the model with --inference"
@@ -64,13 +61,18 @@ def check_inference(problem: Problem, target: str) -> None:
 
 
 def check_one_batch(problem: Problem, target: str, *, pipelines: bool = True) -> None:
-    """InputError for micro-batches where the target's tool starts one after the other has ended; `pipelines`: whether
-    other targets would take the model's modules as stages."""
+    """Raises InputError for micro-batches, where the target's tool runs one after the other.
+
+    `pipelines`: whether other targets would take the model's modules as stages.
+    """
     count = int(problem.microbatch.max()) + 1
     if count > 1:
-        trains = {"backward", "update"} & set(problem.graph.phases)
-        others = f", or take torch-pipelining or {'megatron' if trains else 'vllm'}" if pipelines else ""
+        others = f", or take torch-pipelining or {'megatron' if _is_training(problem) else 'vllm'}" if pipelines else ""
         raise InputError(
             f"{target}: graph {problem.graph.name!r} has {count} micro-batches, and {target} runs one after the other, "
             f"not as a pipeline; leave out --microbatches{others}"
         )
+
+
+def _is_training(problem: Problem) -> bool:
+    return not {"backward", "update"}.isdisjoint(problem.graph.phases)

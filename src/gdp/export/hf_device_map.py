@@ -10,92 +10,84 @@ import json
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.checks import check_one_batch
-from gdp.export.modules import enclosing, module_units
+from gdp.export.devices import gpu_numbers, is_cpu
+from gdp.export.modules import enclosing, first_input, is_inside, module_units
 from gdp.export.offload import offload
-from gdp.export.target import Target, accelerator_numbers, wrong_content
-from gdp.export.units import Units, is_cpu
-from gdp.graph import I64, Bool
-from gdp.problem import Problem
-from gdp.simulate import Simulation
+from gdp.export.target import ExportTarget, wrong_content
+from gdp.export.units import ExportUnits
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation
 
 NAME = "hf-device-map"
 
 
-def read_units(problem: Problem) -> Units:
-    """The units of `module_units` on the GPUs, or on the first CPU where there are no GPUs. InputError for
-    micro-batches."""
+def read_units(problem: Problem) -> ExportUnits:
+    """Makes the units of `module_units` on the GPUs, or on the first CPU where there are no GPUs.
+
+    InputError for micro-batches.
+    """
     check_one_batch(problem, NAME)
-    return module_units(problem, devices=_usable(problem))
-
-
-def _usable(problem: Problem) -> Bool:
     cpus = is_cpu(problem)
-    if not cpus.all():
-        return np.asarray(~cpus)
-    return np.asarray(np.arange(problem.num_devices) == 0)
+    return module_units(problem, devices=np.arange(problem.num_devices) == 0 if cpus.all() else ~cpus)
 
 
-def device_map(problem: Problem, units: Units, devices: I64) -> dict[str, int | str]:
-    """The smallest device map with these devices [U]: a module has an entry where all in it is on one device and around
-    it not. The device of the inputs comes first."""
+def device_map(problem: Problem, units: ExportUnits, devices: I64) -> dict[str, int | str]:
+    """Returns the smallest device map with these devices [U].
+
+    A module has an entry if all in it is on one device and no module around it is. The device of the inputs is first.
+    """
     graph, placement = problem.graph, units.place(devices)
-    found: dict[str, set[int]] = {"": set()}
+    devices_in: dict[str, set[int]] = {"": set()}
     for module, device, phase in zip(graph.modules, placement.tolist(), graph.phases, strict=True):
         if phase in ("forward", ""):
             for path in ("", *enclosing(module)):
-                found.setdefault(path, set()).add(device)
-    roots = {path for members in units.members for path in members if path in found}
+                devices_in.setdefault(path, set()).add(device)
+    roots = {path for members in units.members for path in members if path in devices_in}
     held = {path for root in roots for path in ("", *enclosing(root))}
-    numbers = accelerator_numbers(problem)
+    names: list[int | str] = ["cpu" if number < 0 else number for number in gpu_numbers(problem)]
     entries: dict[str, int | str] = {}
     for path in sorted(held, key=lambda path: (path.count(".") + bool(path), path)):
         if "" in entries or any(outer in entries for outer in enclosing(path)):
             continue
-        if len(found[path]) == 1:
-            (device,) = found[path]
-            entries[path] = "cpu" if numbers[device] < 0 else numbers[device]
+        if len(devices_in[path]) == 1:
+            (device,) = devices_in[path]
+            entries[path] = names[device]
         elif path in roots:
             raise InputError(f"graph {graph.name!r}: module {path!r} is split over devices; this is a fault of gdp")
-    first = numbers[int(placement[_first_input(problem)])]
-    main = "cpu" if first < 0 else first
-    order = {path: number for number, path in enumerate(dict.fromkeys(graph.modules))}
-    in_order = sorted(entries, key=lambda path: min((order[m] for m in order if _is_in(m, path)), default=0))
-    return {path: entries[path] for path in sorted(in_order, key=lambda path: entries[path] != main)}
+    main = names[int(placement[first_input(graph)])]
+    modules = list(dict.fromkeys(graph.modules))
+
+    def rank(path: str) -> tuple[bool, int]:
+        return entries[path] != main, next((n for n, module in enumerate(modules) if is_inside(module, path)), 0)
+
+    return {path: entries[path] for path in sorted(entries, key=rank)}
 
 
-def write(problem: Problem, units: Units, devices: I64) -> str:
-    """The device map as JSON."""
+def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
+    """Writes the device map as JSON."""
     return json.dumps(device_map(problem, units, devices), indent=2) + "\n"
 
 
-def parse(text: str, problem: Problem, units: Units) -> I64:
-    """[U] from a device map: the entry of the module, or of one around it."""
+def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
+    """[U] Inverts `write`: a unit is on the device of its entry, or of the entry around it."""
     content = json.loads(text)
-    by_number = {number: device for device, number in enumerate(accelerator_numbers(problem)) if number >= 0}
-    by_number["cpu"] = int(np.argmax(is_cpu(problem)))  # type: ignore[index]
+    by_name: dict[int | str, int] = {number: device for device, number in enumerate(gpu_numbers(problem))}
+    by_name["cpu"] = int(np.argmax(is_cpu(problem)))
     devices = np.empty(units.num_units, np.int64)
     for unit, members in enumerate(units.members):
         entries = {content[path] for root in members for path in ("", *enclosing(root)) if path in content}
         if len(entries) != 1:
             raise wrong_content(NAME, f"{members[0]!r} has {len(entries)} devices")
-        devices[unit] = by_number[entries.pop()]
+        devices[unit] = by_name[entries.pop()]
     return devices
 
 
-def _first_input(problem: Problem) -> int:
-    kinds = problem.graph.kinds
-    return next((op for op, kind in enumerate(kinds) if kind == "input"), 0)
-
-
-def _is_in(module: str, path: str) -> bool:
-    return not path or module == path or module.startswith(f"{path}.")
-
-
-def offloaded(problem: Problem, units: Units, devices: I64) -> tuple[I64, Simulation] | None:
-    """As `offload.offload`, with the maps written here."""
+def offloaded(problem: Problem, units: ExportUnits, devices: I64) -> tuple[I64, Simulation] | None:
+    """Calls `offload.offload` with the maps of `device_map`."""
     return offload(problem, units, devices, device_map)
 
 
-TARGET = Target(NAME, "module level", "device_map.json", read_units, write, parse, offloaded)
+TARGET = ExportTarget(NAME, "module level", "device_map.json", read_units, write, parse, offloaded)

@@ -1,4 +1,4 @@
-"""`llama-cpp`: `--override-tensor` (`-ot`) patterns of llama.cpp: where the tensors of each layer are kept.
+"""`llama-cpp`: `--override-tensor` (`-ot`) patterns of llama.cpp, which say where the tensors of each layer are kept.
 
     -ot '^blk\\.(0|1|2)\\..*=CUDA0'
 
@@ -10,14 +10,15 @@ import re
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.chains import Layers, find_layers
 from gdp.export.checks import check_inference, check_one_batch
-from gdp.export.target import Target, accelerator_numbers, wrong_content
-from gdp.export.units import Units
-from gdp.graph import I64
+from gdp.export.devices import gpu_numbers
+from gdp.export.target import ExportTarget, wrong_content
+from gdp.export.units import ExportUnits
 from gdp.placers.base import inherit
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
 NAME = "llama-cpp"
 
@@ -37,9 +38,11 @@ IN_LAYERS = {
 OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
-def read_units(problem: Problem) -> Units:
-    """The units of a graph with the module names of Llama. InputError for other names, a training step
-    and micro-batches."""
+def read_units(problem: Problem) -> ExportUnits:
+    """Makes the units of a graph with the module names of Llama.
+
+    InputError for other names, a training step and micro-batches.
+    """
     check_inference(problem, NAME)
     check_one_batch(problem, NAME)
     layers = find_layers(problem)
@@ -50,11 +53,11 @@ def read_units(problem: Problem) -> Units:
     for module in problem.graph.modules:
         name = by_module[module]
         labels.append(names.setdefault(name, len(names)) if name else -1)
-    return Units.build(problem, inherit(problem, labels), list(names))
+    return ExportUnits.build(problem, inherit(problem, labels), list(names))
 
 
 def _unit_name(module: str, layers: Layers) -> str:
-    """`blk.3.attn`, `output`; "" for what belongs to none."""
+    """Returns `blk.3.attn`, `output`; "" for a module that belongs to no unit."""
     prefix = layers.path.rpartition(".")[0]
     if not module.startswith(f"{layers.path}."):
         inner = module.removeprefix(f"{prefix}.")
@@ -84,9 +87,9 @@ def _check_names(problem: Problem, layers: Layers) -> None:
             )
 
 
-def write(problem: Problem, units: Units, devices: I64) -> str:
-    """One `-ot` a line, for `xargs llama-cli -m MODEL.gguf -ngl 999 < FILE`."""
-    numbers = accelerator_numbers(problem)
+def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
+    """Writes one `-ot` a line, for `xargs llama-cli -m MODEL.gguf -ngl 999 < FILE`."""
+    numbers = gpu_numbers(problem)
     place = {name: int(devices[unit]) for unit, members in enumerate(units.members) for name in members}
     patterns: list[str] = []
     for device in dict.fromkeys(place.values()):
@@ -94,17 +97,20 @@ def write(problem: Problem, units: Units, devices: I64) -> str:
         here = {name for name, other in place.items() if other == device}
         blocks = sorted({int(name.split(".")[1]) for name in here if name.startswith("blk.")})
         both = [block for block in blocks if {f"blk.{block}.attn", f"blk.{block}.ffn"} <= here]
-        patterns += [rf"^blk\.({_either(both)})\..*={where}"] if both else []
-        for part in ("attn", "ffn"):
-            alone = [block for block in blocks if block not in both and f"blk.{block}.{part}" in here]
-            patterns += [rf"^blk\.({_either(alone)})\.{part}_.*={where}"] if alone else []
+        attn, ffn = (
+            [block for block in blocks if block not in both and f"blk.{block}.{part}" in here]
+            for part in ("attn", "ffn")
+        )
+        for tensors, numbered in ((".*", both), ("attn_.*", attn), ("ffn_.*", ffn)):
+            if numbered:
+                patterns.append(rf"^blk\.({'|'.join(map(str, numbered))})\.{tensors}={where}")
         patterns += [rf"^{name}\..*={where}" for name in sorted(here) if not name.startswith("blk.")]
     return "".join(f"-ot '{pattern}'\n" for pattern in patterns)
 
 
-def parse(text: str, problem: Problem, units: Units) -> I64:
-    """[U] from such lines: of each unit, the device of a tensor in it."""
-    numbers = accelerator_numbers(problem)
+def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
+    """[U] Inverts `write`: a unit is on the device of a tensor in it."""
+    numbers = gpu_numbers(problem)
     rules = [tuple(line.removeprefix("-ot ").strip("'").rsplit("=", 1)) for line in text.splitlines()]
     devices = np.empty(units.num_units, np.int64)
     for unit, members in enumerate(units.members):
@@ -116,8 +122,6 @@ def parse(text: str, problem: Problem, units: Units) -> I64:
     return devices
 
 
-def _either(numbers: list[int]) -> str:
-    return "|".join(map(str, numbers))
-
-
-TARGET = Target(NAME, "attention and feed-forward parts of layers", "override_tensor.txt", read_units, write, parse)
+TARGET = ExportTarget(
+    NAME, "attention and feed-forward parts of layers", "override_tensor.txt", read_units, write, parse
+)

@@ -7,51 +7,49 @@
 import itertools
 import re
 
+from gdp.arrays import I64
 from gdp.export.chains import find_layers
-from gdp.export.stage_text import gpus, rank_devices, read_variables, spread, visible_devices
-from gdp.export.target import Target, stage_starts
-from gdp.export.units import Units
-from gdp.graph import I64
-from gdp.problem import Problem
+from gdp.export.pipeline_ranks import gpus, parse_ranks, write_ranks
+from gdp.export.target import ExportTarget, stage_starts
+from gdp.export.units import ExportUnits
+from gdp.simulator.problem import Problem
 
 NAME = "megatron"
+_VARIABLE = "PIPELINE_LAYOUT"
 
 
-def read_units(problem: Problem) -> Units:
-    """A unit for the embedding, for each decoder layer, and for the head."""
+def read_units(problem: Problem) -> ExportUnits:
+    """Makes a unit of the embedding, of each decoder layer, and of the head."""
     layers = find_layers(problem)
-    return Units.chain(problem, layers.positions, ["E", *layers.names, "L"], devices=gpus(problem, NAME))
+    return ExportUnits.chain(problem, layers.positions, ["E", *layers.names, "L"], devices=gpus(problem, NAME))
 
 
-def layout(units: Units, devices: I64) -> str:
-    """`Et*3|t*4|t*3L`."""
-    starts = [*stage_starts(devices), units.num_units]
+def layout(units: ExportUnits, devices: I64) -> str:
+    """Returns `Et*3|t*4|t*3L`."""
     stages = []
-    for start, end in itertools.pairwise(starts):
-        letters = "".join(_letter(name) for members in units.members[start:end] for name in members)
+    for start, end in itertools.pairwise([*stage_starts(devices), units.num_units]):
+        names = itertools.chain.from_iterable(units.members[start:end])
+        letters = "".join(name if name in ("E", "L") else "t" for name in names)
         stages.append(re.sub(r"t{2,}", lambda run: f"t*{len(run[0])}", letters))
     return "|".join(stages)
 
 
-def write(problem: Problem, units: Units, devices: I64) -> str:
-    """The layout and the GPUs in the order of ranks."""
-    found = layout(units, devices)
-    count = found.count("|") + 1
-    return (
-        f'# --pipeline-model-parallel-size {count} --pipeline-model-parallel-layout "$PIPELINE_LAYOUT"\n'
-        f"PIPELINE_LAYOUT='{found}'\n{visible_devices(problem, devices)}\n"
-    )
+def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
+    """Writes the layout and the GPUs in the order of ranks."""
+    stages = layout(units, devices)
+    size = stages.count("|") + 1
+    command = f'--pipeline-model-parallel-size {size} --pipeline-model-parallel-layout "${_VARIABLE}"'
+    return write_ranks(problem, devices, command, f"{_VARIABLE}='{stages}'")
 
 
-def parse(text: str, problem: Problem, units: Units) -> I64:
-    """[U] from such a layout."""
-    variables = read_variables(text, NAME)
-    unrolled = re.sub(r"(.)\*(\d+)", lambda run: run[1] * int(run[2]), variables["PIPELINE_LAYOUT"].strip("'"))
-    return spread(rank_devices(problem, variables), list(map(len, unrolled.split("|"))), units.members, NAME)
+def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
+    """[U] Inverts `write`."""
+
+    def sizes_of(stages: str) -> list[int]:
+        unrolled = re.sub(r"(.)\*(\d+)", lambda run: run[1] * int(run[2]), stages.strip("'"))
+        return list(map(len, unrolled.split("|")))
+
+    return parse_ranks(text, problem, units, _VARIABLE, sizes_of, NAME)
 
 
-def _letter(name: str) -> str:
-    return name if name in ("E", "L") else "t"
-
-
-TARGET = Target(NAME, "embedding, decoder layers and head by rank", "megatron.env", read_units, write, parse)
+TARGET = ExportTarget(NAME, "embedding, decoder layers and head by rank", "megatron.env", read_units, write, parse)

@@ -1,207 +1,215 @@
 """Modules that can be on different devices when hooks move their inputs, as accelerate's do.
 
-A module with an entry runs on the device of its entry, with all that is inside it; its inputs are moved there. What
-runs in a module without an entry (a container) runs where its inputs are. So an op of a container whose inputs come
-from two places fails, unless the container gets an entry of its own:
+A module with an entry runs on the device of its entry, with all that is inside it; its inputs are moved there. An op of
+a module without an entry (a container) runs where its inputs are. It fails if its inputs come from two places, unless
+the container gets an entry of its own:
 
     h ---> attention ---> add ---> mlp ---> add      in a layer: h comes from the layer before; the layer is a unit
     h ---------------------^ `---------------^
 
-A module without parameters (rotary embeddings) goes with what feeds it: it has nothing to hold, and apart from there
+A module without parameters (rotary embeddings) goes with the op that feeds it: it has nothing to hold, and elsewhere
 its inputs would travel for the sake of a few sums. N ops.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
 
+from gdp.arrays import I64, Bool
 from gdp.export.checks import check_modules
-from gdp.export.units import Units, find, join
-from gdp.graph import I64, Bool, Graph
+from gdp.export.units import ExportUnits, find, join
+from gdp.graph import Graph
 from gdp.placers.base import inherit
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
+
+STATE_KINDS = ("parameter", "buffer", "constant")
 
 _NOTHING, _INPUT = -1, 0  # labels: made of nothing; an input of the step
-_STATE_KINDS = ("parameter", "buffer", "constant")
 _LOSS, _PAD = "aten.nll_loss_forward", "aten.constant_pad_nd"
 _LARGE = 0.5  # of the work: a container of more is not made a unit, its inconsistent parts share a device instead
 
 
-def module_units(problem: Problem, *, devices: Bool | None = None) -> Units:
-    """The finest units such that any assignment of devices to them runs: modules that hold parameters, or compute from
-    several places. Names are the paths of modules, several joined by ` + ` where they must share a device."""
+def module_units(problem: Problem, *, devices: Bool | None = None) -> ExportUnits:
+    """Makes the finest units such that any assignment of devices to them runs.
+
+    They are modules that hold parameters, or compute from several places, named by their paths. A unit has several
+    paths where modules must share a device.
+    """
     check_modules(problem.graph, "modules")
-    finder = _Finder(problem)
+    finder = _UnitFinder(problem)
     labels = finder.run()
-    return Units.build(problem, labels, finder.names, joined=finder.parent, devices=devices)
+    return ExportUnits.build(problem, labels, finder.names, joined=finder.parent, devices=devices)
 
 
 def enclosing(path: str) -> Iterable[str]:
-    """`a`, `a.b`, `a.b.c` of `a.b.c`."""
+    """Returns `a`, `a.b`, `a.b.c` of `a.b.c`."""
     parts = path.split(".") if path else []
     return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
-class _Finder:
-    """Makes modules solid (units with all that is inside them), or joins units, until no op has inputs from two."""
+def is_inside(module: str, path: str) -> bool:
+    """Returns whether `module` is the one at `path` or in it; all are in ""."""
+    return not path or module == path or module.startswith(f"{path}.")
+
+
+def first_input(graph: Graph) -> int:
+    """Returns the first op that is an input of the step; 0 if there is none."""
+    return next((op for op, kind in enumerate(graph.kinds) if kind == "input"), 0)
+
+
+def is_forward(graph: Graph) -> Bool:
+    """[N] Returns which ops are of the forward pass."""
+    return np.isin(graph.phases, ("forward", ""))
+
+
+def is_source(graph: Graph) -> Bool:
+    """[N] Returns which ops are parameters, buffers or constants, or hold memory without an input."""
+    has_inputs = np.zeros(graph.num_ops, np.bool_)
+    has_inputs[graph.consumers] = True
+    return np.asarray(~has_inputs & (np.isin(graph.kinds, STATE_KINDS) | (graph.resident_bytes > 0)))
+
+
+class _UnitFinder:
+    """Makes modules whole (units with all that is inside them), or joins units, until no op has inputs from two."""
 
     def __init__(self, problem: Problem) -> None:
         graph = problem.graph
         self.problem, self.graph = problem, graph
-        self.is_forward = [phase in ("forward", "") for phase in graph.phases]
-        has_inputs = np.zeros(graph.num_ops, np.bool_)
-        has_inputs[graph.consumers] = True
-        is_state = np.array([kind in _STATE_KINDS for kind in graph.kinds], np.bool_)
-        self.is_source = (~has_inputs & (is_state | (graph.resident_bytes > 0))).tolist()
+        self.forward_ops = np.flatnonzero(is_forward(graph)).tolist()
+        self.is_source = is_source(graph).tolist()
+        holds = (graph.resident_bytes > 0) & ~np.isin(graph.kinds, ("buffer", "constant"))
+        self.is_parameter = (holds | np.isin(graph.kinds, ("parameter",))).tolist()
         self.inputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
         has_content = graph.tensor_bytes[graph.edge_tensors] > 0
-        sources = graph.producers[graph.edge_tensors[has_content]].tolist()
-        for producer, consumer in zip(sources, graph.consumers[has_content].tolist(), strict=True):
+        producers = graph.producers[graph.edge_tensors[has_content]].tolist()
+        for producer, consumer in zip(producers, graph.consumers[has_content].tolist(), strict=True):
             self.inputs_of[consumer].append(producer)
-        self.work_ns = self._work_by_module()
-        self.solid = {
+        self.work = self._work_by_module()
+        self.whole = {
             graph.modules[op]
-            for op in range(graph.num_ops)
-            if (self.is_source[op] or graph.resident_bytes[op] > 0) and graph.modules[op] and self.is_forward[op]
+            for op in self.forward_ops
+            if graph.modules[op]
+            and (self.is_source[op] or graph.resident_bytes[op] > 0 or self._uses_source_outside(op))
         }
-        self.solid |= {graph.modules[op] for op in range(graph.num_ops) if self._uses_foreign_source(op)}
-        self.root_of: dict[str, str] = {}  # of each module: the outermost solid one around it, "" if there is none
+        self.root_of: dict[str, str] = {}  # of each module: the outermost whole one around it, "" if there is none
         self.number: dict[str, int] = {}
         self.names: list[str] = []
         self.parent: list[int] = []
         self.joined: set[tuple[str, str]] = set()
 
     def run(self) -> I64:
-        """[N] labels, numbers into `names`."""
-        while True:
+        """[N] Returns labels, numbers into `names`."""
+        conflicts = {""}
+        while conflicts:
             self._number_roots()
             labels, conflicts = self._label()
-            if not conflicts:
-                break
-            self.solid |= conflicts
+            self.whole |= conflicts
         self._join_without_parameters(labels)
         self._follow_readers(labels)
-        for op in range(self.graph.num_ops):  # tied weights
-            if self.is_forward[op]:
-                for producer in self.inputs_of[op]:
-                    if self.is_source[producer] and labels[producer] > _INPUT:
-                        join(self.parent, labels[producer], labels[op] if labels[op] > _INPUT else labels[producer])
-        first = next(
-            (labels[op] for op in range(self.graph.num_ops) if self._reads_input(op) and labels[op] > _INPUT), _NOTHING
-        )
-        if first > _INPUT:
-            join(self.parent, first, _INPUT)
+        for op in self.forward_ops:  # tied weights
+            for producer in self.inputs_of[op]:
+                if self.is_source[producer] and min(labels[producer], labels[op]) > _INPUT:
+                    join(self.parent, labels[producer], labels[op])
+        for op, inputs in enumerate(self.inputs_of):
+            if labels[op] > _INPUT and any(self.graph.kinds[producer] == "input" for producer in inputs):
+                join(self.parent, labels[op], _INPUT)
+                break
         return inherit(self.problem, labels)
 
     def _follow_readers(self, labels: list[int]) -> None:
-        """Forward ops that nothing feeds, as positions and masks, go with the one unit that reads them, or else are
-        made where the step's inputs are."""
+        """Labels forward ops that nothing feeds, such as positions and masks.
+
+        They go with the one unit that reads them, or else are made where the step's inputs are.
+        """
         readers: list[set[int]] = [set() for _ in labels]
-        for op in reversed(range(self.graph.num_ops)):
-            if labels[op] == _NOTHING and self.is_forward[op] and readers[op] and not self.is_source[op]:
+        for op in reversed(self.forward_ops):
+            if labels[op] == _NOTHING and readers[op] and not self.is_source[op]:
                 labels[op] = readers[op].pop() if len(readers[op]) == 1 else _INPUT
-            if labels[op] != _NOTHING and self.is_forward[op]:
+            if labels[op] != _NOTHING:
                 for producer in self.inputs_of[op]:
                     readers[producer].add(find(self.parent, labels[op]))
 
     def _join_without_parameters(self, labels: list[int]) -> None:
-        """Join modules that hold no parameter, and use none, with what feeds them first."""
-        graph = self.graph
+        """Joins modules that hold no parameter, and use none, with the unit that feeds them first."""
         fed_by: dict[str, int] = {}
-        uses = set[str]()
-        for op in range(graph.num_ops):
-            root = self.root_of[graph.modules[op]]
-            if not root or not self.is_forward[op]:
+        users = set[str]()
+        for op in self.forward_ops:
+            root = self.root_of[self.graph.modules[op]]
+            if not root:
                 continue
-            if _is_parameter(graph, op) or any(_is_parameter(graph, producer) for producer in self.inputs_of[op]):
-                uses.add(root)
+            if any(self.is_parameter[item] for item in (op, *self.inputs_of[op])):
+                users.add(root)
             for producer in self.inputs_of[op]:
-                if self.root_of[graph.modules[producer]] != root and labels[producer] != _NOTHING:
+                if self.root_of[self.graph.modules[producer]] != root and labels[producer] != _NOTHING:
                     fed_by.setdefault(root, labels[producer])
         for root, number in self.number.items():
-            if root not in uses:
+            if root not in users:
                 join(self.parent, number, fed_by.get(root, _INPUT))
 
     def _is_shifted(self, op: int) -> bool:
-        """Whether `op` makes the shifted labels of a causal language model, which Transformers' loss pads, and moves to
-        the logits (`ForCausalLMLoss`); other losses read labels where they are."""
+        """Returns whether `op` makes the shifted labels of a causal language model.
+
+        Transformers' `ForCausalLMLoss` pads them and moves them to the logits; other losses read labels where they are.
+        """
         while self.graph.kinds[op] in ("aten.clone", "aten._to_copy") and len(self.inputs_of[op]) == 1:
             op = self.inputs_of[op][0]
-        reads = self.inputs_of[op]
-        return self.graph.kinds[op] == _PAD and all(self.graph.kinds[x] == "input" for x in reads)
-
-    def _reads_input(self, op: int) -> bool:
-        return any(self.graph.kinds[producer] == "input" for producer in self.inputs_of[op])
+        return self.graph.kinds[op] == _PAD and all(self.graph.kinds[item] == "input" for item in self.inputs_of[op])
 
     def _work_by_module(self) -> dict[str, float]:
-        work_ns: dict[str, float] = {}
+        """Returns the share of all work in each module."""
+        work: dict[str, float] = defaultdict(float)
         times = self.problem.mean_op_time_ns.tolist()
         total = max(sum(times), 1)
         for module, time_ns in zip(self.graph.modules, times, strict=True):
             for path in enclosing(module):
-                work_ns[path] = work_ns.get(path, 0.0) + time_ns / total
-        return work_ns
+                work[path] += time_ns / total
+        return work
 
-    def _uses_foreign_source(self, op: int) -> bool:
-        """A module that uses a tied weight has it in its own state, too, and needs an entry."""
-        module = self.graph.modules[op]
-        if not module or not self.is_forward[op]:
-            return False
-        return any(
-            self.is_source[producer]
-            and (owner := self.graph.modules[producer])
-            and owner != module
-            and not owner.startswith(f"{module}.")
-            for producer in self.inputs_of[op]
-        )
+    def _uses_source_outside(self, op: int) -> bool:
+        """Returns whether `op` reads a source of another module.
+
+        A module that uses a tied weight has it in its own state, too, and needs an entry.
+        """
+        owners = (self.graph.modules[producer] for producer in self.inputs_of[op] if self.is_source[producer])
+        return any(owner and not is_inside(owner, self.graph.modules[op]) for owner in owners)
 
     def _number_roots(self) -> None:
         self.root_of = {
-            module: next((path for path in enclosing(module) if path in self.solid), "")
+            module: next((path for path in enclosing(module) if path in self.whole), "")
             for module in set(self.graph.modules)
         }
-        roots = sorted(set(self.root_of.values()) - {""})
-        self.names = ["input", *roots]
+        self.names = ["input", *sorted(set(self.root_of.values()) - {""})]
         self.number = {root: number for number, root in enumerate(self.names) if number}
         self.parent = list(range(len(self.names)))
         for first, second in self.joined:
             join(self.parent, self._number_of(first), self._number_of(second))
 
     def _number_of(self, root: str) -> int:
-        """A root may have become part of a larger one."""
+        """Returns the number of `root`, or of the larger root that it has become part of."""
         if root == "input":
             return _INPUT
         return self.number[next(path for path in enclosing(root) if path in self.number)]
 
     def _label(self) -> tuple[list[int], set[str]]:
-        """The unit of each op, as far as forward ops and modules tell; modules that must become solid."""
+        """Returns the unit of each op, as far as forward ops and modules tell, and modules that must become whole."""
         graph = self.graph
-        labels = [_NOTHING] * graph.num_ops
+        labels = [self.number.get(self.root_of[module], _NOTHING) for module in graph.modules]
         conflicts: set[str] = set()
-        for op in range(graph.num_ops):
-            root = self.root_of[graph.modules[op]]
-            if root:
-                labels[op] = self.number[root]
-                continue
-            if not self.is_forward[op]:
+        for op in self.forward_ops:
+            if labels[op] != _NOTHING:
                 continue
             if graph.kinds[op] == "input":
                 labels[op] = _INPUT
                 continue
-            reads = [x for x in self.inputs_of[op] if not (graph.kinds[op] == _LOSS and self._is_shifted(x))]
-            found = sorted({find(self.parent, labels[x]) for x in reads if labels[x] != _NOTHING})
-            if len(found) > 1:
+            reads = [item for item in self.inputs_of[op] if not (graph.kinds[op] == _LOSS and self._is_shifted(item))]
+            units = sorted({find(self.parent, labels[item]) for item in reads if labels[item] != _NOTHING})
+            if len(units) > 1:
                 module = graph.modules[op]
-                if module and self.work_ns.get(module, 0.0) <= _LARGE:
+                if module and self.work.get(module, 0.0) <= _LARGE:
                     conflicts.add(module)
-                for other in found[1:] if not conflicts else ():
-                    self.joined.add((self.names[found[0]], self.names[other]))
-                    join(self.parent, found[0], other)
-            labels[op] = found[0] if found else _NOTHING
+                for other in units[1:] if not conflicts else ():
+                    self.joined.add((self.names[units[0]], self.names[other]))
+                    join(self.parent, units[0], other)
+            labels[op] = units[0] if units else _NOTHING
         return labels, conflicts
-
-
-def _is_parameter(graph: Graph, op: int) -> bool:
-    return graph.kinds[op] == "parameter" or (
-        graph.kinds[op] not in ("buffer", "constant") and int(graph.resident_bytes[op]) > 0
-    )

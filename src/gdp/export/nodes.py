@@ -2,38 +2,41 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.checks import check_inference, check_nodes, check_one_batch
-from gdp.export.target import accelerator_numbers, wrong_content
-from gdp.export.units import Units
-from gdp.graph import I64
+from gdp.export.devices import gpu_numbers
+from gdp.export.modules import STATE_KINDS
+from gdp.export.target import wrong_content
+from gdp.export.units import ExportUnits
 from gdp.placers.base import inherit
-from gdp.problem import Problem
-
-_HELD = ("parameter", "buffer", "constant", "input")
+from gdp.simulator.problem import Problem
 
 
-def node_units(problem: Problem, target: str) -> Units:
-    """A unit for each node, named after it. InputError for a graph that is no ONNX file's, a training step, and
-    micro-batches."""
+def node_units(problem: Problem, target: str) -> ExportUnits:
+    """Makes a unit of each node, named after it.
+
+    InputError for a graph that is no ONNX file's, a training step, and micro-batches.
+    """
     graph = problem.graph
     check_nodes(graph, target)
     check_inference(problem, target)
     check_one_batch(problem, target, pipelines=False)
-    is_node = np.array([kind not in _HELD for kind in graph.kinds], np.bool_)
+    is_node = ~np.isin(graph.kinds, (*STATE_KINDS, "input"))
     if not is_node.any() or not any(graph.kinds):
         raise InputError(f"{target}: graph {graph.name!r} has no nodes of an ONNX file; place the file itself")
     labels = inherit(problem, np.where(is_node, np.arange(graph.num_ops), -1))
     used, index = np.unique(labels, return_inverse=True)
-    return Units.build(problem, index, [graph.op_names[op] for op in used.tolist()])
+    return ExportUnits.build(problem, index, [graph.op_names[op] for op in used.tolist()])
 
 
-def write_nodes(problem: Problem, units: Units, devices: I64, name_of: Callable[[int], str]) -> dict[str, str]:
-    """By node, what `name_of` says of the GPU's number (-1: the CPU) that it is on."""
-    numbers = accelerator_numbers(problem)
+def device_names(problem: Problem, units: ExportUnits, devices: I64, name_of: Callable[[int], str]) -> dict[str, str]:
+    """Returns the name of each node's device, which `name_of` makes from the number of a GPU (-1: the CPU)."""
+    numbers = gpu_numbers(problem)
     return {
         name: name_of(numbers[device])
         for members, device in zip(units.members, devices.tolist(), strict=True)
@@ -41,38 +44,41 @@ def write_nodes(problem: Problem, units: Units, devices: I64, name_of: Callable[
     }
 
 
-def parse_nodes(placed: Mapping[str, str], problem: Problem, units: Units, number_of: Callable[[str], int]) -> I64:
-    """[U] the inverse."""
-    numbers = accelerator_numbers(problem)
+def parse_names(
+    placed: Mapping[str, str], problem: Problem, units: ExportUnits, number_of: Callable[[str], int]
+) -> I64:
+    """[U] Inverts `device_names`."""
+    numbers = gpu_numbers(problem)
     try:
         return np.array([numbers.index(number_of(placed[members[0]])) for members in units.members], np.int64)
     except (KeyError, ValueError) as error:
         raise wrong_content("nodes", f"{error} is no node or device of this plan") from None
 
 
-def read_json(text: str, target: str) -> dict[str, object]:
-    """The object in `text`."""
+def read_json(text: str, target: str) -> dict[str, Any]:
+    """Returns the object in `text`."""
     content = json.loads(text)
     if not isinstance(content, dict):
         raise wrong_content(target, "it is no JSON object")
     return content
 
 
-def fill(nodes: Iterable[tuple[str, Sequence[str], str | None]]) -> dict[str, str]:
-    """A device for every node of (name, names of the nodes that it reads, device or None), in the order of execution: a
-    node without one goes with the first of its inputs, or else with the first node that reads it."""
+def complete(nodes: Iterable[tuple[str, Sequence[str], str | None]]) -> dict[str, str]:
+    """Returns a device for every node of (name, names of its inputs, device or None), in the order of execution.
+
+    A node without a device goes with the first of its inputs, or else with the first node that reads it.
+    """
     rows = list(nodes)
-    found = {name: device for name, _, device in rows if device is not None}
-    if not found:
+    devices = {name: device for name, _, device in rows if device is not None}
+    if not devices:
         raise InputError("no node of the model has a name of the plan; is it the model that was placed?")
     for name, inputs, _ in rows:
-        if name not in found:
-            known = next((found[one] for one in inputs if one in found), None)
-            if known is not None:
-                found[name] = known
+        placed_inputs = [item for item in inputs if item in devices]
+        if placed_inputs:
+            devices.setdefault(name, devices[placed_inputs[0]])
     for name, inputs, _ in reversed(rows):
-        if name in found:
-            for one in inputs:
-                found.setdefault(one, found[name])
-    fallback = next(iter(found.values()))
-    return {name: found.get(name, fallback) for name, _, _ in rows}
+        if name in devices:
+            for item in inputs:
+                devices.setdefault(item, devices[name])
+    fallback = next(iter(devices.values()))
+    return {name: devices.get(name, fallback) for name, _, _ in rows}

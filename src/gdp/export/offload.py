@@ -9,86 +9,76 @@ from functools import partial
 
 import numpy as np
 
-from gdp.accelerate_maps import DeviceMap, fetching_late, is_cpu, placement_of
-from gdp.export.units import Units
-from gdp.graph import I64
-from gdp.problem import Problem
-from gdp.simulate import Simulation, simulate
+from gdp.arrays import I64
+from gdp.export.accelerate_maps import DeviceMap, fetching_late, placement_of
+from gdp.export.devices import is_cpu
+from gdp.export.modules import first_input
+from gdp.export.units import ExportUnits
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation, simulate
 
-_STEPS = 9  # halvings of what is offloaded
+_MAX_STEPS = 9  # of a bisection
 
-
-def can_offload(problem: Problem) -> bool:
-    """Whether there are weights that stay as they are, and a CPU beside GPUs."""
-    cpus = is_cpu(problem)
-    return any(cpus) and not all(cpus) and "update" not in problem.graph.phases
+Offloaded = tuple[I64, Simulation]
+"""The devices [U] of units, and the step as accelerate runs it."""
 
 
 def offload(
-    problem: Problem, units: Units, devices: I64, to_map: Callable[[Problem, Units, I64], DeviceMap]
-) -> tuple[I64, Simulation] | None:
-    """Units on GPUs ([U] `devices`) with so many of them on the CPU that the step fits, and the step as accelerate runs
-    it; the fastest found. All on the CPU, which then computes, if nothing else fits. None without a CPU beside GPUs, in
-    training, and if even that does not fit.
+    problem: Problem, units: ExportUnits, devices: I64, to_map: Callable[[Problem, ExportUnits, I64], DeviceMap]
+) -> Offloaded | None:
+    """Moves units from their GPUs ([U] `devices`) to the CPU until the step fits, and returns the fastest such step.
 
-    The unit that takes the step's inputs is on a GPU, the one on which offloaded modules compute: where it is, or any
-    other if the step does not fit so.
+    If nothing else fits, all units are on the CPU, which then computes. None without a CPU beside GPUs, in training,
+    and if even that does not fit.
+
+    The unit that takes the step's inputs is on a GPU, on which offloaded modules compute: its own, or any other if the
+    step does not fit so.
     """
-    if not can_offload(problem):
+    cpus = is_cpu(problem)
+    if cpus.all() or not cpus.any() or "update" in problem.graph.phases:
         return None
-    cpus = np.array(is_cpu(problem))
     host = int(np.argmax(cpus))
-    held = np.zeros(units.num_units, np.int64)
-    np.add.at(held, units.index, problem.graph.resident_bytes)
-    first = units.index[next((op for op, kind in enumerate(problem.graph.kinds) if kind == "input"), 0)]
-    candidates = np.flatnonzero((held > 0) & (np.arange(units.num_units) != first))
+    resident_bytes = np.zeros(units.num_units, np.int64)
+    np.add.at(resident_bytes, units.index, problem.graph.resident_bytes)
+    first = units.index[first_input(problem.graph)]
+    candidates = np.flatnonzero((resident_bytes > 0) & (np.arange(units.num_units) != first))
+    by_size = candidates[np.argsort(resident_bytes[candidates], kind="stable")]
+    orders = candidates[::-1], by_size[::-1], by_size  # the last units first, as accelerate does; largest; smallest
 
-    def run(moved: I64) -> tuple[I64, Simulation] | None:
+    def run(moved: I64) -> Offloaded | None:
         placement = placement_of(problem, to_map(problem, units, moved))
         if placement is None:
             return None
         fetched, where = fetching_late(problem, placement) or (problem, placement)
         program = [np.flatnonzero(where == device) for device in range(problem.num_devices)]  # as hooks run it
-        return moved, simulate(fetched, where, order=program)
+        simulation = simulate(fetched, where, order=program)
+        return (moved, simulation) if simulation.feasible else None
 
-    def run_with(main: int, chosen: I64) -> tuple[I64, Simulation] | None:
+    def run_with(main: int, offloaded: I64) -> Offloaded | None:
         moved = devices.copy()
         moved[first] = main
-        moved[chosen] = host
+        moved[offloaded] = host
         return run(moved)
 
-    others = [gpu for gpu in np.flatnonzero(~cpus).tolist() if gpu != devices[first]]
-    for main in (int(devices[first]), *others):
-        found = [
-            answer
-            for order in _orders(candidates, held)
-            for answer in _fewest(order, partial(run_with, main))
-            if answer is not None and answer[1].feasible
-        ]
-        if found:
-            return min(found, key=lambda answer: answer[1].step_time_ns)
-    everything = run(np.full(units.num_units, host))
-    return everything if everything is not None and everything[1].feasible else None
+    for main in dict.fromkeys([int(devices[first]), *np.flatnonzero(~cpus).tolist()]):
+        steps = [step for order in orders for step in _fewest(order, partial(run_with, main))]
+        if steps:
+            return min(steps, key=lambda step: step[1].step_time_ns)
+    return run(np.full(units.num_units, host))
 
 
-def _orders(candidates: I64, held: I64) -> Iterator[I64]:
-    """In which units go: the last ones first, as accelerate does; the largest; the smallest."""
-    yield candidates[::-1]
-    by_size = candidates[np.argsort(held[candidates], kind="stable")]
-    yield by_size[::-1]
-    yield by_size
-
-
-def _fewest(order: I64, run: Callable[[I64], tuple[I64, Simulation] | None]) -> Iterator[tuple[I64, Simulation] | None]:
-    """What is run to find, by bisection, how many of `order` are enough."""
-    low, high = 0, len(order)
-    for step in range(_STEPS):
-        count = high if step == 0 else (low + high) // 2
-        answer = run(order[:count])
-        yield answer
-        fits = answer is not None and answer[1].feasible
-        if step == 0 and not fits:
+def _fewest(order: I64, run: Callable[[I64], Offloaded | None]) -> Iterator[Offloaded]:
+    """Finds by bisection how many of `order` are enough, and yields all steps that fit."""
+    low, high, count = 0, len(order), len(order)
+    for _ in range(_MAX_STEPS):
+        step = run(order[:count])
+        if step is not None:
+            yield step
+            high = count
+        elif count == len(order):
             return
-        low, high = (low, count) if fits else (count, high)
+        else:
+            low = count
         if high - low <= 1:
             return
+        count = (low + high) // 2

@@ -1,8 +1,8 @@
 """`onnxruntime`: layer annotations of ONNX Runtime, JSON.
 
 Each node has an annotation (`layer_ann` among its metadata), and the session's option
-`session.layer_assignment_settings` says which device each annotation goes to: `gpu:0(=gdp.gpu0);cpu(=gdp.cpu)`, `=`
-for the annotation itself rather than what begins with it. `annotate` writes them into a model:
+`session.layer_assignment_settings` says which device each annotation goes to: `gpu:0(=gdp.gpu0);cpu(=gdp.cpu)`. The `=`
+asks for the annotation itself rather than for all that begin with it. `annotate` writes them into a model:
 
     settings = annotate(model, json.load(open("layers.json")))
     options.add_session_config_entry("session.layer_assignment_settings", settings)
@@ -10,24 +10,20 @@ for the annotation itself rather than what begins with it. `annotate` writes the
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gdp.export.nodes import fill, node_units, parse_nodes, read_json, write_nodes
-from gdp.export.target import Target
-from gdp.export.units import Units
-from gdp.graph import I64
-from gdp.problem import Problem
+from gdp.arrays import I64
+from gdp.export.nodes import complete, device_names, node_units, parse_names, read_json
+from gdp.export.target import ExportTarget
+from gdp.export.units import ExportUnits
+from gdp.simulator.problem import Problem
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
 NAME = "onnxruntime"
 SETTINGS, ANNOTATION = "session.layer_assignment_settings", "layer_ann"
-
-
-def read_units(problem: Problem) -> Units:
-    """Nodes."""
-    return node_units(problem, NAME)
 
 
 def _annotation(gpu: int) -> str:
@@ -39,34 +35,33 @@ def _number(annotation: str) -> int:
 
 
 def _device(annotation: str) -> str:
-    """As ONNX Runtime calls it."""
+    """Returns the device as ONNX Runtime calls it."""
     number = _number(annotation)
     return "cpu" if number < 0 else f"gpu:{number}"
 
 
-def write(problem: Problem, units: Units, devices: I64) -> str:
-    """The option and the annotation of each node."""
-    nodes = write_nodes(problem, units, devices, _annotation)
+def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
+    """Writes the option and the annotation of each node."""
+    nodes = device_names(problem, units, devices, _annotation)
     settings = ";".join(f"{_device(annotation)}(={annotation})" for annotation in sorted(set(nodes.values())))
     return json.dumps({SETTINGS: settings, "annotations": nodes}, indent=1) + "\n"
 
 
-def parse(text: str, problem: Problem, units: Units) -> I64:
-    """[U] from such a file."""
-    placed: Any = read_json(text, NAME)["annotations"]
-    return parse_nodes(placed, problem, units, _number)
+def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
+    """[U] Inverts `write`."""
+    return parse_names(read_json(text, NAME)["annotations"], problem, units, _number)
 
 
 def annotate(model: "ModelProto", exported: Mapping[str, Any]) -> str:
-    """Annotate all nodes of `model` with what was `exported`, and return the session's option.
+    """Annotates all nodes of `model` with the content of an `exported` file, and returns the session's option.
 
     A node that the plan does not name (it has no name, or was folded) goes with its inputs. InputError if no node has a
     name of the plan.
     """
     annotations = exported["annotations"]
-    made_by = {output: str(number) for number, node in enumerate(model.graph.node) for output in node.output}
-    placed = fill(
-        (str(number), [made_by[item] for item in node.input if item in made_by], annotations.get(node.name))
+    producers = {output: str(number) for number, node in enumerate(model.graph.node) for output in node.output}
+    placed = complete(
+        (str(number), [producers[item] for item in node.input if item in producers], annotations.get(node.name))
         for number, node in enumerate(model.graph.node)
     )
     for number, node in enumerate(model.graph.node):
@@ -76,4 +71,4 @@ def annotate(model: "ModelProto", exported: Mapping[str, Any]) -> str:
     return str(exported[SETTINGS])
 
 
-TARGET = Target(NAME, "nodes", "layers.json", read_units, write, parse)
+TARGET = ExportTarget(NAME, "nodes", "layers.json", partial(node_units, target=NAME), write, parse)

@@ -6,13 +6,14 @@ compiled = core.compile_model(model, "HETERO:GPU.0,CPU")
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from gdp.export.nodes import fill, node_units, parse_nodes, read_json, write_nodes
-from gdp.export.target import Target
-from gdp.export.units import Units
-from gdp.graph import I64
-from gdp.problem import Problem
+from gdp.arrays import I64
+from gdp.export.nodes import complete, device_names, node_units, parse_names, read_json
+from gdp.export.target import ExportTarget
+from gdp.export.units import ExportUnits
+from gdp.simulator.problem import Problem
 
 if TYPE_CHECKING:
     from openvino import Model
@@ -20,41 +21,32 @@ if TYPE_CHECKING:
 NAME = "openvino"
 
 
-def read_units(problem: Problem) -> Units:
-    """Nodes."""
-    return node_units(problem, NAME)
-
-
-def write(problem: Problem, units: Units, devices: I64) -> str:
-    """The device of each node."""
-    nodes = write_nodes(problem, units, devices, lambda gpu: "CPU" if gpu < 0 else f"GPU.{gpu}")
+def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
+    """Writes the device of each node."""
+    nodes = device_names(problem, units, devices, lambda gpu: "CPU" if gpu < 0 else f"GPU.{gpu}")
     return json.dumps(nodes, indent=1) + "\n"
 
 
-def parse(text: str, problem: Problem, units: Units) -> I64:
-    """[U] from such a file."""
-    placed: Any = read_json(text, NAME)
-    return parse_nodes(placed, problem, units, lambda name: -1 if name == "CPU" else int(name.removeprefix("GPU.")))
+def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
+    """[U] Inverts `write`."""
+    placed = read_json(text, NAME)
+    return parse_names(placed, problem, units, lambda name: -1 if name == "CPU" else int(name.removeprefix("GPU.")))
 
 
 def apply_affinities(model: "Model", affinities: Mapping[str, str]) -> dict[str, str]:
-    """Give every node of `model` an affinity, HETERO asks for all, and return them by friendly name.
+    """Gives every node of `model` an affinity, since HETERO asks for all, and returns them by friendly name.
 
-    A node that the plan does not name (weights, results, what OpenVINO's reader added or renamed) goes with its inputs.
-    InputError if no node has a name of the plan.
+    A node that the plan does not name (weights, results, nodes that OpenVINO's reader added or renamed) goes with its
+    inputs. InputError if no node has a name of the plan.
     """
-    nodes = model.get_ordered_ops()
-    placed = fill(
-        (
-            node.get_friendly_name(),
-            [item.get_node().get_friendly_name() for item in node.input_values()],
-            affinities.get(node.get_friendly_name()),
-        )
-        for node in nodes
+    nodes = [(node.get_friendly_name(), node) for node in model.get_ordered_ops()]
+    placed = complete(
+        (name, [item.get_node().get_friendly_name() for item in node.input_values()], affinities.get(name))
+        for name, node in nodes
     )
-    for node in nodes:
-        node.get_rt_info()["affinity"] = placed[node.get_friendly_name()]
+    for name, node in nodes:
+        node.get_rt_info()["affinity"] = placed[name]
     return placed
 
 
-TARGET = Target(NAME, "nodes", "affinities.json", read_units, write, parse)
+TARGET = ExportTarget(NAME, "nodes", "affinities.json", partial(node_units, target=NAME), write, parse)

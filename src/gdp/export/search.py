@@ -1,139 +1,127 @@
-"""Places for a target: the search sees what the target can express, so that its export loses nothing.
+"""`place_for`: searches the placements that a target can express, so that the export loses nothing.
 
-ops ---> ordinary plan ---> snapped to units --.
+ops ---> ordinary plan ---> adapted to units --.
                                                +--> search over units, or over stages ---> a plan of the ops
 units as groups of the graph ------------------'
 """
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from gdp.bounds import lower_bound
+from gdp.arrays import I64
+from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.constraints import Constraints
-from gdp.export.snap import Snapped, key_of, order_of, simulated, snap
+from gdp.export.adapt import AdaptedPlan, adapt, key_of, order_of, simulated
 from gdp.export.stages import StageSearch, balanced_stages
-from gdp.export.target import Target
-from gdp.graph import I64, Graph
-from gdp.place import Progress, place, plan_of
-from gdp.placers.base import Start
-from gdp.plan import Plan, Search
-from gdp.problem import Problem
-from gdp.simulate import Simulation, simulate
+from gdp.export.target import ExportTarget
+from gdp.graph import Graph
+from gdp.search.candidate import Candidate
+from gdp.search.place import place, plan_of
+from gdp.simulator.constraints import Constraints
+from gdp.simulator.plan import Plan, Search
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation, simulate
 
-_ORDINARY_SHARE = 0.4  # of the budget, for the plan of ops that is snapped
+_ORDINARY_SHARE = 0.4  # of the budget, for the plan of ops that is adapted
 _ROUND = 300  # simulations of a descent at most
-_PATIENCE = 20  # descents in a row that find nothing better
+_PATIENCE = 20  # descents in a row without an improvement
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
-    """A plan that a target can express, and the ordinary one that it was begun from."""
+class ExportablePlan:
+    """A plan that a target can express, and the ordinary one from which its search began."""
 
     plan: Plan
     ordinary: Plan
-    snapped: Snapped  # the ordinary plan as the target would run it
+    adapted: AdaptedPlan  # the ordinary plan as the target would run it
 
 
 def place_for(
-    target: Target,
+    target: ExportTarget,
     graph: Graph,
     cluster: Cluster,
     constraints: Constraints,
     *,
     budget: Budget,
     seed: int = 0,
-    robust: float | None = None,
-    num_threads: int | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
-) -> Placed:
-    """The best plan of `graph` on `cluster` within `budget` that `target` can express: it is never worse than the
-    ordinary plan that is found in a part of the budget and snapped. InputError where the target cannot run the graph.
+    **options: Any,
+) -> ExportablePlan:
+    """Returns the best plan of `graph` on `cluster` found within `budget` that `target` can express.
+
+    It is never worse than the ordinary plan that is found in a part of the budget and then adapted. `options` are those
+    of `place`: `robust`, `num_threads`, `on_progress`. InputError where the target cannot run the graph.
     """
-    clock = Clock(budget)
-    if stop is not None:
-        clock.stop = stop
-    problem = Problem.build(graph, cluster, **vars(constraints))
+    clock = Clock(budget, stop=stop)
+    options |= {"seed": seed, "stop": stop}
+    problem = Problem.build(graph, cluster, constraints)
     units = target.read_units(problem)
-    keywords: dict[str, Any] = {"seed": seed, "robust": robust, "num_threads": num_threads, "stop": stop}
-    first = budget.part(_ORDINARY_SHARE)
-    ordinary = place(graph, cluster, budget=first, on_progress=on_progress, **keywords, **vars(constraints))
-    snapped = snap(problem, ordinary, target, may_offload=False)
+    ordinary = place(graph, cluster, constraints, budget=budget.part(_ORDINARY_SHARE), **options)
+    adapted = adapt(problem, ordinary, target, may_offload=False)
     assert ordinary.search is not None
-    spent = ordinary.search.simulations
-    if budget.simulations is None:
-        rest = Budget(seconds=clock.seconds_left or 0.0)
-    else:
-        rest = Budget(simulations=max(budget.simulations - spent, 0))
-    found, num_simulations = snapped.simulation, 0
+    clock.spend(ordinary.search.simulations)
+    best = adapted.simulation
     baselines, under_noise = ordinary.search.baselines, None
     if clock.stop.is_set():  # a search that has no time for any placement has no answer
         pass
     elif units.is_chain:
-        rest_clock = replace(clock, budget=rest, started=time.monotonic())
-        found, num_simulations = _best_stages(problem, snapped, rest_clock, seed)
+        best = _best_stages(problem, adapted, clock, seed)
     else:
         coarse = replace(graph, groups=units.index.copy())
         unused = np.flatnonzero(~units.allowed.any(axis=0)).tolist()
         also = [("", cluster.devices[device].name) for device in unused]  # "" matches every kind
-        answer = place(
-            coarse, cluster, budget=rest, starts=[Start.of(snapped.simulation)], on_progress=on_progress,
-            **keywords, **vars(replace(constraints, forbid=[*constraints.forbid, *also])),
-        )  # fmt: skip
+        restricted = replace(constraints, forbid=[*constraints.forbid, *also])
+        answer = place(coarse, cluster, restricted, budget=clock.rest, starts=[Candidate.start(best)], **options)
         assert answer.search is not None
-        found = simulate(problem, answer.placement, order=answer.order)
-        num_simulations = answer.search.simulations
+        best = simulate(problem, answer.placement, order=answer.order)
+        clock.spend(answer.search.simulations)
         baselines, under_noise = answer.search.baselines, answer.search.under_noise
-    if key_of(snapped.simulation) < key_of(found):
-        found, under_noise = snapped.simulation, None
+    if key_of(adapted.simulation) < key_of(best):
+        best, under_noise = adapted.simulation, None
     search = Search(
         seconds=clock.seconds,
-        simulations=spent + num_simulations,
+        simulations=clock.simulations,
         baselines=baselines,
-        busy_fraction=found.busy_fraction,
-        missing_bytes=found.missing_bytes,
+        busy_fraction=best.busy_fraction,
+        missing_bytes=best.missing_bytes,
         interrupted=clock.stop.is_set(),
         under_noise=under_noise,
-        order=order_of(problem, found.placement),
+        order=order_of(problem, best.placement),
     )
-    return Placed(plan_of(found, lower_bound(problem), "auto", seed, search), ordinary, snapped)
+    return ExportablePlan(plan_of(best, lower_bound(problem), "auto", seed, search), ordinary, adapted)
 
 
-def _best_stages(problem: Problem, snapped: Snapped, clock: Clock, seed: int) -> tuple[Simulation, int]:
-    """Descents from disturbed stages, the best kept, until the budget or the patience ends."""
-    units, rng = snapped.units, np.random.default_rng(seed)
-    search = StageSearch(problem.in_order(order_of(problem, snapped.simulation.placement)), units)
-    limit = clock.budget.simulations
+def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock, seed: int) -> Simulation:
+    """Repeats descents from perturbed stages until the budget or the patience ends; returns the best step."""
+    units, rng = adapted.units, np.random.default_rng(seed)
+    search = StageSearch(problem.in_order(order_of(problem, adapted.simulation.placement)), units)
 
-    def left() -> int:
-        return _ROUND if limit is None else min(_ROUND, limit - search.num_simulations)
+    def descend(starts: list[I64]) -> I64:
+        before = search.num_simulations
+        found = search.run(starts, before + clock.at_most(_ROUND))
+        clock.spend(search.num_simulations - before)
+        return found
 
-    best = search.run([snapped.devices, *balanced_stages(problem, units)], search.num_simulations + left())
+    best = descend([adapted.devices, *balanced_stages(problem, units)])
     failures = 0
-    while failures < _PATIENCE and left() > 0 and clock.seconds_left != 0.0 and not clock.stop.is_set():
-        starts = [_disturbed(best, problem.num_devices, rng)]
-        if not search.is_allowed(starts[0]):
-            failures += 1
-            continue
-        found = search.run(starts, search.num_simulations + left())
-        if search.key(found) < search.key(best):
-            best, failures = found, 0
-        else:
-            failures += 1
-    return simulated(problem, units.place(best)), search.num_simulations
+    while failures < _PATIENCE and not clock.is_up:
+        failures += 1
+        start = _perturbed(best, problem.num_devices, rng)
+        if units.may_be_on(start):
+            candidate = descend([start])
+            if search.key(candidate) < search.key(best):
+                best, failures = candidate, 0
+    return simulated(problem, units.place(best))
 
 
-def _disturbed(devices: I64, num_devices: int, rng: np.random.Generator) -> I64:
-    """As many stages or others, cut elsewhere, on devices in another order."""
+def _perturbed(devices: I64, num_devices: int, rng: np.random.Generator) -> I64:
+    """[U] Returns stages at other cuts, on devices in another order; sometimes one stage more."""
     num_units = len(devices)
-    used = [int(device) for device in dict.fromkeys(devices.tolist())]
+    used = list(dict.fromkeys(devices.tolist()))
     free = [device for device in range(num_devices) if device not in used]
     for _ in range(int(rng.integers(1, 3))):
         pool = used + free

@@ -3,52 +3,52 @@
 U units in the order of execution, D devices; stages are devices [U], each device in at most one run.
 """
 
-import itertools
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from gdp.arrays import F64, I64, Bool
 from gdp.errors import InputError
-from gdp.export.units import Units
-from gdp.graph import I64, Bool
+from gdp.export.target import stage_starts
+from gdp.export.units import ExportUnits
 from gdp.placers.base import UnitArrays, device_subsets
 from gdp.placers.contiguous import Chain, stages
 from gdp.placers.dp_stages import least_bottleneck
 from gdp.placers.memory_repair import excess_bytes
-from gdp.problem import Problem
-from gdp.simulate import evaluate_many
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import evaluate_many
 
-F64 = npt.NDArray[np.float64]
-
-_ALIVE = (0.0, 0.5, 1.0)  # of what stages allocate, held at once: estimates for stages within memory
-_MANY, _KEPT = 10, 1000  # devices of which all sets are looked at; sets that are, of more
+_ALIVE = (0.0, 0.5, 1.0)  # of the bytes that stages allocate, held at once: estimates for stages within memory
+_MANY, _KEPT = 10, 1000  # devices up to which all sets are tried; sets that are kept, of more devices
 _BATCH = 64  # moves simulated at once
 
 
 def nearest_stages(weight: F64, order: I64 | None = None) -> I64:
-    """[U] the stages that agree most with `weight` [U, D], what each unit has on each device: dynamic programming over
-    (unit, device), devices in the given order, or that of the mean position of what they have."""
+    """[U] Returns the stages that agree most with `weight` [U, D], the share of each unit on each device.
+
+    Dynamic programming over (unit, device). Devices come in the given order, or in that of the mean position of their
+    shares.
+    """
     num_units = len(weight)
     if order is None:
         order = _order_by_position(weight)
-    num_devices = len(order)
-    best = np.full((num_units, num_devices), -np.inf)
-    came_from = np.zeros((num_units, num_devices), np.int64)
     gain = weight[:, order]
-    best[0] = gain[0]
+    best, came_from = gain[0], np.zeros(gain.shape, np.int64)
     for unit in range(1, num_units):
-        top = 0
-        for stage in range(num_devices):
-            if best[unit - 1, stage] > best[unit - 1, top]:
-                top = stage
-            came_from[unit, stage] = top
-            best[unit, stage] = best[unit - 1, top] + gain[unit, stage]
-    found = np.empty(num_units, np.int64)
-    stage = int(np.argmax(best[-1]))
+        came_from[unit] = _first_maxima(best)
+        best = best[came_from[unit]] + gain[unit]
+    devices = np.empty(num_units, np.int64)
+    stage = int(np.argmax(best))
     for unit in range(num_units - 1, -1, -1):
-        found[unit] = order[stage]
+        devices[unit] = order[stage]
         stage = int(came_from[unit, stage])
-    return found
+    return devices
+
+
+def _first_maxima(values: F64) -> I64:
+    """Returns the first position of the maximum of each prefix of `values`."""
+    is_higher = np.concatenate([[True], values[1:] > np.maximum.accumulate(values)[:-1]])
+    return np.maximum.accumulate(np.where(is_higher, np.arange(len(values)), 0))
 
 
 def _order_by_position(weight: F64) -> I64:
@@ -59,10 +59,10 @@ def _order_by_position(weight: F64) -> I64:
 
 
 def allowed_stages(weight: F64, allowed: Bool) -> list[I64]:
-    """Stages near to `weight` [U, D] that go only where units are `allowed` [U, D]: one [U], or none if there are none.
-    On more than _MANY devices some may be missed.
+    """Returns stages [U] near to `weight` [U, D] on `allowed` devices [U, D] only, in a list of one, or an empty list.
 
-    Each device goes as far as it may: what comes after a longer stage needs no more than what comes after a shorter.
+    Each device goes as far as it may, since the rest after a longer stage needs no more devices than the rest after a
+    shorter one. On more than _MANY devices the search is incomplete.
     """
     num_units, num_devices = allowed.shape
     beyond = np.full((num_units + 1, num_devices), num_units)  # the first unit from each on that is not allowed
@@ -84,53 +84,52 @@ def allowed_stages(weight: F64, allowed: Bool) -> list[I64]:
     return [nearest_stages(np.where(allowed, weight, -np.inf), np.array(order)) for order in complete[:1]]
 
 
-def balanced_stages(problem: Problem, units: Units) -> list[I64]:
-    """Stages of equal time and of least bottleneck, on 1 to D devices."""
+def balanced_stages(problem: Problem, units: ExportUnits) -> list[I64]:
+    """Returns stages of equal time and of least bottleneck, on 1 to D devices."""
     problem = problem.with_allowed(problem.allowed & units.allowed[units.index])
     figures, chain = UnitArrays.of(problem, units.index), Chain(np.arange(units.num_units))
-    found = []
+    candidates = []
     for devices in device_subsets(problem, smallest=1):
         for ordered in (devices, devices[::-1]):
-            found.append(stages(problem, figures, chain, ordered))
-            found += [least_bottleneck(problem, figures, chain, ordered, alive) for alive in _ALIVE]
-    return found
+            candidates.append(stages(problem, figures, chain, ordered))
+            candidates += [least_bottleneck(problem, figures, chain, ordered, alive) for alive in _ALIVE]
+    return candidates
 
 
 class StageSearch:
-    """Local search over boundaries and devices of stages: the best of a batch of moves, until none helps."""
+    """Searches boundaries and devices of stages: takes the best of a batch of moves until no move helps."""
 
-    def __init__(self, problem: Problem, units: Units) -> None:
+    def __init__(self, problem: Problem, units: ExportUnits) -> None:
         self.problem, self.units = problem, units
         self.known: dict[bytes, tuple[int, int]] = {}
         self.num_simulations = 0
 
     def run(self, starts: list[I64], max_simulations: int) -> I64:
-        """[U] the best found. InputError if no start is allowed."""
-        allowed = [start for start in starts if self.is_allowed(start)]
+        """[U] Returns the best stages found from the starts; InputError if no start is allowed."""
+        allowed = [start for start in starts if self.units.may_be_on(start)]
         if not allowed:
             raise InputError(
                 f"graph {self.problem.graph.name!r}: no contiguous stages go where ops may; relax --pin or --forbid"
             )
-        ranked = sorted(range(len(allowed)), key=self._keys(allowed).__getitem__)
-        best = [allowed[number] for number in ranked[:3]]
-        for start in range(len(best)):
-            reach = max(self.units.num_units // 4, 1)
-            while reach and self.num_simulations < max_simulations:
-                moves = [move for move in self._moves(best[start], reach) if self.is_allowed(move)][:_BATCH]
-                keys = self._keys([best[start], *moves])
-                number = min(range(len(keys)), key=keys.__getitem__)
-                if number == 0:
-                    reach //= 2
-                else:
-                    best[start] = moves[number - 1]
-        keys = self._keys(best)
-        return best[min(range(len(keys)), key=keys.__getitem__)]
+        return self._sorted([self._descended(start, max_simulations) for start in self._sorted(allowed)[:3]])[0]
+
+    def _descended(self, devices: I64, max_simulations: int) -> I64:
+        reach = max(self.units.num_units // 4, 1)
+        while reach and self.num_simulations < max_simulations:
+            moves = [move for move in self._moves(devices, reach) if self.units.may_be_on(move)][:_BATCH]
+            best = self._sorted([devices, *moves])[0]
+            if best is devices:
+                reach //= 2
+            devices = best
+        return devices
 
     def key(self, devices: I64) -> tuple[int, int]:
-        """(bytes over the limits, step time in ns)."""
-        return self._keys([devices])[0]
+        """Returns (bytes over the limits, step time in ns)."""
+        self._sorted([devices])
+        return self.known[devices.tobytes()]
 
-    def _keys(self, batch: list[I64]) -> list[tuple[int, int]]:
+    def _sorted(self, batch: list[I64]) -> list[I64]:
+        """Simulates the batch and returns it, the best first."""
         new = {devices.tobytes(): devices for devices in batch if devices.tobytes() not in self.known}
         if new:
             placements = np.stack([self.units.place(devices) for devices in new.values()])
@@ -138,29 +137,27 @@ class StageSearch:
             excess = excess_bytes(self.problem, peaks)
             self.known.update(zip(new, zip(excess.tolist(), times.tolist(), strict=True), strict=True))
             self.num_simulations += len(new)
-        return [self.known[devices.tobytes()] for devices in batch]
-
-    def is_allowed(self, devices: I64) -> bool:
-        """Whether units [U] may go there."""
-        return bool(self.units.allowed[np.arange(self.units.num_units), devices].all())
+        return sorted(batch, key=lambda devices: self.known[devices.tobytes()])
 
     def _moves(self, devices: I64, reach: int) -> list[I64]:
-        """Boundaries by `reach`, two stages exchanged, a stage to a free device, a stage merged, a stage halved."""
-        starts = [0, *(np.flatnonzero(np.diff(devices)) + 1).tolist(), len(devices)]
+        """Lists moves: boundaries by `reach`, stages exchanged, merged, halved, or moved to a free device."""
+        starts = [*stage_starts(devices), len(devices)]
         used = devices[starts[:-1]].tolist()
         free = [device for device in range(self.problem.num_devices) if device not in used]
         moves: list[I64] = []
 
         def add(cuts: list[int], names: list[int]) -> None:
-            if all(low < high for low, high in itertools.pairwise(cuts)):
+            if all(low < high for low, high in pairwise(cuts)):
                 moves.append(np.repeat(np.array(names, np.int64), np.diff(cuts)))
 
         for number in range(1, len(used)):
+            before, after = starts[:number], starts[number + 1 :]
             for shift in (-reach, reach):
-                add([*starts[:number], starts[number] + shift, *starts[number + 1 :]], used)
-            add([*starts[:number], *starts[number + 1 :]], [*used[:number], *used[number + 1 :]])
-            add([*starts[:number], *starts[number + 1 :]], [*used[: number - 1], *used[number:]])
+                add([*before, starts[number] + shift, *after], used)
+            add([*before, *after], [*used[:number], *used[number + 1 :]])
+            add([*before, *after], [*used[: number - 1], *used[number:]])
         for first in range(len(used)):
+            before, after = starts[: first + 1], starts[first + 1 :]
             for second in range(first + 1, len(used)):
                 names = list(used)
                 names[first], names[second] = names[second], names[first]
@@ -168,9 +165,5 @@ class StageSearch:
             for device in free:
                 add(starts, [*used[:first], device, *used[first + 1 :]])
             for device in free[:2]:
-                middle = (starts[first] + starts[first + 1]) // 2
-                add(
-                    [*starts[: first + 1], middle, *starts[first + 1 :]],
-                    [*used[: first + 1], device, *used[first + 1 :]],
-                )
+                add([*before, (before[-1] + after[0]) // 2, *after], [*used[: first + 1], device, *used[first + 1 :]])
         return moves

@@ -11,30 +11,31 @@ import json
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.export.chains import begins
-from gdp.export.target import Target, stage_devices, stage_starts, wrong_content
-from gdp.export.units import Units
-from gdp.graph import I64
-from gdp.problem import Problem
+from gdp.export.target import ExportTarget, stage_starts, wrong_content
+from gdp.export.units import ExportUnits
+from gdp.simulator.problem import Problem
 
 NAME = "torch-pipelining"
 
 
-def read_units(problem: Problem) -> Units:
-    """A unit from each module that may begin a stage to the next."""
+def read_units(problem: Problem) -> ExportUnits:
+    """Makes a unit from each module that may begin a stage to the next."""
     positions, names = begins(problem)
-    return Units.chain(problem, positions, names)
+    return ExportUnits.chain(problem, positions, names)
 
 
-def write(problem: Problem, units: Units, devices: I64) -> str:
-    """Split points and the device of each stage as JSON."""
-    names = [problem.cluster.devices[device].name for device in stage_devices(devices)]
-    points = {units.members[unit][0]: "BEGINNING" for unit in stage_starts(devices)[1:]}
+def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
+    """Writes split points and the device of each stage as JSON."""
+    starts = stage_starts(devices)
+    names = [problem.cluster.devices[device].name for device in devices[starts].tolist()]
+    points = {units.members[unit][0]: "BEGINNING" for unit in starts[1:]}
     return json.dumps({"split_spec": points, "devices": names}, indent=2) + "\n"
 
 
-def parse(text: str, problem: Problem, units: Units) -> I64:
-    """[U] from such a file."""
+def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
+    """[U] Inverts `write`."""
     content = json.loads(text)
     unit_of = {members[0]: unit for unit, members in enumerate(units.members)}
     if any(path not in unit_of for path in content["split_spec"]):
@@ -44,4 +45,4 @@ def parse(text: str, problem: Problem, units: Units) -> I64:
     return np.array(numbers, np.int64)[np.searchsorted(cuts, np.arange(units.num_units), side="right")]
 
 
-TARGET = Target(NAME, "contiguous stages of modules", "stages.json", read_units, write, parse)
+TARGET = ExportTarget(NAME, "contiguous stages of modules", "stages.json", read_units, write, parse)

@@ -8,41 +8,40 @@ import itertools
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.export.chains import find_layers
 from gdp.export.checks import check_inference
-from gdp.export.stage_text import gpus, rank_devices, read_variables, spread, visible_devices
-from gdp.export.target import Target, stage_starts
-from gdp.export.units import Units
-from gdp.graph import I64
-from gdp.problem import Problem
+from gdp.export.pipeline_ranks import gpus, parse_ranks, write_ranks
+from gdp.export.target import ExportTarget, stage_starts
+from gdp.export.units import ExportUnits
+from gdp.simulator.problem import Problem
 
 NAME = "vllm"
+_VARIABLE = "VLLM_PP_LAYER_PARTITION"
 
 
-def read_units(problem: Problem) -> Units:
-    """A unit for each decoder layer; what comes before them goes with the first, what comes after with the last.
-    InputError for a training step."""
+def read_units(problem: Problem) -> ExportUnits:
+    """Makes a unit of each decoder layer; ops before them go with the first, ops after them with the last.
+
+    InputError for a training step.
+    """
     check_inference(problem, NAME)
     layers = find_layers(problem)
     positions = np.clip(layers.positions - 1, 0, len(layers.names) - 1)
-    return Units.chain(problem, positions, layers.names, devices=gpus(problem, NAME))
+    return ExportUnits.chain(problem, positions, layers.names, devices=gpus(problem, NAME))
 
 
-def write(problem: Problem, units: Units, devices: I64) -> str:
-    """`VLLM_PP_LAYER_PARTITION=10,11,11` and the GPUs in the order of ranks."""
+def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
+    """Writes `VLLM_PP_LAYER_PARTITION=10,11,11` and the GPUs in the order of ranks."""
     starts = [*stage_starts(devices), units.num_units]
-    sizes = [sum(map(len, units.members[a:b])) for a, b in itertools.pairwise(starts)]
-    return (
-        f"# vllm serve MODEL --pipeline-parallel-size {len(sizes)}\n"
-        f"VLLM_PP_LAYER_PARTITION={','.join(map(str, sizes))}\n{visible_devices(problem, devices)}\n"
-    )
+    sizes = [sum(map(len, units.members[start:end])) for start, end in itertools.pairwise(starts)]
+    command = f"vllm serve MODEL --pipeline-parallel-size {len(sizes)}"
+    return write_ranks(problem, devices, command, f"{_VARIABLE}={','.join(map(str, sizes))}")
 
 
-def parse(text: str, problem: Problem, units: Units) -> I64:
-    """[U] from such variables."""
-    variables = read_variables(text, NAME)
-    sizes = list(map(int, variables["VLLM_PP_LAYER_PARTITION"].split(",")))
-    return spread(rank_devices(problem, variables), sizes, units.members, NAME)
+def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
+    """[U] Inverts `write`."""
+    return parse_ranks(text, problem, units, _VARIABLE, lambda sizes: list(map(int, sizes.split(","))), NAME)
 
 
-TARGET = Target(NAME, "whole decoder layers by rank", "vllm.env", read_units, write, parse)
+TARGET = ExportTarget(NAME, "whole decoder layers by rank", "vllm.env", read_units, write, parse)

@@ -1,21 +1,20 @@
-"""What the classical placers share: the contract, units as arrays, comparing candidates, repairing what does not fit.
+"""The common ground of classical placers: the contract, units as arrays, comparison of candidates, repair.
 
 N ops, T tensors, U units (groups of ops that share a device, and each other op for itself), D devices.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from gdp.forward_units import forward_units
-from gdp.graph import I64, Bool
+from gdp.arrays import I64, Bool
+from gdp.compiled import kernel
 from gdp.placers.memory_repair import excess_bytes, fit_memory
-from gdp.problem import Placement, Problem
-from gdp.simulate import Simulation, evaluate_many
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import evaluate_many
+from gdp.units.forward_units import forward_units
 
 Placer = Callable[[Problem, int], Placement | None]
 """From a problem and a seed to a placement int64 [N] that obeys groups and allowed devices; None if there is none.
@@ -25,23 +24,6 @@ found none that fits.
 """
 
 _NUM_REPAIRS = 3  # candidates that are repaired when none of them fits
-
-
-class Start(NamedTuple):
-    """What a search may begin from."""
-
-    placement: Placement  # [N]
-    priority: I64 | None = None  # [N] by which ops are started; None: in the problem's order
-
-    @classmethod
-    def of(cls, simulation: Simulation) -> "Start":
-        """The placement of `simulation` with the priority that runs it again: by when ops were started."""
-        position = np.empty(len(simulation.placement), np.int64)
-        for ops in simulation.order:
-            position[ops] = np.arange(len(ops))
-        priority = np.empty(len(position), np.int64)
-        priority[np.lexsort((position, simulation.op_start_ns))[::-1]] = np.arange(len(position))
-        return cls(simulation.placement, priority)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +123,7 @@ def best_of(problem: Problem, candidates: Sequence[Placement]) -> Placement:
 
 
 def any_fits(problem: Problem, candidates: Sequence[Placement]) -> bool:
-    """Whether one of `candidates` [N] fits in memory."""
+    """Returns True if one of `candidates` [N] fits in memory."""
     _, peaks = evaluate_many(problem, np.asarray(candidates))
     return bool((excess_bytes(problem, peaks) == 0).any())
 
@@ -150,20 +132,15 @@ def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:
     """[N] `labels` with each -1 replaced: a source takes its consumers' lowest label, another op that of the producer
     of its largest input (the highest, if several are), and what is still left that of a consumer; 0 if nothing is
     labelled."""
-    arrays = problem.arrays
-    memory = arrays.memory
     filled = np.array(labels, np.int64)
-    _inherit(
-        filled, arrays.tensor_offsets, arrays.consumer_offsets, arrays.consumers,
-        memory.input_offsets, memory.inputs, memory.input_producers, memory.copy_bytes,
-    )  # fmt: skip
+    _inherit(problem.arrays, filled)
     return np.maximum(filled, 0)
 
 
-@njit(cache=True, nogil=True)
-def _inherit(
-    labels, tensor_offsets, consumer_offsets, consumers, input_offsets, inputs, input_producers, tensor_bytes
-):  # fmt: skip
+@kernel
+def _inherit(arrays, labels):
+    tensor_offsets, consumer_offsets, consumers = arrays[2:5]
+    tensor_bytes, _, input_offsets, inputs, input_producers = arrays[11][4:]
     num_ops = len(labels)
     for sweep in range(3):
         for step in range(num_ops):

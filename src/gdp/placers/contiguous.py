@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gdp.forward_units import containers
-from gdp.graph import I64
-from gdp.levels import longest_paths
+from gdp.arrays import I64
 from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, inherit, unit_choices
-from gdp.problem import Placement, Problem
-from gdp.simulate import evaluate_many
+from gdp.simulator.longest_paths import longest_paths
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import evaluate_many
+from gdp.units.forward_units import containers
 
 _MEMORY_SHARES = (0.5, 0.9)  # weight of memory in the balance, tried where balanced times alone do not fit
 _WORK = 1_000_000  # ops simulated in all, about half a second; above, the other numbers of devices are tried
@@ -23,8 +23,10 @@ _NUM_CHAINS = 3  # only on so many of the best chains
 
 
 def contiguous(problem: Problem, seed: int = 0) -> Placement | None:
-    """The best of stages over 1 to D devices along several chains: topological, folded, by module and by layer; with
-    each backward op by itself or following its forward op."""
+    """Returns the best stages over 1 to D devices along several chains: topological, folded, by module and by layer.
+
+    Each backward op is a unit by itself, or follows its forward op.
+    """
     chains: list[tuple[UnitArrays, Chain]] = []
     for units in unit_choices(problem):
         chains += [(units, topological_chain(problem, units)), (units, folded_chain(problem, units))]
@@ -49,14 +51,14 @@ def contiguous(problem: Problem, seed: int = 0) -> Placement | None:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """An order of units, and which of them are not to be cut apart."""
+    """An order of units, and blocks of units to keep together."""
 
     order: I64  # [U]
     block: I64 | None = None  # [U] non-decreasing along `order`; units of a block stay together
 
 
 def stages(problem: Problem, units: UnitArrays, chain: Chain, devices: I64, memory_share: float = 0.0) -> I64:
-    """[U] devices: `chain` cut into one stage for each of `devices`, so that the largest load of a stage is least.
+    """Cuts `chain` into one stage for each of `devices`, so that the largest load is least; returns devices [U].
 
     A unit's load on a device is its share of all time there, or with `memory_share` a mix with its share of the memory.
     """
@@ -88,7 +90,7 @@ def stages(problem: Problem, units: UnitArrays, chain: Chain, devices: I64, memo
 
 
 def _cut(sums: npt.NDArray[np.float64], bottleneck: float) -> I64:
-    """[stages] after which row of `sums` each stage ends if it takes all that fits."""
+    """Returns [stages] the row of `sums` after which each stage ends if it takes all that fits."""
     ends = np.empty(sums.shape[1], np.int64)
     start = 0
     for stage, column in enumerate(sums.T):
@@ -98,9 +100,10 @@ def _cut(sums: npt.NDArray[np.float64], bottleneck: float) -> I64:
 
 
 def module_chain(problem: Problem, units: UnitArrays, *, whole_layers: bool) -> Chain:
-    """Units by where the forward pass first enters their module, then folded: a layer's backward ops join its forward
-    ops, and what runs in a container its inputs. `whole_layers`: a layer (`layers.3`, or a part without numbers) is a
-    block.
+    """Orders units by the op at which the forward pass enters their module.
+
+    Backward ops join the forward ops of their layer, and ops of a container its inputs. With `whole_layers` each layer
+    (`layers.3`, or a part without numbers) is a block.
 
     The folded chain if the graph has no module paths.
     """
@@ -121,15 +124,17 @@ def module_chain(problem: Problem, units: UnitArrays, *, whole_layers: bool) -> 
 
 
 def _layer(module: str, outer: set[str]) -> str:
-    """The shortest path that leads to `module` and is not in `outer`."""
+    """Returns the shortest path that leads to `module` and is not in `outer`."""
     parts = module.split(".")
     paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next((path for path in paths if path not in outer), module)
 
 
 def _entries(problem: Problem) -> dict[str, int]:
-    """Where the forward pass enters each module: its first op there, else the first that uses one of its parameters,
-    else as its enclosing module. Nothing for containers."""
+    """Returns the op at which the forward pass enters each module; containers have none.
+
+    It is the first op there, else the first that uses a parameter of the module, else that of the enclosing module.
+    """
     graph, memory = problem.graph, problem.arrays.memory
     inner = containers(graph.modules)
     is_forward = np.array([phase in ("forward", "") for phase in graph.phases], np.bool_)
@@ -152,13 +157,13 @@ def _entries(problem: Problem) -> dict[str, int]:
 
 
 def topological_chain(problem: Problem, units: UnitArrays) -> Chain:
-    """Units in the order of the step; a parameter comes where it is first used."""
+    """Orders units as in the step; a parameter comes where it is first used."""
     position = np.where(problem.arrays.num_inputs > 0, np.arange(problem.num_ops), -1)
     return Chain(np.argsort(inherit(problem, position)[units.first_op], kind="stable"))
 
 
 def folded_chain(problem: Problem, units: UnitArrays) -> Chain:
-    """Units by their distance in time from the nearer end of the step, which pairs forward with backward ops."""
+    """Orders units by the distance in time from the nearer end of the step: forward ops pair with backward ops."""
     return Chain(np.argsort(_fold_ns(problem)[units.first_op], kind="stable"))
 
 

@@ -14,15 +14,12 @@ devices, U + 1 cuts: cut c is before unit c of the chain.
 """
 
 import numpy as np
-import numpy.typing as npt
-from numba import njit
 
-from gdp.graph import I64
+from gdp.arrays import F64, I64
+from gdp.compiled import kernel
 from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import Chain, folded_chain, module_chain, topological_chain
-from gdp.problem import Placement, Problem
-
-F64 = npt.NDArray[np.float64]
+from gdp.simulator.problem import Placement, Problem
 
 _ALIVE = (0.25, 0.5, 1.0)  # of what a stage allocates, held at once: tried where the least bottleneck does not fit
 _HALVINGS = 50  # the bottleneck to 15 digits
@@ -64,26 +61,33 @@ def least_bottleneck(problem: Problem, units: UnitArrays, chain: Chain, devices:
         blocks = chain.block[order]
         cut_ns[:, 1:-1][:, blocks[1:] == blocks[:-1]] = np.inf
     room = problem.memory_limit_bytes[devices].astype(np.float64)
+    may_end = np.empty(cut_ns.shape, np.bool_)
+
+    def ends_under(bottleneck: float) -> I64:
+        ends = np.empty(len(devices), np.int64)
+        _find_ends(work_ns, held_bytes, cut_ns, room, bottleneck, may_end, ends)
+        return ends
+
     high = float(max(work_ns[-1].max(), cut_ns[np.isfinite(cut_ns)].max(initial=0.0)))
-    ends = _ends(work_ns, held_bytes, cut_ns, room, high)
+    ends = ends_under(high)
     if ends[-1] < 0:
         room = np.full(len(devices), np.inf)
-        ends = _ends(work_ns, held_bytes, cut_ns, room, high)
+        ends = ends_under(high)
     low = 0.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        found = _ends(work_ns, held_bytes, cut_ns, room, middle)
-        if found[-1] < 0:
+        candidate = ends_under(middle)
+        if candidate[-1] < 0:
             low = middle
         else:
-            high, ends = middle, found
+            high, ends = middle, candidate
     chosen = np.empty(len(order), np.int64)
     chosen[order] = devices[np.searchsorted(ends, np.arange(len(order)), side="right")]
     return chosen
 
 
 def _sums(values: F64) -> F64:
-    return np.concatenate((np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)))
+    return np.ascontiguousarray(np.concatenate((np.zeros((1, values.shape[1])), np.cumsum(values, axis=0))))
 
 
 def _cut_times(problem: Problem, units: UnitArrays, order: I64, devices: I64) -> F64:
@@ -111,13 +115,16 @@ def _cut_times(problem: Problem, units: UnitArrays, order: I64, devices: I64) ->
     return np.maximum(found, 0.0)
 
 
-@njit(cache=True, nogil=True)
-def _ends(work_ns, held_bytes, cut_ns, room, bottleneck):
-    """[D] the cut that ends each stage under the bottleneck; the last is -1 if there are no such stages."""
+@kernel
+def _find_ends(work_ns, held_bytes, cut_ns, room, bottleneck, may_end, ends):
+    """Fills `ends` [D] with the cut that ends each stage under the bottleneck; the last is -1 if there are none.
+
+    `may_end` [D, U + 1] is working memory: whether the rest of the chain can follow if a stage ends at a cut.
+    """
     num_stages, last = work_ns.shape[1], len(held_bytes) - 1
     limit = bottleneck * (1 + 1e-12)
-    # whether the rest of the chain can follow if the stage ends at a cut: from the last stage to the first
-    may_end = np.zeros((num_stages, last + 1), np.bool_)
+    ends[:] = -1
+    may_end[:] = False
     may_end[num_stages - 1, last] = True
     for stage in range(num_stages - 1, 0, -1):
         end = -1  # the first cut from this one on where the stage may end
@@ -128,7 +135,6 @@ def _ends(work_ns, held_bytes, cut_ns, room, bottleneck):
             work = work_ns[end, stage] - work_ns[cut, stage]
             if end >= 0 and is_cut and work <= limit and held_bytes[end] - held_bytes[cut] <= room[stage]:
                 may_end[stage - 1, cut] = True
-    ends = np.full(num_stages, -1)
     begin = 0
     for stage in range(num_stages):
         share = (work_ns[last, stage] - work_ns[begin, stage]) / (num_stages - stage)
@@ -140,6 +146,5 @@ def _ends(work_ns, held_bytes, cut_ns, room, bottleneck):
             if may_end[stage, cut] and abs(work - share) < distance:
                 chosen, distance = cut, abs(work - share)
         if chosen < 0:
-            return ends
+            return
         ends[stage] = begin = chosen
-    return ends

@@ -18,16 +18,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from gdp import engine
-from gdp.bounds import best_interval, device_weights, earliest_starts, edges, weighted_work
+from gdp.arrays import I64
+from gdp.bounds.lower_bound import (
+    Edges,
+    HeadScratch,
+    IntervalScratch,
+    best_interval,
+    device_weights,
+    earliest_starts,
+    edges,
+    sort,
+)
 from gdp.cluster import Cluster
-from gdp.graph import I64
-from gdp.memory import find_peaks
-from gdp.problem import Placement, Problem
-from gdp.simulate import NEVER, Workspace
-from gdp.symmetry import can_exchange
+from gdp.compiled import inner, kernel
+from gdp.simulator.engine import COMPLETED, NEVER, run
+from gdp.simulator.memory import find_peaks
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.records import Arrays, Dispatch, Workspace
+from gdp.simulator.simulate import dispatch_by
+from gdp.units.symmetry import can_exchange
 
 _MAX_TAKEN, _MAX_DELAYED = 16, 4  # see bounds.py; a bound is worth no more time than a few simulations
 _NODES_PER_CALL = 256  # between two looks at the clock
@@ -78,22 +88,63 @@ def exact(
     return Exact(search.best_placement.astype(np.int64), step_time_ns, is_done, num_nodes)
 
 
+class _Scratch(NamedTuple):
+    """Working memory of a node."""
+
+    heads: Any  # int64 [N, D]
+    tails: Any  # int64 [N, D] of the reversed graph, in which op v is op N - 1 - v
+    reversed_times: Any  # int64 [N, D]
+    first_heads: Any  # int64 [N] on the device where it is least
+    first_tails: Any  # int64 [N]
+    by_head: Any  # int64 [N] by falling head; the order of the node before is nearly right
+    by_tail: Any  # int64 [N] by rising tail
+    work: Any  # int64 [N]
+    is_placed: Any  # bool [N]
+    renamed: Any  # uint8 [N] the placement with devices exchanged
+    is_used: Any  # bool [D]
+    resident: Any  # int64 [D]
+    at_end: Any  # int64 [D]
+    of_heads: HeadScratch
+    of_interval: IntervalScratch
+
+    @classmethod
+    def of(cls, num_ops: int, num_devices: int) -> "_Scratch":
+        """For a problem of that size."""
+        heads, tails, reversed_times = np.zeros((3, num_ops, num_devices), np.int64)
+        first_heads, first_tails, work = np.zeros((3, num_ops), np.int64)
+        resident, at_end = np.zeros((2, num_devices), np.int64)
+        return cls(
+            heads,
+            tails,
+            reversed_times,
+            first_heads,
+            first_tails,
+            np.arange(num_ops),
+            np.arange(num_ops),
+            work,
+            np.zeros(num_ops, np.bool_),
+            np.zeros(num_ops, np.uint8),
+            np.zeros(num_devices, np.bool_),
+            resident,
+            at_end,
+            HeadScratch.of(num_ops, _MAX_TAKEN),
+            IntervalScratch.of(num_ops),
+        )
+
+
 class _Search(NamedTuple):
     """The compiled search's data and state. U units, X exchanges."""
 
-    arrays: Any  # engine.Arrays
-    rank: Any
-    op_of_rank: Any
-    scratch: Any  # engine.Scratch
-    schedule: Any  # engine.Schedule
-    by_rank: Any  # engine.Order
-    memory: Any  # memory.Memory
+    arrays: Arrays
+    dispatch: Dispatch
+    workspace: Workspace
     limit_bytes: Any  # int64 [D]
     op_time_ns: Any  # int64 [N, D] -1 where an op is not allowed
     kept_bytes: Any  # int64 [N] results of each op that stay on its device to the end
-    forward: Any  # bounds.Edges
-    backward: Any  # bounds.Edges
-    weights: Any  # int64 [D] of bounds.device_weights
+    forward: Edges
+    backward: Edges
+    weights: Any  # int64 [D] of `device_weights`
+    total_weight: int
     unit_offsets: Any  # int64 [U + 1]
     unit_ops: Any  # int64 [N]
     equal_before: Any  # int64 [D] the device before this one among those it can be exchanged with, or -1
@@ -108,39 +159,36 @@ class _Search(NamedTuple):
     next_child: Any  # int64 [U]
     placement: Any  # uint8 [N] of placed units
     times: Any  # int64 [N, D] op_time_ns, but -1 on the other devices for ops of placed units
+    scratch: "_Scratch"
 
     @classmethod
     def of(cls, problem: Problem) -> "_Search":
         num_ops, num_devices = problem.num_ops, problem.num_devices
-        rank, op_of_rank = problem.ranks
-        workspace = Workspace(problem)
         memory = problem.arrays.memory
         freed_bytes = np.zeros(num_ops, np.int64)
         np.add.at(freed_bytes, memory.producers, memory.owned_bytes)
         op_time_ns = np.where(problem.allowed, problem.op_time_ns, -1)
+        op_time_ns.setflags(write=False)  # as those of a problem, for which `run` is compiled
         forward, backward = edges(problem, np.arange(num_devices), num_devices)
         between = ~np.eye(num_devices, dtype=np.bool_)
         longest_ns = (
             1 + int(op_time_ns.max(axis=1).sum()) + int(forward.transfer_ns[:, between].sum(axis=0).max(initial=0))
         )
-        scale = min(2**20, 2**60 // longest_ns)
+        weights = device_weights(op_time_ns, np.ones(num_devices, np.int64), min(2**20, 2**60 // longest_ns))
         index = problem.group_index
         num_units = int(index.max()) + 1
         equal_before, exchanges = _exchanges(problem)
         return cls(
             arrays=problem.arrays,
-            rank=rank,
-            op_of_rank=op_of_rank,
-            scratch=workspace.scratch,
-            schedule=workspace.schedule,
-            by_rank=workspace.by_rank,
-            memory=workspace.memory,
+            dispatch=dispatch_by(problem, None),
+            workspace=Workspace.of(problem.arrays),
             limit_bytes=problem.memory_limit_bytes,
             op_time_ns=op_time_ns,
             kept_bytes=memory.alloc_bytes - freed_bytes,
             forward=forward,
             backward=backward,
-            weights=device_weights(op_time_ns, np.ones(num_devices, np.int64), scale),
+            weights=weights,
+            total_weight=int(weights.sum()),
             unit_offsets=np.concatenate(([0], np.cumsum(np.bincount(index)))),
             unit_ops=np.argsort(index, kind="stable"),
             equal_before=equal_before,
@@ -155,6 +203,7 @@ class _Search(NamedTuple):
             next_child=np.zeros(num_units, np.int64),
             placement=np.zeros(num_ops, np.uint8),
             times=op_time_ns.copy(),
+            scratch=_Scratch.of(num_ops, num_devices),
         )
 
 
@@ -191,9 +240,9 @@ def _shared_channels(cluster: Cluster) -> npt.NDArray[np.bool_]:
     return shares
 
 
-@njit(cache=True)
-def _branch(search, num_nodes):  # type: ignore[no-untyped-def]
-    """Search on for about `num_nodes` nodes; whether the search is done."""
+@kernel
+def _branch(search, num_nodes):
+    """Searches on for about `num_nodes` nodes; returns True when the search is done."""
     depth, best, placement, times = search.depth, search.best, search.placement, search.times
     num_units = len(search.children)
     stop = best[1] + num_nodes
@@ -209,7 +258,8 @@ def _branch(search, num_nodes):  # type: ignore[no-untyped-def]
         if search.num_children[unit] < 0:
             _expand(search, unit, ops)
         for op in ops:
-            times[op] = search.op_time_ns[op]
+            for device in range(times.shape[1]):
+                times[op, device] = search.op_time_ns[op, device]
         child = search.next_child[unit]
         if child == search.num_children[unit] or search.child_bounds[unit, child] >= best[0]:
             search.num_children[unit] = -1
@@ -221,21 +271,21 @@ def _branch(search, num_nodes):  # type: ignore[no-untyped-def]
     return depth[0] < 0
 
 
-@njit(cache=True)
-def _put(search, ops, device):  # type: ignore[no-untyped-def]
+@inner
+def _put(search, ops, device):
     for op in ops:
         search.placement[op] = device
         search.times[op] = -1
         search.times[op, device] = search.op_time_ns[op, device]
 
 
-@njit(cache=True)
-def _expand(search, unit, ops):  # type: ignore[no-untyped-def]
-    """Bound and sort the devices where `unit` can go."""
+@inner
+def _expand(search, unit, ops):
+    """Bounds and sorts the devices where `unit` can go."""
     num_devices = search.op_time_ns.shape[1]
-    placed = search.unit_ops[: search.unit_offsets[unit]]
-    is_used = np.zeros(num_devices, np.bool_)
-    for op in placed:
+    is_used = search.scratch.is_used
+    is_used[:] = False
+    for op in search.unit_ops[: search.unit_offsets[unit]]:
         is_used[search.placement[op]] = True
     with_unit = search.unit_ops[: search.unit_offsets[unit + 1]]
     count = 0
@@ -261,19 +311,24 @@ def _expand(search, unit, ops):  # type: ignore[no-untyped-def]
     search.next_child[unit] = 0
 
 
-@njit(cache=True)
-def _can_fit(search, placed):  # type: ignore[no-untyped-def]
-    """False if a device holds more than its limit under every completion of the partial placement: at the end, or while
-    an op that takes time runs, which needs its inputs and its results."""
+@inner
+def _can_fit(search, placed):
+    """Returns False if a device holds more than its limit under every completion of the partial placement.
+
+    It may do so at the end, or while an op that takes time runs, which needs its inputs and its results.
+    """
     placement, memory = search.placement, search.arrays.memory
-    is_placed = np.zeros(len(placement), np.bool_)
-    resident, at_end = np.zeros_like(search.limit_bytes), np.zeros_like(search.limit_bytes)
+    is_placed, resident, at_end = search.scratch.is_placed, search.scratch.resident, search.scratch.at_end
+    is_placed[:] = False
+    resident[:] = 0
+    at_end[:] = 0
     for op in placed:
         is_placed[op] = True
         resident[placement[op]] += memory.resident_bytes[op]
         at_end[placement[op]] += memory.resident_bytes[op] + search.kept_bytes[op]
-    if (at_end > search.limit_bytes).any():
-        return False
+    for device in range(len(at_end)):
+        if at_end[device] > search.limit_bytes[device]:
+            return False
     for op in placed:
         device = placement[op]
         if search.op_time_ns[op, device] == 0:
@@ -297,47 +352,63 @@ def _can_fit(search, placed):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True)
-def _bound(search, placed):  # type: ignore[no-untyped-def]
-    """A step time that no completion of the partial placement beats; see bounds.py."""
-    times, stop_ns = search.times, search.best[0]
+@inner
+def _bound(search, placed):
+    """Returns a step time that no completion of the partial placement beats; see `bounds/lower_bound.py`."""
+    times, stop_ns, scratch = search.times, search.best[0], search.scratch
+    heads, tails, reversed_times, first_heads, first_tails, by_head, by_tail, work = scratch[:8]
     num_ops, num_devices = times.shape
-    forward, backward = search.forward, search.backward
-    heads = earliest_starts(times, forward[0], forward[1], forward[2], _MAX_TAKEN, _MAX_DELAYED)
-    tails = earliest_starts(times[::-1].copy(), backward[0], backward[1], backward[2], _MAX_TAKEN, _MAX_DELAYED)[::-1]
-    bound = 0
-    first_heads, first_tails = np.zeros(num_ops, np.int64), np.zeros(num_ops, np.int64)
     for op in range(num_ops):
-        through = NEVER
         for device in range(num_devices):
+            reversed_times[num_ops - 1 - op, device] = times[op, device]
+    earliest_starts(times, search.forward, _MAX_DELAYED, scratch.of_heads, heads)
+    earliest_starts(reversed_times, search.backward, _MAX_DELAYED, scratch.of_heads, tails)
+    bound = 0
+    for op in range(num_ops):
+        through, head, tail = NEVER, NEVER, NEVER
+        for device in range(num_devices):
+            head, tail = min(head, heads[op, device]), min(tail, tails[num_ops - 1 - op, device])
             if times[op, device] >= 0:
-                through = min(through, heads[op, device] + times[op, device] + tails[op, device])
+                through_ns = heads[op, device] + times[op, device] + tails[num_ops - 1 - op, device]
+                through = min(through, through_ns)
         bound = max(bound, through)
-        first_heads[op], first_tails[op] = heads[op].min(), tails[op].min()
+        first_heads[op], first_tails[op] = head, tail
     if bound >= stop_ns:
         return bound
-    by_head, by_tail = np.argsort(-first_heads), np.argsort(first_tails)
-    for device in range(num_devices):
-        work = np.zeros(num_ops, np.int64)
-        for op in placed:
-            if search.placement[op] == device:
-                work[op] = times[op, device]
-        bound = max(bound, best_interval(work, first_heads, first_tails, by_head, by_tail, 1)[0])
+    for index in range(num_ops):
+        work[index] = -first_heads[by_head[index]]
+    sort(work, by_head, num_ops)
+    for index in range(num_ops):
+        work[index] = first_tails[by_tail[index]]
+    sort(work, by_tail, num_ops)
+    for device in range(num_devices + 1):
+        is_all, scale = device == num_devices, 1
+        work[:] = 0
+        if is_all:
+            scale = search.total_weight
+            for op in range(num_ops):
+                work[op] = NEVER
+                for other in range(num_devices):
+                    if times[op, other] >= 0:
+                        work[op] = min(work[op], times[op, other] * search.weights[other])
+        else:
+            for op in placed:
+                if search.placement[op] == device:
+                    work[op] = times[op, device]
+        if scale > 0:
+            value = best_interval(work, first_heads, first_tails, by_head, by_tail, scale, scratch.of_interval)[0]
+            bound = max(bound, -(-value // scale))
         if bound >= stop_ns:
             return bound
-    total = search.weights.sum()
-    if total > 0:
-        work = weighted_work(times, search.weights)
-        bound = max(bound, -(-best_interval(work, first_heads, first_tails, by_head, by_tail, total)[0] // total))
     return bound
 
 
-@njit(cache=True)
-def _simulate(search, placement):  # type: ignore[no-untyped-def]
-    """Simulate a full placement and, where the order of destinations can matter, all its exchanges; keep the best."""
+@kernel
+def _simulate(search, placement):
+    """Simulates a full placement and, where the order of destinations can matter, all its exchanges; keeps the best."""
     num_exchanges = len(search.exchanges) if _order_matters(search, placement) else 1
-    num_devices = len(search.equal_before)
-    is_used = np.zeros(num_devices, np.bool_)
+    is_used, renamed = search.scratch.is_used, search.scratch.renamed
+    is_used[:] = False
     for device in placement:
         is_used[device] = True
     for exchange in search.exchanges[:num_exchanges]:
@@ -347,32 +418,35 @@ def _simulate(search, placement):  # type: ignore[no-untyped-def]
                 is_new = False  # differs from another exchange on unused devices only
         if not is_new:
             continue
-        renamed = exchange[placement]
+        for op in range(len(placement)):
+            renamed[op] = exchange[placement[op]]
         search.best[1] += 1
-        status, step_time_ns = engine.run(
+        status, step_time_ns = run(
             search.arrays,
             search.op_time_ns,
             renamed,
-            search.rank,
-            search.op_of_rank,
+            search.dispatch,
             search.best[0],
-            search.scratch,
-            search.schedule,
-            search.by_rank,
+            search.workspace.scratch,
+            search.workspace.schedule,
         )
-        if status != engine.COMPLETED or step_time_ns >= search.best[0]:
+        if status != COMPLETED or step_time_ns >= search.best[0]:
             continue
-        find_peaks(search.arrays, search.op_time_ns, renamed, search.schedule, search.memory)
-        if (search.memory.peak_bytes <= search.limit_bytes).all():
+        find_peaks(search.arrays, search.op_time_ns, renamed, search.workspace.schedule, search.workspace.memory)
+        fits = True
+        for device in range(len(search.limit_bytes)):
+            fits &= search.workspace.memory.peak_bytes[device] <= search.limit_bytes[device]
+        if fits:
             search.best[0] = step_time_ns
-            search.best_placement[:] = renamed
+            for op in range(len(placement)):
+                search.best_placement[op] = renamed[op]
 
 
-@njit(cache=True)
-def _order_matters(search, placement):  # type: ignore[no-untyped-def]
-    """Whether some op sends to two devices on routes that share a channel: then the lower device is served first."""
+@inner
+def _order_matters(search, placement):
+    """Returns True if some op sends to two devices on routes that share a channel: the lower device is served first."""
     num_devices = len(search.equal_before)
-    receives = np.zeros(num_devices, np.bool_)
+    receives = search.scratch.is_used
     arrays = search.arrays
     for op in range(len(placement)):
         receives[:] = False

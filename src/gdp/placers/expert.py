@@ -1,4 +1,4 @@
-"""What an expert does by hand: layers on devices.
+"""The expert of the placement papers: layers on devices, as a person would lay them out by hand.
 
 Recurrent and transformer models: one layer per device in turn, embeddings with the first layer, attention and softmax
 with the last; other models: contiguous stages of about equal time (Zhou et al., arXiv 1910.01578, section 4.1). For
@@ -11,13 +11,13 @@ from collections import defaultdict
 
 import numpy as np
 
-from gdp import workloads
-from gdp.forward_units import containers
-from gdp.graph import I64
+from gdp.arrays import I64
+from gdp.models import workloads
 from gdp.placers.base import UnitArrays, inherit
 from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.memory_repair import fit_memory
-from gdp.problem import Placement, Problem
+from gdp.simulator.problem import Placement, Problem
+from gdp.units.forward_units import containers
 
 # Share of the main list's layers that another list needs to count too, such as an encoder's beside a decoder's.
 _MIN_SHARE = 0.5
@@ -26,7 +26,7 @@ _SLOWEST = 4.0
 
 
 def expert(problem: Problem, seed: int = 0) -> Placement | None:
-    """The multi-device expert, repaired if it does not fit in memory. A single device is `single`'s part."""
+    """Places layers on all devices, repaired if it does not fit in memory. (`single` uses one device.)"""
     units = UnitArrays.of(problem)
     num_allowed = problem.allowed.sum(axis=0)
     mean_ns = np.where(problem.allowed, problem.op_time_ns, 0).sum(axis=0) / np.maximum(num_allowed, 1)
@@ -41,7 +41,7 @@ def expert(problem: Problem, seed: int = 0) -> Placement | None:
 
 
 def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:
-    """[N] which of `num_devices` devices by layer; None where the expert cuts contiguous stages."""
+    """Returns the device number [N] of each op by its layer; None where the expert cuts contiguous stages."""
     modules = problem.graph.modules
     if not any(modules):
         return None
@@ -56,11 +56,10 @@ def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:
 
 
 def layer_ranges(problem: Problem, num_devices: int) -> I64 | None:
-    """[N] which of `num_devices` devices each op goes to when the repeated layers that module paths show (`layers.0`,
-    `layers.1`, ...) are cut into equal contiguous ranges; None if there are none.
+    """Cuts the layers that module paths show (`layers.0`, ...) into equal contiguous ranges, one a device.
 
-    What runs before the first layer goes with it, what runs in a container of layers with its inputs, anything else
-    with the layer entered last.
+    Returns the number of the range [N] of each op; None without layers. Ops before the first layer go with it, ops of a
+    container of layers with their inputs, all others with the layer entered last.
     """
     modules, time_ns = problem.graph.modules, problem.mean_op_time_ns
     first_op: dict[str, int] = {}
@@ -103,6 +102,6 @@ def layer_ranges(problem: Problem, num_devices: int) -> I64 | None:
 
 
 def _natural(layer: str, entered: dict[str, int]) -> tuple[int, int]:
-    """Lists by their first op, layers of a list by number."""
+    """Orders lists by their first op, layers of a list by number."""
     path, _, number = layer.rpartition(".")
     return min(op for other, op in entered.items() if other.rpartition(".")[0] == path), int(number)

@@ -9,16 +9,16 @@ D. Narayanan et al., "Efficient large-scale language model training on GPU clust
 
 import numpy as np
 
-from gdp.forward_units import forward_units
 from gdp.placers.base import UnitArrays, device_subsets
 from gdp.placers.contiguous import module_chain, stages
-from gdp.problem import Placement, Problem
+from gdp.simulator.problem import Placement, Problem
+from gdp.units.forward_units import forward_units
 
 _STAGES_PER_DEVICE = (2, 3, 4)
 
 
 def interleaved_stages(problem: Problem) -> list[Placement]:
-    """Placements [N] with 2, 3 and 4 stages a device, along the order of modules; none without micro-batches."""
+    """Returns placements [N] with 2, 3 and 4 stages a device, in the order of modules; none without micro-batches."""
     if problem.microbatch.max() < 1:
         return []
     units = UnitArrays.of(problem, forward_units(problem))

@@ -13,26 +13,23 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import coo_array
 
-from gdp.graph import I64, Bool
-from gdp.levels import ranks_of
-from gdp.pipelines import B_LEVEL, GPIPE
+from gdp.arrays import F64, I64, Bool
 from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
-from gdp.placers.list_kernels import earliest_first, in_order
-from gdp.placers.schedule import Schedule
-from gdp.problem import Placement, Problem
-
-F64 = npt.NDArray[np.float64]
+from gdp.placers.list_kernels import Gaps, Queues, earliest_first, in_order
+from gdp.placers.schedule import PartialSchedule
+from gdp.simulator.longest_paths import longest_from, ranks_of
+from gdp.simulator.orders import B_LEVEL, GPIPE
+from gdp.simulator.problem import Placement, Problem
 
 _WORK = 2_000_000  # ops x devices scheduled in all, about 1 s
 _LIMITS = (0.85, 0.7)  # of the memory, tried when what was planned with all of it does not fit
 _MAX_LP_EDGES = 3000  # above, the favourite children are found greedily: the linear program would take many seconds
 _FAVOURITE = 0.5  # Baechi's rounding of the relaxation
 
-Kernel = Callable[[Schedule, bool, bool], None]
+Kernel = Callable[[PartialSchedule], None]
 
 
 def m_topo(problem: Problem, seed: int = 0) -> Placement | None:
@@ -73,25 +70,16 @@ def heft(problem: Problem, seed: int = 0) -> Placement | None:
     sources, targets, transfer_ns = _transfers(problem)
     ranked_ns = upward_ranks(problem, sources, targets, transfer_ns)
     _, op_of_rank = ranks_of(problem.priority(GPIPE if GPIPE in problem.orders else B_LEVEL, ranked_ns))
-    order = op_of_rank.astype(np.int64)
 
-    def kernel(schedule: Schedule, contention: bool, foresight: bool) -> None:
-        in_order(problem.arrays, schedule, order, contention, foresight)
+    def kernel(schedule: PartialSchedule) -> None:
+        in_order(problem.arrays, schedule, op_of_rank, Gaps.of(schedule))
 
     return _best_schedule(problem, kernel)
 
 
 def upward_ranks(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) -> I64:
     """[N] longest path from each op to the end of the step: mean op times, and between them mean transfer times [P]."""
-    ranks = problem.mean_op_time_ns
-    times = ranks.tolist()
-    below = [0] * problem.num_ops
-    order = np.argsort(sources, kind="stable")[::-1]
-    for source, target, transfer in zip(
-        sources[order].tolist(), targets[order].tolist(), transfer_ns[order].tolist(), strict=True
-    ):
-        below[source] = max(below[source], transfer + times[target] + below[target])
-    return ranks + np.array(below, np.int64)
+    return longest_from(problem.mean_op_time_ns, sources, targets, transfer_ns)
 
 
 def favourite_children(problem: Problem) -> I64:
@@ -143,8 +131,11 @@ def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) 
     scale = max(float(time_ns.max()), float(transfer_ns.max()), 1.0)
     # start[i] + time[i] + transfer * x <= start[j]
     start = num_pairs + sources
-    add(num_pairs, [(pairs, start, 1), (pairs, num_pairs + targets, -1), (pairs, pairs, transfer_ns / scale)],
-        -time_ns[sources] / scale)  # fmt: skip
+    add(
+        num_pairs,
+        [(pairs, start, 1), (pairs, num_pairs + targets, -1), (pairs, pairs, transfer_ns / scale)],
+        -time_ns[sources] / scale,
+    )
     for ends in (sources, targets):  # of n pairs at least n - 1 are apart
         distinct, row, number = np.unique(ends, return_inverse=True, return_counts=True)
         add(len(distinct), [(row, pairs, -1)], 1 - number)
@@ -161,11 +152,8 @@ def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) 
 
 
 def _earliest_first(problem: Problem, favourites: I64) -> Placement:
-    rank, op_of_rank = problem.ranks
-    ranks, ops = rank.astype(np.int64), op_of_rank.astype(np.int64)
-
-    def kernel(schedule: Schedule, contention: bool, foresight: bool) -> None:
-        earliest_first(problem.arrays, schedule, ranks, ops, favourites, contention, foresight)
+    def kernel(schedule: PartialSchedule) -> None:
+        earliest_first(problem.arrays, schedule, Queues.of(problem, favourites, schedule))
 
     return _best_schedule(problem, kernel)
 
@@ -178,8 +166,8 @@ def _best_schedule(problem: Problem, kernel: Kernel) -> Placement:
         allowed[:, devices] = units.allowed[:, devices]
         nowhere = ~allowed.any(axis=1)
         allowed[nowhere] = units.allowed[nowhere]
-        schedule = _empty_schedule(problem, units, floating, allowed, memory_share)
-        kernel(schedule, refined, refined)
+        schedule = _empty_schedule(problem, units, floating, allowed, memory_share, refined)
+        kernel(schedule)
         return np.asarray(schedule.unit_device[units.index], np.int64)
 
     subsets = device_subsets(problem, smallest=min(2, problem.num_devices))
@@ -192,8 +180,8 @@ def _best_schedule(problem: Problem, kernel: Kernel) -> Placement:
 
 
 def _empty_schedule(
-    problem: Problem, units: UnitArrays, floating: Bool, allowed: Bool, memory_share: float
-) -> Schedule:
+    problem: Problem, units: UnitArrays, floating: Bool, allowed: Bool, memory_share: float, refined: bool
+) -> PartialSchedule:
     arrays = problem.arrays
     num_tensors, num_devices = problem.graph.num_tensors, problem.num_devices
     uses = np.diff(arrays.consumer_offsets.astype(np.int64))
@@ -203,7 +191,7 @@ def _empty_schedule(
     unit_device = np.where(only, np.argmax(allowed, axis=1), -1)
     used_bytes = np.zeros(num_devices, np.int64)
     np.add.at(used_bytes, unit_device[only], units.resident_bytes[only])
-    return Schedule(
+    return PartialSchedule(
         op_time_ns=problem.op_time_ns,
         unit=units.index,
         allowed=allowed,
@@ -218,6 +206,9 @@ def _empty_schedule(
         uses=uses,
         owner_uses=owner_uses,
         used_bytes=used_bytes,
+        ready_ns=np.zeros(num_devices, np.int64),
+        contention=refined,
+        foresight=refined,
     )
 
 

@@ -1,6 +1,6 @@
-"""Repair of placements that do not fit in memory: move what frees most per added time to devices with room.
+"""Memory repair: the groups that free most memory per added time move to devices with room.
 
-Units join into groups within each device (`gdp.grouping`), so that what belongs together moves together; when groups
+Units join into groups within each device (`units/grouping.py`), so that connected ops move together; when groups
 are too coarse, smaller ones are tried. N ops, T tensors, G groups, D devices.
 """
 
@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from gdp.graph import I64, Bool
-from gdp.grouping import Grouping, Units, group_units
-from gdp.problem import Placement, Problem
-from gdp.simulate import Simulation, evaluate, simulate
-
-F64 = npt.NDArray[np.float64]
+from gdp.arrays import F64, I64, Bool
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import Simulation, evaluate, simulate
+from gdp.units.grouping import Grouping, Units, group_units
 
 _LEVELS = (128, 512, 2048)  # numbers of groups to move, coarse to fine
 _ROUNDS = 8  # simulated batches of moves at each level, for each device
@@ -23,12 +20,12 @@ _FOREVER = np.iinfo(np.int64).max
 
 
 def excess_bytes(problem: Problem, peak_memory_bytes: I64) -> I64:
-    """[...] bytes over the limits, summed over devices, of peaks [..., D]."""
+    """Returns [...] the bytes over the limits, summed over devices, of peaks [..., D]."""
     return np.asarray(np.maximum(peak_memory_bytes - problem.memory_limit_bytes, 0).sum(axis=-1), np.int64)
 
 
 def fit_memory(problem: Problem, placement: Placement) -> Placement:
-    """`placement` [N] changed until it fits in memory, or the nearest found with a bounded number of simulations.
+    """Changes `placement` [N] until it fits in memory, within a bounded number of simulations; returns the nearest.
 
     Groups and allowed devices stay obeyed. A placement that fits is returned as it is.
     """
@@ -54,7 +51,7 @@ def fit_memory(problem: Problem, placement: Placement) -> Placement:
 
 @dataclass(eq=False)
 class _Groups:
-    """Groups and where they are, for a series of moves."""
+    """Groups and their devices, for a series of moves."""
 
     time_ns: I64  # [G, D]
     allowed: Bool  # [G, D] and not left before
@@ -74,7 +71,7 @@ class _Groups:
 
 
 def _moves(problem: Problem, units: Units, grouping: Grouping, start: Placement) -> Iterator[Placement]:
-    """Placements that free memory, step after step, where the device that misses most memory gives groups away."""
+    """Yields placements that free memory: at each step the device that lacks most memory gives groups away."""
     group_of_op = np.empty(problem.num_ops, np.int64)
     group_of_op[grouping.members] = np.repeat(np.arange(grouping.num_groups), np.diff(grouping.offsets))
     groups = _groups(problem, units, grouping, group_of_op, start)
@@ -93,8 +90,10 @@ def _moves(problem: Problem, units: Units, grouping: Grouping, start: Placement)
 
 
 def _give_away(groups: _Groups, device: int, missing: int, held: I64, room: I64) -> bool:
-    """Move groups off `device` until `missing` bytes are freed; False if none could. `held` [G, D]: see
-    `held_bytes`."""
+    """Moves groups off `device` until `missing` bytes are freed; returns False if none could move.
+
+    `held` [G, D] is that of `held_bytes`.
+    """
     here = np.flatnonzero((groups.device == device) & held.any(axis=1))
     room = np.maximum(room, 0)
     has_moved = False
@@ -138,7 +137,7 @@ def _groups(problem: Problem, units: Units, grouping: Grouping, group_of_op: I64
 
 
 def held_bytes(simulation: Simulation, device: int) -> I64:
-    """[N, D] what each op holds of `device`'s memory when its use is highest; the sum is the peak.
+    """Returns [N, D] the bytes that each op holds of `device` when its use is highest; they sum to the peak.
 
     Its resident bytes, its tensors, and copies that it is the last to consume: these under the device of the original
     if that still has it too, all else under `device` itself.

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pymetis
 
-from gdp.graph import I64
-from gdp.grouping import Units
+from gdp.arrays import I64
 from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets
-from gdp.problem import Placement, Problem
+from gdp.simulator.problem import Placement, Problem
+from gdp.units.grouping import Units
 
 _TOTAL_WEIGHT = 10**9  # of all vertices; METIS adds weights up in int64
 _IMBALANCES = (30, 100, 300, 1000)  # METIS' ufactor: a part may be heavier than its share by so many thousandths
@@ -33,8 +33,7 @@ _SMALLEST_WEIGHT = 0.02  # of the mean weight
 
 
 def metis(problem: Problem, seed: int = 0) -> Placement | None:
-    """The best partition over numbers of parts, imbalances, both of METIS' algorithms and seeds; repaired if none
-    fits."""
+    """Returns the best partition over numbers of parts, imbalances, METIS' two algorithms and seeds, made to fit."""
     if problem.num_devices == 1:
         return np.zeros(problem.num_ops, np.int64)
     parts = Partitioner(problem)
@@ -52,7 +51,7 @@ def metis(problem: Problem, seed: int = 0) -> Placement | None:
 
 
 def metis_blind(problem: Problem, seed: int = 0) -> Placement | None:
-    """METIS as the placement papers use it: one k-way partition with the default imbalance, blind to memory."""
+    """Partitions as the placement papers do: once, k-way, with the default imbalance, blind to memory."""
     if problem.num_devices == 1:
         return np.zeros(problem.num_ops, np.int64)
     everywhere = np.arange(problem.num_devices)
@@ -60,7 +59,7 @@ def metis_blind(problem: Problem, seed: int = 0) -> Placement | None:
 
 
 def _settings(problem: Problem, seed: int) -> Iterator[tuple[I64, int, bool, int]]:
-    """Devices, imbalance, whether by recursive bisection, seed: without end, the most promising first."""
+    """Yields (devices, imbalance, True for recursive bisection, seed) without end, the most promising first."""
     subsets = device_subsets(problem, smallest=min(2, problem.num_devices))
     repeats = 1 if problem.num_devices == 1 else 64
     for repeat in range(repeats):
@@ -71,7 +70,7 @@ def _settings(problem: Problem, seed: int) -> Iterator[tuple[I64, int, bool, int
 
 
 class _Csr(NamedTuple):
-    """An undirected graph as METIS takes it."""
+    """An undirected graph in the form that METIS takes."""
 
     offsets: I64  # [U + 1]
     neighbours: I64  # [2P]
@@ -79,7 +78,7 @@ class _Csr(NamedTuple):
 
 
 class Partitioner:
-    """The graph of a problem's units, ready for METIS."""
+    """Partitions the graph of a problem's units with METIS."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class Partitioner:
     def partition(
         self, devices: I64, imbalance: int, recursive: bool, seed: int, memory_share: float = 0.0
     ) -> Placement:
-        """[N] one part for each of `devices`, as large as the device is fast."""
+        """Returns a placement [N] with one part for each of `devices`, in proportion to its speed."""
         units = self.units
         work_ns = np.maximum(np.where(units.allowed, units.time_ns, 0).sum(axis=0)[devices], 1)
         covered_ns = (units.mean_time_ns()[:, None] * units.allowed[:, devices]).sum(axis=0)
@@ -139,7 +138,7 @@ class Partitioner:
         return units.place(devices[self._assign(part_of_unit, devices)][part_of_unit])
 
     def _assign(self, part_of_unit: I64, devices: I64) -> npt.NDArray[np.intp]:
-        """[parts] the position in `devices` of each part, so that parts go where their ops may run and run fast."""
+        """Returns [parts] positions in `devices`, so that parts go where their ops may run and run fast."""
         cost = np.zeros((len(devices), len(devices)))
         np.add.at(cost, part_of_unit, self.units.time_ns[:, devices])
         misplaced = np.zeros_like(cost)
@@ -153,7 +152,7 @@ class Partitioner:
 
 @contextlib.contextmanager
 def _complaints_to_stderr() -> Iterator[None]:
-    """METIS prints complaints with C's printf: they must not end up in a program's own output."""
+    """Silences METIS, which prints complaints to standard output with C's printf."""
     try:
         kept = os.dup(1)
     except OSError:  # no standard output at all
@@ -170,7 +169,7 @@ def _complaints_to_stderr() -> Iterator[None]:
 
 
 def _shares(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Fractions that sum to 1; equal ones if all are 0."""
+    """Scales weights to fractions that sum to 1; equal ones if all are 0."""
     array = np.asarray(values, np.float64)
     total = array.sum()
     return array / total if total > 0 else np.full(len(array), 1 / max(len(array), 1))

@@ -3,12 +3,12 @@
 import numpy as np
 
 from gdp.placers.memory_repair import excess_bytes
-from gdp.problem import Placement, Problem
-from gdp.simulate import evaluate_many
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import evaluate_many
 
 
 def single(problem: Problem, seed: int = 0) -> Placement | None:
-    """All ops on the device where the step is shortest among those where it fits; None if no device may run all ops."""
+    """Places all ops on the fastest device where they fit; None if no device may run all ops."""
     devices = np.flatnonzero(problem.allowed.all(axis=0))
     if not len(devices):
         return None

@@ -1,4 +1,4 @@
-"""What a learned placement policy is, to whoever trains or uses it.
+"""The interface of learned placement policies, for training and for use.
 
     problem --instance()--> Instance --sample()--> Rollouts --simulate--> rewards
                                 |                      |
@@ -7,6 +7,8 @@
 S samples, N ops of the problem, C choices that make up one placement, D devices.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,32 +16,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gdp.graph import I64
+from gdp.arrays import I64
 from gdp.policy.construction import Constructor
 from gdp.policy.instance import Instance
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """Placements that a policy drew, and what it needs to score them again."""
+    """Placements that a policy drew, with its record to score them again."""
 
     placements: I64  # [S, N] they obey groups and allowed devices
     log_prob: Tensor  # [S, C] of each choice when it was drawn, without gradient; 0 where there was nothing to choose
     record: Any  # the policy's own
-    group: I64 | None = None  # [S] samples of one number are alike but for luck, and compared; None: all are
+    group: I64 | None = None  # [S] group index; advantages are computed within a group; None: all are one group
 
 
 class Policy(nn.Module):
     """A distribution over placements with trainable parameters."""
 
-    name: str  # under which `checkpoint.POLICIES` knows it
+    name: str  # in `checkpoint.POLICIES`
     config: Any  # its frozen configuration
-    learning_rate: float = 1e-3  # of Adam, that suits its parameters
+    learning_rate: float = 1e-3  # of Adam
     constructor: Constructor | None = None  # draws placements unit by unit, in styles; None for policies that do not
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> Instance:
-        """The features of `problem`. What is random in them (a grouping, say) comes from `rng`.
+        """Returns the features of `problem`; random parts of them, such as a grouping, come from `rng`.
 
         Raises InputError for a problem that the policy cannot place, such as one with too many devices.
         """
@@ -48,21 +50,38 @@ class Policy(nn.Module):
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
-        """`num_samples` placements drawn from the policy (the likeliest choices at temperature 0), without gradient."""
+        """Draws `num_samples` placements (the likeliest choices at temperature 0), without gradient."""
         raise NotImplementedError
 
     def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """(log-probability [S, C] of each choice at temperature 1, a choice's mean entropy in nats), with gradients."""
+        """Returns (log-probability [S, C] of each choice at temperature 1, mean entropy of a choice in nats), with
+        gradients."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """InputError for parameters, read from a file, that are finite and yet cannot be used."""
+        """Raises InputError for finite parameters, read from a file, that cannot be used."""
 
     def num_parameters(self) -> int:
-        """How many numbers are trained."""
+        """Counts the trained numbers."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(self.parameters()).device
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Gives PyTorch's operators one thread meanwhile; simulations take all.
+
+    The operators are small: two threads gain little, and wait for each other on a busy machine (an update of the
+    default policy took 0.2 s with one thread, 20 s with two, on two busy cores). Processes share the work better, and
+    the trained parameters do not depend on the number of processors.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Checkpoint files: a policy's parameters, how it was trained, and, until training ends, how to go on.
+"""Checkpoint files: a policy's parameters, the manifest of its training, and, until that ends, its state.
 
     NAME.safetensors    metadata {"gdp": JSON}: format, version, policy, config, manifest
                         tensors: parameters by name; "optimizer/..." the state of training
@@ -35,7 +35,7 @@ POLICIES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What a checkpoint file holds."""
+    """The contents of a checkpoint file."""
 
     policy: str  # name
     config: Mapping[str, Any]
@@ -44,14 +44,14 @@ class Checkpoint:
     training: Mapping[str, Tensor]  # empty where training has ended
 
     def fill(self, policy: Policy) -> None:
-        """Give `policy` the parameters. InputError unless names and shapes are the policy's and all is finite."""
+        """Gives `policy` the parameters. Raises InputError unless names and shapes are its own and all is finite."""
         expected = policy.state_dict()
         check_tensors(self.parameters, expected)
         policy.load_state_dict(dict(self.parameters))
 
 
 def new_policy(name: str, *, seed: int = 0) -> Policy:
-    """The policy called `name` in its default configuration, with initial parameters that depend on `seed` alone."""
+    """Returns policy `name` in its default configuration, with initial parameters that depend on `seed` alone."""
     policy_class, config_class = _classes(name)
     return _construct(policy_class, config_class(), seed)
 
@@ -59,7 +59,7 @@ def new_policy(name: str, *, seed: int = 0) -> Policy:
 def save_checkpoint(
     path: str | Path, policy: Policy, manifest: Mapping[str, Any], training: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write `policy`, its configuration, `manifest` (of JSON values) and the tensors of `training`, atomically."""
+    """Writes `policy`, its configuration, `manifest` (of JSON values) and the tensors of `training`, atomically."""
     tensors = dict(policy.state_dict())
     if bad := next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None):
         raise InputError(f"{path}: not written, parameter {bad!r} is not finite; train with a lower learning rate")
@@ -80,12 +80,12 @@ def save_checkpoint(
 
 
 def config_document(policy: Policy) -> dict[str, Any]:
-    """All fields of the policy's configuration."""
+    """Returns all fields of the policy's configuration."""
     return asdict(cast("Any", policy).config)
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """What the file holds, on the CPU; whether the parameters suit a policy is not looked at."""
+    """Reads the file, on the CPU, without checks of the parameters against a policy."""
     with opened(path, "pt") as (header, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
     return Checkpoint(
@@ -98,12 +98,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_manifest(path: str | Path) -> Mapping[str, Any]:
-    """How the policy in the file was trained."""
+    """Reads the record of how the policy in the file was trained."""
     return read_checkpoint(path).manifest
 
 
 def load_checkpoint(path: str | Path) -> Policy:
-    """The policy in the file, on the CPU."""
+    """Reads the policy in the file, on the CPU."""
     checkpoint = read_checkpoint(path)
     try:
         policy_class, config_class = _classes(checkpoint.policy)
@@ -118,13 +118,13 @@ def load_checkpoint(path: str | Path) -> Policy:
     return policy
 
 
-def check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """InputError unless `found` has exactly the tensors `expected`, of these shapes and types, and all finite."""
-    for name in sorted(expected.keys() - found.keys()):
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raises InputError unless `tensors` has exactly the tensors `expected`, of these shapes and types, all finite."""
+    for name in sorted(expected.keys() - tensors.keys()):
         raise InputError(f"tensor {name!r} is missing; the file is of another gdp or damaged, train it again")
-    for name in sorted(found.keys() - expected.keys()):
+    for name in sorted(tensors.keys() - expected.keys()):
         raise InputError(f"tensor {name!r} is none of the policy's; the file is of another gdp, train it again")
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         shape, dtype = tuple(expected[name].shape), expected[name].dtype
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise InputError(

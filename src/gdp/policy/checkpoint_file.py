@@ -1,4 +1,4 @@
-"""How a checkpoint file opens: its header, and errors of one line that name the file, what is wrong and the remedy."""
+"""Opening of checkpoint files: the header, and errors of one line with the file, the fault and the remedy."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from gdp import files
 from gdp.errors import InputError
 
 FORMAT, VERSION = "gdp-checkpoint", 2
-TRAINING = "optimizer/"  # what the names of tensors of a training's state begin with
+TRAINING = "optimizer/"  # prefix of the names of tensors of a training's state
 
 
 def _is_mapping(value: object) -> bool:
@@ -35,8 +35,10 @@ _HEADER_FIELDS = MappingProxyType(
 
 @contextmanager
 def opened(path: str | Path, framework: str) -> Iterator[tuple[Mapping[str, Any], Any]]:
-    """(header, the open file, whose tensors are those of `framework`, "pt" or "numpy"); InputError for a bad file, and
-    with the file's name for what is found wrong inside."""
+    """Yields (header, the open file), with tensors of `framework`, "pt" or "numpy".
+
+    Raises InputError for a bad file, and adds the file's name to an InputError raised meanwhile.
+    """
     if Path(path).is_dir():
         raise InputError(f"{path}: is a directory; name a file")
     try:
@@ -66,7 +68,7 @@ def _read_header(metadata: Mapping[str, str] | None) -> Mapping[str, Any]:
 
 
 def read_config(config_class: Any, document: object, where: str) -> Any:
-    """The configuration that `config_document` gave; every field, each of the type that its default has."""
+    """Reads a configuration that `config_document` wrote: every field, each of the type of its default."""
     default = config_class()
     names = [field.name for field in fields(config_class)]
     if not isinstance(document, dict):

@@ -1,8 +1,8 @@
-"""Constructing placements by weighing features of devices: what the default policy does, without PyTorch.
+"""Construction of placements by weighing features of devices: the default policy, without PyTorch.
 
     problem --grouped()--> UnitInstance --place(styles)--> placements
 
-Searches ask for many placements and import no more than this; `scheduler.py` trains the weights.
+Searches draw many placements and import no more than this; `scheduler.py` holds the weights in training.
 S samples, P passes, U units, D devices, N ops, K features of a unit on a device.
 """
 
@@ -11,19 +11,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import csr_array
 
+from gdp.arrays import F32, I64
 from gdp.errors import InputError
-from gdp.graph import I64
 from gdp.policy.instance import Instance
-from gdp.policy.rollout import Orders, Record, RolloutArrays, roll_out
-from gdp.policy.styles import Style, orders_of
+from gdp.policy.rollout import RolloutArrays, RolloutOptions, RolloutRecord, roll_out
+from gdp.policy.sampling import Style, options_of
 from gdp.policy.unit_features import unit_features
 from gdp.policy.units import UnitGraph, UnitSource
-from gdp.problem import Placement, Problem
-
-F32 = npt.NDArray[np.float32]
+from gdp.simulator.problem import Placement, Problem
 
 _LARGEST_WEIGHT = 1e6  # scores of larger ones could overflow; trained ones are below 10
 _FREED = (0.08, 0.6)  # share of the units that choose again when an incumbent is refined
@@ -38,39 +35,42 @@ class UnitInstance(Instance):
 
     @cached_property
     def features(self) -> F32:
-        """[U, F] what a network sees of each unit."""
+        """The features of each unit for a network, [U, F]."""
         return unit_features(self.problem, self.units)
 
     @property
     def refines(self) -> bool:
-        """Whether there is an incumbent."""
+        """True if there is an incumbent."""
         return int(self.units.incumbent[0]) >= 0
 
 
 @dataclass(eq=False)
 class _Sources:
-    """The last problems seen, so that drawing another grouping of one is cheap."""
+    """A cache of the last problems, which makes another grouping of one cheap."""
 
     limit: int = 256
-    known: dict[int, tuple[Problem, UnitSource]] = field(default_factory=dict)
+    sources: dict[int, tuple[Problem, UnitSource]] = field(default_factory=dict)
 
     def of(self, problem: Problem) -> UnitSource:
-        if id(problem) not in self.known:
-            while len(self.known) >= self.limit:
-                self.known.pop(next(iter(self.known)))
-            self.known[id(problem)] = (problem, UnitSource.of(problem))
-        return self.known[id(problem)][1]
+        if id(problem) not in self.sources:
+            while len(self.sources) >= self.limit:
+                self.sources.pop(next(iter(self.sources)))
+            self.sources[id(problem)] = (problem, UnitSource.of(problem))
+        return self.sources[id(problem)][1]
 
 
 def check_weights(base: F32) -> None:
-    """InputError for weights that are finite and yet too large to add up."""
+    """Raises InputError for finite weights that are too large to add up."""
     if np.abs(base).max() > _LARGEST_WEIGHT:
         raise InputError(f"tensor 'base' has weights beyond {_LARGEST_WEIGHT:g}; the file is damaged, train it again")
 
 
 class Constructor:
-    """Draws placements; `weights` gives [2, U, K] how each unit of an instance weighs the features of devices: one
-    that sees what came before it, or one that sees all others."""
+    """Draws placements.
+
+    `weights` gives the weights [2, U, K] of the features of devices, for each unit of an instance: first where it sees
+    the units before it, then where it sees all others.
+    """
 
     def __init__(self, weights: Callable[[UnitInstance], F32]) -> None:
         self.weights = weights
@@ -78,7 +78,7 @@ class Constructor:
 
     @classmethod
     def alike(cls, base: F32) -> "Constructor":
-        """All units weigh by `base` [2, K]."""
+        """Returns a constructor that gives all units the weights `base` [2, K]."""
         return cls(lambda instance: np.repeat(base[:, None], instance.units.num_units, axis=1))
 
     def grouped(
@@ -90,42 +90,43 @@ class Constructor:
         following: bool | None = None,
         incumbent: Placement | None = None,
     ) -> UnitInstance:
-        """About `num_units` units, to place or, with `incumbent` [N], to refine; see `UnitSource.draw`."""
+        """Draws about `num_units` units, to place or, with `incumbent` [N], to refine; see `UnitSource.draw`."""
         source = self._sources.of(problem)
         units = source.draw(num_units, rng, following=following, incumbent=incumbent)
         return UnitInstance(problem, units, RolloutArrays.of(problem, units, source.equal_before))
 
     def place(self, instance: UnitInstance, styles: Sequence[Style], rng: np.random.Generator) -> I64:
-        """[S, N] a placement in each of `styles`, in the units of `instance`; nothing is recorded to learn from."""
+        """Returns a placement [S, N] in each of `styles`, in the units of `instance`, without a record for training."""
         return self.roll_out(instance, styles, rng, num_recorded=0)[0]
 
     def roll_out(
         self, instance: UnitInstance, styles: Sequence[Style], rng: np.random.Generator, *, num_recorded: int
-    ) -> tuple[I64, F32, Orders, Record]:
-        """(placements [S, N], weights, what was asked for, the record of the first `num_recorded` samples)."""
+    ) -> tuple[I64, F32, RolloutOptions, RolloutRecord]:
+        """Returns (placements [S, N], weights, options, the record of the first `num_recorded` samples)."""
         num_units, num_devices = instance.units.num_units, instance.problem.num_devices
         weights = self.weights(instance)
-        orders = orders_of(styles, num_devices, refines=instance.refines)
-        num_passes = int(orders.passes.max())
-        record = Record.empty(num_recorded, num_passes, num_units, num_devices)
+        options = options_of(styles, num_devices, refines=instance.refines)
+        num_passes = int(options.passes.max())
+        record = RolloutRecord.empty(num_recorded, num_passes, num_units, num_devices)
         devices = np.empty((len(styles), num_units), np.int64)
         roll_out(
             instance.arrays,
             weights,
-            orders,
+            options,
             _fixed(instance, len(styles), rng),
             instance.units.incumbent,
             rng.random((len(styles), num_passes, num_units)),
             devices,
             record,
         )
-        return devices[:, instance.units.unit_of_op], weights, orders, record
+        return devices[:, instance.units.unit_of_op], weights, options, record
 
 
 def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -> I64:
-    """[S, U] the device of each unit that stays, -1 for those that choose: all, or, to refine an incumbent, a part.
+    """Returns the device of each unit that stays, -1 for a unit that chooses, [S, U].
 
-    The part is drawn for each sample: units alone, a stretch of the step, or a unit with those nearest to it.
+    All units choose, or, to refine an incumbent, a part, drawn for each sample: single units, a stretch of the step, or
+    a unit with its nearest ones.
     """
     incumbent, near = instance.units.incumbent, instance.arrays.near
     num_units = len(incumbent)

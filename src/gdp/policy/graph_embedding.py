@@ -5,8 +5,6 @@ Per iteration (Zhou et al., arXiv 1910.01578, "graph embedding"; Hamilton et al.
     h_N(v) = max over u in N(v) of sigmoid(W h_u + b)        elementwise; 0 where v has no neighbour
     h_v   <- f(concat(h_v, h_N(v)))                          f: affine, then ReLU
 
-`torch_geometric.nn.SAGEConv` pools with a fixed ReLU, so the layer is made of PyTorch Geometric's parts instead; not as
-a `MessagePassing`, which leaves a generated file in the temporary directory of every process.
 N ops, F input features, H hidden, E edges.
 """
 
@@ -15,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn.aggr import MaxAggregation
 
 _POOLS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "relu": torch.relu}
 
@@ -26,7 +23,7 @@ class GraphEmbeddingConfig:
 
     num_layers: int = 4  # iterations: how many edges away an op sees
     hidden: int = 128
-    pool: str = "sigmoid"  # what the maximum is taken of: "sigmoid", or "relu" as in PyTorch Geometric's SAGEConv
+    pool: str = "sigmoid"  # of which the maximum is taken; or "relu", as in PyTorch Geometric's SAGEConv
     residual: bool = False  # add a layer's input to its output where the widths agree
     normalise: bool = False  # to length 1 after each layer, as GraphSAGE (not GDP) has it
 
@@ -46,13 +43,15 @@ class MaxPoolLayer(nn.Module):
         self.residual = config.residual and num_inputs == config.hidden
         self.normalise = config.normalise
         self.pool = nn.Linear(num_inputs, config.hidden)
-        self.maximum = MaxAggregation()
         self.combine = nn.Linear(num_inputs + config.hidden, config.hidden)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         """[N, H] from [N, F] and edges [2, E] (from, to)."""
         sources, targets = edge_index
-        pooled = self.maximum(self.activation(self.pool(x)).index_select(0, sources), targets, dim_size=len(x))
+        offered = self.activation(self.pool(x)).index_select(0, sources)
+        pooled = offered.new_zeros(len(x), offered.shape[1]).scatter_reduce(
+            0, targets[:, None].expand_as(offered), offered, "amax", include_self=False
+        )
         out = torch.relu(self.combine(torch.cat((x, pooled), dim=-1)))
         if self.residual:
             out = out + x

@@ -1,12 +1,12 @@
-"""What all policies call a problem that they have looked at."""
+"""The common part of all policies' views of a problem."""
 
 from dataclasses import dataclass
 
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """A problem as a policy sees it: its features, computed once. Policies extend it."""
+    """A problem with a policy's features of it, computed once; each policy has its own subclass."""
 
     problem: Problem

@@ -3,7 +3,7 @@
     operator type, output size -> GraphSAGE over adjacent ops -> superposed segment transformer -> softmax over devices
 
 It knows neither costs nor devices, and its softmax has a fixed number of entries: device d of one cluster is device d
-of any other. What the network computes does not depend on the sample, so S samples cost one pass.
+of any other. The network does not depend on the sample, so S samples cost one pass.
 N ops, C choices (a group's first op chooses for the group), S samples, D devices of the cluster.
 """
 
@@ -12,41 +12,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from gdp.arrays import F32, F64, I64
 from gdp.errors import InputError
-from gdp.graph import I64, Graph
+from gdp.graph import Graph
 from gdp.policy.base import Policy, Rollouts
 from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
 from gdp.policy.instance import Instance
 from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
 from gdp.policy.superposition import Superposition
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
-KINDS = (
-    "aten._fused_adam_", "aten._log_softmax", "aten._log_softmax_backward_data",
-    "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_flash_attention_for_cpu_backward",
-    "aten._softmax", "aten._softmax_backward_data", "aten.add", "aten.add_", "aten.addmm", "aten.arange",
-    "aten.avg_pool2d", "aten.avg_pool2d_backward", "aten.bmm", "aten.cat", "aten.clone", "aten.constant_pad_nd",
-    "aten.convolution", "aten.convolution_backward", "aten.div", "aten.embedding", "aten.embedding_dense_backward",
-    "aten.index_add", "aten.index_select", "aten.masked_fill", "aten.max_pool2d_with_indices",
-    "aten.max_pool2d_with_indices_backward", "aten.mean", "aten.mm", "aten.mul", "aten.mv", "aten.native_batch_norm",
-    "aten.native_batch_norm_backward", "aten.native_dropout", "aten.native_dropout_backward", "aten.native_layer_norm",
-    "aten.native_layer_norm_backward", "aten.neg", "aten.new_zeros", "aten.nll_loss_backward", "aten.nll_loss_forward",
-    "aten.pow", "aten.relu", "aten.rsqrt", "aten.scatter", "aten.sigmoid", "aten.sigmoid_backward", "aten.silu",
-    "aten.silu_backward", "aten.slice_backward", "aten.stack", "aten.sum", "aten.tanh", "aten.tanh_backward",
-    "aten.threshold_backward", "buffer", "input", "parameter",
-)  # fmt: skip
-"""The commoner op kinds of the built-in workloads. Rare ones are left to the buckets, which so get trained."""
+_KINDS = """
+aten._fused_adam_ aten._log_softmax aten._log_softmax_backward_data aten._scaled_dot_product_flash_attention_for_cpu
+aten._scaled_dot_product_flash_attention_for_cpu_backward aten._softmax aten._softmax_backward_data aten.add aten.add_
+aten.addmm aten.arange aten.avg_pool2d aten.avg_pool2d_backward aten.bmm aten.cat aten.clone aten.constant_pad_nd
+aten.convolution aten.convolution_backward aten.div aten.embedding aten.embedding_dense_backward aten.index_add
+aten.index_select aten.masked_fill aten.max_pool2d_with_indices aten.max_pool2d_with_indices_backward aten.mean
+aten.mm aten.mul aten.mv aten.native_batch_norm aten.native_batch_norm_backward aten.native_dropout
+aten.native_dropout_backward aten.native_layer_norm aten.native_layer_norm_backward aten.neg aten.new_zeros
+aten.nll_loss_backward aten.nll_loss_forward aten.pow aten.relu aten.rsqrt aten.scatter aten.sigmoid
+aten.sigmoid_backward aten.silu aten.silu_backward aten.slice_backward aten.stack aten.sum aten.tanh
+aten.tanh_backward aten.threshold_backward buffer input parameter
+"""
+KINDS = tuple(_KINDS.split())
+"""The commoner op kinds of the built-in workloads. The rare ones train the buckets of unknown kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperConfig:
-    """Sizes and what may be left out of the policy; attention is switched in `placer`.
+    """Sizes and optional parts of the policy, which fix the shapes and the meaning of its parameters.
 
-    All that the parameters' shapes and meaning depend on is here.
+    Attention is switched in `placer`.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -91,7 +90,7 @@ class PaperPolicy(Policy):
         self.head = nn.Linear(config.placer.d_model, config.max_devices)
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> PaperInstance:
-        """The features of `problem`, nothing random. InputError if its cluster has more than `max_devices` devices.
+        """Returns the features of `problem`, nothing random. Raises InputError for more than `max_devices` devices.
 
         The paper's features are type, output shape and adjacency. Our graphs store no shapes: an op's output is the
         logarithm of the bytes that it allocates.
@@ -114,7 +113,7 @@ class PaperPolicy(Policy):
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
-        """`num_samples` placements; at temperature 0 each choice is the likeliest device, the lower one of equals."""
+        """Draws `num_samples` placements; at temperature 0 each choice is the likeliest device, the lower of equals."""
         assert isinstance(instance, PaperInstance)
         with torch.no_grad():
             log_probs = _log_softmax(self._logits(instance), temperature)
@@ -123,7 +122,7 @@ class PaperPolicy(Policy):
             return Rollouts(choices[:, instance.unit_of_op], _select(log_probs, choices), None)
 
     def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """(log-probability [S, C], mean entropy); `rollouts` may hold any placements that keep groups."""
+        """Returns (log-probability [S, C], mean entropy); `rollouts` may hold any placements that keep groups."""
         assert isinstance(instance, PaperInstance)
         log_probs = _log_softmax(self._logits(instance))
         finite = log_probs.masked_fill(~instance.allowed, 0.0)  # 0 log 0 = 0
@@ -139,15 +138,15 @@ class PaperPolicy(Policy):
         return logits.masked_fill(~instance.allowed, -torch.inf)
 
 
-def kind_numbers(kinds: Sequence[str], known: Sequence[str], num_unknown: int) -> I64:
-    """[N] the place of each kind among `known`, else one of `num_unknown` numbers behind them, by its CRC-32."""
-    numbers = {kind: number for number, kind in enumerate(known)}
+def kind_numbers(kinds: Sequence[str], common: Sequence[str], num_unknown: int) -> I64:
+    """Returns the place of each kind [N] in `common`, else one of `num_unknown` numbers behind, by its CRC-32."""
+    numbers = {kind: number for number, kind in enumerate(common)}
     for kind in set(kinds) - numbers.keys():
-        numbers[kind] = len(known) + zlib.crc32(kind.encode()) % num_unknown
+        numbers[kind] = len(common) + zlib.crc32(kind.encode()) % num_unknown
     return np.array([numbers[kind] for kind in kinds], np.int64)
 
 
-def log_output_bytes(graph: Graph) -> npt.NDArray[np.float32]:
+def log_output_bytes(graph: Graph) -> F32:
     """[N] log2(1 + bytes of the tensors that the op makes, views left out) / 32: 1 for 4 GiB."""
     owned = graph.view_of < 0
     num_bytes = np.bincount(graph.producers[owned], graph.tensor_bytes[owned], graph.num_ops)
@@ -168,7 +167,7 @@ def _log_softmax(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return torch.log_softmax(logits / temperature, dim=1)
 
 
-def _invert(probs: npt.NDArray[np.float64], uniform: npt.NDArray[np.float64]) -> I64:
+def _invert(probs: F64, uniform: F64) -> I64:
     """[S, C] devices where the distribution functions of `probs` [C, D] pass `uniform` [S, C], below 1."""
     passed = np.cumsum(probs, axis=1)
     passed /= passed[:, -1:]  # exactly 1 at the end, so that rounding never reaches a device of probability 0

@@ -1,6 +1,6 @@
 """The body of GDP's placer: a Transformer-XL over ops in topological order, without positions.
 
-Ops come in segments. At each layer a segment attends to itself and to what that layer saw of the segment before, as a
+Ops come in segments. At each layer a segment attends to itself and to that layer's input of the segment before, a
 cache without gradient (Dai et al., arXiv 1901.02860, section 3.2; Zhou et al., arXiv 1910.01578, "placement
 network"). Nothing is masked for coming later: all ops are placed at once.
 
@@ -56,7 +56,7 @@ class SegmentAttention(nn.Module):
         self.out = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, cache: Tensor, visible: Tensor) -> Tensor:
-        """[B, S, L, H] from the same, what each segment leaves to the next, and `visible` [B * S, 1, 1, 2L]."""
+        """Returns [B, S, L, H] from the same, the cache for the next segments, and `visible` [B * S, 1, 1, 2L]."""
         before = pad(cache[:, :-1], (0, 0, 0, 0, 1, 0))
         key, value = self.key_value(torch.cat((before, x), dim=2)).chunk(2, dim=-1)
         attended = scaled_dot_product_attention(
@@ -85,7 +85,7 @@ class SegmentLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
-        """[B, S, L, H] from the same and `visible`; what trains here is trained through the cache too."""
+        """Returns [B, S, L, H] from the same and `visible`; parameters are trained through the cache too."""
         if self.attention is not None and self.attention_norm is not None:
             if self.is_pre_norm:
                 x = x + self.attention(self.attention_norm(x), self.attention_norm(x.detach()), visible)

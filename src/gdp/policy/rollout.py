@@ -17,43 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from gdp.graph import I64
+from gdp.arrays import I64
+from gdp.compiled import allocating_inlined, allocating_kernel
+from gdp.policy.features import NUM_FEATURES
 from gdp.policy.units import UnitGraph
-from gdp.problem import Problem
+from gdp.simulator.problem import Problem
 
 F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
 
-FEATURES = (
-    "neighbours here, of all",
-    "neighbours here, of those placed",
-    "neighbours' neighbours here",
-    "like units here, of those placed",
-    "start later than elsewhere",
-    "end later than elsewhere",
-    "load",
-    "load after, of the highest",
-    "load meanwhile",
-    "load meanwhile above the lowest",
-    "memory",
-    "memory short",
-    "empty",
-    "empty, by how many are not",
-    "unit before is here",
-    "recent units here",
-    "slower than the fastest",
-    "inputs to send",
-    "inputs to send above the lowest",
-    "like units here, by load meanwhile",
-    "was here",
-    "load after, above a fair share",
-    "unit before is here, within a fair share",
-    "most of like units are here",
-)
-NUM_FEATURES = len(FEATURES)
-DEVICE_FEATURES = (4, 5, 6, 7, 8, 9, 10, 11, 16, 17, 18, 19, 21, 22)  # those that know costs, loads, links or memory
 _FORGET = 0.8  # of "recent units here", for each further unit
 
 
@@ -66,7 +38,7 @@ class Shares(NamedTuple):
 
 
 class RolloutArrays(NamedTuple):
-    """What roll-outs of a unit graph on a cluster share."""
+    """The arrays that all roll-outs of a unit graph on a cluster share."""
 
     time_ns: Any  # float64 [U, D] -1 where a unit may not go
     work_ns: Any  # float64 [U]
@@ -126,8 +98,8 @@ class RolloutArrays(NamedTuple):
         )
 
 
-class Orders(NamedTuple):
-    """What is asked of each sample; see `styles.Style`."""
+class RolloutOptions(NamedTuple):
+    """The options of each sample; see `sampling.Style`."""
 
     scale: Any  # float32 [S, 2, K] what features are multiplied by, in the first pass and in later ones
     row: Any  # int64 [S, 2] which weights both have
@@ -137,15 +109,15 @@ class Orders(NamedTuple):
     passes: Any  # int64 [S]
 
 
-class Record(NamedTuple):
-    """What was seen and chosen at each turn, to score it again; without samples nothing is recorded."""
+class RolloutRecord(NamedTuple):
+    """Features and choices of each turn, to score them again; without samples nothing is recorded."""
 
     devices: Any  # int64 [S, P, U]
     features: Any  # float32 [S, P, U, D, K] scaled
     masks: Any  # bool [S, P, U, D] what could be chosen; one device where there was no choice
 
     @classmethod
-    def empty(cls, num_samples: int, num_passes: int, num_units: int, num_devices: int) -> "Record":
+    def empty(cls, num_samples: int, num_passes: int, num_units: int, num_devices: int) -> "RolloutRecord":
         """For `roll_out` to fill."""
         shape = num_samples, num_passes, num_units
         masks = np.zeros((*shape, num_devices), np.bool_)
@@ -153,7 +125,7 @@ class Record(NamedTuple):
         return cls(np.zeros(shape, np.int64), np.zeros((*shape, num_devices, NUM_FEATURES), np.float32), masks)
 
 
-@njit(cache=True, nogil=True)
+@allocating_kernel
 def _nearness(sources, targets, sent_ns, num_units):
     """(near, second) of `RolloutArrays`, each (offsets, units, shares)."""
     count = np.zeros(num_units + 1, np.int64)
@@ -211,12 +183,14 @@ def _nearness(sources, targets, sent_ns, num_units):
         second_offsets[unit + 1] = end
     end, last = near_offsets[num_units], second_offsets[num_units]
     return (near_offsets, near_units[:end], near_shares[:end]), (
-        second_offsets, second_units[:last], second_shares[:last]
-    )  # fmt: skip
+        second_offsets,
+        second_units[:last],
+        second_shares[:last],
+    )
 
 
 class _State(NamedTuple):
-    """Where units are, and what devices hold."""
+    """The devices of units, and the contents of devices."""
 
     device: Any  # int64 [U] -1: nowhere yet
     finish_ns: Any  # float64 [U]
@@ -229,7 +203,7 @@ class _State(NamedTuple):
     recent: Any  # float64 [D]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@allocating_kernel
 def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
     """Fill `choices` int64 [S, U], and `record` if it has samples.
 
@@ -241,9 +215,16 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
     num_devices, num_slices = len(arrays.speed), arrays.slices.shape[1]
     by_device = np.empty((5, num_devices))
     state = _State(
-        np.empty(num_units, np.int64), np.empty(num_units), np.empty((num_devices, num_slices)),
-        np.empty(num_devices, np.int64), by_device[0], by_device[1], by_device[2], by_device[3], by_device[4],
-    )  # fmt: skip
+        np.empty(num_units, np.int64),
+        np.empty(num_units),
+        np.empty((num_devices, num_slices)),
+        np.empty(num_devices, np.int64),
+        by_device[0],
+        by_device[1],
+        by_device[2],
+        by_device[3],
+        by_device[4],
+    )
     scale, rows, temperature, slack, most, passes = orders
     mask = np.empty(num_devices, np.bool_)
     features = np.empty((num_devices, NUM_FEATURES), np.float32)
@@ -268,7 +249,8 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
                 if stays < 0 and state.device[unit] >= 0:
                     _take(arrays, state, unit)
                 _may_choose(arrays, state, unit, stays, slack[sample], most[sample], mask)
-                end_ns = _see(arrays, state, unit, before, old, most[sample], mask, features, scratch)
+                _see(arrays, state, unit, before, old, most[sample], mask, features, scratch)
+                end_ns = scratch[1]
                 best = -np.inf
                 for device in range(num_devices):
                     if mask[device]:
@@ -298,7 +280,7 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
             choices[sample, unit] = state.device[unit]
 
 
-@njit(cache=True, inline="always")
+@allocating_inlined
 def _put(arrays, state, unit, device):
     """Place a unit."""
     state.device[unit] = device
@@ -306,10 +288,11 @@ def _put(arrays, state, unit, device):
     state.load_ns[device] += arrays.time_ns[unit, device]
     state.resident[device] += arrays.resident_bytes[unit]
     state.held[device] += arrays.held_bytes[unit]
-    state.slices[device] += arrays.slices[unit]
+    for at in range(arrays.slices.shape[1]):
+        state.slices[device, at] += arrays.slices[unit, at]
 
 
-@njit(cache=True, inline="always")
+@allocating_inlined
 def _take(arrays, state, unit):
     """Undo `_put`."""
     device = state.device[unit]
@@ -318,10 +301,11 @@ def _take(arrays, state, unit):
     state.load_ns[device] -= arrays.time_ns[unit, device]
     state.resident[device] -= arrays.resident_bytes[unit]
     state.held[device] -= arrays.held_bytes[unit]
-    state.slices[device] -= arrays.slices[unit]
+    for at in range(arrays.slices.shape[1]):
+        state.slices[device, at] -= arrays.slices[unit, at]
 
 
-@njit(cache=True, inline="always")
+@allocating_inlined
 def _may_choose(arrays, state, unit, stays, slack, most, mask):
     """Fill `mask` [D]: what must be in memory has to fit, and what may be alive as well, where that is possible."""
     num_devices = len(mask)
@@ -351,9 +335,9 @@ def _may_choose(arrays, state, unit, stays, slack, most, mask):
                 mask[device] &= count[device] > 0
 
 
-@njit(cache=True, inline="always")
+@allocating_inlined
 def _see(arrays, state, unit, before, old, most, mask, features, scratch):
-    """Fill `features` [D, K] of the devices in `mask`, in the order of `FEATURES`; returns when the unit would end."""
+    """Fill `features` [D, K] of the devices in `mask`, by `features.FEATURES`, and `scratch[1]` [D] with the ends."""
     # each access to a field of a record counts references, which in the loops would take most of the time
     time_ns, work_ns, work_slices, slice_ns = arrays.time_ns, arrays.work_ns, arrays.slices, arrays.slice_ns
     offsets, senders, sent_bytes = arrays.offsets, arrays.senders, arrays.sent_bytes
@@ -396,9 +380,7 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
         crowd = 0.0
         for at in range(num_slices):
             if work_slices[unit, at] > 0.0:
-                crowd += work_slices[unit, at] * load_slices[device, at] / (
-                    slice_ns[at] * speed[device]
-                )  # fmt: skip
+                crowd += work_slices[unit, at] * load_slices[device, at] / (slice_ns[at] * speed[device])
         meanwhile[device] = crowd / own_ns
         lowest_start = min(lowest_start, start_ns[device])
         lowest_end = min(lowest_end, end_ns[device])
@@ -441,10 +423,9 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
         seen[21] = min(max(after / fair - 1.0, 0.0) * 4.0, 4.0)
         seen[22] = 1.0 if device == before and after <= fair else 0.0
         seen[23] = 1.0 if like > 0.5 * similar_placed else 0.0
-    return end_ns
 
 
-@njit(cache=True, inline="always")
+@allocating_inlined
 def _gather(those, home_of, unit, on_device):
     """Fill `on_device` [D] with the sum of the unit's shares with units there."""
     offsets, units, shares = those
@@ -455,7 +436,7 @@ def _gather(those, home_of, unit, on_device):
             on_device[device] += shares[index]
 
 
-@njit(cache=True, inline="always")
+@allocating_inlined
 def _draw(scores, best, mask, temperature, uniform):
     """A device of `mask` [D]."""
     chosen = -1

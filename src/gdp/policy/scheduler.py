@@ -4,12 +4,15 @@
                                                                                                     |
     roll-out (compiled): each unit in turn scores every device by its weights and the device's state, and draws one
 
-The roll-outs see devices only through features that are the same functions for all of them (`rollout.py`): one set of
-parameters serves any number and mix of devices. By default all units share one set of weights; the network, which gives
-each its own and runs once for a problem, is there for the ablation (docs/method.md says why). A style (`styles.py`)
-bends the weights of each sample, so that samples differ on purpose. The roll-outs record the features, so
-log-probabilities of their choices can be computed again with gradients: logits [S, P, U, D] = weights [., U, K] .
-features [S, P, U, D, K]. A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131),
+The roll-outs see devices only through features, the same functions for all of them (`features.py`): one set of
+parameters serves any number and mix of devices. By default all units share one set of weights. The network, which gives
+each unit its own and runs once for a problem, is there for the ablation (docs/notes/policy.md). A style
+(`sampling.py`) bends the weights of each sample, so that samples differ by design. The roll-outs record the features,
+from which log-probabilities of their choices are computed again with gradients:
+
+    logits [S, P, U, D] = weights [., U, K] . features [S, P, U, D, K]
+
+A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131),
 there for single ops of one graph; graph network, segment attention and superposition are GDP's (arXiv 1910.01578).
 
 S samples, P passes, U units, D devices, F unit features, K features of a unit on a device, H hidden.
@@ -18,42 +21,33 @@ S samples, P passes, U units, D devices, F unit features, K features of a unit o
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gdp.policy.base import Policy, Rollouts
+from gdp.arrays import F32
+from gdp.policy.base import Policy, Rollouts, one_thread
 from gdp.policy.construction import Constructor, UnitInstance, check_weights
+from gdp.policy.features import FEATURES, INITIAL_WEIGHTS, NUM_FEATURES
 from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
 from gdp.policy.instance import Instance
 from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
-from gdp.policy.processes import one_thread
-from gdp.policy.rollout import DEVICE_FEATURES, NUM_FEATURES
+from gdp.policy.sampling import Style, draw_refinement, draw_style
 from gdp.policy.scheduler_config import SchedulerConfig
-from gdp.policy.styles import Style, draw_refinement, draw_style
 from gdp.policy.superposition import Superposition
-from gdp.policy.unit_features import NUM_UNIT_FEATURES, POSITION_FEATURES
-from gdp.problem import Placement, Problem
-from gdp.simulate import evaluate_many
-
-F32 = npt.NDArray[np.float32]
+from gdp.policy.unit_features import UNIT_FEATURES
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import evaluate_many
 
 _PLAIN_LEARNING_RATE = 0.05  # without a network: 48 weights of 1 to 8
 _LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
-_MANY, _ALIKE = 16, 4  # of so many samples so many are alike: their differences are due to choices alone
-_TRAINING_PASSES = 2  # at most: a record of more takes time and memory, and the weights are the same
-# what a plain list scheduler would weigh, in the order of `rollout.FEATURES`, in powers of two, by hand: where training
-# begins, for units that see what came before them and for units that see all others
-_INITIAL = (
-    (4, 0, 2, 1, -1, -1, -4, 0, -1, -1, -2, -4, 1, -1, 1, -1, -8, -4, -8, -1, 0, -4, 4, 1),
-    (4, 0, 2, 1, -1, -1, -4, 0, -1, -1, -2, -4, 1, -1, 1, -1, -8, -4, -8, -1, 2, -4, 4, 1),
-)
+_MANY, _ALIKE = 16, 4  # from 16 samples on, groups of 4 share a style: only their choices differ
+_TRAINING_PASSES = 2  # at most: a record of more takes time and memory, for the same weights
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What was seen and chosen."""
+    """The recorded features and choices of roll-outs."""
 
     device: Tensor  # int64 [S, P, U]
     features: Tensor  # float32 [S, P, U, D, K] scaled by the sample's style
@@ -73,30 +67,31 @@ class SchedulerPolicy(Policy):
         super().__init__()
         self.config = config
         hidden = config.hidden
-        self.base = nn.Parameter(torch.tensor(_INITIAL, dtype=torch.float32))  # [2, K]
+        self.base = nn.Parameter(torch.tensor(INITIAL_WEIGHTS, dtype=torch.float32))  # [2, K]
         if config.network:
-            self.encode = nn.Sequential(nn.Linear(NUM_UNIT_FEATURES, hidden), nn.LayerNorm(hidden), nn.ReLU())
+            self.encode = nn.Sequential(nn.Linear(len(UNIT_FEATURES), hidden), nn.LayerNorm(hidden), nn.ReLU())
             self.embed = GraphEmbedding(
                 hidden,
                 GraphEmbeddingConfig(num_layers=config.num_graph_layers, hidden=hidden, pool="relu", residual=True),
             )
             self.embed_norm = nn.LayerNorm(hidden)
             body = SegmentTransformerConfig(
-                num_layers=config.num_placer_layers, d_model=hidden, num_heads=config.num_heads,
-                feed_forward=2 * hidden, segment=config.segment, norm="pre", attention=config.attention,
-            )  # fmt: skip
+                num_layers=config.num_placer_layers,
+                d_model=hidden,
+                num_heads=config.num_heads,
+                feed_forward=2 * hidden,
+                segment=config.segment,
+                norm="pre",
+                attention=config.attention,
+            )
             self.placer = Superposition(body) if config.superposition else SegmentTransformer(body)
             self.head = nn.Linear(hidden, 2 * NUM_FEATURES)
             nn.init.zeros_(self.head.weight)  # before training every unit has the base weights
             nn.init.zeros_(self.head.bias)
-        position = torch.ones(NUM_UNIT_FEATURES)
-        if not config.position:
-            position[list(POSITION_FEATURES)] = 0.0
-        self.register_buffer("seen", position, persistent=False)
-        used = torch.ones(NUM_FEATURES)
-        if not config.device_features:
-            used[list(DEVICE_FEATURES)] = 0.0
-        self.register_buffer("used", used, persistent=False)
+        seen = [float(config.position or not feature.tells_position) for feature in UNIT_FEATURES]
+        used = [float(config.device_features or not feature.knows_devices) for feature in FEATURES]
+        self.register_buffer("seen", torch.tensor(seen), persistent=False)
+        self.register_buffer("used", torch.tensor(used), persistent=False)
         self.constructor = Constructor(self._weights)
         if not config.network:
             self.learning_rate = _PLAIN_LEARNING_RATE
@@ -106,10 +101,10 @@ class SchedulerPolicy(Policy):
         check_weights(self.base.detach().numpy())
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> UnitInstance:
-        """Units drawn by `rng`: how many, how they join, and whether backward ops go with their forward ops.
+        """Draws units by `rng`: their number, the grouping, and whether backward ops go with their forward ops.
 
         A share `refining` of the instances has an incumbent: the policy's own best of a few placements, refined up to
-        three times, so that it trains on what it will meet.
+        three times, as in the searches that use the policy.
         """
         sizes = np.array(self.config.num_units)
         instance = self.constructor.grouped(problem, int(rng.choice(sizes)), rng)
@@ -129,7 +124,7 @@ class SchedulerPolicy(Policy):
         return instance
 
     def weights(self, instance: UnitInstance) -> Tensor:
-        """[2, U, K] how each unit weighs the features of devices: one that sees what came before it, or all others."""
+        """Returns the weights [2, U, K] of each unit: where it sees those before it, and where it sees all others."""
         num_units = instance.units.num_units
         weights = self.base[:, None].expand(2, num_units, NUM_FEATURES)
         if self.config.network:
@@ -144,15 +139,16 @@ class SchedulerPolicy(Policy):
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
-        """See `Policy.sample`. Samples have styles drawn for training: few have one each, of many four share one."""
+        """See `Policy.sample`. Samples have styles drawn for training: a few have one each, of many four share one."""
         assert isinstance(instance, UnitInstance)
         alike = _ALIKE if num_samples >= _MANY else 1
         group = np.arange(num_samples) // alike
-        drawn = [self._training_style(instance, rng) for _ in range(int(group[-1]) + 1)]
-        styles = [replace(drawn[number], temperature=temperature) for number in group]
-        placements, weights, orders, record = self.constructor.roll_out(instance, styles, rng, num_recorded=num_samples)
+        of_group = [self._training_style(instance, rng) for _ in range(int(group[-1]) + 1)]
+        styles = [replace(of_group[number], temperature=temperature) for number in group]
+        drawn = self.constructor.roll_out(instance, styles, rng, num_recorded=num_samples)
+        placements, weights, options, record = drawn
         num_passes = record.devices.shape[1]
-        row = np.repeat(orders.row, (1, num_passes - 1), axis=1) if num_passes > 1 else orders.row[:, :1]
+        row = np.repeat(options.row, (1, num_passes - 1), axis=1) if num_passes > 1 else options.row[:, :1]
         choices = Choices(*(torch.from_numpy(array).to(self.device) for array in (*record, row)))
         with torch.no_grad():
             seen = torch.from_numpy(weights).to(self.device)
@@ -178,6 +174,6 @@ class SchedulerPolicy(Policy):
 
 
 def log_probabilities(weights: Tensor, choices: Choices) -> Tensor:
-    """[S, P, U, D] of every device for every unit; -inf where it may not go. `weights` [2, U, K]."""
+    """Returns [S, P, U, D], of every device for every unit; -inf where it may not go. `weights` is [2, U, K]."""
     logits = torch.einsum("spuk,spudk->spud", weights[choices.row], choices.features)
     return logits.masked_fill(~choices.mask, -torch.inf).log_softmax(dim=3)

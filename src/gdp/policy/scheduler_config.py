@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Sizes, and what the ablation leaves out."""
+    """Sizes, and switches for the ablation."""
 
     hidden: int = 64
     num_graph_layers: int = 3
@@ -17,8 +17,8 @@ class SchedulerConfig:
     attention: bool = True
     superposition: bool = True
     position: bool = True  # where a unit is in the step
-    device_features: bool = True  # loads, start times, speeds and memory, not only what is where
-    network: bool = False  # without: one weight vector for all units; docs/method.md says why
+    device_features: bool = True  # the features that know devices: loads, start times, speeds, memory
+    network: bool = False  # without: one weight vector for all units; docs/notes/policy.md says why
 
     def __post_init__(self) -> None:
         if not self.num_units or min(self.num_units) < 1:

@@ -1,86 +1,145 @@
-"""What a policy's network sees of each unit, free of scale: shares, ratios and logarithms of ratios.
+"""The features of units that a policy's network sees, free of scale: shares, ratios and logarithms of ratios.
 
+One row each: a name, and the computation from the quantities of a problem's units.
 U units, F features.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from gdp.policy.units import COLUMNS, WEIGHTED, UnitGraph
-from gdp.problem import Problem
-from gdp.simulate import simulate
+from gdp.arrays import F32, F64
+from gdp.policy.units import COLUMNS, UnitGraph
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
 
-F32 = npt.NDArray[np.float32]
 
-NUM_UNIT_FEATURES = 36
-POSITION_FEATURES = (7, 8, 9, 10, 11, 20)  # columns that tell where in the step a unit is
+@dataclass(frozen=True, eq=False)
+class _Quantities:
+    """The quantities that features are computed from; arrays are float64 [U]."""
+
+    problem: Problem
+    units: UnitGraph
+    work: F64  # ns
+    total_ns: float
+    sent: F64  # ns
+    received: F64  # ns
+    degree: F64
+    first: F64  # lowest head, as a share of the critical path
+    last: F64  # highest head, likewise
+    resident: F64  # bytes
+    held: F64  # bytes
+    limit: float  # bytes of all devices
+    incumbent: F64  # [U, 4]
+
+    @classmethod
+    def of(cls, problem: Problem, units: UnitGraph) -> "_Quantities":
+        num_units, work = units.num_units, units.work_ns
+        senders, receivers = (np.bincount(ends, minlength=num_units) for ends in (units.sources, units.targets))
+        sent, received = (np.bincount(ends, units.sent_ns, num_units) for ends in (units.sources, units.targets))
+        return cls(
+            problem=problem,
+            units=units,
+            work=work,
+            total_ns=max(float(work.sum()), 1.0),
+            sent=np.asarray(sent, np.float64),
+            received=np.asarray(received, np.float64),
+            degree=np.asarray(senders + receivers, np.float64),
+            first=units.first_ns / units.critical_ns,
+            last=units.last_ns / units.critical_ns,
+            resident=units.resident_bytes,
+            held=units.resident_bytes + units.alive_bytes,
+            limit=max(float(problem.memory_limit_bytes.sum()), 1.0),  # no device may have memory
+            incumbent=_incumbent(problem, units),
+        )
+
+    @property
+    def num_units(self) -> int:
+        return self.units.num_units
+
+    def mean(self, column: str) -> F64:
+        """[U] mean of one of `COLUMNS` over the unit's ops, weighted by their work."""
+        sums = self.units.sums
+        mean: F64 = sums[:, COLUMNS.index(column)] / sums[:, COLUMNS.index("weight")]
+        return mean
+
+    def slowness(self) -> F64:
+        """[U] time on the slowest device over that on the fastest one."""
+        times = self.units.time_ns
+        slowness: F64 = times.max(axis=1) / (np.where(times >= 0, times, np.inf).min(axis=1) + 1.0)
+        return slowness
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFeature:
+    """A number of each unit, or one of the problem that all its units share."""
+
+    name: str
+    compute: Callable[[_Quantities], F64 | float]
+    tells_position: bool = False  # where in the step a unit is
+
+
+UNIT_FEATURES = (
+    UnitFeature("work, of the mean", lambda q: np.log1p(q.work / q.total_ns * q.num_units)),
+    UnitFeature("work, of all", lambda q: q.work / q.total_ns),
+    UnitFeature("sent by work", lambda q: np.log1p(q.sent / (q.work + 1.0))),
+    UnitFeature("received by work", lambda q: np.log1p(q.received / (q.work + 1.0))),
+    UnitFeature("share of sending", lambda q: q.sent / (q.sent + q.work + 1.0)),
+    UnitFeature("share of receiving", lambda q: q.received / (q.received + q.work + 1.0)),
+    UnitFeature("neighbours", lambda q: np.log1p(q.degree)),
+    UnitFeature("mean head", lambda q: q.mean("head") / q.units.critical_ns, tells_position=True),
+    UnitFeature("mean tail", lambda q: q.mean("tail") / q.units.critical_ns, tells_position=True),
+    UnitFeature("lowest head", lambda q: q.first, tells_position=True),
+    UnitFeature("highest head", lambda q: q.last, tells_position=True),
+    UnitFeature("span of heads", lambda q: q.last - q.first, tells_position=True),
+    UnitFeature("forward", lambda q: q.mean("forward")),
+    UnitFeature("backward", lambda q: q.mean("backward")),
+    UnitFeature("update", lambda q: q.mean("update")),
+    UnitFeature("ops", lambda q: np.log1p(q.units.sums[:, COLUMNS.index("ops")])),
+    UnitFeature("resident", lambda q: q.resident / q.limit * q.problem.num_devices),
+    UnitFeature("held", lambda q: q.held / q.limit * q.problem.num_devices),
+    UnitFeature("slowest by fastest device", lambda q: np.log1p(q.slowness())),
+    UnitFeature("like units", lambda q: (q.units.similar.sum(axis=1) + 1.0) / q.num_units),
+    UnitFeature("number", lambda q: np.arange(q.num_units) / q.num_units, tells_position=True),
+    UnitFeature("devices", lambda q: np.log2(q.problem.num_devices)),
+    UnitFeature("parallelism", lambda q: np.log(q.total_ns / q.units.critical_ns)),
+    UnitFeature("all sent by all work", lambda q: np.log1p(q.units.sent_ns.sum() / q.total_ns)),
+    UnitFeature("all held", lambda q: min(q.held.sum() / q.limit, 4.0)),
+    UnitFeature("all resident", lambda q: q.resident.sum() / q.limit),
+    UnitFeature("units", lambda q: np.log(q.num_units) / 5.0),
+    UnitFeature("pairs alike", lambda q: ((q.units.similar.data > 0.5).sum() + q.num_units) / q.num_units**2),
+    UnitFeature("mean neighbours", lambda q: q.degree.mean() / 10.0),
+    UnitFeature("largest by smallest memory", lambda q: _log_ratio(q.problem.memory_limit_bytes)),
+    UnitFeature("ops by units", lambda q: np.log1p(q.problem.num_ops / q.num_units)),
+    UnitFeature("mean span of heads", lambda q: (q.last - q.first).mean()),
+    UnitFeature("has an incumbent", lambda q: q.incumbent[:, 0]),
+    UnitFeature("critical in the incumbent", lambda q: q.incumbent[:, 1]),
+    UnitFeature("its device's busy share", lambda q: q.incumbent[:, 2]),
+    UnitFeature("transfers made", lambda q: q.incumbent[:, 3]),
+)
 
 
 def unit_features(problem: Problem, units: UnitGraph) -> F32:
     """[U, F] of `units` of `problem`."""
-    return np.concatenate((_alone(problem, units), incumbent_features(problem, units)), axis=1)
+    quantities = _Quantities.of(problem, units)
+    features = np.empty((units.num_units, len(UNIT_FEATURES)), np.float32)
+    for column, feature in enumerate(UNIT_FEATURES):
+        features[:, column] = feature.compute(quantities)
+    return features
 
 
-def _alone(problem: Problem, units: UnitGraph) -> F32:
-    """[U, F - 4] what does not depend on a placement."""
-    num_units, critical_ns, sums = units.num_units, units.critical_ns, units.sums
-    work, total_ns = units.work_ns, max(float(units.work_ns.sum()), 1.0)
-    sent = np.bincount(units.sources, units.sent_ns, num_units)
-    received = np.bincount(units.targets, units.sent_ns, num_units)
-    degree = np.bincount(units.sources, minlength=num_units) + np.bincount(units.targets, minlength=num_units)
-    head, tail, forward, backward, update = (sums[:, WEIGHTED] / sums[:, 1:2]).T
-    num_ops = sums[:, COLUMNS.index("ops")]
-    first, last = units.first_ns / critical_ns, units.last_ns / critical_ns
-    limit = max(float(problem.memory_limit_bytes.sum()), 1.0)  # no device may have memory
-    held = units.resident_bytes + units.alive_bytes
-    fastest = np.where(units.time_ns >= 0, units.time_ns, np.inf).min(axis=1)
-    slowest = units.time_ns.max(axis=1)
-    per_unit = [
-        np.log1p(work / total_ns * num_units),
-        work / total_ns,
-        np.log1p(sent / (work + 1.0)),
-        np.log1p(received / (work + 1.0)),
-        sent / (sent + work + 1.0),
-        received / (received + work + 1.0),
-        np.log1p(degree),
-        head / critical_ns,
-        tail / critical_ns,
-        first,
-        last,
-        last - first,
-        forward,
-        backward,
-        update,
-        np.log1p(num_ops),
-        units.resident_bytes / limit * problem.num_devices,
-        held / limit * problem.num_devices,
-        np.log1p(slowest / (fastest + 1.0)),
-        (units.similar.sum(axis=1) + 1.0) / num_units,
-        np.arange(num_units) / num_units,
-    ]
-    parallelism = total_ns / critical_ns
-    whole = [
-        np.log2(problem.num_devices),
-        np.log(parallelism),
-        np.log1p(units.sent_ns.sum() / total_ns),
-        min(held.sum() / limit, 4.0),
-        units.resident_bytes.sum() / limit,
-        np.log(num_units) / 5.0,
-        float((units.similar.data > 0.5).sum() + num_units) / num_units**2,
-        float(degree.mean()) / 10.0,
-        np.log(max(float(problem.memory_limit_bytes.max()), 1.0) / max(float(problem.memory_limit_bytes.min()), 1.0)),
-        np.log1p(problem.num_ops / num_units),
-        float((last - first).mean()),
-    ]
-    columns = [*per_unit, *(np.full(num_units, value) for value in whole)]
-    return np.stack(columns, axis=1).astype(np.float32)
+def _log_ratio(amounts: npt.NDArray[np.int64]) -> float:
+    """Logarithm of the largest over the smallest of `amounts`, each at least 1."""
+    return float(np.log(max(float(amounts.max()), 1.0) / max(float(amounts.min()), 1.0)))
 
 
-def incumbent_features(problem: Problem, units: UnitGraph) -> F32:
-    """[U, 4] how units fare in the placement to refine: whether there is one, how near to critical the unit is, how
-    busy its device is, and what share of its transfers is made. Zeros without one."""
+def _incumbent(problem: Problem, units: UnitGraph) -> F64:
+    """[U, 4] how units fare in the placement to refine: 1, the distance to critical, the busy share of the unit's
+    device, the share of its transfers that is made. Zeros without a placement to refine."""
     if units.incumbent[0] < 0:
-        return np.zeros((units.num_units, 4), np.float32)
+        return np.zeros((units.num_units, 4))
     incumbent = simulate(problem, units.incumbent[units.unit_of_op])
     step_ns = max(incumbent.step_time_ns, 1)
     op_work = problem.mean_op_time_ns + 1.0
@@ -96,4 +155,4 @@ def incumbent_features(problem: Problem, units: UnitGraph) -> F32:
         incumbent.busy_fraction[units.incumbent],
         made / np.maximum(every, 1.0),
     ]
-    return np.stack(columns, axis=1).astype(np.float32)
+    return np.stack(columns, axis=1)

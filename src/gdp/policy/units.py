@@ -1,7 +1,7 @@
-"""What the default policy decides about: a problem's units, a few hundred groups of ops, in the order of the step.
+"""Units, which the default policy places: a few hundred groups of a problem's ops, in the order of the step.
 
-Drawing a device for every op teaches nothing in short budgets (docs/method.md): ops join into units along heavy edges
-first, as the search groups them, with noise, so that each drawing sees another grouping.
+Drawing a device for every op teaches nothing in short budgets (docs/method/policy.md). Ops first join into units along
+heavy edges, as the search groups them, with noise: each drawing sees another grouping.
 N ops, U units, P pairs of units that share tensors, D devices, B equal slices of the critical path, C columns.
 """
 
@@ -9,19 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-from numba import njit
 from scipy.sparse import coo_array, csr_array
 
-from gdp.forward_units import forward_units
-from gdp.graph import I64
-from gdp.grouping import Units, group_units
-from gdp.levels import longest_paths
-from gdp.problem import Placement, Problem
-from gdp.simulate import evaluate
-from gdp.symmetry import exchangeable_before
-
-F64 = npt.NDArray[np.float64]
+from gdp.arrays import F64, I64
+from gdp.compiled import allocating_kernel
+from gdp.simulator.longest_paths import longest_paths
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import evaluate
+from gdp.units.forward_units import forward_units
+from gdp.units.grouping import Units, group_units
+from gdp.units.symmetry import exchangeable_before
 
 NUM_SLICES = 16
 _SLACK = 4.0  # how much heavier than average a unit may be
@@ -36,7 +33,7 @@ class UnitGraph:
     time_ns: F64  # [U, D] -1 where a unit may not go
     work_ns: F64  # [U] mean over the devices where it may go
     resident_bytes: F64  # [U]
-    alive_bytes: F64  # [U] what its ops allocate, scaled to what is alive at once when one device runs everything
+    alive_bytes: F64  # [U] allocations of its ops, scaled to the part that is alive at once on one device
     slices: F64  # [U, B] share of the unit's work in each slice of the critical path
     similar: csr_array  # float64 [U, U] 0 to 1, how much two units are parts of the same modules; 0 with itself
     sources: I64  # [P] sending unit of each pair
@@ -56,7 +53,7 @@ class UnitGraph:
 
 @dataclass(frozen=True, eq=False)
 class UnitSource:
-    """What groupings of one problem have in common, computed once."""
+    """The part that all groupings of one problem have in common, computed once."""
 
     problem: Problem
     units: Units  # ops and their groups
@@ -64,9 +61,9 @@ class UnitSource:
     head_ns: I64  # [N] longest path before an op
     critical_ns: float  # longest path
     freedom: I64  # [N] equal numbers for ops that may go to the same devices: only they join
-    alive_share: float  # of all bytes that are allocated in a step, alive at once when one device runs everything
+    alive_share: float  # of the bytes allocated in a step, alive at once when one device runs everything
     equal_before: I64  # [D] see `symmetry.exchangeable_before`
-    sums: F64  # [N, C] what a unit sums over its ops, by `COLUMNS`
+    sums: F64  # [N, C] the terms of a unit's sums, by `COLUMNS`
     op_time_ns: F64  # [N, D] at least 0
     module: I64  # [N] number of each op's module
     op_slice: I64  # [N] the slice of the critical path in which an op's middle is
@@ -105,9 +102,9 @@ class UnitSource:
         following: bool | None = None,
         incumbent: Placement | None = None,
     ) -> UnitGraph:
-        """About `num_units` units. `following`: whether backward ops go with their forward ops (drawn when None).
+        """Draws about `num_units` units. `following`: whether backward ops go with their forward ops (drawn when None).
 
-        With an `incumbent` [N] to refine, units are parts of what it has on one device.
+        With an `incumbent` [N] to refine, each unit is part of one device's share in it.
         """
         follows = bool(rng.random() < 0.5) if following is None else following
         units = self.following if follows and incumbent is None else self.units
@@ -118,26 +115,30 @@ class UnitSource:
 
 
 COLUMNS = ("work", "weight", "head", "tail", "forward", "backward", "update", "ops", "resident", "allocated")
-WEIGHTED = slice(COLUMNS.index("head"), COLUMNS.index("ops"))  # those that `weight` weighs
 
 
 def _sums(problem: Problem, head_ns: I64) -> F64:
-    """[N, C] the columns of `UnitSource.sums`."""
+    """Returns [N, C], the columns of `UnitSource.sums`."""
     phases = np.array(problem.graph.phases)
     work = problem.mean_op_time_ns.astype(np.float64)
     weight = work + 1.0
     return np.stack(
         [
-            work, weight, head_ns * weight, problem.b_level_ns * weight,
+            work,
+            weight,
+            head_ns * weight,
+            problem.b_level_ns * weight,
             *((phases == name) * weight for name in ("forward", "backward", "update")),
-            np.ones(problem.num_ops), problem.graph.resident_bytes, problem.arrays.memory.alloc_bytes,
+            np.ones(problem.num_ops),
+            problem.graph.resident_bytes,
+            problem.arrays.memory.alloc_bytes,
         ],
         axis=1,
-    )  # fmt: skip
+    )
 
 
 def _numbered(names: Sequence[str]) -> I64:
-    """[N] equal numbers for equal names."""
+    """Returns [N], equal numbers for equal names."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return np.fromiter((numbers[name] for name in names), np.int64, len(names))
 
@@ -178,7 +179,7 @@ def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Placement | Non
     )
 
 
-@njit(cache=True, nogil=True)
+@allocating_kernel
 def _first(unit_of_op, head_ns, num_units):
     """[U] lowest head of each unit's ops."""
     first_ns = np.full(num_units, np.iinfo(np.int64).max)
@@ -187,7 +188,7 @@ def _first(unit_of_op, head_ns, num_units):
     return first_ns
 
 
-@njit(cache=True, nogil=True)
+@allocating_kernel
 def _accumulate(unit_of_op, columns, op_time_ns, allowed, op_slice, head_ns, num_units):
     """(sums of the columns [U, C], times [U, D], what all ops allow [U, D], work in slices [U, B], last heads [U])."""
     num_ops, num_columns = columns.shape
@@ -210,7 +211,7 @@ def _accumulate(unit_of_op, columns, op_time_ns, allowed, op_slice, head_ns, num
 
 
 def _alive_share(problem: Problem) -> float:
-    """From one simulation on the device that may run the most ops."""
+    """Returns `UnitSource.alive_share`, from one simulation on the device that may run the most ops."""
     one = np.argmax(np.where(problem.allowed, problem.allowed.sum(axis=0), -1), axis=1)
     _, peaks = evaluate(problem, one)
     resident, allocated = problem.graph.resident_bytes.sum(), problem.arrays.memory.alloc_bytes.sum()
@@ -218,14 +219,14 @@ def _alive_share(problem: Problem) -> float:
 
 
 def _pairs(problem: Problem, unit_of_op: I64, num_units: int) -> tuple[I64, F64]:
-    """(source * U + target, bytes) of each pair [P] in order; a tensor counts once."""
+    """Returns (source * U + target, bytes) of each pair [P] in order; a tensor counts once."""
     graph = problem.graph
     sent, tensors = _sent(unit_of_op, graph.producers, graph.consumer_offsets, graph.consumers, num_units)
     keys, inverse = np.unique(sent, return_inverse=True)
     return keys, np.asarray(np.bincount(inverse, graph.tensor_bytes[tensors], len(keys)), np.float64)
 
 
-@njit(cache=True, nogil=True)
+@allocating_kernel
 def _sent(unit_of_op, producers, consumer_offsets, consumers, num_units):
     """(source * U + target, tensor) of each tensor and each other unit that takes it."""
     keys, tensors = np.empty((2, len(consumers)), np.int64)
@@ -243,7 +244,7 @@ def _sent(unit_of_op, producers, consumer_offsets, consumers, num_units):
 
 
 def _similarity(unit_of_op: I64, module: I64, weight: F64, num_units: int) -> csr_array:
-    """[U, U] cosine of what units spend in each module: parts of one layer at several time steps are alike."""
+    """Returns [U, U], the cosine of the units' work by module: parts of one layer at several time steps are alike."""
     spent = coo_array((weight, (unit_of_op, module)), shape=(num_units, int(module.max()) + 1)).tocsr()
     spent.data /= np.repeat(np.sqrt(np.add.reduceat(spent.data**2, spent.indptr[:-1])), np.diff(spent.indptr))
     similar = (spent @ spent.T).tocsr()

@@ -1,1 +1,1 @@
-"""What is told about plans: tables for a terminal, JSON documents, what limits a step."""
+"""Shows plans: tables for a terminal, JSON documents, pages, traces, figures, and progress while gdp works."""

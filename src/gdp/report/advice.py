@@ -1,4 +1,4 @@
-"""What a person reads about other machines: what-ifs after a plan, tables of sweeps."""
+"""Shows advice on other machines: changes that were tried after a search, tables of sweeps."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,14 +8,14 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from gdp.advice import AS_FAST, Advice
+from gdp.planning.advice import AS_FAST, Advice
+from gdp.planning.sweep import SweepRow
 from gdp.report.tables import format_gib, format_ms, new_table
-from gdp.simulate import Simulation
-from gdp.sweep import SweepRow
+from gdp.simulator.simulate import Simulation
 
 
 def advice_report(advice: Advice, simulation: Simulation) -> Iterator[RenderableType]:
-    """A table of what changes of the machine would give, and a sentence on memory and on fewer devices."""
+    """Yields a table of changed machines with their step times, and sentences on memory and on fewer devices."""
     step_ns = simulation.step_time_ns
     if advice.what_ifs:
         table = new_table("what if", "", ">step time", ">of the plan's")
@@ -24,27 +24,27 @@ def advice_report(advice: Advice, simulation: Simulation) -> Iterator[Renderable
             time = "does not fit" if what_if.step_time_ns is None else format_ms(what_if.step_time_ns)
             table.add_row(what_if.change, what_if.detail, time, ratio)
         yield table
-    told = list(advice_sentences(advice, simulation))
-    if advice.what_ifs and told:
+    sentences = list(advice_sentences(advice, simulation))
+    if advice.what_ifs and sentences:
         yield ""
-    for sentence in told:
+    for sentence in sentences:
         yield Text(sentence)
 
 
 def advice_sentences(advice: Advice, simulation: Simulation) -> Iterator[str]:
-    """Whether fewer devices would do, whether memory matters, and what there was no time for."""
+    """Yields sentences: one device less is as fast, memory limits nothing, changes that were not tried."""
     step_ns = simulation.step_time_ns
     if any(what_if.change == "one device less" and what_if.is_as_fast_as(step_ns) for what_if in advice.what_ifs):
         yield "One device less is as fast (within 1 %)."
     if not advice.memory_matters:
         filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
-        yield f"Memory limits nothing: no device is more than {filled.max():.0%} full."
+        yield f"Memory is not the limit: no device is more than {filled.max():.0%} full."
     if advice.not_asked:
         yield f"Not tried: {'; '.join(advice.not_asked)}."
 
 
 def advice_document(advice: Advice) -> dict[str, Any]:
-    """The same for `--json`."""
+    """Returns the advice as in `--json`."""
     return {
         "what_ifs": [
             {"change": item.change, "detail": item.detail, "step_time_ns": item.step_time_ns}
@@ -55,12 +55,12 @@ def advice_document(advice: Advice) -> dict[str, Any]:
 
 
 def sweep_line(what: str, row: SweepRow) -> str:
-    """What is said as soon as a value is placed."""
+    """Returns the message after one value of a sweep is placed."""
     return f"{what} {row.value}: {_outcome(row)}"
 
 
 def sweep_report(what: str, rows: Sequence[SweepRow]) -> Iterator[RenderableType]:
-    """The table of `--sweep`, the fastest in bold, and which value is the smallest that is as fast."""
+    """Yields the table of `--sweep`, the fastest in bold, and the smallest value that is about as fast."""
     times = {row.value: row.plan.step_time_ns for row in rows if row.is_ok and row.plan is not None}
     first_ns, best_ns = next(iter(times.values()), 0), min(times.values(), default=0)
     table = new_table(f">{what}", ">step time", ">speed-up", ">gap", ">busy", ">fullest device", "order", "note")
@@ -72,11 +72,16 @@ def sweep_report(what: str, rows: Sequence[SweepRow]) -> Iterator[RenderableType
         used = np.bincount(plan.placement, minlength=row.cluster.num_devices) > 0
         note = "" if used.all() else f"uses {int(used.sum())}"
         table.add_row(
-            str(row.value), format_ms(plan.step_time_ns), f"{first_ns / max(plan.step_time_ns, 1):.2f}",
-            f"{plan.gap:.1%}", f"{plan.search.busy_fraction[used].mean():.0%}",
-            format_gib(int(plan.peak_memory_bytes.max())), plan.search.order, note,
+            str(row.value),
+            format_ms(plan.step_time_ns),
+            f"{first_ns / max(plan.step_time_ns, 1):.2f}",
+            f"{plan.gap:.1%}",
+            f"{plan.search.busy_fraction[used].mean():.0%}",
+            format_gib(int(plan.peak_memory_bytes.max())),
+            plan.search.order,
+            note,
             style="bold" if plan.step_time_ns == best_ns else None,
-        )  # fmt: skip
+        )
     yield table
     if times:
         enough = next(value for value, time_ns in times.items() if time_ns <= AS_FAST * best_ns)
@@ -85,7 +90,7 @@ def sweep_report(what: str, rows: Sequence[SweepRow]) -> Iterator[RenderableType
 
 
 def sweep_document(what: str, rows: Sequence[SweepRow], out: Path | None) -> dict[str, Any]:
-    """The same for `--json`."""
+    """Returns the rows of a sweep as in `--json`."""
     return {
         "sweep": what,
         "rows": [

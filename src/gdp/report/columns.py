@@ -1,4 +1,4 @@
-"""Numbers of a page, packed: a JSON header and little-endian columns, gzip, base64.
+"""Packs the numbers of a page: a JSON header and little-endian columns, gzip, base64.
 
     "GDP1" | uint32 length of the header | header | zeros to a multiple of 8 | column | zeros | column | ...
 
@@ -20,7 +20,7 @@ _TYPES = {"f8": "<f8", "i4": "<i4", "u1": "u1"}
 
 
 def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[str, npt.ArrayLike]]) -> str:
-    """The text of `header` and of columns by name: (type "f8", "i4" or "u1", values)."""
+    """Returns the text of `header` and of columns by name: (type "f8", "i4" or "u1", values)."""
     body = bytearray()
     places: dict[str, tuple[str, int, int]] = {}
     for name, (kind, values) in columns.items():
@@ -35,7 +35,7 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[str, npt.ArrayLi
 
 
 def unpack(text: str) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """(header, columns by name) of a packed text."""
+    """Returns (header, columns by name) of a packed text."""
     content = gzip.decompress(base64.b64decode(text))
     length = struct.unpack_from("<I", content, 4)[0]
     header = orjson.loads(content[8 : 8 + length])

@@ -1,4 +1,4 @@
-"""What a person reads in a terminal: sentences and tables. Step times in ms, sizes in GiB."""
+"""Shows answers in a terminal: sentences and tables. Step times in ms, sizes in GiB."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,19 +8,19 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gdp.advice import Advice
-from gdp.cluster import Cluster
-from gdp.compare import Comparison
-from gdp.cost import count_time_sources
-from gdp.devices import KINDS, LINKS
+from gdp.cluster import Cluster, Device
+from gdp.cluster.catalogue import KINDS, LINKS, DeviceKind
 from gdp.graph import Graph
-from gdp.plan import Plan
+from gdp.planning.advice import Advice
+from gdp.planning.compare import Comparison
 from gdp.report import sentences
 from gdp.report.advice import advice_report
 from gdp.report.limits import Limits
 from gdp.report.tables import digits, format_gib, format_ms, new_table
 from gdp.report.timeline_text import TimelineText
-from gdp.simulate import Simulation
+from gdp.simulator.costs import count_time_sources
+from gdp.simulator.plan import Plan
+from gdp.simulator.simulate import Simulation
 
 
 def place_report(
@@ -31,15 +31,15 @@ def place_report(
     next_command: str,
     advice: Advice | None = None,
 ) -> Iterator[RenderableType]:
-    """The answer of `gdp place`, from the headline to the next command."""
+    """Yields the answer of `gdp place`, from the headline to the next command."""
     assert plan.search is not None
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     sizes = f"{graph.num_ops:,} ops, {graph.num_tensors:,} tensors"
     plural = "" if plan.search.simulations == 1 else "s"
     searched = f"{plan.search.simulations:,} simulation{plural} in {plan.search.seconds:.1f} s, seed {plan.seed}"
     count = sentences.num_microbatches(simulation)
-    parts = f"{graph.name} in {count} micro-batches" if count > 1 else graph.name
-    yield Text(f"{parts} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
+    title = f"{graph.name} in {count} micro-batches" if count > 1 else graph.name
+    yield Text(f"{title} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
     yield Text(sentences.headline(plan.step_time_ns, plan.search.baselines), style="bold")
     for sentence in sentences.of_search(plan.search, simulation):
         yield Text(sentence)
@@ -63,7 +63,7 @@ def place_report(
 
 
 def device_report(simulation: Simulation) -> Iterator[RenderableType]:
-    """A table of the devices, what limits the step, and devices that hold nothing."""
+    """Yields a table of the devices, the limit of the step, and the devices without ops."""
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
     table = new_table("device", "kind", ">busy", ">ops", ">peak memory", ">limit")
@@ -84,8 +84,8 @@ def device_report(simulation: Simulation) -> Iterator[RenderableType]:
 
 
 def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterator[RenderableType]:
-    """What `gdp simulate` found out about a plan whose figures are right."""
-    yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory as the plan says.")
+    """Yields the answer of `gdp simulate` for a plan with correct figures."""
+    yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan.")
     yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns))
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
     yield ""
@@ -93,7 +93,7 @@ def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterat
 
 
 def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
-    """The table of `gdp compare`: medians over seeds, the best in bold."""
+    """Yields the table of `gdp compare`: medians over seeds, the best in bold."""
     best_ns = min((row.step_time_ns for row in comparison.rows if row.step_time_ns is not None), default=None)
     table = new_table(
         "placer", "status", ">step time", ">best seed", ">worst seed", ">above bound", ">seconds", ">simulations"
@@ -118,16 +118,13 @@ def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
-    """The devices of a cluster and its routes."""
+    """Yields the devices of a cluster and its routes."""
     devices = new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch")
     for device in cluster.devices:
         devices.add_row(
             device.name,
             device.kind,
-            format_gib(device.memory_bytes),
-            f"{digits(device.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
-            f"{digits(device.memory_bytes_per_second / 1e9, 3)} GB/s",
-            f"{digits(device.launch_ns / 1e3, 3)} us",
+            *_figures(device),
         )
     yield devices
     if cluster.num_devices == 1:
@@ -143,16 +140,22 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     yield routes
 
 
+def _figures(device: Device | DeviceKind) -> tuple[str, str, str, str]:
+    return (
+        format_gib(device.memory_bytes),
+        f"{digits(device.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
+        f"{digits(device.memory_bytes_per_second / 1e9, 3)} GB/s",
+        f"{digits(device.launch_ns / 1e3, 3)} us",
+    )
+
+
 def kinds_report() -> Iterator[RenderableType]:
-    """The built-in kinds of devices and links."""
+    """Yields the built-in kinds of devices and links."""
     kinds = new_table("kind", ">memory", ">float32", ">bandwidth", ">launch", "links")
     for name, kind in KINDS.items():
         kinds.add_row(
             name,
-            format_gib(kind.memory_bytes),
-            f"{digits(kind.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
-            f"{digits(kind.memory_bytes_per_second / 1e9, 3)} GB/s",
-            f"{digits(kind.launch_ns / 1e3, 3)} us",
+            *_figures(kind),
             ", ".join(filter(None, (kind.port, kind.nvlink))),
         )
     yield kinds
@@ -163,11 +166,13 @@ def kinds_report() -> Iterator[RenderableType]:
         links.add_row(link.name, f"{rate} GB/s", f"{latency} us")
     yield links
     yield ""
-    yield Text("Combined: 4xp100-pcie-16g, 2xa100-sxm-80g+cpu-16core, 2x(4xl4-24g)@10gbit; or write a cluster file.")
+    yield Text(
+        "Combine them as in 4xp100-pcie-16g, 2xa100-sxm-80g+cpu-16core, 2x(4xl4-24g)@10gbit; or write a cluster file."
+    )
 
 
 def rows_report(rows: Sequence[Mapping[str, object]]) -> Iterator[RenderableType]:
-    """Any rows with the same keys as a table."""
+    """Yields a table of rows that have the same keys."""
     if rows:
         columns = list(rows[0])
         table = new_table(*(f">{name}" if isinstance(rows[0][name], int | float) else name for name in columns))
@@ -177,36 +182,31 @@ def rows_report(rows: Sequence[Mapping[str, object]]) -> Iterator[RenderableType
 
 
 def capture_report(graph: Graph, unknown_costs: Mapping[str, int], path: str) -> Iterator[RenderableType]:
-    """What `gdp capture` made."""
+    """Yields the answer of `gdp capture`."""
     if unknown_costs:
         yield Text(_unknown(unknown_costs))
     yield Text(f"Graph of {graph.num_ops:,} ops and {graph.num_tensors:,} tensors written to {path}")
 
 
 def nothing_fits(plan: Plan, cluster: Cluster, would_fit: Sequence[str] = ()) -> str:
-    """One line with the devices that are too small, the bytes they lack, and the changes that would be enough."""
+    """Returns one line: the devices that are too small, the bytes they lack, and the changes that would be enough."""
     assert plan.search is not None
-    missing = plan.search.missing_bytes.tolist()
-    lacking = [
-        f"{device.name} lacks {short} bytes" + (f" ({format_gib(short)})" if short >= 2**20 else "")
-        for device, short in zip(cluster.devices, missing, strict=True)
-        if short
-    ]
+    lacking = sentences.lacking(cluster, plan.search.missing_bytes)
     if plan.placer != "auto":
-        return f"placer {plan.placer} found nothing that fits in memory: {', '.join(lacking)}; use --placer auto"
+        return f"placer {plan.placer} found nothing that fits in memory: {lacking}; use --placer auto"
     if would_fit:
-        return f"nothing fits in memory: {', '.join(lacking)}; it would with {', or with '.join(would_fit)}"
-    return f"nothing fits in memory: {', '.join(lacking)}; add devices or memory, or make the batch smaller"
+        return f"nothing fits in memory: {lacking}; it would fit with {', or with '.join(would_fit)}"
+    return f"nothing fits in memory: {lacking}; add devices or memory, or make the batch smaller"
 
 
 def _time_sources(graph: Graph, cluster: Cluster) -> Iterator[RenderableType]:
-    """How many op times were measured, if any, and how many are modelled."""
+    """Yields the numbers of measured and modelled op times, if any are measured."""
     if not any(graph.times_ns):
         return
     counts = count_time_sources(graph, cluster)
     for device, count in counts.items():
-        known = f"{count['measured']:,} of {graph.num_ops:,} measured"
-        yield Text(f"Op times on {device}: {known}, {count['roofline']:,} by the roofline, {count['free']:,} free.")
+        measured = f"{count['measured']:,} of {graph.num_ops:,} measured"
+        yield Text(f"Op times on {device}: {measured}, {count['roofline']:,} by the roofline, {count['free']:,} free.")
 
 
 def _baselines(plan: Plan) -> Table:
@@ -228,8 +228,9 @@ def _unknown(unknown_costs: Mapping[str, int]) -> str:
     listed = sorted(unknown_costs.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{kind} ({count})" for kind, count in listed[:6]) + (", ..." if len(listed) > 6 else "")
     total = sum(unknown_costs.values())
-    remedy = "--op-costs FILE or gdp.register_flops says it"
-    return f"{total:,} ops have no known cost and count one FLOP per element ({remedy}): {kinds}"
+    remedy = "give it with --op-costs FILE or gdp.register_flops"
+    ops = "op has no known cost and counts" if total == 1 else "ops have no known cost and count"
+    return f"{total:,} {ops} as one FLOP per element ({remedy}): {kinds}"
 
 
 def _status(status: str) -> str:

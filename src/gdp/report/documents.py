@@ -1,23 +1,23 @@
-"""The JSON documents of `--json`: stable keys, times in ns, sizes in bytes."""
+"""Builds the JSON documents of `--json`: stable keys, times in ns, sizes in bytes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gdp.advice import Advice
 from gdp.cluster import Cluster
-from gdp.compare import Comparison
-from gdp.cost import count_time_sources
 from gdp.graph import Graph
-from gdp.microbatches import count_microbatches
-from gdp.plan import Plan
+from gdp.graph.microbatches import count_microbatches
+from gdp.planning.advice import Advice
+from gdp.planning.compare import Comparison
 from gdp.report.advice import advice_document
-from gdp.simulate import Simulation
+from gdp.simulator.costs import count_time_sources
+from gdp.simulator.plan import Plan
+from gdp.simulator.simulate import Simulation
 
 
 def graph_document(graph: Graph) -> dict[str, Any]:
-    """Name, sizes and fingerprint of a graph."""
+    """Returns name, sizes and fingerprint of a graph."""
     return {
         "name": graph.name,
         "num_ops": graph.num_ops,
@@ -27,13 +27,13 @@ def graph_document(graph: Graph) -> dict[str, Any]:
 
 
 def cluster_document(cluster: Cluster) -> dict[str, Any]:
-    """Name, devices and fingerprint of a cluster."""
+    """Returns name, devices and fingerprint of a cluster."""
     devices = [device.name for device in cluster.devices]
     return {"name": cluster.name, "devices": devices, "fingerprint": cluster.fingerprint}
 
 
 def _gap(step_time_ns: int, bound_ns: int) -> float | None:
-    """How far a step time is above a bound; None where the bound is 0 and the step time is not."""
+    """Returns how far a step time is above a bound, as a share; None if only the bound is 0."""
     if step_time_ns == bound_ns:
         return 0.0
     return step_time_ns / bound_ns - 1.0 if bound_ns else None
@@ -42,7 +42,10 @@ def _gap(step_time_ns: int, bound_ns: int) -> float | None:
 def place_document(
     graph: Graph, cluster: Cluster, plan: Plan, path: Path | None, *, advice: Advice | None, would_fit: Sequence[str]
 ) -> dict[str, Any]:
-    """What `gdp place --json` prints; `path` None: no plan was written. With `would_fit` changes it would fit."""
+    """Returns the answer of `gdp place --json`.
+
+    `path` is None if no plan was written; `would_fit` lists changes with which a plan would fit.
+    """
     assert plan.search is not None
     noisy = plan.search.under_noise
     return {
@@ -71,7 +74,7 @@ def place_document(
 
 
 def compare_document(graph: Graph, cluster: Cluster, comparison: Comparison, budget: str) -> dict[str, Any]:
-    """What `gdp compare --json` prints."""
+    """Returns the answer of `gdp compare --json`."""
     return {
         "graph": graph_document(graph),
         "cluster": cluster_document(cluster),
@@ -92,7 +95,7 @@ def compare_document(graph: Graph, cluster: Cluster, comparison: Comparison, bud
 
 
 def simulate_document(plan: Plan, simulation: Simulation, bound_ns: int) -> dict[str, Any]:
-    """What `gdp simulate --json` prints: figures of the replay, and the bound derived anew."""
+    """Returns the answer of `gdp simulate --json`: figures of the replay, and the bound derived anew."""
     problem = simulation.problem
     return {
         "graph": graph_document(problem.graph),

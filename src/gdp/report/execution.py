@@ -1,4 +1,4 @@
-"""What `gdp run` prints: measured beside predicted."""
+"""Shows executed plans: measured beside predicted times."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gdp.execute.arms import Arm
 from gdp.execute.equality import NOISE_FACTOR, Equality
+from gdp.execute.measurement import Measurement
 from gdp.execute.prediction import OpPrediction, Prediction
-from gdp.execute.run import Run
+from gdp.execute.run import RunResult
 from gdp.report.tables import format_ms, new_table
 
 
-def run_report(run: Run) -> Iterator[RenderableType]:
-    """The answer of `gdp run`."""
+def run_report(run: RunResult) -> Iterator[RenderableType]:
+    """Yields the answer of `gdp run`."""
     places = ", ".join(f"{target.name} ({target.place})" for target in run.targets)
     yield Text(f"{run.graph_name}: {len(run.placed.step_ns)} steps on {places}")
     yield Text(_headline(run), style="bold")
@@ -27,13 +27,13 @@ def run_report(run: Run) -> Iterator[RenderableType]:
     yield rows
     if run.prediction is None:
         yield ""
-        yield Text("With --devices, the cluster that was placed for, predictions are compared op by op.")
+        yield Text("To compare predictions op by op, name the devices of the plan with --devices.")
     else:
         yield from _prediction(run.prediction)
 
 
-def run_document(run: Run) -> dict[str, Any]:
-    """What `gdp run --json` prints; times in ns."""
+def run_document(run: RunResult) -> dict[str, Any]:
+    """Returns the answer of `gdp run --json`; times in ns."""
     document: dict[str, Any] = {
         "graph": run.graph_name,
         "devices": [target.name for target in run.targets],
@@ -61,31 +61,37 @@ def run_document(run: Run) -> dict[str, Any]:
             "step_time_quartiles_ns": list(run.one_device.step_quartiles_ns),
             "step_times_ns": run.one_device.step_ns,
         }
-    found = run.prediction
-    if found is not None:
+    prediction = run.prediction
+    if prediction is not None:
         document["prediction"] = {
             "devices": [
                 {
-                    "name": row.name, "num_ops": row.num_ops, "predicted_busy_ns": row.predicted_busy_ns,
-                    "busy_ns": row.busy_ns, "wait_ns": row.wait_ns,
+                    "name": row.name,
+                    "num_ops": row.num_ops,
+                    "predicted_busy_ns": row.predicted_busy_ns,
+                    "busy_ns": row.busy_ns,
+                    "wait_ns": row.wait_ns,
                 }
-                for row in found.devices
+                for row in prediction.devices
             ],
-            "kinds": [_op_document(row) for row in found.kinds],
-            "ops": [_op_document(row) for row in found.ops],
+            "kinds": [_op_document(row) for row in prediction.kinds],
+            "ops": [_op_document(row) for row in prediction.ops],
             "transfers": [
                 {
-                    "from": row.source, "to": row.destination, "num_tensors": row.num_tensors,
-                    "predicted_ns": row.predicted_ns, "measured_ns": row.measured_ns,
+                    "from": row.source,
+                    "to": row.destination,
+                    "num_tensors": row.num_tensors,
+                    "predicted_ns": row.predicted_ns,
+                    "measured_ns": row.measured_ns,
                     "median_error": row.median_error,
                 }
-                for row in found.hand_overs
+                for row in prediction.hand_overs
             ],
-        }  # fmt: skip
+        }
     return document
 
 
-def _headline(run: Run) -> str:
+def _headline(run: RunResult) -> str:
     text = f"Step time {format_ms(run.placed.median_step_ns)}, predicted {format_ms(run.plan.step_time_ns)}"
     if run.speedup is None:
         return text
@@ -95,7 +101,7 @@ def _headline(run: Run) -> str:
 def _equality(equality: Equality, reference: str) -> str:
     num, equal = equality.num_tensors, equality.num_equal
     if equality.is_exact:
-        return f"Loss, outputs, gradients and buffers ({num} tensors): bit for bit those of {reference}."
+        return f"Loss, outputs, gradients and buffers ({num} tensors) are bit for bit those of {reference}."
     return (
         f"{num - equal} of {num} result tensors differ from those of {reference}, "
         f"by at most {equality.largest_difference:.1e} of their largest element, or of {NOISE_FACTOR:,.0f} times their "
@@ -103,30 +109,36 @@ def _equality(equality: Equality, reference: str) -> str:
     )
 
 
-def _spread(arm: Arm) -> tuple[str, str]:
-    low, high = arm.step_quartiles_ns
-    return format_ms(arm.median_step_ns), f"{format_ms(low)} to {format_ms(high)}"
+def _spread(measurement: Measurement) -> tuple[str, str]:
+    low, high = measurement.step_quartiles_ns
+    return format_ms(measurement.median_step_ns), f"{format_ms(low)} to {format_ms(high)}"
 
 
-def _prediction(found: Prediction) -> Iterator[RenderableType]:
+def _prediction(prediction: Prediction) -> Iterator[RenderableType]:
     yield ""
     rows = new_table("device", ">ops", ">busy, predicted", ">busy, measured", ">waiting")
-    for device in found.devices:
+    for device in prediction.devices:
         rows.add_row(
-            device.name, f"{device.num_ops:,}", format_ms(device.predicted_busy_ns), format_ms(device.busy_ns),
+            device.name,
+            f"{device.num_ops:,}",
+            format_ms(device.predicted_busy_ns),
+            format_ms(device.busy_ns),
             format_ms(device.wait_ns),
-        )  # fmt: skip
+        )
     yield rows
-    if found.hand_overs:
+    if prediction.hand_overs:
         yield ""
         rows = new_table("transfer", ">measured", ">predicted, median", ">measured, median", ">error, median")
-        for row in found.hand_overs:
+        for row in prediction.hand_overs:
             rows.add_row(
-                f"{row.source} to {row.destination}", f"{row.num_tensors:,}", format_ms(row.predicted_ns),
-                format_ms(row.measured_ns), f"{row.median_error:.0%}",
-            )  # fmt: skip
+                f"{row.source} to {row.destination}",
+                f"{row.num_tensors:,}",
+                format_ms(row.predicted_ns),
+                format_ms(row.measured_ns),
+                f"{row.median_error:.0%}",
+            )
         yield rows
-    for title, listed in (("kinds of ops", found.kinds), ("ops", found.ops)):
+    for title, listed in (("kinds of ops", prediction.kinds), ("ops", prediction.ops)):
         yield ""
         yield Text(f"What explains most of the error, {title}:")
         rows = new_table("", ">ops", ">predicted", ">measured", ">difference")
@@ -140,6 +152,4 @@ def _op_cells(op: OpPrediction) -> tuple[str, str, str]:
 
 
 def _op_document(op: OpPrediction) -> dict[str, Any]:
-    return {
-        "name": op.name, "num_ops": op.num_ops, "predicted_ns": op.predicted_ns, "measured_ns": op.measured_ns
-    }  # fmt: skip
+    return {"name": op.name, "num_ops": op.num_ops, "predicted_ns": op.predicted_ns, "measured_ns": op.measured_ns}

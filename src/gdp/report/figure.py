@@ -1,4 +1,4 @@
-"""Timeline and memory of a simulated step as a figure for papers, drawn by Matplotlib."""
+"""Draws timeline and memory of a simulated step as a figure for papers, by Matplotlib."""
 
 import io
 
@@ -7,18 +7,20 @@ import numpy as np
 from gdp.errors import InputError
 from gdp.report.colours import device_colour, line_colour
 from gdp.report.memory_curves import Allocations, memory_curves
+from gdp.report.tables import short
 from gdp.report.timeline_text import busy_shares
-from gdp.simulate import Simulation
+from gdp.simulator.simulate import Simulation
 
 _PHASES = {"forward": 0, "backward": 1, "update": 2, "": 3}
 _COLUMNS = 1400  # as many pixels as the figure is wide
 _MOST_POINTS = 2000
+_LABEL = 24  # characters of a name
 
 
 def figure_bytes(simulation: Simulation, kind: str) -> bytes:
-    """The figure, an "svg", "png" or "pdf" file as `kind` says: how busy devices are, coloured by phase, and memory.
+    """Returns the figure as a file of `kind` "svg", "png" or "pdf": busy devices, coloured by phase, and memory.
 
-    A row is filled as high as its device is busy, in each 1/1400 of the step.
+    The height of a row is the busy share of its device in each 1/1400 of the step.
     """
     try:
         import matplotlib as mpl
@@ -41,11 +43,16 @@ def figure_bytes(simulation: Simulation, kind: str) -> bytes:
             top = floor - 0.8 * busy_shares(simulation, _COLUMNS, phases == number)
             for device in range(num_devices):
                 rows.fill_between(
-                    edges, np.append(floor[device], 0), np.append(top[device], 0), step="post", linewidth=0,
-                    color=device_colour(number), label=phase or "other",
-                )  # fmt: skip
+                    edges,
+                    np.append(floor[device], 0),
+                    np.append(top[device], 0),
+                    step="post",
+                    linewidth=0,
+                    color=device_colour(number),
+                    label=phase or "other",
+                )
             floor = top
-        rows.set_yticks(range(num_devices), [_short(device.name) for device in cluster.devices])
+        rows.set_yticks(range(num_devices), [short(device.name, _LABEL) for device in cluster.devices])
         rows.set_ylim(num_devices - 0.4, -0.6)
         handles = dict(zip(*reversed(rows.get_legend_handles_labels()), strict=True))
         if handles:
@@ -53,9 +60,13 @@ def figure_bytes(simulation: Simulation, kind: str) -> bytes:
         for curve in memory_curves(simulation, Allocations.of(simulation)):
             times, used = curve.thinned(_MOST_POINTS)
             memory.step(
-                [*(times / 1e6), end_ms], [*(used / 2**30), used[-1] / 2**30], where="post", linewidth=1,
-                color=line_colour(curve.device), label=_short(cluster.devices[curve.device].name),
-            )  # fmt: skip
+                [*(times / 1e6), end_ms],
+                [*(used / 2**30), used[-1] / 2**30],
+                where="post",
+                linewidth=1,
+                color=line_colour(curve.device),
+                label=short(cluster.devices[curve.device].name, _LABEL),
+            )
         highest = int(simulation.peak_memory_bytes.max())
         for limit in sorted(set(simulation.problem.memory_limit_bytes.tolist())):
             if limit <= 4 * highest:
@@ -72,7 +83,3 @@ def figure_bytes(simulation: Simulation, kind: str) -> bytes:
         content = io.BytesIO()
         figure.savefig(content, format=kind, dpi=200, metadata=undated)
         return content.getvalue()
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 24 else f"{name[:16]}…{name[-7:]}"

@@ -1,19 +1,23 @@
-"""A placed graph for other viewers: DOT for Graphviz, graph and node data for Model Explorer."""
+"""Writes a placed graph for other viewers: DOT for Graphviz, graph and node data for Model Explorer."""
 
 from typing import Any
 
 from gdp.errors import InputError
 from gdp.report.colours import device_colour
-from gdp.report.tables import writable
-from gdp.simulate import Simulation
+from gdp.report.tables import short, writable
+from gdp.simulator.simulate import Simulation
 
 _GRAPH = "main"  # as both files for Model Explorer call it
+_LABEL = 60  # characters of a name in a label
 MOST_DOT_OPS = 2000  # Graphviz lays out more only in minutes
 _ESCAPES = str.maketrans({"\0": "\ufffd", "\\": "\\\\", "&": "&amp;", '"': '\\"', "\r": " ", "\n": "\\n"})
 
 
 def dot_text(simulation: Simulation) -> str:
-    """The graph in DOT, ops filled with the colour of their device; InputError if it is too large to be laid out."""
+    """Returns the graph in DOT, each op in the colour of its device.
+
+    Raises InputError if it is too large for Graphviz to lay out.
+    """
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     if graph.num_ops > MOST_DOT_OPS:
         raise InputError(
@@ -24,7 +28,7 @@ def dot_text(simulation: Simulation) -> str:
         device = int(simulation.placement[op])
         colour = device_colour(device)
         text = "white" if _is_dark(colour) else "black"
-        label = f"{_short(name)}\n{_short(graph.kinds[op])}\n{cluster.devices[device].name}"
+        label = f"{short(name, _LABEL)}\n{short(graph.kinds[op], _LABEL)}\n{cluster.devices[device].name}"
         lines.append(f'  {op} [label={_quoted(label)}, fillcolor="{colour}", fontcolor="{text}"];')
     producers = graph.producers[graph.edge_tensors]
     for producer, consumer in dict.fromkeys(zip(producers.tolist(), graph.consumers.tolist(), strict=True)):
@@ -34,7 +38,7 @@ def dot_text(simulation: Simulation) -> str:
 
 
 def node_data_document(simulation: Simulation) -> dict[str, Any]:
-    """Model Explorer's node data: the device of each op, with its colour, by the op's name."""
+    """Returns node data for Model Explorer: the device of each op, with its colour, by the op's name."""
     graph, devices = simulation.problem.graph, simulation.problem.cluster.devices
     results = {}
     for op, name in enumerate(graph.op_names):
@@ -49,7 +53,7 @@ def node_data_document(simulation: Simulation) -> dict[str, Any]:
 
 
 def explorer_document(simulation: Simulation) -> list[dict[str, Any]]:
-    """The graph for Model Explorer, which node data go on: nodes by the op's name, in a layer for each module."""
+    """Returns the graph for Model Explorer: nodes by the op's name, as in the node data, in a layer for each module."""
     graph, devices = simulation.problem.graph, simulation.problem.cluster.devices
     names = [writable(name) for name in graph.op_names]
     edges: list[list[dict[str, str]]] = [[] for _ in names]
@@ -74,22 +78,9 @@ def explorer_document(simulation: Simulation) -> list[dict[str, Any]]:
     return [{"id": _GRAPH, "nodes": nodes}]
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 60 else f"{name[:40]}…{name[-19:]}"
-
-
 def _quoted(text: str) -> str:
-    """A string of the DOT language: a backslash or an ampersand would begin an escape in a label; it has no NUL."""
-    for character, written in (
-        ("\0", "\ufffd"),
-        ("\\", "\\\\"),
-        ("&", "&amp;"),
-        ('"', '\\"'),
-        ("\r", " "),
-        ("\n", "\\n"),
-    ):
-        text = text.replace(character, written)
-    return f'"{text}"'
+    """Returns `text` as a string of the DOT language, which has escapes and no NUL."""
+    return f'"{text.translate(_ESCAPES)}"'
 
 
 def _is_dark(colour: str) -> bool:

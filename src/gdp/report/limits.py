@@ -1,18 +1,18 @@
-"""What limits a step: the busiest device, the busiest channel, or the critical path."""
+"""Finds the limit of a step: the busiest device, the busiest channel, or the critical path."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.priorities import communication_levels, longest_chain
-from gdp.simulate import Simulation
+from gdp.simulator.longest_paths import communication_levels, longest_chain
+from gdp.simulator.simulate import Simulation
 
-_FULL = 0.7  # share of the step from which on a limit is named by itself; a choice, the shares are always given
+_FULL = 0.7  # share of the step above which a limit is named alone; a choice: all shares are shown anyway
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Three shares of the step, none of which a better order of the same placement could pass: each is at most 1."""
+    """Holds three shares of the step, each at most 1: no order of the same placement takes less than any of them."""
 
     device: str  # that computes longest
     device_share: float
@@ -24,7 +24,7 @@ class Limits:
 
     @classmethod
     def of(cls, simulation: Simulation) -> "Limits":
-        """The limits of a simulated step."""
+        """Returns the limits of a simulated step."""
         cluster, step_ns = simulation.problem.cluster, max(simulation.step_time_ns, 1)
         device = int(np.argmax(simulation.busy_fraction))
         occupied_ns = np.zeros(max(len(cluster.channels), 1), np.int64)
@@ -58,7 +58,7 @@ class Limits:
         ends = f"it goes from {self.path_ends[0]} to {self.path_ends[1]}, {self.path_transfers_share:.0%} are transfers"
         most = max(self.device_share, self.channel_share, self.path_share)
         if most < _FULL:
-            return f"Waiting for one another limits the step: {device}, {channel}, {path}."
+            return f"Devices wait for one another, which limits the step: {device}, {channel}, {path}."
         if most == self.device_share:
             return f"Device {self.device} limits the step: {device}, {path}."
         if most == self.path_share:

@@ -1,6 +1,6 @@
-"""What each device holds over a simulated step, and what is alive at the peak: docs/machine-model.md, section 4.
+"""Traces the memory of each device over a simulated step: docs/machine-model.md, section 4.
 
-The peaks of `gdp.memory` say how much; these say when, and of what. T tensors, D devices. Sizes in bytes.
+`gdp.simulator.memory` has the peaks; here are the times and the tensors too. T tensors, D devices. Sizes in bytes.
 """
 
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.graph import I64, Bool
-from gdp.simulate import NEVER, Simulation
+from gdp.arrays import I64, Bool
+from gdp.simulator.simulate import NEVER, Simulation
 
 
 @dataclass(frozen=True, eq=False)
 class Allocations:
-    """Tensors and copies of them, one row each: where they are and from when to when."""
+    """Holds tensors and their copies, one row each: on which device, from when, until when."""
 
     devices: I64
     tensors: I64
@@ -25,7 +25,7 @@ class Allocations:
 
     @classmethod
     def of(cls, simulation: Simulation) -> "Allocations":
-        """Those of a simulated step; resident bytes are none."""
+        """Returns the allocations of a simulated step, without resident bytes."""
         graph, placement = simulation.problem.graph, simulation.placement
         num_devices = simulation.problem.num_devices
         owners = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors))
@@ -51,7 +51,7 @@ class Allocations:
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurve:
-    """What one device holds: `used_bytes[i]` from `times_ns[i]` until the next time."""
+    """Holds the memory of one device: `used_bytes[i]` from `times_ns[i]` until the next time."""
 
     device: int
     resident_bytes: int
@@ -64,11 +64,11 @@ class MemoryCurve:
 
     @cached_property
     def peak_ns(self) -> int:
-        """When the peak is reached first."""
+        """Returns the first time at the peak."""
         return int(self.times_ns[np.argmax(self.used_bytes)])
 
     def thinned(self, num_points: int) -> tuple[I64, I64]:
-        """(times in ns, bytes) with about `num_points` points: of each stretch of the step its lowest and highest."""
+        """Returns (times in ns, bytes) of about `num_points` points: the extremes of each stretch of the step."""
         if len(self.times_ns) <= num_points:
             return self.times_ns, self.used_bytes
         width_ns = max(int(self.times_ns[-1]) // (num_points // 4), 1)
@@ -82,11 +82,11 @@ class MemoryCurve:
 
 
 def memory_curves(simulation: Simulation, allocations: Allocations) -> list[MemoryCurve]:
-    """[D] the curve of each device; their peaks are those of the simulation."""
+    """Returns the curve of each device [D]; the peaks are those of the simulation."""
     problem = simulation.problem
     resident = np.zeros(problem.num_devices, np.int64)
     np.add.at(resident, simulation.placement, problem.graph.resident_bytes)
-    lasting = allocations.until_ns > allocations.from_ns  # what is freed at the moment of its allocation never counts
+    lasting = allocations.until_ns > allocations.from_ns  # an allocation freed at once never counts
     curves = []
     for device in range(problem.num_devices):
         rows = np.flatnonzero(lasting & (allocations.devices == device))
@@ -103,7 +103,7 @@ def memory_curves(simulation: Simulation, allocations: Allocations) -> list[Memo
 
 
 def alive_at(allocations: Allocations, device: int, time_ns: int) -> I64:
-    """The rows of `allocations` that `device` holds then, largest first."""
+    """Returns the rows of `allocations` that `device` holds at `time_ns`, largest first."""
     alive = (allocations.devices == device) & (allocations.from_ns <= time_ns) & (time_ns < allocations.until_ns)
     rows = np.flatnonzero(alive)
     return rows[np.argsort(-allocations.sizes_bytes[rows], kind="stable")]

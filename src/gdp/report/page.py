@@ -15,20 +15,21 @@ from typing import Any
 import orjson
 
 from gdp import files
-from gdp.report.page_data import Told, columns, short, summary
+from gdp.report.page_data import PageData, columns, summary
+from gdp.report.tables import short
 
 SCRIPTS = ("core", "palette", "lanes", "timeline", "memory", "charts", "modules", "graph", "path", "main")
 """Parts of the page's own script, `report-*.js`, in the order in which they are put together."""
 
 
-def write_page(path: Path, told: Told) -> None:
+def write_page(path: Path, data: PageData) -> None:
     """Write the report to `path`, atomically."""
-    files.write_bytes(path, render(told).encode())
+    files.write_bytes(path, render(data).encode())
 
 
-def render(told: Told) -> str:
+def render(data: PageData) -> str:
     """The HTML of a report."""
-    document = summary(told)
+    document = summary(data)
     library = asset("echarts.min.js")
     script = '"use strict";(() => {\n' + "\n".join(asset(f"report-{name}.js") for name in SCRIPTS) + "\n})();"
     style = asset("report.css")
@@ -47,7 +48,7 @@ def render(told: Told) -> str:
         "sentences": html.escape(" ".join(document["sentences"])),
         "about": html.escape(_about(document)),
         "summary": embed(document),
-        "columns": columns(told),
+        "columns": columns(data),
         "library": library,
         "script": script,
         "licences": html.escape(asset("echarts-licences.txt")),

@@ -1,4 +1,4 @@
-"""What a report's page is drawn from: a small JSON document, and packed columns of ops, transfers and memory.
+"""Collects the data of a page: a small JSON document, and packed columns of ops, transfers and memory.
 
 Times in ns, sizes in bytes. Names are as in the graph; the page treats them as text.
 """
@@ -10,37 +10,37 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdp.advice import Advice
-from gdp.graph import I64
-from gdp.place import Progress
-from gdp.plan import Baseline, Plan
+from gdp.arrays import I64
+from gdp.planning.advice import Advice
 from gdp.report import sentences
 from gdp.report.advice import advice_document, advice_sentences
 from gdp.report.columns import pack
 from gdp.report.limits import Limits
 from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
-from gdp.report.tables import writable
+from gdp.report.tables import short, writable
 from gdp.report.waits import Waits
-from gdp.simulate import NEVER, Simulation
+from gdp.search.place import Progress
+from gdp.simulator.plan import Baseline, Plan
+from gdp.simulator.simulate import NEVER, Simulation
 
 _POINTS = 4000  # of each memory curve: more than a screen has columns
 _LISTED = 40  # tensors that are named at a peak
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """All that a report is made of; None or empty: not known."""
+class PageData:
+    """Holds everything that a page shows; None or empty: not known."""
 
     plan: Plan
     simulation: Simulation
     progress: Sequence[Progress] = ()
     advice: Advice | None = None
-    run: Mapping[str, Any] | None = None  # what `gdp run --json` printed
+    run: Mapping[str, Any] | None = None  # the output of `gdp run --json`
     compared: Mapping[str, Baseline] | None = None  # other placers, run for the report
 
     @property
     def baselines(self) -> Mapping[str, Baseline]:
-        """Those that were run for the report, or else those that the search began with."""
+        """Returns the placers that were run for the report, or else the baselines of the search."""
         if self.compared is not None:
             return self.compared
         return {} if self.plan.search is None else self.plan.search.baselines
@@ -48,15 +48,15 @@ class Told:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """A row of the timeline: transfers that occupy one channel, or go a way that has none."""
+    """Holds a row of the timeline: transfers over one channel, or between two devices without a channel."""
 
     name: str
     transfers: I64  # by start
 
 
-def summary(told: Told) -> dict[str, Any]:
-    """The JSON document of a page."""
-    plan, simulation = told.plan, told.simulation
+def summary(data: PageData) -> dict[str, Any]:
+    """Returns the JSON document of a page."""
+    plan, simulation = data.plan, data.simulation
     problem = simulation.problem
     allocations = Allocations.of(simulation)
     curves = memory_curves(simulation, allocations)
@@ -77,7 +77,7 @@ def summary(told: Told) -> dict[str, Any]:
     placers: list[dict[str, Any]] = [
         {"name": writable(plan.placer), "status": "ok", "ns": plan.step_time_ns, "seconds": seconds, "plan": True}
     ]
-    for name, baseline in told.baselines.items():
+    for name, baseline in data.baselines.items():
         placers.append(
             {
                 "name": writable(name),
@@ -95,7 +95,7 @@ def summary(told: Told) -> dict[str, Any]:
         "placer": writable(plan.placer),
         "seed": plan.seed,
         "version": writable(plan.gdp_version),
-        "headline": sentences.headline(plan.step_time_ns, told.baselines),
+        "headline": sentences.headline(plan.step_time_ns, data.baselines),
         "reasons": [writable(short(reason)) for reason in simulation.reasons],
         "sentences": [
             sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns),
@@ -109,17 +109,17 @@ def summary(told: Told) -> dict[str, Any]:
         "simulations": None if search is None else search.simulations,
         "devices": devices,
         "placers": placers,
-        "progress": [[item.seconds, item.step_time_ns, item.feasible] for item in told.progress],
+        "progress": [[item.seconds, item.step_time_ns, item.feasible] for item in data.progress],
         "advice": None
-        if told.advice is None
-        else advice_document(told.advice) | {"sentences": [*advice_sentences(told.advice, simulation)]},
-        "run": told.run,
+        if data.advice is None
+        else advice_document(data.advice) | {"sentences": [*advice_sentences(data.advice, simulation)]},
+        "run": data.run,
     }
 
 
-def columns(told: Told) -> str:
-    """The packed columns of a page."""
-    simulation = told.simulation
+def columns(data: PageData) -> str:
+    """Returns the packed columns of a page."""
+    simulation = data.simulation
     graph, placement = simulation.problem.graph, simulation.placement
     waits = Waits.of(simulation)
     allocations = Allocations.of(simulation)
@@ -181,7 +181,7 @@ def columns(told: Told) -> str:
 
 
 def transfer_lanes(simulation: Simulation) -> list[Lane]:
-    """The channels that are used, in the cluster's order, then ways without a channel."""
+    """Returns the channels in use, in the cluster's order, then the routes without a channel."""
     cluster = simulation.problem.cluster
     sources = simulation.placement[simulation.problem.graph.producers[simulation.transfer_tensors]]
     by_channel: list[list[int]] = [[] for _ in cluster.channels]
@@ -199,7 +199,7 @@ def transfer_lanes(simulation: Simulation) -> list[Lane]:
 
 
 def _peak(simulation: Simulation, allocations: Allocations, curve: MemoryCurve) -> dict[str, Any]:
-    """What a device holds at its peak."""
+    """Returns the memory of a device at its peak, with the largest tensors."""
     graph = simulation.problem.graph
     rows = alive_at(allocations, curve.device, curve.peak_ns)
     sizes, copies = allocations.sizes_bytes[rows], allocations.is_copy[rows]
@@ -226,18 +226,13 @@ def _peak(simulation: Simulation, allocations: Allocations, curve: MemoryCurve) 
     }
 
 
-def short(text: str) -> str:
-    """At most 120 characters of a name."""
-    return text if len(text) <= 120 else f"{text[:80]}…{text[-39:]}"
-
-
 def _shortened(limits: Limits) -> Limits:
     first, last = map(short, limits.path_ends)
     return replace(limits, device=short(limits.device), channel=short(limits.channel), path_ends=(first, last))
 
 
 def _numbered(names: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """(distinct names in the order they come, [N] the number of each)."""
+    """Returns (distinct names in the order of their first occurrence, [N] the number of each name)."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [writable(name) for name in numbers], np.array([numbers[name] for name in names], np.int64)
 

@@ -1,4 +1,4 @@
-"""What `gdp run --json` printed, read back: measured beside predicted."""
+"""Reads the output of `gdp run --json`: measured beside predicted times."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from gdp import files
 from gdp.errors import InputError
-from gdp.plan import Plan
+from gdp.simulator.plan import Plan
 
 _ROWS = {
     "devices": {"name": str, "num_ops": int, "predicted_busy_ns": int, "busy_ns": int, "wait_ns": int},
@@ -17,38 +17,31 @@ _ROWS = {
 
 
 def read_run(path: Path, plan: Plan) -> Mapping[str, Any]:
-    """The parts of the document that a report shows; InputError if it is no such document, or of another plan."""
+    """Returns the parts of the document for a report; raises InputError for other files and other plans."""
     document = files.read_json(path)
     try:
-        shown: dict[str, Any] = {
+        run: dict[str, Any] = {
+            **_step_times(document),
             "steps": _number(document["steps"]),
-            "step_time_ns": _number(document["step_time_ns"]),
             "predicted_step_time_ns": _number(document["predicted_step_time_ns"]),
-            "step_time_quartiles_ns": _quartiles(document),
             "equal": bool(document["results"]["equal"]),
             "reference": str(document["results"]["reference"]),
         }
         devices = [str(name) for name in document["devices"]]
         one = document["one_device"]
-        shown["one_device"] = None
-        if one is not None:
-            shown["one_device"] = {
-                "device": str(one["device"]),
-                "step_time_ns": _number(one["step_time_ns"]),
-                "step_time_quartiles_ns": _quartiles(one),
-            }
-        found = document.get("prediction")
-        shown["prediction"] = None if found is None else {name: _rows(found[name], name) for name in _ROWS}
+        run["one_device"] = None if one is None else {"device": str(one["device"]), **_step_times(one)}
+        prediction = document.get("prediction")
+        run["prediction"] = None if prediction is None else {name: _rows(prediction[name], name) for name in _ROWS}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"{path}: is not what `gdp run --json` prints ({type(error).__name__}: {error}); save its output"
         ) from None
-    if shown["predicted_step_time_ns"] != plan.step_time_ns or devices != list(plan.devices):
+    if run["predicted_step_time_ns"] != plan.step_time_ns or devices != list(plan.devices):
         raise InputError(
-            f"{path}: is of a plan of {shown['predicted_step_time_ns']} ns on {', '.join(devices)}, this one takes "
+            f"{path}: is of a plan of {run['predicted_step_time_ns']} ns on {', '.join(devices)}, this one takes "
             f"{plan.step_time_ns} ns on {', '.join(plan.devices)}; give what `gdp run` printed of this one"
         )
-    return shown
+    return run
 
 
 def _rows(listed: Any, name: str) -> list[dict[str, Any]]:
@@ -58,9 +51,12 @@ def _rows(listed: Any, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _quartiles(document: Mapping[str, Any]) -> list[float]:
+def _step_times(document: Mapping[str, Any]) -> dict[str, Any]:
     low, high = document["step_time_quartiles_ns"]
-    return [_number(low), _number(high)]
+    return {
+        "step_time_ns": _number(document["step_time_ns"]),
+        "step_time_quartiles_ns": [_number(low), _number(high)],
+    }
 
 
 def _number(value: Any) -> float:

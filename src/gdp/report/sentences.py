@@ -1,16 +1,18 @@
-"""What is said of a plan in words, in a terminal and on a page."""
+"""Describes a plan in sentences, for a terminal and for a page."""
 
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from gdp.plan import Baseline, Search
-from gdp.report.tables import digits, format_ms
-from gdp.simulate import Simulation
+from gdp.arrays import I64
+from gdp.cluster import Cluster
+from gdp.report.tables import digits, format_gib, format_ms
+from gdp.simulator.plan import Baseline, Search
+from gdp.simulator.simulate import Simulation
 
 
 def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
-    """The step time, and how many times as fast that is as one device, the expert and the best baseline."""
+    """Returns the step time and its ratios to one device, the expert and the best baseline."""
     times = {
         name: baseline.step_time_ns
         for name, baseline in baselines.items()
@@ -31,15 +33,15 @@ def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
 
 
 def of_bound(step_time_ns: int, bound_ns: int) -> str:
-    """How far the optimum can be."""
+    """Returns a sentence on the largest possible distance to the optimum."""
     if bound_ns == 0 and step_time_ns > 0:
-        return "Lower bound 0: nothing is known of how far the optimum is."
+        return "Lower bound 0: the distance to the optimum is unknown."
     above = 100 * (step_time_ns / bound_ns - 1) if bound_ns else 0.0
     return f"Lower bound {format_ms(bound_ns)}: the plan is at most {digits(above, 3)} % above the optimum."
 
 
 def of_search(search: Search, simulation: Simulation) -> Iterator[str]:
-    """The order of micro-batches, and what to expect when op times vary."""
+    """Yields sentences on the order of micro-batches and on step times when op times vary."""
     if num_microbatches(simulation) > 1:
         # the share of the step in which a device that holds ops computes, on average
         busy = float(simulation.busy_fraction[np.unique(simulation.placement)].mean())
@@ -51,13 +53,22 @@ def of_search(search: Search, simulation: Simulation) -> Iterator[str]:
         )
 
 
+def lacking(cluster: Cluster, missing_bytes: I64) -> str:
+    """Returns the devices that are too small, each with the bytes that it lacks."""
+    return ", ".join(
+        f"{device.name} lacks {missing} bytes" + (f" ({format_gib(missing)})" if missing >= 2**20 else "")
+        for device, missing in zip(cluster.devices, missing_bytes.tolist(), strict=True)
+        if missing
+    )
+
+
 def num_microbatches(simulation: Simulation) -> int:
-    """How many parts of the batch the step has."""
+    """Returns the number of micro-batches of the step."""
     return int(simulation.problem.microbatch.max()) + 1
 
 
 def of_empty_devices(simulation: Simulation, shown: Callable[[str], str] = str) -> Iterator[str]:
-    """Devices that hold nothing, their names as `shown` gives them."""
+    """Yields a sentence on devices without ops, their names as `shown` gives them."""
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
     empty = [shown(device.name) for number, device in enumerate(problem.cluster.devices) if not counts[number]]

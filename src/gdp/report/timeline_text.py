@@ -1,4 +1,4 @@
-"""A step in a terminal: a line a device, a column a slice of the step, as dark as the device is busy in it.
+"""Draws a step in a terminal: a line per device, a column per slice of the step, as high as the device is busy.
 
 gpu0  ██████▆▃ ▂███████
 gpu1   ▁▄████████▅▂
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from gdp.report.tables import format_ms
-from gdp.simulate import Simulation
+from gdp.report.tables import format_ms, short
+from gdp.simulator.simulate import Simulation
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 _NARROWEST, _WIDEST, _MOST_DEVICES = 20, 110, 16
@@ -21,7 +21,7 @@ _NARROWEST, _WIDEST, _MOST_DEVICES = 20, 110, 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimelineText:
-    """The lines as something to print: as wide as the terminal, up to 110 columns."""
+    """Prints the lines as wide as the terminal, up to 110 columns."""
 
     simulation: Simulation
 
@@ -30,16 +30,16 @@ class TimelineText:
 
 
 def timeline_text(simulation: Simulation, width: int) -> Iterator[Text]:
-    """Lines of at most `width` columns."""
+    """Yields lines of at most `width` columns."""
     devices = simulation.problem.cluster.devices
-    names = [device.name if len(device.name) <= 16 else f"{device.name[:12]}…{device.name[-3:]}" for device in devices]
+    names = [short(device.name, 16) for device in devices]
     margin = max(map(len, names[:_MOST_DEVICES])) + 2
     num_columns = max(width - margin - 1, _NARROWEST)
     for device, shares in enumerate(busy_shares(simulation, num_columns)[:_MOST_DEVICES]):
-        levels = np.ceil(shares * (len(_SHADES) - 1) - 1e-9).astype(int)  # what is busy at all can be seen
+        levels = np.ceil(shares * (len(_SHADES) - 1) - 1e-9).astype(int)  # any work at all is visible
         yield Text(f"{names[device]:<{margin}}" + "".join(_SHADES[level] for level in levels.tolist()))
     if len(devices) > _MOST_DEVICES:
-        yield Text(f"and {len(devices) - _MOST_DEVICES} devices more")
+        yield Text(f"and {len(devices) - _MOST_DEVICES} more devices")
     end = format_ms(simulation.step_time_ns)
     yield Text(f"{'':{margin}}0{end:>{num_columns - 1}}", style="dim")
 
@@ -47,7 +47,10 @@ def timeline_text(simulation: Simulation, width: int) -> Iterator[Text]:
 def busy_shares(
     simulation: Simulation, num_columns: int, counted: npt.NDArray[np.bool_] | None = None
 ) -> npt.NDArray[np.float64]:
-    """[D, columns] the share of each slice of the step in which a device computes; of ops [N] `counted`, if given."""
+    """Returns [D, columns] the share of each slice of the step in which a device computes.
+
+    With `counted` [N], only these ops count.
+    """
     step_ns = max(simulation.step_time_ns, 1)
     edges = np.linspace(0, step_ns, num_columns + 1)
     shares = np.zeros((simulation.problem.num_devices, num_columns))

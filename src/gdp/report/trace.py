@@ -1,4 +1,4 @@
-"""A simulated step as a trace: Chrome's Trace Event Format, in JSON, which Perfetto and chrome://tracing open.
+"""Writes a simulated step as a trace in Chrome's Trace Event Format, for Perfetto and chrome://tracing.
 
     process 1, devices     a thread each: ops as complete events ("X"), memory as a counter ("C")
     process 2, channels    a thread each: transfers
@@ -19,14 +19,14 @@ from gdp.report.memory_curves import Allocations, memory_curves
 from gdp.report.page_data import transfer_lanes
 from gdp.report.tables import writable
 from gdp.report.waits import AFTER_TRANSFER, AT_ONCE, DEVICE_BUSY, Waits
-from gdp.simulate import Simulation
+from gdp.simulator.simulate import Simulation
 
 _DEVICES, _CHANNELS = 1, 2
 _WHY = {AT_ONCE: "starts with the step", AFTER_TRANSFER: "a transfer", DEVICE_BUSY: "the device"}
 
 
 def trace_document(simulation: Simulation) -> dict[str, Any]:
-    """The trace of a step."""
+    """Returns the trace of a step."""
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     events = [*_names(simulation), *_ops(simulation), *_transfers(simulation), *_memory(simulation)]
     return {
@@ -60,24 +60,34 @@ def _ops(simulation: Simulation) -> Iterator[dict[str, Any]]:
     ready, after, devices = waits.ready_ns.tolist(), waits.after.tolist(), simulation.placement.tolist()
     for op, name in enumerate(graph.op_names):
         args = {
-            "kind": _shown(graph.kinds[op]), "module": _shown(graph.modules[op]), "op": op,
-            "flops": int(graph.flops[op]), "ready_ns": ready[op], "waited_for": _WHY.get(after[op], "an input"),
-        }  # fmt: skip
+            "kind": _shown(graph.kinds[op]),
+            "module": _shown(graph.modules[op]),
+            "op": op,
+            "flops": int(graph.flops[op]),
+            "ready_ns": ready[op],
+            "waited_for": _WHY.get(after[op], "an input"),
+        }
         yield {
-            "ph": "X", "name": _shown(name), "cat": graph.phases[op] or "op", "pid": _DEVICES, "tid": devices[op] + 1,
-            "ts": starts[op] / 1000, "dur": (ends[op] - starts[op]) / 1000, "args": args,
-        }  # fmt: skip
+            "ph": "X",
+            "name": _shown(name),
+            "cat": graph.phases[op] or "op",
+            "pid": _DEVICES,
+            "tid": devices[op] + 1,
+            "ts": starts[op] / 1000,
+            "dur": (ends[op] - starts[op]) / 1000,
+            "args": args,
+        }
 
 
 def _transfers(simulation: Simulation) -> Iterator[dict[str, Any]]:
-    """Slices on every channel that a transfer occupies, and one chain of arrows for each transfer."""
+    """Yields slices on every channel that a transfer occupies, and one chain of arrows for each transfer."""
     graph, devices = simulation.problem.graph, simulation.problem.cluster.devices
     starts, ends = simulation.transfer_start_ns.tolist(), simulation.transfer_end_ns.tolist()
     producers = graph.producers[simulation.transfer_tensors].tolist()
     drawn: dict[int, int] = {}  # the thread of each transfer's first slice
     thread = 0
     for lane in transfer_lanes(simulation):
-        # on ways without a channel transfers overlap: as many threads as there are at once
+        # without a channel, transfers overlap: one thread for each that is under way at the same time
         free: list[tuple[int, int]] = []
         threads: list[int] = []
         for transfer in lane.transfers.tolist():
@@ -91,14 +101,20 @@ def _transfers(simulation: Simulation) -> Iterator[dict[str, Any]]:
             drawn.setdefault(transfer, slot)
             source, target = simulation.placement[producers[transfer]], simulation.transfer_destinations[transfer]
             yield {
-                "ph": "X", "name": _shown(graph.op_names[producers[transfer]]), "cat": "transfer", "pid": _CHANNELS,
-                "tid": slot, "ts": starts[transfer] / 1000, "dur": (ends[transfer] - starts[transfer]) / 1000,
+                "ph": "X",
+                "name": _shown(graph.op_names[producers[transfer]]),
+                "cat": "transfer",
+                "pid": _CHANNELS,
+                "tid": slot,
+                "ts": starts[transfer] / 1000,
+                "dur": (ends[transfer] - starts[transfer]) / 1000,
                 "args": {
                     "bytes": int(graph.tensor_bytes[simulation.transfer_tensors[transfer]]),
-                    "from": _shown(devices[source].name), "to": _shown(devices[target].name),
+                    "from": _shown(devices[source].name),
+                    "to": _shown(devices[target].name),
                     "arrival_ns": int(simulation.transfer_arrival_ns[transfer]),
                 },
-            }  # fmt: skip
+            }
         for number, slot in enumerate(threads):
             name = lane.name if len(threads) == 1 else f"{lane.name} {number + 1}"
             yield _named("thread_name", _CHANNELS, slot, name=_shown(name))
@@ -107,7 +123,7 @@ def _transfers(simulation: Simulation) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(simulation: Simulation, drawn: dict[int, int]) -> Iterator[dict[str, Any]]:
-    """From the middle of the op that makes a tensor to those of its transfer and of the op that reads it first."""
+    """Yields arrows between middles: the op that makes a tensor, its transfer, the first op that reads it."""
     graph, placement = simulation.problem.graph, simulation.placement
     op_middle = (simulation.op_start_ns + simulation.op_finish_ns) / 2000
     sent_middle = (simulation.transfer_start_ns + simulation.transfer_end_ns) / 2000
@@ -123,13 +139,19 @@ def _arrows(simulation: Simulation, drawn: dict[int, int]) -> Iterator[dict[str,
             ("f", _DEVICES, target + 1, op_middle[reader]),
         ):
             yield {
-                "ph": phase, "id": transfer, "name": "tensor", "cat": "transfer", "pid": process, "tid": thread,
-                "ts": float(middle), **({"bp": "e"} if phase == "f" else {}),
-            }  # fmt: skip
+                "ph": phase,
+                "id": transfer,
+                "name": "tensor",
+                "cat": "transfer",
+                "pid": process,
+                "tid": thread,
+                "ts": float(middle),
+                **({"bp": "e"} if phase == "f" else {}),
+            }
 
 
 def _memory(simulation: Simulation) -> Iterator[dict[str, Any]]:
-    """A counter for each device."""
+    """Yields the counter of each device."""
     for curve in memory_curves(simulation, Allocations.of(simulation)):
         name = _shown(f"memory of {simulation.problem.cluster.devices[curve.device].name}")
         for time_ns, used in zip(curve.times_ns.tolist(), curve.used_bytes.tolist(), strict=True):
@@ -137,5 +159,5 @@ def _memory(simulation: Simulation) -> Iterator[dict[str, Any]]:
 
 
 def _shown(name: str) -> str:
-    """`name` without control characters: Perfetto leaves all escapes as they are in a string that has some of them."""
+    """Returns `name` without control characters: a string with one makes Perfetto show all its escapes."""
     return re.sub(r"[\x00-\x1f]", " ", writable(name))

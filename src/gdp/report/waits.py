@@ -1,11 +1,11 @@
-"""Why ops and transfers of a simulated step start when they do, and the chain that the step's length follows from.
+"""Explains the start of each op and transfer of a simulated step, and the chain that gives the step its length.
 
     device a   op 1 |--------|op 4 |----|        op 4 starts when op 1 ends: the device was busy
     channel             |======|                 its transfer starts when op 1 ends: the tensor was made
     device b                   |op 7 |---|       op 7 starts when the transfer arrives: an input came
 
 An op starts when its device is free and its last input is there, a transfer when its tensor is made and its channels
-are free (docs/machine-model.md, section 3). So each start is the end of something else, back to the start of the step.
+are free (docs/machine-model.md, section 3). Each start is the end of another event, back to the start of the step.
 N ops, R transfers.
 """
 
@@ -15,17 +15,17 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.graph import I64
-from gdp.simulate import Simulation
+from gdp.arrays import I64
+from gdp.simulator.simulate import Simulation
 
 AT_ONCE, AFTER_OP, AFTER_TRANSFER, DEVICE_BUSY, CHANNEL_BUSY = range(5)
-"""What a start follows: nothing, the op that makes a tensor, the transfer that brings it, the one before on the device,
-the one before on the channel."""
+"""The event before a start: none, the op that makes a tensor, the transfer that brings it, the op before on the device,
+the transfer before on the channel."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One op or one transfer of the critical path, and what it follows."""
+class PathStep:
+    """Holds one op or one transfer of the critical path, and the event that it follows."""
 
     number: int  # of the op, or the transfer
     is_transfer: bool
@@ -34,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Waits:
-    """What each op and each transfer of a simulated step waited for."""
+    """Holds the last event that each op and each transfer of a simulated step waited for."""
 
     simulation: Simulation
     ready_ns: I64  # [N] when the last input was there; 0 without inputs
@@ -45,7 +45,7 @@ class Waits:
 
     @classmethod
     def of(cls, simulation: Simulation) -> "Waits":
-        """The waits of a simulated step."""
+        """Returns the waits of a simulated step."""
         graph, placement = simulation.problem.graph, simulation.placement
         num_devices = simulation.problem.num_devices
         transfers = np.full(graph.num_tensors * num_devices, -1, np.int64)
@@ -73,14 +73,14 @@ class Waits:
 
     @cached_property
     def after(self) -> I64:
-        """[N] what the start of each op follows."""
+        """Returns [N] the event before the start of each op."""
         by_input = np.where(self.last_transfer >= 0, AFTER_TRANSFER, AFTER_OP)
         waited = (self.last_input >= 0) & (self.ready_ns >= self.device_free_ns)
         return np.where(waited, by_input, np.where(self.op_before >= 0, DEVICE_BUSY, AT_ONCE)).astype(np.int64)
 
     @cached_property
     def transfer_before(self) -> I64:
-        """[R] the transfer that held a channel until this one started; -1 if it started when its tensor was made."""
+        """Returns [R] the transfer that held a channel until this one started; -1 if none did."""
         simulation = self.simulation
         graph, cluster = simulation.problem.graph, simulation.problem.cluster
         producers = graph.producers[simulation.transfer_tensors]
@@ -101,11 +101,11 @@ class Waits:
         return before
 
     @cached_property
-    def path(self) -> list[Step]:
-        """The critical path as it was run: each starts when the one before ends, from 0 to the end of the step."""
+    def path(self) -> list[PathStep]:
+        """Returns the critical path: each part starts when the one before ends, from 0 to the end of the step."""
         return list(self._backwards())[::-1]
 
-    def _backwards(self) -> Iterator[Step]:
+    def _backwards(self) -> Iterator[PathStep]:
         simulation = self.simulation
         producers = simulation.problem.graph.producers
         last_op = int(np.argmax(simulation.op_finish_ns))
@@ -117,12 +117,12 @@ class Waits:
         while True:
             if is_transfer:
                 before = int(self.transfer_before[number])
-                yield Step(number, True, AFTER_OP if before < 0 else CHANNEL_BUSY)
+                yield PathStep(number, True, AFTER_OP if before < 0 else CHANNEL_BUSY)
                 is_transfer = before >= 0
                 number = before if is_transfer else int(producers[simulation.transfer_tensors[number]])
                 continue
             after = int(self.after[number])
-            yield Step(number, False, after)
+            yield PathStep(number, False, after)
             if after == AT_ONCE:
                 return
             if after == AFTER_TRANSFER:

@@ -1,0 +1,34 @@
+from .bounds.lower_bound import lower_bound as lower_bound
+from .budget import Budget as Budget
+from .cluster.cluster import Cluster as Cluster
+from .cluster.device import Device as Device
+from .cluster.device import Route as Route
+from .errors import InputError as InputError
+from .execute.placed import Placed as Placed
+from .execute.placed import placed as placed
+from .execute.run import run as run
+from .graph.graph import Graph as Graph
+from .graph.graph import Op as Op
+from .graph.graph import Tensor as Tensor
+from .graph.microbatches import accumulated as accumulated
+from .models.jax.capture import capture_jax as capture_jax
+from .models.op_costs import OpCosts as OpCosts
+from .models.pytorch.flops import register_flops as register_flops
+from .models.pytorch.step import Capture as Capture
+from .models.pytorch.step import capture as capture
+from .models.pytorch.step import capture_fn as capture_fn
+from .models.read import load as load
+from .planning.advice import Advice as Advice
+from .planning.advice import advise as advise
+from .planning.compare import Comparison as Comparison
+from .planning.compare import compare as compare
+from .search.place import Progress as Progress
+from .search.place import place as place
+from .simulator.constraints import Constraints as Constraints
+from .simulator.plan import Plan as Plan
+from .simulator.problem import Problem as Problem
+from .simulator.simulate import Simulation as Simulation
+from .simulator.simulate import simulate as simulate
+from .simulator.simulate import verify as verify
+
+__version__: str

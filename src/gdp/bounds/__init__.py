@@ -1,0 +1,1 @@
+"""Lower bounds on the step time: of any placement, and of a given one."""

@@ -1,0 +1,177 @@
+"""Options that several commands have, each defined once; groups of them become one parameter of a command."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from gdp.cluster import Cluster
+    from gdp.models.model import Reading
+    from gdp.simulator.constraints import Constraints
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A built-in workload, a gdp-graph or .onnx file, hf:DIR, or package.module:function."
+    ),
+]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A gdp-plan file, as `gdp place` writes it.")]
+DevicesOption = Annotated[
+    str,
+    typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, a cluster file, or local."),
+]
+PlacedDevicesOption = Annotated[
+    str | None, typer.Option(metavar="DEVICES", help="The devices of the plan. Default: cluster.json beside PLAN.")
+]
+PlacedGraphOption = Annotated[
+    str | None, typer.Option(metavar="GRAPH", help="The graph of the plan. Default: graph.json.gz beside PLAN.")
+]
+BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
+CheckpointOption = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A policy of your own, for the learned placers.")
+]
+InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")]
+OptimizerOption = Annotated[str, typer.Option(help="adam or sgd.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
+
+_NO_RESERVE = "0%"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """Says how MODEL is read."""
+
+    microbatches: Annotated[
+        int, typer.Option(metavar="M", help="Accumulate gradients over M parts of the batch, pipelined.")
+    ] = 1
+    free_replicas: Annotated[
+        bool, typer.Option("--free-replicas", help="Let the micro-batches of an op be on different devices.")
+    ] = False
+    inference: InferenceOption = False
+    dim: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
+    ] = None
+    op_costs: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Known costs of ops: FLOPs or times by kind or name.")
+    ] = None
+
+    def reading(self, optimizer: str = "adam") -> "Reading":
+        """Returns the options as a `Reading`, checked."""
+        from gdp.cli import values
+        from gdp.models.model import Microbatching, Reading
+        from gdp.models.op_costs import OpCosts
+
+        if self.free_replicas and self.microbatches == 1:
+            raise InputError(
+                "--free-replicas: there are no replicas without micro-batches; give --microbatches as well"
+            )
+        if self.inference and self.microbatches > 1:
+            raise InputError("--microbatches: gradients are accumulated in training; leave out --inference")
+        try:
+            microbatching = Microbatching(self.microbatches, self.free_replicas)
+        except InputError as error:
+            raise InputError(f"--{error}") from None
+        costs = None if self.op_costs is None else OpCosts.load(self.op_costs)
+        return Reading(not self.inference, optimizer, microbatching, values.parse_dims(self.dim or ()), costs)
+
+    def check_has_model(self, graph: str | None) -> None:
+        """Raises InputError for any of the options where there is no MODEL to read, only the `graph` of a plan."""
+        options = {
+            "--microbatches": self.microbatches > 1,
+            "--inference": self.inference,
+            "--dim": self.dim,
+            "--op-costs": self.op_costs,
+        }
+        if graph is None and (names := [name for name, value in options.items() if value]):
+            raise InputError(
+                f"{names[0]}: says how the MODEL of --graph is read; graph.json.gz beside the plan has it already"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Limits the memory of devices."""
+
+    max_memory: Annotated[
+        list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
+    ] = None
+    reserve: Annotated[str, typer.Option(metavar="SHARE", help="Keep this share of each device's memory free.")] = (
+        _NO_RESERVE
+    )
+
+    def constraints(self, cluster: "Cluster") -> "Constraints":
+        """Returns the options as `Constraints`, checked."""
+        from gdp.cli import values
+        from gdp.simulator.constraints import Constraints
+
+        return Constraints(
+            max_memory_bytes=values.parse_max_memory(self.max_memory or (), cluster),
+            reserve=values.parse_fraction(self.reserve, "--reserve"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstraintOptions(MemoryOptions):
+    """Limits the memory of devices, and the devices of ops."""
+
+    pin: Annotated[
+        list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="The device of matching ops. Repeatable.")
+    ] = None
+    forbid: Annotated[
+        list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Kinds of ops that stay off a device. Repeatable.")
+    ] = None
+
+    def constraints(self, cluster: "Cluster") -> "Constraints":
+        """Returns the options as `Constraints`, checked."""
+        from dataclasses import replace
+
+        from gdp.cli import values
+
+        return replace(
+            super().constraints(cluster),
+            pins=values.parse_pins(self.pin or (), cluster),
+            forbid=values.parse_forbid(self.forbid or (), cluster),
+        )
+
+    def words(self) -> list[str]:
+        """Returns the options as they are written on a command line."""
+        repeated = {"--pin": self.pin, "--forbid": self.forbid, "--max-memory": self.max_memory}
+        words = [word for option, texts in repeated.items() for text in texts or () for word in (option, text)]
+        return words if self.reserve == _NO_RESERVE else [*words, "--reserve", self.reserve]
+
+
+def with_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Replaces each parameter of `command` that is a group of options by these options, for Typer to see."""
+    signature = inspect.signature(command)
+    groups: dict[str, Any] = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if is_dataclass(parameter.annotation)
+    }
+
+    @wraps(command)
+    def call(**values: Any) -> int:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        return command(**values)
+
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        parameters += [
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for field in fields(groups[name])
+        ]
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call

@@ -1,0 +1,201 @@
+"""Cluster: the devices of a machine and the routes between them; `gdp-cluster` files and presets.
+
+docs/machine-model.md, sections 2 and 6, is the definition; docs/devices.md explains presets and the built-in figures.
+D devices. A channel is named after what is shared: `gpu0.pcie.up` (a card's slot, towards the host), `gpu1.nvlink.in`
+(a port of a switch), `host0.net.out` (a network card), `gpu0->gpu1` (a route's own).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.cluster import cluster_file
+from gdp.cluster.detect import Machine, detect
+from gdp.cluster.device import Device, Route, check_devices
+from gdp.cluster.parse_devices import preset
+from gdp.errors import InputError, prefixed, suggest
+from gdp.files import fingerprint as fingerprint_of
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Devices and a route for each ordered pair of them, as read-only arrays; make one with `Cluster.build`.
+
+    Raises InputError (a ValueError) naming the device or pair, its value and the remedy.
+    """
+
+    name: str
+    devices: tuple[Device, ...]  # [D] at most 64
+    channels: tuple[str, ...]  # unique names
+    latency_ns: I64  # [D, D] 0 on the diagonal
+    bytes_per_second: I64  # [D, D] 0 on the diagonal
+    route_channels: tuple[tuple[tuple[int, ...], ...], ...]  # [D][D] ascending channel numbers
+
+    def __post_init__(self) -> None:
+        self.latency_ns.setflags(write=False)
+        self.bytes_per_second.setflags(write=False)
+        _check(self)
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    @classmethod
+    def build(cls, name: str, devices: Sequence[Device], routes: Mapping[tuple[int, int], Route]) -> "Cluster":
+        """Builds the cluster of these devices; `routes` has every ordered pair of numbers. Channels are in order of
+        name.
+        """
+        num_devices = len(devices)
+        channels = tuple(sorted({channel for route in routes.values() for channel in route.channels}))
+        numbers = {channel: number for number, channel in enumerate(channels)}
+        latency_ns, bytes_per_second = np.zeros((2, num_devices, num_devices), np.int64)
+        route_channels = [[()] * num_devices for _ in devices]  # type: list[list[tuple[int, ...]]]
+        for (source, target), route in routes.items():
+            latency_ns[source, target] = route.latency_ns
+            bytes_per_second[source, target] = route.bytes_per_second
+            route_channels[source][target] = tuple(sorted(numbers[channel] for channel in route.channels))
+        return cls(name, tuple(devices), channels, latency_ns, bytes_per_second, tuple(map(tuple, route_channels)))
+
+    @classmethod
+    def parse(cls, text: str) -> "Cluster":
+        """Returns the cluster that `text` names: a preset such as `4xp100-pcie-16g`, a `gdp-cluster` file, or `local`.
+
+        It is a path if that file exists or the name ends in .yaml, .yml, .json or .gz; docs/devices.md has the grammar.
+        `local` is this machine as it is now, see `gdp.cluster.detect`.
+        """
+        text = text.strip()
+        if text.endswith((".yaml", ".yml", ".json", ".gz")) or os.path.isfile(text):
+            return cls.load(text)
+        if text == "local":
+            return cls.of_machine(detect())
+        return cls.build(text, *preset(text))
+
+    @classmethod
+    def of_machine(cls, machine: Machine) -> "Cluster":
+        """The devices of a machine that was detected, with built-in figures or estimates; it is called `local`."""
+        return cls.build("local", *machine.cluster())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Cluster":
+        """Reads a `gdp-cluster` file: JSON if its name ends in .json or .json.gz, else YAML."""
+        document = cluster_file.read_document(path)
+        with prefixed(path):
+            return cls.from_document(document)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a `gdp-cluster` file with all figures explicit, atomically: JSON or YAML like `load`, gzip for .gz."""
+        cluster_file.write_document(path, self.to_document())
+
+    @classmethod
+    def from_document(cls, document: object) -> "Cluster":
+        """Returns the cluster of a `gdp-cluster` document; unknown keys, wrong types and versions are errors."""
+        return cls.build(*cluster_file.parse_document(document))
+
+    def to_document(self) -> dict[str, Any]:
+        """The `gdp-cluster` document with every field explicit: one link for each ordered pair, bare numbers."""
+        devices = [
+            {
+                "name": device.name,
+                "kind": device.kind,
+                "memory": device.memory_bytes,
+                "flops": dict(sorted(device.flops_per_second.items())),
+                "memory_bandwidth": device.memory_bytes_per_second,
+                "launch": device.launch_ns,
+            }
+            for device in self.devices
+        ]
+        links = [
+            {
+                "from": self.devices[source].name,
+                "to": self.devices[target].name,
+                "bandwidth": route.bytes_per_second,
+                "latency": route.latency_ns,
+                "both": False,
+                "channels": sorted(route.channels),
+            }
+            for source, target in permutations(range(self.num_devices), 2)
+            for route in [self.route(source, target)]
+        ]
+        return {
+            "format": cluster_file.FORMAT,
+            "version": cluster_file.VERSION,
+            "name": self.name,
+            "devices": devices,
+            "links": links,
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical content: compact sorted JSON, all fields explicit, the cluster's name left out."""
+        return fingerprint_of(self.to_document())
+
+    def route(self, source: int, target: int) -> Route:
+        """The route from device `source` to device `target` as a record."""
+        return Route(
+            int(self.latency_ns[source, target]),
+            int(self.bytes_per_second[source, target]),
+            tuple(self.channels[channel] for channel in self.route_channels[source][target]),
+        )
+
+    def device_number(self, name: str) -> int:
+        """The number of the device called `name`; InputError lists near matches."""
+        names = [device.name for device in self.devices]
+        if name not in names:
+            raise InputError(f"device {name!r}: is not in cluster {self.name!r}; {suggest(name, names)}")
+        return names.index(name)
+
+    def devices_called(self, name: str) -> list[int]:
+        """Returns the number of the device called `name`, else of all devices of this kind; InputError if there is
+        none.
+        """
+        named = [number for number, device in enumerate(self.devices) if device.name == name]
+        numbers = named or [number for number, device in enumerate(self.devices) if device.kind == name]
+        if not numbers:
+            candidates = list(dict.fromkeys(text for device in self.devices for text in (device.name, device.kind)))
+            raise InputError(
+                f"{name!r} is no device and no kind of device in {self.name!r}; {suggest(name, candidates)}"
+            )
+        return numbers
+
+
+def _check(cluster: Cluster) -> None:
+    check_devices(cluster.devices)
+    num_devices, num_channels = cluster.num_devices, len(cluster.channels)
+    shape = (num_devices, num_devices)
+    for field in ("latency_ns", "bytes_per_second"):
+        array = getattr(cluster, field)
+        if array.shape != shape or array.dtype != np.int64:
+            raise InputError(
+                f"cluster {cluster.name!r}: {field} is {array.dtype}{array.shape}; int64{shape} is expected"
+            )
+        if array.diagonal().any():
+            raise InputError(
+                f"cluster {cluster.name!r}: {field} of a device to itself is not 0; there is no such route"
+            )
+    if len(set(cluster.channels)) < num_channels:
+        raise InputError(f"cluster {cluster.name!r}: two channels have one name; name each once")
+    if [len(row) for row in cluster.route_channels] != [num_devices] * num_devices:
+        raise InputError(
+            f"cluster {cluster.name!r}: route_channels is not {num_devices} rows of {num_devices}; mend it"
+        )
+    for source, target in permutations(range(num_devices), 2):
+        pair = f"{cluster.devices[source].name} -> {cluster.devices[target].name}"
+        bytes_per_second, latency_ns = cluster.bytes_per_second[source, target], cluster.latency_ns[source, target]
+        if bytes_per_second <= 0:
+            raise InputError(
+                f"route {pair}: bandwidth is {bytes_per_second}; give every pair a route of at least 1 byte per second"
+            )
+        if latency_ns < 0:
+            raise InputError(f"route {pair}: latency is {latency_ns} ns; at least 0 is expected")
+        numbers = cluster.route_channels[source][target]
+        if list(numbers) != sorted({number for number in numbers if 0 <= number < num_channels}):
+            raise InputError(
+                f"route {pair}: channels {numbers} are not ascending numbers below {num_channels}; mend them"
+            )

@@ -1,0 +1,67 @@
+"""The figures of a GPU: those of its built-in kind, else estimates from its clocks."""
+
+from collections.abc import Mapping
+
+from gdp.cluster.catalogue import GIB, GPU_LAUNCH_NS, KINDS
+from gdp.cluster.detect import host
+from gdp.cluster.detect.nvml import Gpu
+from gdp.cluster.device import Device
+
+# An assumption: a desktop's windows change free memory by less, so `local` mostly stays the same cluster.
+_MEMORY_STEP_BYTES = GIB // 4
+
+# The driver's names of the built-in kinds, without NVIDIA in front, which older drivers leave out; cards that only
+# sound alike (H100 PCIe, A100-SXM4-40GB, RTX 4090 D, RTX 4090 Laptop GPU) have other figures.
+KIND_BY_NAME: Mapping[str, str] = {
+    "Tesla P100-PCIE-16GB": "p100-pcie-16g",
+    "Tesla P100-SXM2-16GB": "p100-sxm-16g",
+    "Tesla V100-SXM2-32GB": "v100-sxm-32g",
+    "A100-SXM4-80GB": "a100-sxm-80g",
+    "H100 80GB HBM3": "h100-sxm-80g",
+    "H200": "h200-sxm-141g",
+    "L4": "l4-24g",
+    "GeForce RTX 3090": "rtx3090-24g",
+    "GeForce RTX 4090": "rtx4090-24g",
+}
+
+
+def kind_of(gpu: Gpu) -> str:
+    """Returns the built-in kind, else a name of its own: `nvidia-h100-pcie`."""
+    return KIND_BY_NAME.get(gpu.name.removeprefix("NVIDIA ")) or host.slug(gpu.name) or "cuda"
+
+
+def slot_of(gpu: Gpu) -> tuple[int, int]:
+    """Returns (generation, lanes) of the card's PCIe link, from the driver, else from its kind, else assumed.
+
+    The third generation is the slowest of the built-in kinds, and slots for cards have 16 lanes.
+    """
+    kind = KINDS.get(kind_of(gpu))
+    generation = gpu.pcie_generation or int((kind.port if kind else "pcie3").removeprefix("pcie"))
+    return generation, gpu.pcie_width or 16
+
+
+def memory_of(gpu: Gpu) -> int | None:
+    """Returns the memory that a plan may use: the part that others leave free, else all; None if neither is known."""
+    if gpu.free_bytes is not None:
+        return gpu.free_bytes // _MEMORY_STEP_BYTES * _MEMORY_STEP_BYTES
+    if gpu.total_bytes is not None:
+        return gpu.total_bytes
+    kind = KINDS.get(kind_of(gpu))
+    return None if kind is None else kind.memory_bytes
+
+
+def gpu_device(name: str, gpu: Gpu) -> Device | None:
+    """Returns the device with the figures of its kind, else with estimates; None if too little is known."""
+    memory_bytes, kind = memory_of(gpu), kind_of(gpu)
+    if memory_bytes is None:
+        return None
+    if (known := KINDS.get(kind)) is not None:
+        return known.device(name, kind, memory_bytes)
+    if not (gpu.num_cores and gpu.sm_mhz and gpu.memory_mhz and gpu.bus_width_bits):
+        return None
+    # A CUDA core does a fused multiply-add in a cycle (CUDA Programming Guide, throughput of arithmetic instructions);
+    # memory moves two bits on each wire in a cycle of the clock that NVML tells: 2 x 2619 MHz x 5120 bits is 3.35 TB/s,
+    # the H100's data sheet, and 2 x 715 MHz x 4096 bits 732 GB/s, the P100's.
+    float32 = 2 * gpu.num_cores * gpu.sm_mhz * 10**6
+    bandwidth = 2 * gpu.memory_mhz * 10**6 * gpu.bus_width_bits // 8
+    return Device(name, kind, memory_bytes, {"float32": float32}, bandwidth, GPU_LAUNCH_NS)

@@ -1,0 +1,142 @@
+"""This machine: its devices by the names that `gdp run` uses, and the cluster of them."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from gdp.cluster.catalogue import CPU_LAUNCH_NS, GIB, KINDS
+from gdp.cluster.detect import host
+from gdp.cluster.detect.figures import gpu_device, kind_of, memory_of, slot_of
+from gdp.cluster.detect.nvml import Gpu, read_cards
+from gdp.cluster.detect.routes import Link, Links
+from gdp.cluster.detect.visible import Visible, visible_cards
+from gdp.cluster.device import Device, Route
+
+MAX_CPU_DEVICES = 16
+"""An assumption: with more worker threads, most would wait for Python's global lock."""
+
+# A tiny op on each of two cores at once takes 16.4 us, since their threads take turns (docs/results/execution.md).
+_CORES_LAUNCH_NS = 16_400
+
+_IDLE_BYTES = GIB // 16  # an assumption: an idle card has a few MiB in use, one with a process on it hundreds
+
+
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """A device of this machine."""
+
+    name: str  # such as cpu0, cuda0
+    kind: str  # such as h100-sxm-80g, nvidia-h100-pcie, intel-xeon-processor-1core
+    memory_bytes: int  # that a plan may use
+    place: str  # as `gdp run --on` takes it: cpu:0, cpu:0-15, cuda:0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The detected machine; GPUs by name in CUDA's order."""
+
+    gpus: Mapping[str, Gpu]
+    ancestors: Mapping[tuple[int, int], int]  # by pairs of NVML's numbers
+    cores: tuple[int, ...]
+    memory_bytes: int
+    found_notes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Detected, ...]:
+        """The GPUs and one CPU device of all cores, `cpu0`; without GPUs a CPU device for each core, at most 16.
+
+        A core's device has the number of the core in its name, so that plans for cores need no --on. Only cores that
+        this process may use count; their devices share its memory equally.
+        """
+        gpus = tuple(
+            Detected(name, kind_of(gpu), memory_of(gpu) or 0, f"cuda:{name.removeprefix('cuda')}")
+            for name, gpu in self.gpus.items()
+        )
+        return (*gpus, *self._cpus(beside_gpus=bool(gpus)))
+
+    @property
+    def links(self) -> dict[tuple[str, str], Link]:
+        """The link of each pair of GPUs."""
+        links = Links(self.gpus, self.ancestors)
+        return {(a, b): links.link(a, b) for a, b in combinations(self.gpus, 2)}
+
+    def cluster(self) -> tuple[list[Device], dict[tuple[int, int], Route]]:
+        """Returns the devices and the route of every ordered pair of them, for `Cluster.build`.
+
+        GPUs with too few known figures are left out. Figures are those of the built-in kind, else estimates.
+        """
+        gpus = {name: device for name, gpu in self.gpus.items() if (device := gpu_device(name, gpu)) is not None}
+        devices = [*gpus.values(), *_cpu_devices(self._cpus(beside_gpus=bool(gpus)))]
+        links = Links({name: self.gpus[name] for name in gpus}, self.ancestors)
+        return devices, links.routes([device.name for device in devices])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Facts about the machine that a user should know, a line each."""
+        notes = list(self.found_notes)
+        for name, gpu in self.gpus.items():
+            if (gpu.others_bytes or 0) > _IDLE_BYTES:
+                others = (gpu.others_bytes or 0) / GIB
+                notes.append(f"{name}: others use {others:.1f} GiB of its memory now; plans may use the rest")
+            if gpu_device(name, gpu) is None:
+                notes.append(f"{name}: too little is known of {gpu.name}, so `local` is without it; measure it")
+                continue
+            if kind_of(gpu) not in KINDS:
+                notes.append(
+                    f"{name}: figures are estimates: {gpu.num_cores} CUDA cores x {gpu.sm_mhz} MHz x 2, tensor cores "
+                    f"not counted; memory 2 x {gpu.memory_mhz} MHz x {gpu.bus_width_bits} bits"
+                )
+            if not (gpu.pcie_generation and gpu.pcie_width):
+                generation, width = slot_of(gpu)
+                notes.append(f"{name}: PCIe {generation} x{width} is assumed, the driver does not tell")
+        has_modelled = any(gpu_device(name, gpu) is not None for name, gpu in self.gpus.items())
+        basis = host.cpu_rates(_cores_of(self._cpus(beside_gpus=has_modelled))).basis
+        notes.append(f"processor: figures are estimates: {basis}; memory bandwidth for each as cpu-16core has it")
+        return (*notes, "gdp devices measure --out local.yaml gives measured figures")
+
+    def _cpus(self, *, beside_gpus: bool) -> tuple[Detected, ...]:
+        if beside_gpus:
+            first, last = host.longest_run(self.cores)
+            return (Detected("cpu0", host.cpu_kind(last - first + 1), self.memory_bytes, host.run_place(self.cores)),)
+        cores = self.cores[:MAX_CPU_DEVICES]
+        kind, memory_bytes = host.cpu_kind(1), self.memory_bytes // len(cores)
+        return tuple(Detected(f"cpu{core}", kind, memory_bytes, f"cpu:{core}") for core in cores)
+
+
+def _cores_of(cpus: Sequence[Detected]) -> list[int]:
+    """Returns all cores of these devices."""
+    cores: list[int] = []
+    for cpu in cpus:
+        first, _, last = cpu.place.removeprefix("cpu:").partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def _cpu_devices(cpus: Sequence[Detected]) -> list[Device]:
+    """Returns the devices, each with an equal share of the rates of all their cores together."""
+    rates, launch_ns = host.cpu_rates(_cores_of(cpus)), CPU_LAUNCH_NS if len(cpus) == 1 else _CORES_LAUNCH_NS
+    flops_per_second = {dtype: rate // len(cpus) for dtype, rate in rates.flops_per_second.items()}
+    bytes_per_second = rates.memory_bytes_per_second // len(cpus)
+    return [Device(cpu.name, cpu.kind, cpu.memory_bytes, flops_per_second, bytes_per_second, launch_ns) for cpu in cpus]
+
+
+def detect(
+    choose: Callable[[Sequence[Gpu]], Visible] | None = None,
+    *,
+    nvml: Any = None,
+    environ: Mapping[str, str] | None = None,
+) -> Machine:
+    """Returns this machine; without PyTorch, unless `choose` uses it.
+
+    `choose` selects the cards that are cuda0, cuda1, ...: by default as CUDA does, by CUDA_VISIBLE_DEVICES in
+    `environ`. `nvml` replaces the module pynvml. Raises nothing: a device that does not answer is left out, with a
+    note.
+    """
+    cards = read_cards(nvml)  # before anything of this process takes memory of a card
+    if choose is None:
+        gpus, notes = visible_cards(cards.gpus, os.environ if environ is None else environ)
+    else:
+        gpus, notes = choose(cards.gpus)
+    return Machine(gpus, cards.ancestors, host.all_cores(), host.memory_bytes(), (*cards.notes, *notes))

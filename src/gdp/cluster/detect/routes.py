@@ -1,0 +1,132 @@
+"""The routes that the links of a machine make.
+
+cuda0 --cuda0->cuda1--> cuda1                                   NVLink from card to card
+cuda0 --cuda0.nvlink.out--> switch --cuda1.nvlink.in--> cuda1   NVLink through a switch
+cuda0 --cuda0.pcie.up--> cuda1.pcie.down--> cuda1               below one PCIe switch, or over the host
+cuda0 --cuda0.pcie.up--> switch0.pcie.up--> cpu0                all below a PCIe switch share its way to the host
+cuda0 --cuda0.pcie.up--> node0.upi.out--> node1.upi.in--> cuda2.pcie.down--> cuda2      to another NUMA node
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import permutations
+
+from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND, COPY_LATENCY_NS, LINKS, SOCKET
+from gdp.cluster.detect.figures import slot_of
+from gdp.cluster.detect.nvml import (
+    BOARD,
+    HOST_BRIDGE,
+    NODE,
+    ONE_SWITCH,
+    SWITCH,
+    SWITCHES,
+    SYSTEM,
+    Gpu,
+    ancestor_of,
+    groups_below,
+)
+from gdp.cluster.device import Route
+
+_WORDS = {
+    BOARD: "one board",
+    ONE_SWITCH: "one PCIe switch",
+    SWITCHES: "PCIe switches",
+    HOST_BRIDGE: "one host bridge",
+    NODE: "one NUMA node",
+    SYSTEM: "different NUMA nodes",
+}
+
+# From one core's thread to another's in gdp run: cpu0 hands cpu1 1 KiB in 94 us (docs/results/execution.md).
+_HAND_OVER_NS = 94_000
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The connection of two cards."""
+
+    ancestor: str  # in words, "" where the driver does not tell
+    num_nvlinks: int
+    is_switched: bool
+    bytes_per_second: int  # of NVLink if there is any, else of PCIe
+
+    def __str__(self) -> str:
+        links = f"{self.num_nvlinks} NVLink{'' if self.num_nvlinks == 1 else 's'}"
+        wires = f"{links}{' to a switch' if self.is_switched else ''}" if self.num_nvlinks else "PCIe"
+        return f"{wires}, {self.bytes_per_second / 1e9:g} GB/s" + (f"; {self.ancestor}" if self.ancestor else "")
+
+
+class Links:
+    """Links and routes between cards and the host, by the cards' names."""
+
+    def __init__(self, gpus: Mapping[str, Gpu], ancestors: Mapping[tuple[int, int], int]) -> None:
+        self._gpus, self._ancestors, cards = gpus, ancestors, list(gpus.values())
+        groups = groups_below(cards, ancestors, SWITCHES)
+        shared = sorted({group for group in groups if groups.count(group) > 1})
+        self._switches = {
+            name: f"switch{shared.index(group)}" for name, group in zip(gpus, groups, strict=True) if group in shared
+        }
+        self._nodes = dict(zip(gpus, groups_below(cards, ancestors, NODE), strict=True))
+
+    def link(self, a: str, b: str) -> Link:
+        """Returns the connection of two cards."""
+        ancestor = _WORDS.get(-1 if (level := self._level(a, b)) is None else level, "")
+        num_links, is_switched = self._nvlinks(a, b)
+        rate = num_links * min(self._gpus[name].nvlink_bytes_per_second for name in (a, b))
+        return Link(ancestor, num_links, is_switched, rate or self._over_pcie(a, b).bytes_per_second)
+
+    def routes(self, names: list[str]) -> dict[tuple[int, int], Route]:
+        """Returns the route of each ordered pair of devices; devices that are not cards are cores of the host."""
+        return {(a, b): self._route(names[a], names[b]) for a, b in permutations(range(len(names)), 2)}
+
+    def _route(self, a: str, b: str) -> Route:
+        if a not in self._gpus and b not in self._gpus:
+            return Route(_HAND_OVER_NS, BY_REFERENCE_BYTES_PER_SECOND, ())
+        if a not in self._gpus or b not in self._gpus:
+            card, way = (a, "up") if a in self._gpus else (b, "down")
+            passed = [card, self._switches[card]] if card in self._switches else [card]
+            return Route(COPY_LATENCY_NS, self._slot_rate(card), tuple(f"{name}.pcie.{way}" for name in passed))
+        num_links, is_switched = self._nvlinks(a, b)
+        if not num_links:
+            return self._over_pcie(a, b)
+        channels = [f"{a}.nvlink.out", f"{b}.nvlink.in"] if is_switched else [f"{a}->{b}"]
+        return Route(COPY_LATENCY_NS, self.link(a, b).bytes_per_second, tuple(channels))
+
+    def _over_pcie(self, a: str, b: str) -> Route:
+        up, down, rates = [f"{a}.pcie.up"], [f"{b}.pcie.down"], [self._slot_rate(a), self._slot_rate(b)]
+        if self._switches.get(a, a) != self._switches.get(b, b):  # up to the host and down again
+            up += [f"{self._switches[a]}.pcie.up"] if a in self._switches else []
+            down += [f"{self._switches[b]}.pcie.down"] if b in self._switches else []
+            if self._level(a, b) == SYSTEM:
+                up.append(f"node{self._nodes[a]}.{SOCKET}.out")
+                down.append(f"node{self._nodes[b]}.{SOCKET}.in")
+                rates.append(LINKS[SOCKET].bytes_per_second)  # the number of links is unknown: as in presets
+        return Route(COPY_LATENCY_NS, min(rates), (*up, *down))
+
+    def _nvlinks(self, a: str, b: str) -> tuple[int, bool]:
+        """Returns the number of links between two cards, and whether these pass a switch."""
+        first, second = self._gpus[a], self._gpus[b]
+        direct = max(first.nvlinks.get(second.number, 0), second.nvlinks.get(first.number, 0))
+        if direct:  # both see it, unless one does not answer
+            return direct, False
+        switched = min(first.nvlinks.get(SWITCH, 0), second.nvlinks.get(SWITCH, 0))
+        return switched, switched > 0
+
+    def _level(self, a: str, b: str) -> int | None:
+        return ancestor_of(self._ancestors, self._gpus[a], self._gpus[b])
+
+    def _slot_rate(self, name: str) -> int:
+        return pcie_bytes_per_second(*slot_of(self._gpus[name]))
+
+
+def pcie_bytes_per_second(generation: int, width: int) -> int:
+    """Returns the rate of large copies in one direction: `catalogue.LINKS` for 16 lanes, in proportion for fewer.
+
+    A generation that is not in the table has twice the rate of the one before (PCI Express Base Specification).
+    """
+    if (link := LINKS.get(f"pcie{generation}")) is not None:
+        rate = link.bytes_per_second
+    elif generation < 3:
+        rate = LINKS["pcie3"].bytes_per_second >> (3 - generation)
+    else:
+        rate = LINKS["pcie5"].bytes_per_second << min(generation - 5, 8)
+    return rate * min(width, 16) // 16

@@ -1,0 +1,59 @@
+"""Devices and routes, the records that clusters are made of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gdp.errors import InputError
+
+MAX_DEVICES = 64
+"""A set of devices fits in the bits of one integer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device; ops of a dtype that `flops_per_second` lacks run at its "float32" rate, which is required."""
+
+    name: str
+    kind: str
+    memory_bytes: int
+    flops_per_second: Mapping[str, int]
+    memory_bytes_per_second: int
+    launch_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The route from one device to another; routes that share one of their `channels`, which are names, take turns on
+    it.
+    """
+
+    latency_ns: int
+    bytes_per_second: int
+    channels: tuple[str, ...]
+
+
+def check_devices(devices: Sequence[Device]) -> None:
+    """Raises InputError for too many devices, unusable names and figures out of range."""
+    if not 1 <= len(devices) <= MAX_DEVICES:
+        raise InputError(f"devices: there are {len(devices)}; 1 to {MAX_DEVICES} are expected")
+    numbers: dict[str, int] = {}
+    for number, device in enumerate(devices):
+        label = f"device {number} {device.name!r}"
+        if not device.name or not device.name.isprintable() or device.name == "*" or "->" in device.name:
+            raise InputError(
+                f"{label}: name is not usable; printable text that is neither '*' nor contains '->' is expected"
+            )
+        if device.name in numbers:
+            raise InputError(f"{label}: name is also that of device {numbers[device.name]}; names must be unique")
+        numbers[device.name] = number
+        if not device.kind or not device.kind.isprintable():
+            raise InputError(f"{label}: kind is {device.kind!r}; printable text is expected")
+        if "float32" not in device.flops_per_second:
+            raise InputError(f"{label}: flops has no float32; add it, other dtypes fall back to it")
+        rates = {f"flops {dtype}": rate for dtype, rate in device.flops_per_second.items()}
+        for field, value in {**rates, "memory_bandwidth": device.memory_bytes_per_second}.items():
+            if not field.isprintable() or not 1 <= value < 2**63:
+                raise InputError(f"{label}: {field!r} is {value}; more than 0 and less than 2^63 is expected")
+        for field, value in {"memory": device.memory_bytes, "launch": device.launch_ns}.items():
+            if not 0 <= value < 2**63:
+                raise InputError(f"{label}: {field} is {value}; an integer from 0 to 2^63 - 1 is expected")

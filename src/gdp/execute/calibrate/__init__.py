@@ -1,0 +1,1 @@
+"""Measuring this machine: its devices and the routes between them."""

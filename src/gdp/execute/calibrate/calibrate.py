@@ -1,0 +1,202 @@
+"""Calibration: measures this machine's devices, and the routes between them, as a cluster.
+
+Every kind of work runs on all devices at once, then on each alone:
+
+    cpu0   mm mm mm mm mm mm     mm mm mm mm mm mm
+    cpu1   mm mm mm mm mm mm                          mm mm mm mm mm mm
+
+The cluster has the figures of all at once, since a placed step runs so: cores share memory, caches and the clock's
+margin. The figures of a device alone are given beside it. All figures are medians, since other processes disturb some.
+
+Launch overhead and latency come from chains of tiny ops, captured and run by `ThreadExecutor` as a plan is:
+
+    launch    cpu0   add add add add add         time of an add, from start to finish
+    latency   cpu0   add     add     add         time by which a hand-over lengthens the chain,
+              cpu1       add     add             the mean of both directions
+
+Copies from and to CUDA devices are those of the lanes. Two routes whose copies slow each other down share a channel.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from gdp.cluster import Cluster, Device
+from gdp.execute.calibrate.chains import launches
+from gdp.execute.calibrate.routes import routes_between
+from gdp.execute.calibrate.work import (
+    FULL,
+    MIB,
+    QUICK,
+    Extent,
+    Figure,
+    Log,
+    Work,
+    job_of,
+    per_second,
+    time_alone,
+    together,
+    unable,
+    whole,
+)
+from gdp.execute.equality import full_precision
+from gdp.execute.local_devices import LocalDevice
+from gdp.execute.targets import Target
+
+_DTYPES = {dtype: getattr(torch, dtype) for dtype in ("float32", "float64", "float16", "bfloat16")}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A measured cluster.
+
+    `alone` has for each device the factors by which its figures change when no other is at work: `float32` and
+    `memory_bandwidth` of 1.5 are rates of 1.5 times the cluster's, `launch` of 0.9 is a time of 0.9 times its. For a
+    single device they show how well figures repeat. `fit_errors` are the relative errors, without sign, of transfers
+    between processes of sizes that the routes were not fitted to.
+    """
+
+    cluster: Cluster
+    alone: Mapping[str, Mapping[str, float]]
+    notes: tuple[str, ...]
+    fit_errors: tuple[float, ...] = ()
+
+
+def calibrate(devices: Sequence[LocalDevice], *, quick: bool = False, on_progress: Log | None = None) -> Calibration:
+    """Measures these devices of this machine; `quick` is rougher. `on_progress` gets a line before each measurement.
+
+    The cluster is called `local`; its devices have the names, kinds and memory of `devices`. InputError names a device
+    that cannot do float32 arithmetic, or lacks the memory.
+    """
+    effort, log, load_notes = QUICK if quick else FULL, on_progress or (lambda _text: None), _load_notes()
+    targets = [device.target for device in devices]
+    num_threads = torch.get_num_threads()
+    try:
+        with full_precision():  # or convolutions in TF32 would count as float32
+            rates, float32 = _arithmetic(targets, effort, log)
+        bandwidths = _bandwidths(devices, effort, log)
+        launches_ns, launch_notes = launches(targets, effort, log)
+        routes, route_notes = routes_between(targets, effort, log)
+    finally:
+        torch.set_num_threads(num_threads)  # lanes set it for all threads that begin later
+    measured = [
+        Device(device.name, device.kind, device.memory_bytes, flops, whole(bandwidth.busy), whole(launch_ns.busy))
+        for device, flops, bandwidth, launch_ns in zip(devices, rates, bandwidths, launches_ns, strict=True)
+    ]
+    alone = {
+        device.name: {"float32": rate.factor, "memory_bandwidth": bandwidth.factor, "launch": launch_ns.factor}
+        for device, rate, bandwidth, launch_ns in zip(devices, float32, bandwidths, launches_ns, strict=True)
+    }
+    return Calibration(Cluster.build("local", measured, routes), alone, (*launch_notes, *route_notes, *load_notes))
+
+
+def _arithmetic(
+    targets: Sequence[Target], effort: Extent, log: Log
+) -> tuple[Sequence[Mapping[str, int]], list[Figure]]:
+    """[D] Measures FLOP/s by dtype with all devices busy, and of float32 also alone."""
+    best = {}
+    for name, dtype in _DTYPES.items():
+        log(f"{name} on all devices at once")
+        best[name] = _best_rates(targets, dtype, effort)
+    float32 = []
+    for target, best_rate in zip(targets, best["float32"], strict=True):
+        if best_rate is None:
+            raise unable(target, "float32 arithmetic")
+        log(f"float32 on {target.name} alone")
+        rate, work = best_rate
+        alone_ns = time_alone(job_of(target, work, torch.float32), effort.seconds, "float32 arithmetic")
+        float32.append(Figure(rate, per_second(work, alone_ns)))
+    rates = [
+        MappingProxyType({name: whole(best_rate[0]) for name, row in best.items() if (best_rate := row[number])})
+        for number in range(len(targets))
+    ]
+    return rates, float32
+
+
+def _best_rates(targets: Sequence[Target], dtype: torch.dtype, effort: Extent) -> list[tuple[float, Work] | None]:
+    """[D] Measures the highest FLOP/s, all devices busy with the same kind of work, and the work that reaches it."""
+    works = [_works(target, effort) for target in targets]
+    times_ns = [
+        together([job_of(target, work, dtype) for target, work in zip(targets, chosen, strict=True)], effort.seconds)
+        for chosen in zip(*works, strict=True)
+    ]
+    return [
+        max(
+            ((per_second(work, time_ns), work) for work, time_ns in zip(mine, column, strict=True) if time_ns),
+            key=lambda rate: rate[0],
+            default=None,
+        )
+        for mine, column in zip(works, zip(*times_ns, strict=True), strict=True)
+    ]
+
+
+def _works(target: Target, effort: Extent) -> list[Work]:
+    kind = target.device.type
+    return [*map(_matrix_product, effort.matrix_sizes[kind]), *map(_convolution, effort.convolution_batches[kind])]
+
+
+def _matrix_product(size: int) -> Work:
+    def make(device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+        a, b, out = (torch.rand(size, size, device=device).to(dtype) for _ in range(3))
+        return lambda: torch.mm(a, b, out=out)
+
+    return Work(2 * size**3, make)
+
+
+def _convolution(batch_size: int) -> Work:
+    """Makes a 3x3 convolution of ResNet's conv2_x (K. He et al., "Deep residual learning", CVPR 2016, table 1)."""
+    channels, side = 64, 56
+
+    def make(device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+        images = torch.rand(batch_size, channels, side, side, device=device).to(dtype)
+        weights = torch.rand(channels, channels, 3, 3, device=device).to(dtype)
+        return lambda: torch.conv2d(images, weights, padding=1)
+
+    return Work(2 * 9 * batch_size * (channels * side) ** 2, make)
+
+
+def _bandwidths(devices: Sequence[LocalDevice], effort: Extent, log: Log) -> list[Figure]:
+    """[D] Measures bytes per second of adding vectors too large for the caches, counted as two read and one written."""
+    jobs, works = [], []
+    for device in devices:
+        streamed_bytes = min(effort.streamed_bytes, device.memory_bytes // 8)
+        if device.target.device.type == "cpu":  # GPUs do not tell their caches, and add fast
+            streamed_bytes = min(streamed_bytes, max(2 * _cache_bytes(), 64 * MIB))
+        works.append(_addition(streamed_bytes // 12))
+        jobs.append(job_of(device.target, works[-1], torch.float32))
+    log("memory bandwidth on all devices at once")
+    figures = []
+    for job, work, busy_ns in zip(jobs, works, together(jobs, effort.seconds), strict=True):
+        target, what = job[0].target, f"an addition in {work.amount} bytes"
+        if busy_ns is None:
+            raise unable(target, what)
+        log(f"memory bandwidth on {target.name} alone")
+        alone_ns = time_alone(job, effort.seconds, what)
+        figures.append(Figure(per_second(work, busy_ns), per_second(work, alone_ns)))
+    return figures
+
+
+def _addition(num_elements: int) -> Work:
+    def make(device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+        a, b, out = (torch.ones(num_elements, device=device, dtype=dtype) for _ in range(3))
+        return lambda: torch.add(a, b, out=out)
+
+    return Work(3 * 4 * num_elements, make)
+
+
+def _cache_bytes() -> int:
+    """Returns the size of the processor's largest cache; 0 where it is not known."""
+    texts = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((1024 * int(text[:-1]) for text in texts if text[:-1].isdecimal() and text.endswith("K")), default=0)
+
+
+def _load_notes() -> list[str]:
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= 0.5:
+        return []
+    return [f"other processes are at work (load average {load:.1f}); measure again when they rest"]

@@ -1,0 +1,110 @@
+"""Calibration over processes and hosts: each rank measures its own device, then tensors go from rank to rank.
+
+    every rank   its device's figures, all at the same time
+    each pair    a: make 4 KiB -> make 16 KiB -> ... -> make 16 MiB
+                 b:            (waits)     read it          ...       read it
+
+A line through the times of the sizes gives a route's latency and bandwidth; others that lie between them, also sent but
+not used for the line, tell how well it fits.
+"""
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from itertools import permutations
+
+import torch
+from torch import Tensor, nn
+
+from gdp.cluster import Cluster, Device, Route
+from gdp.execute.calibrate.calibrate import Calibration, calibrate
+from gdp.execute.calibrate.work import Log, line_through, whole
+from gdp.execute.local_devices import LocalDevice
+from gdp.execute.ranks.executor import ProcessExecutor
+from gdp.execute.ranks.ranks import Ranks
+from gdp.models.pytorch import capture
+
+_KIB = 1024
+_FITTED_BYTES = (4 * _KIB, 64 * _KIB, 256 * _KIB, 1024 * _KIB, 4096 * _KIB, 16384 * _KIB)
+_CHECKED_BYTES = (16 * _KIB, 128 * _KIB, 512 * _KIB, 2048 * _KIB, 8192 * _KIB)
+_STEPS, _QUICK_STEPS = 15, 5
+
+
+class _Sizes(nn.Module):
+    """Makes a tensor of each input's size, and then reads it."""
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        made = [x + 1 for x in inputs]
+        return [y.sum() for y in made]  # if it read a part, only the part would be sent
+
+
+def rank_names(devices: Sequence[LocalDevice]) -> tuple[list[str], list[str]]:
+    """Returns names and places of the devices of the ranks that torchrun started; hosts are taken to be alike."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(count)))
+    chosen = [devices[rank % on_host % len(devices)] for rank in range(count)]
+    if count == on_host:
+        names = [device.name for device in chosen]
+    else:
+        names = [f"host{rank // on_host}-{device.name}" for rank, device in enumerate(chosen)]
+    return names, [device.place for device in chosen]
+
+
+def calibrate_ranks(ranks: Ranks, device: LocalDevice, *, quick: bool, on_progress: Log) -> Calibration | None:
+    """Measures as `calibrate`, with a process for each device, `device` being that of this rank.
+
+    Figures are those of all devices at work at once; none was alone. A route has a channel of its own. None on all
+    ranks but the first.
+    """
+    ranks.meet("begin")
+    own = calibrate([device], quick=quick, on_progress=on_progress)
+    ranks.store.set(f"device/{ranks.rank}", json.dumps(own.cluster.to_document()["devices"][0]))
+    routes, errors = _routes(ranks, _QUICK_STEPS if quick else _STEPS, on_progress)
+    if not ranks.is_first:
+        return None
+    documents = [json.loads(ranks.store.get(f"device/{rank}")) for rank in range(len(ranks.names))]
+    devices = [
+        Device(name, item["kind"], item["memory"], item["flops"], item["memory_bandwidth"], item["launch"])
+        for name, item in zip(ranks.names, documents, strict=True)
+    ]
+    cluster = Cluster.build("processes", devices, routes)
+    if not errors:  # of a single device
+        return Calibration(cluster, {}, ())
+    note = (
+        "transfers of sizes between those that the routes were fitted to, with nothing else at work: "
+        f"median error {statistics.median(errors):.0%}, largest {max(errors):.0%}"
+    )
+    return Calibration(cluster, {}, (note,), tuple(errors))
+
+
+def _routes(ranks: Ranks, num_steps: int, log: Log) -> tuple[dict[tuple[int, int], Route], list[float]]:
+    """Returns on the first rank the route of each ordered pair, and the relative errors of the fits."""
+    sizes = sorted((*_FITTED_BYTES, *_CHECKED_BYTES))
+    inputs = [torch.zeros(size // 4) for size in sizes]
+    program = capture(_Sizes(), inputs, name="sizes", training=False).program
+    kinds = program.graph.kinds
+    made = [op for op, kind in enumerate(kinds) if kind in ("input", "aten.add")]
+    read = [op for op in range(program.graph.num_ops) if op not in made]
+    bound = program.bind_inputs(inputs, {})
+    routes, errors = {}, []
+    for a, b in permutations(range(len(ranks.names)), 2):
+        log(f"transfers from {ranks.names[a]} to {ranks.names[b]}")
+        order = [made if rank == a else read if rank == b else [] for rank in range(len(ranks.names))]
+        times_ns: dict[int, list[int]] = {size: [] for size in sizes}
+        with ProcessExecutor(program, order, ranks) as executor:
+            for number in range(-2, num_steps):
+                record = executor.step(bound, is_timed=True)
+                for transfer in record.transfers if number >= 0 else ():
+                    times_ns[transfer.num_bytes].append(transfer.arrival_ns - transfer.start_ns)
+        if ranks.is_first:
+            medians = {size: statistics.median(times) for size, times in times_ns.items() if times}
+            fit = line_through({size: medians[size] for size in _FITTED_BYTES if size in medians})
+            latency_ns, ns_per_byte = max(fit[0], 0.0), max(fit[1], 1e-6)
+            routes[a, b] = Route(round(latency_ns), whole(1e9 / ns_per_byte), (f"{ranks.names[a]}->{ranks.names[b]}",))
+            errors += [
+                abs((latency_ns + ns_per_byte * size) / medians[size] - 1.0)
+                for size in _CHECKED_BYTES
+                if size in medians
+            ]
+    return routes, errors

@@ -1,0 +1,144 @@
+"""Routes between the devices of this machine: latency, bandwidth, and the channels that they share."""
+
+import statistics
+import time
+from collections.abc import Collection, Sequence
+from itertools import combinations, permutations
+
+import torch
+
+from gdp.cluster import Route
+from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
+from gdp.execute.calibrate.chains import Chains, chain_program, hop_ns, timed_steps
+from gdp.execute.calibrate.work import (
+    MIB,
+    Extent,
+    Job,
+    Log,
+    Once,
+    Pair,
+    copy_memory,
+    line_through,
+    time_alone,
+    together,
+    whole,
+)
+from gdp.execute.lanes import lane_of
+from gdp.execute.targets import Target
+from gdp.models.pytorch import capture
+
+COPY_BYTES = (1024, MIB, 16 * MIB, 64 * MIB)
+_SLOWED_DOWN = 1.5  # copies that take turns need twice as long, copies that do not need little more than alone
+
+
+def routes_between(targets: Sequence[Target], effort: Extent, log: Log) -> tuple[dict[Pair, Route], list[str]]:
+    """Measures the route of each ordered pair of targets; returns notes, too."""
+    latencies_ns: dict[Pair, int] = {}
+    program = chain_program(1, effort.num_ops)
+    for a, b in combinations(range(len(targets)), 2):
+        log(f"latency between {targets[a].name} and {targets[b].name}")
+        time_ns = hop_ns(program, (targets[a], targets[b]), effort.num_steps)
+        latencies_ns[a, b] = latencies_ns[b, a] = max(round(time_ns), 0)
+    pairs = list(permutations(range(len(targets)), 2))
+    # as CpuLane.pack does it
+    by_reference = [pair for pair in pairs if all(targets[end].device.type == "cpu" for end in pair)]
+    copied = [pair for pair in pairs if pair not in by_reference]
+    routes = {pair: Route(latencies_ns[pair], BY_REFERENCE_BYTES_PER_SECOND, ()) for pair in by_reference}
+    rates = {}
+    for a, b in copied:
+        log(f"copies from {targets[a].name} to {targets[b].name}")
+        rates[a, b] = _copy_rate(targets[a], targets[b], effort)
+    channels = _channels([target.name for target in targets], copied, _rivals(targets, copied, effort, log))
+    routes |= {pair: Route(latencies_ns[pair], rates[pair], channels[pair]) for pair in copied}
+    if not by_reference:
+        return routes, []
+    return routes, [_by_reference_note([targets[end] for end in by_reference[0]], effort.num_steps)]
+
+
+def _by_reference_note(pair: Sequence[Target], num_steps: int) -> str:
+    """Measures the time from the end of a small or large tensor's op to the start of its reader on another device.
+
+    first    make the other -> make it -> ...      the reader has waited equally long for both, since threads wake up
+    second   (waits)                   -> read it  the later the longer they have slept
+    """
+    small_bytes, large_bytes = COPY_BYTES[0], COPY_BYTES[-1]
+    inputs = [torch.zeros(num_bytes // 4) for num_bytes in (small_bytes, large_bytes)]
+    program = capture(Chains(1), inputs, name="two sizes", training=False).program
+    small_us, large_us = (
+        statistics.median(record.devices[1].start_ns[0] - record.devices[0].finish_ns[1] for record in records) / 1000
+        for it, other in ((0, 1), (1, 0))
+        for records in [timed_steps(program, [[other, it, 2 + other], [2 + it]], pair, num_steps)]
+    )
+    return (
+        f"{pair[0].name} hands {pair[1].name} 1 KiB in {small_us:.0f} us and 64 MiB in {large_us:.0f} us: "
+        "within one memory tensors are handed over by reference, however large"
+    )
+
+
+def _copy_rate(source: Target, target: Target, effort: Extent) -> int:
+    """Measures bytes per second by a line through the times of several sizes."""
+    _, ns_per_byte = line_through(
+        {size: time_alone(_copy(source, target, size), effort.seconds, "copies") for size in COPY_BYTES}
+    )
+    return whole(1e9 / max(ns_per_byte, 1e9 / BY_REFERENCE_BYTES_PER_SECOND))
+
+
+def _copy(source: Target, target: Target, num_bytes: int) -> Job:
+    """Makes the job of a copy until it can be read; both lanes are its own, so that no stream orders two copies."""
+    sender, receiver = lane_of(source, copy_memory), lane_of(target, copy_memory)
+
+    def prepare() -> Once:
+        content = copy_memory(num_bytes, source.device)
+
+        def once() -> int:
+            start_ns = time.perf_counter_ns()
+            receiver.unpack(sender.pack(num_bytes, content, target.device))
+            receiver.times_ns([receiver.now()])  # a GPU has it when its stream gets here
+            return time.perf_counter_ns() - start_ns
+
+        return once
+
+    return sender, prepare
+
+
+def _rivals(targets: Sequence[Target], routes: Sequence[Pair], effort: Extent, log: Log) -> set[frozenset[Pair]]:
+    """Finds the pairs of routes whose copies, both at once, take much longer than alone."""
+    if routes:
+        log("contention")
+    seconds = effort.seconds / 10  # there are many pairs
+    jobs = {(a, b): _copy(targets[a], targets[b], COPY_BYTES[-1]) for a, b in routes}
+    alone_ns = {route: time_alone(job, seconds, "copies") for route, job in jobs.items()}
+    rivals = set()
+    for pair in combinations(routes, 2):
+        times_ns = together([jobs[route] for route in pair], seconds)
+        if all((time_ns or 0) > _SLOWED_DOWN * alone_ns[route] for route, time_ns in zip(pair, times_ns, strict=True)):
+            rivals.add(frozenset(pair))
+    return rivals
+
+
+def _channels(
+    names: Sequence[str], routes: Sequence[Pair], rivals: Collection[frozenset[Pair]]
+) -> dict[Pair, tuple[str, ...]]:
+    """Names the channels of each route, so that any two rivals share one; all routes of a channel are rivals."""
+    groups: list[list[Pair]] = []
+    for rival in sorted(map(sorted, rivals)):
+        if not any(set(rival) <= set(group) for group in groups):
+            group = list(rival)
+            for route in routes:
+                if all(frozenset((route, member)) in rivals for member in group):  # false for a member itself
+                    group.append(route)
+            groups.append(group)
+    groups += [[route] for route in routes if not any(route in group for group in groups)]
+    channels: dict[Pair, tuple[str, ...]] = dict.fromkeys(routes, ())
+    taken: set[str] = set()
+    for group in groups:
+        sources, ends = ({names[route[side]] for route in group} for side in (0, 1))
+        if len(group) == 1:
+            name = f"{min(sources)}->{min(ends)}"
+        else:
+            name = f"{min(sources)}.out" if len(sources) == 1 else f"{min(ends)}.in" if len(ends) == 1 else "shared"
+        name = name if name not in taken else f"{name}.{len(taken)}"
+        taken.add(name)
+        for route in group:
+            channels[route] += (name,)
+    return channels

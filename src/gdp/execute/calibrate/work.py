@@ -1,0 +1,173 @@
+"""Work that a calibration repeats, on all devices at once or on one alone, and the figures made from its times."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gdp.errors import InputError
+from gdp.execute.lanes import Lane, lane_of
+from gdp.execute.targets import Target
+
+MIB = 2**20
+
+Log = Callable[[str], None]
+Pair = tuple[int, int]
+Once = Callable[[], int]
+"""Does some work once and returns the ns that it took."""
+Job = tuple[Lane, Callable[[], Once]]
+"""A lane to work on, and a function that prepares the work on the thread that is to do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The amount of work in a calibration."""
+
+    seconds: float  # for a kind of work
+    num_steps: int  # of a chain
+    num_ops: int  # of a chain
+    matrix_sizes: Mapping[str, Sequence[int]]  # by type of device
+    convolution_batches: Mapping[str, Sequence[int]]
+    streamed_bytes: int  # at most
+
+
+FULL = Extent(
+    seconds=0.5,
+    num_steps=25,
+    num_ops=200,
+    matrix_sizes={"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)},
+    convolution_batches={"cpu": (8,), "cuda": (256,)},
+    streamed_bytes=1024 * MIB,
+)
+QUICK = Extent(
+    seconds=0.05,
+    num_steps=5,
+    num_ops=100,
+    matrix_sizes={"cpu": (512,), "cuda": (4096,)},
+    convolution_batches={"cpu": (), "cuda": ()},
+    streamed_bytes=192 * MIB,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kind of work."""
+
+    amount: int  # FLOPs or bytes
+    make: Callable[[torch.device, torch.dtype], Callable[[], Tensor]]  # prepares it on a device, for a type of tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured figure of a device."""
+
+    busy: float  # with all devices at work
+    alone: float
+
+    @property
+    def factor(self) -> float:
+        return self.alone / self.busy
+
+
+def together(jobs: Sequence[Job], seconds: float) -> list[float | None]:
+    """Repeats all jobs for that time and returns the median ns of each; None: no kernel for the dtype, or no memory."""
+    ready, stop = threading.Barrier(len(jobs)), threading.Event()
+
+    def repeat(job: Job) -> float | None:
+        lane, prepare = job
+        try:
+            with lane.active(), torch.no_grad():
+                once = _prepared(prepare)
+                ready.wait()
+                times_ns: list[int] = []
+                end = time.perf_counter() + seconds
+                while once and not stop.is_set() and (len(times_ns) < 3 or time.perf_counter() < end):
+                    times_ns.append(once())
+                return statistics.median(times_ns) if times_ns else None
+        except BaseException:
+            ready.abort()  # or the others would wait for ever
+            raise
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        futures = [pool.submit(repeat, job) for job in jobs]
+        try:
+            wait(futures)
+        except BaseException:  # an interrupt: threads that still compute when the process ends would abort it
+            stop.set()
+            ready.abort()
+            raise
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))  # the cause first
+    return [future.result() for future in futures]
+
+
+def _prepared(prepare: Callable[[], Once]) -> Once | None:
+    """Prepares the work and does it once, so that memory is mapped and kernels are chosen."""
+    try:
+        once = prepare()
+        once()
+    except (RuntimeError, MemoryError):
+        return None
+    return once
+
+
+def time_alone(job: Job, seconds: float, what: str) -> float:
+    """Repeats one job alone, as `together`; InputError if it cannot be done."""
+    (time_ns,) = together([job], seconds)
+    if time_ns is None:
+        raise unable(job[0].target, what)
+    return time_ns
+
+
+def unable(target: Target, what: str) -> InputError:
+    """Makes the error for work that a device cannot do."""
+    return InputError(f"device {target.name!r}: {what} cannot be done there; leave it out with --devices")
+
+
+def job_of(target: Target, work: Work, dtype: torch.dtype) -> Job:
+    """Makes a job of the work, timed by its device's clock."""
+    lane = lane_of(target, copy_memory)
+
+    def prepare() -> Once:
+        run = work.make(target.device, dtype)
+
+        def once() -> int:
+            moments = [lane.now()]
+            run()
+            moments.append(lane.now())
+            start_ns, finish_ns = lane.times_ns(moments)
+            return finish_ns - start_ns
+
+        return once
+
+    return lane, prepare
+
+
+def copy_memory(tensor: int, device: torch.device, *, is_pinned: bool = False) -> Tensor:
+    """Makes memory for a lane, which asks by the number of a tensor: here its size in bytes."""
+    return torch.empty(tensor, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+
+
+def line_through(times_ns: Mapping[int, float]) -> tuple[float, float]:
+    """Fits (ns, ns per byte) of a line through times by size: least squares of relative errors."""
+    sizes, times = np.array(list(times_ns)), np.array(list(times_ns.values()))
+    design = np.stack([np.ones(len(sizes)), sizes], axis=1) / times[:, None]
+    latency_ns, ns_per_byte = np.linalg.lstsq(design, np.ones(len(sizes)))[0].tolist()
+    return latency_ns, ns_per_byte
+
+
+def per_second(work: Work, time_ns: float) -> float:
+    """Returns the rate of work."""
+    return work.amount * 1e9 / time_ns
+
+
+def whole(figure: float) -> int:
+    """Rounds a figure, to 1 at least."""
+    return max(round(figure), 1)

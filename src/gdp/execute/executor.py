@@ -1,0 +1,65 @@
+"""PlanExecutor: the scripts of a placed program, and the requests that its workers get; threads or processes run it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gdp.arrays import I64
+from gdp.execute.script import Script, scripts
+from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Worker
+from gdp.models.pytorch import Program
+
+POLL_SECONDS = 0.2  # for which the main thread sleeps at most between looks at signals and failures
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: the record of each device [D], and when the step began and ended."""
+
+    devices: tuple[DeviceRecord, ...]
+    start_ns: int
+    finish_ns: int
+
+    def op_times_ns(self, num_ops: int) -> tuple[I64, I64, I64]:
+        """[N] Returns the start and the finish of each op, and its wait for tensors from other devices."""
+        start, finish, wait = np.zeros((3, num_ops), np.int64)
+        for device in self.devices:
+            ops = list(device.ops)
+            start[ops], finish[ops], wait[ops] = device.start_ns, device.finish_ns, device.wait_ns
+        return start, finish, wait
+
+
+class PlanExecutor:
+    """A program placed on devices that run its ops in `order` [D]; a context manager."""
+
+    def __init__(self, program: Program, order: Sequence[npt.ArrayLike]) -> None:
+        self.program, self.order = program, order
+        self.num_steps = 0
+        self._scripts = scripts(program, order)
+        self._retaining_scripts: tuple[Script, ...] = ()
+        self._home = {task.op: device for device, script in enumerate(self._scripts) for task in script}
+        self._threads_before = torch.get_num_threads()
+
+    def _requests(
+        self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int | None
+    ) -> list[StepRequest]:
+        """[D] Makes the requests of the next step; see `ThreadExecutor.step`."""
+        if retain and not self._retaining_scripts:
+            self._retaining_scripts = scripts(self.program, self.order, self.program.result_tensors)
+        seed = self.num_steps * self.program.num_draws if seed is None else seed
+        chosen = self._retaining_scripts if retain else self._scripts
+        return [StepRequest(inputs, seed, script, is_timed) for script in chosen]
+
+    def _load(self, op: int, content: Mapping[int, Tensor], worker: Worker) -> None:
+        """Copies the content of a source, if it is a parameter or buffer with one, to its worker."""
+        source = self.program.sources[op]
+        if source.kind != "input" and source.tensor in content:
+            try:
+                worker.load({source.tensor: content[source.tensor]})
+            except RuntimeError as error:
+                doing = f"loading {self.program.graph.op_names[op]!r}"
+                raise ExecutionError(worker.lane.target.name, doing, error) from error

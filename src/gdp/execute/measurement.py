@@ -1,0 +1,95 @@
+"""Measurements of a program in several placements, step by step in turn, so that a busy machine slows all alike."""
+
+import gc
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from gdp.arrays import I64
+from gdp.execute.executor import StepRecord
+from gdp.execute.targets import Target
+from gdp.execute.threads import ThreadExecutor
+from gdp.models.pytorch import Program
+
+Order = Sequence[npt.ArrayLike]
+"""[D] The ops of each device, in the order of their starts."""
+
+
+@dataclass(eq=False)
+class Measurement:
+    """Times in ns of the steps of a program in one placement. N ops, S steps."""
+
+    order: Order
+    num_ops: int
+    records: list[StepRecord] = field(default_factory=list)  # [S]
+
+    def add(self, record: StepRecord) -> None:
+        """Adds a step; the tensors that it made are not kept."""
+        devices = tuple(replace(device, held={}) for device in record.devices)
+        self.records.append(replace(record, devices=devices))
+
+    @property
+    def step_ns(self) -> list[int]:
+        """[S] Time of each step."""
+        return [record.finish_ns - record.start_ns for record in self.records]
+
+    @property
+    def median_step_ns(self) -> int:
+        return int(np.median(self.step_ns))
+
+    @property
+    def step_quartiles_ns(self) -> tuple[int, int]:
+        """The first and the third quartile of the step times."""
+        low, high = np.percentile(self.step_ns, (25, 75))
+        return int(low), int(high)
+
+    def op_ns(self) -> I64:
+        """[S, 2, N] Returns the time of each op, and its wait for tensors from other devices."""
+        times = [record.op_times_ns(self.num_ops) for record in self.records]
+        return np.array([(finish - start, wait) for start, finish, wait in times])
+
+    def op_medians_ns(self) -> tuple[I64, I64]:
+        """[N] Returns the median time of each op, and its median wait."""
+        times, waits = np.median(self.op_ns(), axis=0).astype(np.int64)
+        return times, waits
+
+
+def measure_in_turn(
+    program: Program,
+    content: Mapping[int, Tensor],
+    orders: Mapping[str, Order],
+    targets: Sequence[Target],
+    *,
+    steps: int,
+    warm_up_steps: int = 2,
+) -> dict[str, Measurement]:
+    """Measures `steps` steps of each order in turn, by name; `content` is that of `Program.bind`, and is not changed.
+
+    Each order has its own copy of the parameters. Garbage is collected between steps, not within them. ExecutionError
+    if an op fails.
+    """
+    measurements = {name: Measurement(order, program.graph.num_ops) for name, order in orders.items()}
+    with ExitStack() as stack:
+        executors: dict[str, ThreadExecutor] = {}
+        for name, order in orders.items():
+            executors[name] = stack.enter_context(ThreadExecutor(program, order, targets))
+            executors[name].load(content)
+        if gc.isenabled():
+            stack.callback(gc.enable)
+        gc.disable()
+        for number in range(-warm_up_steps, steps):
+            for name, executor in executors.items():
+                record = executor.step(content, is_timed=True)
+                if number >= 0:
+                    measurements[name].add(record)
+            gc.collect(0)
+    return measurements
+
+
+def one_device_order(num_ops: int, device: int, num_devices: int) -> list[I64]:
+    """[D] Returns the order of all ops on one device, as they are numbered."""
+    return [np.arange(num_ops if number == device else 0) for number in range(num_devices)]

@@ -1,0 +1,1 @@
+"""A plan with a process for each device."""

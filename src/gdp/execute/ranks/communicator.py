@@ -1,0 +1,261 @@
+"""Communicator: the mailbox of a process's worker, and all other messages between the processes of a run.
+
+Each collective (a step, collecting results, closing) starts with a byte from every rank to every other: a barrier, at
+which ranks also see that they are about to do the same. An idle connection waits for that byte, so that a process that
+ends is noticed at once by its closed connections.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gdp.execute.lanes import CpuLane, Lane, Parcel
+from gdp.execute.ranks.connections import IncomingMessage, Receiver, Sender, TransferState, bytes_of
+from gdp.execute.ranks.ranks import Failure, HeartbeatMonitor, Ranks
+from gdp.execute.script import Script
+from gdp.execute.targets import CPU
+from gdp.execute.worker import Stopped
+from gdp.models.pytorch import Program
+from gdp.models.pytorch.strides import fill
+
+CLOSE, STEP = 0, 1  # collectives; to STEP add 1 if it is timed, 2 if it retains
+
+_RESULTS, _CLOCK = 5, 6  # further collectives
+_TOKEN, _RECORD, _PING = range(3)  # tags, from the number of tensors on; tensors have their own numbers
+_NUM_PINGS = 16
+
+Traffic = Mapping[tuple[int, int], Sequence[int]]
+"""The tensors of a step from one device to another, in order, by (source, destination)."""
+
+
+class Communicator:
+    """The connections to and from all other ranks; the worker's mailbox.
+
+    `home` is the device of each op, `traffic` the tensors of a step on each connection. `window_bytes` is the size of
+    tensors received ahead of their use.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        home: Mapping[int, int],
+        traffic: Traffic,
+        ranks: Ranks,
+        lane: Lane,
+        *,
+        timeout_seconds: float,
+        window_bytes: int,
+    ) -> None:
+        self._first_tag = program.graph.num_tensors  # of messages that are no tensors of the graph
+        self._program, self._lane, self._timeout_seconds = program, lane, timeout_seconds
+        self._home = [home[op] for op in program.graph.producers.tolist()]
+        self._wire_device = ranks.target.device if ranks.is_nccl else CPU
+        self._rank, count = ranks.rank, len(ranks.names)
+        self.peers = [peer for peer in range(count) if peer != ranks.rank]
+        self._incoming = {
+            peer: tuple(self._incoming_tensor(tensor, ranks.target.device) for tensor in traffic[peer, ranks.rank])
+            for peer in self.peers
+        }
+        self._step: tuple[int, dict[int, Sequence[IncomingMessage]]] = (STEP, {})
+        groups = _pair_groups(count) if ranks.is_nccl else {}
+        self.transfers = TransferState(window_bytes)
+        self._senders, self._receivers = {}, {}
+        for peer in self.peers:
+            self._senders[peer] = Sender(self.transfers, peer, groups.get((ranks.rank, peer)), self._dense)
+            lane_in, group = CpuLane(ranks.target, program.memory_for), groups.get((peer, ranks.rank))
+            self._receivers[peer] = Receiver(self.transfers, peer, group, lane_in, self._first_tag + _TOKEN)
+        self.began_ns = 0  # when all had begun the step
+        self.heartbeats = HeartbeatMonitor(ranks, f"heartbeats/{ranks.num_executors}", self.transfers.fail)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def _threads(self) -> list[threading.Thread]:
+        return [*self._senders.values(), *self._receivers.values(), self.heartbeats]
+
+    def close(self) -> None:
+        """Ends the threads, after all ranks have begun CLOSE."""
+        self.heartbeats.stop.set()
+        for sender in self._senders.values():
+            sender.items.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def cut(self, seconds: float) -> None:
+        """Ends the threads, and the others' wait for this rank: a process may abort if a thread waits at its end."""
+        self.heartbeats.stop.set()
+        for peer in self.peers:
+            self._senders[peer].items.put(None)
+            self._receivers[peer].expected.put(None)
+            self._senders[peer].cut()
+            self._receivers[peer].cut()
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
+
+    def begin_collective(self, kind: int, incoming: Mapping[int, Sequence[IncomingMessage]] | None) -> None:
+        """Begins a collective together with all others; `incoming` are its messages from each; None: the last one."""
+        token = self._first_tag + _TOKEN
+        for peer in self.peers:
+            self._receivers[peer].expected.put(None if incoming is None else incoming.get(peer, ()))
+            self._senders[peer].put(Parcel(token, torch.tensor([kind], dtype=torch.uint8)))
+        for peer in self.peers:
+            content = self.take(peer, token).content
+            if content is None or int(content) != kind:
+                self._fail(peer, "does not do what the others do; all ranks must make the same calls")
+
+    def take(self, peer: int, tag: int) -> Parcel:
+        """Returns the message of `peer` with that tag as soon as it is here."""
+        parcel = self.transfers.take(peer, tag, self._timeout_seconds)
+        if parcel is None:
+            graph, missing = self._program.graph, "its part in what all do"
+            if tag < self._first_tag:
+                missing = f"what op {graph.op_names[int(graph.producers[tag])]!r} gives"
+            self._fail(peer, f"did not send {missing} for {self._timeout_seconds:g} s")
+        return parcel
+
+    def collect(self, own: Mapping[int, Tensor | None], wanted: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Returns on the first rank copies on the CPU of the tensors `wanted` of each rank, out of its `own`."""
+        incoming = {peer: [self._incoming_tensor(tensor, CPU) for tensor in wanted[peer]] for peer in self.peers}
+        self.begin_collective(_RESULTS, incoming if self._rank == 0 else {})
+        held: dict[int, Tensor | None] = {}
+        for tensor in wanted[self._rank]:
+            parcel = self._lane.pack(tensor, own[tensor], CPU)
+            if self._rank != 0:
+                self._senders[0].put(parcel)
+                continue
+            if parcel.event is not None:
+                parcel.event.synchronize()
+            held[tensor] = None if parcel.content is None else self._copy(tensor, parcel.content)
+        self.finish()
+        for peer in self.peers if self._rank == 0 else ():
+            held |= {tensor: self.take(peer, tensor).content for tensor in wanted[peer]}
+        return {tensor: content for tensor, content in held.items() if content is not None}
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Returns on the first rank, at the end of a step, the numbers of each rank; nothing on others."""
+        tag = self._first_tag + _RECORD
+        if self._rank != 0:
+            self._senders[0].put(Parcel(tag, torch.tensor(numbers)))
+            self.finish()
+            return []
+        return [list(numbers), *(self._take_numbers(peer, tag) for peer in self.peers)]
+
+    def clock_offsets_ns(self, hosts: Sequence[str]) -> list[int]:
+        """[D] Returns on the first rank the offset from each rank's clock to the first's, by the quickest answers."""
+        offsets_ns, far = [0] * len(hosts), [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+        if not far:
+            return offsets_ns
+        pings = [self._first_tag + _PING + number for number in range(_NUM_PINGS)]
+        partners = far if self._rank == 0 else [0] * (self._rank in far)
+        self.begin_collective(_CLOCK, {partner: [_incoming_numbers(tag, 1) for tag in pings] for partner in partners})
+        for partner in partners:
+            trips: list[tuple[int, int]] = []
+            for tag in pings:
+                if self._rank != 0:
+                    self.take(partner, tag)
+                before_ns = time.perf_counter_ns()
+                self._senders[partner].put(Parcel(tag, torch.tensor([before_ns])))
+                if self._rank == 0:
+                    (theirs_ns,), after_ns = self._take_numbers(partner, tag), time.perf_counter_ns()
+                    trips.append((after_ns - before_ns, (before_ns + after_ns) // 2 - theirs_ns))
+            if self._rank == 0:
+                offsets_ns[partner] = min(trips)[1]
+        self.finish()
+        return offsets_ns
+
+    def transfer_times_ns(self) -> list[int]:
+        """Lists for each tensor sent in this step the times of its queueing and of its turn; then all arrivals."""
+        times_ns: list[int] = []
+        for peer in self.peers:
+            times_ns += itertools.chain(*self._senders[peer].times_ns[1:])  # the first was no tensor
+        for peer in self.peers:
+            times_ns += self._receivers[peer].arrivals_ns[: len(self._incoming[peer])]
+        return times_ns
+
+    def plan_step(self, kind: int, record_size: Callable[[int], int]) -> None:
+        """Sets the collective of the next step, and how many numbers the first rank gets from each other after it."""
+        incoming: dict[int, Sequence[IncomingMessage]] = dict(self._incoming)
+        if self._rank == 0:
+            for peer in self.peers:
+                incoming[peer] = *incoming[peer], _incoming_numbers(self._first_tag + _RECORD, record_size(peer))
+        self._step = kind, incoming
+
+    # -- methods of Mailbox, in the worker's thread ----------------------------------------------------------------
+
+    def begin(self) -> None:
+        for sender in self._senders.values():
+            sender.times_ns.clear()
+        self.begin_collective(*self._step)
+        self.began_ns = time.perf_counter_ns()
+
+    def send(self, tensor: int, content: Tensor | None, device: int) -> None:
+        self._senders[device].put(self._lane.pack(tensor, content, self._wire_device))
+
+    def receive(self, tensor: int) -> Tensor | None:
+        return self._lane.unpack(self.take(self._home[tensor], tensor))
+
+    def finish(self) -> None:
+        peer = self.transfers.wait_sent(self._timeout_seconds)
+        if peer is not None:
+            self._fail(peer, f"did not take what was sent to it for {self._timeout_seconds:g} s")
+
+    def _fail(self, rank: int, what: str) -> NoReturn:
+        self.transfers.fail(Failure(rank, what))
+        raise Stopped
+
+    def _incoming_tensor(self, tensor: int, device: torch.device) -> IncomingMessage:
+        """Makes the message of a tensor of the graph, which is to be on `device`."""
+        if self._program.tensor_values[tensor] < 0:
+            return IncomingMessage(tensor)
+        make = partial(self._program.memory_for, tensor, CPU if device.type == "cpu" else self._wire_device)
+        return IncomingMessage(tensor, int(self._program.graph.tensor_bytes[tensor]), make, device)
+
+    def _take_numbers(self, peer: int, tag: int) -> list[int]:
+        content = self.take(peer, tag).content
+        numbers: list[int] = [] if content is None else content.tolist()
+        return numbers
+
+    def _copy(self, tensor: int, content: Tensor) -> Tensor:
+        copy = self._program.memory_for(tensor, CPU)
+        bytes_of(copy).copy_(bytes_of(self._dense(tensor, content)))
+        return copy
+
+    def _dense(self, tag: int, content: Tensor) -> Tensor:
+        """Lays out the content as `memory_for` lays out the receiver's."""
+        if tag >= self._first_tag:
+            return content
+        if self._program.tensor_layouts[tag] is not None:
+            return content.contiguous()
+        made = self._program.layouts[self._program.tensor_values[tag]]
+        if content.dtype == made.dtype and content.stride() == made.stride and tuple(content.shape) == made.size:
+            return content
+        return fill(self._program.memory_for(tag, content.device), content)
+
+
+def traffic_of(all_scripts: Sequence[Script]) -> Traffic:
+    """Returns the traffic of a step of these scripts [D]."""
+    traffic: dict[tuple[int, int], list[int]] = {
+        pair: [] for pair in itertools.permutations(range(len(all_scripts)), 2)
+    }
+    for source, script in enumerate(all_scripts):
+        for task in script:
+            for device, tensor in task.sends:
+                traffic[source, device].append(tensor)
+    return traffic
+
+
+def _incoming_numbers(tag: int, size: int) -> IncomingMessage:
+    return IncomingMessage(tag, 0, partial(torch.empty, size, dtype=torch.int64))
+
+
+def _pair_groups(count: int) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Makes a group for each connection, so that tensors one way do not wait for tensors the other way."""
+    return {pair: dist.new_group(sorted(pair), backend="nccl") for pair in itertools.permutations(range(count), 2)}

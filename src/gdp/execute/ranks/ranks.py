@@ -1,0 +1,253 @@
+"""Ranks: the processes of a run, one for each device of the plan, as torchrun starts them; and why they end."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from gdp.errors import InputError
+from gdp.execute.targets import Target, find_targets, places_of
+from gdp.execute.worker import ExecutionError
+
+CAUSE_SECONDS = 1.0  # for a rank that knows more of a failure to write it down
+SILENT_SECONDS = 10.0  # without a heartbeat; a kernel or a compiler that holds Python's lock can take some
+REMEDIED: Mapping[str, type[Exception]] = {  # the kinds of causes that ExecutionError has a remedy for
+    "MemoryError": MemoryError,
+    "OutOfMemoryError": MemoryError,
+    "NotImplementedError": NotImplementedError,
+}
+
+_HEARTBEAT_SECONDS = 0.5
+_START_SECONDS = 5.0  # for the first rank to start and print its error
+
+
+class Failure(NamedTuple):
+    """The cause of a run's end as this rank sees it; if it is not its own, another may know better."""
+
+    rank: int
+    what: str
+    cause: BaseException | None = None
+    note: str = ""
+    is_own: bool = False
+
+    @classmethod
+    def gone(cls, rank: int) -> "Failure":
+        """Makes the failure of a rank that cannot be reached any more."""
+        return cls(rank, f"its process, rank {rank}, is gone")
+
+    def document(self, by: int) -> dict[str, Any]:
+        """Returns the form in which rank `by` writes it down."""
+        kind, text = ("", "") if self.cause is None else (type(self.cause).__name__, str(self.cause))
+        if self.cause is not None and not isinstance(self.cause, RuntimeError):
+            text = text if kind in REMEDIED else f"{kind}: {text}"
+        return {"by": by, "rank": self.rank, "what": self.what, "note": self.note, "kind": kind, "text": text}
+
+
+class Ranks:
+    """The processes of a run, one rank for each device, as `join` makes them; a context manager.
+
+    torchrun ends all processes by SIGTERM as soon as one is dead: meanwhile that raises KeyboardInterrupt, so that
+    executors can say why.
+    """
+
+    def __init__(self, targets: Sequence[Target], rank: int, hosts: Sequence[str], store: Store, *, nccl: bool) -> None:
+        self.targets, self.rank, self.hosts = tuple(targets), rank, tuple(hosts)
+        self.store, self.is_nccl = store, nccl
+        self.num_executors = 0
+        self._has_failed = self._handles_sigterm = False
+
+    def __enter__(self) -> Self:
+        is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if is_default and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            self._handles_sigterm = True
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the group of processes."""
+        if self._handles_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._handles_sigterm = False
+        if self._has_failed:  # the connections are cut; what is left of them ends with the process
+            with contextlib.suppress(RuntimeError):
+                self._wait_for_readers()
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """[D] The devices of the plan."""
+        return tuple(target.name for target in self.targets)
+
+    @property
+    def target(self) -> Target:
+        """Returns this rank's own target."""
+        return self.targets[self.rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Returns whether this is the rank that gets results and reports."""
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def reporting_once(self) -> Iterator[None]:
+        """Lets only the rank that finds an InputError first report it; other ranks with the same error exit."""
+        try:
+            yield
+        except InputError as error:
+            digest = hashlib.sha256(str(error).encode()).hexdigest()
+            if self.store.add(f"said/{digest}", 1) > 1:
+                raise SystemExit(2) from None
+            raise
+
+    def meet(self, what: str) -> None:
+        """Waits until all ranks are here. ExecutionError if one does not come."""
+        with reaching_others(self.target.name):
+            self.store.set(f"{what}/{self.rank}", "")
+            self.store.wait([f"{what}/{rank}" for rank in range(len(self.targets))])
+
+    def store_lost(self) -> Failure:
+        """Makes the failure of a store that is gone, and its owner with it."""
+        if _is_store_torchruns():
+            return Failure(0, "torchrun, which started its process, is gone")
+        return Failure.gone(0)
+
+    def has_cause(self) -> bool:
+        """Returns whether a rank wrote down the cause of the run's end."""
+        return bool(self.store.check(["cause"]))
+
+    def settle_cause(self, cause: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes down the cause of the run's end, unless a rank has; returns the first. RuntimeError without store."""
+        self._has_failed = True
+        first: dict[str, Any] = json.loads(self.store.compare_set("cause", "", json.dumps(cause)))
+        self.store.add("readers", 1)
+        return first
+
+    def _wait_for_readers(self) -> None:
+        """Lets the others read the cause if the store ends with this process."""
+        until = time.monotonic() + 2 * CAUSE_SECONDS
+        if self.is_first and not _is_store_torchruns():
+            while self.store.add("readers", 0) < len(self.names) and time.monotonic() < until:
+                time.sleep(0.02)
+
+
+def join(names: Sequence[str], on: Sequence[str] | None = None, *, timeout_seconds: float = 60.0) -> Ranks:
+    """Joins the processes that torchrun started, one for each device of the plan, in the order of its `names`.
+
+    `on` says for each device where it runs, as in `find_targets`, on the host of its rank. NCCL connects ranks if each
+    has a GPU of its own; otherwise gloo does, through the hosts' memory. InputError for a wrong number of processes,
+    before anything else, and for a device that is not there.
+    """
+    count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "-1"))
+    if count != len(names) or rank < 0:
+        devices = "1 device" if len(names) == 1 else f"{len(names)} devices"
+        started = "torchrun did not start this process" if rank < 0 else f"torchrun started {count} processes"
+        remedy = f"use torchrun --nproc-per-node {len(names)}"
+        if int(os.environ.get("LOCAL_WORLD_SIZE", str(count))) != count:
+            remedy = f"use torchrun with --nnodes times --nproc-per-node = {len(names)}"
+        raise InputError(f"the plan has {devices} ({', '.join(names)}); {started}; {remedy}")
+    if on is not None and len(on) != len(names):
+        raise InputError(f"--on names {len(on)} devices; the plan has {len(names)}: {', '.join(names)}")
+    patience = timedelta(seconds=timeout_seconds)
+    with reaching_others(names[rank]):
+        common, _, _ = next(iter(rendezvous("env://", timeout=patience)))
+        store = PrefixStore(f"gdp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", common)
+        store.set_timeout(patience)
+        about: dict[str, Any] = {"host": _host()}
+        try:
+            (target,) = find_targets([names[rank]], [(places_of(names) if on is None else on)[rank]])
+            about |= {"device": str(target.device), "cores": target.cores}
+        except InputError as error:
+            about["error"] = str(error)
+        store.set(f"about/{rank}", json.dumps(about))
+        abouts = [json.loads(store.get(f"about/{other}")) for other in range(count)]
+        if errors := [item["error"] for item in abouts if "error" in item]:
+            raise InputError(errors[0])
+        targets = [
+            Target(name, torch.device(item["device"]), tuple(item["cores"]))
+            for name, item in zip(names, abouts, strict=True)
+        ]
+        gpus = {(item["host"], item["device"]) for item in abouts if item["device"].startswith("cuda")}
+        nccl = len(gpus) == count > 1 and dist.is_nccl_available()
+        if nccl:
+            torch.cuda.set_device(target.device)
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+        dist.init_process_group(backend, store=common, rank=rank, world_size=count, timeout=patience)
+    return Ranks(targets, rank, [item["host"] for item in abouts], store, nccl=nccl)
+
+
+def join_or_leave(names: Sequence[str], on: Sequence[str] | None = None) -> Ranks:
+    """Joins; if all are refused, the first rank raises InputError, and the others exit after it."""
+    try:
+        return join(names, on)
+    except InputError:
+        if int(os.environ.get("RANK", "0")):
+            time.sleep(_START_SECONDS)  # torchrun ends all as soon as one has ended
+            raise SystemExit(2) from None
+        raise
+
+
+class HeartbeatMonitor(threading.Thread):
+    """Writes this rank's heartbeats to the store, and looks there for the others' and for a cause to end."""
+
+    def __init__(self, ranks: Ranks, key: str, fail: Callable[[Failure], None]) -> None:
+        super().__init__(name="gdp-heartbeats", daemon=True)
+        self._ranks, self._key, self._fail = ranks, key, fail
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        rank, count = self._ranks.rank, len(self._ranks.names)
+        latest = {peer: (0, time.monotonic()) for peer in range(count) if peer != rank}
+        try:
+            store = self._ranks.store.clone()  # type: ignore[attr-defined]  # or others' waits would hold it up
+            while not self.stop.wait(_HEARTBEAT_SECONDS):
+                store.add(f"{self._key}/{rank}", 1)
+                if store.check(["cause"]):
+                    self._fail(Failure(rank, "was told to end"))
+                    return
+                for peer, (count_before, since) in latest.items():
+                    count_now, now = store.add(f"{self._key}/{peer}", 0), time.monotonic()
+                    if count_now != count_before:
+                        latest[peer] = count_now, now
+                    elif now - since > SILENT_SECONDS:
+                        self._fail(Failure(peer, f"gave no sign of life for {SILENT_SECONDS:g} s"))
+                        return
+        except RuntimeError:
+            if not self.stop.is_set():
+                self._fail(self._ranks.store_lost())
+
+
+@contextlib.contextmanager
+def reaching_others(name: str) -> Iterator[None]:
+    """Raises ExecutionError if the others cannot be reached."""
+    try:
+        yield
+    except RuntimeError as error:  # as all of torch.distributed's are
+        raise ExecutionError(name, "could not join the others", error) from error
+
+
+def _is_store_torchruns() -> bool:
+    """Returns whether torchrun owns the store, not the first rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _host() -> str:
+    """Returns a name that processes have in common if they share a clock."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()

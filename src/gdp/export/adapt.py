@@ -1,0 +1,151 @@
+"""`adapt`: turns a plan into one that a target can express, with each unit on one device, within memory."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gdp.arrays import F64, I64
+from gdp.budget import Budget, Clock
+from gdp.export.stages import StageSearch, allowed_stages, balanced_stages, nearest_stages
+from gdp.export.target import ExportTarget, stage_starts
+from gdp.export.units import ExportUnits
+from gdp.placers.base import UnitArrays
+from gdp.placers.memory_repair import fit_memory
+from gdp.search.candidate import Candidate
+from gdp.search.question import Question
+from gdp.search.solvers import solve
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import Simulation, replay, simulate
+
+_STAGE_SIMULATIONS, _STAGE_WORK = 2000, 20_000_000  # of the search among stages near a plan; ops simulated in all
+_REPAIR_BUDGET = "2000sims"  # of the search for units that fit, where repair finds none
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedPlan:
+    """A plan as a target runs it."""
+
+    target: ExportTarget
+    problem: Problem
+    units: ExportUnits
+    devices: I64  # [U]
+    simulation: Simulation  # of the units on their devices; of the same ops in another order where some are offloaded
+    plan_step_time_ns: int
+
+    @property
+    def step_time_ns(self) -> int:
+        return self.simulation.step_time_ns
+
+    @property
+    def loss(self) -> float:
+        """Relative increase of the plan's step time: 0.066 = 6.6 %; below 0 where the step is faster."""
+        return self.step_time_ns / max(self.plan_step_time_ns, 1) - 1
+
+    @property
+    def content(self) -> str:
+        """Content of the target's file."""
+        return self.target.write(self.problem, self.units, self.devices)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Returns whether weights stay on a CPU while their modules compute on a GPU."""
+        return self.simulation.problem is not self.problem and self.simulation.problem.graph is not self.problem.graph
+
+    @cached_property
+    def program_order_ns(self) -> int | None:
+        """Step time if each device starts its ops in the order of the program, as tools do that launch ops in sequence.
+
+        None with micro-batches, whose order is the tool's own.
+        """
+        problem, placement = self.simulation.problem, self.simulation.placement
+        if problem.microbatch.max() > 0:
+            return None
+        order = [np.flatnonzero(placement == device) for device in range(problem.num_devices)]
+        return simulate(problem, placement, order=order).step_time_ns
+
+
+def adapt(problem: Problem, plan: Plan, target: ExportTarget, *, may_offload: bool = True) -> AdaptedPlan:
+    """Returns `plan`, of the problem's graph and cluster, as `target` runs it; it may not fit in memory.
+
+    Each unit goes to the device that has most of its time, and a chain is cut where most of the time stays. Repair and
+    search then change units that do not fit, and stages where that is faster. If the step still does not fit, units are
+    offloaded, if the target can and may. InputError where the target cannot run the graph.
+    """
+    plan.check_belongs(problem.graph, problem.cluster)
+    units = target.read_units(problem)
+    devices = units.devices_of(plan.placement)
+    is_expressible = devices is not None and can_run(units, devices)
+    simulation = replay(problem, plan) if is_expressible else None
+    if devices is None or simulation is None or simulation.missing_bytes.any():
+        devices = _near(problem, units, plan)
+        simulation = simulated(problem, units.place(devices), plan)
+        if may_offload and simulation.missing_bytes.any() and target.offload is not None:
+            devices, simulation = target.offload(problem, units, devices) or (devices, simulation)
+    return AdaptedPlan(target, problem, units, devices, simulation, plan.step_time_ns)
+
+
+def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) -> Simulation:
+    """Returns the step of `placement`: the plan's own one in its order, any other in the best order known.
+
+    The orders are those of `Problem.orders`, and that in which the plan starts its ops.
+    """
+    if plan is not None and np.array_equal(placement, plan.placement):
+        return replay(problem, plan)
+    simulations = [simulate(problem.in_order(order), placement) for order in problem.orders]
+    if plan is not None:
+        simulations.append(simulate(problem, placement, priority=Candidate.start(replay(problem, plan)).priority))
+    return min(simulations, key=key_of)
+
+
+def order_of(problem: Problem, placement: Placement) -> str:
+    """Returns the order of micro-batches in which `placement` does best; without any the b-level."""
+    return min(problem.orders, key=lambda name: key_of(simulate(problem.in_order(name), placement)))
+
+
+def key_of(simulation: Simulation) -> tuple[int, int]:
+    """Returns (bytes over the limits, step time); less is better."""
+    return int(simulation.missing_bytes.sum()), simulation.step_time_ns
+
+
+def can_run(units: ExportUnits, devices: I64) -> bool:
+    """Returns whether units may be on these devices [U], with one stage a device in a chain."""
+    if not units.may_be_on(devices):
+        return False
+    return not units.is_chain or len(stage_starts(devices)) == len(np.unique(devices))
+
+
+def _near(problem: Problem, units: ExportUnits, plan: Plan) -> I64:
+    weight = _weights(problem, units, plan.placement)
+    weight[~units.allowed] = -1.0
+    if units.is_chain:
+        search = StageSearch(problem.in_order(order_of(problem, plan.placement)), units)
+        starts = [nearest_stages(weight), *balanced_stages(problem, units)]
+        if not any(map(units.may_be_on, starts)):
+            starts = allowed_stages(weight, units.allowed)
+        return search.run(starts, min(_STAGE_SIMULATIONS, _STAGE_WORK // problem.num_ops))
+    coarse = units.coarse(problem)
+    placement = UnitArrays.of(problem, units.index).place(weight.argmax(axis=1))
+    if simulated(problem, placement, plan).missing_bytes.any():
+        placement = fit_memory(coarse, placement)
+        if simulated(problem, placement).missing_bytes.any():
+            placement = _search(coarse, placement)
+    devices = units.devices_of(placement)
+    assert devices is not None, "units are groups there"
+    return devices
+
+
+def _search(coarse: Problem, placement: Placement) -> Placement:
+    question = Question.about(coarse, starts=[Candidate(placement)])
+    best = solve("auto", question, Clock(Budget.parse(_REPAIR_BUDGET))).best
+    return placement if best is None else best.placement
+
+
+def _weights(problem: Problem, units: ExportUnits, placement: Placement) -> F64:
+    """[U, D] Returns how much of each unit is on each device: time, among equals bytes held, then ops."""
+    weight = np.zeros((units.num_units, problem.num_devices))
+    held_bytes = problem.graph.resident_bytes + problem.arrays.memory.alloc_bytes
+    value = problem.mean_op_time_ns + 1e-6 * held_bytes / max(float(held_bytes.max()), 1.0) + 1e-9
+    np.add.at(weight, (units.index, placement), value)
+    return weight

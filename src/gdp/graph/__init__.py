@@ -1,0 +1,5 @@
+"""Graphs of ops and tensors: a step to place."""
+
+from gdp.graph.graph import Graph, Op, Tensor
+
+__all__ = ["Graph", "Op", "Tensor"]

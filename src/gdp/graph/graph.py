@@ -1,0 +1,394 @@
+"""Graph: the ops and tensors of one step of a neural network, as read-only arrays; checks; `gdp-graph` files.
+
+docs/machine-model.md, sections 1 and 6, is the definition. N ops, T tensors, E (tensor, consumer) pairs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from gdp import files
+from gdp.arrays import I64, Bool
+from gdp.errors import InputError, prefixed
+
+PHASES = ("forward", "backward", "update", "")
+FORMAT, VERSION = "gdp-graph", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator, with the fields that a `gdp-graph` file and the machine model have."""
+
+    name: str
+    kind: str = ""
+    flops: int = 0
+    bytes_accessed: int = 0
+    dtype: str = "float32"
+    resident_bytes: int = 0
+    phase: str = ""
+    module: str = ""
+    group: int = -1
+    time_ns: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor, with the fields that a `gdp-graph` file has."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    bytes: int = 0
+    resident: bool = False
+    keep: bool = False
+    view_of: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A step as a directed acyclic graph of ops and tensors. Arrays are read-only; make one with `Graph.build`.
+
+    Shapes: N ops, T tensors, E consumers of all tensors together. Sizes in bytes, times in ns.
+    Raises InputError (a ValueError) naming the op or tensor, its value and the remedy.
+    """
+
+    name: str
+    op_names: tuple[str, ...]  # [N] unique
+    kinds: tuple[str, ...]  # [N]
+    flops: I64  # [N]
+    bytes_accessed: I64  # [N]
+    dtypes: tuple[str, ...]  # [N]
+    resident_bytes: I64  # [N]
+    phases: tuple[str, ...]  # [N]
+    modules: tuple[str, ...]  # [N]
+    groups: I64  # [N] -1 or a number >= 0
+    times_ns: tuple[Mapping[str, int], ...]  # [N] by device name or kind; -1 cannot run
+    producers: I64  # [T]
+    tensor_bytes: I64  # [T]
+    is_resident: Bool  # [T]
+    is_kept: Bool  # [T]
+    view_of: I64  # [T] -1 or the base tensor
+    consumer_offsets: I64  # [T + 1] tensor k is consumed by consumers[consumer_offsets[k]:consumer_offsets[k + 1]]
+    consumers: I64  # [E]
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+        _check(self)
+
+    def to_columns(self) -> dict[str, Any]:
+        """Returns every field as plain values, for a file that only gdp reads: smaller and quicker than a `gdp-graph`
+        file.
+        """
+        columns = {item.name: getattr(self, item.name) for item in fields(self)}
+        columns["times_ns"] = [dict(times) for times in self.times_ns] if any(self.times_ns) else []
+        return columns
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> "Graph":
+        """Builds the graph of `to_columns` and checks it; KeyError, TypeError or InputError for anything else."""
+        values: dict[str, Any] = {"name": str(columns["name"])}
+        for item in fields(cls)[1:]:
+            column = columns[item.name]
+            dtype = np.int64 if item.type == I64 else np.bool_
+            values[item.name] = np.array(column, dtype) if item.type in (I64, Bool) else tuple(column)
+        times = columns["times_ns"] or [{}] * len(columns["op_names"])
+        values["times_ns"] = tuple(MappingProxyType(item) if item else _NO_TIMES for item in times)
+        return cls(**values)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.op_names)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.producers)
+
+    @classmethod
+    def build(cls, name: str, ops: Sequence[Op], tensors: Sequence[Tensor]) -> "Graph":
+        """Builds the graph of these ops and tensors; ops are numbered as given, in a topological order."""
+        counts = [len(tensor.consumers) for tensor in tensors]
+        offsets = np.zeros(len(tensors) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        return cls(
+            name=name,
+            op_names=tuple(op.name for op in ops),
+            kinds=tuple(op.kind for op in ops),
+            flops=_int64([op.flops for op in ops], "op", "flops"),
+            bytes_accessed=_int64([op.bytes_accessed for op in ops], "op", "bytes_accessed"),
+            dtypes=tuple(op.dtype for op in ops),
+            resident_bytes=_int64([op.resident_bytes for op in ops], "op", "resident_bytes"),
+            phases=tuple(op.phase for op in ops),
+            modules=tuple(op.module for op in ops),
+            groups=_int64([op.group for op in ops], "op", "group"),
+            times_ns=tuple(MappingProxyType(dict(op.time_ns)) if op.time_ns else _NO_TIMES for op in ops),
+            producers=_int64([tensor.producer for tensor in tensors], "tensor", "producer"),
+            tensor_bytes=_int64([tensor.bytes for tensor in tensors], "tensor", "bytes"),
+            is_resident=np.array([tensor.resident for tensor in tensors], np.bool_),
+            is_kept=np.array([tensor.keep for tensor in tensors], np.bool_),
+            view_of=_int64([tensor.view_of for tensor in tensors], "tensor", "view_of"),
+            consumer_offsets=offsets,
+            consumers=_int64([op for tensor in tensors for op in tensor.consumers], "tensor", "consumers"),
+        )
+
+    def op(self, number: int) -> Op:
+        """Returns op `number` as a record."""
+        return Op(*(column[number] for column in self._op_columns))
+
+    def tensor(self, number: int) -> Tensor:
+        """Returns tensor `number` as a record."""
+        producer, consumers, *rest = (column[number] for column in self._tensor_columns)
+        return Tensor(producer, tuple(consumers), *rest)
+
+    @cached_property
+    def _op_columns(self) -> tuple[Sequence[Any], ...]:
+        """The values of all ops, field by field of `Op`."""
+        return (
+            self.op_names,
+            self.kinds,
+            self.flops.tolist(),
+            self.bytes_accessed.tolist(),
+            self.dtypes,
+            self.resident_bytes.tolist(),
+            self.phases,
+            self.modules,
+            self.groups.tolist(),
+            [dict(times) for times in self.times_ns],
+        )
+
+    @cached_property
+    def _tensor_columns(self) -> tuple[Sequence[Any], ...]:
+        """The values of all tensors, field by field of `Tensor`."""
+        offsets, consumers = self.consumer_offsets.tolist(), self.consumers.tolist()
+        return (
+            self.producers.tolist(),
+            [consumers[start:end] for start, end in pairwise(offsets)],
+            self.tensor_bytes.tolist(),
+            self.is_resident.tolist(),
+            self.is_kept.tolist(),
+            self.view_of.tolist(),
+        )
+
+    def consumers_of(self, tensor: int) -> I64:
+        """[num_consumers] the ops that consume `tensor`."""
+        return self.consumers[self.consumer_offsets[tensor] : self.consumer_offsets[tensor + 1]]
+
+    @cached_property
+    def edge_tensors(self) -> I64:
+        """[E] the tensor of each entry of `consumers`."""
+        return np.repeat(np.arange(self.num_tensors, dtype=np.int64), np.diff(self.consumer_offsets))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical content: compact JSON, sorted keys, every field explicit, no graph name."""
+        return files.fingerprint(self.to_document())
+
+    def to_document(self) -> dict[str, Any]:
+        """Returns the `gdp-graph` document with every field explicit."""
+        ops, tensors = zip(*self._op_columns, strict=True), zip(*self._tensor_columns, strict=True)
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.name,
+            "ops": [dict(zip(_OP_FIELDS, values, strict=True)) for values in ops],
+            "tensors": [dict(zip(_TENSOR_FIELDS, values, strict=True)) for values in tensors],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes a `gdp-graph` file, atomically; gzip if `path` ends in `.gz`."""
+        files.write_json(path, self.to_document())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Graph":
+        """Reads a `gdp-graph` file. InputError names the file, the place and the remedy."""
+        document = files.read_json(path)
+        with prefixed(path):
+            return cls.from_document(document)
+
+    @classmethod
+    def from_document(cls, document: object) -> "Graph":
+        """Builds the graph of a `gdp-graph` document; unknown keys, wrong types and versions are errors."""
+        content = files.require_header(document, FORMAT, VERSION)
+        files.require_keys(content, "graph", _DOCUMENT_FIELDS, {"name", "ops", "tensors"})
+        for number, op in enumerate(content["ops"]):
+            label = f" {op['name']!r}" if isinstance(op, dict) and isinstance(op.get("name"), str) else ""
+            files.require_keys(op, f"op {number}{label}", _OP_FIELDS, {"name"})
+        for number, tensor in enumerate(content["tensors"]):
+            files.require_keys(tensor, f"tensor {number}", _TENSOR_FIELDS, {"producer", "consumers"})
+        ops = [Op(**op) for op in content["ops"]]
+        tensors = [Tensor(**{**tensor, "consumers": tuple(tensor["consumers"])}) for tensor in content["tensors"]]
+        return cls.build(content["name"], ops, tensors)
+
+
+_NO_TIMES: Mapping[str, int] = MappingProxyType({})
+
+
+def _is_times(value: object) -> bool:
+    """a mapping from device names or kinds to integers of at least -1 (nanoseconds; -1: cannot run there)"""
+    return type(value) is dict and all(type(key) is str and files.is_index(item) for key, item in value.items())
+
+
+def _is_phase(value: object) -> bool:
+    """one of "forward", "backward", "update" and \"\""""
+    return type(value) is str and value in PHASES
+
+
+_DOCUMENT_FIELDS = {
+    "format": files.is_string,
+    "version": files.is_size,
+    "name": files.is_string,
+    "ops": files.is_list,
+    "tensors": files.is_list,
+}
+_OP_FIELDS = {
+    "name": files.is_string,
+    "kind": files.is_string,
+    "flops": files.is_size,
+    "bytes_accessed": files.is_size,
+    "dtype": files.is_string,
+    "resident_bytes": files.is_size,
+    "phase": _is_phase,
+    "module": files.is_string,
+    "group": files.is_index,
+    "time_ns": _is_times,
+}
+_TENSOR_FIELDS = {
+    "producer": files.is_size,
+    "consumers": files.is_number_list,
+    "bytes": files.is_size,
+    "resident": files.is_flag,
+    "keep": files.is_flag,
+    "view_of": files.is_index,
+}
+
+
+def _int64(values: Sequence[int], record: str, name: str) -> I64:
+    try:
+        return np.array(values, np.int64) if values else np.zeros(0, np.int64)
+    except (OverflowError, TypeError, ValueError):
+        bad = next(i for i, value in enumerate(values) if type(value) is not int or not -(2**63) <= value < 2**63)
+        raise InputError(f"{record} {bad}: {name} is {values[bad]!r}; an integer below 2^63 is expected") from None
+
+
+def _check(graph: Graph) -> None:
+    num_ops, num_tensors = graph.num_ops, graph.num_tensors
+    if num_ops == 0:
+        raise InputError(f"graph {graph.name!r}: has no ops; a step needs at least one")
+
+    def op_label(number: int) -> str:
+        return f"op {number} {graph.op_names[number]!r}"
+
+    if len(set(graph.op_names)) < num_ops or "" in graph.op_names:
+        numbers: dict[str, int] = {}
+        for number, name in enumerate(graph.op_names):
+            if not name:
+                raise InputError(f"op {number}: name is empty; give every op a unique name")
+            if name in numbers:
+                raise InputError(f"op {number}: name {name!r} is also that of op {numbers[name]}; names must be unique")
+            numbers[name] = number
+    for name in ("flops", "bytes_accessed", "resident_bytes"):
+        values = getattr(graph, name)
+        lowest = int(np.argmin(values))
+        if values[lowest] < 0:
+            raise InputError(f"{op_label(lowest)}: {name} is {values[lowest]}; an integer of at least 0 is expected")
+    if (graph.groups < -1).any():
+        lowest = int(np.argmin(graph.groups))
+        raise InputError(f"{op_label(lowest)}: group is {graph.groups[lowest]}; -1 (none) or a number >= 0 is expected")
+    for number, phase in enumerate(graph.phases):
+        if phase not in PHASES:
+            raise InputError(
+                f"{op_label(number)}: phase is {phase!r}; one of {', '.join(map(repr, PHASES))} is expected"
+            )
+    for number, times in enumerate(graph.times_ns):
+        for where, time_ns in times.items():
+            if time_ns < -1:
+                raise InputError(
+                    f"{op_label(number)}: time_ns[{where!r}] is {time_ns}; at least -1 (cannot run) is expected"
+                )
+    if num_tensors == 0:
+        return
+    if (bad := _first((graph.producers < 0) | (graph.producers >= num_ops))) is not None:
+        raise InputError(f"tensor {bad}: producer {graph.producers[bad]} is no op; ops are 0 to {num_ops - 1}")
+    if (bad := _first(graph.tensor_bytes < 0)) is not None:
+        raise InputError(f"tensor {bad}: bytes is {graph.tensor_bytes[bad]}; an integer of at least 0 is expected")
+    _check_views(graph)
+    _check_consumers(graph, op_label)
+
+
+def _check_views(graph: Graph) -> None:
+    views = np.flatnonzero(graph.view_of != -1)
+    for view in views.tolist():
+        base = int(graph.view_of[view])
+        if not 0 <= base < graph.num_tensors or base == view:
+            raise InputError(
+                f"tensor {view}: view_of {base} is no other tensor; tensors are 0 to {graph.num_tensors - 1}"
+            )
+        if graph.producers[base] != graph.producers[view]:
+            raise InputError(f"tensor {view}: view_of {base} has another producer; a view and its base share theirs")
+        if graph.view_of[base] != -1:
+            raise InputError(f"tensor {view}: view_of {base} is itself a view; name the tensor that owns the memory")
+        if graph.is_resident[view]:
+            raise InputError(f"tensor {view}: is a view and resident; set resident on its base {base} only")
+
+
+def _check_consumers(graph: Graph, op_label: Any) -> None:
+    tensors = graph.edge_tensors
+    if (bad := _first((graph.consumers < 0) | (graph.consumers >= graph.num_ops))) is not None:
+        raise InputError(
+            f"tensor {tensors[bad]}: consumer {graph.consumers[bad]} is no op; ops are 0 to {graph.num_ops - 1}"
+        )
+    if len(tensors):
+        by_pair = np.lexsort((graph.consumers, tensors))
+        same = (np.diff(tensors[by_pair]) == 0) & (np.diff(graph.consumers[by_pair]) == 0)
+        if (bad := _first(same)) is not None:
+            edge = by_pair[bad]
+            raise InputError(f"tensor {tensors[edge]}: consumer {graph.consumers[edge]} is listed twice; list it once")
+    if (bad := _first(graph.consumers <= graph.producers[tensors])) is None:
+        return
+    cycle = find_cycle(graph.num_ops, graph.producers[tensors], graph.consumers)
+    if cycle:
+        path = " -> ".join(repr(graph.op_names[op]) for op in cycle[:8]) + (" -> ..." if len(cycle) > 8 else "")
+        raise InputError(f"ops form a cycle: {path}; a step is acyclic, unroll loops")
+    producer, consumer = int(graph.producers[tensors[bad]]), int(graph.consumers[bad])
+    raise InputError(
+        f"tensor {tensors[bad]}: {op_label(producer)} feeds the earlier {op_label(consumer)}; "
+        "number ops in topological order"
+    )
+
+
+def find_cycle(num_ops: int, sources: I64, targets: I64) -> list[int]:
+    """Returns the ops of one cycle of the edges `sources[i] -> targets[i]`, the first op at both ends; [] if none."""
+    successors: list[list[int]] = [[] for _ in range(num_ops)]
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        successors[source].append(target)
+    unseen, open_, done = 0, 1, 2
+    state = [unseen] * num_ops
+    for root in range(num_ops):
+        if state[root] != unseen:
+            continue
+        path, pending = [root], [iter(successors[root])]
+        state[root] = open_
+        while path:
+            target = next(pending[-1], None)
+            if target is None:
+                state[path.pop()] = done
+                pending.pop()
+            elif state[target] == open_:
+                return [*path[path.index(target) :], target]
+            elif state[target] == unseen:
+                state[target] = open_
+                path.append(target)
+                pending.append(iter(successors[target]))
+    return []
+
+
+def _first(mask: Bool) -> int | None:
+    index = int(np.argmax(mask)) if len(mask) else 0
+    return index if len(mask) and mask[index] else None

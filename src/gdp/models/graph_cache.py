@@ -1,0 +1,92 @@
+"""A cache of captured graphs.
+
+The name of an entry changes with all that its graph depends on, including the code that captures. A second run starts
+at once, without importing PyTorch.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from gdp import cache, files
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.models.model import HUGGING_FACE, Model, Reading
+
+FORMAT, VERSION = "gdp-captured", 3
+
+_MODELS = Path(__file__).parent
+_GRAPH = _MODELS.parent / "graph"
+
+
+def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | None:
+    """Returns the file that keeps the graph of a workload or a Transformers directory.
+
+    None for a user's function, which may have changed, and where the caller has registered FLOPs, which are functions.
+    """
+    formulas = sys.modules.get("gdp.models.pytorch.flops")
+    if formulas is not None and formulas.has_registered():
+        return None
+    source: tuple[object, ...] = ()
+    if text.startswith(HUGGING_FACE):
+        config = Path(text.removeprefix(HUGGING_FACE).partition("?")[0]) / "config.json"
+        if not os.path.isfile(config):  # unreadable, a name too long: the reader says so
+            return None
+        source = (files.read_bytes(config), *map(_installed, ("transformers", "diffusers")))
+    elif ":" in text:
+        return None
+    options = (reading.training, reading.optimizer, num_microbatches)
+    depends_on = (FORMAT, VERSION, text, source, *options, version("torch"))
+    return cache.entry("graphs", text, depends_on, _code("pytorch", "hugging_face", "workloads"))
+
+
+def onnx_entry(path: Path, dims: Mapping[str, int]) -> Path | None:
+    """Returns the file that keeps the graph of the ONNX file `path` with these sizes of symbolic dimensions."""
+    depends_on = (FORMAT, VERSION, files.digest(path), sorted(dims.items()), _installed("onnx"))
+    return cache.entry("graphs", path.name, depends_on, _code("onnx"))
+
+
+def read(path: Path | None) -> Model | None:
+    """Returns the model kept in `path`; None if there is none, or a damaged one."""
+    content = cache.read(path, FORMAT, VERSION)
+    if content is None or not _is_counts(content.get("unknown")):
+        return None
+    with contextlib.suppress(InputError, KeyError, TypeError, ValueError):
+        graph = Graph.from_columns(content["graph"])
+        notes = tuple(map(str, content.get("notes", ())))
+        return Model(graph, content["unknown"], is_captured=bool(content.get("captured")), notes=notes)
+    return None
+
+
+def write(path: Path | None, model: Model) -> None:
+    """Keeps `model` in `path`, if that can be done."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "graph": model.graph.to_columns(),
+        "unknown": dict(model.unknown_costs),
+        "captured": model.is_captured,
+        "notes": list(model.notes),
+    }
+    cache.write(path, document)
+
+
+def _code(*rooms: str) -> list[Path]:
+    """Returns the files of code that graphs read by these packages depend on."""
+    directories = [_GRAPH, *(_MODELS / room for room in rooms)]
+    return [_MODELS / "names.py", *(file for directory in directories for file in directory.glob("*.py"))]
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _is_counts(value: object) -> bool:
+    """a mapping from kinds to numbers"""
+    return type(value) is dict and all(files.is_size(count) for count in value.values())

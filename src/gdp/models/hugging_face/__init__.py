@@ -1,0 +1,1 @@
+"""Transformers and Diffusers: the model that a config describes, with inputs made from it."""

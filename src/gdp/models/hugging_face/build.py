@@ -1,0 +1,277 @@
+"""`hf:DIR`: the model of a Transformers or Diffusers `config.json`, with inputs made from it.
+
+Weights are not read, code in the directory is not run, and nothing is downloaded: the class is one of the installed
+library's own. The query of `hf:DIR?batch=8&sequence=512` sets sizes that a config does not have; see `inputs.Sizes`.
+
+These changes make the models fit for a capture, by the libraries' own switches where they exist:
+
+- Weights are not initialised under fake tensors (some initialisations read tensors), and tied afterwards.
+- Caches of keys and values are off, masks are left out (all tokens count, each row is one sequence), and no layers or
+  parts of a spectrogram are dropped at random.
+- Experts run as grouped matrix products: a loop over the selected experts has no fixed shapes.
+- Checks for finite values, which decide on clamping, are answered with yes.
+"""
+
+import contextlib
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gdp import files
+from gdp.errors import InputError, suggest
+from gdp.models.hugging_face.inputs import Sizes, check_use, diffusers_inputs, transformers_inputs
+from gdp.models.hugging_face.patches import capturable, known_rates, quiet
+from gdp.models.model import HUGGING_FACE
+from gdp.models.user_function import Build
+
+# keys of a config that choose downloaded or missing kernels, weights or code; and dtypes, which builds take separately
+_CHOICES = (
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "kernel_config",
+    "use_kernels",
+    "torch_dtype",
+    "dtype",
+    "auto_map",
+)
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_OFF = {
+    "use_cache": False,
+    "apply_spec_augment": False,
+    "layerdrop": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+}
+
+
+def parse(text: str) -> tuple[str, Sizes]:
+    """Returns (DIR, sizes) of `hf:DIR?batch=8&sequence=512`. InputError for an unknown size or value."""
+    directory, mark, query = text.removeprefix(HUGGING_FACE).partition("?")
+    if not directory:
+        raise InputError(f"{text!r}: names no directory; hf:DIR with a config.json in it is expected")
+    return directory, Sizes.parse(query, text) if mark else Sizes()
+
+
+def builder(text: str, *, training: bool = True) -> Build:
+    """Returns a function that builds (module, args, kwargs) of `hf:DIR?SIZES`, for training with labels.
+
+    Under `FakeTensorMode` nothing is allocated; else the library draws the parameters. InputError, with the remedy, for
+    a directory without a readable `config.json` and for a config that this version cannot build.
+    """
+    directory, sizes = parse(text)
+    config = _read_config(Path(directory))
+    if "_class_name" in config:
+        return _diffusers_builder(config, sizes, text, training)
+    return _transformers_builder(config, sizes, text, training)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not os.path.isdir(directory):
+        what = "is no directory" if os.path.exists(directory) else "no such directory"
+        raise InputError(f"hf:{directory}: {what}; name one with a config.json")
+    path = directory / "config.json"
+    if not os.path.isfile(path) and os.access(directory, os.X_OK):
+        other = "model_index.json" if os.path.isfile(directory / "model_index.json") else ""
+        remedy = "name its unet or transformer directory" if other else "name a directory that has one"
+        raise InputError(f"{directory}: has no config.json{' but ' + other if other else ''}; {remedy}")
+    try:
+        config = json.loads(files.read_bytes(path))  # configs have Infinity, which strict JSON has not
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({str(error).splitlines()[0]}); mend the file") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: is a {type(config).__name__}; a JSON object is expected")
+    if config.get("quantization_config"):
+        raise InputError(
+            f"{path}: has quantization_config; quantised weights are not modelled: remove it to place the model in its "
+            "dtype, or give the model as module:function"
+        )
+    return config
+
+
+def notes(text: str) -> tuple[str, ...]:
+    """Returns the differences from the config of `hf:DIR`, a sentence each."""
+    directory, _ = parse(text)
+    if _read_config(Path(directory)).get("auto_map"):
+        return (f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'",)
+    return ()
+
+
+# Transformers
+
+
+def _transformers_builder(config: dict[str, Any], sizes: Sizes, text: str, training: bool) -> Build:
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(f"{text}: needs Transformers; pip install 'gdp-placement[hf]'") from None
+    try:
+        with _explained(text), quiet():
+            parsed_config = _config_of(transformers, config, text)
+            model_class = _class_of(transformers, parsed_config, config.get("architectures"), text)
+    except InputError as error:
+        if not config.get("auto_map"):
+            raise
+        raise InputError(
+            f"{error}; its auto_map names code, which is never run from a directory: give it as module:function"
+        ) from None
+    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or "float32", text)
+
+    def build() -> tuple[Any, ...]:
+        import torch
+        from transformers.initialization import no_init_weights
+
+        is_fake = _is_fake()
+        with _explained(text), quiet():
+            options = {"dtype": dtype, "attn_implementation": None}
+            if model_class._can_set_experts_implementation():
+                options["experts_implementation"] = "grouped_mm"
+            with contextlib.ExitStack() as stack:
+                if is_fake:
+                    stack.enter_context(no_init_weights())
+                    stack.enter_context(known_rates())
+                model = model_class._from_config(copy.deepcopy(parsed_config), **options)
+            if is_fake:
+                model.tie_weights()
+            model.train(training)
+            with torch.no_grad():
+                inputs = transformers_inputs(model, sizes, text, training=training)
+        return capturable(model), (), inputs
+
+    return build
+
+
+def _config_of(transformers: Any, config: dict[str, Any], text: str) -> Any:
+    """Returns the model type's config, without options that make a step depend on chance or on earlier steps."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise InputError(f'{text}: config.json has no model_type; add the one of Transformers, such as "bert"')
+    if kind not in transformers.CONFIG_MAPPING:
+        kinds = sorted(transformers.CONFIG_MAPPING.keys())
+        raise InputError(
+            f"{text}: model_type {kind!r} is unknown to Transformers {transformers.__version__}; {suggest(kind, kinds)}"
+        )
+    content = {key: value for key, value in config.items() if key not in _CHOICES}
+    parsed = transformers.CONFIG_MAPPING[kind].from_dict(content)
+    for part in _parts_of(parsed):
+        for name, value in _OFF.items():
+            if getattr(part, name, value) != value:
+                setattr(part, name, value)
+    return parsed
+
+
+def _parts_of(config: Any) -> Iterator[Any]:
+    """Yields a config and the configs of its parts."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and hasattr(part, "sub_configs"):
+            yield from _parts_of(part)
+
+
+def _class_of(transformers: Any, config: Any, architectures: Any, text: str) -> Any:
+    """Returns the class that `architectures` names first, else the bare model of the config's type."""
+    if architectures in (None, []):
+        return _bare_class(transformers, config, text)
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise InputError(f"{text}: architectures is {architectures!r}; a list with the name of a class is expected")
+    name = architectures[0]
+    model_class = getattr(transformers, name, None) if name.isidentifier() else None
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise InputError(
+            f"{text}: architectures names {name!r}, no model class of Transformers {transformers.__version__}; "
+            "correct it, or remove it for the bare model"
+        )
+    config_class = getattr(model_class, "config_class", None)
+    if config_class is None or not isinstance(config, config_class):
+        expected = "no config" if config_class is None else config_class.__name__
+        raise InputError(
+            f"{text}: architectures names {name}, which takes {expected}, "
+            f"but model_type is {config.model_type!r}; correct one of them"
+        )
+    return model_class
+
+
+def _bare_class(transformers: Any, config: Any, text: str) -> Any:
+    try:
+        model_class = transformers.MODEL_MAPPING[type(config)]
+    except KeyError:
+        raise InputError(
+            f"{text}: model_type {config.model_type!r} has no bare model; name a class in architectures"
+        ) from None
+    return model_class[0] if isinstance(model_class, tuple) else model_class
+
+
+def _dtype(name: Any, text: str) -> Any:
+    import torch
+
+    short = str(name).removeprefix("torch.")
+    if short not in _DTYPES:
+        raise InputError(f"{text}: dtype is {name!r}; {', '.join(_DTYPES)} are known")
+    return getattr(torch, short)
+
+
+# Diffusers
+
+
+def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training: bool) -> Build:
+    try:
+        import diffusers
+    except ImportError:
+        raise InputError(f"{text}: its config is one of Diffusers; pip install diffusers") from None
+    name = config["_class_name"]
+    if not isinstance(name, str) or name not in diffusers_inputs:
+        raise InputError(
+            f"{text}: _class_name is {name!r}; one of {', '.join(diffusers_inputs)} is expected, "
+            "or give the model as module:function"
+        )
+    model_class = getattr(diffusers, name)
+    dtype = _dtype(sizes.dtype or config.get("torch_dtype") or "float32", text)
+
+    def build() -> tuple[Any, ...]:
+        import torch
+
+        with _explained(text), quiet():
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                model = model_class.from_config(dict(config))
+            finally:
+                torch.set_default_dtype(before)
+            model.train(training)
+            inputs = diffusers_inputs[name](model, sizes, text)
+            check_use(inputs, sizes, text)
+        return capturable(model), (), inputs
+
+    return build
+
+
+# Shared by both
+
+
+def _is_fake() -> bool:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(torch.empty(0), FakeTensor)
+
+
+@contextlib.contextmanager
+def _explained(text: str) -> Iterator[None]:
+    """Turns exceptions of the libraries about a config into InputErrors of one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if type(error).__module__ == "torch._subclasses.fake_tensor":
+            raise  # the capture explains these
+        lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+        if isinstance(error, ImportError) and lines:
+            raise InputError(f"{text}: {lines[0].partition('. ')[0]}; install it") from error
+        reason = f"{type(error).__name__}: {' '.join(lines)[:200]}" if lines else type(error).__name__
+        raise InputError(f"{text}: its config makes no model ({reason}); correct config.json") from error

@@ -1,0 +1,287 @@
+"""Inputs of Transformers and Diffusers models, made from their configs; the batch is the first dimension of each."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gdp.errors import InputError
+
+BATCH, SEQUENCE, IMAGE, DETECTION_IMAGE = 8, 512, 224, 800
+SAMPLES = 16_000  # of sound a second
+
+# different models' names for the longest sequence, and for the size of their vocabulary
+_LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_sequence_length", "n_ctx")
+_VOCABULARIES = ("vocab_size", "n_vocab", "decoder_vocab_size")
+_PROMPT = 77  # tokens of CLIP's text encoder, which diffusion models are conditioned on
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `dtype`; None:
+    default.
+
+    Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
+    for detection and 224 for other tasks; the config's type, else float32.
+    """
+
+    batch: int = BATCH
+    sequence: int | None = None
+    image: int | None = None
+    dtype: str | None = None
+
+    @classmethod
+    def parse(cls, query: str, text: str) -> "Sizes":
+        """Reads `batch=8&sequence=512`. InputError, naming the whole `text`, for anything else."""
+        names = [item.name for item in fields(cls)]
+        values: dict[str, Any] = {}
+        for part in query.split("&"):
+            name, _, value = part.partition("=")
+            if name not in names or not value:
+                raise InputError(f"{text}: {part!r} is no size; NAME=VALUE with {', '.join(names)} is expected after ?")
+            if name in values:
+                raise InputError(f"{text}: {name} is given twice; give it once")
+            if name == "dtype":
+                values[name] = value
+            elif value.isascii() and value.isdigit() and 0 < int(value) < 2**31:
+                values[name] = int(value)
+            else:
+                raise InputError(f"{text}: {name} is {value!r}; an integer of at least 1 is expected")
+        return cls(**values)
+
+
+def transformers_inputs(model: Any, sizes: Sizes, text: str, *, training: bool) -> dict[str, Any]:
+    """Returns keyword inputs of `model`; for training with labels, where its class takes them."""
+    inputs = _Inputs(model, sizes, text).make(training)
+    check_use(inputs, sizes, text)
+    return inputs
+
+
+def check_use(inputs: Mapping[str, Any], sizes: Sizes, text: str) -> None:
+    """Raises InputError for a size that no input has."""
+    for name, value, users in (("sequence", sizes.sequence, _SEQUENCES), ("image", sizes.image, _IMAGES)):
+        if value is not None and not users & inputs.keys():
+            raise InputError(f"{text}: {name} is given, but the model reads {', '.join(inputs)}; leave it out")
+
+
+class _Inputs:
+    """Inputs for the parameters of a model's forward pass."""
+
+    def __init__(self, model: Any, sizes: Sizes, text: str) -> None:
+        self.model, self.config, self.sizes, self.text = model, model.config, sizes, text
+        self.takes = set(inspect.signature(model.forward).parameters)
+        self.task = type(model).__name__
+        self.dtype = model.dtype
+
+    def make(self, training: bool) -> dict[str, Any]:
+        main = self.model.main_input_name
+        inputs: dict[str, Any] = {}
+        if main not in _MAKERS:
+            raise InputError(
+                f"{self.text}: {self.task} reads {main}, which this version cannot make; "
+                "give the model as module:function with inputs of your own"
+            )
+        for name in dict.fromkeys(
+            (main, *(("input_ids", "pixel_values") if main in ("input_ids", "pixel_values") else ()))
+        ):
+            if name in self.takes and (name == main or self._is_pair()):
+                inputs[name] = _MAKERS[name](self)
+        if "input_points" in self.takes:  # SAM: one prompt of one point
+            inputs["input_points"] = self._uniform(self.sizes.batch, 1, 1, 2)
+        labels = self._labels(inputs) if training else {}
+        is_decoding = self.config.is_encoder_decoder and "decoder_input_ids" in self.takes
+        if is_decoding and "labels" not in labels:
+            inputs["decoder_input_ids"] = self._tokens(self._decoder_length())
+        if training and "return_loss" in self.takes:
+            inputs["return_loss"] = True
+        return inputs | labels
+
+    # -- inputs ----------------------------------------------------------------------------------------------------
+
+    def input_ids(self) -> Any:
+        if self.task.endswith("ForMultipleChoice"):
+            import torch
+
+            return torch.randint(self._vocabulary(), (self.sizes.batch, 2, self._length()))
+        return self._tokens(self._length())
+
+    def pixel_values(self) -> Any:
+        vision = getattr(self.config, "vision_config", None) or self.config
+        num_channels = getattr(vision, "num_channels", None) or getattr(self.config, "num_channels", None) or 3
+        return self._normal(self.sizes.batch, int(num_channels), *self._image_size())
+
+    def input_features(self) -> Any:
+        """Returns Whisper's input: two frames of sound for each position."""
+        if not hasattr(self.config, "num_mel_bins") or not hasattr(self.config, "max_source_positions"):
+            raise InputError(f"{self.text}: {self.task} reads sound that is not Whisper's; give it as module:function")
+        return self._normal(self.sizes.batch, self.config.num_mel_bins, 2 * self.config.max_source_positions)
+
+    def input_values(self) -> Any:
+        """Returns a second of sound; `sequence` counts its samples."""
+        return self._normal(self.sizes.batch, self.sizes.sequence or SAMPLES)
+
+    def _is_pair(self) -> bool:
+        """Returns whether the model reads text and images: CLIP and its kin, which have a config for each."""
+        return hasattr(self.config, "vision_config") and hasattr(self.config, "text_config")
+
+    def _image_size(self) -> tuple[int, int]:
+        size: Any = self.sizes.image
+        for config in (getattr(self.config, "vision_config", None), self.config):
+            size = size or getattr(config, "image_size", None)
+        if size is None:
+            size = DETECTION_IMAGE if self.task.endswith("ForObjectDetection") else IMAGE
+        if isinstance(size, Mapping):
+            size = (size["height"], size["width"])
+        return (int(size[0]), int(size[1])) if isinstance(size, (list, tuple)) else (int(size), int(size))
+
+    # -- labels ----------------------------------------------------------------------------------------------------
+
+    def _labels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the labels for the loss of the model's task; {} if there is no loss that reads shapes only."""
+        import torch
+
+        batch, num_labels = self.sizes.batch, int(getattr(self.config, "num_labels", 2) or 2)
+
+        def classes(*shape: int) -> Any:
+            return torch.randint(num_labels, shape)
+
+        if self.task.endswith("ForQuestionAnswering") and "start_positions" in self.takes:
+            length = inputs["input_ids"].shape[1]
+            return {name: torch.randint(length, (batch,)) for name in ("start_positions", "end_positions")}
+        if "labels" not in self.takes:
+            return {}
+        if self.task.endswith(_TOKEN_TASKS):
+            is_decoding = self.config.is_encoder_decoder
+            labels = {"labels": self._tokens(self._decoder_length() if is_decoding else self._length())}
+            if "next_sentence_label" in self.takes:
+                labels["next_sentence_label"] = torch.randint(2, (batch,))
+            return labels
+        if self.task.endswith("ForTokenClassification"):
+            return {"labels": classes(batch, self._length())}
+        if self.task.endswith("ForMultipleChoice"):
+            return {"labels": torch.randint(2, (batch,))}
+        if self.task.endswith(("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")):
+            return {"labels": classes(batch) if num_labels > 1 else self._normal(batch)}
+        if self.task.endswith("ForSemanticSegmentation"):
+            return {"labels": classes(batch, *self._image_size())}
+        return {}
+
+    # -- sizes and tensors -----------------------------------------------------------------------------------------
+
+    def _length(self) -> int:
+        text = getattr(self.config, "text_config", None)
+        return self._length_of(text if text is not None else self.config.get_text_config(encoder=True))
+
+    def _decoder_length(self) -> int:
+        return self._length_of(self.config.get_text_config(decoder=True))
+
+    def _length_of(self, config: Any) -> int:
+        longest = next((int(getattr(config, name)) for name in _LENGTHS if getattr(config, name, None)), None)
+        if self.sizes.sequence is None:
+            return min(SEQUENCE, longest or SEQUENCE)
+        if longest is not None and self.sizes.sequence > longest:
+            raise InputError(f"{self.text}: sequence is {self.sizes.sequence}; the model has {longest} positions")
+        return self.sizes.sequence
+
+    def _vocabulary(self) -> int:
+        for config in (self.config.get_text_config(), self.config):
+            for name in _VOCABULARIES:
+                if getattr(config, name, None):
+                    return int(getattr(config, name))
+        raise InputError(f"{self.text}: the config has no vocab_size; add it")
+
+    def _tokens(self, length: int) -> Any:
+        import torch
+
+        return torch.randint(self._vocabulary(), (self.sizes.batch, length))
+
+    def _normal(self, *shape: int) -> Any:
+        import torch
+
+        return torch.randn(*shape, dtype=self.dtype)
+
+    def _uniform(self, *shape: int) -> Any:
+        import torch
+
+        return torch.rand(*shape, dtype=self.dtype)
+
+
+_MAKERS: dict[str, Callable[[_Inputs], Any]] = {
+    "input_ids": _Inputs.input_ids,
+    "pixel_values": _Inputs.pixel_values,
+    "input_features": _Inputs.input_features,
+    "input_values": _Inputs.input_values,
+}
+_SEQUENCES = {"input_ids", "decoder_input_ids", "labels", "input_values", "encoder_hidden_states"}
+_IMAGES = {"pixel_values", "sample", "hidden_states"}
+_TOKEN_TASKS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForPreTraining")
+
+
+# Diffusers
+
+
+def _unet2d_condition(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
+    """Noisy latents, a time step each, and a prompt of CLIP's length; of SDXL also its pooled prompt and sizes."""
+    import torch
+
+    config, batch = model.config, sizes.batch
+    width = config.cross_attention_dim
+    width = width[0] if isinstance(width, (list, tuple)) else width
+    if config.encoder_hid_dim_type is not None or config.addition_embed_type not in (None, "text_time"):
+        raise InputError(
+            f"{text}: a UNet with encoder_hid_dim_type {config.encoder_hid_dim_type!r} and addition_embed_type "
+            f"{config.addition_embed_type!r} needs inputs that this version cannot make; give it as module:function"
+        )
+    inputs: dict[str, Any] = {
+        **_latents(model, sizes),
+        "encoder_hidden_states": torch.randn(batch, sizes.sequence or _PROMPT, width, dtype=model.dtype),
+    }
+    if config.class_embed_type is None and config.num_class_embeds is not None:
+        inputs["class_labels"] = torch.randint(config.num_class_embeds, (batch,))
+    if config.addition_embed_type == "text_time":
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        inputs["added_cond_kwargs"] = {
+            "text_embeds": torch.randn(batch, pooled, dtype=model.dtype),
+            "time_ids": torch.rand(batch, 6, dtype=model.dtype),
+        }
+    return inputs
+
+
+def _unet2d(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
+    import torch
+
+    inputs = _latents(model, sizes)
+    if model.config.num_class_embeds is not None:
+        inputs["class_labels"] = torch.randint(model.config.num_class_embeds, (sizes.batch,))
+    return inputs
+
+
+def _dit(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
+    import torch
+
+    inputs = _latents(model, sizes)
+    labels = torch.randint(model.config.num_embeds_ada_norm, (sizes.batch,))
+    return {"hidden_states": inputs["sample"], "timestep": inputs["timestep"], "class_labels": labels}
+
+
+def _autoencoder(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
+    return {"sample": _latents(model, sizes)["sample"]}
+
+
+def _latents(model: Any, sizes: Sizes) -> dict[str, Any]:
+    """Images or latents of `sample_size`, and a time step each."""
+    import torch
+
+    size = sizes.image or model.config.sample_size or 64
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    sample = torch.randn(sizes.batch, model.config.in_channels, height, width, dtype=model.dtype)
+    return {"sample": sample, "timestep": torch.randint(1000, (sizes.batch,))}
+
+
+diffusers_inputs: Mapping[str, Callable[[Any, Sizes, str], dict[str, Any]]] = {
+    "UNet2DConditionModel": _unet2d_condition,
+    "UNet2DModel": _unet2d,
+    "DiTTransformer2DModel": _dit,
+    "AutoencoderKL": _autoencoder,
+}
+"""Functions that make the keyword inputs of a model of these sizes, by class."""

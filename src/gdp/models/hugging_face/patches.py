@@ -1,0 +1,132 @@
+"""Temporary changes to Transformers and Diffusers while a model is built and captured."""
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+
+def capturable(model: Any) -> Any:
+    """Returns `model` with a forward pass that is offline and replaces two functions of PyTorch.
+
+    `isfinite`, which models with clamping call, says yes. Grouped products of other types than bfloat16, which have no
+    fake implementation, are Transformers' own. The model becomes an instance of a subclass of the same name, for
+    Transformers reads names of classes, and models are copied.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Replaced(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if func is torch.isfinite:
+                return _Yes()
+            if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
+                return torch.ops.transformers.grouped_mm_fallback(*args[:2], (kwargs or {})["offs"])
+            return func(*args, **(kwargs or {}))
+
+    kind = type(model)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Replaced(), quiet(), _one_sequence_each():
+            return kind.forward(self, *args, **kwargs)
+
+    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return model
+
+
+@contextlib.contextmanager
+def _one_sequence_each() -> Iterator[None]:
+    """Stops Transformers from looking for several sequences in a row: the inputs made here have none.
+
+    Under fake tensors it would find some, and give every attention a mask of all pairs.
+    """
+    with _replaced("transformers.masking_utils", "find_packed_sequence_indices", lambda *args, **kwargs: None):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module_name: str, name: str, value: Any) -> Iterator[None]:
+    """Replaces a name in a module, if the module is imported and has it."""
+    module = sys.modules.get(module_name)
+    if module is None or not hasattr(module, name):
+        yield
+        return
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def known_rates() -> Iterator[None]:
+    """Makes `torch.linspace(..., device="cpu")` return numbers in place of a fake tensor, while a model is built.
+
+    Models compute the rate of each layer's stochastic depth with it, and read the content.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.overrides import TorchFunctionMode
+
+    class Known(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if func is torch.linspace and (kwargs or {}).get("device") == "cpu":
+                with unset_fake_temporarily():
+                    return _Rates(map(_Rate, func(*args, **(kwargs or {})).tolist()))
+            return func(*args, **(kwargs or {}))
+
+    with Known():
+        yield
+
+
+class _Rate(float):
+    """A number with the methods of a one-element tensor that models call."""
+
+    def item(self) -> float:
+        return float(self)
+
+
+class _Rates(list[_Rate]):
+    """Numbers with the methods of a one-dimensional tensor that models call."""
+
+    def tolist(self) -> list[float]:
+        return list(map(float, self))
+
+    def split(self, sizes: Sequence[int]) -> "list[_Rates]":
+        ends = list(accumulate(sizes))
+        return [_Rates(self[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+class _Yes:
+    """The answer of `isfinite`: all values are finite."""
+
+    def all(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences the libraries and disables downloads and kernels from the hub."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "diffusers"))}
+    try:
+        for logger in levels:
+            logger.setLevel(logging.ERROR)
+        with (
+            _replaced("huggingface_hub.constants", "HF_HUB_OFFLINE", True),
+            _replaced("transformers.integrations.hub_kernels", "_kernels_enabled", False),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)

@@ -1,0 +1,5 @@
+"""JAX: the graph of a function, from its jaxpr."""
+
+from gdp.models.jax.capture import JaxCapture, capture_jax
+
+__all__ = ["JaxCapture", "capture_jax"]

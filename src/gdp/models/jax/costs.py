@@ -1,0 +1,323 @@
+"""FLOPs and bytes of a JAX primitive, from its parameters and the shapes of its inputs and outputs.
+
+FLOPs are counted as in PyTorch captures (`pytorch/flops.py`): a fused multiply-add is two, element-wise primitives one
+per element of the result (an exponential too), reductions one per element read, moving data nothing. Bytes are inputs
+and outputs, each once; of a larger array that is indexed or updated, only the part. A primitive that is in no table
+here and has no function from `gdp.register_flops` is estimated at one FLOP per element of its results.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gdp.models.jax.calls import called_jaxpr, is_identity
+from gdp.models.jax.loops import known_number, trip_count
+from gdp.models.names import names
+from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN, registered_formula
+
+Params = Mapping[str, Any]
+Formula = Callable[[Params, Sequence[Any], Sequence[Any]], int]
+"""From a primitive's parameters and the abstract values (`shape`, `dtype`) of its inputs and outputs to FLOPs."""
+
+POINTWISE_PRIMITIVES = names(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
+    integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne neg nextafter not or
+    polygamma population_count pow reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
+    """
+)
+CONVERSIONS = frozenset({"convert_element_type", "real", "imag", "copy", "copy_p", "bitcast_convert_type"})
+"""Element by element like the above, with nothing to count."""
+
+_DRAWS = names(
+    """
+    iota random_bits random_split random_fold_in random_seed rng_bit_generator rng_uniform threefry2x32
+    """
+)
+_MOVEMENT = names(
+    """
+    concatenate stack unstack split tile pad slice dynamic_slice dynamic_update_slice gather scatter rev
+    broadcast_in_dim reshape squeeze expand_dims transpose random_wrap random_unwrap create_token after_all empty
+    tie_in parameter
+    """
+)
+_REDUCTIONS = names(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin cumsum cumprod
+    cummax cummin cumlogsumexp top_k approx_top_k
+    """
+)
+_PLAIN_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
+_READERS = frozenset({"slice", "dynamic_slice", "gather"})
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+
+
+def num_elements(aval: Any) -> int:
+    """Returns the number of elements of an abstract value; tokens have none."""
+    return math.prod(getattr(aval, "shape", (0,)))
+
+
+def num_bytes(aval: Any) -> int:
+    """Returns the bytes of an abstract value; random keys have their real size."""
+    return num_elements(aval) * int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
+
+
+def dtype_name(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
+    """Returns the type of a primitive's arithmetic: its first float result, or the first float operand of a product."""
+    ordered = (*inputs, *outputs) if name in _PRODUCTS else (*outputs, *inputs)
+    for aval in ordered:
+        dtype = str(getattr(aval, "dtype", ""))
+        if dtype.startswith(("float", "bfloat", "complex")) and dtype != "float0":
+            return dtype
+    return "int64"
+
+
+def keeps_operand_whole(name: str, position: int) -> bool:
+    """Returns whether a primitive needs this operand in memory, where others read a repeated value as it was."""
+    if name.startswith("scatter") or name == "dynamic_update_slice":
+        return position == 0
+    tables = (POINTWISE_PRIMITIVES, CONVERSIONS, _DRAWS, _MOVEMENT, _REDUCTIONS)
+    return not any(name in names for names in tables)
+
+
+@dataclass(slots=True)
+class Costs:
+    """The costs of a primitive, or of a whole function that is one op."""
+
+    flops: int = 0
+    bytes_accessed: int = 0
+    how: str = MOVEMENT
+    unknown: Counter[str] = field(default_factory=Counter)  # primitives that were estimated
+    open_loops: Counter[str] = field(default_factory=Counter)  # loops whose trip count is unknown, counted once
+
+
+def costs_of(
+    name: str,
+    params: Params,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    bytes_read: list[int],
+    numbers: Sequence[int | None],
+) -> Costs:
+    """Returns the FLOPs and bytes of one primitive.
+
+    `bytes_read` has the bytes of the distinct arrays behind each input, `numbers` the inputs that are known integers.
+    """
+    loop = _loop(name, params, numbers)
+    if loop is not None and registered_formula(name) is None:
+        loop.bytes_accessed = max(loop.bytes_accessed, sum(bytes_read) + sum(map(num_bytes, outputs)))
+        return loop
+    flops, how = _count_flops(name, params, inputs, outputs)
+    unknown = Counter({name: 1}) if how == UNKNOWN else Counter[str]()
+    return Costs(flops, _bytes_accessed(name, params, inputs, outputs, bytes_read), how, unknown)
+
+
+def _count_flops(name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[int, str]:
+    formula = registered_formula(name)
+    if formula is not None:
+        return formula(inputs, params, list(outputs)), FORMULA
+    if name in _FORMULAS:
+        return _FORMULAS[name](params, inputs, outputs), FORMULA
+    if name in POINTWISE_PRIMITIVES or name in _DRAWS:
+        return num_elements(outputs[0]), POINTWISE
+    if name in _MOVEMENT or name in CONVERSIONS:
+        return 0, MOVEMENT
+    estimate = params.get("cost_estimate")  # of a Pallas kernel, if its author gave one
+    if estimate is not None:
+        return int(estimate.flops), FORMULA
+    return sum(map(num_elements, outputs)), UNKNOWN
+
+
+def _bytes_accessed(
+    name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[Any], bytes_read: list[int]
+) -> int:
+    written = sum(map(num_bytes, outputs))
+    if name in _READERS:  # the part, and its position
+        return min(bytes_read[0], written) + sum(bytes_read[1:]) + written
+    if name == "dynamic_update_slice":
+        return 2 * num_bytes(inputs[1]) + sum(bytes_read[2:])
+    if name.startswith("scatter"):  # operand, indices, updates
+        passes = 2 if name == "scatter" else 3
+        return sum(bytes_read[1:2]) + passes * num_bytes(inputs[2])
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        return int(estimate.bytes_accessed)
+    return sum(bytes_read) + written
+
+
+# Loops and branches that are one op
+
+
+def _loop(name: str, params: Params, numbers: Sequence[int | None]) -> Costs | None:
+    """Returns the costs of a loop or branch; None for other primitives.
+
+    A scan counts all iterations, a while loop the iterations that its `numbers` tell, or one; branches count as the
+    most expensive one, a map over a mesh counts all shards.
+    """
+    if name == "scan":
+        return _times(body_costs(params["jaxpr"]), int(params["length"]))
+    if name == "while":
+        turns = trip_count(params, numbers)
+        condition, body = body_costs(params["cond_jaxpr"]), body_costs(params["body_jaxpr"])
+        if turns is not None:  # the condition once more, to end it
+            return _sum([_times(condition, turns + 1), _times(body, turns)])
+        costs = _sum([condition, body])
+        costs.open_loops[name] += 1
+        return costs
+    if name == "cond":
+        return max(map(body_costs, params["branches"]), key=lambda costs: (costs.flops, costs.bytes_accessed))
+    if name == "custom_linear_solve":
+        return body_costs(params["jaxprs"].solve)
+    if name == "shard_map":
+        return _times(body_costs(params["jaxpr"]), int(params["mesh"].size))
+    return None
+
+
+def body_costs(closed: Any) -> Costs:
+    """Adds up all equations of a jaxpr; views and repeated values cost nothing."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    parts: list[Costs] = []
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        callee = called_jaxpr(name, params)
+        if callee is not None:
+            parts.append(body_costs(callee))
+            continue
+        inputs = [variable.aval for variable in equation.invars]
+        outputs = [variable.aval for variable in equation.outvars]
+        if is_identity(name) or name == "broadcast_in_dim" or is_view(name, params, inputs, outputs):
+            continue
+        numbers = [known_number(variable.val) if hasattr(variable, "val") else None for variable in equation.invars]
+        parts.append(costs_of(name, params, inputs, outputs, list(map(num_bytes, inputs)), numbers))
+    return _sum(parts)
+
+
+def _sum(parts: Sequence[Costs]) -> Costs:
+    total = Costs(how=FORMULA)
+    for part in parts:
+        total.flops += part.flops
+        total.bytes_accessed += part.bytes_accessed
+        total.unknown += part.unknown
+        total.open_loops += part.open_loops
+    return total
+
+
+def _times(costs: Costs, count: int) -> Costs:
+    return Costs(costs.flops * count, costs.bytes_accessed * count, costs.how, costs.unknown, costs.open_loops)
+
+
+# Views
+
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "random_wrap", "random_unwrap"})
+
+
+def is_view(name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    """Returns whether a primitive gives the same bytes another shape, order of dimensions or name."""
+    if name == "reshape":
+        return params.get("dimensions") is None
+    if name == "broadcast_in_dim":
+        return num_elements(inputs[0]) == num_elements(outputs[0])
+    if name == "convert_element_type":  # of the weak type alone
+        return bool(inputs[0].dtype == outputs[0].dtype)
+    if name in _PLAIN_REDUCTIONS:  # over dimensions of one element
+        return num_elements(inputs[0]) == num_elements(outputs[0])
+    return name in _VIEWS
+
+
+# Formulas
+
+
+def _extent(aval: Any, axes: Iterable[int]) -> int:
+    return math.prod(int(aval.shape[axis]) for axis in axes)
+
+
+def _dot_general(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    (contracted, _), _ = params["dimension_numbers"]
+    return 2 * num_elements(outputs[0]) * _extent(inputs[0], contracted)
+
+
+def _convolution(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """lhs, rhs: each element of the result meets one filter; if lhs is dilated, each of its elements meets all."""
+    lhs, rhs = inputs
+    out_axis, in_axis = params["dimension_numbers"].rhs_spec[:2]
+    if any(step > 1 for step in params["lhs_dilation"]):  # the zeros in between are not multiplied
+        num_groups = params["feature_group_count"] * params["batch_group_count"]
+        return 2 * num_elements(lhs) * num_elements(rhs) // max(1, int(rhs.shape[in_axis] * num_groups))
+    return 2 * num_elements(outputs[0]) * num_elements(rhs) // max(1, int(rhs.shape[out_axis]))
+
+
+def _ragged_product(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """lhs [rows, inner], rhs [groups, inner, columns]: each row meets the matrix of its group."""
+    dimensions = params.get("ragged_dot_dimension_numbers")
+    if dimensions is None:
+        return 2 * num_elements(outputs[0]) * int(inputs[0].shape[-1])
+    (contracted, _), _ = dimensions.dot_dimension_numbers
+    ragged = set(dimensions.lhs_ragged_dimensions)
+    inner = _extent(inputs[0], set(contracted) - ragged)
+    if ragged & set(contracted):  # the groups' inner dimensions add up to the whole, once for all groups
+        inner *= _extent(inputs[0], ragged)
+        return 2 * num_elements(outputs[0]) * inner // max(1, int(outputs[0].shape[0]))
+    return 2 * num_elements(outputs[0]) * inner
+
+
+def _window(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """One comparison or addition per element of each window."""
+    return num_elements(outputs[0]) * int(math.prod(params["window_dimensions"]))
+
+
+def _scattered_window(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """source, operand: each window is searched again, and one value added."""
+    return num_elements(inputs[0]) * int(math.prod(params["window_dimensions"]))
+
+
+def _sort(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """n log2(n) comparisons of each row."""
+    return num_elements(inputs[0]) * max(1, math.ceil(math.log2(max(2, inputs[0].shape[params["dimension"]]))))
+
+
+def _fourier(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """5 n log2(n) of a complex transform of n elements, half if one side is real (FFTW's measure)."""
+    sides = (inputs[0], outputs[0])
+    flops = 5 * max(map(num_elements, sides)) * math.ceil(math.log2(max(2, math.prod(params["fft_lengths"]))))
+    return flops if all(str(side.dtype).startswith("complex") for side in sides) else flops // 2
+
+
+def _cholesky(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """n^3 / 3 of each matrix (Golub and Van Loan, Matrix Computations, section 4.2)."""
+    return num_elements(inputs[0]) * int(inputs[0].shape[-1]) // 3
+
+
+def _lu(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """2 n^3 / 3 of each square matrix (ibid., section 3.2)."""
+    return 2 * num_elements(inputs[0]) * int(min(inputs[0].shape[-2:])) // 3
+
+
+def _triangular_solve(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """n^2 for each right-hand side (ibid., section 3.1)."""
+    return num_elements(inputs[1]) * int(inputs[0].shape[-1])
+
+
+def _per_input(position: int) -> Formula:
+    return lambda params, inputs, outputs: num_elements(inputs[position])
+
+
+_FORMULAS: dict[str, Formula] = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    **dict.fromkeys(("ragged_dot", "ragged_dot_general"), _ragged_product),
+    **dict.fromkeys(_REDUCTIONS, _per_input(0)),
+    **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), _window),
+    **dict.fromkeys(("select_and_scatter_add", "select_and_scatter", "select_and_gather_add"), _scattered_window),
+    **dict.fromkeys(
+        (f"scatter{dash}{how}" for dash in "-_" for how in ("add", "sub", "mul", "min", "max")), _per_input(2)
+    ),
+    "sort": _sort,
+    "fft": _fourier,
+    "cholesky": _cholesky,
+    "lu": _lu,
+    "triangular_solve": _triangular_solve,
+}

@@ -1,0 +1,69 @@
+"""MODEL as a graph, and the options for reading it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.graph.microbatches import accumulated, check_count
+
+if TYPE_CHECKING:
+    from gdp.models.op_costs import OpCosts
+
+OPTIMIZERS = ("adam", "sgd")
+HUGGING_FACE = "hf:"  # prefix of the name of a Transformers or Diffusers directory
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The graph of MODEL, and how well its costs are known."""
+
+    graph: Graph
+    unknown_costs: Mapping[str, int]  # kind -> number of ops whose FLOPs were estimated from the size of their result
+    is_captured: bool  # False: the graph was read from a `gdp-graph` file
+    noise: float | None = None  # relative standard deviation of measured op times; None: not measured
+    notes: tuple[str, ...] = ()  # assumptions and differences, a sentence each
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatching:
+    """The number of micro-batches that a step accumulates, and whether the replicas of an op may be apart."""
+
+    count: int = 1
+    free_replicas: bool = False
+
+    def __post_init__(self) -> None:
+        check_count(self.count, "microbatches")
+
+    def apply(self, graph: Graph) -> Graph:
+        """Returns the step of all micro-batches, from the step `graph` of one."""
+        return accumulated(graph, self.count, free_replicas=self.free_replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Options for turning MODEL into a graph."""
+
+    training: bool = True  # False: the forward pass alone
+    optimizer: str = "adam"
+    microbatching: Microbatching = field(default_factory=Microbatching)
+    dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
+    op_costs: "OpCosts | None" = None  # costs from the user
+
+    def __post_init__(self) -> None:
+        check_optimizer(self.optimizer)
+
+    def finish(self, model: Model) -> Model:
+        """Returns the step of one micro-batch, with the costs that the user gives."""
+        costs = self.op_costs
+        if costs is None:
+            return model
+        unknown = costs.still_unknown(model.graph, model.unknown_costs)
+        return replace(model, graph=costs.apply(model.graph), unknown_costs=unknown)
+
+
+def check_optimizer(optimizer: str) -> None:
+    """Raises InputError for an optimizer that captures do not know."""
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")

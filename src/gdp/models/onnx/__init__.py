@@ -1,0 +1,1 @@
+"""ONNX: the graph of a file, one step of inference, from shapes alone."""

@@ -1,0 +1,189 @@
+"""`read_onnx`: the graph of an ONNX file, one step of inference, from shapes alone."""
+
+import ast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from gdp.errors import InputError
+from gdp.graph import Graph, Op, Tensor
+from gdp.models.names import UniqueNames
+from gdp.models.onnx.costs import OnnxCall
+from gdp.models.onnx.file import DEFAULT_DOMAINS, FLOAT, TensorInfo, read_model
+from gdp.models.onnx.nodes import GraphScope, ModelContext, OnnxOp
+from gdp.models.onnx.shapes import Dims, dims_of
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto, ValueInfoProto
+
+_NAMED = 5  # ops or dimensions named in a note
+_SCOPES = "pkg.torch.onnx.name_scopes"  # where PyTorch's exporter writes module paths
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxModel:
+    """One inference step of an ONNX model, and how well its costs are known."""
+
+    graph: Graph
+    unknown: Mapping[str, int]  # kind -> number of ops estimated at one FLOP per element of the result
+    open_loops: Mapping[str, int]  # kind -> number of loops with an unknown trip count, counted once
+    notes: tuple[str, ...]  # assumptions, a sentence each
+    is_alone: bool  # whether all this follows from the file, without the external data beside it
+
+
+def read_onnx(
+    path: str | Path,
+    dims: Mapping[str, int] = MappingProxyType({}),
+    *,
+    name: str | None = None,
+    flops: Mapping[str, Callable[[OnnxCall], int]] = MappingProxyType({}),
+) -> OnnxModel:
+    """Returns the graph of one inference of the model in `path`; its weights are not read.
+
+    dims: sizes of symbolic dimensions, by name; all others are 1, as a note says. A dimension without a name is called
+        `input[axis]`.
+    name: of the graph; default: the file's name without `.onnx`.
+    flops: by kind (`Conv`, `my.domain::Op`), functions from an `OnnxCall` to its FLOPs, before every formula here.
+
+    InputError, one line, for a file that is damaged, too new for the installed `onnx`, or refers to data outside of its
+    directory, for a node that is not valid, and for names in `dims` that the model does not have.
+    """
+    path = Path(path)
+    try:
+        return _read(path, dims, path.stem if name is None else name, flops)
+    except InputError as error:
+        raise InputError(f"{path}: {' '.join(str(error).split())}") from None  # names may hold line breaks
+
+
+def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Callable[[OnnxCall], int]]) -> OnnxModel:
+    model, is_alone = read_model(path)
+    opsets = {"" if item.domain in DEFAULT_DOMAINS else item.domain: item.version for item in model.opset_import}
+    symbols, notes = Dims(dims), list[str]()
+    context = ModelContext({"": 1, **opsets}, model.ir_version, symbols, flops)
+    initialized = {tensor.name for tensor in model.graph.initializer}
+    inputs = {item.name: _input(item, symbols, notes) for item in model.graph.input if item.name not in initialized}
+    symbols.check_names()
+    if symbols.not_given:
+        notes.insert(0, f"dimensions taken as 1: {_listed(symbols.not_given)}; give others with --dim NAME=VALUE")
+    scope = GraphScope(context, model.graph)
+    scope.run(inputs)
+    if context.estimated:
+        notes.append(
+            f"shapes of the results of {_listed(context.estimated)} are not known from shapes alone; estimated"
+        )
+    graph = _assemble(model, scope, inputs, name)
+    return OnnxModel(
+        graph,
+        MappingProxyType(dict(context.unknown)),
+        MappingProxyType(dict(context.open_loops)),
+        (*notes, *dict.fromkeys(context.notes)),
+        is_alone,
+    )
+
+
+def _input(item: "ValueInfoProto", dims: Dims, notes: list[str]) -> TensorInfo:
+    if not item.name:
+        raise InputError("an input has no name; the file is damaged, export it again")
+    kind, is_sequence = item.type, False
+    while kind.WhichOneof("value") in ("sequence_type", "optional_type"):
+        is_sequence = is_sequence or kind.HasField("sequence_type")
+        kind = kind.sequence_type.elem_type if kind.HasField("sequence_type") else kind.optional_type.elem_type
+    tensor = kind.tensor_type
+    sizes = dims_of(kind)
+    if is_sequence:
+        notes.append(f"input {item.name!r} is a sequence; it is taken as one element")
+    if sizes is None:
+        notes.append(f"input {item.name!r} has no shape; it is taken as one number")
+        return TensorInfo(tensor.elem_type or FLOAT, (), is_sequence)
+    shape = []
+    for axis, dim in enumerate(sizes):
+        symbol = f"{item.name}[{axis}]" if dim is None else dim
+        shape.append(symbol if isinstance(symbol, int) else dims.of_input(symbol, f"input {item.name!r}"))
+    return TensorInfo(tensor.elem_type or FLOAT, tuple(shape), is_sequence)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+# From steps to a Graph
+
+
+def _assemble(model: "ModelProto", scope: GraphScope, inputs: Mapping[str, TensorInfo], name: str) -> Graph:
+    """Builds the graph: inputs, parameters that ops read, and ops, in this order, and their tensors."""
+    outputs = {scope.root(item.name) for item in model.graph.output}
+    read = {item for step in scope.steps for item in step.inputs} | outputs
+    names = UniqueNames()
+    ops: list[Op] = []
+    tensors: dict[str, tuple[int, int, bool]] = {}  # producer, bytes, resident
+    modules = _modules(scope.steps)
+    for item, value in inputs.items():
+        tensors[item] = (len(ops), value.num_bytes, False)
+        ops.append(Op(names.of(item), "input", dtype=_dtype(value), phase="forward"))
+    for item, (value, num_bytes) in scope.parameters.items():
+        if item in read:
+            tensors[item] = (len(ops), num_bytes, True)
+            module = _path(item) or modules.get(item, "")
+            ops.append(Op(names.of(item), "parameter", 0, 0, _dtype(value), num_bytes, "forward", module))
+    for item in sorted(filter(scope.is_constant, outputs)):
+        value = scope.values[item]
+        tensors[item] = (len(ops), value.num_bytes, False)
+        ops.append(Op(names.of(item), "constant", 0, value.num_bytes, _dtype(value), phase="forward"))
+    consumers: dict[str, list[int]] = {item: [] for item in tensors}
+    for step in scope.steps:
+        number = len(ops)
+        for item in step.inputs:
+            consumers[item].append(number)
+        for item, value in step.outputs.items():
+            tensors[item], consumers[item] = (number, value.num_bytes, False), []
+        label = names.of(step.node.name, step.kind.rpartition(":")[2])
+        module = _module(step.node)
+        resident = step.resident_bytes
+        ops.append(Op(label, step.kind, step.flops, step.bytes_accessed, step.dtype, resident, "forward", module))
+    if not ops:
+        raise InputError("has no inputs, weights or operators; there is nothing to place")
+    rows = [
+        Tensor(producer, tuple(consumers[item]), num_bytes, resident, keep=item in outputs)
+        for item, (producer, num_bytes, resident) in tensors.items()
+    ]
+    return Graph.build(name, ops, rows)
+
+
+def _dtype(value: TensorInfo) -> str:
+    """Returns the type of a source, as in a PyTorch capture."""
+    return value.dtype if value.is_float else "int64"
+
+
+def _module(node: "NodeProto") -> str:
+    """Returns the module path of a node, from PyTorch's metadata or the slashes in its name."""
+    for item in node.metadata_props:
+        if item.key == _SCOPES:
+            try:
+                scopes = ast.literal_eval(item.value)
+                return str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else ""
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                break
+    return _slashed(node.name)
+
+
+def _slashed(name: str) -> str:
+    """Turns `/encoder/layers.3/attention/MatMul` into `encoder.layers.3.attention`."""
+    return ".".join(part for part in name.split("/")[:-1] if part)
+
+
+def _path(name: str) -> str:
+    """Returns the module of a weight: `encoder.layers.3` for `encoder.layers.3.weight`."""
+    return _slashed(name) if "/" in name else name.rpartition(".")[0]
+
+
+def _modules(steps: Iterable[OnnxOp]) -> dict[str, str]:
+    """Maps each tensor to the module of the first op that reads it, for weights with names that say nothing."""
+    modules: dict[str, str] = {}
+    for step in steps:
+        module = _module(step.node)
+        for item in step.inputs:
+            modules.setdefault(item, module)
+    return modules

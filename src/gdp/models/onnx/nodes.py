@@ -1,0 +1,333 @@
+"""The nodes of an ONNX graph as ops with costs, one after another, so that all earlier shapes are known."""
+
+import contextlib
+import heapq
+from collections import ChainMap, Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gdp.arrays import Content
+from gdp.errors import InputError, first_line
+from gdp.models.onnx.control_flow import ExecutionCost, control_flow_outputs
+from gdp.models.onnx.costs import Formula, OnnxCall, count_bytes, count_flops, dtype_of, kind_of
+from gdp.models.onnx.file import BOOL, DEFAULT_DOMAINS, INT32, INT64, SMALL, TensorInfo, captured, reads, subgraphs
+from gdp.models.onnx.runtime_shapes import RUNTIME_KINDS
+from gdp.models.onnx.shapes import Dims, NodeOutputs, checked, fold, infer, is_constant
+from gdp.models.pytorch.flops import UNKNOWN
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, NodeProto, TypeProto
+
+_CONTENT_CODES = (1, 2, 3, INT32, INT64, BOOL, 10, 11)  # types whose small tensors NumPy can hold
+_NOT_TENSORS = {"Resize": (1, 2, 3), "Upsample": (1,)}  # inputs with options, small floats: no parameters
+_ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Dropout"})
+"""Their result is their first input's memory, in ONNX Runtime too. Slice, Split, Transpose and Expand copy."""
+_AXES = ("axis", "axes", "perm", "batch_axis", "time_axis", "batch_dims", "scan_input_axes", "scan_output_axes")
+
+
+@dataclass(eq=False, slots=True)
+class OnnxOp:
+    """An op being recorded; names of tensors are those of their producers, aliases resolved."""
+
+    node: "NodeProto"
+    kind: str
+    inputs: list[str]
+    outputs: dict[str, TensorInfo]
+    flops: int
+    bytes_accessed: int
+    dtype: str
+    resident_bytes: int = 0  # of initializers inside of its graphs
+
+
+@dataclass(eq=False)
+class ModelContext:
+    """The context of all nodes of a model: versions, dimensions, formulas, and notes taken on the way."""
+
+    opsets: Mapping[str, int]
+    ir_version: int
+    dims: Dims
+    flops: Mapping[str, Formula]
+    unknown: Counter[str] = field(default_factory=Counter)  # by kind
+    open_loops: Counter[str] = field(default_factory=Counter)  # by kind, loops counted once
+    estimated: list[str] = field(default_factory=list)  # ops with results of a guessed shape
+    notes: list[str] = field(default_factory=list)
+
+    def check(self, node: "NodeProto", label: str) -> None:
+        """Raises InputError for a node that its operator does not allow."""
+        from onnx import checker, defs
+
+        domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
+        if not node.op_type:
+            raise InputError(f"{label} has no operator; the file is damaged, export it again")
+        if domain not in ("", "ai.onnx.ml") or (domain == "" and node.op_type in RUNTIME_KINDS):
+            return
+        if not defs.has(node.op_type, self.opsets.get(domain, 1), domain):
+            raise InputError(
+                f"{label}: opset {self.opsets.get(domain, 1)} of domain {domain or 'ai.onnx'!r} has no such operator; "
+                "export again, or put operators of your own in a domain of their own"
+            )
+        if any(item.HasField("t") or item.HasField("g") or item.tensors or item.graphs for item in node.attribute):
+            return  # its content has been left out, and its graphs are checked node by node
+        context = checker.C.CheckerContext()
+        context.ir_version, context.opset_imports = self.ir_version, {**self.opsets, "ai.onnx": self.opsets.get("", 1)}
+        try:
+            checker.check_node(node, context)
+        except checker.ValidationError as error:
+            raise InputError(f"{label} is not valid ({first_line(error)}); export it again") from None
+
+
+@dataclass(eq=False)
+class GraphScope:
+    """The names of one graph and of those around it, with their values, and the ops that make them."""
+
+    context: ModelContext
+    graph: "GraphProto"
+    values: ChainMap[str, TensorInfo] = field(default_factory=ChainMap)
+    contents: ChainMap[str, Content | None] = field(default_factory=ChainMap)  # of small tensors, as far as known
+    constants: ChainMap[str, bool] = field(default_factory=ChainMap)  # True for names that no op makes
+    roots: ChainMap[str, str] = field(default_factory=ChainMap)  # by alias, the name that owns its memory
+    parameters: dict[str, tuple[TensorInfo, int]] = field(default_factory=dict)  # with bytes: sparse ones have fewer
+    steps: list[OnnxOp] = field(default_factory=list)
+
+    def inner(self, graph: "GraphProto") -> "GraphScope":
+        return GraphScope(
+            self.context,
+            graph,
+            self.values.new_child(),
+            self.contents.new_child(),
+            self.constants.new_child(),
+            self.roots.new_child(),
+        )
+
+    def run(self, inputs: Mapping[str, TensorInfo]) -> None:
+        """Records the nodes of the graph, with these inputs."""
+        self.declared: dict[str, TypeProto] = {
+            item.name: item.type for item in (*self.graph.value_info, *self.graph.output) if item.HasField("type")
+        }
+        for name, value in inputs.items():
+            self._define(name, value)
+        for tensor in self.graph.initializer:
+            self._add_initializer(tensor.name, tensor)
+        for sparse in self.graph.sparse_initializer:
+            name, value = sparse.values.name, TensorInfo(sparse.values.data_type, tuple(sparse.dims))
+            self._define(name, value)
+            stored = [
+                TensorInfo(part.data_type, tuple(part.dims)).num_bytes for part in (sparse.values, sparse.indices)
+            ]
+            self.parameters[name] = (value, sum(stored))
+        own = {*inputs, *(item.name for item in self.graph.initializer), *self.parameters}
+        self.guessed: set[str] = set()  # names with a guessed shape
+        nodes = _sorted(self.graph, own, self.values)
+        self.used = {name for node in nodes for name in reads(node)} | {item.name for item in self.graph.output}
+        for node in nodes:
+            self._visit(node)
+        for item in self.graph.output:
+            if item.name not in self.values:
+                raise InputError(f"output {item.name!r}: nothing makes it; export the model again")
+
+    def root(self, name: str) -> str:
+        """Returns the name that owns the memory of `name`."""
+        return self.roots.get(name, name)
+
+    def is_constant(self, name: str) -> bool:
+        """Returns whether `name` is part of the ops that read it, and made by none."""
+        return self.constants.get(name, False)
+
+    def _define(
+        self, name: str, value: TensorInfo, content: Content | None = None, *, is_constant: bool = False
+    ) -> None:
+        """Defines a name, which hides the same name around this graph."""
+        if not name:
+            raise InputError("an input or initializer has no name; the file is damaged, export it again")
+        self.values[name] = checked(name, value)
+        self.contents[name], self.constants[name], self.roots[name] = content, is_constant, name
+
+    def _add_initializer(self, name: str, tensor: Any) -> None:
+        from onnx import numpy_helper
+
+        value, content = TensorInfo(tensor.data_type, tuple(tensor.dims)), None
+        if value.numel <= SMALL and value.code in _CONTENT_CODES:
+            # its content may be elsewhere, or not as long as its shape says
+            with contextlib.suppress(Exception):
+                content = numpy_helper.to_array(tensor)
+        self._define(name, value, content, is_constant=is_constant(value))
+        if not is_constant(value):
+            self.parameters[name] = (value, value.num_bytes)
+
+    def _visit(self, node: "NodeProto") -> None:
+        kind = kind_of(node.domain, node.op_type)
+        label = f"node {node.name or node.output[0] if node.output else node.name!r} ({kind})"
+        self.context.check(node, label)
+        attributes = _attributes(node)
+        if kind == "Constant":
+            self._add_constant(node, attributes)
+            return
+        inputs = tuple(self.values[name] if name else None for name in node.input)
+        contents = tuple(self.contents.get(name) if name else None for name in node.input)
+        call = OnnxCall(kind, inputs, (), attributes, contents)
+        _check_numbers(node, call, label)
+        results, cost = control_flow_outputs(node, call, self) or (
+            infer(
+                node,
+                call,
+                self.context.opsets,
+                self.context.ir_version,
+                self.declared,
+                self.context.dims,
+                not self.guessed.isdisjoint(node.input),
+            ),
+            None,
+        )
+        if cost is None and self._fold(node, call, results):
+            return
+        for name, value in zip(node.output, results.values, strict=True):
+            if value is not None:
+                self._define(name, value)
+        self.guessed |= results.guessed
+        if not results.guessed.isdisjoint(self.used):
+            self.context.estimated.append(f"{node.name or node.output[0]} ({kind})")
+        if kind in _ALIASES and inputs and inputs[0] is not None and self._is_alias(node, call):
+            self.roots[node.output[0]] = self.root(node.input[0])
+            self.constants[node.output[0]] = self.is_constant(node.input[0])
+        else:
+            self._add_step(node, call, results, cost)
+
+    def _fold(self, node: "NodeProto", call: OnnxCall, results: NodeOutputs) -> bool:
+        """Computes the node here if its inputs are constants; Shape and Size need no content."""
+        if call.kind not in ("Shape", "Size"):
+            if not all(self.is_constant(name) and self.contents[name] is not None for name in node.input if name):
+                return False
+            if results.guessed and call.kind != "NonZero":  # it may be large
+                return False
+        arrays = fold(node, call, results.values, self.context.opsets)
+        for name, array, value in zip(node.output, arrays, results.values, strict=False):
+            if value is not None:
+                self._define(name, TensorInfo(value.code, array.shape), array, is_constant=True)
+        return bool(arrays)
+
+    def _is_alias(self, node: "NodeProto", call: OnnxCall) -> bool:
+        if call.kind == "Dropout":
+            training = call.contents[2] if call.has(2) else None
+            if (training is not None and bool(training.any())) or (call.has(2) and training is None):
+                return False
+        return not any(name in self.used for name in node.output[1:])
+
+    def _add_constant(self, node: "NodeProto", attributes: Mapping[str, Any]) -> None:
+        """Adds a Constant node, which is an initializer under another name."""
+        from onnx import TensorProto, numpy_helper
+
+        if len(node.output) != 1 or not attributes:
+            raise InputError(f"node {node.name!r} (Constant): has no value; the file is damaged, export it again")
+        value = next(iter(attributes.values()))
+        if isinstance(value, TensorProto):
+            self._add_initializer(node.output[0], value)
+            return
+        try:
+            if hasattr(value, "indices"):  # sparse
+                tensor = TensorProto(data_type=value.values.data_type, dims=value.dims)
+            elif isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], str)):
+                tensor = TensorProto(data_type=8, dims=[] if isinstance(value, str) else [len(value)])
+            else:
+                is_float = isinstance(value, float) or next(iter(attributes)) == "value_floats"
+                tensor = numpy_helper.from_array(np.array(value, np.float32 if is_float else np.int64))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InputError(f"node {node.name!r} (Constant): bad value ({first_line(error)}); export again") from None
+        self._add_initializer(node.output[0], tensor)
+
+    def _add_step(self, node: "NodeProto", call: OnnxCall, results: NodeOutputs, cost: ExecutionCost | None) -> None:
+        skipped = _NOT_TENSORS.get(call.kind, ())
+        names = [name for place, name in enumerate(node.input) if name and place not in skipped]
+        for graph in subgraphs(node):
+            names += [name for name in captured(graph) if name in self.values]
+        distinct = list(dict.fromkeys(names))
+        whole = OnnxCall(call.kind, call.inputs, results.values, call.attributes, call.contents)
+        if cost is None:
+            flops, how = count_flops(whole, self.context.flops)
+            if how == UNKNOWN:
+                self.context.unknown[call.kind] += 1
+            read = list(dict.fromkeys(name for name in node.input if name))
+            num_bytes = count_bytes(whole, [self.values[name] for name in read])
+            cost = ExecutionCost(flops, num_bytes, 0, dtype_of(whole))
+        outputs = {name: value for name, value in zip(node.output, results.values, strict=True) if value is not None}
+        inputs = list(dict.fromkeys(self.root(name) for name in distinct if not self.is_constant(name)))
+        self.steps.append(
+            OnnxOp(node, call.kind, inputs, outputs, cost.flops, cost.num_bytes, cost.dtype, cost.resident_bytes)
+        )
+
+
+def _sorted(graph: "GraphProto", own: set[str], known: Mapping[str, TensorInfo]) -> list["NodeProto"]:
+    """Returns the nodes in a topological order, that of the file if possible. `known` has the names around the graph
+    too.
+    """
+    maker: dict[str, int] = {}
+    for number, node in enumerate(graph.node):
+        for name in node.output:
+            if name and (name in maker or name in own):
+                raise InputError(f"node {node.name!r} ({node.op_type}): makes {name!r}, as something else does")
+            maker[name] = number
+    waiting = []
+    users: dict[int, list[int]] = {}
+    for number, node in enumerate(graph.node):
+        sources = set()
+        for name in reads(node):
+            if name in maker:
+                sources.add(maker[name])
+            elif name not in known:
+                raise InputError(
+                    f"node {node.name!r} ({node.op_type}): reads {name!r}, which nothing makes; export the model again"
+                )
+        waiting.append(len(sources))
+        for source in sources:
+            users.setdefault(source, []).append(number)
+    ready = [number for number, count in enumerate(waiting) if not count]
+    order: list[int] = []
+    while ready:
+        number = heapq.heappop(ready)
+        order.append(number)
+        for user in users.get(number, ()):
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, user)
+    if len(order) < len(graph.node):
+        stuck = next(node for node, count in zip(graph.node, waiting, strict=True) if count)
+        raise InputError(f"node {stuck.name!r} ({stuck.op_type}): waits for its own result, a cycle; unroll it")
+    return [graph.node[number] for number in order]
+
+
+def _check_numbers(node: "NodeProto", call: OnnxCall, label: str) -> None:
+    """Raises InputError for an impossible axis or number of outputs, for which onnx's inference goes out of bounds."""
+    if call.kind == "Split" and call.attributes.get("num_outputs", len(node.output)) != len(node.output):
+        raise InputError(f"{label}: num_outputs is not the number of its outputs; export the model again")
+    rank = max((len(value.shape) for value in call.inputs if value is not None), default=0)
+    for name in _AXES:
+        value = call.attributes.get(name, [])
+        axes = value if isinstance(value, list) else [value]
+        limit = rank + len(axes)  # Unsqueeze adds as many
+        for axis in axes:
+            if isinstance(axis, int) and not -limit <= axis <= limit:
+                raise InputError(f"{label}: {name} is {axis} for {rank} dimensions; export the model again")
+
+
+def _attributes(node: "NodeProto") -> dict[str, Any]:
+    """Returns values by name, strings decoded, graphs left out."""
+    from onnx import helper
+
+    values: dict[str, Any] = {}
+    for attribute in node.attribute:
+        if subgraphs(attribute) or attribute.ref_attr_name:
+            continue
+        try:
+            value = helper.get_attribute_value(attribute)
+        except ValueError:
+            continue  # of no type
+        if isinstance(value, bytes):
+            value = value.decode(errors="replace")
+        elif not isinstance(value, (int, float)) and attribute.type == attribute.STRINGS:
+            value = [item.decode(errors="replace") for item in value]
+        elif attribute.type in (attribute.INTS, attribute.FLOATS):
+            value = list(value)
+        values[attribute.name] = value
+    return values

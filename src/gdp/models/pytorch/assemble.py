@@ -1,0 +1,197 @@
+"""Builds a Graph and its Program from records: numbers, names, wholes and parts, groups, write-after-read tensors."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from gdp.graph import Graph, Op, Tensor
+from gdp.graph.write_after_read import write_after_read
+from gdp.models.names import UniqueNames
+from gdp.models.pytorch.program import Program, Ref, StepSource
+from gdp.models.pytorch.recorder import OpRecord, Recorder
+from gdp.models.pytorch.strides import Layout, part_layout
+
+
+def assemble(
+    recorder: Recorder, name: str, outputs: Mapping[str, Ref], loss: Ref | None, gradients: Mapping[str, Ref]
+) -> tuple[Graph, Program]:
+    """Returns the graph and program of a recording. The loss is kept, or the outputs if there is no loss."""
+    kept = [loss] if loss is not None else list(outputs.values())
+    records = _live(recorder, {ref.value for ref in (*outputs.values(), *gradients.values(), *kept)})
+    numbers = {record: number for number, record in enumerate(records)}
+    tensors = _Tensors(recorder, records, numbers)
+    for ref in (*outputs.values(), *gradients.values()):
+        tensors.need(ref.value)
+    for ref in kept:
+        tensors.keep(ref)
+    rows = tensors.rows()
+    overwrites = (
+        (numbers[reader], numbers[writer])
+        for writer in records
+        for value in writer.overwrites
+        for reader in recorder.values[value].readers
+        if reader in numbers
+    )
+    control = write_after_read(len(records), rows, overwrites)
+    groups = _groups(records)
+    names = _names(records)
+    graph = Graph.build(
+        name,
+        [
+            Op(
+                names[number],
+                record.kind,
+                record.flops,
+                record.bytes_accessed,
+                record.dtype,
+                record.resident_bytes,
+                record.phase,
+                record.module,
+                groups[number],
+            )
+            for number, record in enumerate(records)
+        ],
+        [*rows, *control],
+    )
+    keys = tensors.keys()
+    inputs_of: list[list[int]] = [[] for _ in records]
+    outputs_of: list[list[int]] = [[] for _ in records]
+    for number, row in enumerate(rows):
+        outputs_of[row.producer].append(number)
+        for op in row.consumers:
+            inputs_of[op].append(number)
+    base = {value: number for number, (value, layout) in enumerate(keys) if layout is None}
+    program = Program(
+        graph=graph,
+        calls=tuple(tuple(record.calls) for record in records),
+        inputs_of=tuple(map(tuple, inputs_of)),
+        outputs_of=tuple(map(tuple, outputs_of)),
+        tensor_values=tuple(value for value, _ in keys) + (-1,) * len(control),
+        tensor_layouts=tuple(layout for _, layout in keys) + (None,) * len(control),
+        layouts={number: value.layout for number, value in enumerate(recorder.values)},
+        sources={
+            numbers[record]: StepSource(record.source, base[record.outputs[0]], dict(record.views), record.constant)
+            for record in records
+            if record.source
+        },
+        private={numbers[record]: tuple(record.private) for record in records if record.private},
+        outputs=dict(outputs),
+        loss=loss,
+        gradients=dict(gradients),
+    )
+    return graph, program
+
+
+def _live(recorder: Recorder, wanted: set[int]) -> list[OpRecord]:
+    """Leaves out records that joined others and memory that was reserved but never used."""
+
+    def is_live(record: OpRecord) -> bool:
+        if record.source:
+            return True
+        is_used = any(recorder.values[value].readers or value in wanted for value in record.outputs)
+        return bool(record.calls) and (is_used or record.bytes_accessed > 0 or record.flops > 0)
+
+    return [record for record in recorder.records if is_live(record)]
+
+
+class _Tensors:
+    """The tensors that the graph needs: every value that an op makes, and the parts of it that other ops read."""
+
+    def __init__(self, recorder: Recorder, records: list[OpRecord], numbers: Mapping[OpRecord, int]) -> None:
+        self.values, self.records, self.numbers = recorder.values, records, numbers
+        self.consumers: dict[int, dict[Layout | None, set[int]]] = defaultdict(lambda: defaultdict(set))
+        self.kept: set[tuple[int, Layout | None]] = set()
+        for record in records:
+            for value, layouts in record.reads.items():
+                for layout in self._parts(value, layouts):
+                    self.consumers[value][layout].add(numbers[record])
+
+    def need(self, value: int) -> None:
+        """Adds a tensor for this value, consumed or not."""
+        self.consumers[value][None].update(())
+
+    def keep(self, ref: Ref) -> None:
+        """Adds a tensor for this value or part that is never freed."""
+        (part,) = self._parts(ref.value, [ref.layout])
+        self.consumers[ref.value][part].update(())
+        self.kept.add((ref.value, part))
+
+    def keys(self) -> list[tuple[int, Layout | None]]:
+        """Returns (value, part) of each tensor: the whole before its parts, in the order of ops."""
+        keys: list[tuple[int, Layout | None]] = []
+        for record in self.records:
+            for value in record.outputs:
+                parts = self.consumers.get(value, {})
+                if parts or self.values[value].owner is None or record.source:
+                    keys.append((value, None))
+                keys.extend((value, part) for part in parts if part is not None)
+        return keys
+
+    def rows(self) -> list[Tensor]:
+        """Returns the graph's tensors, numbered as `keys`."""
+        rows: list[Tensor] = []
+        base = -1
+        for value, part in self.keys():
+            record = self.values[value]
+            consumers = tuple(sorted(self.consumers.get(value, {}).get(part, ())))
+            if part is None:
+                base = len(rows)
+            rows.append(
+                Tensor(
+                    producer=self.numbers[record.producer],
+                    consumers=consumers,
+                    bytes=record.num_bytes if part is None else _part_bytes(part),
+                    resident=record.owner is not None and part is None,
+                    keep=(value, part) in self.kept,
+                    view_of=-1 if part is None else base,
+                )
+            )
+        return rows
+
+    def _parts(self, value: int, layouts: Iterable[Layout | None]) -> list[Layout | None]:
+        """Returns the tensors that an op needs for these views of a value: the whole, or parts that are smaller
+        together.
+        """
+        record = self.values[value]
+        parts: dict[Layout | None, int] = {}  # in the order read, so that equal captures number tensors equally
+        for layout in layouts:
+            part = None if layout is None or layout.dtype != record.layout.dtype else part_layout(layout)
+            if part is None:
+                return [None]
+            parts[part] = _part_bytes(part)
+        return list(parts) if sum(parts.values()) < record.num_bytes else [None]
+
+
+def _part_bytes(part: Layout) -> int:
+    num_bytes = part.dtype.itemsize
+    for size in part.size:
+        num_bytes *= size
+    return num_bytes
+
+
+def _groups(records: list[OpRecord]) -> list[int]:
+    """Returns a number for each set of sources and writers of their memory that must share a device; else -1."""
+    leader: dict[OpRecord, OpRecord] = {}
+
+    def find(record: OpRecord) -> OpRecord:
+        while leader.get(record, record) is not record:
+            record = leader[record]
+        return record
+
+    for record in records:
+        for owner in record.owners:
+            first, second = find(owner), find(record)
+            leader.setdefault(first, first)
+            leader[second] = first
+    numbers: dict[OpRecord, int] = {}
+    return [numbers.setdefault(find(record), len(numbers)) if record in leader else -1 for record in records]
+
+
+def _names(records: list[OpRecord]) -> list[str]:
+    """Names ops `encoder.layers.3.mm_0`, `encoder.layers.3.mm_backward_1`, ...; sources and updates have names."""
+    names, unique = [], UniqueNames()
+    for record in records:
+        short = record.kind.rpartition(".")[2].strip("_")
+        if record.phase == "backward" and not short.endswith("backward"):
+            short += "_backward"
+        names.append(unique.of(record.name, f"{record.module}.{short}" if record.module else short))
+    return names

@@ -1,0 +1,325 @@
+"""Floating point operations of an operator, from the shapes of one call.
+
+A fused multiply-add is two. Matrix products count by their definition; element-wise operators one per element of the
+result, for any function (an exponential is one); reductions one per element read; normalisations and softmax by their
+definition per element; moving data counts nothing. An operator that is in no table here and not in
+`torch.utils.flop_counter` is estimated as one per element of the result and named in the capture's coverage.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils.flop_counter import flop_registry
+
+from gdp.models.names import names
+
+Args = Sequence[Any]
+Formula = Callable[[Args, Mapping[str, Any], list[Tensor]], int]
+"""From a call's args, kwargs and the tensors that it returned or overwrote to FLOPs."""
+
+FORMULA, POINTWISE, MOVEMENT, UNKNOWN = "formula", "pointwise", "movement", "unknown"
+"""How FLOPs were found: by a formula, one per element, none to count, estimated."""
+
+_registered: dict[str, Formula] = {}
+
+
+def register_flops(op: str | OpOverload | OpOverloadPacket) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorates a function that returns the FLOPs of `op` (`"mylib.op"`, `"mylib.op.overload"` or the operator).
+
+    It is called as `function(*args, out_val=result, **kwargs)` with the (fake) tensors of the call, as raw formulas of
+    `torch.utils.flop_counter` are, and returns an integer. It precedes every formula of gdp and PyTorch. `op` may also
+    be a JAX primitive (`"pallas_call"`): then the arguments are abstract values with `shape` and `dtype`, and the
+    keyword arguments the primitive's parameters.
+    """
+    name = str(op).replace("::", ".")
+
+    def register(function: Callable[..., int]) -> Callable[..., int]:
+        def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+            return int(function(*args, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs), **kwargs))
+
+        _registered[name] = formula
+        return function
+
+    return register
+
+
+def registered_formula(name: str) -> Formula | None:
+    """Returns the formula that `register_flops` was given for `name`, if any."""
+    return _registered.get(name)
+
+
+def has_registered() -> bool:
+    """Returns whether `register_flops` was called, so that this process counts differently from others."""
+    return bool(_registered)
+
+
+def count_flops(func: OpOverload, args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> tuple[int, str]:
+    """Returns (FLOPs, how they were found) of one call; `outputs` are the tensors that it made or overwrote."""
+    if _registered:
+        formula = _registered.get(str(func)) or _registered.get(str(func.overloadpacket))
+        if formula is not None:
+            return formula(args, kwargs, outputs), FORMULA
+    kind, table_formula = _classify(func)
+    if table_formula is not None:
+        return table_formula(args, kwargs, outputs), kind
+    if kind == FORMULA:
+        result = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)), kind
+    if kind == MOVEMENT:
+        return 0, kind
+    return sum(output.numel() for output in outputs), kind
+
+
+_classes: dict[OpOverload, tuple[str, Formula | None]] = {}  # a cache of `_classify`
+
+
+def _classify(func: OpOverload) -> tuple[str, Formula | None]:
+    entry = _classes.get(func)
+    if entry is None:
+        namespace, _, name = func._schema.name.partition("::")
+        base = name[:-1] if name.endswith("_") else name
+        entry = (UNKNOWN, None)
+        if namespace == "aten" and base in _FORMULAS:
+            entry = (FORMULA, _FORMULAS[base])
+        elif func._schema.name in _LIBRARY_FORMULAS:
+            entry = (FORMULA, _LIBRARY_FORMULAS[func._schema.name])
+        elif namespace == "aten" and base in _MOVEMENT:
+            entry = (MOVEMENT, None)
+        elif func.overloadpacket in flop_registry:
+            entry = (FORMULA, None)
+        elif torch.Tag.pointwise in func.tags or (namespace == "aten" and base in _POINTWISE):
+            entry = (POINTWISE, None)
+        _classes[func] = entry
+    return entry
+
+
+def _product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """[.., m, k] @ [.., k, n]"""
+    columns = args[1].shape[-1] if args[1].dim() > 1 else 1
+    return 2 * int(args[0].numel()) * int(columns)
+
+
+def _added_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """Counts c + a @ b: the sum is one more per element."""
+    return _product(args[1:], kwargs, outputs) + outputs[0].numel()
+
+
+def _grouped_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """Mixture-of-experts product: rows (or columns, or inner dimension) of the groups add up to the operand's own."""
+    a, b = args[0], args[1]
+    rows, inner = int(a.shape[-2]), int(a.shape[-1])
+    return 2 * rows * inner * int(b.shape[-1]) * (int(a.shape[0]) if a.dim() == b.dim() == 3 else 1)
+
+
+def _grouped_product_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """a [rows, inner], b [groups, inner, columns]: the gradient of each is a product as large as the forward one."""
+    return 2 * _grouped_product(args, kwargs, outputs)
+
+
+def _convolution(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """x, weight, bias, ..., transposed at 6; weight [out, in / groups, ...] or, transposed, [in, ...]."""
+    x, weight, bias, transposed = args[0], args[1], args[2], args[6]
+    pixels = x if transposed else outputs[0]
+    # each pixel of each channel meets one filter: weight.shape[1:] multiply-adds
+    return int(2 * pixels.numel() * math.prod(weight.shape[1:])) + (outputs[0].numel() if bias is not None else 0)
+
+
+def _convolution_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """grad, x, weight, bias sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask"""
+    grad, x, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
+    forward = 2 * (x if transposed else grad).numel() * math.prod(weight.shape[1:])
+    return int(forward * (bool(mask[0]) + bool(mask[1])) + (grad.numel() if mask[2] else 0))
+
+
+def _attention(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """query, key, value [.., length, width]: two products and a softmax (5) for all pairs, causal or not."""
+    return _attention_pairs(args) * (2 * int(args[0].shape[-1]) + 2 * int(args[2].shape[-1]) + 5)
+
+
+def _attention_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """grad, query, key, value: scores again, gradients of value, scores, query and key; softmax 5, its backward 4."""
+    query, value = args[1], args[3]
+    return _attention_pairs(args[1:]) * (6 * int(query.shape[-1]) + 4 * int(value.shape[-1]) + 9)
+
+
+def _attention_pairs(args: Args) -> int:
+    query, key = args[0], args[1]
+    return int(math.prod(query.shape[:-1]) * key.shape[-2])
+
+
+def _rnn_layer(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """input [time, batch, width], weight_ih, weight_hh: the weights apply at every step of every sequence."""
+    steps = math.prod(args[0].shape[:2])
+    return int(2 * steps * (args[1].numel() + args[2].numel()))
+
+
+def _pairwise_distance(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    return 3 * outputs[0].numel() * int(args[0].shape[-1])
+
+
+def _scatter(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """One addition per element scattered: the last tensor among the arguments."""
+    return int(next(item for item in reversed(list(args)) if isinstance(item, Tensor)).numel())
+
+
+def _sort(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    numel = int(args[0].numel())
+    return numel * max(1, math.ceil(math.log2(max(2, numel))))
+
+
+def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """x, dimensions: 5 n log2(n) of a complex transform of n elements, half if one side is real (FFTW's measure)."""
+    sides = (args[0], outputs[0])
+    longest = max(sides, key=Tensor.numel)
+    length = math.prod(longest.shape[dim] for dim in args[1])
+    flops = 5 * longest.numel() * math.ceil(math.log2(max(2, length)))
+    return int(flops) if all(side.is_complex() for side in sides) else int(flops) // 2
+
+
+def _embedding_bag(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """table, indices: one addition per element looked up."""
+    return int(args[1].numel() * args[0].shape[1])
+
+
+def _per_input(count: int, argument: int = 0) -> Formula:
+    def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+        return count * int(args[argument].numel())
+
+    return formula
+
+
+def _per_output(count: int) -> Formula:
+    def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+        return count * outputs[0].numel()
+
+    return formula
+
+
+def _pool(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """x, kernel_size: one comparison or addition per element of each window; one number stands for all dimensions.
+
+    A window may be larger than x (with `ceil_mode`, all of it is pooled).
+    """
+    kernel, num_dims = args[1], outputs[0].dim() - 2
+    sizes = list(kernel) if isinstance(kernel, (list, tuple)) else [kernel]
+    sizes = sizes if len(sizes) > 1 else sizes * num_dims
+    sides = args[0].shape[args[0].dim() - len(sizes) :]
+    return int(outputs[0].numel() * math.prod(min(size, side) for size, side in zip(sizes, sides, strict=True)))
+
+
+def _constant_table() -> dict[str, Formula]:
+    """Formulas with a constant per element of the result (`out`), or of the first or the given argument (`read`)."""
+    out, read = _per_output, _per_input
+    formulas = {
+        # max, subtract, exp, sum, divide; backward: y g, sum, subtract, multiply
+        "_softmax _log_softmax _safe_softmax": out(5),
+        "_softmax_backward_data _log_softmax_backward_data": out(4),
+        "logsumexp": read(4),
+        # sum; subtract, square, sum; subtract, times 1 / deviation; scale, shift
+        "native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm": out(8),
+        "_native_batch_norm_legit _batch_norm_with_update": out(8),
+        # g scale, sum; normalise 2, times g, sum; dx = (g - a - x b) c 4; gradients of scale 2 and shift 1
+        "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward": read(13),
+        "batch_norm_backward cudnn_batch_norm_backward": read(13),
+        # square, sum; times 1 / root, scale
+        "_fused_rms_norm": out(4),
+        # g scale, times x, sum; x a, subtract, times 1 / root; gradient of scale: normalise, times, sum
+        "_fused_rms_norm_backward": read(9),
+        # sum; subtract, square, sum
+        "var std var_mean std_mean": read(4),
+        "linalg_vector_norm norm": read(2),
+        # subtract, square or absolute value, sum; backward: subtract, times g, times 2 / n
+        "mse_loss smooth_l1_loss huber_loss l1_loss": read(3),
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": out(3),
+        # two logarithms, 1 - x, two products, sum
+        "binary_cross_entropy": read(6),
+        "binary_cross_entropy_backward": out(6),
+        # exponential, 1 + x, logarithm, product, two sums
+        "binary_cross_entropy_with_logits": read(6),
+        "nll_loss_forward nll_loss2d_forward": read(1, 1),
+        "native_dropout": out(3),  # draw, times mask, scale
+        "glu addr": out(2),
+        "glu_backward addcmul addcdiv": out(3),
+        # four products, three sums
+        "upsample_bilinear2d": out(7),
+        "upsample_bilinear2d_backward": read(7),
+        # 16 products, 15 sums; backward: 16 products, 16 sums
+        "upsample_bicubic2d": out(31),
+        "upsample_bicubic2d_backward": read(32),
+        # bilinear; backward: 4 products and sums for the input, 8 products and 6 sums for both coordinates
+        "grid_sampler_2d": out(7),
+        "grid_sampler_2d_backward": read(22),
+        "upsample_linear1d": out(3),
+        "upsample_linear1d_backward": read(3),  # two products, a sum
+        "avg_pool2d_backward avg_pool3d_backward upsample_nearest2d_backward": read(1),
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward embedding_dense_backward": read(1),
+        "_adaptive_avg_pool2d_backward _embedding_bag_backward": out(1),
+        "dot vdot": read(2),
+        # square, sum, times g / norm; backward: times v, sum, v times that, subtract, scale
+        "_weight_norm_interface": read(3),
+        "_weight_norm_interface_backward": read(5),
+    }
+    reductions = names(
+        """
+        sum mean amax amin max min aminmax argmax argmin prod any all nansum cumsum cumprod cummax topk
+        count_nonzero bincount histc _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d
+        """
+    )
+    by_name = {name: formula for kinds, formula in formulas.items() for name in names(kinds)}
+    return by_name | dict.fromkeys(reductions, read(1))
+
+
+_FORMULAS: dict[str, Formula] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "_int_mm", "linear"), _product),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), _added_product),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped_product),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "mkldnn_rnn_layer": _rnn_layer,
+    "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
+    **dict.fromkeys(("scatter_add", "scatter_reduce", "index_add", "index_put", "_index_put_impl"), _scatter),
+    "_cdist_forward": _pairwise_distance,
+    **dict.fromkeys(("sort", "argsort"), _sort),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fourier),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
+    **dict.fromkeys(("max_pool1d", "max_pool2d_with_indices", "max_pool3d_with_indices"), _pool),
+    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
+    **_constant_table(),
+}
+
+_LIBRARY_FORMULAS: dict[str, Formula] = {
+    # Transformers' grouped product for types without a fake implementation in PyTorch: a, b, ends of groups
+    "transformers::grouped_mm_fallback": _grouped_product,
+    "transformers::grouped_mm_fallback_backward": _grouped_product_backward,
+}
+
+_POINTWISE = names(
+    """
+    masked_fill hardtanh_backward elu_backward leaky_relu_backward hardswish_backward hardsigmoid_backward
+    softplus_backward mish_backward log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward
+    rrelu_with_noise rrelu_with_noise_backward softshrink_backward hardshrink_backward tril triu bernoulli uniform
+    normal random exponential geometric rand randn randint rand_like randn_like randperm arange linspace
+    nll_loss_backward nll_loss2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+    adaptive_max_pool2d_backward celu selu gelu silu clamp_min clamp_max _conj_physical _foreach_add _foreach_mul
+    floor_divide
+    """
+)
+
+_MOVEMENT = names(
+    """
+    cat stack copy clone _to_copy fill zero zeros ones full empty empty_like zeros_like ones_like full_like
+    new_empty new_zeros new_ones new_full empty_strided new_empty_strided empty_permuted scalar_tensor lift_fresh
+    eye embedding index index_select gather take masked_select slice_backward select_backward diagonal_backward
+    unfold_backward as_strided_scatter slice_scatter select_scatter scatter index_copy constant_pad_nd
+    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d flip roll repeat repeat_interleave
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d pixel_shuffle pixel_unshuffle channel_shuffle im2col
+    _reshape_copy split_with_sizes_copy view_copy expand_copy permute_copy tril_indices triu_indices set resize
+    nonzero_static index_fill masked_scatter contiguous
+    """
+)

@@ -1,0 +1,443 @@
+"""Recording: a dispatch mode that records every operator of a step, with its memory, its module and its order.
+
+Tensors are known by their memory (storage) alone, so views need no record: a tensor is a value plus a layout. Each
+write to a memory starts a new value. In-place operators fall in three cases:
+
+- The memory belongs to a parameter or buffer. The writer joins the owner's group, since it can only run on the memory's
+  device. Its new value is a `resident` tensor of the writer: nothing is allocated, and later readers read this tensor.
+- No op has read the old value. The writer becomes one more call of the op that made it (conv and relu_ are one op), if
+  all its other inputs exist by then; an op without inputs (zeros, empty) moves to the writer's place instead.
+- Otherwise (`x += late`, writes to a tensor that was read) the writer is an op with a tensor of its own. The old one is
+  freed when the writer is done, so the model counts both during that one op.
+
+Writers of the first and third kind follow all readers of the old value, so that overwriting is safe.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from gdp.errors import InputError
+from gdp.models.pytorch.bytes_accessed import bytes_accessed
+from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
+from gdp.models.pytorch.optimizers import Optimizer
+from gdp.models.pytorch.program import Call, Ref
+from gdp.models.pytorch.replacements import LSTM, workspace_bytes
+from gdp.models.pytorch.routine import leaves
+from gdp.models.pytorch.strides import Layout
+from gdp.models.pytorch.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
+
+aten = torch.ops.aten
+_DEVICE_QUERY = torch.ops.prim.device.default
+
+
+@dataclass(eq=False, slots=True)
+class OpRecord:
+    """An op being recorded. `reads`: by value, the layouts read, in order; None among them is the value as made."""
+
+    position: int
+    kind: str
+    module: str
+    phase: str
+    name: str = ""  # "": to be made from module and kind
+    calls: list[Call] = field(default_factory=list)
+    reads: dict[int, dict[Layout | None, None]] = field(default_factory=dict)
+    outputs: list[int] = field(default_factory=list)
+    overwrites: list[int] = field(default_factory=list)  # values whose earlier readers come first
+    owners: list["OpRecord"] = field(default_factory=list)  # sources with memory on the same device
+    private: list[int] = field(default_factory=list)
+    flops: int = 0
+    bytes_accessed: int = 0
+    resident_bytes: int = 0
+    dtype: str = "float32"
+    source: str = ""  # parameter, buffer, input or ""
+    views: dict[str, Layout] = field(default_factory=dict)
+    constant: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class ValueRecord:
+    """The content of a memory between two writes."""
+
+    producer: OpRecord
+    layout: Layout
+    num_bytes: int
+    owner: OpRecord | None  # the source whose resident memory it is in
+    readers: list[OpRecord] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Memory:
+    storage: torch.UntypedStorage  # held, so that its address stays its own
+    value: int
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operators dispatched inside `with fake_mode, recorder:`; the caller sets `phase`."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake_mode = fake_mode
+        self.phase = "forward"
+        self.records: list[OpRecord] = []
+        self.values: list[ValueRecord] = []
+        self.covered: Counter[str] = Counter()
+        self.uncovered: Counter[str] = Counter()
+        self.module_stack: list[str] = []
+        self.last_module = ""
+        self._memories: dict[int, _Memory] = {}
+        self._names: dict[int, tuple[str, Tensor]] = {}  # by memory: plain attributes of modules, adopted when used
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a real tensor met on the way, its fake
+        self._traits: dict[OpOverload, Traits] = {}
+        self._modules_by_node: dict[int, str] = {}  # by autograd sequence number
+        self._nodes: list[int] = []
+        self._last_node = -1
+        self._parameter_modules: dict[int, str] = {}
+        self._num_draws = 0
+        self._num_constants = 0
+
+    # -- sources ---------------------------------------------------------------------------------------------------
+
+    def add_source(self, kind: str, name: str, tensor: Tensor, constant: Tensor | None = None) -> None:
+        """Adds `tensor` as the memory, or part of it, of a parameter, buffer or input, under one of its names."""
+        storage = tensor.untyped_storage()
+        layout = _layout(tensor)
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            num_bytes = storage.nbytes()
+            itemsize = tensor.element_size()
+            whole = layout
+            if tensor.numel() * itemsize != num_bytes or layout.offset:
+                whole = Layout((num_bytes // itemsize,), (1,), 0, tensor.dtype)
+            module = name.rpartition(".")[0] if kind != "input" else ""
+            record = OpRecord(len(self.records), kind, module, "forward", name, source=kind, constant=constant)
+            record.dtype = _dtype_name([tensor])
+            record.resident_bytes = num_bytes if kind != "input" else 0
+            self.records.append(record)
+            memory = self._new_value(
+                storage, ValueRecord(record, whole, num_bytes, record if kind != "input" else None)
+            )
+        self.values[memory.value].producer.views[name] = layout
+
+    def name_attribute(self, name: str, tensor: Tensor) -> None:
+        """Notes that `tensor` is a plain attribute of a module: a buffer if an operator reads it."""
+        self._names.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
+
+    def watch(self, module: nn.Module) -> list[Any]:
+        """Tracks the running module; returns the hooks' handles.
+
+        With hooks, nn.TransformerEncoderLayer and nn.MultiheadAttention do not use their fused kernels for inference.
+        """
+        handles: list[Any] = []
+        for path, part in module.named_modules():
+
+            def enter(_part: nn.Module, _args: Any, path: str = path) -> None:
+                self.module_stack.append(path)
+
+            def leave(_part: nn.Module, _args: Any, _result: Any) -> None:
+                self.module_stack.pop()
+
+            handles.append(part.register_forward_pre_hook(enter, prepend=True))
+            handles.append(part.register_forward_hook(leave, always_call=True))
+            for _, parameter in part.named_parameters(recurse=False):
+                self._parameter_modules.setdefault(id(parameter), path)
+        return handles
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE_QUERY:
+            return args[0].device
+        kwargs = kwargs or {}
+        if func in LIFTS and type(args[0]) is not FakeTensor:
+            return self._record_constant(func, args[0])
+        func = MATERIALISED.get(func, func)
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = traits_of(func)
+        args = self._all_fake(args)
+        if kwargs:
+            kwargs = dict(zip(kwargs, self._all_fake(tuple(kwargs.values())), strict=True))
+        module = self._locate()
+        if traits.is_view:
+            return func(*args, **kwargs)
+
+        read: list[tuple[Ref, Tensor]] = []
+        template = self._template(args, read)
+        keyword_template = {key: self._template(value, read) for key, value in kwargs.items()} if kwargs else kwargs
+        written = traits.written(args, kwargs)
+        result = func(*args, **kwargs)
+        if func is LSTM and torch.is_grad_enabled():  # without a kernel, the workspace has no size
+            workspace = result[3].new_empty(workspace_bytes(args[0], hidden_size=args[10]))
+            result = *result[:3], workspace
+
+        returned: list[int] = []
+        fresh: dict[int, Tensor] = {}
+        for tensor in leaves(result):
+            if tensor is None:
+                returned.append(-1)
+                continue
+            if tensor.layout is not torch.strided:
+                where = f" in module {module!r}" if module else ""
+                raise InputError(f"{traits.kind}{where}: makes a {tensor.layout} tensor; have it dense (sparse=False)")
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._memories:
+                self._new_value(storage, ValueRecord(_PENDING, _layout(tensor), storage.nbytes(), None))
+                fresh[storage._cdata] = tensor
+            returned.append(self._memories[storage._cdata].value if storage._cdata in fresh else -1)
+        made = list(fresh.values())
+        if not fresh and not written:
+            return result
+
+        seed = -1
+        if traits.draws(args, kwargs):
+            seed = self._num_draws
+            self._num_draws += 1
+        if traits.reads_shape_only and made:
+            calls, read = self._filled(traits, args, made[0], returned[0], seed), []
+        else:
+            calls = [Call(func, template, keyword_template, tuple(returned), (), seed, torch.is_grad_enabled())]
+        flops, how = count_flops(func, args, kwargs, made or written)
+        if how == UNKNOWN:
+            self.uncovered[traits.kind] += 1
+        else:
+            self.covered[how] += 1
+        record = OpRecord(len(self.records), traits.kind, module, self.phase, calls=calls, flops=flops)
+        distinct: dict[tuple[int, Layout | None], Tensor] = {}
+        for ref, tensor in read:
+            distinct.setdefault((ref.value, ref.layout), tensor)
+            record.reads.setdefault(ref.value, {})[ref.layout] = None
+        record.dtype = _dtype_name((*made, *written, *distinct.values()))
+        record.bytes_accessed = bytes_accessed(func, args, list(distinct.values()), made, written)
+        record.outputs = [value for value in dict.fromkeys(returned) if value >= 0]
+        self._commit(record, written)
+        return result
+
+    def record_update(self, name: str, parameter: Tensor, optimizer: Optimizer) -> Ref:
+        """Records the update of one parameter, in its memory, by its present gradient; returns that gradient."""
+        assert parameter.grad is not None
+        weight, gradient = self.ref(parameter), self.ref(parameter.grad)
+        owner = self.values[weight.value].owner
+        assert owner is not None, "a parameter's memory is resident"
+        module = self._parameter_modules.get(id(parameter), "")
+        record = OpRecord(len(self.records), optimizer.kind, module, "update", f"{name}.update")
+        record.dtype = _dtype_name([parameter])
+        num_bytes = parameter.numel() * parameter.element_size()
+        layouts = [_layout(parameter)] * optimizer.num_moments
+        layouts += [Layout((), (), 0, torch.float32)] * bool(optimizer.num_moments)  # the number of steps taken
+        for layout in layouts:
+            self.values.append(ValueRecord(record, layout._replace(offset=0), num_bytes, owner))
+            record.private.append(len(self.values) - 1)
+        owner.resident_bytes += optimizer.num_moments * num_bytes
+        record.calls = optimizer.calls(weight, gradient, [Ref(value) for value in record.private])
+        record.flops = optimizer.flops_per_element * parameter.numel()
+        record.bytes_accessed = optimizer.passes * num_bytes
+        record.reads = {weight.value: {None: None}}
+        record.reads.setdefault(gradient.value, {})[gradient.layout] = None
+        self._commit(record, [parameter])
+        self.covered[FORMULA] += 1
+        return gradient
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Returns the value and layout of `tensor` at present."""
+        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        if memory is None:
+            memory = self._adopt(tensor)
+        layout = _layout(tensor)
+        return Ref(memory.value, None if layout == self.values[memory.value].layout else layout)
+
+    # -- parts of the above ----------------------------------------------------------------------------------------
+
+    def _commit(self, record: OpRecord, written: Sequence[Tensor]) -> None:
+        """Appends `record`, or joins it with the maker of the memory that it writes (see the module's docstring)."""
+        layouts = {tensor.untyped_storage()._cdata: _layout(tensor) for tensor in written}
+        overwritten = list(layouts)
+        maker = self._maker_to_join(record, overwritten)
+        new_values: list[tuple[int, int]] = []
+        for address in overwritten:
+            memory = self._memories[address]
+            old = self.values[memory.value]
+            new_values.append((memory.value, len(self.values)))
+            if maker is None:
+                record.reads.setdefault(memory.value, {})[None] = None
+                record.overwrites.append(memory.value)
+                if old.owner is not None:
+                    record.owners.append(old.owner)
+            num_bytes = memory.storage.nbytes()
+            layout = old.layout if num_bytes == old.num_bytes else layouts[address]  # `out=` resizes
+            self.values.append(ValueRecord(record, layout, num_bytes, old.owner))
+            record.outputs.append(len(self.values) - 1)
+            memory.value = len(self.values) - 1
+        if new_values:
+            record.calls[-1] = replace(record.calls[-1], writes=tuple(new_values))
+        if maker is not None:
+            record = self._joined(maker, record)
+        else:
+            self.records.append(record)
+        for value in record.outputs:
+            self.values[value].producer = record
+        for value in record.reads:
+            readers = self.values[value].readers
+            if not readers or readers[-1] is not record:
+                readers.append(record)
+
+    def _maker_to_join(self, record: OpRecord, overwritten: list[int]) -> OpRecord | None:
+        if len(overwritten) != 1 or record.outputs or record.phase == "update":
+            return None
+        value = self._memories[overwritten[0]].value
+        old = self.values[value]
+        maker = old.producer
+        if old.owner is not None or maker.source or old.readers or maker.phase != record.phase:
+            return None
+        can_wait = not maker.reads and maker.outputs == [value]
+        return maker if can_wait or self._is_available(record, maker) else None
+
+    def _is_available(self, record: OpRecord, maker: OpRecord) -> bool:
+        """Returns whether `record` could run at the place of `maker`: all that it reads is made there or before."""
+        return all(self.values[value].producer.position <= maker.position for value in record.reads)
+
+    def _joined(self, maker: OpRecord, writer: OpRecord) -> OpRecord:
+        """Joins two ops into one, at the maker's place, or at the writer's if that reads values made in between."""
+        joined = maker
+        old = writer.calls[-1].writes[0][0]
+        if not self._is_available(writer, maker):
+            joined = OpRecord(writer.position, maker.kind, maker.module, maker.phase, dtype=maker.dtype)
+            joined.outputs, maker.outputs = maker.outputs, []
+            joined.flops, joined.bytes_accessed = maker.flops, maker.bytes_accessed
+            joined.calls, maker.calls = maker.calls, []
+            self.records.append(joined)
+        if maker.kind in BLANKS:
+            joined.kind, joined.module, joined.dtype = writer.kind, writer.module, writer.dtype
+        joined.calls += writer.calls
+        joined.outputs = [value for value in joined.outputs if value != old] + writer.outputs
+        joined.flops += writer.flops
+        joined.bytes_accessed += writer.bytes_accessed
+        for value, layouts in writer.reads.items():
+            if self.values[value].producer is not maker:
+                joined.reads.setdefault(value, {}).update(layouts)
+        return joined
+
+    def _new_value(self, storage: torch.UntypedStorage, value: ValueRecord) -> _Memory:
+        self.values.append(value)
+        memory = self._memories[storage._cdata] = _Memory(storage, len(self.values) - 1)
+        if value.producer is not _PENDING:
+            value.producer.outputs.append(memory.value)
+        return memory
+
+    def _adopt(self, tensor: Tensor, constant: Tensor | None = None) -> _Memory:
+        """Adds memory that is no parameter, registered buffer or input: a module's attribute, or a constant in its
+        code.
+        """
+        address = tensor.untyped_storage()._cdata
+        if address in self._names:
+            name, tensor = self._names[address]
+        else:
+            name = f"constant_{self._num_constants}"
+            self._num_constants += 1
+        self.add_source("buffer", name, tensor, constant)
+        return self._memories[address]
+
+    def _template(self, item: Any, read: list[tuple[Ref, Tensor]]) -> Any:
+        if isinstance(item, Tensor):
+            ref = self.ref(item)
+            read.append((ref, item))
+            return ref
+        if isinstance(item, (tuple, list)):
+            return type(item)([self._template(part, read) for part in item]) if item else item
+        return item
+
+    def _all_fake(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(self._fake(item) for item in args) if any(map(_has_real, args)) else args
+
+    def _fake(self, item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return type(item)([self._fake(part) for part in item])
+        if not isinstance(item, Tensor) or isinstance(item, FakeTensor):
+            return item
+        if id(item) not in self._fakes:
+            with self.fake_mode:
+                fake = torch.empty_strided(tuple(item.shape), item.stride(), dtype=item.dtype)
+            self._fakes[id(item)] = (item, fake)
+            self._adopt(fake, item)
+        return self._fakes[id(item)][1]
+
+    def _filled(self, traits: Traits, args: tuple[Any, ...], made: Tensor, value: int, seed: int) -> list[Call]:
+        """Returns calls that replace `zeros_like` and its kin, which read only the shape of their argument."""
+        layout = _layout(made)
+        options = {"dtype": made.dtype, "device": made.device}
+        calls = [Call(aten.empty_strided.default, (layout.size, layout.stride), options, (value,))]
+        if traits.fill is not None:
+            content = () if seed >= 0 else (args[-1] if traits.content is None else traits.content,)
+            calls.append(Call(traits.fill, (Ref(value), *content), {}, (-1,), (), seed))
+        return calls
+
+    def _record_constant(self, func: OpOverload, content: Tensor) -> Any:
+        """Records `torch.tensor([...])`: an op that copies a known constant."""
+        result = func(content)
+        storage = result.untyped_storage()
+        if storage._cdata not in self._memories:
+            record = OpRecord(len(self.records), "aten.lift_fresh", self._locate(), self.phase)
+            self._new_value(storage, ValueRecord(record, _layout(result), storage.nbytes(), None))
+            with _disable_current_modes():
+                copy = content.detach().clone()  # its own: fake tensors may compute on `content` in place
+            record.calls = [Call(aten.clone.default, (copy,), {}, (len(self.values) - 1,))]
+            record.dtype, record.bytes_accessed = _dtype_name([result]), storage.nbytes()
+            self.records.append(record)
+        return result
+
+    def _locate(self) -> str:
+        """Returns the module of the operator being dispatched; a forward one passes it to its autograd node."""
+        if self.module_stack or self.phase == "forward":
+            module = self.last_module = self.module_stack[-1] if self.module_stack else ""
+            node = torch._C._autograd._get_sequence_nr() - 1
+            if node != self._last_node:
+                self._last_node = node
+                if node not in self._modules_by_node:
+                    self._modules_by_node[node] = module
+                    self._nodes.append(node)
+            return module
+        current = torch._C._current_autograd_node()
+        if current is None:
+            return self.last_module
+        parameter = getattr(current, "variable", None)
+        if parameter is not None:
+            module = self._parameter_modules.get(id(parameter), self.last_module)
+        else:
+            node = current._sequence_nr()
+            if node not in self._modules_by_node:  # numbers have gaps: the nearest earlier node
+                nearest = bisect_right(self._nodes, node) - 1
+                node = self._nodes[nearest] if nearest >= 0 else -1
+            module = self._modules_by_node.get(node, "")
+        self.last_module = module
+        return module
+
+
+_PENDING = OpRecord(-1, "", "", "")
+
+
+def _has_real(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return not isinstance(item, FakeTensor)
+    return isinstance(item, (list, tuple)) and any(map(_has_real, item))
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+def _dtype_name(tensors: Iterable[Tensor]) -> str:
+    """Returns the type of an op's arithmetic: of the first float tensor that it makes, writes or reads; else int64."""
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            return str(tensor.dtype).removeprefix("torch.")
+    return "int64"

@@ -1,0 +1,321 @@
+"""`capture` and `capture_fn`: run one step of a model on fake tensors, record it, and build a Graph."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from gdp.errors import InputError, first_line
+from gdp.graph import Graph
+from gdp.models.pytorch.assemble import assemble
+from gdp.models.pytorch.optimizers import OPTIMIZERS
+from gdp.models.pytorch.program import Program, Ref, named_inputs, named_state, named_tensors
+from gdp.models.pytorch.recorder import Recorder
+
+Loss = Callable[[Any], Tensor]
+OptimizerName = Literal["adam", "sgd"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """The options of `capture`."""
+
+    training: bool = True
+    optimizer: OptimizerName = "adam"
+    loss: Loss | None = None
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Numbers of recorded calls by the way their FLOPs were found."""
+
+    unknown: Mapping[str, int]  # kind -> number of calls estimated at one FLOP per element of the result
+    num_formula: int
+    num_pointwise: int
+    num_movement: int  # nothing to count
+    open_loops: Mapping[str, int] = field(default_factory=dict)  # kind -> loops counted once
+
+    @property
+    def num_unknown(self) -> int:
+        return sum(self.unknown.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """One step of a model: as a graph to place, as a program to execute, and how well its costs are known."""
+
+    graph: Graph
+    program: Program
+    coverage: Coverage
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    name: str,
+    training: bool = True,
+    optimizer: OptimizerName = "adam",
+    loss: Loss | None = None,
+) -> Capture:
+    """Records one step of `model(*args, **kwargs)`: forward, backward and update, or with `training=False` inference.
+
+    Model and inputs may be real, fake or on the meta device. They are not used directly: everything runs on fake copies
+    on the CPU and nothing is allocated. The model is captured in its own mode (`model.train()` or `.eval()`), inference
+    under `torch.no_grad`. Global state (generators, gradient mode, default type and device) stays as it is.
+
+    The loss is `loss(output)` if given; else the output's attribute or key `loss`; else the one float scalar among the
+    outputs; else the sum of the means of the float outputs. In training the graph keeps the loss alone, in inference
+    the outputs. `optimizer` updates one parameter per op, with PyTorch's fused kernels and defaults.
+
+    Gradients are ordinary tensors, from the op that makes them to the update, as with `zero_grad(set_to_none=True)`;
+    `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
+    number, is left out), those of a buffer its own.
+
+    Raises InputError if the model fails or takes decisions from tensors' content, or if nothing in it can be trained.
+    """
+    if isinstance(args, (Tensor, Mapping)):
+        raise InputError(f"{name}: args is a {type(args).__name__}; a tuple of the model's arguments is expected")
+    with _isolated():
+        mode = FakeTensorMode()
+        with _explained(name):
+            step = _fake_copies(model, args, kwargs or {}, mode)
+        return _record(*step, mode, name, StepOptions(training, optimizer, loss))
+
+
+def capture_fn(
+    build: Callable[[], tuple[Any, ...]],
+    *,
+    name: str,
+    training: bool = True,
+    optimizer: OptimizerName = "adam",
+    loss: Loss | None = None,
+) -> Capture:
+    """Records one step of the model that `build()` returns: (module, args) or (module, args, kwargs); see `capture`.
+
+    `build` runs under `FakeTensorMode`: it allocates nothing, not even initial parameters, and cannot read tensors'
+    content.
+    """
+    captured = capture_or_answer(build, name, StepOptions(training, optimizer, loss))
+    if not isinstance(captured, Capture):
+        kind = type(captured).__name__
+        raise InputError(f"{name}: build() returned {kind}; (module, args) or (module, args, kwargs) is expected")
+    return captured
+
+
+def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions) -> Capture | Any:
+    """Returns what `capture_fn` does, or the answer of `build` itself if it is no PyTorch model with its inputs."""
+    with _isolated():
+        mode = _BuildMode()
+        with _explained(name), _copies_allowed(), mode:
+            answer = build()
+        if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
+            return answer
+        model, args, kwargs = answer if len(answer) == 3 else (*answer, {})
+        if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
+            with _explained(name):
+                model, args, kwargs = _fake_copies(model, args, kwargs, mode)
+        return _record(model, args, kwargs, mode, name, options)
+
+
+class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A fake mode that all tensors share, also those of modules that `build` copies, as `nn.TransformerEncoder` does.
+
+    The copy of a fake tensor would have a copy of its mode, and two modes do not mix.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_BuildMode":
+        return self
+
+
+@contextlib.contextmanager
+def _copies_allowed() -> Iterator[None]:
+    """Silences a warning: when PyTorch copies a fake tensor, it looks for memory that the tensor does not have."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
+
+
+def _record(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: FakeTensorMode,
+    name: str,
+    options: StepOptions,
+) -> Capture:
+    if options.optimizer not in OPTIMIZERS:
+        raise InputError(f"{name}: optimizer is {options.optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
+    recorder = Recorder(mode)
+    parameters = dict(model.named_parameters())
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        recorder.add_source("parameter", path, parameter)
+        parameter.grad = None
+    for path, buffer in model.named_buffers(remove_duplicate=False):
+        recorder.add_source("buffer", path, buffer)
+    for path, tensor in named_state(model):
+        if id(tensor) not in registered:
+            recorder.name_attribute(path, tensor)
+    for path, tensor in named_inputs(args, kwargs):
+        recorder.add_source("input", path, tensor)
+    handles = recorder.watch(model)
+    gradients: dict[str, Ref] = {}
+    loss_ref: Ref | None = None
+    try:
+        with mode, recorder, torch.set_grad_enabled(options.training), _explained(name, recorder):
+            output = model(*args, **kwargs)
+            if options.training:
+                value = pick_loss(output, options.loss, name)
+                recorder.phase = "backward"
+                value.backward()  # type: ignore[no-untyped-call]
+                recorder.phase = "update"
+                for path, parameter in parameters.items():
+                    if parameter.requires_grad and parameter.grad is not None:
+                        gradients[path] = recorder.record_update(path, parameter, OPTIMIZERS[options.optimizer])
+                loss_ref = recorder.ref(value)
+            outputs = {path: recorder.ref(tensor) for path, tensor in named_tensors(output, "")}
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in parameters.values():
+            parameter.grad = None
+    if options.training and not gradients:
+        raise InputError(
+            f"{name}: no parameter gets a gradient from the loss; let one require it or capture with training=False"
+        )
+    graph, program = assemble(recorder, name, outputs, loss_ref, gradients)
+    covered = recorder.covered
+    coverage = Coverage(
+        MappingProxyType(dict(recorder.uncovered)), covered["formula"], covered["pointwise"], covered["movement"]
+    )
+    return Capture(graph, program, coverage)
+
+
+def pick_loss(output: Any, loss: Loss | None, name: str) -> Tensor:
+    """Returns the loss that `capture` takes of a model's output; InputError, naming the model `name`, without one."""
+    value = loss(output) if loss is not None else _default_loss(output, name)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        kind = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{name}: the loss is {kind}; a scalar tensor is expected, let loss= return one")
+    if not value.requires_grad:
+        raise InputError(f"{name}: the loss requires no gradient; unfreeze parameters or capture with training=False")
+    return value
+
+
+def _default_loss(output: Any, name: str) -> Tensor:
+    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(value, Tensor):
+        return value
+    tensors = [tensor for _, tensor in named_tensors(output, "")]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.requires_grad]
+    if not floats:
+        raise InputError(f"{name}: no output requires a gradient; unfreeze parameters or capture with training=False")
+    scalars = [tensor for tensor in floats if tensor.dim() == 0]
+    if len(scalars) == 1:
+        return scalars[0]
+    total = floats[0].mean()
+    for tensor in floats[1:]:
+        total = total + tensor.mean()
+    return total
+
+
+def _fake_copies(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Returns the model and its inputs with fake tensors in place of all tensors, shared memory still shared."""
+    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
+    state = [tensor for _, tensor in named_state(model)]
+    inputs = [tensor for _, tensor in named_inputs(args, kwargs)]
+    memo: dict[int, Any] = {}
+    for tensors in (state, inputs):
+        by_memory: dict[Any, dict[int, Tensor]] = {}
+        for tensor in tensors:
+            by_memory.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), {})[id(tensor)] = tensor
+        for sharing in by_memory.values():
+            memo |= dict(zip(sharing, _fake_memory(list(sharing.values()), mode), strict=True))
+    return (
+        copy.deepcopy(model, dict(memo)),
+        copy.deepcopy(tuple(args), dict(memo)),
+        copy.deepcopy(dict(kwargs), dict(memo)),
+    )
+
+
+def _fake_memory(tensors: list[Tensor], mode: FakeTensorMode) -> list[Tensor]:
+    """Returns fake tensors that overlap as these do, in memory of just the extent that they cover."""
+    start = min(tensor.storage_offset() for tensor in tensors)
+    extents = [
+        tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        for tensor in tensors
+        if tensor.numel()
+    ]
+    with mode, torch.no_grad():
+        memory = torch.empty(max(extents, default=start) - start, dtype=tensors[0].dtype)
+        fakes: list[Tensor] = []
+        for tensor in tensors:
+            fake = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start).detach()
+            if isinstance(tensor, nn.Parameter):
+                fakes.append(nn.Parameter(fake, tensor.requires_grad))
+            else:
+                fakes.append(fake.requires_grad_(tensor.requires_grad))
+    return fakes
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """Restores global state after a capture; a default device or inference mode does not reach it."""
+    dtype = torch.get_default_dtype()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
+    """Turns errors of the model into InputErrors with the running module and the remedy."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InputError(
+            f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have; "
+            "take that decision outside the model or from shapes"
+        ) from error
+    except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
+        raise InputError(
+            f"{name}: {_place(recorder)}{first_line(error)} has no fake implementation; "
+            "register one with torch.library.register_fake"
+        ) from error
+    except Exception as error:
+        raise InputError(
+            f"{name}: {_place(recorder)}the model failed ({type(error).__name__}: {first_line(error)}); {_remedy(name)}"
+        ) from error
+
+
+def _remedy(name: str) -> str:
+    if name.startswith("hf:"):  # its inputs are not the user's
+        return "correct config.json, try ?batch=1, or give the model with inputs of yours as package.module:function"
+    return "check its arguments, and that it uses tensors' shapes only, not their content"
+
+
+def _place(recorder: Recorder | None) -> str:
+    where = recorder.last_module if recorder is not None else ""
+    return f"in module {where!r}, " if where else ""

@@ -1,0 +1,86 @@
+"""Layout: the place of a tensor in its memory, and the views and copies made from it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """The place of a tensor in its memory, in elements of `dtype`."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+def empty(layout: Layout, device: torch.device | None = None, *, is_pinned: bool = False) -> Tensor:
+    """Returns uninitialised memory of this layout; if pinned, a GPU copies from and to it while the host goes on."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
+    num_elements = layout.offset + (span if 0 not in layout.size else 0)
+    memory = torch.empty(num_elements, dtype=layout.dtype, device=device, pin_memory=is_pinned)
+    return memory.as_strided(layout.size, layout.stride, layout.offset)
+
+
+def fill(memory: Tensor, content: Tensor, *, non_blocking: bool = False) -> Tensor:
+    """Copies `content` into `memory`, which is returned.
+
+    Bytes of another size than at capture are an LSTM's workspace, which only the device that made it can read: it
+    becomes zeros (`replacements.py`). Tensors that CPUs leave empty (sums of embedding bags have no offsets) stay
+    empty.
+    """
+    if content.shape != memory.shape and (content.dtype == torch.uint8 or not memory.numel()):
+        return memory.zero_()
+    return memory.copy_(content, non_blocking=non_blocking)
+
+
+def view_of(whole: Tensor, made: Layout, view: Layout | None) -> Tensor:
+    """Returns the part `view` of the memory of `whole`, which was made with the layout `made`; None is all of it."""
+    if view is None or view == made:
+        return whole
+    if view.dtype == whole.dtype:
+        return whole.as_strided(view.size, view.stride, view.offset + whole.storage_offset() - made.offset)
+    empty_view = torch.empty(0, dtype=view.dtype, device=whole.device)
+    return empty_view.set_(whole.untyped_storage(), view.offset, view.size, view.stride)
+
+
+def part_layout(view: Layout) -> Layout | None:
+    """Returns the memory that `view` covers, in the fewest dimensions, outermost first; None if it overlaps itself.
+
+    Views of one part with different shapes (a chunk, the chunk split into heads) have the same `part_layout`.
+    """
+    strides = zip(view.stride, view.size, strict=True)
+    dims = sorted(((stride, size) for stride, size in strides if size != 1 and stride != 0), reverse=True)
+    merged: list[tuple[int, int]] = []
+    for stride, size in dims:
+        if merged and merged[-1][0] < stride * size:
+            return None
+        if merged and merged[-1][0] == stride * size:
+            merged[-1] = (stride, merged[-1][1] * size)
+        else:
+            merged.append((stride, size))
+    return Layout(tuple(size for _, size in merged), tuple(stride for stride, _ in merged), view.offset, view.dtype)
+
+
+def compact_strides(view: Layout, part: Layout) -> tuple[int, ...]:
+    """Returns the strides of `view` in a contiguous copy of the `part` that it covers."""
+    compact, step = {}, 1
+    for size, stride in zip(reversed(part.size), reversed(part.stride), strict=True):
+        compact[stride] = step
+        step *= size
+
+    def stride_in_copy(size: int, stride: int) -> int:
+        if size == 1 or stride == 0:
+            return 0 if stride == 0 else 1
+        unit = max(known for known in compact if known <= stride)
+        return stride // unit * compact[unit]
+
+    return tuple(stride_in_copy(size, stride) for size, stride in zip(view.size, view.stride, strict=True))
+
+
+def as_recorded(tensor: Tensor, layout: Layout) -> Tensor:
+    """Returns `tensor` in the layout of the capture, from which views are made; other kernels may differ."""
+    if tensor.stride() == layout.stride or tuple(tensor.shape) != layout.size:
+        return tensor
+    return empty(layout, tensor.device).copy_(tensor)

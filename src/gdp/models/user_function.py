@@ -1,0 +1,170 @@
+"""User's functions, `package.module:function`: the models that they return, their errors in one line, and a redirection
+of their output."""
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from gdp.models.jax import JaxCapture
+
+Example = tuple[Any, ...]
+"""(module, args, kwargs) of a PyTorch model."""
+
+Build = Callable[[], Example]
+
+PATTERN = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
+"""The names of user's functions, as a regular expression."""
+
+
+@dataclass(frozen=True, slots=True)
+class JaxFunction:
+    """A JAX function that a user's function returned, with its inputs."""
+
+    capture: "Callable[[], JaxCapture]"
+
+
+def read_user_function(text: str) -> Callable[[], Example | JaxFunction]:
+    """Imports the user's function that `text` names; returns a function that calls it and puts its answer in order.
+
+    An answer is known to be a PyTorch model or a JAX function only after the call, which runs under fake tensors.
+    InputError for a function that cannot be imported or called, and, by the returned function, for its errors.
+    """
+    module_name, _, path = text.partition(":")
+    with _explained(text, f"module {module_name} cannot be imported"), _importable_here():
+        function: Any = import_module(module_name)
+    for name in path.split("."):
+        if not hasattr(function, name):
+            raise InputError(f"{text}: module {module_name} has no {path}; check the name")
+        function = getattr(function, name)
+    if not callable(function):
+        kind = type(function).__name__
+        raise InputError(f"{text}: is no function but {kind}; one that returns (module, example_inputs) is expected")
+    if iscoroutinefunction(function):
+        raise InputError(f"{text}: is async; a plain function that returns (module, example_inputs) is expected")
+
+    def build() -> Example | JaxFunction:
+        with _explained(text, "the function failed"), _importable_here():
+            return _in_order(function(), text)
+
+    return build
+
+
+def pytorch_only(build: Callable[[], Example | JaxFunction], text: str) -> Build:
+    """Returns `build` for callers that need a PyTorch model: InputError if the model `text` is a JAX function."""
+
+    def build_pytorch() -> Example:
+        answer = build()
+        if isinstance(answer, JaxFunction):
+            raise InputError(
+                f"{text}: is a JAX function, which is placed, not executed or measured; name a PyTorch model"
+            )
+        return answer
+
+    return build_pytorch
+
+
+def _in_order(answer: Any, text: str) -> Example | JaxFunction:
+    from torch import Tensor, nn
+
+    from gdp.models.jax import JaxCapture, capture_jax
+
+    if isinstance(answer, JaxCapture):
+        return JaxFunction(lambda: answer)
+    is_complete = isinstance(answer, tuple) and len(answer) in (2, 3)
+    is_jax = is_complete and not isinstance(answer[0], nn.Module) and callable(answer[0]) and _has_jax(answer[1:])
+    if not is_complete or not (is_jax or isinstance(answer[0], nn.Module)):
+        kinds = ", ".join(type(item).__name__ for item in (answer if isinstance(answer, tuple) else (answer,)))
+        raise InputError(
+            f"{text}: returned {kinds}; (module, example_inputs) or (module, args, kwargs) is expected, "
+            "with a PyTorch module or a function of JAX arrays"
+        )
+    inputs, kwargs = answer[1], answer[2] if len(answer) == 3 else {}
+    if len(answer) == 2 and isinstance(inputs, Mapping):
+        inputs, kwargs = (), inputs
+    if isinstance(inputs, Tensor) or (is_jax and not isinstance(inputs, tuple | list)):
+        inputs = (inputs,)
+    if not isinstance(inputs, tuple | list) or not isinstance(kwargs, Mapping):
+        raise InputError(
+            f"{text}: inputs are {type(inputs).__name__} and {type(kwargs).__name__}; "
+            "a tensor, a tuple or a dict of keyword inputs is expected"
+        )
+    if is_jax:
+        if taken := {"name", "parameters", "unroll_limit"} & set(kwargs):
+            raise InputError(f"{text}: input {min(taken)!r} is called as an option of capture_jax; give it by position")
+        return JaxFunction(lambda: capture_jax(answer[0], *inputs, name=text, **kwargs))
+    return answer[0], tuple(inputs), dict(kwargs)
+
+
+def _has_jax(inputs: Any) -> bool:
+    """Returns whether a leaf of `inputs` is an array for JAX, or describes one (`ShapeDtypeStruct`)."""
+    jax = sys.modules.get("jax")  # a user's function that uses JAX has imported it
+    if jax is None:
+        return False
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
+    return any(isinstance(leaf, kinds) for leaf in jax.tree_util.tree_leaves(inputs))
+
+
+@contextlib.contextmanager
+def _explained(text: str, failure: str) -> Iterator[None]:
+    """Turns exceptions of the user's code into an InputError of one line, the last of the exception's text."""
+    try:
+        with printing_to_stderr():
+            yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        if type(error).__module__ == "torch._subclasses.fake_tensor":
+            raise  # the capture explains these
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
+        raise InputError(f"{text}: {failure} ({reason}); run it by itself to see more") from error
+
+
+@contextlib.contextmanager
+def printing_to_stderr() -> Iterator[None]:
+    """Redirects standard output to standard error, for code that is not ours: what it prints is no part of our answer.
+
+    Covers Python, C and child processes. The whole process is redirected, so only one thread at a time may use it.
+    """
+    with contextlib.ExitStack() as undo:
+        with contextlib.suppress(OSError):  # closed (`>&-`): nothing can be printed there
+            kept = os.dup(1)
+            undo.callback(os.close, kept)
+            _flush()
+            os.dup2(2, 1)
+            undo.callback(os.dup2, kept, 1)
+            undo.callback(_flush)
+        undo.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+def _flush() -> None:
+    """Flushes the buffers of Python's and of C's standard output."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # gone away, closed, none
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # Windows: no C library without a name
+        ctypes.CDLL(None).fflush(None)
+
+
+@contextlib.contextmanager
+def _importable_here() -> Iterator[None]:
+    """Puts the current directory first on the search path for modules, and comes back to it: our paths start there."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        with contextlib.chdir(here):
+            yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)

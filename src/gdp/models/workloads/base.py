@@ -1,0 +1,62 @@
+"""Parts that the model families share: checks of sizes, three modules."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gdp.errors import InputError
+
+Example = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
+"""A module, and the args and kwargs for which its forward returns the scalar loss."""
+
+
+def check_config(config: Any) -> None:
+    """Raises InputError unless the dataclass's integers are at least 1 and its fractions at least 0 and below 1."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        where = f"{type(config).__name__}: {item.name} is {value!r}"
+        if item.type in (int, "int") and (type(value) is not int or value < 1):
+            raise InputError(f"{where}; an integer of at least 1 is expected")
+        if item.type in (float, "float") and not (isinstance(value, float) and 0 <= value < 1):
+            raise InputError(f"{where}; a number of at least 0 and below 1 is expected")
+
+
+class Dropout(nn.Module):
+    """Dropout as one operator on every device, as accelerators run it (`nn.Dropout` on a CPU takes four)."""
+
+    def __init__(self, fraction: float) -> None:
+        super().__init__()
+        self.fraction = fraction
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, self.fraction, True)[0] if self.training and self.fraction else x
+
+
+class SoftmaxLoss(nn.Module):
+    """Projection to the vocabulary and mean cross-entropy: states [..., hidden], targets [...] -> scalar."""
+
+    def __init__(self, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, states: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.projection(states.flatten(0, -2)), targets.flatten())
+
+
+class WordEmbedding(nn.Module):
+    """Token vectors drawn from a normal distribution of deviation `deviation`: [...] -> [..., hidden]."""
+
+    def __init__(self, vocabulary: int, hidden: int, deviation: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden).normal_(std=deviation))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, self.weight)
+
+
+def random_tokens(vocabulary: int, *shape: int) -> Tensor:
+    """int64 tokens below `vocabulary`."""
+    return torch.randint(vocabulary, shape)

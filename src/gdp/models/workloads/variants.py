@@ -1,0 +1,100 @@
+"""Smaller and larger versions of every model family, cheap to capture: graphs of many sizes to train a policy on."""
+
+from gdp.models.workloads import families
+from gdp.models.workloads.workload import Family, Workload
+
+
+def training_variants() -> tuple[Workload, ...]:
+    """Returns the variants, family by family; a name is the family and the sizes: `rnnlm/l3-s20-h1024-b128`."""
+    return (
+        _variant(families.RNNLM, "2xp100-pcie-16g", 128, num_layers=1, num_steps=30, hidden=1024),
+        _variant(families.RNNLM, "2xrtx3090-24g", 256, num_layers=2, num_steps=20, hidden=1024),
+        _variant(families.RNNLM, "3xp100-pcie-16g", 128, num_layers=3, num_steps=20, hidden=1024),
+        _variant(families.RNNLM, "4xv100-sxm-32g", 512, num_layers=4, num_steps=12, hidden=2048),
+        _variant(families.RNNLM, "6xp100-sxm-16g", 64, num_layers=6, num_steps=12, hidden=1536),
+        _variant(families.GNMT, "2xp100-pcie-16g", 128, num_layers=1, num_steps=16),
+        _variant(families.GNMT, "3xrtx3090-24g", 256, num_layers=2, num_steps=12),
+        _variant(families.GNMT, "4xp100-sxm-16g", 64, num_layers=3, num_steps=10, hidden=512),
+        _variant(families.GNMT, "4xp100-pcie-16g", 512, num_layers=4, num_steps=8),
+        _variant(families.GNMT, "6xl4-24g", 256, num_layers=6, num_steps=6, hidden=1536),
+        _variant(families.TRANSFORMER_XL, "2xp100-pcie-16g", 16, num_layers=2, num_segments=4, segment_steps=192),
+        _variant(families.TRANSFORMER_XL, "3xp100-pcie-16g", 16, num_layers=3, num_segments=8, segment_steps=128),
+        _variant(families.TRANSFORMER_XL, "4xl4-24g", 8, num_layers=4, num_segments=4, segment_steps=384),
+        _variant(families.TRANSFORMER_XL, "6xv100-sxm-32g", 16, num_layers=6, num_segments=5, segment_steps=256),
+        _variant(families.TRANSFORMER_XL, "4xp100-pcie-16g", 6, num_layers=12, num_segments=2, segment_steps=384),
+        _variant(families.INCEPTION, "2xp100-pcie-16g", 256, image_size=171),
+        _variant(families.INCEPTION, "4xp100-pcie-16g", 128, image_size=299),
+        _variant(families.INCEPTION, "3xl4-24g", 128, image_size=235, width_divisor=2),
+        _variant(families.AMOEBANET, "2xp100-pcie-16g", 128, cells_per_stack=1, filters=40),
+        _variant(families.AMOEBANET, "4xp100-sxm-16g", 32, cells_per_stack=2, filters=80),
+        _variant(families.AMOEBANET, "3xrtx4090-24g", 32, cells_per_stack=3, filters=128),
+        _variant(families.WAVENET, "2xp100-pcie-16g", 128, num_stacks=1, layers_per_stack=10, num_samples=8192),
+        _variant(families.WAVENET, "3xl4-24g", 32, num_stacks=2, layers_per_stack=6, channels=128),
+        _variant(families.WAVENET, "3xp100-pcie-16g", 24, num_stacks=3, layers_per_stack=10),
+        _variant(families.WAVENET, "6xp100-pcie-16g", 64, num_stacks=6, layers_per_stack=6, num_samples=8192),
+        _variant(families.LLAMA, "2xp100-pcie-16g", 8, num_layers=4, hidden=1024, num_steps=512, inner=2816),
+        _variant(families.LLAMA, "4xl4-24g", 4, num_layers=8, hidden=2048, num_steps=1024),
+        _variant(families.LLAMA, "2xa100-sxm-80g", 4, num_layers=16, hidden=1024, num_steps=2048, inner=2816),
+        _variant(families.MIXTURE_OF_EXPERTS, "2xrtx3090-24g", 8, num_layers=2, num_experts=4),
+        _variant(families.MIXTURE_OF_EXPERTS, "4xp100-pcie-16g", 8, num_layers=4, num_experts=16),
+        _variant(families.MIXTURE_OF_EXPERTS, "8xp100-sxm-16g", 16, num_layers=4, num_experts=8),
+        _variant(families.MIXTURE_OF_EXPERTS, "4xv100-sxm-32g", 8, num_layers=8, num_experts=4, experts_per_token=1),
+        _variant(families.RESNET, "2xp100-pcie-16g", 256, num_layers=26, image_size=160),
+        _variant(families.RESNET, "2xl4-24g+rtx4090-24g", 256, num_layers=50),
+        _variant(families.RESNET, "4xp100-pcie-16g", 64, num_layers=50, image_size=320),
+        _variant(families.RESNET, "4xrtx3090-24g", 64, num_layers=152, width=128),
+        _variant(families.DENSENET, "2xp100-pcie-16g", 256, num_layers=41),
+        _variant(families.DENSENET, "3xp100-sxm-16g", 128, num_layers=41, growth=48),
+        _variant(families.DENSENET, "4xl4-24g", 256, num_layers=121, image_size=160),
+        _variant(families.NASNET, "2xp100-pcie-16g", 128, cells_per_stack=1, filters=44, image_size=224),
+        _variant(families.NASNET, "4xl4-24g", 32, cells_per_stack=2, filters=84),
+        _variant(families.NASNET, "3xp100-sxm-16g", 48, cells_per_stack=3, filters=60, image_size=224),
+        _variant(families.EFFICIENTNET, "2xp100-pcie-16g", 128, width_percent=100, depth_percent=100, image_size=224),
+        _variant(families.EFFICIENTNET, "4xp100-sxm-16g", 128, width_percent=110, depth_percent=120, image_size=260),
+        _variant(families.EFFICIENTNET, "3xrtx4090-24g", 32, width_percent=200, depth_percent=50, image_size=456),
+        _variant(families.HRNET, "2xp100-pcie-16g", 256, num_branches=2, width=48),
+        _variant(families.HRNET, "3xl4-24g", 128, num_branches=3, width=32),
+        _variant(families.HRNET, "4xrtx3090-24g", 256, num_branches=3, width=48),
+        _variant(families.RETINANET, "2xp100-pcie-16g", 64, num_layers=26, image_size=256),
+        _variant(families.RETINANET, "4xl4-24g", 24, num_layers=50, image_size=640),
+        _variant(families.RETINANET, "4xp100-sxm-16g", 64, num_layers=101, image_size=384),
+        _variant(families.UNET, "2xp100-pcie-16g", 256, num_levels=3, channels=64, image_size=32),
+        _variant(families.UNET, "4xp100-pcie-16g", 64, num_levels=4, image_size=64),
+        _variant(families.UNET, "3xrtx4090-24g", 32, num_levels=4, image_size=128, blocks_per_level=3),
+        _variant(families.BERT, "2xp100-pcie-16g", 64, num_layers=4, hidden=512, num_steps=256),
+        _variant(families.BERT, "4xl4-24g", 64, num_layers=8, hidden=1024, num_steps=128),
+        _variant(families.BERT, "4xp100-sxm-16g", 16, num_layers=12, hidden=768),
+        _variant(families.GPT2, "2xrtx3090-24g", 8, num_layers=6, hidden=768, num_heads=12),
+        _variant(families.GPT2, "4xp100-pcie-16g", 8, num_layers=12, hidden=768, num_heads=12),
+        _variant(families.GPT2, "4xl4-24g", 2, num_layers=16, hidden=1600, num_heads=25, num_steps=2048),
+        _variant(families.T5, "2xp100-pcie-16g", 32, num_layers=3, hidden=512, num_heads=8, num_steps=256, inner=2048),
+        _variant(families.T5, "4xp100-pcie-16g", 16, num_layers=6, hidden=512, num_heads=8, inner=2048),
+        _variant(families.T5, "3xv100-sxm-32g", 16, num_layers=8, hidden=1024, num_heads=16, inner=4096),
+        _variant(families.VIT, "2xp100-pcie-16g", 512, num_layers=6, hidden=512, num_heads=8),
+        _variant(families.VIT, "4xp100-sxm-16g", 128, num_layers=12, hidden=768, num_heads=12),
+        _variant(families.VIT, "3xrtx3090-24g", 256, num_layers=18, hidden=1280, patch_size=32),
+        _variant(families.CLIP, "2xp100-pcie-16g", 256, num_layers=4, image_hidden=512, text_hidden=512),
+        _variant(families.CLIP, "3xl4-24g", 512, num_layers=12, patch_size=32),
+        _variant(families.CLIP, "4xv100-sxm-32g", 128, num_layers=8, image_hidden=1024, text_hidden=768),
+        _variant(families.DLRM, "2xp100-pcie-16g+cpu-16core", 4096, num_tables=12, max_rows=5_000_000, hidden=32),
+        _variant(families.DLRM, "4xp100-pcie-16g", 16384, num_tables=26, max_rows=1_000_000, hidden=128),
+        _variant(families.DLRM, "3xl4-24g", 32768, num_tables=26, max_rows=3_000_000),
+        _variant(families.DEEP_SPEECH, "2xp100-pcie-16g", 128, num_layers=1, num_steps=32),
+        _variant(families.DEEP_SPEECH, "2xl4-24g", 512, num_layers=2, num_steps=16, hidden=1536, text_length=6),
+        _variant(families.DEEP_SPEECH, "4xp100-sxm-16g", 256, num_layers=5, num_steps=10, hidden=800, text_length=4),
+        _variant(families.ELMO, "2xp100-pcie-16g", 128, num_layers=1, hidden=2048),
+        _variant(families.ELMO, "4xrtx3090-24g", 256, num_layers=2, num_steps=10),
+        _variant(families.ELMO, "4xp100-pcie-16g", 128, num_layers=4, num_steps=8, hidden=2048),
+        _variant(families.TREE_LSTM, "2xp100-pcie-16g", 1024, hidden=512, num_leaves=8),
+        _variant(families.TREE_LSTM, "4xl4-24g", 2048, hidden=1024, num_leaves=16),
+        _variant(families.TREE_LSTM, "8xp100-sxm-16g", 512, hidden=768, num_leaves=32),
+    )
+
+
+def _variant(family: Family, cluster: str, batch_size: int, **sizes: int) -> Workload:
+    """Builds a variant named after its sizes: the first letters of a size's words, without `num`, and its value."""
+    parts = []
+    for size, value in (*sizes.items(), ("batch", batch_size)):
+        letters = "".join(word[0] for word in size.split("_") if word != "num")
+        parts.append(f"{letters}{value}")
+    return family.workload(f"{family.name}/{'-'.join(parts)}", cluster, batch_size, **sizes)

@@ -1,0 +1,1 @@
+"""Questions around a plan: rivals, other machines, sweeps, plans found before."""

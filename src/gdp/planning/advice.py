@@ -1,0 +1,240 @@
+"""Advice: step times on changed machines, and changes that make a step fit, by placing and simulating.
+
+    plan --start--> search on one device less | one more | links twice as fast | twice the memory
+
+Each search begins from the plan, so its answer is no worse for want of time where the plan itself still runs.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gdp.budget import Budget, Clock
+from gdp.cluster import MAX_DEVICES, Cluster, changes
+from gdp.errors import InputError, UnevenBatchError
+from gdp.graph import Graph
+from gdp.search.candidate import Candidate
+from gdp.search.noise import step_times_under_noise
+from gdp.search.place import place, plan_of
+from gdp.search.question import Question
+from gdp.search.solvers import solve
+from gdp.simulator.constraints import Constraints
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import NEVER, Simulation, simulate
+
+_MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
+_FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
+_TRY_SHARE = 1 / 6  # of the budget, for each of them: most end at once, since they fit or cannot
+_MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
+AS_FAST = 1.01  # what is called as fast
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The best plan found on a changed machine."""
+
+    change: str  # such as "one device more"
+    detail: str  # such as "gpu4, a p100-pcie-16g"
+    step_time_ns: int | None  # None: nothing fits
+
+    def is_as_fast_as(self, step_time_ns: int) -> bool:
+        """True if it takes at most 1 % longer."""
+        return self.step_time_ns is not None and self.step_time_ns <= AS_FAST * step_time_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Answers to questions that a plan raises."""
+
+    what_ifs: tuple[WhatIf, ...]
+    not_asked: tuple[str, ...]  # changes that were not tried, and why
+    memory_matters: bool  # whether some device is more than half full
+    plan: Plan  # the one given, or a better one found without one of the devices
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    change: str
+    detail: str
+    cluster: Cluster
+    constraints: Constraints
+    start: Candidate  # the plan on the changed machine
+    others: Sequence[int] | None = None  # the devices that are left, by their numbers on the whole machine
+
+
+def advise(
+    graph: Graph,
+    simulation: Simulation,
+    plan: Plan,
+    constraints: Constraints,
+    *,
+    budget: Budget,
+    seed: int = 0,
+    num_threads: int | None = None,
+    stop: threading.Event | None = None,
+) -> Advice:
+    """Searches plans for changed machines from `plan`, whose replay is `simulation`, each in a part of `budget`.
+
+    After `stop`, and when the budget is spent, the changes left are not asked.
+    """
+    changes = list(_changes(simulation, constraints))
+    clock = Clock(budget, stop=stop)
+    what_ifs: list[WhatIf] = []
+    not_asked: list[str] = []
+    if simulation.problem.num_devices < MAX_DEVICES and all(change.change != "one device more" for change in changes):
+        not_asked.append("one device more (nothing tells how it would be linked)")
+    for turn, change in enumerate(changes, 1):
+        if clock.stop.is_set() or clock.seconds_left == 0.0:
+            why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
+            not_asked.append(f"{change.change} ({why})")
+            continue
+        try:
+            answer = place(
+                graph,
+                change.cluster,
+                change.constraints,
+                placer="local-search",
+                budget=_share(budget, clock, len(changes), turn),
+                seed=seed,
+                robust=0.0,
+                starts=[change.start],
+                num_threads=num_threads,
+                stop=stop,
+            )
+        except InputError as error:
+            why = "interrupted" if clock.stop.is_set() else str(error)
+            not_asked.append(f"{change.change} ({why})")
+            continue
+        if clock.stop.is_set():
+            not_asked.append(f"{change.change} (interrupted)")
+            continue
+        step_time_ns = answer.step_time_ns if answer.status == "ok" else None
+        what_ifs.append(WhatIf(change.change, change.detail, step_time_ns))
+        if change.others is not None and step_time_ns is not None and step_time_ns < plan.step_time_ns:
+            plan = _on_all_devices(plan, answer, simulation.problem, change.others)
+    filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
+    return Advice(tuple(what_ifs), tuple(not_asked), bool(filled.max() > _MEMORY_MATTERS), plan)
+
+
+def _on_all_devices(plan: Plan, fewer: Plan, problem: Problem, others: Sequence[int]) -> Plan:
+    """Returns a plan found on the devices `others` as one of the whole machine, or `plan` where that is better."""
+    order: list[Placement] = [np.zeros(0, np.int64) for _ in range(problem.num_devices)]
+    for number, ops in zip(others, fewer.order, strict=True):
+        order[number] = ops
+    simulation = simulate(problem, np.asarray(others)[fewer.placement], order=order)
+    if plan.search is None or fewer.search is None or not simulation.feasible:
+        return plan
+    noise = plan.search.under_noise
+    noisy = None if noise is None else step_times_under_noise(simulation, noise.noise, plan.seed + 1)
+    if noise is not None and noisy is not None and noisy.mean_ns > noise.mean_ns:
+        return plan
+    search = replace(plan.search, busy_fraction=simulation.busy_fraction, under_noise=noisy, order=fewer.search.order)
+    return plan_of(simulation, plan.lower_bound_ns, plan.placer, plan.seed, search)
+
+
+def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Change]:
+    problem, placement, start = simulation.problem, simulation.placement, Candidate.start(simulation)
+    cluster, devices = problem.cluster, problem.cluster.devices
+    used = np.unique(placement)
+    if len(used) > 1:
+        done_ns = np.bincount(placement, problem.fastest_ns, len(devices))  # a slow device is long busy with little
+        least = int(used[np.lexsort((-simulation.busy_fraction[used], done_ns[used]))[0]])
+        others = [number for number in range(len(devices)) if number != least]
+        less = changes.only(cluster, others)
+        moved = np.where(placement > least, placement - 1, placement)
+        rest = used[used != least]
+        moved[placement == least] = others.index(int(rest[np.argmax(simulation.busy_fraction[rest])]))
+        yield _Change(
+            "one device less",
+            f"without {devices[least].name}",
+            less,
+            constraints.within(less),
+            Candidate(moved),
+            others,
+        )
+    most = int(np.argmax(simulation.busy_fraction))
+    more = changes.with_another(cluster, most)
+    if more is not None:
+        added = more.devices[-1].name
+        allowed = constraints.also_for(added, devices[most].name)
+        yield _Change("one device more", f"{added} ({devices[most].kind})", more, allowed, start)
+    if len(devices) > 1:
+        faster = changes.with_faster_links(cluster, 2)
+        yield _Change("links twice as fast", "all of them", faster, constraints, start)
+    filled = simulation.peak_memory_bytes / np.maximum(problem.memory_limit_bytes, 1)
+    if filled.max() > _MEMORY_MATTERS:
+        larger = changes.with_more_memory(cluster, 2)
+        yield _Change("twice the memory", "on every device", larger, constraints.times_memory(2), start)
+
+
+def _share(budget: Budget, clock: Clock, num_changes: int, turn: int) -> Budget:
+    """Returns the budget of the change whose `turn` it is, from 1 on."""
+    if budget.simulations is not None:
+        return budget.part(1 / num_changes)
+    return Budget(seconds=(clock.seconds_left or 0.0) / (num_changes + 1 - turn))
+
+
+def changes_that_fit(
+    graph: Graph,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    budget: Budget,
+    part_of: Callable[[int], Graph] | None = None,
+    split_in: Callable[[int], Graph] | None = None,
+    stop: threading.Event | None = None,
+) -> list[str]:
+    """Searches the smallest changes that make a step fit: more devices, fewer samples, more micro-batches.
+
+    `part_of(k)` is the graph with 1/k of the samples, `split_in(k)` that with k times as many micro-batches; they raise
+    UnevenBatchError where there is none. Each of up to twelve searches takes at most a sixth of `budget`.
+    """
+    stop = stop or threading.Event()
+    limits_bytes = Problem.build(graph, cluster, constraints).memory_limit_bytes
+    like = int(np.argmax(limits_bytes))
+
+    def first_that_fits(tries: Iterable[tuple[int, Graph, Cluster, Constraints]]) -> int | None:
+        for count, changed, machine, allowed in tries:
+            if stop.is_set():
+                break
+            if _fits(changed, machine, allowed, Clock(budget.part(_TRY_SHARE), stop=stop)):
+                return count
+        return None
+
+    def larger() -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
+        machine, allowed = cluster, constraints
+        for count in range(1, max(_MOST_MORE) + 1):
+            added = changes.with_another(machine, like)
+            if added is None:
+                return
+            machine = added
+            allowed = allowed.also_for(machine.devices[-1].name, cluster.devices[like].name)
+            if count in _MOST_MORE:
+                yield count, graph, machine, allowed
+
+    def smaller(read: Callable[[int], Graph]) -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
+        for count in _FEWER_SAMPLES:
+            try:
+                yield count, read(count), cluster, constraints
+            except UnevenBatchError:
+                return
+
+    remedies: list[str] = []
+    if (count := first_that_fits(larger())) is not None:
+        remedies.append(f"{count} more {cluster.devices[like].kind}")
+    for read, text in ((part_of, "1/{} of the samples"), (split_in, "{} times as many micro-batches")):
+        if read is not None and (count := first_that_fits(smaller(read))) is not None:
+            remedies.append(text.format(count))
+    return remedies
+
+
+def _fits(graph: Graph, cluster: Cluster, constraints: Constraints, clock: Clock) -> bool:
+    """Returns True if a placement that fits is found before the clock ends: the search ends at the first one."""
+    problem = Problem.build(graph, cluster, constraints)
+    if int(graph.resident_bytes.sum()) > int(problem.memory_limit_bytes.sum()):
+        return False
+    best = solve("local-search", Question.about(problem, bound_ns=NEVER), clock).best
+    return best is not None and best.fits

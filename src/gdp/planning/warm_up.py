@@ -1,0 +1,100 @@
+"""Compiles before a clock starts: on a new machine no budget pays for what Numba takes."""
+
+from collections.abc import Callable, Collection, Iterable
+from importlib import import_module
+
+import numpy as np
+from numba.core import event
+from numba.core.dispatcher import Dispatcher
+
+from gdp.bounds.lower_bound import lower_bound
+from gdp.budget import Budget
+from gdp.cluster import Cluster
+from gdp.graph import Graph, Op, Tensor
+from gdp.search.auto import SMALL_UNITS
+from gdp.search.place import place
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import evaluate
+
+_SIMULATION = (
+    "bounds.lower_bound",
+    *(f"simulator.{name}" for name in ("engine", "heaps", "longest_paths", "memory", "simulate")),
+)
+_SEARCH = (
+    "placers.base",
+    "placers.dp_stages",
+    "placers.list_kernels",
+    "placers.schedule",
+    "search.annealing",
+    "units.forward_units",
+    "units.grouping",
+)
+_EXACT = ("placers.exact",)
+_POLICY = ("bounds.placement_bound", "policy.rollout", "policy.units")
+_NUM_OPS, _TENSOR_BYTES = 40, 2**26  # transfers keep every placement far from the lower bound, which would end a search
+
+OnKernel = Callable[[int, int], None]
+"""Is called with the number of kernels that are ready, and that of all."""
+
+
+def warm_up(
+    placers: Collection[str] = ("auto",), problem: Problem | None = None, *, on_kernel: OnKernel | None = None
+) -> None:
+    """Compiles the kernels that `placers` run on `problem`, or loads them from the cache.
+
+    Without placers these are the kernels of the simulator and of the lower bound. `on_kernel` is called as each kernel
+    has been compiled, and never where all come from the cache.
+    """
+    is_learned = any(name.startswith("gdp-") for name in placers)
+    is_exact = "exact" in placers or (len(placers) > 0 and problem is not None and is_small(problem))
+    modules = (
+        *_SIMULATION,
+        *(_SEARCH if placers else ()),
+        *(_EXACT if is_exact else ()),
+        *(_POLICY if is_learned else ()),
+    )
+    with event.install_listener("numba:compile", _Counter(kernels_of(modules), on_kernel)):
+        cluster = Cluster.parse("2xp100-pcie-16g")
+        problem = Problem.build(_step(_NUM_OPS), cluster)
+        evaluate(problem, np.zeros(problem.num_ops, np.int64))
+        lower_bound(problem)
+        if placers:
+            place(_step(_NUM_OPS), cluster, budget=Budget(simulations=80))
+        if is_exact:
+            place(_step(4), cluster, budget=Budget(simulations=20), placer="exact")
+        if is_learned:
+            place(_step(_NUM_OPS), cluster, budget=Budget(simulations=80), placer="gdp-zero-shot")
+
+
+def is_small(problem: Problem) -> bool:
+    """Returns True if `auto` asks the exact placer too."""
+    return bool(problem.group_index.max() < SMALL_UNITS)
+
+
+def kernels_of(modules: Iterable[str]) -> set[Dispatcher]:
+    """The kernels of `modules`, named without the package."""
+    imported = [import_module(f"gdp.{name}") for name in modules]
+    return {value for module in imported for value in vars(module).values() if isinstance(value, Dispatcher)}
+
+
+class _Counter(event.Listener):
+    """Counts the kernels that are ready whenever one has been compiled."""
+
+    def __init__(self, kernels: set[Dispatcher], on_kernel: OnKernel | None) -> None:
+        self.kernels, self.on_kernel = kernels, on_kernel
+
+    def on_start(self, event: event.Event) -> None:
+        pass
+
+    def on_end(self, event: event.Event) -> None:
+        if self.on_kernel is not None and event.data["dispatcher"] in self.kernels:
+            self.on_kernel(sum(bool(kernel.signatures) for kernel in self.kernels), len(self.kernels))
+
+
+def _step(num_ops: int) -> Graph:
+    ops = [Op(f"op{op}", "mm", 10**9, resident_bytes=2**20, module=f"layers.{op // 4}") for op in range(num_ops)]
+    tensors = [
+        Tensor(op, tuple(later for later in (op + 2, op + 3) if later < num_ops), _TENSOR_BYTES)
+        for op in range(num_ops - 2)
+    ]
+    return Graph.build("warm-up", ops, tensors)

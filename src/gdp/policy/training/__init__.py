@@ -1,0 +1,1 @@
+"""Training of a policy on many problems."""

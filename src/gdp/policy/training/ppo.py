@@ -1,0 +1,247 @@
+"""PPO for placement policies: draw placements, reward them, compare them, make the better ones likelier.
+
+    policy --draw_trials--> placements --simulate--> step times, peaks --> rewards --> advantages
+       ^                                                                                   |
+       +------------ improve: clipped objective, several epochs over the same trials <-----+
+
+J. Schulman et al., "Proximal policy optimization algorithms", arXiv 1707.06347 (2017), equation 7, for each choice. As
+in GDP (arXiv 1910.01578) there is no value function: a trial's advantage is its reward less the mean reward of the same
+problem, and the objective is the mean over problems, so that every graph counts alike, large or small.
+S samples, C choices of a trial, D devices.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, nan
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gdp.arrays import F64, I64, Bool
+from gdp.errors import InputError
+from gdp.policy.base import Policy, Rollouts
+from gdp.policy.instance import Instance
+from gdp.simulator.simulate import evaluate_many
+
+REWARDS = ("relative", "paper")
+BASELINES = ("batch", "history")
+PAPER_INFEASIBLE_REWARD = -10.0
+_LEAST_DEVIATION = 0.02  # rewards are near -1; a spread of a few percent is mostly chance, not to be scaled up to 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOConfig:
+    """Rewards of trials, and the update from them."""
+
+    reward: str = "relative"  # or "paper"
+    infeasible_penalty: float = 3.0  # of "relative", where memory only just falls short: as for a step 9 times as long
+    baseline: str = "batch"  # mean reward of the problem's trials of this update; "history": of all earlier ones
+    normalize: bool = True  # divide advantages by the deviation of the problem's rewards
+    clip: float = 0.2  # Schulman et al., table 1
+    num_epochs: int = 4
+    entropy_weight: float = 0.01
+    max_gradient_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("reward", self.reward, REWARDS), ("baseline", self.baseline, BASELINES)):
+            if value not in choices:
+                raise InputError(f"{name} is {value!r}; one of {', '.join(choices)} is expected")
+        if self.num_epochs < 1:
+            raise InputError(f"num_epochs is {self.num_epochs}; at least 1 is expected")
+        if not 0 < self.clip < 1:
+            raise InputError(f"clip is {self.clip}; more than 0 and less than 1 is expected")
+        for name in ("infeasible_penalty", "entropy_weight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InputError(f"{name} is {getattr(self, name)}; at least 0 is expected")
+        if not 0 < self.max_gradient_norm < float("inf"):
+            raise InputError(f"max_gradient_norm is {self.max_gradient_norm}; more than 0 is expected")
+
+
+PAPER = PPOConfig(reward="paper", baseline="history")
+"""GDP's reward and advantage, normalised: else the entropy bonus outweighs differences of milliseconds (it stayed at
+the uniform policy on inception-v3-b32)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """Placements of one problem that a policy drew, with their outcomes."""
+
+    instance: Instance
+    rollouts: Rollouts
+    step_time_ns: I64  # [S]
+    peak_memory_bytes: I64  # [S, D]
+    fits: Bool  # [S] in memory
+    rewards: F64  # [S]
+    reference_ns: int  # step times are seen relative to it
+
+    @property
+    def best(self) -> int | None:
+        """The number of the fastest trial that fits, if any."""
+        fitting = np.flatnonzero(self.fits)
+        return int(fitting[np.argmin(self.step_time_ns[fitting])]) if len(fitting) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Figures of an update, each a mean over its problems; figures on the policy are of the last epoch."""
+
+    reward: float
+    step_time_ratio: float  # mean step time of a problem's trials over its reference; geometric mean over problems
+    best_step_time_ratio: float  # the same of the fastest trial that fits, over problems with one; nan if none has
+    feasible: float  # share of trials that fit
+    entropy: float  # of a choice, in nats
+    approx_kl: float  # between the policies before and after, in nats a choice
+    clip_fraction: float  # of choices whose probability has moved by more than `clip`
+    gradient_norm: float  # before clipping
+
+
+def draw_trials(
+    policy: Policy,
+    instance: Instance,
+    num_samples: int,
+    rng: np.random.Generator,
+    config: PPOConfig,
+    reference_ns: int,
+    *,
+    temperature: float = 1.0,
+    num_threads: int | None = None,
+) -> Trials:
+    """Draws `num_samples` placements, simulates them on `num_threads` (default: all processors), rewards them."""
+    problem = instance.problem
+    rollouts = policy.sample(instance, num_samples, rng, temperature=temperature)
+    step_time_ns, peaks = evaluate_many(problem, rollouts.placements, num_threads=num_threads)
+    fits: Bool = np.all(peaks <= problem.memory_limit_bytes, axis=1)
+    if config.reward == "paper":
+        rewards = paper_rewards(step_time_ns, fits)
+    else:
+        rewards = relative_rewards(
+            step_time_ns, peaks, problem.memory_limit_bytes, reference_ns, config.infeasible_penalty
+        )
+    return Trials(instance, rollouts, step_time_ns, peaks, fits, rewards, reference_ns)
+
+
+def paper_rewards(step_time_ns: I64, fits: Bool) -> F64:
+    """Returns GDP's rewards [S]: minus the square root of the step time in seconds; -10 where memory is exceeded."""
+    return np.where(fits, -np.sqrt(step_time_ns * 1e-9), PAPER_INFEASIBLE_REWARD)
+
+
+def relative_rewards(
+    step_time_ns: I64, peak_memory_bytes: I64, memory_limit_bytes: I64, reference_ns: int, infeasible_penalty: float
+) -> F64:
+    """Returns minus the square root of the step time relative to a reference, [S]: steps of all lengths weigh alike.
+
+    Where memory is exceeded the reward is less by the penalty, and once more for each doubling of 1 + the excess. The
+    excess is that of the peaks [S, D] over the limits [D], relative to the limits, summed over devices: less is always
+    better.
+    """
+    excess = (np.maximum(peak_memory_bytes - memory_limit_bytes, 0) / np.maximum(memory_limit_bytes, 1)).sum(axis=1)
+    penalty = np.where(excess > 0, infeasible_penalty * (1 + np.log2(1 + excess)), 0.0)
+    return np.asarray(-np.sqrt(step_time_ns / max(reference_ns, 1)) - penalty, np.float64)
+
+
+def advantages(rewards: F64, config: PPOConfig, baseline: float | None = None, group: I64 | None = None) -> F64:
+    """Returns rewards [S] less `baseline` (None: the mean of their group), divided by their deviation from it if
+    `config.normalize`."""
+    if baseline is None and group is not None:
+        mean = np.bincount(group, rewards)[group] / np.bincount(group)[group]
+    else:
+        mean = np.full(len(rewards), rewards.mean() if baseline is None else baseline)
+    deviation = rewards.std() if group is None else float(np.sqrt(np.mean((rewards - mean) ** 2)))
+    return (rewards - mean) / (deviation + _LEAST_DEVIATION) if config.normalize else rewards - mean
+
+
+def improve(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    trials: Sequence[Trials],
+    config: PPOConfig,
+    *,
+    baselines: Sequence[float | None] | None = None,
+    num_problems: int | None = None,
+    sum_over_processes: Callable[[Tensor], None] = lambda _: None,
+) -> Statistics:
+    """Makes one PPO update: `num_epochs` steps of `optimizer`, each over all `trials`, which all count alike.
+
+    `baselines` replaces the mean reward of each of `trials`. If several processes share `num_problems` trials,
+    `sum_over_processes` adds up a tensor in place, and all take the same steps. Raises InputError unless the gradient
+    is finite.
+    """
+    device = policy.device
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    sizes = [parameter.numel() for parameter in parameters]
+    num_problems = len(trials) if num_problems is None else num_problems
+    gains = [
+        torch.from_numpy(advantages(trial.rewards, config, baseline, trial.rollouts.group)).to(device, torch.float32)
+        for trial, baseline in zip(trials, baselines or [None] * len(trials), strict=True)
+    ]
+    for _ in range(config.num_epochs):
+        figures = torch.zeros(len(_FIGURES), dtype=torch.float64, device=device)
+        # in float64, so that the sum hardly depends on how problems are shared out over processes
+        gradient = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        for trial, gain in zip(trials, gains, strict=True):
+            loss, on_policy = _loss(policy, trial, gain, config)
+            figures += torch.cat((torch.tensor(_outcome(trial), dtype=torch.float64, device=device), on_policy))
+            if loss.requires_grad:  # not where a problem leaves nothing to choose
+                parts = torch.autograd.grad(loss / num_problems, parameters, allow_unused=True, materialize_grads=True)
+                gradient += torch.cat([part.reshape(-1) for part in parts])
+        sum_over_processes(gradient)
+        norm = float(gradient.norm())
+        if not np.isfinite(norm):
+            raise InputError("the gradient is not finite; train with a lower learning rate")
+        gradient *= min(1.0, config.max_gradient_norm / max(norm, 1e-12))
+        for parameter, part in zip(parameters, torch.split(gradient, sizes), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        optimizer.step()
+    sum_over_processes(figures)
+    return _statistics(dict(zip(_FIGURES, figures.tolist(), strict=True)), norm)
+
+
+def _loss(policy: Policy, trials: Trials, gains: Tensor, config: PPOConfig) -> tuple[Tensor, Tensor]:
+    """Returns (the loss, float64 [entropy, approx_kl, clip_fraction])."""
+    log_prob, entropy = policy.score(trials.instance, trials.rollouts)
+    log_ratio = log_prob - trials.rollouts.log_prob
+    ratio = log_ratio.exp()
+    gain = gains[:, None]
+    objective = torch.minimum(ratio * gain, ratio.clamp(1 - config.clip, 1 + config.clip) * gain).mean()
+    with torch.no_grad():
+        # never negative and of low variance: J. Schulman, "Approximating KL divergence" (2020), estimator k3
+        approx_kl = (ratio - 1 - log_ratio).mean()
+        clip_fraction = ((ratio - 1).abs() > config.clip).double().mean()
+        figures = torch.stack((entropy.double(), approx_kl.double(), clip_fraction))
+    return -objective - config.entropy_weight * entropy, figures
+
+
+_FIGURES = (
+    "problems",
+    "reward",
+    "log_ratio",
+    "feasible",
+    "solved",
+    "log_best_ratio",
+    "entropy",
+    "approx_kl",
+    "clip_fraction",
+)
+
+
+def _outcome(trials: Trials) -> list[float]:
+    """Returns the first six of `_FIGURES`, of one problem."""
+    reference_ns, best = max(trials.reference_ns, 1), trials.best
+    log_best = 0.0 if best is None else float(np.log(max(trials.step_time_ns[best], 1) / reference_ns))
+    log_mean = float(np.log(max(trials.step_time_ns.mean(), 1.0) / reference_ns))
+    return [1.0, float(trials.rewards.mean()), log_mean, float(trials.fits.mean()), float(best is not None), log_best]
+
+
+def _statistics(total: dict[str, float], gradient_norm: float) -> Statistics:
+    problems = max(total["problems"], 1.0)
+    return Statistics(
+        reward=total["reward"] / problems,
+        step_time_ratio=exp(total["log_ratio"] / problems),
+        best_step_time_ratio=exp(total["log_best_ratio"] / total["solved"]) if total["solved"] else nan,
+        feasible=total["feasible"] / problems,
+        entropy=total["entropy"] / problems,
+        approx_kl=total["approx_kl"] / problems,
+        clip_fraction=total["clip_fraction"] / problems,
+        gradient_norm=gradient_norm,
+    )

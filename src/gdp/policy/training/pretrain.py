@@ -1,0 +1,346 @@
+"""Training of a policy on many problems: PPO updates from a stream of tasks, checkpoints, any number of processes.
+
+    update u:   tasks (seed, u, 0..G-1) --> trials of each --> one PPO update --> every k-th: checkpoint
+
+No random state outlives an update. Parameters, optimizer state and the number of updates done, which are one file,
+are all that a run needs to go on exactly as if it had never stopped. G tasks an update, P sources of tasks.
+"""
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import version
+from math import cos, exp, inf, log, nan, pi
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gdp.errors import InputError
+from gdp.policy.base import Policy, one_thread
+from gdp.policy.checkpoint import save_checkpoint
+from gdp.policy.instance import Instance
+from gdp.policy.training.ppo import PPOConfig, Statistics, Trials, draw_trials, improve
+from gdp.policy.training.processes import Processes
+from gdp.policy.training.state import TrainingState
+from gdp.policy.training.tasks import Tasks, TrainingTask
+
+_VALIDATION = 2**32 - 1  # in the place of an update's number; no update has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """Rates and numbers of a training run: with the same policy and tasks, the same configuration gives the same
+    parameters."""
+
+    seed: int = 0
+    updates: int = 500
+    graphs_per_update: int = 8
+    samples: int = 16  # trials of each problem
+    learning_rate: float = 1e-3
+    warmup_updates: int = 10  # the learning rate rises linearly
+    final_learning_rate: float = 0.1  # times `learning_rate`, reached along a cosine
+    validate_every: int = 20
+    validation_samples: int = 16
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "graphs_per_update", "validate_every", "validation_samples"):
+            if not 1 <= getattr(self, name) < 2**31:
+                raise InputError(f"{name} is {getattr(self, name)}; at least 1 is expected")
+        if self.samples < 2:
+            raise InputError(f"samples is {self.samples}; at least 2 are expected, they are compared with each other")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed}; an integer from 0 to 2^63 - 1 is expected")
+        if not 0 < self.learning_rate < inf:
+            raise InputError(f"learning_rate is {self.learning_rate}; more than 0 is expected")
+        if not 0 <= self.final_learning_rate <= 1:
+            raise InputError(f"final_learning_rate is {self.final_learning_rate}; a share from 0 to 1 is expected")
+        if self.warmup_updates < 0:
+            raise InputError(f"warmup_updates is {self.warmup_updates}; at least 0 is expected")
+
+    def learning_rate_at(self, update: int) -> float:
+        """Returns the learning rate of update number `update`, from 0."""
+        warmup = min((update + 1) / (self.warmup_updates + 1), 1.0)
+        fall = (1 + cos(pi * update / self.updates)) / 2
+        return self.learning_rate * warmup * (self.final_learning_rate + (1 - self.final_learning_rate) * fall)
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The result on the validation problems, best of the samples on each."""
+
+    reward: float  # mean; decides which parameters are the best
+    step_time_ratio: float  # to the reference, geometric mean over problems with a placement that fits; nan if none
+    feasible: float  # share of problems with a placement that fits
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """The state of a training run."""
+
+    update: int  # done
+    updates: int
+    statistics: Statistics | None  # of the last update; None where this run has made none
+    validation: Validation | None  # the last one
+    seconds: float  # of this run
+    cpu_hours: float  # of all processes and of the runs before this one
+    seconds_left: float | None  # None without a limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Notes for the manifest on the origin of the parameters."""
+
+    origin: str = ""  # of the initial parameters, for a policy that is not new
+    held_out: Sequence[str] = ()  # model families, in this run and in those before it
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """Options of a training run that leave its parameters the same, up to rounding, unless it ends early."""
+
+    resume: bool = False  # from the output file, if there is one
+    save_every: int = 10  # updates
+    seconds: float | None = None  # ends the run early, after the last whole update
+    stop: threading.Event | None = None  # likewise
+    tensorboard: Path | None = None  # directory
+    num_threads: int | None = None
+    processes: Processes = field(default_factory=Processes)  # one call of `train` in each
+    on_update: Callable[[TrainingProgress], None] | None = None
+
+    def is_over(self, started: float) -> bool:
+        """Returns True when the run that began at `started` must end."""
+        is_late = self.seconds is not None and time.monotonic() - started >= self.seconds
+        return is_late or (self.stop is not None and self.stop.is_set())
+
+
+def train(
+    policy: Policy,
+    tasks: Tasks,
+    config: TrainingConfig,
+    out: Path,
+    *,
+    validation: Sequence[TrainingTask] = (),
+    provenance: Provenance | None = None,
+    run: TrainingRun | None = None,
+) -> TrainingProgress:
+    """Trains `policy` in place; writes the checkpoint `out` every `save_every` updates and at the end.
+
+    A run that resumes must have the policy, tasks, configuration, validation problems and origin of the run that wrote
+    `out`. The parameters that do best on the `validation` problems are kept in `best_path(out)`. Raises InputError:
+    another run's file, a bad file, a gradient that is not finite.
+    """
+    started = time.monotonic()
+    provenance, run = provenance or Provenance(), run or TrainingRun()
+    processes = run.processes
+    num_threads = run.num_threads or processes.num_threads
+    arguments = {
+        "training": asdict(config),
+        "tasks": tasks.to_document(),
+        "validation": [[task.problem.graph.fingerprint, task.problem.cluster.fingerprint] for task in validation],
+        "from": provenance.origin,
+    }
+    state = TrainingState(policy, len(tasks.sources))
+    saved = -1  # number of updates in the file
+    if run.resume and processes.is_first and out.exists():
+        state.restore(out, arguments, config.updates)
+        saved = state.updates
+    processes.copy_first([*policy.state_dict().values(), *state.tensors().values()])
+
+    def must_end() -> bool:
+        return run.is_over(started)
+
+    def save(path: Path, *, is_final: bool, **more: Any) -> None:
+        if processes.is_first:
+            manifest = _manifest(tasks, state, provenance, arguments) | more
+            save_checkpoint(path, policy, manifest, None if is_final else state.tensors())
+
+    def check() -> Validation:
+        checked = validate(policy, validation, config, processes, num_threads)
+        if state.is_best(checked.reward):
+            save(best_path(out), is_final=True, validation=asdict(checked))
+        return checked
+
+    def progress(statistics: Statistics | None, checked: Validation | None) -> TrainingProgress:
+        elapsed = time.monotonic() - started
+        left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
+        return TrainingProgress(state.updates, config.updates, statistics, checked, elapsed, state.cpu_hours, left)
+
+    with _Scalars(run.tensorboard if processes.is_first else None, state.updates) as scalars, one_thread():
+        latest = progress(None, check() if validation and state.updates == 0 else None)
+        for update in range(state.updates, config.updates):
+            before = time.process_time()
+            trials, sources = _draw_update(policy, tasks, config, update, processes, num_threads, must_end)
+            if processes.any(must_end()):
+                break
+            for group in state.optimizer.param_groups:
+                group["lr"] = config.learning_rate_at(update)
+            earlier = [state.mean_reward(source) if config.ppo.baseline == "history" else None for source in sources]
+            statistics = improve(
+                policy,
+                state.optimizer,
+                trials,
+                config.ppo,
+                baselines=earlier,
+                num_problems=config.graphs_per_update,
+                sum_over_processes=processes.sum,
+            )
+            rewards = _reward_sums(trials, sources, len(tasks.sources))
+            processes.sum(rewards)
+            cpu_seconds = torch.tensor(time.process_time() - before, dtype=torch.float64)
+            processes.sum(cpu_seconds)
+            state.count_update(rewards, cpu_seconds)
+            is_due = bool(validation) and state.updates % config.validate_every == 0
+            latest = progress(statistics, check() if is_due else latest.validation)
+            scalars.write(latest, config.learning_rate_at(update))
+            if run.on_update is not None:
+                run.on_update(latest)
+            if state.updates % run.save_every == 0:
+                save(out, is_final=state.updates == config.updates)
+                saved = state.updates
+        if state.updates != saved:
+            save(out, is_final=state.updates == config.updates)
+    return latest
+
+
+def best_path(out: Path) -> Path:
+    """Returns the file for the parameters that did best on the validation problems: `name.best.safetensors`."""
+    return out.with_name(f"{out.stem}.best{out.suffix}")
+
+
+def validate(
+    policy: Policy,
+    problems: Sequence[TrainingTask],
+    config: TrainingConfig,
+    processes: Processes,
+    num_threads: int | None = None,
+) -> Validation:
+    """Returns the best of each problem's likeliest placement and `validation_samples` drawn ones, always the same."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for number, task in processes.share(list(enumerate(problems))):
+        rng = np.random.default_rng(np.random.SeedSequence([config.seed, _VALIDATION, number]))
+        instance = _instance(policy, task, rng)
+        draw = partial(draw_trials, policy, instance, config=config.ppo, reference_ns=task.reference_ns)
+        outcomes = [
+            draw(num_samples, rng, temperature=temperature, num_threads=num_threads)
+            for num_samples, temperature in ((1, 0.0), (config.validation_samples, 1.0))
+        ]
+        fitting_ns = [int(trials.step_time_ns[trials.best]) for trials in outcomes if trials.best is not None]
+        log_ratio = log(max(min(fitting_ns), 1) / max(task.reference_ns, 1)) if fitting_ns else 0.0
+        reward = max(float(trials.rewards.max()) for trials in outcomes)
+        total += torch.tensor([reward, log_ratio, bool(fitting_ns)], dtype=torch.float64)
+    processes.sum(total)
+    reward, log_ratio, solved = total.tolist()
+    return Validation(reward / len(problems), exp(log_ratio / solved) if solved else nan, solved / len(problems))
+
+
+def _draw_update(
+    policy: Policy,
+    tasks: Tasks,
+    config: TrainingConfig,
+    update: int,
+    processes: Processes,
+    num_threads: int,
+    must_end: Callable[[], bool],
+) -> tuple[list[Trials], list[int]]:
+    """Returns (trials, their sources) of this process's share of an update; fewer once the run must end."""
+    trials, sources = [], []
+    for index in processes.share(range(config.graphs_per_update)):
+        if must_end():
+            break
+        task, rng = tasks.draw(update, index, config.graphs_per_update)
+        instance = _instance(policy, task, rng)
+        trials.append(
+            draw_trials(policy, instance, config.samples, rng, config.ppo, task.reference_ns, num_threads=num_threads)
+        )
+        sources.append(task.source)
+    return trials, sources
+
+
+def _reward_sums(trials: Sequence[Trials], sources: Sequence[int], num_sources: int) -> Tensor:
+    """Returns [P, 2] sum and number of the rewards of each source's trials."""
+    rewards = torch.zeros(num_sources, 2, dtype=torch.float64)
+    for source, trial in zip(sources, trials, strict=True):
+        rewards[source] += torch.tensor([trial.rewards.sum(), len(trial.rewards)], dtype=torch.float64)
+    return rewards
+
+
+def _instance(policy: Policy, task: TrainingTask, rng: np.random.Generator) -> Instance:
+    try:
+        return policy.instance(task.problem, rng)
+    except InputError as error:
+        raise InputError(f"{task.problem.graph.name} on {task.problem.cluster.name}: {error}") from None
+
+
+def _manifest(tasks: Tasks, state: TrainingState, provenance: Provenance, arguments: dict[str, Any]) -> dict[str, Any]:
+    graphs = {source.graph.fingerprint: source.graph for source in tasks.sources}
+    clusters = {source.cluster.fingerprint: source.cluster for source in tasks.sources}
+    return {
+        "graphs": [
+            {"name": graph.name, "num_ops": graph.num_ops, "fingerprint": print_} for print_, graph in graphs.items()
+        ],
+        "clusters": [{"name": cluster.name, "fingerprint": print_} for print_, cluster in clusters.items()],
+        "seed": arguments["training"]["seed"],
+        "command": provenance.command,
+        "gdp_version": version("gdp-placement"),
+        "commit": _commit(),
+        "updates": state.updates,
+        "cpu_hours": state.cpu_hours,
+        "arguments": arguments,
+        "held_out": list(provenance.held_out),
+    }
+
+
+def _commit() -> str | None:
+    """Returns the commit of the checkout that gdp runs from, with "-dirty" if files differ; None without a checkout."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # the checkout may be of a project that gdp is installed in
+        return git("describe", "--always", "--dirty", "--abbrev=40")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class _Scalars:
+    """TensorBoard's files in a directory, if there is one; values of a killed run after `updates` are dropped."""
+
+    def __init__(self, directory: Path | None, updates: int) -> None:
+        self.writer: Any = None
+        if directory is None:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InputError(
+                f"--tensorboard {directory}: tensorboard is not installed; pip install 'gdp-placement[train]'"
+            ) from None
+        self.writer = SummaryWriter(str(directory), purge_step=updates)
+
+    def __enter__(self) -> "_Scalars":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    def write(self, progress: TrainingProgress, learning_rate: float) -> None:
+        if self.writer is None:
+            return
+        assert progress.statistics is not None
+        values = {f"train/{name}": value for name, value in asdict(progress.statistics).items()}
+        if progress.validation is not None:
+            values |= {f"validation/{name}": value for name, value in asdict(progress.validation).items()}
+        for name, value in {**values, "learning_rate": learning_rate, "cpu_hours": progress.cpu_hours}.items():
+            self.writer.add_scalar(name, value, progress.update)

@@ -1,0 +1,207 @@
+"""Tasks: the problems that a policy is trained on, drawn from graphs and clusters.
+
+A task is a function of (seed, update, index) alone, so neither the number of processes nor a resumed run changes it.
+Sources, pairs of a graph and a cluster, take turns in a random order, a new one for each round. Some tasks are the
+source as it is; the others vary devices, links, memory and batch size, on which a policy must not rely.
+N ops, D devices.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.bounds.lower_bound import lower_bound
+from gdp.cluster import MAX_DEVICES, Cluster
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.policy.training.random_clusters import draw_cluster
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import evaluate
+from gdp.units.reduction import reduce
+
+_MAX_CACHED_OPS = 1_000_000  # of reduced problems that are kept; about 1 kB an op
+_NUM_DRAWS = 8  # of clusters, until all ops can run on one
+_ORDER = 1  # spawn key: the order of sources is drawn apart from the tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig:
+    """Variation of tasks from their sources."""
+
+    random_share: float = 0.0  # of tasks that are varied; the others are the source as it is
+    min_devices: int = 2  # one leaves nothing to choose
+    max_devices: int = 16
+    batch_factors: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    tight_share: float = 0.5  # of varied tasks whose memory is set to `room`
+    room: tuple[float, float] = (1.5, 4.0)  # all devices' memory, in units of the step's need on one device
+
+    def __post_init__(self) -> None:
+        for name in ("random_share", "tight_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}; a share from 0 to 1 is expected")
+        if not 1 <= self.min_devices <= self.max_devices <= MAX_DEVICES:
+            raise InputError(
+                f"min_devices is {self.min_devices} and max_devices {self.max_devices}; "
+                f"1 to {MAX_DEVICES} in this order are expected"
+            )
+        if not self.batch_factors or min(self.batch_factors) <= 0:
+            raise InputError(f"batch_factors is {self.batch_factors}; numbers above 0 are expected")
+        if not 1 <= self.room[0] <= self.room[1]:
+            raise InputError(f"room is {self.room}; two numbers of at least 1, the lower one first, are expected")
+
+
+@dataclass(frozen=True, eq=False)
+class TaskSource:
+    """A graph on a cluster, from which tasks are made."""
+
+    graph: Graph
+    cluster: Cluster
+    reference_ns: int | None = None  # of the rewards, for the source as it is; None: the lower bound
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingTask:
+    """A problem to place, reduced (`gdp.units.reduction`)."""
+
+    problem: Problem
+    reference_ns: int  # a lower bound on the step time unless the source gives another
+    source: int  # number of the source
+
+
+class Tasks:
+    """The tasks of `sources`. Raises InputError for parameters that alone exceed a cluster's memory."""
+
+    def __init__(self, sources: Sequence[TaskSource], config: TaskConfig, seed: int) -> None:
+        if not sources:
+            raise InputError("there are no graphs to train on; name at least one")
+        for source in sources:
+            resident = sum(source.graph.resident_bytes.tolist())
+            memory = sum(device.memory_bytes for device in source.cluster.devices)
+            if resident > memory and config.random_share < 1:
+                raise InputError(
+                    f"graph {source.graph.name!r} holds {resident} bytes for the whole step, cluster "
+                    f"{source.cluster.name!r} has {memory}; train on more or larger devices"
+                )
+        self.sources, self.config, self.seed = tuple(sources), config, seed
+        self._recent: OrderedDict[int, TrainingTask] = OrderedDict()
+
+    def to_document(self) -> dict[str, Any]:
+        """Returns seed, configuration and sources, on which tasks depend, for a manifest."""
+        return {
+            "seed": self.seed,
+            "config": asdict(self.config),
+            "sources": [
+                {
+                    "graph": source.graph.fingerprint,
+                    "cluster": source.cluster.fingerprint,
+                    "reference_ns": source.reference_ns,
+                }
+                for source in self.sources
+            ],
+        }
+
+    def draw(self, update: int, index: int, num_tasks: int) -> tuple[TrainingTask, np.random.Generator]:
+        """Returns (task number `index` of the `num_tasks` of `update`, a generator for further draws)."""
+        for_task, for_policy = map(np.random.default_rng, np.random.SeedSequence([self.seed, update, index]).spawn(2))
+        number = self._source_number(update * num_tasks + index)
+        if for_task.random() < self.config.random_share:
+            return self._vary(number, for_task), for_policy
+        return self.unvaried(number), for_policy
+
+    def unvaried(self, number: int) -> TrainingTask:
+        """Returns the task of source `number` as it is."""
+        if number not in self._recent:
+            source = self.sources[number]
+            problem = reduce(Problem.build(source.graph, source.cluster)).problem
+            reference_ns = lower_bound(problem) if source.reference_ns is None else source.reference_ns
+            self._recent[number] = TrainingTask(problem, reference_ns, number)
+            while len(self._recent) > 1 and self._num_cached_ops() > _MAX_CACHED_OPS:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(number)
+        return self._recent[number]
+
+    def _num_cached_ops(self) -> int:
+        return sum(task.problem.num_ops for task in self._recent.values())
+
+    def _source_number(self, position: int) -> int:
+        turn, position = divmod(position, len(self.sources))
+        order = np.random.SeedSequence([self.seed, turn], spawn_key=(_ORDER,))
+        return int(np.random.default_rng(order).permutation(len(self.sources))[position])
+
+    def _vary(self, number: int, rng: np.random.Generator) -> TrainingTask:
+        graph = scale_batch(self.sources[number].graph, float(rng.choice(self.config.batch_factors)))
+        for _ in range(_NUM_DRAWS):
+            cluster = draw_cluster(rng, self.config.min_devices, self.config.max_devices)
+            try:
+                problem = reduce(Problem.build(graph, cluster)).problem
+            except InputError:  # an op with measured times that cannot run on any of these
+                continue
+            problem = self._set_memory(problem, rng)
+            return TrainingTask(problem, lower_bound(problem), number)
+        return self.unvaried(number)
+
+    def _set_memory(self, problem: Problem, rng: np.random.Generator) -> Problem:
+        """Returns `problem` with all devices' memory scaled alike: to a drawn room, or up to a placement's need."""
+        least_room = self.config.room[0]
+        memory = problem.memory_limit_bytes.astype(np.float64)
+        needed_bytes, largest_bytes = memory_needs(problem)
+        is_tight, room = rng.random() < self.config.tight_share, np.exp(rng.uniform(*np.log(self.config.room)))
+        factor = room * needed_bytes / memory.sum() if is_tight else 1.0
+        factor = max(factor, least_room * needed_bytes / memory.sum(), least_room * largest_bytes / memory.max())
+        limits = np.ceil(memory * factor).astype(np.int64)
+        devices = tuple(
+            replace(device, memory_bytes=limit)
+            for device, limit in zip(problem.cluster.devices, limits.tolist(), strict=True)
+        )
+        return replace(problem, cluster=replace(problem.cluster, devices=devices), memory_limit_bytes=limits)
+
+
+def memory_needs(problem: Problem) -> tuple[int, int]:
+    """Returns (peak bytes with as many ops as possible on one device, bytes of the largest group of ops)."""
+    together = np.flatnonzero(problem.allowed.all(axis=0))
+    placement = np.full(problem.num_ops, together[0]) if len(together) else problem.allowed.argmax(axis=1)
+    _, peaks = evaluate(problem, placement)
+    held_bytes = problem.graph.resident_bytes + problem.arrays.memory.alloc_bytes
+    return int(peaks.sum()), int(np.bincount(problem.group_index, held_bytes).max())
+
+
+def scale_batch(graph: Graph, factor: float) -> Graph:
+    """Returns `graph` as if its batch were `factor` times as large.
+
+    Tensors grow with the batch, except resident ones, outputs of updates, and gradients: in the backward pass, tensors
+    of the size of a parameter. Work and measured times of an op grow if it reads or makes a growing tensor; weights
+    that it reads besides are neglected.
+    """
+    if factor == 1:
+        return graph
+    is_backward, is_update = (np.array([phase == name for phase in graph.phases]) for name in ("backward", "update"))
+    owner = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors))
+    is_parameter = graph.is_resident[owner]
+    is_gradient = is_backward[graph.producers] & np.isin(graph.tensor_bytes, graph.tensor_bytes[is_parameter])
+    tensor_grows = (graph.tensor_bytes > 0) & ~is_parameter & ~is_gradient & ~is_update[graph.producers]
+    op_grows = np.zeros(graph.num_ops, np.bool_)
+    op_grows[graph.producers[tensor_grows]] = True
+    op_grows[graph.consumers[tensor_grows[graph.edge_tensors]]] = True
+    op_grows &= ~is_update
+    return replace(
+        graph,
+        flops=_scaled(graph.flops, op_grows, factor),
+        bytes_accessed=_scaled(graph.bytes_accessed, op_grows, factor),
+        tensor_bytes=_scaled(graph.tensor_bytes, tensor_grows, factor),
+        times_ns=tuple(
+            {where: round(time_ns * factor) if time_ns > 0 else time_ns for where, time_ns in times.items()}
+            if times and grows
+            else times
+            for times, grows in zip(graph.times_ns, op_grows.tolist(), strict=True)
+        ),
+    )
+
+
+def _scaled(amounts: I64, grows: Bool, factor: float) -> I64:
+    """Returns `amounts` times `factor` where they grow; positive ones stay positive."""
+    scaled = np.maximum(np.rint(amounts * factor), 1).astype(np.int64)
+    return np.where(grows & (amounts > 0), scaled, amounts)

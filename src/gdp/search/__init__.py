@@ -1,0 +1,1 @@
+"""The search for a plan. START HERE: `place.py`."""

@@ -1,0 +1,90 @@
+"""Fine-tuning: a policy trains on the graph at hand, by PPO on refinements of the best placement and constructions.
+
+The placements of the updates are simulated anyway; the best one that fits is the answer. Fine-tuning begins with a
+zero-shot answer (`zero_shot.py`), and some rounds go on varying styles, which is search, not training.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gdp.budget import Clock
+from gdp.policy.base import Policy, one_thread
+from gdp.policy.checkpoint import load_checkpoint
+from gdp.policy.instance import Instance
+from gdp.policy.pretrained import shipped
+from gdp.policy.training.ppo import PPOConfig, Trials, draw_trials, improve
+from gdp.search.question import Question
+from gdp.search.solution import Solution
+from gdp.search.zero_shot import Evaluator, ZeroShotConfig, draw_at_once
+from gdp.simulator.problem import Placement, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuneConfig:
+    """Training on one graph."""
+
+    learning_rate: float | None = None  # None: the policy's
+    num_instances: int = 16  # of an update: groupings
+    num_samples: int = 4  # placements of each
+    constructing: float = 0.15  # share of the instances that construct, the others refine the best placement
+    varying: float = 0.25  # share of the rounds that vary styles
+    max_updates: int | None = None
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(num_epochs=2, entropy_weight=0.003))
+    zero_shot: ZeroShotConfig = field(default_factory=ZeroShotConfig)
+
+
+def fine_tune(
+    question: Question, clock: Clock, *, policy: Policy | None = None, config: FineTuneConfig | None = None
+) -> Solution:
+    """Returns the best placement seen while `policy` (changed in place) trains on the question until the clock is up.
+
+    By default it begins with the question's policy. A budget in simulations makes the answer reproducible.
+    Raises InputError for a bad checkpoint.
+    """
+    if policy is None:
+        policy = load_checkpoint(question.checkpoint or shipped())
+    with one_thread():
+        return _fine_tune(question, clock, policy, config or FineTuneConfig())
+
+
+def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTuneConfig) -> Solution:
+    problem, num_threads = question.reduction.problem, question.num_threads
+    rng = np.random.default_rng(np.random.SeedSequence([question.seed, 0xF17E]))
+    evaluator = Evaluator(question, clock)
+    styles = draw_at_once(evaluator, policy, rng, config.zero_shot)
+    assert evaluator.best is not None
+    reference_ns = evaluator.best.step_time_ns
+    learning_rate = policy.learning_rate if config.learning_rate is None else config.learning_rate
+    optimizer = torch.optim.Adam(policy.parameters(), lr=learning_rate)
+    earlier: list[float] = []  # mean reward of each update
+    num_instances, num_samples = config.num_instances, config.num_samples
+    if styles is None:  # groupings differ, other policies see a problem in one way only
+        num_instances, num_samples = 1, num_instances * num_samples
+    while not clock.is_up and len(earlier) != config.max_updates:
+        if styles is not None and rng.random() < config.varying:
+            styles.vary(evaluator, config.zero_shot.per_round)
+            continue
+        trials: list[Trials] = []
+        while len(trials) < num_instances and (not clock.is_up or not trials):
+            constructs = rng.random() < config.constructing
+            instance = _instance(policy, problem, None if constructs else evaluator.placement, config.zero_shot, rng)
+            trials.append(
+                draw_trials(policy, instance, num_samples, rng, config.ppo, reference_ns, num_threads=num_threads)
+            )
+            evaluator.look(trials[-1].rollouts.placements, trials[-1].step_time_ns, trials[-1].peak_memory_bytes)
+        baseline = float(np.mean(earlier)) if config.ppo.baseline == "history" and earlier else None
+        improve(policy, optimizer, trials, config.ppo, baselines=[baseline] * len(trials))
+        earlier.append(float(np.mean([trial.rewards.mean() for trial in trials])))
+    return evaluator.solution(len(earlier))
+
+
+def _instance(
+    policy: Policy, problem: Problem, incumbent: Placement | None, config: ZeroShotConfig, rng: np.random.Generator
+) -> Instance:
+    """Returns the instance to train on next; policies that do not refine always construct."""
+    if policy.constructor is None:
+        return policy.instance(problem, rng)
+    sizes = policy.config.num_units if incumbent is None else config.refinement_units
+    return policy.constructor.grouped(problem, int(rng.choice(np.array(sizes))), rng, incumbent=incumbent)

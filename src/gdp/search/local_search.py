@@ -1,0 +1,168 @@
+"""Local search: multi-start restricted V-cycles, the plain search that everything else is measured against.
+
+A cycle groups a candidate's units, anneals the groups' devices, and repeats with more, smaller groups (`v_cycle.py`).
+The best starts get a cycle each; what comes out are the elites, from which all further cycles begin, each perhaps with
+groups that respect a second placement too, so that it can combine both. Several islands work side by side. What is
+random comes from one generator per island, and with a budget in simulations a round's shares are fixed in advance, so
+the answer does not depend on the number of threads.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.budget import Clock
+from gdp.search.candidate import Candidate
+from gdp.search.question import OnProgress
+from gdp.search.starts import diverse_starts
+from gdp.search.v_cycle import Island, Neighbourhood, SearchConfig, levels_of
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import default_threads
+from gdp.units.forward_units import forward_units
+
+
+class LocalSearch:
+    """A search under way: `start` it, then `run` it, once or in parts; `best` is its answer."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        clock: Clock,
+        *,
+        seed: int = 0,
+        config: SearchConfig | None = None,
+        bound_ns: int = 0,
+        num_threads: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """The search may spend what is left of `clock`; a candidate that fits and takes `bound_ns` ends it.
+
+        `on_progress` is told of the best candidate, of `problem`, after each round.
+        """
+        self.problem, self.clock, self.seed, self.bound_ns = problem, clock.part(), seed, bound_ns
+        self.config, self.on_progress = config or SearchConfig(), on_progress
+        self.num_threads = num_threads or default_threads()
+        num_islands = self.config.num_islands or (self.num_threads if clock.simulations_left is None else 4)
+        self._followers = forward_units(problem)
+        neighbourhood = Neighbourhood.of(problem, self._followers)
+        self.num_units = neighbourhood.units.num_units
+        control, *seeds = np.random.SeedSequence(seed).spawn(num_islands + 1)
+        self._rng = np.random.default_rng(control)
+        self._islands = [Island(problem, neighbourhood, self.config, child) for child in seeds]
+        self._queue: list[Candidate] = []  # starts that wait for their cycle
+        self._elites: list[Candidate] = []
+        self._num_moves = 1  # of a cycle
+        self._num_counted = 0  # simulations of the islands that the clock was told of
+
+    @property
+    def best(self) -> Candidate:
+        """The best candidate so far; ValueError before there is a start."""
+        return min((*self._elites, *self._queue))
+
+    @property
+    def elites(self) -> Sequence[Candidate]:
+        """The best candidates, all different; before any cycle the best start alone."""
+        return self._elites or [self.best]
+
+    @property
+    def is_over(self) -> bool:
+        """True when nothing is left to do: the bound is reached, there is one placement only, or the clock is up."""
+        reached = self.best.fits and self.best.step_time_ns <= self.bound_ns
+        return self.problem.num_devices == 1 or self.num_units < 2 or reached or self.clock.is_up
+
+    def start(self, starts: Sequence[Candidate], *, num_more: int | None = None) -> None:
+        """Begins from `starts`, placements [N] that obey groups and allowed devices and need not fit in memory.
+
+        Their figures are measured. The search makes up to `num_more` further starts itself.
+        """
+        config, limit, clock = self.config, self.clock.simulations_left, self.clock
+        began = clock.seconds
+        self._queue = [self._measure(start) for start in starts]
+        measured_s = clock.seconds - began
+        if self.is_over:
+            return
+        self._tell()
+        wanted_more = config.num_starts if num_more is None else num_more
+        num_more = wanted_more if limit is None else min(wanted_more, limit // 20)
+        more = diverse_starts(self.problem, self._followers, num_more, self.seed, clock.part(config.start_share))
+        began = clock.seconds
+        self._queue += [self._measure(Candidate(start)) for start in more]
+        num_islands = len(self._islands)
+        if limit is None:  # most simulations of a search stop early: half of a full one on average
+            seconds_per_move = (clock.seconds - began + measured_s) / len(self._queue) / 2
+            affordable = int((clock.seconds_left or 0.0) / max(seconds_per_move, 1e-6))
+        else:
+            affordable = limit // num_islands
+        wanted = int(sum(levels_of(config, self.num_units)) * config.moves_per_group)
+        self._num_moves = max(min(wanted, affordable // config.num_cycles), 1)
+        num_cycles = num_islands * affordable // self._num_moves
+        self._queue = _best_distinct(self._queue, max(min(config.num_tried, num_cycles // 2), 1))
+
+    def adopt(self, candidate: Candidate) -> None:
+        """Takes in what was found elsewhere."""
+        self._elites = _best_distinct([*self._elites, self._measure(candidate)], self.config.num_elites)
+
+    def score_under(self, op_times_ns: I64) -> None:
+        """Makes a candidate's step time the mean over these tables [K, N, D] from now on."""
+        elites = self.elites
+        for island in self._islands:
+            island.score_under(op_times_ns)
+        self._elites = _best_distinct([self._measure(elite) for elite in elites], self.config.num_elites)
+        self._queue = []
+
+    def run(self, until: float = 1.0) -> None:
+        """Begins cycles until a share `until` of the search's budget is spent.
+
+        A cycle under way is cut short by the end of the whole budget alone: it is best when it has cooled down.
+        """
+        clock, num_islands, num_moves = self.clock.until(until), len(self._islands), self._num_moves
+        with ThreadPoolExecutor(self.num_threads) as pool:
+            while not self.is_over and not clock.is_up:
+                if (left := clock.simulations_left) is not None:
+                    num_moves = min(num_moves, left // num_islands - len(self.problem.orders))  # to retune priorities
+                    if num_moves < 1:
+                        break
+                parents = self.elites
+                mates = [candidate.placement for candidate in (*self._elites, *self._queue)]
+                begins = [self._queue.pop(0) if self._queue else self._choose(parents) for _ in self._islands]
+                cycles = [
+                    pool.submit(island.cycle, begin, mates, num_moves, self.clock)
+                    for island, begin in zip(self._islands, begins, strict=True)
+                ]
+                try:
+                    ended = [cycle.result() for cycle in cycles]
+                except KeyboardInterrupt:
+                    clock.stop.set()
+                    ended = [cycle.result() for cycle in cycles]
+                begun = {id(begin) for begin in begins}
+                kept = [candidate for candidate in self._elites if id(candidate) not in begun]
+                self._elites = _best_distinct([*kept, *ended], self.config.num_elites)
+                self._count()
+                self._tell()
+
+    def _measure(self, candidate: Candidate) -> Candidate:
+        measured = self._islands[0].measure(candidate)
+        self._count()
+        return measured
+
+    def _count(self) -> None:
+        """Tells the clock of simulations made since the last call."""
+        total = sum(island.num_simulations for island in self._islands)
+        self.clock.spend(total - self._num_counted)
+        self._num_counted = total
+
+    def _choose(self, parents: Sequence[Candidate]) -> Candidate:
+        """Returns one of `parents`, each half as likely as the one before it."""
+        return parents[min(int(self._rng.geometric(0.5)) - 1, len(parents) - 1)]
+
+    def _tell(self) -> None:
+        if self.on_progress:
+            self.on_progress(self.best)
+
+
+def _best_distinct(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Returns the best `count`, one for each pair of figures: equal figures are nearly always one placement."""
+    by_figures = {candidate.figures: candidate for candidate in reversed(candidates)}
+    return sorted(by_figures.values())[:count]

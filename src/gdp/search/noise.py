@@ -1,0 +1,64 @@
+"""Noise: op times vary, and a plan should be fast on average. Tables of perturbed op times to average over.
+
+N ops, M reduced ops, D devices, K tables of op times.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.simulator.plan import NoisyTimes
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation, simulate
+from gdp.units.reduction import Reduction
+
+# where none was measured; an assumption: kernels repeat within 1 to 3 %, whole runs on a busy machine within 12 to 46 %
+DEFAULT_NOISE = 0.02
+_NUM_DRAWS, _FEWEST_DRAWS = 100, 20
+_DRAWN_OPS = 1_000_000  # draws x ops: about a second
+
+
+@dataclass(frozen=True, eq=False)
+class Noise:
+    """Perturbed op times to average step times over, of the original ops [K, N, D] and of the reduced [K, M, D]."""
+
+    original_ns: I64
+    reduced_ns: I64
+
+    @classmethod
+    def draw(cls, reduction: Reduction, spread: float, num_tables: int, seed: int) -> "Noise":
+        """Draws tables with a relative normal noise of deviation `spread` on each original op."""
+        original = perturbed_times(reduction.original, spread, num_tables, seed)
+        reduced = np.add.reduceat(np.maximum(original, 0)[:, reduction.members], reduction.member_offsets[:-1], axis=1)
+        reduced = np.where(reduction.problem.op_time_ns < 0, -1, reduced)
+        reduced.setflags(write=False)
+        return cls(original, reduced)
+
+
+def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
+    """Replays the order of `simulation` under each of `op_times_ns` [K, N, D]; returns the mean time, rounded down."""
+    problem, placement, order = simulation.problem, simulation.placement, simulation.order
+    times = [simulate(problem, placement, order=order, op_time_ns=table).step_time_ns for table in op_times_ns]
+    return sum(times) // len(times)
+
+
+def step_times_under_noise(simulation: Simulation, spread: float, seed: int) -> NoisyTimes:
+    """Replays the order of `simulation` under op times with a relative noise of deviation `spread`."""
+    num_ops = simulation.problem.num_ops
+    num_draws = max(min(_NUM_DRAWS, _DRAWN_OPS // num_ops), _FEWEST_DRAWS)
+    times_ns = np.zeros(num_draws, np.int64)
+    for draw in range(num_draws):
+        table = perturbed_times(simulation.problem, spread, 1, seed + draw)
+        times_ns[draw] = mean_step_time_ns(simulation, table)
+    return NoisyTimes(spread, int(times_ns.mean()), int(np.percentile(times_ns, 95, method="higher")), num_draws)
+
+
+def perturbed_times(problem: Problem, spread: float, num_tables: int, seed: int) -> I64:
+    """Draws op times [K, N, D] with a relative normal noise of deviation `spread`, the same on all devices of an op."""
+    rng = np.random.default_rng(np.random.SeedSequence([seed, 0x0B057]))
+    factors = np.maximum(1.0 + spread * rng.standard_normal((num_tables, problem.num_ops, 1)), 0.1)
+    times = problem.op_time_ns[None]
+    tables = np.where(times > 0, np.rint(times * factors).astype(np.int64), times)
+    tables.setflags(write=False)  # see `Problem.time_table_ns`
+    return tables

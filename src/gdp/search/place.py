@@ -1,0 +1,144 @@
+"""START HERE: the main job on one page. A graph and a cluster go in, the best plan found in the budget comes out.
+
+    Problem --reduce, bound--> Question --a solver, within the Clock--> Solution --> Plan
+
+`solvers.py` has the solvers by name, `auto.py` the default one.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Unpack
+
+import numpy as np
+
+from gdp.bounds.lower_bound import lower_bound
+from gdp.budget import Budget, Clock
+from gdp.cluster import Cluster
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.search.candidate import Candidate
+from gdp.search.noise import DEFAULT_NOISE, Noise, step_times_under_noise
+from gdp.search.question import Question
+from gdp.search.solution import Solution
+from gdp.search.solvers import solve, solver_of
+from gdp.simulator.constraints import ConstraintKeywords, Constraints
+from gdp.simulator.plan import Plan, Search
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation
+from gdp.units.reduction import reduce
+
+NUM_PERTURBATIONS = 4  # tables of perturbed op times that a search averages over, the same for all it compares
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of a search that runs."""
+
+    step_time_ns: int  # of the best placement so far
+    feasible: bool
+    lower_bound_ns: int
+    simulations: int
+    seconds: float
+    seconds_left: float | None  # None with a budget in simulations
+
+
+def place(
+    graph: Graph,
+    cluster: Cluster,
+    constraints: Constraints | None = None,
+    *,
+    placer: str = "auto",
+    budget: Budget | str = "30s",
+    seed: int = 0,
+    robust: float | None = None,
+    checkpoint: str | None = None,
+    starts: Sequence[Candidate] = (),
+    num_threads: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    stop: threading.Event | None = None,
+    **keywords: Unpack[ConstraintKeywords],
+) -> Plan:
+    """Returns the best plan of `graph` on `cluster` that `placer` finds within `budget`.
+
+    `auto` runs the classical placers, slow ones if there is time, and searches in the time left; it never answers worse
+    than the best of them, and never with a plan that does not fit where it found one that does. When nothing fits, the
+    plan has the status "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in
+    simulations the same seed gives the same plan. Constraints are those of `Problem.build`, one value or the keywords
+    `pins`, `forbid`, `max_memory_bytes` and `reserve`. `robust` is the relative deviation of op times over which
+    searches average the step time (default: 0.02; 0: not at all), to choose among plans that are not slower than a
+    baseline without it. `checkpoint` is the file of a policy for the learned placers, in place of the one that comes
+    with gdp. Searches begin from `starts` too, moved where constraints do not allow them. `stop` ends the search early.
+    Raises InputError for arguments that make no sense.
+    """
+    robust = _check(placer, seed, robust)
+    solver_of(placer).prepare()
+    clock = Clock(Budget.of(budget), stop=stop)
+    problem = Problem.build(graph, cluster, constraints, **keywords)
+    reduction, bound_ns = reduce(problem), lower_bound(problem)
+    noise = Noise.draw(reduction, robust, NUM_PERTURBATIONS, seed) if robust else None
+    report = None if on_progress is None else _best_so_far(on_progress, clock, bound_ns)
+    question = Question(problem, reduction, bound_ns, seed, noise, starts, checkpoint, num_threads, report)
+    solution = solve(placer, question, clock)
+    if solution.best is None:
+        raise InputError(f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use placer auto")
+    return plan_of(solution.best.replay, bound_ns, placer, seed, _search_record(solution, clock, robust, seed))
+
+
+def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, search: Search | None = None) -> Plan:
+    """Returns the plan that `simulation` runs."""
+    problem = simulation.problem
+    return Plan(
+        graph=problem.graph.fingerprint,
+        cluster=problem.cluster.fingerprint,
+        devices=tuple(device.name for device in problem.cluster.devices),
+        placement=simulation.placement,
+        order=simulation.order,
+        step_time_ns=simulation.step_time_ns,
+        peak_memory_bytes=simulation.peak_memory_bytes,
+        lower_bound_ns=bound_ns,
+        placer=placer,
+        seed=seed,
+        gdp_version=version("gdp-placement"),
+        search=search,
+    )
+
+
+def _check(placer: str, seed: int, robust: float | None) -> float:
+    """Returns the noise to search under, by default that of `placer`; InputError for values out of range."""
+    if robust is not None and not 0 <= robust < 0.5:
+        raise InputError(f"robust is {robust}; a fraction of at least 0 and below 0.5 is expected, such as 0.02 or 2%")
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed is {seed}; an integer from 0 to 2^63 - 1 is expected")
+    return (DEFAULT_NOISE if solver_of(placer).searches else 0.0) if robust is None else robust
+
+
+def _best_so_far(on_progress: Callable[[Progress], None], clock: Clock, bound_ns: int) -> Callable[[Candidate], None]:
+    """Returns a listener for candidates that passes the best one on, with what was spent."""
+    best = Candidate(np.zeros(0, np.int64))
+
+    def report(candidate: Candidate) -> None:
+        nonlocal best
+        best = min(best, candidate)
+        on_progress(
+            Progress(best.step_time_ns, best.fits, bound_ns, clock.simulations, clock.seconds, clock.seconds_left)
+        )
+
+    return report
+
+
+def _search_record(solution: Solution, clock: Clock, robust: float, seed: int) -> Search:
+    """Returns how the plan was found."""
+    assert solution.best is not None
+    best = solution.best.replay
+    return Search(
+        seconds=clock.seconds,
+        simulations=clock.simulations,
+        baselines=solution.baselines,
+        busy_fraction=best.busy_fraction,
+        missing_bytes=best.missing_bytes,
+        interrupted=clock.stop.is_set(),
+        under_noise=step_times_under_noise(best, robust, seed + 1) if robust else None,
+        order=solution.best.order,
+    )

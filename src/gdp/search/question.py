@@ -1,0 +1,70 @@
+"""Question: what a solver is asked. It judges placements, of the problem as given or of its reduction."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from gdp.search.candidate import Candidate, Figures
+from gdp.search.noise import Noise, mean_step_time_ns
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import Simulation, simulate
+from gdp.units.reduction import Reduction, reduce
+
+OnProgress = Callable[[Candidate], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A problem, and all that an answer may depend on besides the budget. N ops."""
+
+    problem: Problem
+    reduction: Reduction  # of `problem`, to the same steps in fewer ops
+    bound_ns: int = 0  # no step is faster: a search that reaches it ends
+    seed: int = 0
+    noise: Noise | None = None  # step times are means over its op times; None: under the problem's own
+    starts: Sequence[Candidate] = ()  # of `problem`: searches begin from these too
+    checkpoint: str | None = None  # the file of a policy; None: the one that comes with gdp
+    num_threads: int | None = None  # None: as many as there are processors
+    on_progress: OnProgress | None = None  # told of candidates, better or not, whose figures are true
+
+    @classmethod
+    def about(cls, problem: Problem, **others: object) -> "Question":
+        """Returns the question about `problem` with its reduction; `others` are further fields."""
+        return replace(cls(problem, reduce(problem)), **others)  # type: ignore[arg-type]
+
+    def tell(self, candidate: Candidate) -> None:
+        """Reports a candidate to whoever asked."""
+        if self.on_progress is not None:
+            self.on_progress(candidate)
+
+    def judge(self, simulation: Simulation, order: str | None = None) -> Candidate:
+        """Returns the candidate that `simulation`, a step of the problem as given, is; its ops started in `order`."""
+        step_time_ns = simulation.step_time_ns
+        if self.noise is not None:
+            step_time_ns = mean_step_time_ns(simulation, self.noise.original_ns)
+        figures = Figures(int(simulation.missing_bytes.sum()), step_time_ns)
+        return Candidate(simulation.placement, figures, None, order or self.problem.order, simulation)
+
+    def try_orders(self, placement: Placement, orders: Sequence[str] | None = None) -> Candidate:
+        """Returns `placement` [N] of the problem as given in the best of `orders`, by default the problem's."""
+        problem = self.problem
+        return min(
+            self.judge(simulate(problem, placement, priority=problem.priority(order, problem.b_level_ns)), order)
+            for order in orders or problem.orders
+        )
+
+    def replay(self, reduced: Candidate) -> Candidate:
+        """Returns a candidate of the reduced problem as one of the problem as given, replayed in full."""
+        reduction = self.reduction
+        found = simulate(reduction.problem, reduced.placement, priority=reduced.priority)
+        order = reduction.expand_order(found.order)
+        return self.judge(simulate(self.problem, reduction.expand(reduced.placement), order=order), reduced.order)
+
+    def in_order(self, order: str) -> "Question":
+        """Returns the same question with placements judged in another order of micro-batches."""
+        original, problem = self.problem.in_order(order), self.reduction.problem.in_order(order)
+        return replace(self, problem=original, reduction=replace(self.reduction, original=original, problem=problem))
+
+    def unreduced(self) -> "Question":
+        """Returns the same question with a reduction that merges nothing."""
+        noise = None if self.noise is None else replace(self.noise, reduced_ns=self.noise.original_ns)
+        return replace(self, reduction=Reduction.nothing(self.problem), noise=noise)

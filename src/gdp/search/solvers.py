@@ -1,0 +1,96 @@
+"""The solvers by name: all that `--placer` takes. A new one is a file and a row here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+
+from gdp.budget import Clock
+from gdp.errors import InputError
+from gdp.placers import CLASSICAL
+from gdp.placers.base import UnitArrays, devices_by_speed
+from gdp.placers.contiguous import folded_chain, stages
+from gdp.placers.exact import exact
+from gdp.search.auto import auto, local_search
+from gdp.search.classical import ClassicalRuns
+from gdp.search.question import Question
+from gdp.search.solution import Solution
+from gdp.search.zero_shot import zero_shot
+from gdp.simulator.simulate import simulate
+from gdp.units.forward_units import forward_units
+
+
+@dataclass(frozen=True, slots=True)
+class Solver:
+    """A way to answer a question within a budget."""
+
+    solve: Callable[[Question, Clock], Solution]
+    under_noise: bool = True  # it can average step times over perturbed op times
+    searches: bool = False  # it looks for plans that are fast on average by default
+    asks_policy: bool = False  # it takes `--checkpoint`
+    prepare: Callable[[], object] = lambda: None  # imports what takes seconds, before a clock runs
+
+
+def solver_of(name: str) -> Solver:
+    """Returns the solver called `name`; InputError lists all."""
+    if name not in SOLVERS:
+        raise InputError(f"placer {name!r} is unknown; one of {', '.join(SOLVERS)} is expected")
+    return SOLVERS[name]
+
+
+def solve(name: str, question: Question, clock: Clock) -> Solution:
+    """Returns what the solver called `name` answers; InputError for an unknown name, or noise that it cannot take."""
+    solver = solver_of(name)
+    if question.noise is not None and not solver.under_noise:
+        raise InputError(f"robust: {name} knows one set of costs only; use another placer")
+    return solver.solve(_in_good_order(question), clock)
+
+
+def _in_good_order(question: Question) -> Question:
+    """Returns the question in the order of micro-batches in which contiguous stages do best."""
+    problem = question.problem
+    if len(problem.orders) == 1:
+        return question
+    units = UnitArrays.of(problem, forward_units(problem))
+    chain = folded_chain(problem, units)
+    placement = units.place(stages(problem, units, chain, np.sort(devices_by_speed(problem))))
+    return question.in_order(replace(question, noise=None).try_orders(placement).order)
+
+
+def _run_classical(name: str, question: Question, clock: Clock) -> Solution:
+    runs = ClassicalRuns(question)
+    runs.run((name,), clock)
+    return Solution(runs.best)
+
+
+def _place_exactly(question: Question, clock: Clock) -> Solution:
+    """Returns the exact placer's answer; when nothing fits, that of a single device, which says what is missing."""
+    problem = question.problem
+    answer = exact(problem, time_limit_s=clock.seconds_left, max_nodes=clock.simulations_left, stop=clock.stop)
+    clock.spend(answer.num_nodes)
+    placement = CLASSICAL["single"](problem, 0) if answer.placement is None else answer.placement
+    return Solution(None if placement is None else question.judge(simulate(problem, placement)))
+
+
+def _fine_tune(question: Question, clock: Clock) -> Solution:
+    return _load_fine_tune()(question, clock)
+
+
+def _load_fine_tune() -> Callable[[Question, Clock], Solution]:
+    from gdp.search.fine_tune import fine_tune  # needs PyTorch, which takes seconds to import
+
+    return fine_tune
+
+
+SOLVERS: Mapping[str, Solver] = MappingProxyType(
+    {
+        "auto": Solver(auto, searches=True),
+        "local-search": Solver(local_search, searches=True),
+        "exact": Solver(_place_exactly, under_noise=False),
+        "gdp-zero-shot": Solver(zero_shot, under_noise=False, asks_policy=True),
+        "gdp-finetune": Solver(_fine_tune, under_noise=False, asks_policy=True, prepare=_load_fine_tune),
+        **{name: Solver(partial(_run_classical, name)) for name in CLASSICAL},
+    }
+)

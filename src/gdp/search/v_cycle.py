@@ -1,0 +1,191 @@
+"""V-cycles of the local search, restricted to a candidate, and an island: one thread's state to make them with.
+
+    candidate --group--> 30 groups --anneal--> 100 groups --anneal--> 300 groups --anneal--> candidate
+                (only ops that the candidate has on one device join, so it is never lost)
+
+N ops, P pairs of units, K tables of op times.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.arrays import I64
+from gdp.budget import Clock
+from gdp.placers.memory_repair import excess_bytes
+from gdp.search import annealing
+from gdp.search.candidate import Candidate, Figures
+from gdp.simulator.longest_paths import communication_levels, longest_paths
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.records import Workspace
+from gdp.simulator.simulate import NEVER, dispatch_by, run_batch
+from gdp.units.grouping import Units, group_units
+
+_CHUNK = 32  # moves between two looks at the clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchConfig:
+    """Tunables of the local search. They were chosen on seven of the workloads (docs/results/search.md)."""
+
+    levels: tuple[int, ...] = (30, 100, 300)  # number of groups at each level of a cycle
+    moves_per_group: float = 24.0  # annealing moves at each level, for each group, where there is time for them
+    num_cycles: int = 6  # cycles that an island should at least have time for: shorter ones on large graphs
+    hot: float = 0.015  # relative temperature at the start of a level
+    cold: float = 0.0003  # and at its end
+    weighted: float = 0.7  # share of the levels on which large transfers join first; noise alone decides on the others
+    following: float = 0.5  # share of the levels on which backward ops first join their forward ops
+    mating: float = 0.5  # share of the cycles whose groups respect another good placement too
+    guided: float = 0.7  # share of the moves that take a group with an op on the critical path
+    score_spread: float = 0.5  # standard deviation of the noise on the logarithm of a pair's score
+    slack: float = 8.0  # how much heavier than average a group may be
+    num_starts: int = 64  # partitions made as further starts
+    start_share: float = 0.1  # of the time at most for them
+    num_tried: int = 8  # best starts, given and made, that get a cycle each, in at most half of the cycles
+    num_elites: int = 6  # candidates that further cycles start from
+    num_islands: int | None = None  # None: one per thread, or 4 with a budget in simulations
+
+    def __post_init__(self) -> None:
+        shares = (self.guided, self.mating, self.following, self.weighted, self.start_share)
+        counts = (*self.levels, self.num_cycles, self.num_tried, self.num_elites)
+        if not self.levels or min(counts) < 1 or self.hot < self.cold or self.cold <= 0:
+            raise ValueError(f"{self}: counts of at least 1 and temperatures hot >= cold > 0 are expected")
+        if min(shares) < 0 or max(shares) > 1:
+            raise ValueError(f"{self}: shares from 0 to 1 are expected")
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbourhood:
+    """The pairs of units that may join: those that share tensors, and backward ops with their forward ops."""
+
+    units: Units
+    follows: npt.NDArray[np.bool_]  # [P] a unit of backward ops and the one that it follows
+
+    @classmethod
+    def of(cls, problem: Problem, followers: I64) -> "Neighbourhood":
+        """`followers` [N] are the units in which backward ops follow their forward ops."""
+        units = Units.of(problem)
+        _, first_op = np.unique(units.index, return_index=True)
+        _, leader_op = np.unique(followers, return_index=True)
+        leader = units.index[leader_op][followers[first_op]]
+        unit = np.arange(units.num_units)
+        joined = leader != unit
+        pairs = np.minimum(unit, leader)[joined] * units.num_units + np.maximum(unit, leader)[joined]
+        known = units.first * units.num_units + units.second
+        added = np.setdiff1d(pairs, known)
+        keys = np.concatenate((known, added))
+        more = replace(
+            units,
+            first=keys // units.num_units,
+            second=keys % units.num_units,
+            transfer_ns=np.concatenate((units.transfer_ns, np.ones(len(added), np.int64))),
+        )
+        return cls(more, np.isin(keys, pairs))
+
+
+class Island:
+    """One thread's search state."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        neighbourhood: Neighbourhood,
+        config: SearchConfig,
+        seed: np.random.SeedSequence,
+    ) -> None:
+        self.problem, self.config = problem, config
+        self.nominal_ns = problem.time_table_ns[None]
+        self.score_under(self.nominal_ns)
+        self.neighbourhood, self.units = neighbourhood, neighbourhood.units
+        self.rng = np.random.default_rng(seed)
+        self.workspace = Workspace.of(problem.arrays)
+        self.state = annealing.State.empty(problem.num_ops, problem.graph.num_tensors, problem.num_devices)
+        self.memory_binds = _memory_can_bind(problem)
+        self.num_simulations = 0
+
+    def score_under(self, op_times_ns: I64) -> None:
+        """From now on a step time is the mean over these tables [K, N, D]."""
+        self.op_times_ns = op_times_ns
+        tables = (self.nominal_ns, op_times_ns)
+        fastest_ns = np.minimum(*(np.where(table >= 0, table, NEVER).min(axis=(0, 2)) for table in tables))
+        self.arrays = self.problem.arrays._replace(tail_ns=longest_paths(self.problem.graph, fastest_ns))
+        self.floor_ns = int(self.arrays.tail_ns.max())
+
+    def measure(self, candidate: Candidate) -> Candidate:
+        """Returns `candidate` with its figures."""
+        priority = candidate.priority
+        dispatch, devices = dispatch_by(self.problem, priority), candidate.placement.astype(np.uint8)[None]
+        time_ns, peaks = np.zeros(1, np.int64), np.zeros((1, self.problem.num_devices), np.int64)
+        run_batch(self.arrays, self.nominal_ns, devices, dispatch, NEVER, 0, self.workspace, time_ns, peaks)
+        excess = int(excess_bytes(self.problem, peaks[0]))
+        if len(self.op_times_ns) > 1:
+            no_peaks = peaks[:, :0]
+            run_batch(self.arrays, self.op_times_ns, devices, dispatch, NEVER, 0, self.workspace, time_ns, no_peaks)
+        self.num_simulations += 1
+        order = self.problem.order if priority is None else candidate.order
+        return Candidate(candidate.placement, Figures(excess, int(time_ns[0])), priority, order)
+
+    def cycle(self, start: Candidate, mates: Sequence[Placement], num_moves: int, clock: Clock) -> Candidate:
+        """Returns the best of one V-cycle of at most `num_moves` moves from `start`, perhaps with one of `mates`."""
+        best, mate = start, None
+        if mates and self.rng.random() < self.config.mating:
+            mate = mates[int(self.rng.integers(len(mates)))]
+        levels, left = levels_of(self.config, self.units.num_units), num_moves
+        for level in levels:
+            share = min(max(num_moves * level // sum(levels), 1), left)
+            best = self._anneal(best, level, mate, share, clock)
+            left -= share
+        return best if clock.stop.is_set() else self._retune(best)
+
+    def _anneal(
+        self, start: Candidate, num_groups: int, mate: Placement | None, num_moves: int, clock: Clock
+    ) -> Candidate:
+        """Returns the best candidate met while about `num_groups` groups of `start` change devices."""
+        config, workspace = self.config, self.workspace
+        noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.units.first)))
+        score: npt.NDArray[np.float64] = noise
+        if self.rng.random() < self.config.weighted:
+            score = noise * self.units.transfer_ns
+        if self.rng.random() < config.following:
+            score = np.where(self.neighbourhood.follows, np.inf, score)
+        parents = [start.placement] if mate is None else [start.placement, mate]
+        grouping = group_units(self.units, parents, num_groups, score, config.slack)
+        dispatch = dispatch_by(self.problem, start.priority)
+        limits_bytes = self.problem.memory_limit_bytes
+        objective = annealing.Objective(
+            self.nominal_ns, self.op_times_ns, self.floor_ns, limits_bytes, self.memory_binds
+        )
+        state, figures = self.state, start.figures
+        state.placement[:] = state.best[:] = start.placement
+        state.figures[:] = (*2 * [figures.step_time_ns], *2 * [figures.excess_bytes], 0)
+        for first in range(0, num_moves, _CHUNK):
+            if clock.is_up:
+                break
+            temperature = config.hot * (config.cold / config.hot) ** (first / num_moves)
+            moves = annealing.MoveConfig(min(_CHUNK, num_moves - first), temperature, config.guided)
+            annealing.anneal(self.arrays, objective, dispatch, workspace, grouping, state, self.rng, moves)
+        self.num_simulations += int(state.figures[annealing.NUM_SIMULATIONS])
+        best = Figures(int(state.figures[annealing.BEST_EXCESS]), int(state.figures[annealing.BEST_NS]))
+        return replace(start, placement=state.best.astype(np.int64), figures=best) if best < start.figures else start
+
+    def _retune(self, best: Candidate) -> Candidate:
+        """Returns `best` with a priority that knows its transfers, where that is faster."""
+        levels_ns = communication_levels(self.problem, best.placement)
+        for order in self.problem.orders:
+            priority = self.problem.priority(order, levels_ns)
+            best = min(best, self.measure(Candidate(best.placement, priority=priority, order=order)))
+        return best
+
+
+def levels_of(config: SearchConfig, num_units: int) -> list[int]:
+    """The numbers of groups that a cycle goes through."""
+    return [level for level in config.levels if level < num_units] or [num_units]
+
+
+def _memory_can_bind(problem: Problem) -> bool:
+    """Returns True if a placement could pass a limit: some device cannot hold everything with all tensors at once."""
+    graph = problem.graph
+    everything = int(graph.resident_bytes.sum()) + int(graph.tensor_bytes.sum())
+    return bool((problem.memory_limit_bytes < everything).any())

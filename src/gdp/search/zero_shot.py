@@ -1,0 +1,191 @@
+"""Zero-shot placement: a trained policy draws a few placements, which are simulated; nothing is trained.
+
+    draw      placements in styles that differ widely            |
+    vary      styles near to those that did best                 |  a fixed, small number of simulations
+    refine    units of the best placement choose again           |
+
+The simulator scores what the policy draws; the best placement that fits is the answer. N ops of the problem given (best
+a reduced one), S samples.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.budget import Clock
+from gdp.placers.memory_repair import excess_bytes, fit_memory
+from gdp.policy.construction import Constructor
+from gdp.policy.pretrained import read_policy
+from gdp.policy.sampling import Style, draw_style, vary
+from gdp.search.candidate import Candidate, Figures
+from gdp.search.question import Question
+from gdp.search.refinement import NUM_CANDIDATES, NUM_UNITS, Refiner, candidates_of
+from gdp.search.screening import Screen
+from gdp.search.solution import Solution
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import evaluate_many
+
+if TYPE_CHECKING:  # PyTorch takes seconds to import
+    from gdp.policy.base import Policy
+
+_PARENT = 0.4  # probability that the best style is varied, then the next, and so on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroShotConfig:
+    """Numbers of simulations; repairing a placement that does not fit comes on top."""
+
+    num_simulations: int = 64
+    num_drawn: int = 16  # of them on styles drawn at random
+    num_varied: int = 16  # and on variations of the best ones; the rest refines the best placement
+    per_round: int = 4  # the next round builds on the results of a round
+    num_candidates: int = NUM_CANDIDATES  # drawn for each that is simulated, fewer on large graphs
+    refinement_units: tuple[int, ...] = NUM_UNITS  # in turn
+
+    def __post_init__(self) -> None:
+        if min(self.num_drawn, self.per_round) < 1 or self.num_varied < 0:
+            raise ValueError(f"{self}: counts of at least 1 are expected")
+        if self.num_drawn + self.num_varied > self.num_simulations:
+            raise ValueError(f"{self}: num_simulations is lower than num_drawn and num_varied together")
+        if not self.refinement_units:
+            raise ValueError(f"{self}: some numbers of units are expected")
+
+
+@dataclass(eq=False)
+class Evaluator:
+    """Simulates placements of the reduced problem, and keeps the best."""
+
+    question: Question
+    clock: Clock
+    best: Candidate | None = None
+    screen: Screen = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.screen = Screen(self.problem)
+
+    @property
+    def problem(self) -> Problem:
+        """The reduced problem."""
+        return self.question.reduction.problem
+
+    @property
+    def placement(self) -> Placement:
+        """The best placement so far [N]."""
+        assert self.best is not None
+        return self.best.placement
+
+    def try_out(self, placements: I64) -> list[Figures]:
+        """Simulates `placements` [S, N]; returns their figures."""
+        step_time_ns, peaks = evaluate_many(self.problem, placements, num_threads=self.question.num_threads)
+        return self.look(placements, step_time_ns, peaks)
+
+    def look(self, placements: I64, step_time_ns: I64, peak_memory_bytes: I64) -> list[Figures]:
+        """Takes in `placements` [S, N] that were simulated; returns their figures."""
+        self.clock.spend(len(placements))
+        self.screen.learn(placements, peak_memory_bytes)
+        excess = excess_bytes(self.problem, peak_memory_bytes)
+        figures = [Figures(*pair) for pair in zip(excess.tolist(), step_time_ns.tolist(), strict=True)]
+        first = min(range(len(figures)), key=figures.__getitem__)
+        if self.best is None or figures[first] < self.best.figures:
+            self.best = Candidate(placements[first], figures[first], order=self.problem.order)
+            self.question.tell(self.best)
+        return figures
+
+    def solution(self, num_updates: int = 0) -> Solution:
+        """Returns the best placement, repaired if none fits, as one of the problem as given."""
+        assert self.best is not None
+        if not self.best.fits:
+            self.try_out(fit_memory(self.problem, self.placement)[None])
+        return Solution(self.question.replay(self.best), num_updates=num_updates)
+
+
+@dataclass(eq=False)
+class Styles:
+    """Styles tried on a problem, the best first."""
+
+    constructor: Constructor
+    problem: Problem
+    rng: np.random.Generator
+    num_candidates: int
+    tried: list[tuple[Figures, Style]] = field(default_factory=list)
+
+    def draw(self, evaluator: Evaluator, count: int) -> None:
+        """Constructs placements in random styles, and simulates the `count` most promising ones."""
+        self._try_out([draw_style(self.rng) for _ in range(count * self.num_candidates)], evaluator, count)
+
+    def vary(self, evaluator: Evaluator, count: int) -> None:
+        """Constructs placements in styles near to the best, and simulates the `count` most promising ones."""
+        ranks = np.minimum(self.rng.geometric(_PARENT, count * self.num_candidates) - 1, len(self.tried) - 1)
+        self._try_out([vary(self.tried[rank][1], self.rng) for rank in ranks], evaluator, count)
+
+    def _try_out(self, styles: list[Style], evaluator: Evaluator, count: int) -> None:
+        placements = np.stack([self._construct(style) for style in styles])
+        chosen = evaluator.screen.most_promising(placements, count)
+        figures = evaluator.try_out(placements[chosen])
+        tried = [(found, styles[number]) for found, number in zip(figures, chosen.tolist(), strict=True)]
+        self.tried = sorted([*self.tried, *tried], key=lambda tried: tried[0])
+
+    def _construct(self, style: Style) -> Placement:
+        """Returns a placement [N], in a grouping of its own."""
+        instance = self.constructor.grouped(self.problem, style.num_units, self.rng, following=style.following)
+        placement: Placement = self.constructor.place(instance, [style], self.rng)[0]
+        return placement
+
+
+def zero_shot(
+    question: Question,
+    clock: Clock,
+    *,
+    policy: "Policy | Constructor | None" = None,
+    config: ZeroShotConfig | None = None,
+) -> Solution:
+    """Returns the best of a few placements that a trained policy draws: `policy`, or that of the question.
+
+    The policy does not change. It ends early when the clock is up.
+    """
+    policy = read_policy(question.checkpoint) if policy is None else policy
+    evaluator, rng = Evaluator(question, clock), np.random.default_rng(question.seed)
+    draw_at_once(evaluator, policy, rng, config or ZeroShotConfig())
+    return evaluator.solution()
+
+
+def draw_at_once(
+    evaluator: Evaluator, policy: "Policy | Constructor", rng: np.random.Generator, config: ZeroShotConfig
+) -> Styles | None:
+    """Lets `evaluator` look at what the policy draws; returns the styles that were tried, if the policy knows any."""
+    constructor = policy if isinstance(policy, Constructor) else policy.constructor
+    if constructor is not None:
+        return construct_at_once(evaluator, constructor, rng, config)
+    assert not isinstance(policy, Constructor)
+    sample_at_once(evaluator, policy, rng, config)
+    return None
+
+
+def construct_at_once(
+    evaluator: Evaluator, constructor: Constructor, rng: np.random.Generator, config: ZeroShotConfig
+) -> Styles:
+    """Lets `evaluator` look at what is drawn, varied and refined; returns the styles that were tried."""
+    problem, clock, spent = evaluator.problem, evaluator.clock, evaluator.clock.simulations
+    styles = Styles(constructor, problem, rng, candidates_of(problem, config.num_candidates))
+    for count, propose in ((config.num_drawn, styles.draw), (config.num_varied, styles.vary)):
+        for begin in range(0, count, config.per_round):
+            if evaluator.best is not None and clock.is_up:
+                return styles
+            propose(evaluator, max(clock.at_most(min(config.per_round, count - begin)), 1))
+    refiner = Refiner(problem, constructor, evaluator.screen, config.num_candidates, config.refinement_units)
+    while not clock.is_up and (left := config.num_simulations + spent - clock.simulations) > 0:
+        count = clock.at_most(min(config.per_round, left))
+        evaluator.try_out(refiner.propose(evaluator.placement, count, rng))
+    return styles
+
+
+def sample_at_once(evaluator: Evaluator, policy: "Policy", rng: np.random.Generator, config: ZeroShotConfig) -> None:
+    """Lets `evaluator` look at the likeliest placement of a policy that knows no styles, and at what it samples."""
+    clock, spent = evaluator.clock, evaluator.clock.simulations
+    instance = policy.instance(evaluator.problem, rng)
+    evaluator.try_out(policy.sample(instance, 1, rng, temperature=0.0).placements)
+    while not clock.is_up and (left := config.num_simulations + spent - clock.simulations) > 0:
+        count = clock.at_most(min(config.per_round, left))
+        evaluator.try_out(policy.sample(instance, count, rng).placements)

@@ -1,0 +1,1 @@
+"""The one scorer: the time and the memory of a placement under docs/machine-model.md."""

@@ -1,0 +1,155 @@
+"""Costs: the time of each op on each device, and how long a tensor occupies a route. Exact integers, rounded up once.
+
+docs/machine-model.md, sections 1 to 3, is the definition. N ops, D devices, T tensors.
+
+An op's time on a device is its `time_ns` for the device's name, else for the device's kind, else the roofline
+(S. Williams, A. Waterman, D. Patterson, "Roofline", Communications of the ACM 52(4), 2009) and the launch:
+
+    launch_ns + max(ceil(flops * 1e9 / peak), ceil(bytes_accessed * 1e9 / memory_bandwidth))
+
+with the device's peak rate for the op's dtype, or its float32 rate if it has none. An op without flops and bytes
+launches nothing and takes 0.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.arrays import I64, Bool
+from gdp.cluster import Cluster, Device
+from gdp.cluster.catalogue import KINDS
+from gdp.errors import InputError
+from gdp.graph import Graph
+
+NS_PER_SECOND = 10**9
+# what PyTorch calls types that devices have no rate of their own for; they take float32's as a matter of course
+_PLAIN_DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128"}
+_MAX = 2**63 - 1
+
+
+def op_times(graph: Graph, cluster: Cluster) -> I64:
+    """int64[N, D]: ns of each op on each device, -1 where it cannot run. InputError names an op that overflows."""
+    times, is_measured = _measured_times(graph, cluster)
+    rows_by_dtype = _rows_by_dtype(graph)
+    for column, device in enumerate(cluster.devices):
+        modelled = _roofline(graph, device, rows_by_dtype, ~is_measured[:, column])
+        np.copyto(times[:, column], modelled, where=~is_measured[:, column])
+    return times
+
+
+def count_time_sources(graph: Graph, cluster: Cluster) -> dict[str, dict[str, int]]:
+    """By device name, how many of the N ops have which source: `measured`, `cannot_run`, `roofline` or `free`."""
+    times, is_measured = _measured_times(graph, cluster)
+    is_free = (graph.flops == 0) & (graph.bytes_accessed == 0)
+    return {
+        device.name: {
+            "measured": int((is_measured[:, column] & (times[:, column] >= 0)).sum()),
+            "cannot_run": int((is_measured[:, column] & (times[:, column] < 0)).sum()),
+            "roofline": int((~is_measured[:, column] & ~is_free).sum()),
+            "free": int((~is_measured[:, column] & is_free).sum()),
+        }
+        for column, device in enumerate(cluster.devices)
+    }
+
+
+def transfer_occupancy_ns(tensor_bytes: I64, bytes_per_second: int) -> I64:
+    """int64[T]: `ceil(bytes * 1e9 / bytes_per_second)`, exactly. InputError names a tensor that overflows int64."""
+    if len(tensor_bytes) and int(tensor_bytes.max()) > _largest_amount(_MAX, bytes_per_second):
+        tensor = int(np.argmax(tensor_bytes))
+        raise InputError(
+            f"tensor {tensor}: {tensor_bytes[tensor]} bytes at {bytes_per_second} bytes per second take 2^63 ns or more"
+            "; check its bytes and the link's bandwidth"
+        )
+    return _ceil_ns(tensor_bytes, bytes_per_second)
+
+
+def unused_names(graph: Graph, cluster: Cluster) -> list[str]:
+    """One sentence for each dtype that is neither PyTorch's nor has a rate, and for each name in `time_ns` that is no
+    device or kind: typing errors would change costs silently."""
+    rates = _PLAIN_DTYPES.union(*(device.flops_per_second for device in cluster.devices))
+    dtypes = Counter(dtype for dtype, flops in zip(graph.dtypes, graph.flops.tolist(), strict=True) if flops)
+    places = Counter(where for table in graph.times_ns for where in table)
+    known = {device.name for device in cluster.devices} | {device.kind for device in cluster.devices} | set(KINDS)
+    sentences = [
+        f"{count} ops compute in {dtype!r}, for which no device has a rate: that of float32 is taken"
+        for dtype, count in dtypes.items()
+        if dtype not in rates
+    ]
+    return sentences + [
+        f"{count} ops have a time on {where!r}, which is no device of {cluster.name!r} and no built-in kind"
+        for where, count in places.items()
+        if where not in known
+    ]
+
+
+def _measured_times(graph: Graph, cluster: Cluster) -> tuple[I64, Bool]:
+    """[N, D] the times that the graph gives, 0 where it gives none, and where it gives one."""
+    entries: dict[str, tuple[list[int], list[int]]] = {}
+    for op, table in enumerate(graph.times_ns):
+        for where, time_ns in table.items():
+            ops, times = entries.setdefault(where, ([], []))
+            ops.append(op)
+            times.append(time_ns)
+    result = np.zeros((graph.num_ops, cluster.num_devices), np.int64)
+    is_measured = np.zeros(result.shape, np.bool_)
+    for column, device in enumerate(cluster.devices):
+        for where in (device.kind, device.name):  # the name last: it overrides the kind
+            if where in entries:
+                ops, times = entries[where]
+                result[ops, column] = times
+                is_measured[ops, column] = True
+    return result, is_measured
+
+
+def _rows_by_dtype(graph: Graph) -> Mapping[str, npt.NDArray[np.intp]]:
+    codes = {dtype: code for code, dtype in enumerate(dict.fromkeys(graph.dtypes))}
+    code_of = np.fromiter((codes[dtype] for dtype in graph.dtypes), np.int64, graph.num_ops)
+    return {dtype: np.flatnonzero(code_of == code) for dtype, code in codes.items()}
+
+
+def _roofline(graph: Graph, device: Device, rows_by_dtype: Mapping[str, npt.NDArray[np.intp]], is_needed: Bool) -> I64:
+    """[N] the modelled time on `device`; 0 where it is not needed."""
+    rates = device.flops_per_second
+    flops, bytes_accessed = np.where(is_needed, graph.flops, 0), np.where(is_needed, graph.bytes_accessed, 0)
+    longest_ns = _MAX - device.launch_ns
+    result = np.zeros(graph.num_ops, np.int64)
+    for dtype, rows in rows_by_dtype.items():
+        rate = rates.get(dtype, rates["float32"])
+        _check_amounts(graph, device, flops[rows], rows, rate, longest_ns, "flops")
+        result[rows] = _ceil_ns(flops[rows], rate)
+    rate = device.memory_bytes_per_second
+    _check_amounts(graph, device, bytes_accessed, np.arange(graph.num_ops), rate, longest_ns, "bytes_accessed")
+    np.maximum(result, _ceil_ns(bytes_accessed, rate), out=result)
+    result[(flops > 0) | (bytes_accessed > 0)] += device.launch_ns
+    return result
+
+
+def _check_amounts(
+    graph: Graph, device: Device, amounts: I64, rows: npt.NDArray[np.intp], rate: int, longest_ns: int, what: str
+) -> None:
+    worst = int(np.argmax(amounts))
+    if int(amounts[worst]) > _largest_amount(longest_ns, rate):
+        op = int(rows[worst])
+        raise InputError(
+            f"op {op} {graph.op_names[op]!r}: {what} {amounts[worst]} at {rate} per second take 2^63 ns or more "
+            f"on device {device.name!r}; check the op and the device's figures"
+        )
+
+
+def _largest_amount(longest_ns: int, per_second: int) -> int:
+    """The largest amount that takes at most `longest_ns`: ceil(x * 1e9 / r) <= t exactly if x * 1e9 <= t * r."""
+    return longest_ns * per_second // NS_PER_SECOND
+
+
+def _ceil_ns(amounts: I64, per_second: int) -> I64:
+    """`ceil(amounts * 1e9 / per_second)` exactly, where it fits: long division, three decimal digits at a time."""
+    if per_second > _MAX // 1000:  # a remainder times 1000 would overflow
+        return np.array([-(-amount * NS_PER_SECOND // per_second) for amount in amounts.tolist()], np.int64)
+    quotient, remainder = np.divmod(amounts, per_second)
+    for _ in range(3):
+        digits, remainder = np.divmod(remainder * 1000, per_second)
+        quotient = quotient * 1000 + digits
+    result: I64 = quotient + (remainder > 0)
+    return result

@@ -1,0 +1,66 @@
+"""Orders of micro-batches as priorities: which of several ready ops a device starts.
+
+    GPipe   F0 F1 F2 F3 B0 B1 B2 B3    forward ops first: more is in flight, no device waits for gradients early
+    1F1B    F0 F1 B0 F2 B1 F3 B2 B3    backward ops first: what a micro-batch holds is freed as early as it can be
+    zero-bubble                        as 1F1B, but what one update alone waits for (gradients of weights) comes last:
+                                       it fills gaps in which a device would wait, and holds its inputs longer for that
+
+Either way an earlier micro-batch goes first, and within one the op with the longest path below it. Updates come last.
+Y. Huang et al., "GPipe", NeurIPS 2019; 1F1B: D. Narayanan et al., "PipeDream", SOSP 2019;
+zero-bubble: P. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Here devices are never idle
+while an op is ready, so 1F1B has more micro-batches in flight than its authors' schedule with its fixed warm-up.
+
+The default priority of the machine model, the b-level, runs an op for all micro-batches before the next op: the first
+micro-batch leaves a stage nearly as late as the last.
+"""
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.graph import Graph
+from gdp.graph.microbatches import SHARED
+
+GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, B_LEVEL = "GPipe", "1F1B", "zero-bubble", "b-level"
+
+
+def orders_for(graph: Graph, microbatch: I64) -> tuple[str, ...]:
+    """The orders that are worth trying for a graph: none but the b-level without micro-batches."""
+    if microbatch.max() < 1:
+        return (B_LEVEL,)
+    if "backward" not in graph.phases:
+        return (GPIPE, B_LEVEL)
+    return (ONE_F_ONE_B, ZERO_BUBBLE, GPIPE, B_LEVEL)
+
+
+def order_priority(order: str, graph: Graph, microbatch: I64, level_ns: I64) -> I64:
+    """[N] the priority by which `order` starts ops; `level_ns` [N] decides within a micro-batch and phase.
+
+    `microbatch` [N] is that of `microbatches.microbatch_of`.
+    """
+    if order == B_LEVEL:
+        return level_ns
+    is_backward = np.array([phase == "backward" for phase in graph.phases], np.bool_)
+    is_update = np.array([phase == "update" for phase in graph.phases], np.bool_)
+    is_first = ~is_backward if order == GPIPE else is_backward
+    position = np.unique(level_ns, return_inverse=True)[1].astype(np.int64)  # levels may be as large as int64
+    num_levels = int(position.max()) + 1
+    latest = int(microbatch.max())
+    turn = np.where(microbatch == SHARED, latest + 1, latest - microbatch)
+    priority = (is_first * (latest + 2) + turn) * num_levels + position
+    if order == ZERO_BUBBLE:
+        can_wait = only_for_updates(graph, is_backward, is_update)
+        priority = np.where(can_wait, turn * num_levels + position - (latest + 3) * num_levels, priority)
+        return np.asarray(np.where(is_update, position - (latest + 5) * num_levels, priority), np.int64)
+    return np.asarray(np.where(is_update, position - num_levels, priority), np.int64)
+
+
+def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
+    """[N] the backward ops whose results reach one update and nothing else: gradients of weights and their sums."""
+    nothing, several = -1, -2
+    reached = np.where(is_update, np.arange(graph.num_ops), nothing).tolist()
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    order = np.argsort(-targets, kind="stable")  # ops are numbered topologically: consumers come before producers
+    for source, target in zip(sources[order].tolist(), targets[order].tolist(), strict=True):
+        if reached[target] not in (nothing, reached[source]) and not is_update[source]:
+            reached[source] = reached[target] if reached[source] == nothing else several
+    return is_backward & (np.array(reached, np.int64) >= 0)

@@ -1,0 +1,220 @@
+"""Plan: an answer, and how it was found; `gdp-plan` files.
+
+docs/machine-model.md, sections 3 and 6, is the definition. N ops, D devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp import files, notebook
+from gdp.arrays import I64
+from gdp.cluster import Cluster
+from gdp.errors import InputError
+from gdp.graph import Graph
+
+FORMAT, VERSION = "gdp-plan", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The result of another placer on the same problem."""
+
+    status: str  # "ok", "infeasible" (does not fit), "failed" (found no placement) or "skipped" (no time for it)
+    step_time_ns: int | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NoisyTimes:
+    """Step times of the plan replayed under perturbed op times."""
+
+    noise: float  # relative standard deviation of an op's time
+    mean_ns: int
+    p95_ns: int  # 95 % of the steps take at most this
+    num_draws: int
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """The course of the search for a plan; not part of a `gdp-plan` file."""
+
+    seconds: float
+    simulations: int
+    baselines: Mapping[str, Baseline]
+    busy_fraction: npt.NDArray[np.float64]  # [D] share of the step in which the device computes
+    missing_bytes: I64  # [D] by how much the peak passes the memory limit: all 0 when the plan is feasible
+    interrupted: bool = False
+    under_noise: NoisyTimes | None = None
+    order: str = "b-level"  # that ops were started in, one of `gdp.simulator.orders`
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A placement and the order of ops on each device, with the figures that a replay gives; a `gdp-plan` file.
+
+    `search` says how it was found when it comes from `gdp.place`; it is None when it was read from a file.
+    """
+
+    graph: str  # fingerprint
+    cluster: str  # fingerprint
+    devices: tuple[str, ...]
+    placement: I64  # [N] device of each op
+    order: tuple[I64, ...]  # [D] the ops of each device in the order of their starts
+    step_time_ns: int
+    peak_memory_bytes: I64  # [D]
+    lower_bound_ns: int
+    placer: str
+    seed: int
+    gdp_version: str
+    search: Search | None = None
+
+    @property
+    def status(self) -> str:
+        """ "ok", or "infeasible" when the best placement found does not fit in memory."""
+        return "infeasible" if self.search is not None and self.search.missing_bytes.any() else "ok"
+
+    @property
+    def gap(self) -> float:
+        """The largest possible distance to the optimum: 0.1 = at most 10 % above; infinite if the bound is 0."""
+        if self.step_time_ns == self.lower_bound_ns:
+            return 0.0
+        return self.step_time_ns / self.lower_bound_ns - 1.0 if self.lower_bound_ns else float("inf")
+
+    def _repr_html_(self) -> str:
+        """The summary that Jupyter shows."""
+        bound = f"at most {self.gap:.1%} above the lower bound, {notebook.milliseconds(self.lower_bound_ns)}"
+        counts = np.bincount(self.placement, minlength=len(self.devices))
+        busy = [] if self.search is None else self.search.busy_fraction.tolist()
+        rows = [
+            [name, f"{counts[device]:,}", f"{self.peak_memory_bytes[device] / 2**30:.3f} GiB"]
+            + ([f"{busy[device]:.1%}"] if busy else [])
+            for device, name in enumerate(self.devices)
+        ]
+        others = {} if self.search is None else self.search.baselines
+        times = {name: other.step_time_ns for name, other in others.items() if other.status == "ok"}
+        note = ", ".join(f"{name} {notebook.milliseconds(time_ns)}" for name, time_ns in times.items())
+        fits = "" if self.status == "ok" else "; does not fit in memory"
+        title = f"Step time {notebook.milliseconds(self.step_time_ns)} by {self.placer}, {bound}{fits}"
+        headings = ["device", "ops", "peak memory"] + (["busy"] if busy else [])
+        return notebook.table(title, headings, rows, f"Other placers: {note}." if note else "")
+
+    def to_document(self) -> dict[str, Any]:
+        """The `gdp-plan` document."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "graph": self.graph,
+            "cluster": self.cluster,
+            "devices": list(self.devices),
+            "placement": self.placement.tolist(),
+            "order": [ops.tolist() for ops in self.order],
+            "step_time_ns": self.step_time_ns,
+            "peak_memory_bytes": self.peak_memory_bytes.tolist(),
+            "lower_bound_ns": self.lower_bound_ns,
+            "placer": self.placer,
+            "seed": self.seed,
+            "gdp_version": self.gdp_version,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write a `gdp-plan` file, atomically; gzip if `path` ends in `.gz`."""
+        files.write_json(path, self.to_document())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a `gdp-plan` file. InputError names the file, the place and the remedy."""
+        document = files.read_json(path)
+        try:
+            return cls.from_document(document)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_document(cls, document: object) -> "Plan":
+        """The plan of a `gdp-plan` document; strict."""
+        content = files.require_header(document, FORMAT, VERSION)
+        files.require_keys(content, "plan", _PLAN_FIELDS, set(_PLAN_FIELDS))
+        num_ops, num_devices = len(content["placement"]), len(content["devices"])
+        for op, device in enumerate(content["placement"]):
+            if not 0 <= device < num_devices:
+                raise InputError(f"placement: op {op} is on device {device}; devices are 0 to {num_devices - 1}")
+        for name in ("order", "peak_memory_bytes"):
+            if len(content[name]) != num_devices:
+                raise InputError(f"{name} has {len(content[name])} entries; one per device, {num_devices}, is expected")
+        seen = [False] * num_ops
+        for device, ops in enumerate(content["order"]):
+            for op in ops:
+                if not 0 <= op < num_ops:
+                    raise InputError(f"order of device {device}: {op} is no op; ops are 0 to {num_ops - 1}")
+                if content["placement"][op] != device:
+                    raise InputError(
+                        f"order of device {device}: op {op} is placed on device {content['placement'][op]}"
+                    )
+                if seen[op]:
+                    raise InputError(f"order of device {device}: op {op} is listed twice; list it once")
+                seen[op] = True
+        if not all(seen):
+            raise InputError(f"order: op {seen.index(False)} is missing; list every op once")
+        return cls(
+            graph=content["graph"],
+            cluster=content["cluster"],
+            devices=tuple(content["devices"]),
+            placement=np.array(content["placement"], np.int64),
+            order=tuple(np.array(ops, np.int64) for ops in content["order"]),
+            step_time_ns=content["step_time_ns"],
+            peak_memory_bytes=np.array(content["peak_memory_bytes"], np.int64),
+            lower_bound_ns=content["lower_bound_ns"],
+            placer=content["placer"],
+            seed=content["seed"],
+            gdp_version=content["gdp_version"],
+        )
+
+    def check_belongs(self, graph: Graph, cluster: Cluster) -> None:
+        """InputError unless this is a plan of `graph` on `cluster`."""
+        if self.graph != graph.fingerprint:
+            raise InputError(
+                f"the plan is of graph {self.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}); "
+                "place this graph anew"
+            )
+        if self.cluster != cluster.fingerprint:
+            raise InputError(
+                f"the plan is for cluster {self.cluster[:12]}, not for {cluster.name!r} ({cluster.fingerprint[:12]}); "
+                "place for this cluster anew"
+            )
+
+
+def _is_names(value: object) -> bool:
+    """a list of strings"""
+    return type(value) is list and all(type(item) is str for item in value)
+
+
+def _is_orders(value: object) -> bool:
+    """a list of lists of integers"""
+    return type(value) is list and all(files.is_number_list(item) for item in value)
+
+
+def _is_sizes(value: object) -> bool:
+    """a list of integers from 0 to 2^63 - 1"""
+    return type(value) is list and all(files.is_size(item) for item in value)
+
+
+_PLAN_FIELDS = {
+    "format": files.is_string,
+    "version": files.is_size,
+    "graph": files.is_string,
+    "cluster": files.is_string,
+    "devices": _is_names,
+    "placement": _is_sizes,
+    "order": _is_orders,
+    "step_time_ns": files.is_size,
+    "peak_memory_bytes": _is_sizes,
+    "lower_bound_ns": files.is_size,
+    "placer": files.is_string,
+    "seed": files.is_size,
+    "gdp_version": files.is_string,
+}

@@ -1,0 +1,157 @@
+"""Records of arrays that the compiled simulator takes.
+
+N ops, T tensors (sorted by producer), E consumers, D devices, C channels, R = D * D routes. Kernels unpack records by
+position, once: `tests/test_engine.py` guards the order of the fields.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class MemoryArrays(NamedTuple):
+    """The figures of a graph that peaks of memory depend on."""
+
+    resident_bytes: Any  # int64 [N]
+    alloc_bytes: Any  # int64 [N] allocated on its device when the op starts
+    owner: Any  # uint32 [T] the tensor that owns the memory: itself, or the base of a view
+    owned_bytes: Any  # int64 [T] given back when the owner is freed; 0 for views and for resident and kept tensors
+    copy_bytes: Any  # int64 [T] bytes of a copy on another device
+    producers: Any  # uint32 [T]
+    input_offsets: Any  # uint32 [N + 1]
+    inputs: Any  # uint32 [E] the tensors that an op consumes
+    input_producers: Any  # uint32 [E] and their producers
+
+
+class Arrays(NamedTuple):
+    """A graph on a cluster, as all placements share it."""
+
+    num_inputs: Any  # int32 [N]
+    sources: Any  # uint32 [num_sources] ops without inputs
+    tensor_offsets: Any  # uint32 [N + 1] tensors of op v are tensor_offsets[v]:tensor_offsets[v + 1]
+    consumer_offsets: Any  # uint32 [T + 1]
+    consumers: Any  # uint32 [E]
+    occupancy_ns: Any  # int64 [T, num_rates]
+    route_rate: Any  # uint32 [D, D] column of occupancy_ns
+    latency_ns: Any  # int64 [D, D]
+    route_offsets: Any  # uint32 [R + 1]
+    route_channels: Any  # uint32 [sum of channels over routes]
+    tail_ns: Any  # int64 [N] shortest possible time from an op's start to the step's end
+    memory: MemoryArrays
+
+
+class Dispatch(NamedTuple):
+    """Says that a device starts its ready op of lowest rank, or else the next op of an order to replay."""
+
+    rank: Any  # uint32 [N]
+    op_of_rank: Any  # uint32 [N]
+    order_offsets: Any  # int64 [D + 1]
+    order_ops: Any  # uint32 [N] each device's ops in the order of their starts; empty: by rank
+
+
+class Scratch(NamedTuple):
+    """Working memory of one run.
+
+    Transfers of one route start, end and arrive in the order of their requests, so only the first of each route is in
+    the heap. A route without channels has no such order: all its transfers are.
+    """
+
+    missing: Any  # int32 [N] inputs not yet on the op's device
+    bits0: Any  # uint64 [D, W0] ready ops by rank
+    bits1: Any  # uint64 [D, W1] which words of bits0 are not 0
+    bits2: Any  # uint64 [D, W2] which words of bits1 are not 0
+    running: Any  # uint32 [D]
+    until_ns: Any  # int64 [D] end of the running op, NEVER when idle
+    remaining_ns: Any  # int64 [D] work not yet started
+    channel_free_ns: Any  # int64 [C]
+    last: Any  # int32 [R] last transfer of each route
+    num_waiting: Any  # int32 [R] transfers of each route that have not arrived, where they arrive in order
+    heap_ns: Any  # int64 [R + E] arrival
+    heap_item: Any  # int64 [R + E] transfer
+
+
+class Schedule(NamedTuple):
+    """The times of a run. Transfers are in the order of their requests."""
+
+    finish_ns: Any  # int64 [N]
+    ops: Any  # uint32 [D, N] ops of each device in the order of their starts
+    num_ops: Any  # int64 [D] and how many
+    transfer_tensor: Any  # uint32 [E]
+    transfer_route: Any  # uint32 [E] source * D + destination
+    transfer_start_ns: Any  # int64 [E]
+    transfer_end_ns: Any  # int64 [E] end of occupancy
+    arrival_ns: Any  # int64 [E]
+    first: Any  # int32 [R] first transfer of each route, or -1
+    following: Any  # int32 [E] next transfer of the same route, or -1
+    num_transfers: Any  # int64 [1]
+
+
+class Memory(NamedTuple):
+    """Working memory of `find_peaks`."""
+
+    freed_ns: Any  # int64 [T] when an owner is freed on its producer's device
+    freed_by: Any  # int32 [T] the op that ends then, or -1 - the transfer that does
+    op_frees_bytes: Any  # int64 [N] what is freed on its device when an op ends
+    transfer_frees_bytes: Any  # int64 [E] what is freed on its source when a transfer ends
+    last_there: Any  # uint32 [D] the last consumer of a tensor on each device
+    heap_ns: Any  # int64 [2D + E] the next event of each route, or each event where a route has no order
+    heap_item: Any  # int64 [2D + E] transfer * 2, and 1 more if it frees
+    peak_bytes: Any  # int64 [D] the answer
+
+
+class Workspace(NamedTuple):
+    """The working memory of a thread, with the schedule and the peaks of its last run."""
+
+    scratch: Scratch
+    schedule: Schedule
+    memory: Memory
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> "Workspace":
+        """A workspace for runs over `arrays`."""
+        num_ops, num_devices = len(arrays.num_inputs), len(arrays.latency_ns)
+        num_tensors, num_edges = len(arrays.memory.owner), len(arrays.consumers)
+        num_channels = int(arrays.route_channels.max(initial=0)) + 1
+        num_routes = num_devices * num_devices
+        words = [num_ops]
+        for _ in range(3):
+            words.append((words[-1] + 63) // 64)
+        return cls(
+            Scratch(
+                missing=np.zeros(num_ops, np.int32),
+                bits0=np.zeros((num_devices, words[1]), np.uint64),
+                bits1=np.zeros((num_devices, words[2]), np.uint64),
+                bits2=np.zeros((num_devices, words[3]), np.uint64),
+                running=np.zeros(num_devices, np.uint32),
+                until_ns=np.zeros(num_devices, np.int64),
+                remaining_ns=np.zeros(num_devices, np.int64),
+                channel_free_ns=np.zeros(num_channels, np.int64),
+                last=np.zeros(num_routes, np.int32),
+                num_waiting=np.zeros(num_routes, np.int32),
+                heap_ns=np.zeros(num_routes + num_edges, np.int64),
+                heap_item=np.zeros(num_routes + num_edges, np.int64),
+            ),
+            Schedule(
+                finish_ns=np.zeros(num_ops, np.int64),
+                ops=np.zeros((num_devices, num_ops), np.uint32),
+                num_ops=np.zeros(num_devices, np.int64),
+                transfer_tensor=np.zeros(num_edges, np.uint32),
+                transfer_route=np.zeros(num_edges, np.uint32),
+                transfer_start_ns=np.zeros(num_edges, np.int64),
+                transfer_end_ns=np.zeros(num_edges, np.int64),
+                arrival_ns=np.zeros(num_edges, np.int64),
+                first=np.zeros(num_routes, np.int32),
+                following=np.zeros(num_edges, np.int32),
+                num_transfers=np.zeros(1, np.int64),
+            ),
+            Memory(
+                freed_ns=np.zeros(num_tensors, np.int64),
+                freed_by=np.zeros(num_tensors, np.int32),
+                op_frees_bytes=np.zeros(num_ops, np.int64),
+                transfer_frees_bytes=np.zeros(num_edges, np.int64),
+                last_there=np.zeros(num_devices, np.uint32),
+                heap_ns=np.zeros(2 * num_devices + num_edges, np.int64),
+                heap_item=np.zeros(2 * num_devices + num_edges, np.int64),
+                peak_bytes=np.zeros(num_devices, np.int64),
+            ),
+        )

@@ -1,0 +1,284 @@
+"""The one scorer: the step time and the memory of a placement (docs/machine-model.md, sections 3 and 4).
+
+`simulate` returns every start and finish, `evaluate` and `evaluate_many` only step time and peaks, for search.
+N ops, T tensors, D devices, B placements. Times in ns, sizes in bytes. The compiled code is in `engine.py`.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.arrays import I64
+from gdp.compiled import inner, kernel
+from gdp.errors import InputError
+from gdp.simulator.engine import COMPLETED, DEADLOCK, run
+from gdp.simulator.engine import NEVER as NEVER  # for callers
+from gdp.simulator.longest_paths import ranks_of
+from gdp.simulator.memory import find_peaks
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.records import Dispatch, Workspace
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """One simulated step, in full."""
+
+    problem: Problem
+    placement: Placement  # [N]
+    op_start_ns: I64  # [N]
+    op_finish_ns: I64  # [N]
+    order: tuple[I64, ...]  # [D] ops of each device in the order of their starts
+    transfer_tensors: I64  # [R] one row a transfer, in the order of their requests
+    transfer_destinations: I64  # [R]
+    transfer_start_ns: I64  # [R]
+    transfer_end_ns: I64  # [R] end of channel occupancy
+    transfer_arrival_ns: I64  # [R]
+    step_time_ns: int
+    peak_memory_bytes: I64  # [D]
+
+    @cached_property
+    def missing_bytes(self) -> I64:
+        """[D] by how much the peak passes the memory limit; 0 where it fits."""
+        return np.maximum(self.peak_memory_bytes - self.problem.memory_limit_bytes, 0)
+
+    @cached_property
+    def reasons(self) -> list[str]:
+        """Reasons why the plan is infeasible, one sentence each; empty when it is feasible."""
+        reasons = self.problem.broken_constraints(self.placement)
+        for device, missing in enumerate(self.missing_bytes.tolist()):
+            if missing:
+                name, limit = self.problem.cluster.devices[device].name, self.problem.memory_limit_bytes[device]
+                reasons.append(
+                    f"{name}: peak {self.peak_memory_bytes[device]} bytes, limit {limit}, {missing} bytes missing"
+                )
+        return reasons
+
+    @property
+    def feasible(self) -> bool:
+        """True if memory, groups and allowed devices are all respected."""
+        return not self.reasons
+
+    @cached_property
+    def busy_fraction(self) -> npt.NDArray[np.float64]:
+        """[D] share of the step in which the device computes."""
+        busy = np.bincount(self.placement, self.op_finish_ns - self.op_start_ns, self.problem.num_devices)
+        return np.asarray(busy / max(self.step_time_ns, 1), np.float64)
+
+
+def simulate(
+    problem: Problem,
+    placement: npt.ArrayLike,
+    *,
+    priority: npt.ArrayLike | None = None,
+    order: Sequence[npt.ArrayLike] | None = None,
+    op_time_ns: I64 | None = None,
+) -> Simulation:
+    """One step under `placement` [N]. Ready ops start by `priority` [N] (default: the b-level), or, when `order` is
+    given ([D] lists of ops), each device starts its ops in that order: the replay of a plan.
+
+    `op_time_ns` [N, D] replaces the problem's times (of devices that can run an op; priorities stay).
+
+    Raises InputError for a placement on a device that cannot run the op, and for an order that deadlocks or does not
+    list each device's ops once.
+    """
+    devices = problem.check_placement(placement)
+    num_devices = problem.num_devices
+    times_ns = problem.time_table_ns if op_time_ns is None else op_time_ns.view()
+    times_ns.setflags(write=False)  # Numba would compile everything anew for a writable one
+    workspace = problem.borrow_workspace()
+    schedule, step_time_ns, peaks = workspace.schedule, np.zeros(1, np.int64), np.zeros((1, num_devices), np.int64)
+    if order is None:
+        dispatch = dispatch_by(problem, priority)
+    else:
+        dispatch = Dispatch(*problem.ranks, *_flat_order(order, devices, num_devices))
+    run_batch(problem.arrays, times_ns[None], devices[None], dispatch, NEVER, 0, workspace, step_time_ns, peaks)
+    done = tuple(
+        ops[:count].astype(np.int64) for ops, count in zip(schedule.ops, schedule.num_ops.tolist(), strict=True)
+    )
+    if step_time_ns[0] == DEADLOCK:
+        stuck = _stuck_op(order or (), done)
+        raise InputError(
+            f"order: deadlock, op {stuck} waits for an op that comes later on its own or another device; reorder"
+        )
+    placed = devices.astype(np.int64)
+    sent = slice(0, int(schedule.num_transfers[0]))
+    finish_ns = schedule.finish_ns.copy()
+    simulation = Simulation(
+        problem=problem,
+        placement=placed,
+        op_start_ns=finish_ns - times_ns[np.arange(len(placed)), placed if times_ns.shape[1] > 1 else 0],
+        op_finish_ns=finish_ns,
+        order=done,
+        transfer_tensors=problem.tensor_numbers[schedule.transfer_tensor[sent]],
+        transfer_destinations=schedule.transfer_route[sent].astype(np.int64) % num_devices,
+        transfer_start_ns=schedule.transfer_start_ns[sent].copy(),
+        transfer_end_ns=schedule.transfer_end_ns[sent].copy(),
+        transfer_arrival_ns=schedule.arrival_ns[sent].copy(),
+        step_time_ns=int(step_time_ns[0]),
+        peak_memory_bytes=peaks[0],
+    )
+    problem.spare_workspaces.append(workspace)
+    return simulation
+
+
+def evaluate(problem: Problem, placement: npt.ArrayLike, *, priority: npt.ArrayLike | None = None) -> tuple[int, I64]:
+    """(step time in ns, peak memory in bytes [D]) of `placement`."""
+    times, peaks = evaluate_many(problem, np.asarray(placement)[None], priority=priority, num_threads=1)
+    return int(times[0]), peaks[0]
+
+
+def evaluate_many(
+    problem: Problem,
+    placements: npt.ArrayLike,
+    *,
+    priority: npt.ArrayLike | None = None,
+    stop_ns: int = NEVER,
+    num_threads: int | None = None,
+) -> tuple[I64, I64]:
+    """(step times [B] in ns, peaks [B, D] in bytes) of `placements` [B, N], over threads without the GIL.
+
+    A run stops early once its step time must reach `stop_ns`: its time is then a lower bound of at least `stop_ns`, and
+    its peaks are 0.
+    """
+    batch = np.stack([problem.check_placement(placement) for placement in np.asarray(placements)])
+    dispatch = dispatch_by(problem, priority)
+    times = np.zeros(len(batch), np.int64)
+    peaks = np.zeros((len(batch), problem.num_devices), np.int64)
+    num_threads = min(num_threads or default_threads(), len(batch))
+    ends = np.linspace(0, len(batch), num_threads + 1).astype(np.int64).tolist()
+
+    def work(share: slice, workspace: Workspace) -> None:
+        run_batch(
+            problem.arrays,
+            problem.time_table_ns[None],
+            batch[share],
+            dispatch,
+            stop_ns,
+            0,
+            workspace,
+            times[share],
+            peaks[share],
+        )
+
+    shares = [slice(*share) for share in pairwise(ends)]
+    workspaces = [problem.borrow_workspace() for _ in shares]
+    if num_threads == 1:
+        work(shares[0], workspaces[0])
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(work, shares, workspaces))
+    problem.spare_workspaces.extend(workspaces)
+    return times, peaks
+
+
+def dispatch_by(problem: Problem, priority: npt.ArrayLike | None) -> Dispatch:
+    """Returns the dispatch by `priority` [N], by default by that of the problem's order."""
+    ranks = problem.ranks if priority is None else ranks_of(priority)
+    return Dispatch(*ranks, np.zeros(problem.num_devices + 1, np.int64), np.zeros(0, np.uint32))
+
+
+def default_threads() -> int:
+    """Returns the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def replay(problem: Problem, plan: Plan) -> Simulation:
+    """The simulation of `plan` with its own order. InputError if its graph or cluster is another, or it deadlocks."""
+    plan.check_belongs(problem.graph, problem.cluster)
+    return simulate(problem, plan.placement, order=plan.order)
+
+
+def verify(problem: Problem, plan: Plan) -> list[str]:
+    """Returns the faults of `plan`: figures that a replay does not give, and reasons why it is infeasible."""
+    simulation = replay(problem, plan)
+    wrong = list(simulation.reasons)
+    if simulation.step_time_ns != plan.step_time_ns:
+        wrong.append(f"step_time_ns is {plan.step_time_ns}; the replay gives {simulation.step_time_ns}")
+    if not np.array_equal(simulation.peak_memory_bytes, plan.peak_memory_bytes):
+        wrong.append(
+            f"peak_memory_bytes is {plan.peak_memory_bytes.tolist()}; "
+            f"the replay gives {simulation.peak_memory_bytes.tolist()}"
+        )
+    if plan.lower_bound_ns > simulation.step_time_ns:
+        wrong.append(f"lower_bound_ns is {plan.lower_bound_ns}, above the step time {simulation.step_time_ns}")
+    return wrong
+
+
+@inner
+def mean_step_time(arrays, op_times_ns, placement, dispatch, stop_ns, floor_ns, workspace):
+    """Returns (status, mean step time) over the tables `op_times_ns` [K, N, D], rounded down; a lower bound of at least
+    `stop_ns` once it must reach that.
+
+    `floor_ns` is a lower bound under every table: what the runs still to come take at least. The last run's schedule
+    stays in the workspace.
+    """
+    num_tables = len(op_times_ns)
+    left_ns = stop_ns * num_tables if stop_ns < NEVER // num_tables else NEVER
+    total_ns = 0
+    for table in range(num_tables):
+        others_ns = (num_tables - 1 - table) * floor_ns
+        status, step_time_ns = run(
+            arrays,
+            op_times_ns[table],
+            placement,
+            dispatch,
+            left_ns - total_ns - others_ns,
+            workspace[0],
+            workspace[1],
+        )
+        total_ns += step_time_ns
+        if status != COMPLETED:
+            return status, (total_ns + others_ns) // num_tables
+    return COMPLETED, total_ns // num_tables
+
+
+@kernel
+def run_batch(arrays, op_times_ns, placements, dispatch, stop_ns, floor_ns, workspace, times_ns, peak_bytes):
+    """Fills `times_ns` [B] with the mean step times of `placements` uint8 [B, N] (see `mean_step_time`), or DEADLOCK,
+    and `peak_bytes` [B, D] with the peaks under the last table.
+
+    A run that stops early has no peaks: its row stays as it is. With `peak_bytes` [B, 0] no peaks are found.
+    """
+    for index in range(len(placements)):
+        status, times_ns[index] = mean_step_time(
+            arrays, op_times_ns, placements[index], dispatch, stop_ns, floor_ns, workspace
+        )
+        if status == COMPLETED and peak_bytes.shape[1] > 0:
+            find_peaks(arrays, op_times_ns[-1], placements[index], workspace[1], workspace[2])
+            for device in range(peak_bytes.shape[1]):
+                peak_bytes[index, device] = workspace[2].peak_bytes[device]
+        elif status == DEADLOCK:
+            times_ns[index] = DEADLOCK
+
+
+def _flat_order(
+    order: Sequence[npt.ArrayLike], devices: npt.NDArray[np.uint8], num_devices: int
+) -> tuple[I64, npt.NDArray[np.uint32]]:
+    """(`order_offsets`, `order_ops`) of a `Dispatch`."""
+    lists = [np.asarray(ops, np.int64) for ops in order]
+    if len(lists) != num_devices:
+        raise InputError(f"order has {len(lists)} lists; one per device, {num_devices}, is expected")
+    flat = np.concatenate(lists)
+    owner = np.repeat(np.arange(num_devices), [len(ops) for ops in lists])
+    if len(flat) != len(devices) or not np.array_equal(np.sort(flat), np.arange(len(devices))):
+        raise InputError(f"order lists {len(flat)} ops; each of the {len(devices)} ops exactly once is expected")
+    if (devices[flat] != owner).any():
+        op = int(flat[np.argmax(devices[flat] != owner)])
+        raise InputError(f"order: op {op} is listed on another device than its own, {devices[op]}; list it there")
+    return np.concatenate(([0], np.cumsum([len(ops) for ops in lists]))).astype(np.int64), flat.astype(np.uint32)
+
+
+def _stuck_op(order: Sequence[npt.ArrayLike], done: Sequence[I64]) -> int:
+    """The first op of the first device that has not started all its ops."""
+    return next(
+        int(np.asarray(ops)[len(there)])
+        for ops, there in zip(order, done, strict=True)
+        if len(there) < len(np.asarray(ops))
+    )

@@ -1,0 +1,170 @@
+"""Smaller problems with the same answers: reduction (exact) and grouping (a coarser space to search in).
+
+`reduce` merges ops that a plan can run back to back without changing any time:
+
+    a --> b             a's only successor is b, b's only predecessor is a            (a chain)
+    z --> b             z takes no time and no memory, has no predecessor, and b is its only successor (a constant)
+
+The ops of a group merge with others only if all of them do, into ops of one group: the replicas of a chain, say.
+
+A plan of the reduced problem expands to a plan of the original: each merged op becomes its members, one after the
+other, on the same device. Its replay has exactly the same step time, for nothing leaves a merged op before its last
+member ends, and that member takes time, so completions are requested in the same rounds (docs/machine-model.md,
+section 3). Its memory is never higher: the reduced op allocates what its members allocate one by one. Reduced ops are
+numbered by their last members, which keeps every tie.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.arrays import I64
+from gdp.graph import Graph, Op, Tensor
+from gdp.simulator.problem import Placement, Problem
+from gdp.units.grouping import roots_of
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A reduced problem and the way back. N original ops, M reduced ops."""
+
+    original: Problem
+    problem: Problem
+    reduced_op: I64  # [N] the reduced op that each op is part of
+    member_offsets: I64  # [M + 1] reduced op m consists of members[member_offsets[m]:member_offsets[m + 1]]
+    members: I64  # [N] in the order in which they run
+
+    @classmethod
+    def nothing(cls, problem: Problem) -> "Reduction":
+        """`problem` as it is."""
+        ops = np.arange(problem.num_ops)
+        return cls(problem, problem, ops, np.arange(problem.num_ops + 1), ops)
+
+    def expand(self, placement: Placement) -> Placement:
+        """[N] the original ops' devices under a reduced `placement` [M]."""
+        return np.asarray(placement, np.int64)[self.reduced_op]
+
+    def expand_order(self, order: Sequence[I64]) -> tuple[I64, ...]:
+        """[D] the original ops in the order that a reduced `order` gives."""
+        offsets, members = self.member_offsets, self.members
+        parts = [[members[offsets[op] : offsets[op + 1]] for op in ops.tolist()] for ops in order]
+        return tuple(np.concatenate(part) if part else np.zeros(0, np.int64) for part in parts)
+
+    def restrict(self, placement: Placement) -> Placement:
+        """[M] the reduced placement nearest to `placement` [N]: each merged op goes where its last member is."""
+        return np.asarray(placement, np.int64)[self.members[self.member_offsets[1:] - 1]]
+
+
+def reduce(problem: Problem) -> Reduction:
+    """The exact reduction of `problem`; see the module's text for what is merged and why it is exact."""
+    graph = problem.graph
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    only_successor = _only_neighbour(graph.num_ops, sources, targets)
+    only_predecessor = _only_neighbour(graph.num_ops, targets, sources)
+    takes_time = np.where(problem.allowed, problem.op_time_ns, 1).min(axis=1) > 0
+    no_time = np.where(problem.allowed, problem.op_time_ns, 0).max(axis=1) == 0
+    keeps = np.zeros(graph.num_ops, np.bool_)
+    np.logical_or.at(keeps, graph.producers, graph.is_kept)
+    allocates = problem.arrays.memory.alloc_bytes > 0  # a source on an idle device starts, and allocates, at once
+    into = np.full(graph.num_ops, -1, np.int64)
+    for op in np.flatnonzero(only_successor >= 0).tolist():
+        after = int(only_successor[op])
+        is_chain = only_predecessor[after] == op
+        is_source = only_predecessor[op] == -1 and no_time[op] and not allocates[op]
+        if (
+            (is_chain or is_source)
+            and takes_time[after]
+            and not keeps[op]
+            and graph.resident_bytes[op] == 0  # what must stay in memory may lie on another device than its reader
+            and np.array_equal(problem.allowed[op], problem.allowed[after])
+            and np.array_equal(problem.op_time_ns[op] >= 0, problem.op_time_ns[after] >= 0)
+        ):
+            into[op] = after
+    _keep_groups(graph.groups, into)
+    last = roots_of(into)
+    order = np.argsort(last, kind="stable")
+    is_last = into < 0
+    number = np.cumsum(is_last) - 1
+    reduced_op = number[last]
+    offsets = np.concatenate(([0], np.cumsum(np.bincount(reduced_op, minlength=int(is_last.sum())))))
+    return Reduction(problem, _merge(problem, reduced_op, is_last), reduced_op, offsets.astype(np.int64), order)
+
+
+def _keep_groups(groups: I64, into: I64) -> None:
+    """Take back, in place, merges `into` [N] of grouped ops that would leave their group or take part of it along."""
+    leaves = (groups >= 0) & (into >= 0) & (groups[into] != groups)
+    if not leaves.any():
+        return
+    _, index = np.unique(groups, return_inverse=True)
+    targets = groups[into]
+    lowest, highest = np.full(index.max() + 1, np.iinfo(np.int64).max), np.full(index.max() + 1, -1)
+    np.minimum.at(lowest, index[leaves], targets[leaves])
+    np.maximum.at(highest, index[leaves], targets[leaves])
+    is_whole = np.bincount(index) == np.bincount(index[leaves], minlength=len(lowest))
+    may_leave = is_whole & (lowest == highest) & (lowest >= 0)
+    into[leaves & ~may_leave[index]] = -1
+
+
+def _only_neighbour(num_ops: int, ops: I64, neighbours: I64) -> I64:
+    """[N] the one distinct neighbour of each op: -1 if it has none, -2 if it has several."""
+    lowest = np.full(num_ops, np.iinfo(np.int64).max)
+    highest = np.full(num_ops, -1)
+    np.minimum.at(lowest, ops, neighbours)
+    np.maximum.at(highest, ops, neighbours)
+    return np.where(highest == -1, -1, np.where(lowest == highest, highest, -2))
+
+
+def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) -> Problem:
+    graph = problem.graph
+    lasts = np.flatnonzero(is_last)
+    num_ops = len(lasts)
+    resident = np.zeros(num_ops, np.int64)
+    np.add.at(resident, reduced_op, graph.resident_bytes)
+    times = np.zeros((num_ops, problem.num_devices), np.int64)
+    np.add.at(times, reduced_op, np.maximum(problem.op_time_ns, 0))
+    times[problem.op_time_ns[lasts] < 0] = -1
+
+    # a merged op holds what its members produce for each other until it ends: one tensor without consumers
+    inner_bytes = np.zeros(num_ops, np.int64)
+    is_inner = ~is_last[graph.producers]
+    owned = np.where(graph.is_resident | (graph.view_of >= 0), 0, graph.tensor_bytes)
+    np.add.at(inner_bytes, reduced_op[graph.producers[is_inner]], owned[is_inner])
+    kept_tensors = np.flatnonzero(~is_inner)
+    tensor_number = np.full(graph.num_tensors, -1, np.int64)
+    tensor_number[kept_tensors] = np.arange(len(kept_tensors))
+    tensors = [
+        Tensor(
+            int(reduced_op[graph.producers[tensor]]),
+            tuple(dict.fromkeys(reduced_op[graph.consumers_of(tensor)].tolist())),
+            int(graph.tensor_bytes[tensor]),
+            bool(graph.is_resident[tensor]),
+            bool(graph.is_kept[tensor]),
+            int(tensor_number[graph.view_of[tensor]]) if graph.view_of[tensor] >= 0 else -1,
+        )
+        for tensor in kept_tensors.tolist()
+    ]
+    tensors += [Tensor(op, (), int(inner_bytes[op])) for op in np.flatnonzero(inner_bytes).tolist()]
+    ops = [
+        Op(
+            name=graph.op_names[op],
+            kind=graph.kinds[op],
+            dtype=graph.dtypes[op],
+            resident_bytes=int(resident[number]),
+            phase=graph.phases[op],
+            module=graph.modules[op],
+            group=int(graph.groups[op]),
+        )
+        for number, op in enumerate(lasts.tolist())
+    ]
+    merged = Graph.build(graph.name, ops, tensors)
+    return Problem(
+        merged,
+        problem.cluster,
+        times,
+        problem.allowed[lasts],
+        problem.memory_limit_bytes,
+        problem.microbatch[lasts],
+        problem.order,
+    )

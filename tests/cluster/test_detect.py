@@ -1,0 +1,419 @@
+"""gdp.cluster.detect: cards as NVML and CUDA name them, as a cluster; the host; `local` on the command line."""
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fake_nvml import CALLS, H100, L4, MIB, P100, Card, FakeNvml
+from gdp.cli import main
+from gdp.cluster import Cluster, Route
+from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND, GB, GIB, KINDS
+from gdp.cluster.detect import Machine, detect, host, visible
+from gdp.cluster.detect.figures import KIND_BY_NAME
+from gdp.cluster.detect.routes import pcie_bytes_per_second
+from gdp.execute.local_devices import detect_local
+from gdp.execute.targets import find_targets
+
+UUIDS = [f"GPU-{number}0000000-0000-0000-0000-000000000000" for number in range(4)]
+UNKNOWN = Card("NVIDIA RTX A2000", total_mib=6138, reserved_mib=0, pcie=(4, 8), capability=(8, 6), num_cores=3328,
+               mhz=(2100, 6001), bus_width=192)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _pytorch_has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever PyTorch these tests run with; four cores, one memory; nothing of this machine's CUDA."""
+    monkeypatch.setattr(visible, "pytorch_version", lambda: "2.13.0")
+    monkeypatch.setattr(visible, "driver_uuids", lambda: None)
+    monkeypatch.setattr(host, "available_cores", lambda: (0, 2, 3, 4))
+    monkeypatch.setattr(host, "memory_bytes", lambda: 64 * GIB)
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def machine_of(
+    cards: list[Card], ancestors: dict[tuple[int, int], int] | None = None, refused: tuple[str, ...] = (), **env: str
+) -> Machine:
+    return detect(nvml=FakeNvml(cards, ancestors, refused), environ=env)
+
+
+def routes_of(machine: Machine) -> dict[str, Route]:
+    cluster = Cluster.of_machine(machine)
+    names = [device.name for device in cluster.devices]
+    pairs = [(a, b) for a in range(len(names)) for b in range(len(names)) if a != b]
+    return {f"{names[a]}>{names[b]}": cluster.route(a, b) for a, b in pairs}
+
+
+# devices and links
+
+
+def test_two_linked_cards_of_a_built_in_kind_have_its_figures_and_a_route_of_their_own() -> None:
+    """12 active NVLinks of 25 GB/s, a thirteenth is off, others lead to a card that is not ours."""
+    cards = [Card(H100, ends=[*[end] * 12, "off", "elsewhere"]) for end in (1, 0)]
+    machine = machine_of(cards, {(0, 1): 40})
+    assert [device.name for device in machine.devices] == ["cuda0", "cuda1", "cpu0"]
+    assert str(machine.links["cuda0", "cuda1"]) == "12 NVLinks, 300 GB/s; one NUMA node"
+    gpu, _, cpu = Cluster.of_machine(machine).devices
+    kind = KINDS["h100-sxm-80g"]
+    assert (gpu.kind, gpu.flops_per_second, gpu.launch_ns) == ("h100-sxm-80g", kind.flops_per_second, kind.launch_ns)
+    assert gpu.memory_bytes == 81_000 * MIB // (256 * MIB) * (256 * MIB)  # what the driver keeps is not free
+    assert (cpu.memory_bytes, machine.devices[2].place) == (64 * GIB, "cpu:2-4")
+    assert routes_of(machine) == {
+        "cuda0>cuda1": Route(10_000, 300 * GB, ("cuda0->cuda1",)),
+        "cuda1>cuda0": Route(10_000, 300 * GB, ("cuda1->cuda0",)),
+        "cuda0>cpu0": Route(10_000, 55 * GB, ("cuda0.pcie.up",)),
+        "cpu0>cuda0": Route(10_000, 55 * GB, ("cuda0.pcie.down",)),
+        "cuda1>cpu0": Route(10_000, 55 * GB, ("cuda1.pcie.up",)),
+        "cpu0>cuda1": Route(10_000, 55 * GB, ("cuda1.pcie.down",)),
+    }
+    assert not any("cuda" in note for note in machine.notes)  # nothing is estimated, assumed or in use
+
+
+@pytest.mark.parametrize("end", ["switch", "hidden"])
+def test_cards_on_an_nvlink_switch_share_its_ports_though_a_virtual_machine_hides_it(end: str) -> None:
+    routes = routes_of(machine_of([Card(H100, ends=[end] * 18), Card(H100, ends=[end] * 18)]))
+    assert routes["cuda0>cuda1"] == Route(10_000, 450 * GB, ("cuda0.nvlink.out", "cuda1.nvlink.in"))
+
+
+def test_links_of_a_gaming_card_are_narrower_and_of_older_cards_slower() -> None:
+    for capability, rate in {(6, 0): 20 * GB, (7, 0): 25 * GB, (8, 6): 14_062_500_000, (10, 0): 50 * GB}.items():
+        machine = machine_of([Card(H100, capability=capability, ends=[end]) for end in (1, 0)])
+        assert machine.links["cuda0", "cuda1"].bytes_per_second == rate
+
+
+def test_cards_below_one_pcie_switch_share_its_way_to_the_host_but_not_among_themselves() -> None:
+    """cuda0 and cuda1 below a switch, cuda2 in a slot of eight lanes of its own: 12 GB/s x 8 / 16."""
+    cards = [Card(P100, pcie=(3, 16)), Card(P100, pcie=(3, 16)), Card(P100, pcie=(3, 8))]
+    machine = machine_of(cards, {(0, 1): 10, (0, 2): 30, (1, 2): 30})
+    routes = routes_of(machine)
+    assert routes["cuda0>cuda1"] == Route(10_000, 12 * GB, ("cuda0.pcie.up", "cuda1.pcie.down"))
+    assert routes["cuda0>cuda2"] == Route(10_000, 6 * GB, ("cuda0.pcie.up", "cuda2.pcie.down", "switch0.pcie.up"))
+    assert routes["cuda2>cuda1"].channels == ("cuda1.pcie.down", "cuda2.pcie.up", "switch0.pcie.down")
+    assert routes["cuda1>cpu0"].channels == ("cuda1.pcie.up", "switch0.pcie.up")
+    assert routes["cpu0>cuda1"].channels == ("cuda1.pcie.down", "switch0.pcie.down")
+    assert routes["cpu0>cuda2"].channels == ("cuda2.pcie.down",)
+    assert [str(link) for link in machine.links.values()] == [
+        "PCIe, 12 GB/s; one PCIe switch", "PCIe, 6 GB/s; one host bridge", "PCIe, 6 GB/s; one host bridge",
+    ]  # fmt: skip
+
+
+def test_cards_on_two_numa_nodes_share_the_link_between_the_sockets() -> None:
+    cards = [Card(H100)] * 4
+    ancestors = {(0, 1): 40, (2, 3): 10} | {(a, b): 50 for a in (0, 1) for b in (2, 3)}
+    routes = routes_of(machine_of(cards, ancestors))
+    assert routes["cuda0>cuda1"] == Route(10_000, 55 * GB, ("cuda0.pcie.up", "cuda1.pcie.down"))
+    assert routes["cuda1>cuda2"] == Route(
+        10_000, 41_600_000_000,
+        ("cuda1.pcie.up", "cuda2.pcie.down", "node0.upi.out", "node1.upi.in", "switch0.pcie.down"),
+    )  # fmt: skip
+
+
+def test_an_unknown_card_has_estimates_and_a_note_that_says_so() -> None:
+    """3328 cores x 2.1 GHz x 2 FLOP; 2 x 6001 MHz x 192 bits / 8."""
+    machine = machine_of([UNKNOWN])
+    gpu = Cluster.of_machine(machine).devices[0]
+    assert (gpu.kind, gpu.memory_bytes) == ("nvidia-rtx-a2000", 5888 * MIB)
+    assert gpu.flops_per_second == {"float32": 13_977_600_000_000}
+    assert gpu.memory_bytes_per_second == 288_048_000_000
+    assert routes_of(machine)["cuda0>cpu0"].bytes_per_second == 12 * GB  # PCIe 4, 8 lanes
+    assert any("cuda0: figures are estimates: 3328 CUDA cores x 2100 MHz x 2" in note for note in machine.notes)
+
+
+def test_memory_is_what_others_leave_and_what_this_process_holds_is_its_own() -> None:
+    machine = machine_of([Card(L4, total_mib=23034, reserved_mib=458, others_mib=8192, own_mib=1024)])
+    gpu = machine.gpus["cuda0"]
+    assert (gpu.free_bytes, gpu.others_bytes) == ((23034 - 458 - 8192) * MIB, 8192 * MIB)
+    assert machine.devices[0].memory_bytes == 14_336 * MIB  # 56 times 256 MiB
+    assert any("cuda0: others use 8.0 GiB of its memory now" in note for note in machine.notes)
+
+
+def test_every_known_name_is_that_of_a_built_in_kind_with_or_without_its_maker() -> None:
+    assert set(KIND_BY_NAME.values()) == {name for name, kind in KINDS.items() if not kind.is_cpu}
+    for name, kind in KIND_BY_NAME.items():
+        assert [device.kind for device in machine_of([Card(name), Card(f"NVIDIA {name}")]).devices[:2]] == [kind, kind]
+    assert machine_of([Card("NVIDIA H100 PCIe")]).devices[0].kind == "nvidia-h100-pcie"
+
+
+def test_pcie_rates_double_with_each_generation() -> None:
+    rates = [pcie_bytes_per_second(generation, 16) // GB for generation in range(1, 7)]
+    assert rates == [3, 6, 12, 24, 55, 110]
+    assert pcie_bytes_per_second(4, 4) == 6 * GB
+
+
+# which cards, in which order
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("2,0", [2, 0]),
+        ("1, 3gpu", [1, 3]),
+        ("0,7,1", [0]),  # up to the first that is not there
+        ("0,-1,1", [0]),
+        ("1,1", []),
+        ("", []),
+        ("none", []),
+        (f"{UUIDS[3]},GPU-1", [3, 1]),
+        ("GPU-1,GPU-", [1]),  # of several cards
+        ("GPU-2,0", [2]),
+        ("GPU-2,GPU-2", []),
+        ("MIG-2", []),
+    ],
+)
+def test_cuda_visible_devices_is_honoured(listed: str, expected: list[int]) -> None:
+    machine = machine_of([Card(L4)] * 4, CUDA_VISIBLE_DEVICES=listed)
+    assert [gpu.number for gpu in machine.gpus.values()] == expected
+    assert list(machine.gpus) == [f"cuda{number}" for number in range(len(expected))]
+    assert any("MIG instances, which are left out" in note for note in machine.notes) == ("MIG" in listed)
+    if not expected:
+        assert [device.name for device in machine.devices] == ["cpu0", "cpu2", "cpu3", "cpu4"]
+
+
+def test_links_follow_the_cards_when_they_are_numbered_anew() -> None:
+    cards = [Card(H100), Card(H100, ends=[2]), Card(H100, ends=[1])]
+    machine = machine_of(cards, {(0, 1): 50, (0, 2): 50, (1, 2): 10}, CUDA_VISIBLE_DEVICES="2,0,1")
+    words = {names: str(link) for names, link in machine.links.items()}
+    assert not any(link.is_switched for link in machine.links.values())
+    assert words["cuda0", "cuda2"] == "1 NVLink, 25 GB/s; one PCIe switch"
+    assert words["cuda0", "cuda1"] == "PCIe, 41.6 GB/s; different NUMA nodes"
+
+
+def test_the_order_of_unequal_cards_is_the_drivers_unless_it_is_that_of_their_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cards = [Card(L4), Card(H100)]
+    assert [gpu.name for gpu in machine_of(cards).gpus.values()] == [L4, H100]  # the driver does not tell
+    assert any("CUDA_DEVICE_ORDER=PCI_BUS_ID" in note for note in machine_of(cards).notes)
+    monkeypatch.setattr(visible, "driver_uuids", lambda: [UUIDS[1], UUIDS[0]])
+    assert [gpu.name for gpu in machine_of(cards).gpus.values()] == [H100, L4]
+    by_address = machine_of(cards, CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    assert [gpu.name for gpu in by_address.gpus.values()] == [L4, H100]
+
+
+def test_a_card_that_is_split_is_left_out_and_hides_whole_ones_as_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [Card(H100, is_mig=True), Card(H100)]
+    machine = machine_of(cards)
+    assert not machine.gpus
+    assert any("GPU 0" in note and "split into MIG instances" in note for note in machine.notes)
+    assert [gpu.number for gpu in machine_of(cards, CUDA_VISIBLE_DEVICES="1").gpus.values()] == [1]
+    monkeypatch.setattr(visible, "driver_uuids", lambda: ["GPU-of-an-instance", UUIDS[1]])
+    assert {name: gpu.number for name, gpu in machine_of(cards).gpus.items()} == {"cuda1": 1}
+
+
+def test_cards_are_left_out_where_pytorch_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visible, "pytorch_version", lambda: "2.13.0+cpu")
+    machine = machine_of([Card(H100)])
+    assert not machine.gpus
+    assert "1 GPUs are left out: PyTorch 2.13.0+cpu has no CUDA; install a build that has" in machine.notes
+
+
+class FakeDriver:
+    """libcuda with two cards; `failing` calls return CUDA_ERROR_NO_DEVICE."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing, self.opened = failing, 0
+
+    def __getattr__(self, name: str) -> object:
+        def call(*args: object) -> int:
+            if name == "cuDeviceGetCount":
+                ctypes.cast(args[0], ctypes.POINTER(ctypes.c_int))[0] = 2  # type: ignore[arg-type]
+            elif name == "cuDeviceGet":
+                ctypes.cast(args[0], ctypes.POINTER(ctypes.c_int))[0] = args[1]  # type: ignore[arg-type,call-overload]
+            elif name == "cuDeviceGetUuid":
+                content = bytes([args[1].value, *range(1, 16)])  # type: ignore[attr-defined]
+                ctypes.memmove(args[0], content, 16)  # type: ignore[arg-type]
+            return 100 if name == self.failing else 0
+
+        return call
+
+
+def test_the_driver_tells_uuids_as_nvml_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert visible.driver_uuids(FakeDriver()) == [
+        "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "GPU-01010203-0405-0607-0809-0a0b0c0d0e0f",
+    ]  # fmt: skip
+    for name in ("cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid"):
+        assert visible.driver_uuids(FakeDriver(name)) is None
+    assert visible.driver_uuids(SimpleNamespace()) is None
+
+
+# what does not answer
+
+
+@given(st.sets(st.sampled_from(CALLS)), st.booleans())
+def test_calls_that_fail_cost_what_they_tell_and_no_more(refused: set[str], is_known: bool) -> None:
+    cards = [Card(H100, ends=[1, 1, "switch"]) if is_known else UNKNOWN, Card(H100, ends=[0, 0, "switch"])]
+    nvml = FakeNvml(cards, {(0, 1): 50}, refused)
+    machine = detect(nvml=nvml, environ={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    cluster = Cluster.of_machine(machine)  # checks itself
+    lost = refused & {"nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"}
+    assert len(machine.gpus) == (0 if lost else 2)
+    assert bool(machine.found_notes) == bool(lost)
+    assert cluster.devices[-1].name.startswith("cpu")
+    if not lost and "nvmlDeviceGetName" not in refused:
+        assert "cuda1" in [device.name for device in cluster.devices]  # of its kind, much is known without NVML
+    assert "nvmlShutdown" in nvml.asked or "nvmlInit" in refused
+    assert all(str(link) for link in machine.links.values())
+
+
+def test_every_call_is_one_that_the_library_has() -> None:
+    nvml = FakeNvml([Card(H100, ends=[1, "switch"]), Card(H100, ends=[0, "switch"])], {(0, 1): 30})
+    detect(nvml=nvml, environ={})
+    assert nvml.asked == set(CALLS)
+    assert all(callable(getattr(pynvml, name)) for name in CALLS)
+    constants = (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM, pynvml.NVML_FEATURE_ENABLED, pynvml.NVML_TOPOLOGY_SYSTEM)
+    assert constants == (1, 2, 1, 50)
+    assert (pynvml.NVML_NVLINK_DEVICE_TYPE_GPU, pynvml.NVML_NVLINK_DEVICE_TYPE_IBMNPU) == (0, 1)
+
+
+@pytest.mark.parametrize("code", ["NVML_ERROR_LIBRARY_NOT_FOUND", "NVML_ERROR_DRIVER_NOT_LOADED", "NVML_ERROR_UNKNOWN"])
+def test_without_a_driver_there_are_cores_and_a_note_if_it_is_there_but_broken(code: str) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(getattr(pynvml, code))
+
+    machine = detect(nvml=SimpleNamespace(nvmlInit=fail), environ={})
+    assert [device.name for device in machine.devices] == ["cpu0", "cpu2", "cpu3", "cpu4"]
+    assert bool(machine.found_notes) == (code == "NVML_ERROR_UNKNOWN")
+
+
+# the host
+
+
+CPUINFO = """\
+processor	: {0}
+model name	: {model}
+cpu MHz		: 1234.5
+physical id	: 0
+core id		: {core}
+flags		: {flags}
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "clocks", "float32"),
+    [
+        ("Intel(R) Xeon(R) Gold 6242 CPU @ 2.80GHz", "avx2 avx512f fma", {}, 2 * 2.8e9 * 64),
+        ("AMD", "avx2 fma", {"base_frequency": "2000000"}, 2 * 2.0e9 * 32),
+        ("AMD", "avx2 fma", {"cpuinfo_max_freq": "3000000"}, 2 * 3.0e9 * 32),
+        ("AMD", "sse2", {}, 2 * 1.2e9 * 8),
+    ],
+)
+def test_rates_of_cores_are_counted_from_clock_and_vectors_two_threads_of_a_core_as_one(
+    tmp_path: Path, model: str, flags: str, clocks: dict[str, str], float32: float
+) -> None:
+    """Processors 0 and 2 are threads of one core, 1 is another core: two cores, of 8.8 GB/s each."""
+    (tmp_path / "proc").mkdir()
+    blocks = [CPUINFO.format(number, model=model, core=number % 2, flags=flags) for number in range(3)]
+    (tmp_path / "proc/cpuinfo").write_text("\n".join(blocks))
+    for name, text in clocks.items():
+        (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq").mkdir(parents=True)
+        (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq" / name).write_text(text + "\n")
+    rates = host.cpu_rates((0, 1, 2), tmp_path)
+    assert rates.flops_per_second == {"float32": float32, "float64": float32 / 2}
+    assert rates.memory_bytes_per_second == 2 * 8_800_000_000
+    assert host.cpu_rates((5,), tmp_path / "elsewhere").flops_per_second["float32"] == 2.5e9 * 8  # nothing is known
+
+
+def test_memory_is_limited_by_the_control_groups_that_this_process_is_in(tmp_path: Path) -> None:
+    for name, text in {
+        "proc/self/cgroup": "5:memory:/jobs/job\n1:cpu,cpuacct:/\n0::/slice/unit\n",
+        "sys/fs/cgroup/memory/jobs/memory.limit_in_bytes": "7000\n",
+        "sys/fs/cgroup/slice/memory.max": "9000\n",
+        "sys/fs/cgroup/slice/unit/memory.max": "max\n",
+        "sys/fs/cgroup/other/memory.max": "1\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert sorted(host.memory_limits(tmp_path)) == [7000, 9000]
+    assert list(host.memory_limits(tmp_path / "elsewhere")) == []
+
+
+def test_without_gpus_cores_share_what_they_have_and_hand_tensors_over() -> None:
+    machine = machine_of([])
+    cluster = Cluster.of_machine(machine)
+    assert [device.name for device in cluster.devices] == [device.name for device in machine.devices]
+    assert {device.memory_bytes for device in cluster.devices} == {16 * GIB}
+    routes = set(routes_of(machine).values())
+    assert routes == {Route(94_000, BY_REFERENCE_BYTES_PER_SECOND, ())}
+
+
+# PyTorch's view, and the command line
+
+
+def pytorch_sees(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str, str, int]) -> None:
+    """(name, UUID, memory) of each."""
+    found = [SimpleNamespace(uuid=uuid.removeprefix("GPU-"), total_memory=size) for _, uuid, size in gpus]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: gpus[number][0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found[number])
+
+
+def test_cards_are_numbered_as_pytorch_does_and_those_that_only_it_knows_are_there_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([Card(L4, total_mib=23034, others_mib=12_000), Card(H100)]))
+    pytorch_sees(monkeypatch, (H100, UUIDS[1], 80 * GIB), ("AMD Instinct MI300X", "", 192 * GIB), (L4, UUIDS[0], 1))
+    devices = detect_local()
+    assert [(device.name, device.kind) for device in devices[:3]] == [
+        ("cuda0", "h100-sxm-80g"), ("cuda1", "amd-instinct-mi300x"), ("cuda2", "l4-24g"),
+    ]  # fmt: skip
+    assert (devices[1].memory_bytes, devices[2].memory_bytes) == (192 * GIB, 10_240 * MIB)
+    names = [device.name for device in devices]
+    assert find_targets(names) == tuple(device.target for device in devices)  # without --on
+    assert find_targets(names)[-1].cores == (2, 3, 4)
+
+
+def test_a_driver_that_pytorch_cannot_use_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_number: int) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\nand more")
+
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([Card(H100)]))
+    pytorch_sees(monkeypatch, (H100, UUIDS[0], 1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    assert [device.name for device in detect_local()] == ["cpu0", "cpu2", "cpu3", "cpu4"]
+
+
+def test_detect_shows_cards_links_and_notes_and_its_file_is_the_cluster_local(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cards = [Card(H100, others_mib=4096, ends=[1] * 4), Card(H100, ends=[0] * 4)]
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(cards, {(0, 1): 30}))
+    pytorch_sees(monkeypatch, *[(H100, uuid, 80 * GIB) for uuid in UUIDS[:2]])
+    path = tmp_path / "new" / "local.yaml"
+    assert main(["devices", "detect", "--json", "--out", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    answer = json.loads(out)
+    assert answer["devices"][0] == {
+        "name": "cuda0", "kind": "h100-sxm-80g", "memory_bytes": 76_800 * MIB, "on": "cuda:0", "gpu": H100,
+        "uuid": UUIDS[0], "total_memory_bytes": 81_559 * MIB, "free_memory_bytes": 76_904 * MIB,
+        "used_by_others_bytes": 4096 * MIB, "pcie_generation": 5, "pcie_width": 16,
+    }  # fmt: skip
+    assert answer["links"] == [
+        {"devices": ["cuda0", "cuda1"], "ancestor": "one host bridge", "nvlinks": 4, "is_switched": False,
+         "bytes_per_second": 100 * GB},
+    ]  # fmt: skip
+    assert answer["path"] == str(path)
+    assert Cluster.load(path).fingerprint == Cluster.parse("local").fingerprint
+    assert main(["devices", "detect"]) == 0
+    out = capsys.readouterr().out
+    for text in ("79.6 GiB", "75.1 GiB", "PCIe 5 x16", "4 NVLinks, 100 GB/s; one host bridge", "others use 4.0 GiB"):
+        assert text in out
+
+
+@pytest.mark.parametrize("out", [".", "file/local.yaml"])
+def test_a_place_that_cannot_be_written_is_one_line(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main(["devices", "detect", "--out", out]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)

@@ -1,0 +1,564 @@
+"""A captured JAX function computes what JAX does, in every order that the graph allows; its costs are those by hand."""
+
+import functools
+import itertools
+import random
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax import lax
+from jax import numpy as jnp
+from torch import nn
+
+import gdp
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.models.jax import JaxCapture, capture_jax
+
+Struct = jax.ShapeDtypeStruct
+
+
+def array(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+# Models
+
+
+def mlp(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    hidden = jax.nn.relu(x @ params["first"]["kernel"] + params["first"]["bias"])
+    return jnp.tanh(hidden @ params["second"])
+
+
+MLP = {"first": {"kernel": array(6, 8), "bias": array(8, seed=1)}, "second": array(8, 5, seed=2)}
+
+
+def layers_loss(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """A scan over stacked layers."""
+
+    def layer(h: jax.Array, weights: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        with jax.named_scope("layer"):
+            h = jnp.tanh(h @ weights["kernel"] + weights["bias"])
+        return h, h.sum()
+
+    with jax.named_scope("embed"):
+        h = x @ params["in"]
+    h, sums = lax.scan(layer, h, params["layers"])
+    return (h**2).mean() + sums.mean()
+
+
+LAYERS = {"in": array(4, 5), "layers": {"kernel": array(3, 5, 5, seed=1), "bias": array(3, 5, seed=2)}}
+
+
+@jax.jit
+def momentum_step(params: Any, momentum: Any, x: jax.Array, rate: float) -> tuple[Any, Any, jax.Array]:
+    loss, gradients = jax.value_and_grad(layers_loss)(params, x)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
+    return jax.tree.map(lambda p, m: p - rate * m, params, momentum), momentum, loss
+
+
+def late_step(params: dict[str, Any], x: jax.Array) -> tuple[Any, ...]:
+    """The old value of `a` is read beside the new one, that of `b` after the new one is made, though it need not be."""
+    gradients = jax.grad(lambda p: (jnp.tanh(x @ p["a"]) @ p["b"]).sum())(params)
+    new = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+    return new, (new["a"] - params["a"]).sum(), (params["b"] ** 2).sum()
+
+
+LATE = {"a": array(4, 3), "b": array(3, 2, seed=1)}
+
+
+def conv_net(params: list[Any], x: jax.Array) -> jax.Array:
+    for weights in params:
+        x = lax.conv_general_dilated(x, weights, (2, 2), "SAME", feature_group_count=2)
+        x = lax.reduce_window(jax.nn.gelu(x), -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 1, 1), "SAME")
+    return x.mean()
+
+
+def attention_loss(params: dict[str, Any], tokens: jax.Array, key: jax.Array) -> jax.Array:
+    """Embedding, softmax, dropout, a norm, sorting, updates of slices, a remat and a custom derivative."""
+
+    @jax.custom_vjp
+    def clipped(x: jax.Array) -> jax.Array:
+        return jnp.clip(x, -1, 1)
+
+    clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (g * (abs(x) < 1),))
+
+    def block(x: jax.Array) -> jax.Array:
+        q, k, v = jnp.split(x @ params["qkv"], 3, -1)
+        scores = jnp.where(jnp.tril(jnp.ones((5, 5), bool)), q @ k.T, -1e9)
+        return x + jax.nn.softmax(scores) @ v
+
+    x = params["table"][tokens]
+    x = clipped(jax.checkpoint(block)(x))
+    x = x * jax.random.bernoulli(key, 0.5, x.shape)
+    x = x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+    x = x.at[2].set(jnp.sort(x[1])).at[tokens[:2]].add(params["shift"])
+    x = lax.dynamic_update_slice(x, x[:1] * 2, (tokens[0] % 2, 0))
+    return x.sum() + lax.top_k(x, 2)[0].sum() + jnp.concatenate([x.T.reshape(-1), jnp.cumsum(x[0])]).max()
+
+
+ATTENTION = {"qkv": array(4, 12), "table": array(7, 4, seed=1), "shift": array(4, seed=2)}
+
+
+def loops(x: jax.Array, flag: jax.Array) -> Any:
+    """What becomes one op, constants that the code holds, results that are views, stacks and inputs themselves."""
+    table = np.arange(12, dtype="float32").reshape(3, 4)
+    x = x + table + jnp.arange(4.0)
+    y = lax.while_loop(lambda carry: carry[1] < 3, lambda carry: (carry[0] * 2, carry[1] + 1), (x, 0))[0]
+    y = lax.cond(flag.sum() > 0, lambda a: a @ a.T @ a, lambda a: a * 2, y)
+    total, sums = lax.scan(lambda c, row: (c + row, c.sum()), jnp.zeros(4), y, reverse=True)
+    long, _ = lax.scan(lambda c, _: (c * 1.01, None), total, None, length=100)
+    return {"t": y.T, "stack": sums, "long": long, "same": flag, "ones": jnp.ones((2, 2)), "views": sums.reshape(1, 3)}
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "mlp": (mlp, (MLP, array(3, 6))),
+    "momentum step of scanned layers": (momentum_step, (LAYERS, LAYERS, array(2, 4), 0.1)),
+    "step that reads old weights late": (late_step, (LATE, array(2, 4))),
+    "convolutions": (jax.grad(conv_net), ([array(4, 2, 3, 3)], array(2, 4, 8, 8))),
+    "attention": (
+        jax.value_and_grad(attention_loss),
+        (ATTENTION, np.array([1, 3, 0, 6, 2], "int32"), jax.random.key(3)),
+    ),
+    "loops": (loops, (array(3, 4), array(3))),
+}
+
+
+def run_graph(made: JaxCapture, leaves: list[Any], choose: Callable[[int], int], step: int = 1) -> list[Any]:
+    """The results of the graph's ops, one by one, each time that of the ready ones at the place that `choose` gives of
+    their number; what is overwritten is gone. `step` -1: what becomes ready at once does so in reverse order."""
+    graph, program = made.graph, made.program
+    waits_for = [0] * graph.num_ops
+    followers: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
+        followers[producer].append(consumer)
+        waits_for[consumer] += 1
+    owners = {int(graph.groups[op]): value for op, value in program.source_values.items()}
+    values: dict[int, Any] = {}
+    ready = [op for op in range(graph.num_ops) if not waits_for[op]]
+    num_done = 0
+    while ready:
+        op = ready.pop(choose(len(ready)))
+        num_done += 1
+        known = dict(values)
+        if op in program.sources:
+            leaf, part = program.sources[op]
+            content = jnp.asarray(leaves[leaf])
+            values[program.source_values[op]] = content if part < 0 else content[part]
+        elif op in program.constants:
+            values[program.source_values[op]] = jnp.asarray(program.constants[op])
+        else:
+            made_here = run_equations(program.equations[op], known)
+            values.update(made_here)
+            if graph.groups[op] >= 0:
+                del values[owners[int(graph.groups[op])]]
+        for follower in followers[op][::step]:
+            waits_for[follower] -= 1
+            if not waits_for[follower]:
+                ready.append(follower)
+    assert num_done == graph.num_ops
+    results = []
+    for views, operand in program.results:
+        known = dict(values)
+        run_equations(views, known)
+        results.append(known[operand] if isinstance(operand, int) else operand.value)
+    return results
+
+
+def run_equations(equations: Any, known: dict[int, Any]) -> dict[int, Any]:
+    made: dict[int, Any] = {}
+    for equation in equations:
+        made |= zip(equation.outputs, equation.apply(known), strict=True)
+        known.update(made)
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ops_in_any_order_of_the_graph_give_the_bits_that_jax_gives(case: str) -> None:
+    function, args = CASES[case]
+    made = capture_jax(function, *args, name=case, parameters=("params", "momentum") if "momentum" in case else None)
+    with jax.disable_jit():
+        expected = jax.tree.leaves(function(*jax.tree.map(jnp.asarray, args)))
+    leaves = jax.tree.leaves(args)
+    rng = random.Random(0)
+    for found in (
+        run_graph(made, leaves, rng.randrange),
+        run_graph(made, leaves, rng.randrange),
+        run_graph(made, leaves, lambda count: count - 1),  # one result after the other, each as early as it can be
+        run_graph(made, leaves, lambda count: count - 1, -1),
+    ):
+        parts = iter(found)
+        for whole in expected:  # a stack is its parts
+            first = next(parts)
+            stack = [first]
+            if np.shape(first) != np.shape(whole):
+                stack += [next(parts) for _ in range(len(whole) - 1)]
+                first = np.stack(stack)
+            np.testing.assert_array_equal(np.asarray(first), np.asarray(whole))
+        assert next(parts, None) is None
+
+
+def by_kind(graph: Graph, phase: str | None = None) -> Counter[str]:
+    chosen = [op for op in range(graph.num_ops) if phase in (None, graph.phases[op])]
+    return Counter(graph.kinds[op] for op in chosen)
+
+
+def flops_of(graph: Graph, *kinds: str) -> int:
+    return int(sum(graph.flops[op] for op in range(graph.num_ops) if graph.kinds[op] in kinds))
+
+
+# Costs
+
+
+def test_flops_and_bytes_of_an_mlp_are_those_by_hand_and_the_flops_those_of_the_same_pytorch_module() -> None:
+    made = capture_jax(mlp, MLP, Struct((3, 6), "float32"), name="mlp")
+    # products 2 * 3 * 6 * 8 and 2 * 3 * 8 * 5; bias and relu on [3, 8], tanh on [3, 5]
+    assert made.graph.flops.sum() == 288 + 240 + 24 + 24 + 15
+    number = made.graph.kinds.index("add")
+    assert made.graph.bytes_accessed[number] == 4 * (24 + 8 + 24)  # the bias is read as it is, not repeated
+    torch_mlp = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5, bias=False), nn.Tanh())
+    same = gdp.capture(torch_mlp, (torch.ones(3, 6),), name="mlp", training=False).graph
+    assert made.graph.flops.sum() == same.flops.sum()
+    assert made.graph.resident_bytes.sum() == same.resident_bytes.sum() == 4 * (48 + 8 + 40)
+    assert {"params.first.kernel", "params.first.bias", "params.second", "x"} < set(made.graph.op_names)
+    assert by_kind(made.graph) == Counter(parameter=3, input=1, dot_general=2, add=1, max=1, tanh=1)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_flops_of_a_convolution_and_its_gradients_are_those_by_hand_and_of_pytorch(groups: int, stride: int) -> None:
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        padding = [(1, 1), (1, 1)]
+        return lax.conv_general_dilated(x, weights, (stride, stride), padding, feature_group_count=groups).sum()
+
+    weights, x = Struct((6, 4 // groups, 3, 3), "float32"), Struct((2, 4, 8, 8), "float32")
+    graph = capture_jax(jax.grad(loss, (0, 1)), weights, x, name="conv").graph
+    size = 8 // stride
+    one = 2 * (2 * 6 * size * size) * (4 // groups * 9)
+    # the forward result is not needed for gradients of a sum: two products remain
+    assert flops_of(graph, "conv_general_dilated") == 2 * one
+    conv = nn.Conv2d(4, 6, 3, stride, 1, groups=groups, bias=False)
+    same = gdp.capture(conv, (torch.ones(2, 4, 8, 8, requires_grad=True),), name="conv", loss=torch.sum).graph
+    assert flops_of(same, "aten.convolution", "aten.convolution_backward") == 3 * one
+
+
+def test_flops_of_attention_are_those_by_hand_and_of_the_same_pytorch_module() -> None:
+    def attend(w: jax.Array, x: jax.Array) -> jax.Array:
+        q, k, v = jnp.split((x @ w).reshape(2, 5, 3, 2, 4).transpose(2, 0, 3, 1, 4), 3)
+        scores = jnp.exp(q[0] @ k[0].swapaxes(-1, -2))
+        return (scores / scores.sum(-1, keepdims=True)) @ v[0]
+
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8, 24))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (x @ self.w).reshape(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind()
+            scores = (q @ k.transpose(-1, -2)).exp()
+            return (scores / scores.sum(-1, keepdim=True)) @ v
+
+    made = capture_jax(attend, Struct((8, 24), "bfloat16"), Struct((2, 5, 8), "bfloat16"), name="attend")
+    pairs = 2 * 2 * 5 * 5
+    # projection; two products of width 4 for each pair; exp, sum, division
+    assert made.graph.flops.sum() == 2 * 2 * 5 * 8 * 24 + pairs * (2 * 4 + 2 * 4 + 3)
+    same = gdp.capture(Attend(), (torch.ones(2, 5, 8),), name="attend", training=False).graph
+    assert made.graph.flops.sum() == same.flops.sum()
+    dtypes = {made.graph.kinds[op]: made.graph.dtypes[op] for op in range(made.graph.num_ops)}
+    assert (dtypes["dot_general"], dtypes["reduce_sum"]) == ("bfloat16", "float32")  # JAX adds up in float32
+    assert not made.coverage.unknown
+
+
+def test_lookups_and_slices_cost_what_they_pick_and_sorting_n_log_n() -> None:
+    def step(table: jax.Array, rows: jax.Array, start: jax.Array) -> Any:
+        picked = table.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        part = lax.dynamic_slice(table, (start, jnp.int32(0)), (2, 4))
+        added = lax.dynamic_update_slice(table, part, (start, jnp.int32(0)))
+        return picked, part, added, jnp.sort(picked)
+
+    args = (Struct((1000, 4), "float32"), Struct((3,), "int32"), Struct((), "int32"))
+    graph = capture_jax(step, *args, name="lookups").graph
+    cost = {graph.kinds[op]: (int(graph.flops[op]), int(graph.bytes_accessed[op])) for op in range(graph.num_ops)}
+    assert cost["gather"] == (0, 3 * 4 + 2 * 48)
+    assert cost["dynamic_slice"] == (0, 4 + 2 * 32)
+    assert cost["dynamic_update_slice"] == (0, 4 + 2 * 32)
+    assert cost["sort"] == (12 * 2, 2 * 48)
+
+
+def test_what_has_no_formula_is_named_and_a_registered_function_gives_its_flops() -> None:
+    def solve(a: jax.Array) -> jax.Array:
+        return jnp.linalg.qr(a @ a, mode="r")
+
+    first = capture_jax(solve, Struct((4, 4), "float32"), name="qr")
+    assert set(first.coverage.unknown) == {"qr"}
+    from gdp.models.pytorch import flops
+
+    @gdp.register_flops("qr")
+    def qr(a: Any, out_val: Any, **params: Any) -> int:
+        return 4 * int(a.shape[-1]) ** 3 // 3
+
+    try:
+        second = capture_jax(solve, Struct((4, 4), "float32"), name="qr")
+    finally:
+        del flops._registered["qr"]
+    assert not second.coverage.unknown
+    assert flops_of(second.graph, "qr") == 4 * 64 // 3
+
+
+def test_random_keys_have_their_real_size() -> None:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    graph = capture_jax(lambda key: jax.random.normal(key, (4,)), key, name="draw").graph
+    op = graph.op_names.index("key")
+    assert graph.tensor_bytes[graph.producers == op].tolist() == [8]  # two 32-bit words
+
+
+# Structure
+
+
+def unrolled_loss(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """`layers_loss` as a loop of Python's over a list of layers."""
+    with jax.named_scope("embed"):
+        h = x @ params["in"]
+    sums = []
+    for weights in params["layers"]:
+        with jax.named_scope("layer"):
+            h = jnp.tanh(h @ weights["kernel"] + weights["bias"])
+        sums.append(h.sum())
+    return (h**2).mean() + jnp.stack(sums).mean()
+
+
+def test_an_unrolled_scan_is_the_graph_of_the_python_loop() -> None:
+    listed = {"in": LAYERS["in"], "layers": [jax.tree.map(lambda a, i=i: a[i], LAYERS["layers"]) for i in range(3)]}
+    x = Struct((2, 4), "float32")
+    scanned = capture_jax(layers_loss, LAYERS, x, name="scan").graph
+    loop = capture_jax(unrolled_loss, listed, x, name="loop").graph
+
+    def profile(graph: Graph) -> Counter[Any]:
+        return Counter(
+            (
+                graph.kinds[op], int(graph.flops[op]), int(graph.bytes_accessed[op]), int(graph.resident_bytes[op]),
+                graph.phases[op], sum(len(graph.consumers_of(t)) for t in np.flatnonzero(graph.producers == op)),
+            )
+            for op in range(graph.num_ops)
+            if graph.kinds[op] not in ("stack", "concatenate")
+        )  # fmt: skip
+
+    assert profile(scanned) == profile(loop)
+    assert scanned.num_tensors == loop.num_tensors
+    assert "params.layers.kernel[1]" in scanned.op_names
+    backward = capture_jax(jax.grad(layers_loss), LAYERS, x, name="scan").graph
+    assert flops_of(backward, "dot_general") == 3 * 3 * (2 * 2 * 5 * 5) + 2 * (2 * 2 * 4 * 5)
+
+
+def test_a_scan_beyond_the_limit_is_one_op_of_all_its_iterations() -> None:
+    x = Struct((2, 4), "float32")
+    whole = capture_jax(layers_loss, LAYERS, x, name="scan", unroll_limit=2)
+    parts = capture_jax(layers_loss, LAYERS, x, name="scan")
+    assert by_kind(whole.graph)["scan"] == 1
+    assert "params.layers.kernel" in whole.graph.op_names
+    assert whole.graph.flops.sum() == parts.graph.flops.sum()
+    assert not parts.notes
+    assert len(whole.notes) == 1
+    assert "scan of 3 iterations" in whole.notes[0]
+
+
+def test_a_while_loop_counts_its_body_as_often_as_it_is_known_to_run_and_a_cond_its_most_expensive_branch() -> None:
+    made = capture_jax(loops, Struct((3, 4), "float32"), Struct((3,), "float32"), name="loops", parameters=())
+    assert flops_of(made.graph, "while") == 4 * 1 + 3 * (12 + 1)  # condition; product, counter
+    assert flops_of(made.graph, "cond") == 2 * (2 * 3 * 4 * 3)
+    assert flops_of(made.graph, "scan") == 100 * 4
+    assert len(made.notes) == 2
+    assert not made.coverage.open_loops
+
+
+def turns(first: int, bound: int, step: int, relation: str, x: jax.Array) -> jax.Array:
+    """A loop of one product a turn, whose counter and bound are arrays; the counter changes behind a call."""
+    compare = getattr(lax, relation)
+    advance = jax.jit(lambda i: i + step)
+    return lax.while_loop(
+        lambda c: compare(c[0], c[1]), lambda c: (advance(c[0]), c[1], c[2] * 2), (first, jnp.int32(bound - 1) + 1, x)
+    )[2]
+
+
+@pytest.mark.parametrize("relation", ["lt", "le", "gt", "ge", "ne", "eq"])
+def test_trip_counts_are_those_of_running_the_loop(relation: str) -> None:
+    compare = {"lt": int.__lt__, "le": int.__le__, "gt": int.__gt__, "ge": int.__ge__, "ne": int.__ne__,
+               "eq": int.__eq__}[relation]  # fmt: skip
+    num_known = 0
+    for first, bound, step in itertools.product((-3, 0, 2, 7), (-4, 0, 5, 8), (-2, -1, 1, 3, 0)):
+        i, count = first, 0
+        while compare(i, bound) and count < 50:
+            i, count = i + step, count + 1
+        made = capture_jax(functools.partial(turns, first, bound, step, relation), Struct((4,), "float32"), name="m")
+        if count == 50:  # endless
+            assert made.coverage.open_loops == {"while": 1}
+            continue
+        num_known += 1
+        assert not made.coverage.open_loops
+        assert flops_of(made.graph, "while") == count * (4 + 1) + count + 1, (first, bound, step)
+    assert num_known > 25
+
+
+def test_a_fori_loop_of_static_bounds_counts_every_turn_however_it_is_lowered() -> None:
+    """With numbers as bounds it is a scan, with arrays that are known a while: 10 turns of x * 2 and a counter."""
+
+    def with_numbers(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(2, 12, lambda i, c: c * 2, x)
+
+    def with_arrays(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(jnp.int32(2), jnp.asarray(10) + 2, lambda i, c: c * 2, x)
+
+    def nested(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 100, lambda i, c: lax.fori_loop(2, jnp.asarray(12), lambda i, c: c * 2, c), x)
+
+    x = Struct((4,), "float32")
+    unrolled, scan = capture_jax(with_numbers, x, name="m"), capture_jax(with_numbers, x, name="m", unroll_limit=0)
+    known, inner = capture_jax(with_arrays, x, name="m"), capture_jax(nested, x, name="m")
+    assert by_kind(unrolled.graph) == Counter(input=1, mul=10)
+    assert flops_of(unrolled.graph, "mul") == 40
+    assert flops_of(scan.graph, "scan") == 10 * (4 + 1)
+    assert flops_of(known.graph, "while") == 10 * (4 + 1) + 11  # and the condition
+    assert flops_of(inner.graph, "scan") == 100 * (10 * (4 + 1) + 11 + 1)
+    assert not any(made.coverage.open_loops for made in (unrolled, scan, known, inner))
+
+
+def test_a_loop_of_unknown_length_is_named_wherever_it_is_and_counted_once() -> None:
+    def halves(x: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda c: c.max() > 1, lambda c: c / 2, x)
+
+    def bounded(x: jax.Array, n: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, n, lambda i, c: c / 2, x)
+
+    @jax.jit
+    def sampler(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (halves(c), None), x, None, length=100)[0]
+
+    x = Struct((4,), "float32")
+    alone, given = capture_jax(halves, x, name="m"), capture_jax(bounded, x, Struct((), "int32"), name="m")
+    assert flops_of(alone.graph, "while") == 4 + 1 + 4
+    for made in (alone, given):
+        assert made.coverage.open_loops == {"while": 1}
+        (note,) = made.notes
+        assert "the trip count of a while loop is unknown; its body is counted once" in note
+    inside = capture_jax(lambda x: sampler(x) * 2, x, name="m")
+    assert inside.coverage.open_loops == {"while": 1}
+    assert any(note.startswith("sampler: the trip count of a while loop is unknown") for note in inside.notes)
+    assert flops_of(inside.graph, "scan") == 100 * (4 + 1 + 4)
+
+
+def test_a_step_has_forward_backward_and_updates_in_place_beside_their_parameters() -> None:
+    made = capture_jax(
+        momentum_step, LAYERS, LAYERS, Struct((2, 4), "float32"), 0.1, name="step", parameters=["params", 1]
+    )
+    graph = made.graph
+    assert set(graph.phases) == {"forward", "backward", "update"}
+    assert {"embed", "layer"} < set(graph.modules)
+    arrays = 2 * (1 + 3 + 3)  # weights and momentum, in parts
+    assert by_kind(graph)["parameter"] == arrays
+    assert sorted(Counter(graph.groups.tolist()).items()) == [(-1, graph.num_ops - 2 * arrays)] + [
+        (group, 2) for group in range(arrays)
+    ]
+    assert by_kind(graph, "update") == Counter(mul=14, add=7, sub=7)
+    # nothing but what is computed on the way is allocated: new weights are where the old ones were
+    fresh = graph.is_kept & ~graph.is_resident
+    assert [graph.tensor_bytes[t] for t in np.flatnonzero(fresh)] == [4]  # the loss
+    many = gdp.accumulated(graph, 3)
+    assert int(many.flops.sum()) < 3 * int(graph.flops.sum())
+    gradients = capture_jax(jax.grad(layers_loss), LAYERS, Struct((2, 4), "float32"), name="gradients").graph
+    assert set(gradients.groups.tolist()) == {-1}  # gradients look like weights and are none
+
+
+def test_weights_that_are_needed_with_their_new_values_are_not_overwritten() -> None:
+    graph = capture_jax(late_step, LATE, Struct((2, 4), "float32"), name="late").graph
+    groups = {name: int(graph.groups[graph.op_names.index(f"params.{name}")]) for name in "ab"}
+    assert groups["a"] == -1
+    assert groups["b"] >= 0
+    fresh = graph.is_kept & ~graph.is_resident
+    assert sorted(graph.tensor_bytes[fresh].tolist()) == [4, 4, 4 * 4 * 3]
+
+
+def test_a_new_value_of_another_type_is_noted_and_takes_no_other_arguments_place() -> None:
+    def step(params: Any, average: Any, x: jax.Array) -> tuple[Any, Any]:
+        gradients = jax.grad(lambda p: (x @ p).sum().astype("float32"))(params)
+        return params - 0.1 * gradients.astype("float32"), average * 0.9 + gradients
+
+    half = Struct((4, 3), "bfloat16")
+    args = (half, Struct((4, 3), "float32"), Struct((2, 4), "bfloat16"))
+    made = capture_jax(step, *args, name="step", parameters=("params", "average"))
+    assert made.notes == ("a result has the structure of params with other shapes or types: params is not replaced",)
+    assert [int(made.graph.groups[made.graph.op_names.index(name)]) for name in ("params", "average")] == [-1, 0]
+
+
+def test_a_model_of_70_billion_parameters_takes_no_memory() -> None:
+    width, depth, hidden, vocabulary = 8192, 80, 28672, 128256
+
+    def llama(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            x = x + (x @ w["v"]) @ w["o"]
+            return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"], None
+
+        x, _ = lax.scan(layer, params["table"][tokens], params["layers"])
+        return x @ params["table"].T
+
+    def weights(*shape: int) -> Struct:
+        return Struct(shape, "bfloat16")
+
+    shapes = {"v": (width, width), "o": (width, width), "gate": (width, hidden), "up": (width, hidden)}
+    layers = {name: weights(depth, *shape) for name, shape in shapes.items()} | {"down": weights(depth, hidden, width)}
+    params = {"table": weights(vocabulary, width), "layers": layers}
+    tracemalloc.start()
+    graph = capture_jax(llama, params, Struct((1, 128), "int32"), name="llama", unroll_limit=80).graph
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6
+    assert graph.resident_bytes.sum() == 2 * (vocabulary * width + depth * (2 * width * width + 3 * width * hidden))
+    assert graph.resident_bytes.max() < 3e9  # a layer is a device's, not all layers
+
+
+def test_a_captured_step_is_placed() -> None:
+    made = capture_jax(momentum_step, LAYERS, LAYERS, Struct((2, 4), "float32"), 0.1, name="s", parameters=(0, 1))
+    plan = gdp.place(made.graph, gdp.Cluster.parse("2xp100-pcie-16g"), budget="200sims")
+    assert plan.status == "ok"
+    assert Graph.from_document(made.graph.to_document()).fingerprint == made.graph.fingerprint
+
+
+# Bad input
+
+
+def needs_values(x: jax.Array) -> jax.Array:
+    return x if x.sum() > 0 else -x
+
+
+def test_bad_functions_and_arguments_are_named_in_one_line() -> None:
+    x = Struct((3,), "float32")
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: capture_jax(needs_values, x, name="m"), "depends on an array's content"),
+        (lambda: capture_jax(lambda x: np.asarray(x), x, name="m"), "depends on an array's content"),
+        (lambda: capture_jax(lambda x: x[x > 0], x, name="m"), "depends on an array's content"),
+        (lambda: capture_jax(mlp, MLP, name="m"), "missing a required argument: 'x'"),
+        (lambda: capture_jax(mlp, MLP, x, name="m"), "the function failed (TypeError: dot_general requires"),
+        (lambda: capture_jax(lambda x: "text", x, name="m"), "the function returns str"),
+        (lambda: capture_jax(lambda x: None, x, name="m"), "the function returns no arrays"),
+        (lambda: capture_jax(mlp, MLP, x, name="m", parameters="parms"), "did you mean params?"),
+        (lambda: capture_jax(mlp, MLP, x, name="m", parameters=2), "parameters has 2, which is no argument"),
+        (lambda: capture_jax(lambda x: x, torch.ones(3), name="m"), "which JAX does not know"),
+        (lambda: capture_jax(3, x, name="m"), "function is a int"),  # type: ignore[arg-type]
+    ]
+    for call, expected in cases:
+        with pytest.raises(InputError) as error:
+            call()
+        assert expected in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_without_jax_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(InputError, match=r"pip install 'gdp-placement\[jax\]'"):
+        capture_jax(lambda x: x, np.ones(3), name="m")

@@ -1,0 +1,221 @@
+"""MODEL: workloads and their cache, files, functions of the user's."""
+
+import gzip
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gdp import register_flops
+from gdp.cli import values
+from gdp.errors import InputError
+from gdp.graph import Graph, Op, Tensor
+from gdp.models import graph_cache, read
+from gdp.models.model import Reading
+from gdp.models.pytorch import flops
+from gdp.models.read import read_model
+
+WORKLOAD = "inception-v3-b32"  # the one that is captured fastest
+
+USER_MODULE = """
+import torch
+from torch import nn
+
+answer = 42
+
+def pair():
+    print("a word on standard output")
+    return nn.Linear(8, 4), torch.ones(2, 8)
+
+def triple():
+    return nn.Linear(8, 4), (), {"input": torch.ones(2, 8)}
+
+def keywords():
+    return nn.Linear(8, 4), {"input": torch.ones(2, 8)}
+
+def raises():
+    raise RuntimeError("first line\\nlast line")
+
+def exits():
+    raise SystemExit("out")
+
+def number():
+    return 3
+
+def strings():
+    return nn.Linear(8, 4), "input"
+
+def wrong_shape():
+    return nn.Linear(8, 4), torch.ones(2, 7)
+
+async def later():
+    return nn.Linear(8, 4), torch.ones(2, 8)
+
+def looks():
+    return nn.Linear(8, 4), torch.ones(2, 8 if torch.ones(3).sum() > 0 else 7)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty working directory and cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    sys.modules.pop("user_model", None)
+
+
+def tiny() -> Graph:
+    return Graph.build("tiny", [Op("a", flops=1), Op("b", flops=1)], [Tensor(0, (1,), 4)])
+
+
+def test_a_file_is_read_as_it_is() -> None:
+    tiny().save("graph.json.gz")
+    model = read_model("graph.json.gz")
+    assert model.graph.fingerprint == tiny().fingerprint
+    assert not model.is_captured
+    assert read.load("graph.json.gz").name == "tiny"
+
+
+def test_a_second_run_reads_the_cache_without_importing_pytorch() -> None:
+    first = read_model(WORKLOAD)
+    (entry,) = Path("cache/gdp/graphs").iterdir()
+    code = (
+        f"import sys; from gdp.models.read import read_model; print(read_model({WORKLOAD!r}).graph.fingerprint); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert again.stdout.strip() == first.graph.fingerprint
+    assert list(Path("cache/gdp/graphs").iterdir()) == [entry]
+
+    # damaged or of another shape: captured anew, and the entry is whole again
+    whole = entry.read_bytes()
+    for damaged in (whole[:-100], b"", gzip.compress(b"{}"), gzip.compress(b"[1")):
+        entry.write_bytes(damaged)
+        assert read_model(WORKLOAD).graph.fingerprint == first.graph.fingerprint
+        assert entry.read_bytes() == whole
+
+
+def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "rnnlm/l1-s30-h1024-b128"
+    captured: list[str] = []
+
+    def capture(build: object, name: str, *_: object) -> SimpleNamespace:
+        captured.append(name)
+        return SimpleNamespace(graph=tiny(), coverage=SimpleNamespace(unknown={}))
+
+    monkeypatch.setattr(read, "_capture", capture)
+    for _ in range(2):
+        assert read_model(name).graph.fingerprint == tiny().fingerprint
+    assert captured == [name]
+    (entry,) = Path("cache/gdp/graphs").iterdir()
+    assert entry.name.startswith("rnnlm.l1-s30-h1024-b128-")
+
+
+def test_options_and_code_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, usual = graph_cache.model_entry, Reading()
+    entries = {entry(WORKLOAD, usual, 1), entry(WORKLOAD, Reading(False), 1), entry(WORKLOAD, Reading(True, "sgd"), 1)}
+    entries |= {entry("gnmt-2", usual, 1), entry(WORKLOAD, usual, 2)}
+    monkeypatch.setattr(graph_cache, "version", lambda _: "2.12.0")
+    assert len(entries | {entry(WORKLOAD, usual, 1)}) == 6
+    assert entry("package.module:function", usual, 1) is None  # nobody knows what it depends on
+
+
+def test_nothing_is_kept_where_flops_are_counted_by_functions_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert graph_cache.model_entry(WORKLOAD, Reading(), 1) is not None
+    monkeypatch.setattr(flops, "_registered", {})
+    register_flops("aten.mm")(lambda *_, out_val: 1)
+    assert graph_cache.model_entry(WORKLOAD, Reading(), 1) is None
+
+
+def test_what_a_cache_holds_follows_from_the_onnx_file_alone() -> None:
+    """The shape in `r` lies beside the model, so the graph is read anew when that file changes."""
+    onnx = pytest.importorskip("onnx")
+    helper = onnx.helper
+    x, y = (helper.make_tensor_value_info(name, 1, shape) for name, shape in (("x", [2, 3]), ("y", ["a", "b"])))
+    r = onnx.numpy_helper.from_array(np.array([1, 1]), "r")
+    graph = helper.make_graph([helper.make_node("Tile", ["x", "r"], ["y"])], "g", [x], [y], [r])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    onnx.save(proto, "alone.onnx")
+    read_model("alone.onnx")
+    assert len(list(Path("cache/gdp/graphs").iterdir())) == 1
+    onnx.save(proto, "m.onnx", save_as_external_data=True, location="r.bin", size_threshold=0)
+    assert read_model("m.onnx").graph.tensor_bytes.max() == 4 * 2 * 3
+    Path("r.bin").write_bytes(np.array([4, 5]).tobytes())
+    assert read_model("m.onnx").graph.tensor_bytes.max() == 4 * 8 * 15
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / ("a" * 300)):  # the system refuses to look at the second one
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+        assert read_model(WORKLOAD, Reading(training=False)).graph.num_ops > 0
+
+
+def test_names_that_the_system_refuses_to_look_at_are_one_line() -> None:
+    with pytest.raises(InputError, match="no such directory"):
+        read_model(f"hf:{'a' * 300}")
+    with pytest.raises(InputError, match="cannot be written"):
+        values.check_writable(Path("a" * 300) / "plan.json")
+
+
+@pytest.mark.parametrize("function", ["pair", "triple", "keywords"])
+def test_a_function_of_the_users_is_captured_and_what_it_prints_is_no_answer(
+    function: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("user_model.py").write_text(USER_MODULE)
+    model = read_model(f"user_model:{function}")
+    assert model.is_captured
+    assert model.graph.name == f"user_model:{function}"
+    assert {"forward", "backward", "update"} <= set(model.graph.phases)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert ("a word" in printed.err) == (function == "pair")
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("user_model:raises", ["user_model:raises", "RuntimeError: last line"]),
+        ("user_model:exits", ["user_model:exits", "SystemExit: out"]),
+        ("user_model:number", ["returned int", "(module, example_inputs) or (module, args, kwargs)"]),
+        ("user_model:strings", ["inputs are str", "a tensor, a tuple or a dict"]),
+        ("user_model:wrong_shape", ["user_model:wrong_shape", "RuntimeError"]),
+        ("user_model:looks", ["user_model:looks", "content"]),
+        ("user_model:answer", ["is no function but int"]),
+        ("user_model:later", ["user_model:later: is async", "a plain function"]),
+        ("user_model:missing", ["module user_model has no missing"]),
+        ("no_such_module:f", ["no_such_module cannot be imported", "ModuleNotFoundError"]),
+        ("broken:f", ["module broken cannot be imported", "SyntaxError"]),
+        ("model.onnx", ["model.onnx: no such file"]),
+        ("hf:directory", ["has no config.json", "name a directory"]),
+        ("hf:elsewhere", ["no such directory"]),
+        ("gnmt-5", ["'gnmt-5'", "did you mean gnmt-"]),
+        ("some/where", ["some/where: no such file"]),
+        ("rnnlm/l9", ["'rnnlm/l9': no variant of that name", "gdp workloads --variants"]),
+        ("directory", ["directory: is a directory"]),
+        ("none.json", ["none.json: no such file"]),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_line(
+    text: str, fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("user_model.py").write_text(USER_MODULE)
+    Path("broken.py").write_text("def f(:")
+    Path("directory").mkdir()
+    with pytest.raises(InputError) as caught:
+        read_model(text)
+    assert "\n" not in str(caught.value)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(InputError, match="optimizer is 'adagrad'; one of adam, sgd"):
+        read_model(WORKLOAD, Reading(optimizer="adagrad"))

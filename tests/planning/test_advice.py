@@ -1,0 +1,141 @@
+"""Advice and sweeps: answers by placing and simulating."""
+
+import pytest
+
+from gdp.budget import Budget
+from gdp.cluster import Cluster
+from gdp.errors import InputError, UnevenBatchError
+from gdp.graph import Graph, Op, Tensor
+from gdp.graph.microbatches import accumulated
+from gdp.planning.advice import advise, changes_that_fit
+from gdp.planning.sweep import Sweep, sweep_devices, sweep_microbatches
+from gdp.search.place import place
+from gdp.simulator.constraints import Constraints
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation, replay, verify
+
+GIB = 2**30
+BUDGET = Budget(simulations=4000)
+
+
+def branches(count: int, resident: int = GIB) -> Graph:
+    """So many equal branches of three ops that join: each keeps a fast device busy for 10 ms."""
+    ops = [Op("in")]
+    tensors = []
+    for branch in range(count):
+        base = len(ops)
+        ops += [Op(f"b{branch}.{step}", flops=31 * 10**9, resident_bytes=resident) for step in range(3)]
+        tensors += [Tensor(0, (base,), 10**6), Tensor(base, (base + 1,), 10**6), Tensor(base + 1, (base + 2,), 10**6)]
+    ops.append(Op("out"))
+    tensors += [Tensor(3 * branch + 3, (len(ops) - 1,), 10**6) for branch in range(count)]
+    return Graph.build("branches", ops, sorted(tensors, key=lambda tensor: tensor.producer))
+
+
+def placed(graph: Graph, devices: str, **limits: object) -> tuple[Plan, Simulation]:
+    cluster = Cluster.parse(devices)
+    plan = place(graph, cluster, budget=BUDGET, **limits)  # type: ignore[arg-type]
+    assert plan.status == "ok"
+    return plan, replay(Problem.build(graph, cluster), plan)
+
+
+def test_what_ifs_are_step_times_of_plans() -> None:
+    """Four branches on three devices: with a fourth each has its own, two cannot hold them."""
+    graph = branches(4, resident=3 * GIB)
+    plan, simulation = placed(graph, "3xp100-pcie-16g")
+    advice = advise(graph, simulation, plan, Constraints(), budget=BUDGET)
+    times = {what_if.change: what_if.step_time_ns for what_if in advice.what_ifs}
+    assert set(times) == {"one device less", "one device more", "links twice as fast", "twice the memory"}
+    assert times["one device less"] is None  # 36 GiB do not fit in 32
+    assert times["one device more"] is not None
+    assert 0.5 < times["one device more"] / plan.step_time_ns < 0.8
+    assert times["links twice as fast"] is not None
+    assert times["twice the memory"] is not None
+    assert times["twice the memory"] <= plan.step_time_ns
+    assert advice.plan is plan
+    assert not advice.not_asked
+
+
+def test_a_plan_that_is_better_without_a_device_is_taken() -> None:
+    """Given a plan that wastes time on a slow device, advice finds the one without and hands it in, verified."""
+    graph = branches(2)
+    cluster = Cluster.parse("2xrtx4090-24g+l4-24g")
+    problem = Problem.build(graph, cluster)
+    bad = place(graph, cluster, budget="200sims", pins=[("b1", "gpu2"), ("b0|in|out", "gpu0")])
+    advice = advise(graph, replay(problem, bad), bad, Constraints(), budget=BUDGET)
+    assert advice.plan.step_time_ns < 0.8 * bad.step_time_ns
+    assert not (advice.plan.placement == 2).any()
+    assert verify(problem, advice.plan) == []
+
+
+def test_a_budget_that_is_over_leaves_questions() -> None:
+    """Without time nothing is asked, and that is said."""
+    graph = branches(2)
+    plan, simulation = placed(graph, "2xp100-pcie-16g")
+    advice = advise(graph, simulation, plan, Constraints(), budget=Budget(seconds=0.0))
+    assert advice.what_ifs == ()
+    assert [text.partition(" (")[0] for text in advice.not_asked[:2]] == ["one device less", "one device more"]
+    assert "no time left" in advice.not_asked[0]
+
+
+def test_the_smallest_changes_that_fit() -> None:
+    """Nine times 4 GiB do not fit in two devices of 16 GiB: one more device does it, or half of the branches."""
+    graph, cluster = branches(3, resident=4 * GIB), Cluster.parse("2xp100-pcie-16g")
+
+    def part(parts: int) -> Graph:
+        if parts > 2:
+            raise UnevenBatchError("no such part")
+        return branches(3, resident=4 * GIB // parts)
+
+    assert changes_that_fit(graph, cluster, Constraints(), budget=BUDGET, part_of=part) == [
+        "1 more p100-pcie-16g", "1/2 of the samples"
+    ]  # fmt: skip
+    assert changes_that_fit(branches(3, 2**60 // 9), cluster, Constraints(), budget=BUDGET) == []
+
+
+def test_sweeps_over_devices_do_not_get_worse() -> None:
+    """Each value begins from the plan before it; what a constraint rules out has a note."""
+    graph, cluster = branches(4), Cluster.parse("4xp100-pcie-16g")
+    rows = list(sweep_devices(graph, cluster, (1, 2, 3, 4), Constraints(), budget=BUDGET))
+    times = [row.plan.step_time_ns for row in rows if row.plan is not None and row.is_ok]
+    assert len(times) == 4
+    assert times == sorted(times, reverse=True)
+    assert times[3] < 0.5 * times[0]
+    pinned = list(sweep_devices(graph, cluster, (1, 2), Constraints(pins=[("b0", "gpu1")]), budget=BUDGET))
+    assert [row.is_ok for row in pinned] == [False, True]
+    assert "gpu1" in pinned[0].note
+    with pytest.raises(InputError, match="5 are asked for"):
+        list(sweep_devices(graph, cluster, (5,), Constraints(), budget=BUDGET))
+
+
+def test_sweeps_over_micro_batches() -> None:
+    """Each value has its graph; a number that the batch cannot be split into has a note."""
+    graph, cluster = branches(2), Cluster.parse("2xp100-pcie-16g")
+
+    def read(count: int) -> Graph:
+        if count == 3:
+            raise UnevenBatchError("a batch of 4 has no 3 equal micro-batches")
+        return accumulated(graph, count)
+
+    rows = list(sweep_microbatches(read, cluster, (1, 2, 3), Constraints(), budget=Budget(simulations=300)))
+    assert [row.is_ok for row in rows] == [True, True, False]
+    assert rows[1].graph is not None
+    assert rows[1].graph.num_ops == 2 * graph.num_ops
+    assert "no 3 equal" in rows[2].note
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("devices=1..3", (1, 2, 3)), ("microbatches=8,1,2", (1, 2, 8)), ("devices=4", (4,)), ("devices=2..2", (2,))],
+)
+def test_texts_of_sweeps(text: str, values: tuple[int, ...]) -> None:
+    assert Sweep.parse(text).values == values
+    assert Sweep.parse(text).what == text.partition("=")[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "devices", "devices=", "devices=a..b", "devices=1..999", "links=1..2", "devices=0"]
+)
+def test_nonsense_of_sweeps(text: str) -> None:
+    with pytest.raises(InputError, match="--sweep"):
+        Sweep.parse(text)

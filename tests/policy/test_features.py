@@ -1,0 +1,196 @@
+"""The compiled roll-out computes the features of the table."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdp.arrays import F64, I64
+from gdp.cluster import Cluster
+from gdp.policy.features import FEATURES, INITIAL_WEIGHTS, NUM_FEATURES, NUMBERS
+from gdp.policy.rollout import RolloutArrays, RolloutRecord, roll_out
+from gdp.policy.sampling import draw_style, options_of
+from gdp.policy.unit_features import UNIT_FEATURES, unit_features
+from gdp.policy.units import UnitGraph, UnitSource
+from gdp.simulator.problem import Problem
+from policy.tiny_policy import random_graph
+from strategies import Instance, instances
+
+
+class PlainRollout:
+    """The state of a roll-out in plain Python, and the features of devices in that state."""
+
+    def __init__(self, problem: Problem, units: UnitGraph, most: int) -> None:
+        self.units, self.most, self.num_devices = units, most, problem.num_devices
+        self.limit_bytes = np.maximum(problem.memory_limit_bytes, 1)
+        self.cluster = problem.cluster
+        count = units.num_units
+        sent = np.zeros((count, count))
+        np.add.at(sent, (units.sources, units.targets), np.maximum(units.sent_ns, 1e-9))
+        self.near = row_shares(sent + sent.T)
+        two_steps = self.near @ self.near
+        np.fill_diagonal(two_steps, 0.0)
+        self.second, self.similar = row_shares(two_steps), units.similar.toarray()
+        runs = units.time_ns >= 0
+        times_ns, works_ns = (np.where(runs, ns, 0.0) + 1.0 for ns in (units.time_ns, units.work_ns[:, None]))
+        speed = 1.0 / (times_ns.sum(axis=0) / works_ns.sum(axis=0))
+        self.speed = speed / speed.sum()
+        self.device: dict[int, int] = {}  # of each unit that has one
+        self.was: I64 = units.incumbent
+        self.finish_ns: dict[int, float] = {}
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        self.free_ns, self.recent, self.before = np.zeros(self.num_devices), np.zeros(self.num_devices), -1
+
+    def choose(self, unit: int, device: int, end_ns: float) -> None:
+        self.device[unit] = device
+        self.finish_ns[unit] = self.free_ns[device] = end_ns
+        self.recent *= 0.8
+        self.recent[device] += 0.2
+        self.before = device
+
+    def transfer_ns(self, pair: int, device: int) -> float:
+        home = self.device[self.units.sources[pair]]
+        if home == device:
+            return 0.0
+        rate = self.cluster.bytes_per_second[home, device]
+        return float(self.units.sent_bytes[pair] * 1e9 / rate + self.cluster.latency_ns[home, device])
+
+    def features(self, unit: int, device_before: int, candidates: list[int]) -> tuple[dict[str, F64], F64]:
+        """(values [D] of each feature, ends [D]) for a unit that has no device, meaningful at `candidates`."""
+        units, shape = self.units, self.num_devices
+        home = np.array([self.device.get(other, -1) for other in range(units.num_units)])
+        here = home[:, None] == np.arange(shape)  # [U, D]
+        near, second, like = (shares[unit] @ here for shares in (self.near, self.second, self.similar))
+        load = np.where(here, units.time_ns, 0.0).sum(axis=0)
+        busy = np.stack([units.slices[here[:, device]].sum(axis=0) for device in range(shape)])
+        held = ((units.resident_bytes + units.alive_bytes)[:, None] * here).sum(axis=0)
+        is_empty = ~here.any(axis=0)
+        arriving = [pair for pair in np.flatnonzero(units.targets == unit) if home[units.sources[pair]] >= 0]
+        inputs, ready = np.zeros(shape), np.zeros(shape)
+        for device in candidates:
+            sent = {pair: self.transfer_ns(pair, device) for pair in arriving}
+            inputs[device] = sum(sent.values())
+            ready[device] = max(
+                (
+                    self.finish_ns[units.sources[pair]] + transfer
+                    for pair, transfer in sent.items()
+                    if units.sources[pair] < unit
+                ),
+                default=0.0,
+            )
+        start = np.maximum(ready, self.free_ns)
+        time_ns = np.maximum(units.time_ns[unit], 0.0)  # forbidden devices are no candidates
+        end = start + time_ns
+        own_ns = max(units.work_ns[unit], 1.0)
+        all_slices = np.maximum(units.slices.sum(axis=0), 1e-9)
+        meanwhile = (units.slices[unit] * busy / all_slices).sum(axis=1) / self.speed / own_ns
+        share = self.speed * max(units.work_ns.sum(), 1.0)
+        fair = share * max(shape / max(self.most, 1), 1.0)
+        after = load + time_ns
+        memory = (held + units.resident_bytes[unit] + units.alive_bytes[unit]) / self.limit_bytes
+        is_before = np.arange(shape) == self.before
+        all_near, all_like = max(near.sum(), 1e-9), max(like.sum(), 1e-9)
+
+        def above_lowest(values: F64) -> F64:
+            return np.maximum(values - values[candidates].min(), 0.0)
+
+        def below_one(values: F64) -> F64:
+            return np.asarray(values / (1.0 + values))
+
+        return {
+            "neighbours here, of all": near,
+            "neighbours here, of those placed": near / all_near,
+            "neighbours' neighbours here": second,
+            "like units here, of those placed": like / all_like,
+            "start later than elsewhere": np.minimum(above_lowest(start) / share, 4.0),
+            "end later than elsewhere": below_one(above_lowest(end) / own_ns),
+            "load": np.minimum(load / share, 4.0),
+            "load after, of the highest": after / np.maximum(np.maximum(load.max(), after), 1.0),
+            "load meanwhile": np.minimum(meanwhile, 4.0),
+            "load meanwhile above the lowest": np.minimum(above_lowest(meanwhile), 4.0),
+            "memory": np.minimum(memory, 4.0),
+            "memory short": np.clip((memory - 0.8) * 5.0, 0.0, 4.0),
+            "empty": is_empty * 1.0,
+            "empty, by how many are not": is_empty * (~is_empty).mean(),
+            "unit before is here": is_before * 1.0,
+            "recent units here": self.recent,
+            "slower than the fastest": np.log((time_ns + 1.0) / (time_ns[candidates].min() + 1.0)),
+            "inputs to send": inputs / (inputs + own_ns),
+            "inputs to send above the lowest": below_one(above_lowest(inputs) / own_ns),
+            "like units here, by load meanwhile": np.minimum(like * meanwhile / all_like, 4.0),
+            "was here": (np.arange(shape) == device_before) * 1.0,
+            "load after, above a fair share": np.clip((after / fair - 1.0) * 4.0, 0.0, 4.0),
+            "unit before is here, within a fair share": is_before * (after <= fair) * 1.0,
+            "most of like units are here": (like > 0.5 * all_like) * 1.0,
+        }, end
+
+
+def row_shares(amounts: F64) -> F64:
+    """`amounts` [U, U] over the sum of their row; 0 in empty rows."""
+    return np.asarray(amounts / np.where(amounts.any(axis=1), amounts.sum(axis=1), 1.0)[:, None])
+
+
+def assert_equal_features(seen: F64, expected: Mapping[str, F64], candidates: list[int], where: str) -> None:
+    for name, number in NUMBERS.items():
+        np.testing.assert_allclose(
+            seen[candidates, number], expected[name][candidates], rtol=1e-4, atol=1e-5, err_msg=f"{name}, {where}"
+        )
+
+
+@settings(max_examples=40)
+@given(instances(max_ops=16, max_devices=4), st.booleans(), st.sampled_from([0.25, 1.0]), st.integers(0, 99))
+def test_each_column_of_the_roll_out_is_its_row_of_the_table(
+    instance: Instance, refines: bool, most: float, seed: int
+) -> None:
+    problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
+    rng, num_passes = np.random.default_rng(seed), 2
+    source = UnitSource.of(problem)
+    incumbent = problem.allowed.argmax(axis=1) if refines else None
+    units = source.draw(8, rng, incumbent=incumbent)
+    shape = 1, units.num_units
+    fixed = np.where(rng.random(shape) < 0.5, units.incumbent, -1)
+    style = replace(draw_style(rng), scale=np.ones((2, NUM_FEATURES), np.float32), passes=num_passes, most=most)
+    options = options_of([replace(style, temperature=1.0)], problem.num_devices, refines=refines)
+    weights = rng.normal(size=(2, units.num_units, NUM_FEATURES)).astype(np.float32)
+    record, chosen = RolloutRecord.empty(1, num_passes, units.num_units, problem.num_devices), np.zeros(shape, np.int64)
+    arrays = RolloutArrays.of(problem, units, source.equal_before)
+    uniforms = rng.random((1, num_passes, units.num_units))
+    roll_out(arrays, weights, options, fixed, units.incumbent, uniforms, chosen, record)
+
+    plain = PlainRollout(problem, units, int(options.most[0]))
+    plain.device = {unit: int(device) for unit, device in enumerate(fixed[0]) if device >= 0}
+    for turn in range(num_passes):
+        plain.begin_pass()
+        for unit in range(units.num_units):
+            before = plain.device.get(unit, int(units.incumbent[unit]))
+            if fixed[0, unit] < 0:
+                plain.device.pop(unit, None)
+            candidates = np.flatnonzero(record.masks[0, turn, unit]).tolist()
+            expected, end_ns = plain.features(unit, before, candidates)
+            assert_equal_features(record.features[0, turn, unit], expected, candidates, f"pass {turn}, unit {unit}")
+            device = int(record.devices[0, turn, unit])
+            plain.choose(unit, device, float(end_ns[device]))
+
+
+def test_names_of_features_are_unique_and_each_has_two_weights() -> None:
+    assert len(NUMBERS) == NUM_FEATURES == len(FEATURES)
+    assert [len(row) for row in INITIAL_WEIGHTS] == [NUM_FEATURES] * 2
+    assert len({feature.name for feature in UNIT_FEATURES}) == len(UNIT_FEATURES)
+
+
+@pytest.mark.parametrize("refines", [False, True])
+def test_unit_features_are_finite_and_told_by_name(refines: bool) -> None:
+    problem = Problem.build(random_graph(24, 0), Cluster.parse("p100-pcie-16g+v100-sxm-32g"))
+    incumbent = np.arange(24) % 2 if refines else None
+    units = UnitSource.of(problem).draw(10, np.random.default_rng(0), incumbent=incumbent)
+    columns = dict(zip((feature.name for feature in UNIT_FEATURES), unit_features(problem, units).T, strict=True))
+    assert all(np.isfinite(column).all() for column in columns.values())
+    assert columns["work, of all"].sum() == pytest.approx(1.0, rel=1e-5)
+    assert (columns["devices"] == 1.0).all()
+    assert (columns["has an incumbent"] == refines).all()
+    assert np.expm1(columns["ops"]).sum() == pytest.approx(24, rel=1e-5)

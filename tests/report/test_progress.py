@@ -1,0 +1,66 @@
+"""Stages that take long say so: a live line on a terminal, now and then a line in a log."""
+
+import io
+import sys
+import time
+
+import pytest
+
+from gdp.report import progress
+from gdp.report.progress import SearchLine, StatusLine, live
+from gdp.search.place import Progress
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.4)
+
+
+def test_a_short_stage_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage below the limit prints nothing."""
+    with live("reading a"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_long_stage_says_what_it_does_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    """A log has the first line after the quiet time, then the latest text once per interval."""
+    line = StatusLine("reading a")
+    with live(line):
+        time.sleep(0.4)
+        line.say("reading b", seconds_left=100)
+        time.sleep(0.4)
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second = err.splitlines()
+    assert first == "gdp: [0 s] reading a"
+    assert second.startswith("gdp: [1 s] reading b | at most ")
+    assert second.endswith(" s left")
+
+
+def test_an_error_ends_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is printed after a stage that fails."""
+    with pytest.raises(ValueError, match="broken"), live("reading a"):
+        raise ValueError("broken")
+    time.sleep(0.3)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_terminal_shows_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """On a terminal the line is there at once, in any encoding, and erased at the end."""
+    content = io.BytesIO()
+    terminal = io.TextIOWrapper(content, encoding)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    line = SearchLine("chain on 2 devices")
+    with live(line):
+        line(Progress(2_000_000, False, 1_000_000, 1234, 1.0, 60.0))
+        time.sleep(0.3)
+    shown = content.getvalue().decode(encoding)
+    assert "chain on 2 devices: 2.000 ms (does not fit yet)" in shown
+    assert "simulations" not in shown  # no more than one line
+    assert shown.endswith("\x1b[1A\x1b[2K")

@@ -1,0 +1,117 @@
+"""Weight streaming: parameters that do not fit are sent shortly before they are used."""
+
+from itertools import permutations
+
+import numpy as np
+from hypothesis import given, settings
+
+from gdp.cluster import Cluster, Device, Route
+from gdp.graph import Graph, Op, Tensor
+from gdp.search.place import place, plan_of
+from gdp.search.streaming import stream_weights
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation, simulate, verify
+from strategies import FEATURES, Instance, instances
+
+MS, MB = 10**6, 10**6
+LAYERS = 24
+
+
+def layers(weight_bytes: int = 100 * MB) -> Graph:
+    """`LAYERS` layers of 10 ms on the GPU with a weight each, and a small op after each."""
+    ops, tensors = [], []
+    for layer in range(LAYERS):
+        weight, product, norm = 3 * layer, 3 * layer + 1, 3 * layer + 2
+        ops.append(Op(f"w{layer}", "parameter", resident_bytes=weight_bytes, time_ns={"gpu": 0, "cpu": 0}))
+        ops.append(Op(f"mm{layer}", "mm", time_ns={"gpu": 10 * MS, "cpu": 1000 * MS}))
+        ops.append(Op(f"norm{layer}", "norm", time_ns={"gpu": MS // 10, "cpu": MS // 10}))
+        tensors.append(Tensor(weight, (product,), weight_bytes, resident=True))
+        tensors.append(Tensor(product, (norm,), 1000))
+        if layer + 1 < LAYERS:
+            tensors.append(Tensor(norm, (norm + 2,), 1000))
+    return Graph.build("layers", ops, tensors)
+
+
+def machine(gpu_bytes: int, bytes_per_second: int = 20 * 10**9, num_gpus: int = 1) -> Cluster:
+    """GPUs, a CPU with room, and links that take 5 ms for 100 MB."""
+    figures = {"flops_per_second": {"float32": 10**12}, "memory_bytes_per_second": 10**12, "launch_ns": 0}
+    devices = [
+        *(Device(name=f"gpu{n}", kind="gpu", memory_bytes=gpu_bytes, **figures) for n in range(num_gpus)),
+        Device(name="cpu", kind="cpu", memory_bytes=10**12, **figures),
+    ]
+    pairs = permutations(range(len(devices)), 2)
+    routes = {pair: Route(1000, bytes_per_second, (f"{pair}",)) for pair in pairs}
+    return Cluster.build("machine", devices, routes)
+
+
+def fastest(problem: Problem) -> Simulation | None:
+    """Of all steps that are tried the fastest that fits."""
+    fit = [found for found in stream_weights(problem) if found.feasible]
+    return min(fit, key=lambda found: found.step_time_ns, default=None)
+
+
+def test_a_gpu_that_holds_an_eighth_of_the_weights_loses_next_to_nothing_where_transfers_are_faster_than_layers() -> (
+    None
+):
+    """A weight takes 5 ms to send and a layer 10.1 ms. 300 MB hold a weight in use and two on their way; without
+    gates the 2.4 GB would arrive within 120 ms, of which the GPU has used half by then."""
+    problem = Problem.build(layers(), machine(300 * MB + 10**4))
+    at_once = simulate(problem, np.array([0 if op % 3 else 1 for op in range(3 * LAYERS)]))
+    assert not at_once.feasible
+    found = fastest(problem)
+    assert found is not None
+    assert found.feasible
+    everything_ns = LAYERS * 10 * MS + LAYERS * MS // 10
+    assert found.step_time_ns <= everything_ns + 5 * MS + LAYERS * 10_000  # the first weight, and the gates' latencies
+
+
+def test_where_transfers_limit_the_step_only_what_does_not_fit_is_sent() -> None:
+    """A weight takes 50 ms to send: with 12 to 14 of 24 weights in the GPU's memory, 10 to 12 are sent."""
+    problem = Problem.build(layers(), machine(1400 * MB, bytes_per_second=2 * 10**9))
+    found = fastest(problem)
+    assert found is not None
+    num_sent = int((found.transfer_tensors % 3 == 0).sum())
+    assert 10 <= num_sent <= 13
+    assert found.step_time_ns <= (num_sent * 50 + 30) * MS
+
+
+def test_two_gpus_take_turns_so_that_both_links_send() -> None:
+    """A weight takes 15 ms to send and a layer 10.1 ms, hardly a weight fits twice: over one link all that does not
+    stay takes longer than the layers, over two half as long."""
+    weights_ms, layers_ms = LAYERS * 15, LAYERS * 10.1
+    link = 100 * MB * 1000 // 15
+    one, two = (fastest(Problem.build(layers(), machine(500 * MB, link, num_gpus))) for num_gpus in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert one.step_time_ns >= (weights_ms - 5 * 15) * MS
+    assert two.step_time_ns <= (layers_ms + 2 * 15) * MS
+    assert {0, 1} <= set(two.placement[1::3].tolist())
+
+
+def test_what_must_be_on_the_host_is_computed_there_and_weights_are_streamed_all_the_same() -> None:
+    found = fastest(Problem.build(layers(), machine(400 * MB + 10**4), pins=[("norm12", "cpu")]))
+    assert found is not None
+    assert found.placement[3 * 12 + 2] == 1
+    assert found.step_time_ns <= 1.1 * LAYERS * 10 * MS
+
+
+def test_place_answers_with_it_and_the_plan_holds() -> None:
+    problem = Problem.build(layers(), machine(300 * MB + 10**4))
+    plan = place(problem.graph, problem.cluster, budget="200sims")
+    assert verify(problem, plan) == []
+    assert plan.step_time_ns < 1.1 * LAYERS * 10 * MS  # the classical placers need more than a second
+    assert all(baseline.step_time_ns > 3 * plan.step_time_ns for baseline in plan.search.baselines.values())
+
+
+def test_nothing_is_streamed_where_everything_fits() -> None:
+    assert list(stream_weights(Problem.build(layers(), machine(10**10)))) == []
+
+
+@settings(max_examples=150)
+@given(instances(max_devices=3, features=frozenset(FEATURES) - {"priorities"}))
+def test_what_is_found_fits_obeys_all_constraints_and_is_a_plan(instance: Instance) -> None:
+    problem = Problem.build(instance.graph, instance.cluster)
+    for found in stream_weights(problem):
+        assert problem.broken_constraints(found.placement) == []
+        if found.feasible:
+            assert verify(problem, plan_of(found, 0, "auto", 0)) == []

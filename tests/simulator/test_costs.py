@@ -1,0 +1,120 @@
+"""gdp.simulator.costs: op and transfer times against exact rational arithmetic."""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdp.cluster import Cluster, Device, Route
+from gdp.errors import InputError
+from gdp.graph import Graph, Op
+from gdp.simulator.costs import count_time_sources, op_times, transfer_occupancy_ns
+
+LARGEST = 2**63 - 1
+
+
+def device(name: str = "d", kind: str = "k", launch_ns: int = 0, bandwidth: int = 10**9, **flops: int) -> Device:
+    return Device(name, kind, 2**30, {"float32": 10**9, **flops}, bandwidth, launch_ns)
+
+
+def cluster_of(*devices: Device) -> Cluster:
+    count = len(devices)
+    routes = {(a, b): Route(0, 1, ()) for a in range(count) for b in range(count) if a != b}
+    return Cluster.build("c", devices, routes)
+
+
+def graph_of(*ops: Op) -> Graph:
+    return Graph.build("g", ops, [])
+
+
+def exact_ns(amount: int, rate: int) -> int:
+    return math.ceil(Fraction(amount * 10**9, rate))
+
+
+rates = st.one_of(
+    st.integers(1, LARGEST), st.integers(1, 10**6), st.integers(10**12, 2 * 10**16), st.just(LARGEST // 1000)
+)
+amounts = st.one_of(st.integers(0, LARGEST), st.integers(0, 10**6))
+
+
+@given(st.lists(amounts, max_size=5), rates)
+def test_occupancy_is_the_exact_quotient_rounded_up_or_an_overflow(sizes: list[int], rate: int) -> None:
+    expected = [exact_ns(size, rate) for size in sizes]
+    if any(time > LARGEST for time in expected):
+        with pytest.raises(InputError, match=r"tensor \d+: .* take 2\^63 ns or more"):
+            transfer_occupancy_ns(np.array(sizes, np.int64), rate)
+    else:
+        result = transfer_occupancy_ns(np.array(sizes, np.int64), rate)
+        assert result.dtype == np.int64
+        assert result.tolist() == expected
+
+
+@given(
+    st.lists(st.tuples(amounts, amounts, st.sampled_from(["float32", "float16", "complex64"])), min_size=1, max_size=6),
+    st.tuples(rates, rates, rates),
+    st.one_of(st.integers(0, 10_000), st.integers(0, LARGEST)),
+)
+def test_the_roofline_is_exact_or_an_overflow(
+    ops: list[tuple[int, int, str]], rate: tuple[int, ...], launch: int
+) -> None:
+    only = Device("d", "k", 0, {"float32": rate[0], "float16": rate[1]}, rate[2], launch)
+    expected = [
+        launch + max(exact_ns(flops, rate[1] if dtype == "float16" else rate[0]), exact_ns(moved, rate[2]))
+        if flops or moved
+        else 0
+        for flops, moved, dtype in ops
+    ]
+    graph = graph_of(*(Op(f"o{i}", flops=f, bytes_accessed=b, dtype=t) for i, (f, b, t) in enumerate(ops)))
+    if any(time > LARGEST for time in expected):
+        with pytest.raises(InputError, match=r"op \d+ 'o\d+': .* on device 'd'; check"):
+            op_times(graph, cluster_of(only))
+    else:
+        assert op_times(graph, cluster_of(only)).tolist() == [[time] for time in expected]
+
+
+def test_the_roofline_by_hand() -> None:
+    # P100: flops 9.3e9 / 9.3e12 = 1 ms; bytes 732e3 / 732e9 = 1 us; launch 5 us.
+    graph = graph_of(
+        Op("compute", flops=9_300_000_000, bytes_accessed=732_000),
+        Op("memory", flops=1, bytes_accessed=732_000_001),  # 1 ms and a little: rounded up
+        Op("half", flops=18_700_000_000, dtype="float16"),
+        Op("integer", flops=9_300_000_000, dtype="int64"),  # no such rate: float32
+        Op("nothing"),
+    )
+    times = op_times(graph, Cluster.parse("p100-pcie-16g"))
+    assert times[:, 0].tolist() == [1_005_000, 1_005_001, 1_005_000, 1_005_000, 0]
+
+
+def test_measured_times_go_by_name_then_kind_then_roofline() -> None:
+    cluster = cluster_of(device("a", "x", 7), device("b", "x", 7), device("c", "y", 7), device("y", "z", 7))
+
+    def times(time_ns: Mapping[str, int]) -> list[int]:
+        return list(op_times(graph_of(Op("o", flops=3, time_ns=time_ns)), cluster)[0])
+
+    assert times({}) == [10, 10, 10, 10]  # 7 ns launch + 3 flops at 1 per ns
+    assert times({"x": 5, "b": 6}) == [5, 6, 10, 10]
+    assert times({"b": 6, "x": -1}) == [-1, 6, 10, 10]
+    assert times({"y": 4}) == [10, 10, 4, 4]  # a kind and another device's name
+    assert times({"x": 0, "y": 0, "elsewhere": 9}) == [0, 0, 0, 0]
+
+
+def test_a_measured_time_stands_in_for_figures_that_overflow() -> None:
+    graph = graph_of(Op("o", flops=LARGEST, time_ns={"d": 3}))
+    assert op_times(graph, cluster_of(device(float32=1))).tolist() == [[3]]
+
+
+def test_sources_of_times_are_counted_for_each_device() -> None:
+    graph = graph_of(
+        Op("measured", flops=1, time_ns={"x": 5}),
+        Op("barred", flops=1, time_ns={"a": -1}),
+        Op("modelled", flops=1),
+        Op("free"),
+    )
+    assert count_time_sources(graph, cluster_of(device("a", "x"), device("b", "z"))) == {
+        "a": {"measured": 1, "cannot_run": 1, "roofline": 1, "free": 1},
+        "b": {"measured": 0, "cannot_run": 0, "roofline": 3, "free": 1},
+    }
