@@ -87,7 +87,7 @@ def test_replicas_share_devices_unless_they_are_free(family: str, free: bool, tm
     graph = accumulated(one, 4, free_replicas=free)
     problem, single = Problem.build(graph, CLUSTER), Problem.build(one, CLUSTER)
     number = {name: op for op, name in enumerate(graph.op_names)}
-    unit = problem.group_index
+    unit = problem.graph.group_index
     apart = 0
     for op, name in enumerate(one.op_names):
         units = {unit[number[replica]] for replica in (name, *(f"{name}@{m}" for m in (1, 2, 3))) if replica in number}
@@ -95,7 +95,7 @@ def test_replicas_share_devices_unless_they_are_free(family: str, free: bool, tm
         assert len(units) == 1 or (free and one.groups[op] < 0)
     assert (apart > 0) == free
     if not free:
-        assert unit.max() <= single.group_index.max() + 1
+        assert unit.max() <= single.graph.group_index.max() + 1
     graph.save(tmp_path / "graph.json.gz")
     assert (microbatch_of(Graph.load(tmp_path / "graph.json.gz")) == problem.microbatch).all()
 
@@ -107,7 +107,7 @@ def test_reduction_keeps_times_and_orders_of_micro_batches() -> None:
     reduction = reduce(problem)
     assert reduction.problem.num_ops < 0.9 * problem.num_ops
     rng = np.random.default_rng(0)
-    devices = rng.integers(0, 3, problem.group_index.max() + 1)[problem.group_index]
+    devices = rng.integers(0, 3, problem.graph.group_index.max() + 1)[problem.graph.group_index]
     placement = reduction.restrict(devices)
     assert reduction.problem.broken_constraints(placement) == []
     for order in problem.orders:
@@ -136,7 +136,7 @@ def test_an_excerpt_is_the_step_of_fewer(family: str) -> None:
     assert {edge: count for edge, count in found.items() if edge[1]} == {e: c for e, c in wanted.items() if e[1]}
     problem = Problem.build(five, CLUSTER)
     small = Problem.build(excerpt.graph, CLUSTER)
-    devices = np.random.default_rng(1).integers(0, 3, small.group_index.max() + 1)[small.group_index]
+    devices = np.random.default_rng(1).integers(0, 3, small.graph.group_index.max() + 1)[small.graph.group_index]
     assert problem.broken_constraints(devices[excerpt.twin]) == []
 
 
@@ -261,4 +261,4 @@ def test_ops_that_hold_weights_hold_them_where_they_run() -> None:
         graph = accumulated(layers, 4, free_replicas=free)
         assert graph.num_ops == 12
         assert graph.resident_bytes.sum() == 3 * 2**30
-        assert Problem.build(graph, CLUSTER).group_index.max() == 2
+        assert Problem.build(graph, CLUSTER).graph.group_index.max() == 2

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from gdp.cluster import Cluster, Device, Route
 from gdp.graph import Graph, Op, Tensor
 from gdp.placers import CLASSICAL, Placer, fit_memory, metis_blind
-from gdp.placers.base import UnitArrays
 from gdp.placers.contiguous import module_chain, stages, topological_chain
 from gdp.placers.expert import layer_ranges
 from gdp.placers.list_scheduling import _transfers, favourite_children, upward_ranks
@@ -19,6 +18,7 @@ from gdp.placers.memory_repair import excess_bytes, held_bytes
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate, simulate
 from gdp.units.forward_units import forward_units
+from gdp.units.units import Units
 from hand_cases import make_cluster
 from strategies import Instance, instances
 
@@ -194,13 +194,13 @@ def test_stages_of_unequal_devices_take_equally_long() -> None:
     ops = [Op(f"op{number}") for number in range(9)]
     graph = Graph.build("chain", ops, [Tensor(number, (number + 1,), 1) for number in range(8)])
     problem = Problem.build(graph, make_cluster(2, {}), op_time_ns=np.tile([MS // 2, MS], (9, 1)))
-    units = UnitArrays.of(problem)
+    units = Units.of(problem)
     assert stages(problem, units, topological_chain(problem, units), np.arange(2)).tolist() == [0] * 6 + [1] * 3
 
 
 def test_stages_by_layer_keep_a_layer_with_its_backward_ops_and_its_parameters_together() -> None:
     problem = Problem.build(training_graph(), cluster_of(4))
-    units = UnitArrays.of(problem)
+    units = Units.of(problem)
     chosen = stages(problem, units, module_chain(problem, units, whole_layers=True), np.arange(4))[units.index]
     expected = [int(module.split(".")[1]) // 2 for module in problem.graph.modules]  # 8 equal layers on 4 devices
     assert chosen.tolist() == expected

@@ -7,10 +7,10 @@ import pytest
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.placers.base import UnitArrays
 from gdp.placers.contiguous import Chain
 from gdp.placers.dp_stages import _cut_times, least_bottleneck
 from gdp.simulator.problem import Problem
+from gdp.units.units import Units
 
 
 def chain_problem(seed: int) -> Problem:
@@ -27,7 +27,7 @@ def chain_problem(seed: int) -> Problem:
 
 def bottleneck(problem: Problem, devices: np.ndarray, ends: tuple[int, ...]) -> float:  # type: ignore[type-arg]
     """What `least_bottleneck` minimises, from the definition; infinite where resident bytes do not fit."""
-    units = UnitArrays.of(problem)
+    units = Units.of(problem)
     cut_ns = _cut_times(problem, units, np.arange(7), devices)
     worst, begin = 0.0, 0
     for stage, end in enumerate(ends):
@@ -44,7 +44,7 @@ def bottleneck(problem: Problem, devices: np.ndarray, ends: tuple[int, ...]) -> 
 def test_no_other_cuts_have_a_smaller_bottleneck(seed: int) -> None:
     """Brute force over all cuts of the chain finds no smaller bottleneck, on all devices and on two of them."""
     problem = chain_problem(seed)
-    units, chain = UnitArrays.of(problem), Chain(np.arange(7))
+    units, chain = Units.of(problem), Chain(np.arange(7))
     for devices in (np.array([0, 1, 2]), np.array([1, 0]), np.array([2])):
         every = [(*cuts, 7) for cuts in itertools.combinations_with_replacement(range(8), len(devices) - 1)]
         best = min(bottleneck(problem, devices, ends) for ends in every)
@@ -60,5 +60,5 @@ def test_a_block_is_not_cut() -> None:
     """Units of a block stay together, even where a cut through it would balance better."""
     problem = chain_problem(0)
     block = np.array([0, 0, 0, 1, 1, 1, 1])
-    chosen = least_bottleneck(problem, UnitArrays.of(problem), Chain(np.arange(7), block), np.array([1, 2]))
+    chosen = least_bottleneck(problem, Units.of(problem), Chain(np.arange(7), block), np.array([1, 2]))
     assert all(len(set(chosen[block == number].tolist())) == 1 for number in (0, 1))

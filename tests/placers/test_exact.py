@@ -16,7 +16,7 @@ from strategies import FEATURES, Instance, instances
 
 def brute_force_ns(problem: Problem) -> int | None:
     """The least step time of all placements that obey groups, allowed devices and memory."""
-    units = problem.group_index
+    units = problem.graph.group_index
     choices = [np.flatnonzero(problem.allowed[int(np.argmax(units == unit))]) for unit in range(int(units.max()) + 1)]
     placements = np.array(list(product(*choices)), np.int64)[:, units]
     times, peaks = evaluate_many(problem, placements, num_threads=1)

@@ -62,10 +62,10 @@ def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
     assert not any(problem.broken_constraints(placement) for placement in rollouts.placements)
     assert not rollouts.log_prob.requires_grad
     log_prob, entropy = policy.score(view, rollouts)
-    assert log_prob.shape == rollouts.log_prob.shape == (5, problem.group_index.max() + 1)
+    assert log_prob.shape == rollouts.log_prob.shape == (5, problem.graph.group_index.max() + 1)
     (log_prob.mean() + entropy).backward()
     assert all(p.grad.isfinite().all() for p in policy.parameters())
-    _, choosers = np.unique(problem.group_index, return_index=True)
+    _, choosers = np.unique(problem.graph.group_index, return_index=True)
     forced = torch.from_numpy(problem.allowed[choosers].sum(axis=1) == 1)
     assert (log_prob[:, forced] == 0).all()
     assert 0 <= entropy.item() <= np.log(problem.num_devices) + 1e-6

@@ -98,7 +98,7 @@ def test_a_forbidden_device_has_probability_zero() -> None:
     view = policy.constructor.grouped(problem, 24, rng())
     rollouts = policy.sample(view, 50, rng())
     assert (rollouts.placements[:, 8:12] == 1).all()
-    pinned = np.unique(view.units.unit_of_op[8:12])
+    pinned = np.unique(view.units.units.index[8:12])
     log_prob = rollouts.log_prob.reshape(50, -1, view.units.num_units)
     assert (log_prob[:, :, pinned] == 0).all()  # one device is left: log 1
 
@@ -163,7 +163,7 @@ def test_of_like_devices_that_are_empty_only_the_first_may_be_chosen() -> None:
     view = policy.constructor.grouped(layered(), 24, rng())
     styles = [replace(draw_style(rng(seed)), temperature=5.0, passes=1) for seed in range(30)]
     placements = policy.constructor.place(view, styles, rng())
-    order = [int(np.flatnonzero(view.units.unit_of_op == unit)[0]) for unit in range(view.units.num_units)]
+    order = [int(np.flatnonzero(view.units.units.index == unit)[0]) for unit in range(view.units.num_units)]
     for placement in placements:
         first_uses = list(dict.fromkeys(placement[order].tolist()))
         assert first_uses == sorted(first_uses)
@@ -173,7 +173,7 @@ def test_refining_changes_the_freed_units_only() -> None:
     problem, policy = layered(), policy_of(SMALL)
     start = policy.sample(policy.constructor.grouped(problem, 24, rng()), 1, rng(), temperature=5.0).placements[0]
     view = policy.constructor.grouped(problem, 24, rng(), incumbent=start)
-    assert (view.units.incumbent[view.units.unit_of_op] == start).all()
+    assert (view.units.incumbent[view.units.units.index] == start).all()
     rollouts = policy.sample(view, 40, rng(), temperature=5.0)
     changed = (rollouts.placements != start).mean(axis=1)
     assert 0 < changed.max() <= 0.6 + 1 / view.units.num_units

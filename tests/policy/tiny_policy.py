@@ -53,7 +53,7 @@ class TinyPolicy(Policy):
         self.score_device = nn.Sequential(nn.Linear(3, config.hidden), nn.Tanh(), nn.Linear(config.hidden, 1))
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> TinyInstance:
-        _, choosers = np.unique(problem.group_index, return_index=True)
+        _, choosers = np.unique(problem.graph.group_index, return_index=True)
         times = np.maximum(problem.op_time_ns[choosers], 1).astype(np.float64)
         position = 2 * choosers / problem.num_ops - 1 + 0.01 * rng.standard_normal(len(choosers))
         device = np.linspace(-1, 1, problem.num_devices)
@@ -77,7 +77,7 @@ class TinyPolicy(Policy):
             noise = torch.from_numpy(rng.gumbel(size=(num_samples, *log_probs.shape))).to(log_probs)
             choices = (log_probs + temperature * noise).argmax(dim=2)
             log_prob = log_probs.expand(num_samples, -1, -1).gather(2, choices[:, :, None])[:, :, 0]
-        placements = choices.cpu().numpy()[:, instance.problem.group_index]
+        placements = choices.cpu().numpy()[:, instance.problem.graph.group_index]
         return Rollouts(placements, log_prob, choices)
 
     def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,12 @@ from gdp.cluster import Cluster, Device, Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.placers import CLASSICAL
-from gdp.placers.base import UnitArrays
 from gdp.search.candidate import Candidate
 from gdp.search.place import place
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate_many, simulate, verify
+from gdp.units.units import Units
 from problems import recurrent, two_chains
 from strategies import FEATURES, Instance, instances
 
@@ -33,7 +33,7 @@ def test_finds_what_fits_and_never_loses(instance: Instance) -> None:
     problem = Problem.build(graph, cluster)
     plan = place(graph, cluster, budget=Budget(simulations=200), num_threads=1)
     assert plan.search is not None
-    units = problem.group_index
+    units = problem.graph.group_index
     choices = [np.flatnonzero(problem.allowed[units == unit].all(axis=0)) for unit in range(units.max() + 1)]
     placements = np.array([np.array(devices)[units] for devices in itertools.product(*choices)])
     _, peaks = evaluate_many(problem, placements, num_threads=1)
@@ -101,10 +101,10 @@ def test_robust_plans_say_what_to_expect() -> None:
 def test_a_start_is_not_lost() -> None:
     """What a search begins from, though it may part what reduction merges, is as slow as the answer or slower."""
     problem = Problem.build(GRAPH, CLUSTER)
-    rng, units = np.random.default_rng(5), UnitArrays.of(problem)
+    rng, units = np.random.default_rng(5), Units.of(problem)
     for _ in range(5):
         near = np.where(rng.random(problem.num_ops) < 0.02, 1, place(GRAPH, CLUSTER, budget="30sims").placement)
-        simulation = simulate(problem, units.place(near[units.first_op]))
+        simulation = simulate(problem, units.place_allowed(near[units.first_op]))
         start = Candidate.start(simulation)
         assert simulate(problem, start.placement, priority=start.priority).step_time_ns == simulation.step_time_ns
         plan = place(GRAPH, CLUSTER, placer="local-search", budget="2sims", starts=[start])

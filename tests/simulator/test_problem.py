@@ -76,7 +76,7 @@ def test_a_group_may_go_only_where_all_its_ops_may() -> None:
     )
     problem = Problem.build(chain(*ops), CLUSTER)
     assert problem.allowed.tolist() == [[False, True], [True, True], [False, True]]
-    assert problem.group_index.tolist() == [0, 1, 0]
+    assert problem.graph.group_index.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

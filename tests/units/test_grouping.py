@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.simulator.problem import Problem
-from gdp.units.grouping import Units, group_units
+from gdp.units.grouping import group_units, move_arrays
+from gdp.units.units import Units
 from strategies import Instance, instances
 
 
@@ -16,14 +17,33 @@ from strategies import Instance, instances
 def test_groups_are_parts_of_what_the_placements_have_on_one_device(instance: Instance, num_groups: int) -> None:
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     units = Units.of(problem)
-    score = np.random.default_rng(0).random(len(units.first))
-    grouping = group_units(units, instance.placements, num_groups, score, 8.0)
-    for group in range(grouping.num_groups):
-        members = grouping.members[grouping.offsets[group] : grouping.offsets[group + 1]]
-        for placement in instance.placements:
-            assert len(np.unique(placement[members])) == 1
-    assert np.array_equal(np.sort(grouping.members), np.arange(problem.num_ops))
-    assert len(np.unique(grouping.group_of_op)) == grouping.num_groups
+    pairs = units.pairs()
+    score = np.random.default_rng(0).random(len(pairs.first))
+    groups = group_units(units, pairs, instance.placements, num_groups, score, 8.0)
+    assert all(groups.devices_of(placement) is not None for placement in instance.placements)
+    assert len(np.unique(groups.index)) == groups.num_units
+    arrays = move_arrays(groups, units, pairs)
+    for op, other in zip(problem.graph.producers[problem.graph.edge_tensors], problem.graph.consumers, strict=True):
+        group, neighbour = groups.index[op], groups.index[other]
+        near = arrays.neighbours[arrays.neighbour_offsets[group] : arrays.neighbour_offsets[group + 1]]
+        assert group == neighbour or neighbour in near
+
+
+@settings(max_examples=100)
+@given(instances(max_ops=24, keep_groups=True), st.integers(1, 6), st.integers(0, 2**32))
+def test_figures_of_units_are_those_of_their_ops(instance: Instance, num_units: int, seed: int) -> None:
+    problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
+    index = np.unique(np.random.default_rng(seed).integers(0, num_units, problem.num_ops), return_inverse=True)[1]
+    units = Units.of(problem, index)
+    for unit in range(units.num_units):
+        ops = np.flatnonzero(index == unit)
+        assert units.ops[units.offsets[unit] : units.offsets[unit + 1]].tolist() == ops.tolist()
+        assert units.first_op[unit] == ops[0]
+        assert units.time_ns[unit].tolist() == np.maximum(problem.op_time_ns[ops], 0).sum(axis=0).tolist()
+        assert units.allowed[unit].tolist() == problem.allowed[ops].all(axis=0).tolist()
+        assert units.resident_bytes[unit] == problem.graph.resident_bytes[ops].sum()
+    devices = np.arange(units.num_units) % problem.num_devices
+    assert units.devices_of(units.place(devices)).tolist() == devices.tolist()  # type: ignore[union-attr]
 
 
 def test_parts_that_share_no_tensors_do_not_use_up_the_groups() -> None:
@@ -33,6 +53,7 @@ def test_parts_that_share_no_tensors_do_not_use_up_the_groups() -> None:
     graph = Graph.build("chain", chain + counters, [Tensor(i, (i + 1,), 10**6) for i in range(39)])
     problem = Problem.build(graph, Cluster.parse("2xp100-pcie-16g"))
     units = Units.of(problem)
-    grouping = group_units(units, [], 10, units.transfer_ns.astype(np.float64), 2.0)
-    assert grouping.num_groups <= 12
-    assert len(np.unique(grouping.group_of_op[:40])) >= 5  # the chain is not one group
+    pairs = units.pairs()
+    groups = group_units(units, pairs, [], 10, pairs.transfer_ns.astype(np.float64), 2.0)
+    assert groups.num_units <= 12
+    assert len(np.unique(groups.index[:40])) >= 5  # the chain is not one group

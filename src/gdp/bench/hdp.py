@@ -23,12 +23,12 @@ from torch.nn import functional
 
 from gdp.arrays import I64
 from gdp.budget import Clock
-from gdp.placers.base import UnitArrays
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, evaluate_many
+from gdp.units.units import Units
 
 _LOG_OF_1_GIB = 30 * math.log(2.0)  # logarithms of bytes are in this unit, so that they are about 1
 _CHUNK = 4  # steps of the decoder whose attention is computed at once: a few MB, which stay in the cache
@@ -81,13 +81,13 @@ class _Features:
 
     def __init__(self, problem: Problem, config: HdpConfig) -> None:
         graph, num_ops = problem.graph, problem.num_ops
-        self.units = UnitArrays.of(problem)
+        self.units = Units.of(problem)
         names, kinds = np.unique(graph.kinds, return_inverse=True)
         self.num_kinds = len(names)
         producers = graph.producers[graph.edge_tensors]
         sources, targets = np.divmod(np.unique(producers * num_ops + graph.consumers), num_ops)
         readers, read = np.divmod(np.unique(graph.consumers * num_ops + producers), num_ops)
-        by_producer = problem.tensor_numbers
+        by_producer = problem.simulator.tensor_numbers
         sizes = _first_of_each(
             graph.producers[by_producer], graph.tensor_bytes[by_producer], num_ops, config.num_outputs, 0
         )
@@ -228,7 +228,7 @@ class HdpPolicy(nn.Module):
         of_groups = features.of_groups(group, self.num_groups)[used]
         allowed = features.allowed_of_groups(group, self.num_groups)[used]
         devices, device_log_prob = self.placer(of_groups, allowed, num_samples, generator)
-        placements = np.stack([features.units.place(row) for row in devices.T[:, place_of_unit].numpy()])
+        placements = np.stack([features.units.place_allowed(row) for row in devices.T[:, place_of_unit].numpy()])
         return placements, log_prob.gather(1, group[:, None]).sum() + device_log_prob
 
 

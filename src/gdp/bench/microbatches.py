@@ -23,7 +23,6 @@ from gdp.cluster import Cluster
 from gdp.graph.microbatches import accumulated
 from gdp.models.pytorch import capture_fn
 from gdp.models.workloads import Workload, families
-from gdp.placers.base import UnitArrays
 from gdp.placers.contiguous import contiguous
 from gdp.placers.dp_stages import dp_stages
 from gdp.placers.expert import layer_ranges
@@ -34,6 +33,7 @@ from gdp.search.solution import Solution
 from gdp.simulator.orders import ZERO_BUBBLE
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import replay
+from gdp.units.units import Units
 
 MODELS: Mapping[str, Workload] = {
     "bert": families.BERT.workload("bert-24-layers", "4xp100-pcie-16g", 32),
@@ -130,8 +130,8 @@ def _equal_layers(problem: Problem, seed: int = 0) -> Placement | None:
     layers = layer_ranges(problem, problem.num_devices)
     if layers is None:
         return None
-    units = UnitArrays.of(problem)
-    return fit_memory(problem, units.place(layers[units.first_op]))
+    units = Units.of(problem)
+    return fit_memory(problem, units.place_allowed(layers[units.first_op]))
 
 
 _PLACERS: Mapping[str, Callable[[Problem, int], Placement | None]] = {

@@ -25,9 +25,10 @@ from gdp.cluster import Cluster
 from gdp.placers import CLASSICAL
 from gdp.simulator.problem import Problem
 from gdp.simulator.records import Workspace
-from gdp.simulator.simulate import NEVER, dispatch_by, evaluate_many, run_batch, simulate
-from gdp.units.grouping import Units, group_units
+from gdp.simulator.simulate import NEVER, evaluate_many, run_batch, simulate
+from gdp.units.grouping import group_units
 from gdp.units.reduction import reduce
+from gdp.units.units import Pairs, Units
 
 NUM_GROUPS = (60, 200, 800)  # the levels of the local search
 
@@ -78,25 +79,26 @@ def placement_families(problem: Problem, num_placements: int, seed: int) -> dict
     fastest = classical[np.argmin(times)]
     order = np.argsort(times, kind="stable")[:num_placements]
     units = Units.of(problem)
+    pairs = units.pairs()
     anywhere, search = [], []
     for number in range(num_placements):
         num_groups = NUM_GROUPS[number % len(NUM_GROUPS)]
-        anywhere.append(_move(problem, units, np.zeros(problem.num_ops, np.int64), num_groups, None, rng))
-        search.append(_move(problem, units, fastest, num_groups, 1 + number % 10, rng))
+        anywhere.append(_move(units, pairs, np.zeros(problem.num_ops, np.int64), num_groups, None, rng))
+        search.append(_move(units, pairs, fastest, num_groups, 1 + number % 10, rng))
     return {"classical": classical[order], "random by group": np.array(anywhere), "search-like": np.array(search)}
 
 
 def _move(
-    problem: Problem, units: Units, start: I64, num_groups: int, num_moves: int | None, rng: np.random.Generator
+    units: Units, pairs: Pairs, start: I64, num_groups: int, num_moves: int | None, rng: np.random.Generator
 ) -> I64:
     """Returns `start` with `num_moves` of its groups (None: all) on random devices that are allowed them."""
-    score = np.exp(rng.normal(0.0, 1.0, len(units.first))) * units.transfer_ns.astype(np.float64)
-    grouping = group_units(units, [start], num_groups, score, slack=3.0)
-    moved = np.arange(grouping.num_groups) if num_moves is None else rng.integers(0, grouping.num_groups, num_moves)
+    score = np.exp(rng.normal(0.0, 1.0, len(pairs.first))) * pairs.transfer_ns.astype(np.float64)
+    groups = group_units(units, pairs, [start], num_groups, score, slack=3.0)
+    moved = np.arange(groups.num_units) if num_moves is None else rng.integers(0, groups.num_units, num_moves)
     placement = start.copy()
     for group in moved.tolist():
-        members = grouping.members[grouping.offsets[group] : grouping.offsets[group + 1]]
-        placement[members] = rng.choice(np.flatnonzero(grouping.allowed[group]))
+        ops = groups.ops[groups.offsets[group] : groups.offsets[group + 1]]
+        placement[ops] = rng.choice(np.flatnonzero(groups.allowed[group]))
     return placement
 
 
@@ -146,13 +148,23 @@ def _speed(problem: Problem, families: Mapping[str, I64], config: SimulatorBench
 
 def _without_memory(problem: Problem, batch: I64) -> tuple[I64, Callable[[], I64]]:
     """Step times [B] of the mode that searches use, and the function that computes them anew."""
-    dispatch = dispatch_by(problem, None)
-    workspace = Workspace.of(problem.arrays)
+    dispatch = problem.simulator.dispatch(problem.order)
+    workspace = Workspace.of(problem.simulator.arrays)
     devices = np.stack([problem.check_placement(placement) for placement in batch])
 
     def work() -> I64:
         times, no_peaks = np.zeros(len(devices), np.int64), np.zeros((len(devices), 0), np.int64)
-        run_batch(problem.arrays, problem.time_table_ns[None], devices, dispatch, NEVER, 0, workspace, times, no_peaks)
+        run_batch(
+            problem.simulator.arrays,
+            problem.simulator.time_table_ns[None],
+            devices,
+            dispatch,
+            NEVER,
+            0,
+            workspace,
+            times,
+            no_peaks,
+        )
         return times
 
     return work(), work
@@ -227,7 +239,8 @@ def _scaling(cluster: Cluster, config: SimulatorBenchmark, say: Say) -> dict[str
         problem = Problem.build(lstm_training_graph_of(size), cluster)
         units, rng = Units.of(problem), np.random.default_rng(0)
         start = np.zeros(problem.num_ops, np.int64)
-        batch = np.array([_move(problem, units, start, num_groups, None, rng) for num_groups in 4 * NUM_GROUPS])
+        pairs = units.pairs()
+        batch = np.array([_move(units, pairs, start, num_groups, None, rng) for num_groups in 4 * NUM_GROUPS])
         rates = simulation_rates(partial(evaluate_many, problem, batch, num_threads=1), len(batch), config)
         seconds = 1.0 / float(np.median(rates))
         points.append({"num_ops": problem.num_ops, "num_edges": len(problem.graph.consumers), "seconds": seconds})

@@ -10,7 +10,6 @@ from gdp.budget import Budget, Clock
 from gdp.export.stages import StageSearch, allowed_stages, balanced_stages, nearest_stages
 from gdp.export.target import ExportTarget, stage_starts
 from gdp.export.units import ExportUnits
-from gdp.placers.base import UnitArrays
 from gdp.placers.memory_repair import fit_memory
 from gdp.search.candidate import Candidate
 from gdp.search.question import Question
@@ -18,6 +17,7 @@ from gdp.search.solvers import solve
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, replay, simulate
+from gdp.units.units import Units
 
 _STAGE_SIMULATIONS, _STAGE_WORK = 2000, 20_000_000  # of the search among stages near a plan; ops simulated in all
 _REPAIR_BUDGET = "2000sims"  # of the search for units that fit, where repair finds none
@@ -121,12 +121,12 @@ def _near(problem: Problem, units: ExportUnits, plan: Plan) -> I64:
     weight[~units.allowed] = -1.0
     if units.is_chain:
         search = StageSearch(problem.in_order(order_of(problem, plan.placement)), units)
-        starts = [nearest_stages(weight), *balanced_stages(problem, units)]
+        starts = [nearest_stages(weight), *balanced_stages(units)]
         if not any(map(units.may_be_on, starts)):
             starts = allowed_stages(weight, units.allowed)
         return search.run(starts, min(_STAGE_SIMULATIONS, _STAGE_WORK // problem.num_ops))
     coarse = units.coarse(problem)
-    placement = UnitArrays.of(problem, units.index).place(weight.argmax(axis=1))
+    placement = Units.of(problem, units.index).place_allowed(weight.argmax(axis=1))
     if simulated(problem, placement, plan).missing_bytes.any():
         placement = fit_memory(coarse, placement)
         if simulated(problem, placement).missing_bytes.any():
@@ -145,7 +145,7 @@ def _search(coarse: Problem, placement: Placement) -> Placement:
 def _weights(problem: Problem, units: ExportUnits, placement: Placement) -> F64:
     """[U, D] Returns how much of each unit is on each device: time, among equals bytes held, then ops."""
     weight = np.zeros((units.num_units, problem.num_devices))
-    held_bytes = problem.graph.resident_bytes + problem.arrays.memory.alloc_bytes
+    held_bytes = problem.graph.resident_bytes + problem.simulator.arrays.memory.alloc_bytes
     value = problem.mean_op_time_ns + 1e-6 * held_bytes / max(float(held_bytes.max()), 1.0) + 1e-9
     np.add.at(weight, (units.index, placement), value)
     return weight

@@ -106,7 +106,7 @@ def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock, seed: int
         clock.spend(search.num_simulations - before)
         return found
 
-    best = descend([adapted.devices, *balanced_stages(problem, units)])
+    best = descend([adapted.devices, *balanced_stages(units)])
     failures = 0
     while failures < _PATIENCE and not clock.is_up:
         failures += 1

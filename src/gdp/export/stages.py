@@ -11,7 +11,7 @@ from gdp.arrays import F64, I64, Bool
 from gdp.errors import InputError
 from gdp.export.target import stage_starts
 from gdp.export.units import ExportUnits
-from gdp.placers.base import UnitArrays, device_subsets
+from gdp.placers.base import device_subsets
 from gdp.placers.contiguous import Chain, stages
 from gdp.placers.dp_stages import least_bottleneck
 from gdp.placers.memory_repair import excess_bytes
@@ -84,15 +84,14 @@ def allowed_stages(weight: F64, allowed: Bool) -> list[I64]:
     return [nearest_stages(np.where(allowed, weight, -np.inf), np.array(order)) for order in complete[:1]]
 
 
-def balanced_stages(problem: Problem, units: ExportUnits) -> list[I64]:
+def balanced_stages(units: ExportUnits) -> list[I64]:
     """Returns stages of equal time and of least bottleneck, on 1 to D devices."""
-    problem = problem.with_allowed(problem.allowed & units.allowed[units.index])
-    figures, chain = UnitArrays.of(problem, units.index), Chain(np.arange(units.num_units))
+    problem, chain = units.problem, Chain(np.arange(units.num_units))
     candidates = []
     for devices in device_subsets(problem, smallest=1):
         for ordered in (devices, devices[::-1]):
-            candidates.append(stages(problem, figures, chain, ordered))
-            candidates += [least_bottleneck(problem, figures, chain, ordered, alive) for alive in _ALIVE]
+            candidates.append(stages(problem, units, chain, ordered))
+            candidates += [least_bottleneck(problem, units, chain, ordered, alive) for alive in _ALIVE]
     return candidates
 
 

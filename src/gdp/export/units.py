@@ -13,21 +13,19 @@ import numpy.typing as npt
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.problem import Problem
+from gdp.units.units import Units
 
 
 @dataclass(frozen=True, eq=False)
-class ExportUnits:
-    """The units of a target in a graph: each op is in one unit, and so is each group."""
+class ExportUnits(Units):
+    """The units of a target in a graph: each op is in one unit, and so is each group.
+
+    Their problem allows the devices of the target alone.
+    """
 
     members: tuple[tuple[str, ...], ...]  # [U] paths of modules, names of layers or ops
-    index: I64  # [N] unit of each op, all of 0 to U - 1 used
-    allowed: Bool  # [U, D]
     is_chain: bool = False  # in the order of execution; a device takes one contiguous run of them, a stage
-
-    @property
-    def num_units(self) -> int:
-        return len(self.members)
 
     @classmethod
     def build(
@@ -81,33 +79,20 @@ class ExportUnits:
         *,
         is_chain: bool = False,
     ) -> "ExportUnits":
-        """Adds the devices that may run each unit; InputError if none may run one of them."""
-        target_has = np.ones(problem.num_devices, np.bool_) if devices is None else devices
-        allowed, runnable = np.tile(target_has, (2, len(members), 1))
-        np.logical_and.at(allowed, index, problem.allowed)
-        np.logical_and.at(runnable, index, problem.op_time_ns >= 0)
-        if not allowed.any(axis=1).all():
-            unit = int(np.argmin(allowed.any(axis=1)))
-            remedy = "relax --pin or --forbid" if runnable[unit].any() else "add a device that can"
+        """Leaves the target's `devices` [D]; InputError if none may run one of the units."""
+        restricted = problem if devices is None else problem.with_allowed(problem.allowed & devices)
+        units = cls(restricted, index.astype(np.int64), tuple(map(tuple, members)), is_chain)
+        if not units.allowed.any(axis=1).all():
+            unit = int(np.argmin(units.allowed.any(axis=1)))
+            runnable = (problem.op_time_ns[units.index == unit] >= 0).all(axis=0)
+            if devices is not None:
+                runnable &= devices
+            remedy = "relax --pin or --forbid" if runnable.any() else "add a device that can"
             raise InputError(
                 f"{members[unit][0]!r}: no device of {problem.cluster.name!r} may run all of it for this target, which "
                 f"cannot split it; {remedy}"
             )
-        return cls(tuple(map(tuple, members)), index.astype(np.int64), allowed, is_chain)
-
-    def place(self, devices: npt.ArrayLike) -> Placement:
-        """[N] Returns the placement of all ops from `devices` [U]."""
-        return np.asarray(devices, np.int64)[self.index]
-
-    def devices_of(self, placement: Placement) -> I64 | None:
-        """[U] Inverts `place`; None where a unit is split."""
-        devices = np.empty(self.num_units, np.int64)
-        devices[self.index] = placement
-        return devices if np.array_equal(devices[self.index], placement) else None
-
-    def may_be_on(self, devices: I64) -> bool:
-        """Returns whether each unit may be on its device of `devices` [U]."""
-        return bool(self.allowed[np.arange(self.num_units), devices].all())
+        return units
 
     def coarse(self, problem: Problem) -> Problem:
         """Returns `problem` with each unit as a group: same ops, same numbers, fewer placements."""

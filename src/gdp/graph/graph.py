@@ -186,6 +186,15 @@ class Graph:
         return np.repeat(np.arange(self.num_tensors, dtype=np.int64), np.diff(self.consumer_offsets))
 
     @cached_property
+    def group_index(self) -> I64:
+        """[N] units that move as one, numbered from 0 in the order of first ops: groups, and other ops each alone."""
+        ids = np.where(self.groups >= 0, self.groups, -1 - np.arange(self.num_ops))
+        _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        position = np.empty(len(first), np.int64)
+        position[np.argsort(first, kind="stable")] = np.arange(len(first))
+        return position[inverse]
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical content: compact JSON, sorted keys, every field explicit, no graph name."""
         return files.fingerprint(self.to_document())

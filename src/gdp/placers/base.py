@@ -1,20 +1,20 @@
-"""The common ground of classical placers: the contract, units as arrays, comparison of candidates, repair.
+"""The common ground of classical placers: the contract, the choice of units, comparison of candidates, repair.
 
 N ops, T tensors, U units (groups of ops that share a device, and each other op for itself), D devices.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64
 from gdp.compiled import kernel
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate_many
 from gdp.units.forward_units import forward_units
+from gdp.units.units import Units
 
 Placer = Callable[[Problem, int], Placement | None]
 """From a problem and a seed to a placement int64 [N] that obeys groups and allowed devices; None if there is none.
@@ -26,66 +26,12 @@ found none that fits.
 _NUM_REPAIRS = 3  # candidates that are repaired when none of them fits
 
 
-@dataclass(frozen=True, eq=False)
-class UnitArrays:
-    """The figures of units."""
-
-    index: I64  # [N] unit of each op
-    first_op: I64  # [U] lowest op of each unit
-    time_ns: I64  # [U, D] the unit's ops one after the other; ops that cannot run there count as 0
-    resident_bytes: I64  # [U]
-    tensor_bytes: I64  # [U] what the unit's ops allocate
-    allowed: Bool  # [U, D]
-
-    @classmethod
-    def of(cls, problem: Problem, index: I64 | None = None) -> "UnitArrays":
-        """The units that `index` [N] numbers in the order of their first ops; by default `problem.group_index`."""
-        index = problem.group_index if index is None else index
-        _, first_op = np.unique(index, return_index=True)
-        time_ns = np.zeros((len(first_op), problem.num_devices), np.int64)
-        np.add.at(time_ns, index, np.maximum(problem.op_time_ns, 0))
-        resident_bytes, tensor_bytes = np.zeros((2, len(first_op)), np.int64)
-        np.add.at(resident_bytes, index, problem.graph.resident_bytes)
-        np.add.at(tensor_bytes, index, problem.arrays.memory.alloc_bytes)
-        allowed = np.ones(time_ns.shape, np.bool_)
-        np.logical_and.at(allowed, index, problem.allowed)
-        return cls(index, first_op, time_ns, resident_bytes, tensor_bytes, allowed)
-
-    @property
-    def num_units(self) -> int:
-        return len(self.first_op)
-
-    def mean_time_ns(self) -> I64:
-        """[U] mean over the devices where a unit may go."""
-        total = np.where(self.allowed, self.time_ns, 0).sum(axis=1)
-        return np.asarray(total // np.maximum(self.allowed.sum(axis=1), 1), np.int64)
-
-    def place(self, devices: npt.ArrayLike) -> Placement:
-        """[N] from `devices` [U]; a unit that is not allowed where it should go moves to its fastest device, and among
-        equally fast ones to that with the least work."""
-        chosen = np.array(devices, np.int64)
-        misplaced = np.flatnonzero(~self.allowed[np.arange(self.num_units), chosen])
-        if len(misplaced):
-            right = np.ones(self.num_units, np.bool_)
-            right[misplaced] = False
-            work_ns = np.bincount(
-                chosen[right], self.time_ns[np.flatnonzero(right), chosen[right]], self.allowed.shape[1]
-            )
-            for unit in misplaced.tolist():
-                targets = np.flatnonzero(self.allowed[unit])
-                times = self.time_ns[unit, targets]
-                fastest = targets[times == times.min()]
-                chosen[unit] = fastest[np.argmin(work_ns[fastest])]
-                work_ns[chosen[unit]] += times.min()
-        return chosen[self.index]
-
-
-def unit_choices(problem: Problem) -> list[UnitArrays]:
+def unit_choices(problem: Problem) -> list[Units]:
     """The problem's units and, first, if they are others, those in which backward ops follow."""
-    choices = [UnitArrays.of(problem)]
+    choices = [Units.of(problem)]
     following = forward_units(problem)
     if int(following.max()) + 1 < choices[0].num_units:
-        choices.insert(0, UnitArrays.of(problem, following))
+        choices.insert(0, Units.of(problem, following))
     return choices
 
 
@@ -133,7 +79,7 @@ def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:
     of its largest input (the highest, if several are), and what is still left that of a consumer; 0 if nothing is
     labelled."""
     filled = np.array(labels, np.int64)
-    _inherit(problem.arrays, filled)
+    _inherit(problem.simulator.arrays, filled)
     return np.maximum(filled, 0)
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
-from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, inherit, unit_choices
+from gdp.placers.base import any_fits, best_of, device_subsets, inherit, unit_choices
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate_many
 from gdp.units.forward_units import containers
+from gdp.units.units import Units
 
 _MEMORY_SHARES = (0.5, 0.9)  # weight of memory in the balance, tried where balanced times alone do not fit
 _WORK = 1_000_000  # ops simulated in all, about half a second; above, the other numbers of devices are tried
@@ -27,21 +28,23 @@ def contiguous(problem: Problem, seed: int = 0) -> Placement | None:
 
     Each backward op is a unit by itself, or follows its forward op.
     """
-    chains: list[tuple[UnitArrays, Chain]] = []
+    chains: list[tuple[Units, Chain]] = []
     for units in unit_choices(problem):
         chains += [(units, topological_chain(problem, units)), (units, folded_chain(problem, units))]
         chains += [(units, module_chain(problem, units, whole_layers=whole)) for whole in (False, True)]
     subsets = device_subsets(problem, smallest=1)
-    candidates = [units.place(stages(problem, units, chain, subsets[0])) for units, chain in chains]
+    candidates = [units.place_allowed(stages(problem, units, chain, subsets[0])) for units, chain in chains]
     if problem.num_ops * len(chains) * len(subsets) > _WORK:
         times, _ = evaluate_many(problem, np.array(candidates))
         chains = [chains[number] for number in np.sort(np.argsort(times, kind="stable")[:_NUM_CHAINS])]
     candidates += [
-        units.place(stages(problem, units, chain, devices)) for units, chain in chains for devices in subsets[1:]
+        units.place_allowed(stages(problem, units, chain, devices))
+        for units, chain in chains
+        for devices in subsets[1:]
     ]
     if not any_fits(problem, candidates):
         candidates += [
-            units.place(stages(problem, units, chain, devices, share))
+            units.place_allowed(stages(problem, units, chain, devices, share))
             for units, chain in chains
             for devices in subsets
             for share in _MEMORY_SHARES
@@ -57,7 +60,7 @@ class Chain:
     block: I64 | None = None  # [U] non-decreasing along `order`; units of a block stay together
 
 
-def stages(problem: Problem, units: UnitArrays, chain: Chain, devices: I64, memory_share: float = 0.0) -> I64:
+def stages(problem: Problem, units: Units, chain: Chain, devices: I64, memory_share: float = 0.0) -> I64:
     """Cuts `chain` into one stage for each of `devices`, so that the largest load is least; returns devices [U].
 
     A unit's load on a device is its share of all time there, or with `memory_share` a mix with its share of the memory.
@@ -99,7 +102,7 @@ def _cut(sums: npt.NDArray[np.float64], bottleneck: float) -> I64:
     return ends
 
 
-def module_chain(problem: Problem, units: UnitArrays, *, whole_layers: bool) -> Chain:
+def module_chain(problem: Problem, units: Units, *, whole_layers: bool) -> Chain:
     """Orders units by the op at which the forward pass enters their module.
 
     Backward ops join the forward ops of their layer, and ops of a container its inputs. With `whole_layers` each layer
@@ -135,7 +138,7 @@ def _entries(problem: Problem) -> dict[str, int]:
 
     It is the first op there, else the first that uses a parameter of the module, else that of the enclosing module.
     """
-    graph, memory = problem.graph, problem.arrays.memory
+    graph, memory = problem.graph, problem.simulator.arrays.memory
     inner = containers(graph.modules)
     is_forward = np.array([phase in ("forward", "") for phase in graph.phases], np.bool_)
     num_inputs = np.diff(memory.input_offsets.astype(np.int64))
@@ -156,13 +159,13 @@ def _entries(problem: Problem) -> dict[str, int]:
     return {module: op for module, op in entered.items() if module not in inner}
 
 
-def topological_chain(problem: Problem, units: UnitArrays) -> Chain:
+def topological_chain(problem: Problem, units: Units) -> Chain:
     """Orders units as in the step; a parameter comes where it is first used."""
-    position = np.where(problem.arrays.num_inputs > 0, np.arange(problem.num_ops), -1)
+    position = np.where(problem.simulator.arrays.num_inputs > 0, np.arange(problem.num_ops), -1)
     return Chain(np.argsort(inherit(problem, position)[units.first_op], kind="stable"))
 
 
-def folded_chain(problem: Problem, units: UnitArrays) -> Chain:
+def folded_chain(problem: Problem, units: Units) -> Chain:
     """Orders units by the distance in time from the nearer end of the step: forward ops pair with backward ops."""
     return Chain(np.argsort(_fold_ns(problem)[units.first_op], kind="stable"))
 
@@ -171,5 +174,5 @@ def _fold_ns(problem: Problem) -> I64:
     head_ns = longest_paths(problem.graph, problem.mean_op_time_ns, from_sources=True)
     distance = np.minimum(head_ns, problem.b_level_ns)
     # a source has no place of its own: it joins its earliest consumer
-    distance[np.diff(problem.arrays.memory.input_offsets.astype(np.int64)) == 0] = -1
+    distance[np.diff(problem.simulator.arrays.memory.input_offsets.astype(np.int64)) == 0] = -1
     return inherit(problem, distance)

@@ -17,9 +17,10 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.compiled import kernel
-from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, unit_choices
+from gdp.placers.base import any_fits, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import Chain, folded_chain, module_chain, topological_chain
 from gdp.simulator.problem import Placement, Problem
+from gdp.units.units import Units
 
 _ALIVE = (0.25, 0.5, 1.0)  # of what a stage allocates, held at once: tried where the least bottleneck does not fit
 _HALVINGS = 50  # the bottleneck to 15 digits
@@ -28,7 +29,7 @@ _HALVINGS = 50  # the bottleneck to 15 digits
 def dp_stages(problem: Problem, seed: int = 0) -> Placement | None:
     """The best of such stages on 1 to D devices along several chains, backward ops by themselves or with forward
     ops."""
-    chains: list[tuple[UnitArrays, Chain]] = []
+    chains: list[tuple[Units, Chain]] = []
     for units in unit_choices(problem):
         chains += [(units, topological_chain(problem, units)), (units, folded_chain(problem, units))]
         chains += [(units, module_chain(problem, units, whole_layers=whole)) for whole in (False, True)]
@@ -36,7 +37,7 @@ def dp_stages(problem: Problem, seed: int = 0) -> Placement | None:
 
     def candidates(alive: float) -> list[Placement]:
         return [
-            units.place(least_bottleneck(problem, units, chain, devices, alive))
+            units.place_allowed(least_bottleneck(problem, units, chain, devices, alive))
             for units, chain in chains
             for devices in subsets
         ]
@@ -48,7 +49,7 @@ def dp_stages(problem: Problem, seed: int = 0) -> Placement | None:
     return best_of(problem, found)
 
 
-def least_bottleneck(problem: Problem, units: UnitArrays, chain: Chain, devices: I64, alive: float = 0.0) -> I64:
+def least_bottleneck(problem: Problem, units: Units, chain: Chain, devices: I64, alive: float = 0.0) -> I64:
     """[U] devices: `chain` in stages on `devices`, in that order, with the least bottleneck of all whose memory fits if
     a share `alive` of what their units allocate is held at once; of all, if none does so. Of several such, stages of
     about equal time."""
@@ -90,7 +91,7 @@ def _sums(values: F64) -> F64:
     return np.ascontiguousarray(np.concatenate((np.zeros((1, values.shape[1])), np.cumsum(values, axis=0))))
 
 
-def _cut_times(problem: Problem, units: UnitArrays, order: I64, devices: I64) -> F64:
+def _cut_times(problem: Problem, units: Units, order: I64, devices: I64) -> F64:
     """[stages, U + 1] what the transfers over a cut that ends a stage occupy, in the direction that has more."""
     graph, cluster, num_units = problem.graph, problem.cluster, len(order)
     position = np.empty(num_units, np.int64)

@@ -36,7 +36,6 @@ from gdp.simulator.engine import COMPLETED, NEVER, run
 from gdp.simulator.memory import find_peaks
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.records import Arrays, Dispatch, Workspace
-from gdp.simulator.simulate import dispatch_by
 from gdp.units.symmetry import can_exchange
 
 _MAX_TAKEN, _MAX_DELAYED = 16, 4  # see bounds.py; a bound is worth no more time than a few simulations
@@ -164,7 +163,7 @@ class _Search(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> "_Search":
         num_ops, num_devices = problem.num_ops, problem.num_devices
-        memory = problem.arrays.memory
+        memory = problem.simulator.arrays.memory
         freed_bytes = np.zeros(num_ops, np.int64)
         np.add.at(freed_bytes, memory.producers, memory.owned_bytes)
         op_time_ns = np.where(problem.allowed, problem.op_time_ns, -1)
@@ -175,13 +174,13 @@ class _Search(NamedTuple):
             1 + int(op_time_ns.max(axis=1).sum()) + int(forward.transfer_ns[:, between].sum(axis=0).max(initial=0))
         )
         weights = device_weights(op_time_ns, np.ones(num_devices, np.int64), min(2**20, 2**60 // longest_ns))
-        index = problem.group_index
+        index = problem.graph.group_index
         num_units = int(index.max()) + 1
         equal_before, exchanges = _exchanges(problem)
         return cls(
-            arrays=problem.arrays,
-            dispatch=dispatch_by(problem, None),
-            workspace=Workspace.of(problem.arrays),
+            arrays=problem.simulator.arrays,
+            dispatch=problem.simulator.dispatch(problem.order),
+            workspace=Workspace.of(problem.simulator.arrays),
             limit_bytes=problem.memory_limit_bytes,
             op_time_ns=op_time_ns,
             kept_bytes=memory.alloc_bytes - freed_bytes,

@@ -13,11 +13,12 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.models import workloads
-from gdp.placers.base import UnitArrays, inherit
+from gdp.placers.base import inherit
 from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.memory_repair import fit_memory
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import containers
+from gdp.units.units import Units
 
 # Share of the main list's layers that another list needs to count too, such as an encoder's beside a decoder's.
 _MIN_SHARE = 0.5
@@ -27,7 +28,7 @@ _SLOWEST = 4.0
 
 def expert(problem: Problem, seed: int = 0) -> Placement | None:
     """Places layers on all devices, repaired if it does not fit in memory. (`single` uses one device.)"""
-    units = UnitArrays.of(problem)
+    units = Units.of(problem)
     num_allowed = problem.allowed.sum(axis=0)
     mean_ns = np.where(problem.allowed, problem.op_time_ns, 0).sum(axis=0) / np.maximum(num_allowed, 1)
     mean_ns[num_allowed == 0] = np.inf
@@ -37,7 +38,7 @@ def expert(problem: Problem, seed: int = 0) -> Placement | None:
         chosen = stages(problem, units, module_chain(problem, units, whole_layers=True), devices)
     else:
         chosen = devices[positions[units.first_op]]
-    return fit_memory(problem, units.place(chosen))
+    return fit_memory(problem, units.place_allowed(chosen))
 
 
 def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:

@@ -9,10 +9,11 @@ D. Narayanan et al., "Efficient large-scale language model training on GPU clust
 
 import numpy as np
 
-from gdp.placers.base import UnitArrays, device_subsets
+from gdp.placers.base import device_subsets
 from gdp.placers.contiguous import module_chain, stages
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import forward_units
+from gdp.units.units import Units
 
 _STAGES_PER_DEVICE = (2, 3, 4)
 
@@ -21,11 +22,11 @@ def interleaved_stages(problem: Problem) -> list[Placement]:
     """Returns placements [N] with 2, 3 and 4 stages a device, in the order of modules; none without micro-batches."""
     if problem.microbatch.max() < 1:
         return []
-    units = UnitArrays.of(problem, forward_units(problem))
+    units = Units.of(problem, forward_units(problem))
     devices = device_subsets(problem, smallest=problem.num_devices)[0]
     chains = [module_chain(problem, units, whole_layers=whole) for whole in (False, True)]
     return [
-        units.place(stages(problem, units, chain, np.tile(devices, count)))
+        units.place_allowed(stages(problem, units, chain, np.tile(devices, count)))
         for chain in chains
         for count in _STAGES_PER_DEVICE
     ]

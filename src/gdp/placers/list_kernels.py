@@ -62,7 +62,7 @@ class Queues(NamedTuple):
         graph = problem.graph
         is_counted = ~schedule.floating[graph.producers[graph.edge_tensors]]
         return cls(
-            *problem.ranks,
+            *problem.simulator.ranks(problem.order),
             favourite,
             keys=np.empty((2, num_devices, num_ops), np.int64),
             items=np.empty((2, num_devices, num_ops), np.int64),

@@ -16,13 +16,14 @@ import numpy as np
 from scipy.sparse import coo_array
 
 from gdp.arrays import F64, I64, Bool
-from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets, unit_choices
+from gdp.placers.base import any_fits, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
 from gdp.placers.list_kernels import Gaps, Queues, earliest_first, in_order
 from gdp.placers.schedule import PartialSchedule
 from gdp.simulator.longest_paths import longest_from, ranks_of
 from gdp.simulator.orders import B_LEVEL, GPIPE
 from gdp.simulator.problem import Placement, Problem
+from gdp.units.units import Units
 
 _WORK = 2_000_000  # ops x devices scheduled in all, about 1 s
 _LIMITS = (0.85, 0.7)  # of the memory, tried when what was planned with all of it does not fit
@@ -50,7 +51,7 @@ def m_topo(problem: Problem, seed: int = 0) -> Placement | None:
             ends[-1] = units.num_units
             chosen = np.empty(units.num_units, np.int64)
             chosen[order] = devices[np.searchsorted(ends, np.arange(units.num_units), side="right")]
-            candidates.append(units.place(chosen))
+            candidates.append(units.place_allowed(chosen))
     return best_of(problem, candidates)
 
 
@@ -72,7 +73,7 @@ def heft(problem: Problem, seed: int = 0) -> Placement | None:
     _, op_of_rank = ranks_of(problem.priority(GPIPE if GPIPE in problem.orders else B_LEVEL, ranked_ns))
 
     def kernel(schedule: PartialSchedule) -> None:
-        in_order(problem.arrays, schedule, op_of_rank, Gaps.of(schedule))
+        in_order(problem.simulator.arrays, schedule, op_of_rank, Gaps.of(schedule))
 
     return _best_schedule(problem, kernel)
 
@@ -153,7 +154,7 @@ def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) 
 
 def _earliest_first(problem: Problem, favourites: I64) -> Placement:
     def kernel(schedule: PartialSchedule) -> None:
-        earliest_first(problem.arrays, schedule, Queues.of(problem, favourites, schedule))
+        earliest_first(problem.simulator.arrays, schedule, Queues.of(problem, favourites, schedule))
 
     return _best_schedule(problem, kernel)
 
@@ -161,7 +162,7 @@ def _earliest_first(problem: Problem, favourites: I64) -> Placement:
 def _best_schedule(problem: Problem, kernel: Kernel) -> Placement:
     floating = _floating(problem)
 
-    def run(devices: I64, units: UnitArrays, refined: bool, memory_share: float) -> Placement:
+    def run(devices: I64, units: Units, refined: bool, memory_share: float) -> Placement:
         allowed = np.zeros_like(units.allowed)
         allowed[:, devices] = units.allowed[:, devices]
         nowhere = ~allowed.any(axis=1)
@@ -180,9 +181,9 @@ def _best_schedule(problem: Problem, kernel: Kernel) -> Placement:
 
 
 def _empty_schedule(
-    problem: Problem, units: UnitArrays, floating: Bool, allowed: Bool, memory_share: float, refined: bool
+    problem: Problem, units: Units, floating: Bool, allowed: Bool, memory_share: float, refined: bool
 ) -> PartialSchedule:
-    arrays = problem.arrays
+    arrays = problem.simulator.arrays
     num_tensors, num_devices = problem.graph.num_tensors, problem.num_devices
     uses = np.diff(arrays.consumer_offsets.astype(np.int64))
     owner_uses = np.zeros(num_tensors, np.int64)
@@ -214,13 +215,13 @@ def _empty_schedule(
 
 def _floating(problem: Problem) -> Bool:
     """[N] sources that take no time wherever they may go."""
-    is_source = problem.arrays.num_inputs == 0
+    is_source = problem.simulator.arrays.num_inputs == 0
     return np.asarray(is_source & (np.where(problem.allowed, problem.op_time_ns, 0).max(axis=1) == 0), np.bool_)
 
 
 def _transfers(problem: Problem) -> tuple[I64, I64, I64]:
     """Producers, consumers and mean transfer time over pairs of devices [P] of each pair of ops that share tensors."""
-    arrays, num_devices = problem.arrays, problem.num_devices
+    arrays, num_devices = problem.simulator.arrays, problem.num_devices
     counts = np.diff(arrays.consumer_offsets.astype(np.int64))
     tensors = np.repeat(np.arange(problem.graph.num_tensors), counts)
     keys = arrays.memory.producers[tensors].astype(np.int64) * problem.num_ops + arrays.consumers

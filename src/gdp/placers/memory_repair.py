@@ -12,7 +12,8 @@ import numpy as np
 from gdp.arrays import F64, I64, Bool
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, evaluate, simulate
-from gdp.units.grouping import Grouping, Units, group_units
+from gdp.units.grouping import group_units
+from gdp.units.units import Pairs, Units
 
 _LEVELS = (128, 512, 2048)  # numbers of groups to move, coarse to fine
 _ROUNDS = 8  # simulated batches of moves at each level, for each device
@@ -35,16 +36,17 @@ def fit_memory(problem: Problem, placement: Placement) -> Placement:
     if best_key[0] == 0 or problem.num_devices == 1:
         return best
     units = Units.of(problem)
+    pairs = units.pairs()
     for num_groups in _LEVELS:
-        grouping = group_units(units, [best], num_groups, units.transfer_ns.astype(np.float64), slack=3.0)
-        for candidate in _moves(problem, units, grouping, best):
+        groups = group_units(units, pairs, [best], num_groups, pairs.transfer_ns.astype(np.float64), slack=3.0)
+        for candidate in _moves(groups, units, pairs, best):
             step_time_ns, peaks = evaluate(problem, candidate)
             key = int(excess_bytes(problem, peaks)), step_time_ns
             if key < best_key:
                 best, best_key = candidate, key
             if best_key[0] == 0:
                 return best
-        if grouping.num_groups < num_groups:
+        if groups.num_units < num_groups:
             break
     return best
 
@@ -70,23 +72,20 @@ class _Groups:
         self.device[group] = target
 
 
-def _moves(problem: Problem, units: Units, grouping: Grouping, start: Placement) -> Iterator[Placement]:
+def _moves(groups: Units, units: Units, pairs: Pairs, start: Placement) -> Iterator[Placement]:
     """Yields placements that free memory: at each step the device that lacks most memory gives groups away."""
-    group_of_op = np.empty(problem.num_ops, np.int64)
-    group_of_op[grouping.members] = np.repeat(np.arange(grouping.num_groups), np.diff(grouping.offsets))
-    groups = _groups(problem, units, grouping, group_of_op, start)
+    problem, state = groups.problem, _state(groups, units, pairs, start)
     for _ in range(_ROUNDS * problem.num_devices):
-        simulation = simulate(problem, groups.device[group_of_op])
+        simulation = simulate(problem, groups.place(state.device))
         missing = simulation.missing_bytes
         device = int(np.argmax(missing))
         if missing[device] == 0:
             return
-        held = np.zeros((grouping.num_groups, problem.num_devices), np.int64)
-        np.add.at(held, group_of_op, held_bytes(simulation, device))
+        held = groups.sum(held_bytes(simulation, device))
         room = problem.memory_limit_bytes - simulation.peak_memory_bytes
-        if not _give_away(groups, device, int(missing[device]), held, room):
+        if not _give_away(state, device, int(missing[device]), held, room):
             return
-        yield groups.device[group_of_op]
+        yield groups.place(state.device)
 
 
 def _give_away(groups: _Groups, device: int, missing: int, held: I64, room: I64) -> bool:
@@ -116,24 +115,19 @@ def _give_away(groups: _Groups, device: int, missing: int, held: I64, room: I64)
     return has_moved
 
 
-def _groups(problem: Problem, units: Units, grouping: Grouping, group_of_op: I64, placement: Placement) -> _Groups:
-    num_groups, num_devices = grouping.num_groups, problem.num_devices
-    time_ns = np.zeros((num_groups, num_devices), np.int64)
-    np.add.at(time_ns, group_of_op, np.maximum(problem.op_time_ns, 0))
-    group_of_unit = np.empty(units.num_units, np.int64)
-    group_of_unit[units.index] = group_of_op
-    device = np.empty(num_groups, np.int64)
-    device[group_of_op] = placement
-    first, second = group_of_unit[units.first], group_of_unit[units.second]
+def _state(groups: Units, units: Units, pairs: Pairs, placement: Placement) -> _Groups:
+    num_groups, num_devices = groups.num_units, groups.problem.num_devices
+    group_of_unit, device = groups.index[units.first_op], placement[groups.first_op]
+    first, second = group_of_unit[pairs.first], group_of_unit[pairs.second]
     apart = first != second
     sources = np.concatenate((first[apart], second[apart]))
     targets = np.concatenate((second[apart], first[apart]))
-    weights = np.tile(units.transfer_ns[apart].astype(np.float64), 2)
+    weights = np.tile(pairs.transfer_ns[apart].astype(np.float64), 2)
     order = np.argsort(sources, kind="stable")
     link_ns = np.zeros((num_groups, num_devices))
     np.add.at(link_ns, (sources, device[targets]), weights)
     offsets = np.concatenate(([0], np.cumsum(np.bincount(sources, minlength=num_groups))))
-    return _Groups(time_ns, grouping.allowed.copy(), device, link_ns, offsets, targets[order], weights[order])
+    return _Groups(groups.time_ns, groups.allowed.copy(), device, link_ns, offsets, targets[order], weights[order])
 
 
 def held_bytes(simulation: Simulation, device: int) -> I64:

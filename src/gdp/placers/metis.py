@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pymetis
 
 from gdp.arrays import I64
-from gdp.placers.base import UnitArrays, any_fits, best_of, device_subsets
+from gdp.placers.base import any_fits, best_of, device_subsets
 from gdp.simulator.problem import Placement, Problem
-from gdp.units.grouping import Units
+from gdp.units.units import Units
 
 _TOTAL_WEIGHT = 10**9  # of all vertices; METIS adds weights up in int64
 _IMBALANCES = (30, 100, 300, 1000)  # METIS' ufactor: a part may be heavier than its share by so many thousandths
@@ -87,10 +87,10 @@ class Partitioner:
         max_consumers: int | None = None,
         noise: np.random.Generator | None = None,
     ) -> None:
-        """`index` and `max_consumers` are those of `Units.of`; `noise` perturbs the weights of edges (lognormal)."""
+        """`index` and `max_consumers` are those of `Units`; `noise` perturbs the weights of edges (lognormal)."""
         self.problem = problem
-        self.units = UnitArrays.of(problem, index)
-        pairs = Units.of(problem, index, max_consumers)
+        self.units = Units.of(problem, index)
+        pairs = self.units.pairs(max_consumers)
         transfer_ns = pairs.transfer_ns.astype(np.float64)
         if noise is not None:
             transfer_ns *= np.exp(noise.normal(size=len(transfer_ns)))
@@ -98,7 +98,7 @@ class Partitioner:
         order = np.argsort(sources, kind="stable")
         scale = max(float(transfer_ns.sum()) / _TOTAL_WEIGHT, 1.0)
         self.graph = _Csr(
-            offsets=np.concatenate(([0], np.cumsum(np.bincount(sources, minlength=pairs.num_units)))),
+            offsets=np.concatenate(([0], np.cumsum(np.bincount(sources, minlength=self.units.num_units)))),
             neighbours=np.concatenate((pairs.second, pairs.first))[order],
             weights=np.tile(np.maximum(transfer_ns / scale, 1).astype(np.int64), 2)[order],
         )
@@ -117,7 +117,7 @@ class Partitioner:
         wanted = np.sort(wanted[target[wanted] >= _SMALLEST_TARGET / len(devices)])
         devices, target = devices[wanted], _shares(target[wanted])
         if len(devices) == 1:
-            return units.place(np.repeat(devices, units.num_units))
+            return units.place_allowed(np.repeat(devices, units.num_units))
         held = units.resident_bytes + units.tensor_bytes
         weights = (1 - memory_share) * _shares(units.mean_time_ns()) + memory_share * _shares(held)
         weights = np.clip(
@@ -135,7 +135,7 @@ class Partitioner:
                 options=options,
             )
         part_of_unit = np.asarray(found.vertex_part, np.int64)
-        return units.place(devices[self._assign(part_of_unit, devices)][part_of_unit])
+        return units.place_allowed(devices[self._assign(part_of_unit, devices)][part_of_unit])
 
     def _assign(self, part_of_unit: I64, devices: I64) -> npt.NDArray[np.intp]:
         """Returns [parts] positions in `devices`, so that parts go where their ops may run and run fast."""

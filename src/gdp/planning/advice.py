@@ -140,7 +140,9 @@ def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Chan
     cluster, devices = problem.cluster, problem.cluster.devices
     used = np.unique(placement)
     if len(used) > 1:
-        done_ns = np.bincount(placement, problem.fastest_ns, len(devices))  # a slow device is long busy with little
+        done_ns = np.bincount(
+            placement, problem.simulator.fastest_ns, len(devices)
+        )  # a slow device is long busy with little
         least = int(used[np.lexsort((-simulation.busy_fraction[used], done_ns[used]))[0]])
         others = [number for number in range(len(devices)) if number != least]
         less = changes.only(cluster, others)

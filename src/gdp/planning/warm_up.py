@@ -68,7 +68,7 @@ def warm_up(
 
 def is_small(problem: Problem) -> bool:
     """Returns True if `auto` asks the exact placer too."""
-    return bool(problem.group_index.max() < SMALL_UNITS)
+    return bool(problem.graph.group_index.max() < SMALL_UNITS)
 
 
 def kernels_of(modules: Iterable[str]) -> set[Dispatcher]:

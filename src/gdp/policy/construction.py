@@ -119,7 +119,7 @@ class Constructor:
             devices,
             record,
         )
-        return devices[:, instance.units.unit_of_op], weights, options, record
+        return devices[:, instance.units.units.index], weights, options, record
 
 
 def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -> I64:

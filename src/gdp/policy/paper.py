@@ -100,7 +100,7 @@ class PaperPolicy(Policy):
                 f"cluster {problem.cluster.name!r} has {problem.num_devices} devices, policy {self.name!r} takes at "
                 f"most {self.config.max_devices}; place on fewer devices or use another policy"
             )
-        _, choosers = np.unique(problem.group_index, return_index=True)
+        _, choosers = np.unique(problem.graph.group_index, return_index=True)
         numpy_arrays = (
             kind_numbers(problem.graph.kinds, self.config.kinds, self.config.num_unknown_kinds),
             log_output_bytes(problem.graph)[:, None],
@@ -108,7 +108,7 @@ class PaperPolicy(Policy):
             problem.allowed[choosers],
         )
         kinds, log_bytes, edge_index, allowed = (torch.from_numpy(array).to(self.device) for array in numpy_arrays)
-        return PaperInstance(problem, kinds, log_bytes, edge_index, allowed, choosers, problem.group_index)
+        return PaperInstance(problem, kinds, log_bytes, edge_index, allowed, choosers, problem.graph.group_index)
 
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0

@@ -140,18 +140,18 @@ def _incumbent(problem: Problem, units: UnitGraph) -> F64:
     device, the share of its transfers that is made. Zeros without a placement to refine."""
     if units.incumbent[0] < 0:
         return np.zeros((units.num_units, 4))
-    incumbent = simulate(problem, units.incumbent[units.unit_of_op])
+    incumbent = simulate(problem, units.incumbent[units.units.index])
     step_ns = max(incumbent.step_time_ns, 1)
     op_work = problem.mean_op_time_ns + 1.0
     critical = (incumbent.op_start_ns + problem.b_level_ns) / step_ns
-    weighted = np.bincount(units.unit_of_op, critical * op_work, units.num_units)
+    weighted = np.bincount(units.units.index, critical * op_work, units.num_units)
     apart = units.incumbent[units.sources] != units.incumbent[units.targets]
     both = np.concatenate((units.sources, units.targets))
     made = np.bincount(both, np.tile(units.sent_ns * apart, 2), units.num_units)
     every = np.bincount(both, np.tile(units.sent_ns, 2), units.num_units)
     columns = [
         np.ones(units.num_units),
-        weighted / np.bincount(units.unit_of_op, op_work, units.num_units),
+        weighted / np.bincount(units.units.index, op_work, units.num_units),
         incumbent.busy_fraction[units.incumbent],
         made / np.maximum(every, 1.0),
     ]

@@ -17,8 +17,9 @@ from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate
 from gdp.units.forward_units import forward_units
-from gdp.units.grouping import Units, group_units
+from gdp.units.grouping import group_units
 from gdp.units.symmetry import exchangeable_before
+from gdp.units.units import Pairs, Units
 
 NUM_SLICES = 16
 _SLACK = 4.0  # how much heavier than average a unit may be
@@ -27,9 +28,9 @@ _SPREAD = 0.5  # standard deviation of the noise on the logarithm of a pair's sc
 
 @dataclass(frozen=True, eq=False)
 class UnitGraph:
-    """The units of a problem, numbered in the order in which they are placed: that of their first ops in the step."""
+    """The view that the policy has of units, which are numbered in the order of their first ops in the step."""
 
-    unit_of_op: I64  # [N]
+    units: Units
     time_ns: F64  # [U, D] -1 where a unit may not go
     work_ns: F64  # [U] mean over the devices where it may go
     resident_bytes: F64  # [U]
@@ -48,7 +49,7 @@ class UnitGraph:
 
     @property
     def num_units(self) -> int:
-        return len(self.work_ns)
+        return self.units.num_units
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +57,14 @@ class UnitSource:
     """The part that all groupings of one problem have in common, computed once."""
 
     problem: Problem
-    units: Units  # ops and their groups
-    following: Units  # with backward ops in the units of their forward ops
+    units: tuple[Units, Pairs]  # ops and their groups
+    following: tuple[Units, Pairs]  # with backward ops in the units of their forward ops
     head_ns: I64  # [N] longest path before an op
     critical_ns: float  # longest path
     freedom: I64  # [N] equal numbers for ops that may go to the same devices: only they join
     alive_share: float  # of the bytes allocated in a step, alive at once when one device runs everything
     equal_before: I64  # [D] see `symmetry.exchangeable_before`
     sums: F64  # [N, C] the terms of a unit's sums, by `COLUMNS`
-    op_time_ns: F64  # [N, D] at least 0
     module: I64  # [N] number of each op's module
     op_slice: I64  # [N] the slice of the critical path in which an op's middle is
     latency_ns: float  # mean over pairs of devices
@@ -79,15 +79,14 @@ class UnitSource:
         is_alone = not between.any()
         return cls(
             problem=problem,
-            units=Units.of(problem),
-            following=Units.of(problem, forward_units(problem)),
+            units=(units := Units.of(problem), units.pairs()),
+            following=(following := Units.of(problem, forward_units(problem)), following.pairs()),
             head_ns=head_ns,
             critical_ns=critical_ns,
             freedom=np.unique(problem.allowed, axis=0, return_inverse=True)[1].reshape(-1),
             alive_share=_alive_share(problem),
             equal_before=exchangeable_before(problem),
             sums=_sums(problem, head_ns),
-            op_time_ns=np.maximum(problem.op_time_ns, 0).astype(np.float64),
             module=_numbered(problem.graph.modules),
             op_slice=np.minimum(middle * NUM_SLICES, NUM_SLICES - 1).astype(np.int64),
             latency_ns=0.0 if is_alone else float(problem.cluster.latency_ns[between].mean()),
@@ -107,14 +106,13 @@ class UnitSource:
         With an `incumbent` [N] to refine, each unit is part of one device's share in it.
         """
         follows = bool(rng.random() < 0.5) if following is None else following
-        units = self.following if follows and incumbent is None else self.units
-        score = np.exp(rng.normal(0.0, _SPREAD, len(units.first))) * units.transfer_ns.astype(np.float64)
+        units, pairs = self.following if follows and incumbent is None else self.units
+        score = np.exp(rng.normal(0.0, _SPREAD, len(pairs.first))) * pairs.transfer_ns.astype(np.float64)
         together = [self.freedom] if incumbent is None else [self.freedom, incumbent]
-        grouping = group_units(units, together, num_units, score, _SLACK)
-        return _unit_graph(self, grouping.group_of_op, incumbent)
+        return _unit_graph(self, group_units(units, pairs, together, num_units, score, _SLACK), incumbent)
 
 
-COLUMNS = ("work", "weight", "head", "tail", "forward", "backward", "update", "ops", "resident", "allocated")
+COLUMNS = ("work", "weight", "head", "tail", "forward", "backward", "update", "ops")
 
 
 def _sums(problem: Problem, head_ns: I64) -> F64:
@@ -130,8 +128,6 @@ def _sums(problem: Problem, head_ns: I64) -> F64:
             problem.b_level_ns * weight,
             *((phases == name) * weight for name in ("forward", "backward", "update")),
             np.ones(problem.num_ops),
-            problem.graph.resident_bytes,
-            problem.arrays.memory.alloc_bytes,
         ],
         axis=1,
     )
@@ -143,35 +139,29 @@ def _numbered(names: Sequence[str]) -> I64:
     return np.fromiter((numbers[name] for name in names), np.int64, len(names))
 
 
-def _unit_graph(source: UnitSource, group_of_op: I64, incumbent: Placement | None) -> UnitGraph:
-    problem = source.problem
-    num_units = int(group_of_op.max()) + 1
-    first_ns = _first(group_of_op, source.head_ns, num_units)
+def _unit_graph(source: UnitSource, groups: Units, incumbent: Placement | None) -> UnitGraph:
+    problem, num_units = source.problem, groups.num_units
+    first_ns = _first(groups.index, source.head_ns, num_units)
     number = np.empty(num_units, np.int64)
     number[np.argsort(first_ns, kind="stable")] = np.arange(num_units)
-    unit_of_op = number[group_of_op]
+    units = Units(problem, number[groups.index])
 
-    sums, time_ns, may_go, slices, last_ns = _accumulate(
-        unit_of_op, source.sums, source.op_time_ns, problem.allowed, source.op_slice, source.head_ns, num_units
-    )
-    work_ns = np.where(may_go, time_ns, 0.0).sum(axis=1) / may_go.sum(axis=1)
-    keys, sent_bytes = _pairs(problem, unit_of_op, num_units)
-    devices = np.full(num_units, -1)
-    if incumbent is not None:
-        devices[unit_of_op] = incumbent
+    sums, slices, last_ns = _accumulate(units.index, source.sums, source.op_slice, source.head_ns, num_units)
+    allowed, time_ns = units.allowed, units.time_ns.astype(np.float64)
+    keys, sent_bytes = _pairs(problem, units.index, num_units)
     return UnitGraph(
-        unit_of_op=unit_of_op,
-        time_ns=np.where(may_go, time_ns, -1.0),
-        work_ns=work_ns,
-        resident_bytes=sums[:, COLUMNS.index("resident")].copy(),
-        alive_bytes=sums[:, COLUMNS.index("allocated")] * source.alive_share,
+        units=units,
+        time_ns=np.where(allowed, time_ns, -1.0),
+        work_ns=np.where(allowed, time_ns, 0.0).sum(axis=1) / allowed.sum(axis=1),
+        resident_bytes=units.resident_bytes.astype(np.float64),
+        alive_bytes=units.tensor_bytes.astype(np.float64) * source.alive_share,
         slices=slices,
-        similar=_similarity(unit_of_op, source.module, source.sums[:, 1], num_units),
+        similar=_similarity(units.index, source.module, source.sums[:, 1], num_units),
         sources=keys // num_units,
         targets=keys % num_units,
         sent_bytes=sent_bytes,
         sent_ns=sent_bytes * source.ns_per_byte + source.latency_ns,
-        incumbent=devices,
+        incumbent=np.full(num_units, -1) if incumbent is None else incumbent[units.first_op],
         sums=sums,
         first_ns=np.sort(first_ns),
         last_ns=last_ns,
@@ -189,32 +179,26 @@ def _first(unit_of_op, head_ns, num_units):
 
 
 @allocating_kernel
-def _accumulate(unit_of_op, columns, op_time_ns, allowed, op_slice, head_ns, num_units):
-    """(sums of the columns [U, C], times [U, D], what all ops allow [U, D], work in slices [U, B], last heads [U])."""
+def _accumulate(unit_of_op, columns, op_slice, head_ns, num_units):
+    """(sums of the columns [U, C], work in slices [U, B], last heads [U])."""
     num_ops, num_columns = columns.shape
-    num_devices = op_time_ns.shape[1]
     sums = np.zeros((num_units, num_columns))
-    time_ns = np.zeros((num_units, num_devices))
-    may_go = np.ones((num_units, num_devices), np.bool_)
     slices = np.zeros((num_units, NUM_SLICES))
     last_ns = np.zeros(num_units)
     for op in range(num_ops):
         unit = unit_of_op[op]
         for column in range(num_columns):
             sums[unit, column] += columns[op, column]
-        for device in range(num_devices):
-            time_ns[unit, device] += op_time_ns[op, device]
-            may_go[unit, device] &= allowed[op, device]
         slices[unit, op_slice[op]] += columns[op, 0]
         last_ns[unit] = max(last_ns[unit], head_ns[op])
-    return sums, time_ns, may_go, slices, last_ns
+    return sums, slices, last_ns
 
 
 def _alive_share(problem: Problem) -> float:
     """Returns `UnitSource.alive_share`, from one simulation on the device that may run the most ops."""
     one = np.argmax(np.where(problem.allowed, problem.allowed.sum(axis=0), -1), axis=1)
     _, peaks = evaluate(problem, one)
-    resident, allocated = problem.graph.resident_bytes.sum(), problem.arrays.memory.alloc_bytes.sum()
+    resident, allocated = problem.graph.resident_bytes.sum(), problem.simulator.arrays.memory.alloc_bytes.sum()
     return float(np.clip((peaks.sum() - resident) / max(allocated, 1), 0.0, 1.0))
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gdp.budget import Clock
-from gdp.placers.base import UnitArrays
 from gdp.placers.exact import exact
 from gdp.placers.interleaved import interleaved_stages
 from gdp.search.candidate import Candidate
@@ -25,6 +24,7 @@ from gdp.search.solution import Solution
 from gdp.search.streaming import stream_weights
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
+from gdp.units.units import Units
 
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that `auto` always runs
@@ -39,7 +39,7 @@ NODES_PER_SIMULATION = 20  # of it while nothing fits: most are partial placemen
 
 def auto(question: Question, clock: Clock) -> Solution:
     """Returns the best of classical placers, weight streaming, exact placement where it is small, and the search."""
-    is_small = bool(question.problem.group_index.max() < SMALL_UNITS)
+    is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
     classical = ClassicalRuns(question, Few.of_large(question.problem))
@@ -155,7 +155,7 @@ def _with_stages(problem: Problem, names: Sequence[str]) -> Sequence[str]:
 def _reduced(question: Question, start: Candidate) -> Candidate:
     """Returns `start` as a candidate of the reduced problem, moved where it is not allowed."""
     reduction = question.reduction
-    units = UnitArrays.of(reduction.problem)
-    placement = units.place(reduction.restrict(start.placement)[units.first_op])
+    units = Units.of(reduction.problem)
+    placement = units.place_allowed(reduction.restrict(start.placement)[units.first_op])
     priority = None if start.priority is None else reduction.restrict(start.priority)
     return Candidate(placement, priority=priority, order=reduction.problem.order)

@@ -7,10 +7,10 @@ N ops, U units, D devices.
 
 import numpy as np
 
-from gdp.placers.base import UnitArrays
 from gdp.search.candidate import Candidate
 from gdp.search.local_search import LocalSearch
 from gdp.simulator.problem import Placement, Problem
+from gdp.units.units import Units
 
 
 def search_without(search: LocalSearch, share: float, until: float) -> None:
@@ -62,8 +62,11 @@ def _without_least_useful(problem: Problem, best: Candidate) -> Problem | None:
 
 def _moves(problem: Problem, placement: Placement) -> list[Placement]:
     """Returns variants of `placement`: ops that must move go to their fastest devices, or all to one device in turn."""
-    units = UnitArrays.of(problem)
+    units = Units.of(problem)
     devices = placement[units.first_op]
     is_moved = ~units.allowed[np.arange(units.num_units), devices]
     there = np.flatnonzero(problem.allowed.any(axis=0))
-    return [units.place(devices), *(units.place(np.where(is_moved, device, devices)) for device in there.tolist())]
+    return [
+        units.place_allowed(devices),
+        *(units.place_allowed(np.where(is_moved, device, devices)) for device in there.tolist()),
+    ]

@@ -60,5 +60,5 @@ def perturbed_times(problem: Problem, spread: float, num_tables: int, seed: int)
     factors = np.maximum(1.0 + spread * rng.standard_normal((num_tables, problem.num_ops, 1)), 0.1)
     times = problem.op_time_ns[None]
     tables = np.where(times > 0, np.rint(times * factors).astype(np.int64), times)
-    tables.setflags(write=False)  # see `Problem.time_table_ns`
+    tables.setflags(write=False)  # see `Simulator.time_table_ns`
     return tables

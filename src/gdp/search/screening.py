@@ -44,7 +44,7 @@ class Screen:
 
     def _filled(self, placements: I64 | Sequence[I64]) -> F64:
         """Returns [S] the filled share of the fullest device if all that is ever allocated there were alive at once."""
-        held = self.problem.graph.resident_bytes + self.problem.arrays.memory.alloc_bytes
+        held = self.problem.graph.resident_bytes + self.problem.simulator.arrays.memory.alloc_bytes
         devices = self.problem.num_devices
         filled = np.stack([np.bincount(placement, held, devices) for placement in placements])
         return np.asarray((filled / np.maximum(self.problem.memory_limit_bytes, 1)).max(axis=1), np.float64)

@@ -10,7 +10,7 @@ import numpy as np
 from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.placers import CLASSICAL
-from gdp.placers.base import UnitArrays, devices_by_speed
+from gdp.placers.base import devices_by_speed
 from gdp.placers.contiguous import folded_chain, stages
 from gdp.placers.exact import exact
 from gdp.search.auto import auto, local_search
@@ -20,6 +20,7 @@ from gdp.search.solution import Solution
 from gdp.search.zero_shot import zero_shot
 from gdp.simulator.simulate import simulate
 from gdp.units.forward_units import forward_units
+from gdp.units.units import Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,9 @@ def _in_good_order(question: Question) -> Question:
     problem = question.problem
     if len(problem.orders) == 1:
         return question
-    units = UnitArrays.of(problem, forward_units(problem))
+    units = Units.of(problem, forward_units(problem))
     chain = folded_chain(problem, units)
-    placement = units.place(stages(problem, units, chain, np.sort(devices_by_speed(problem))))
+    placement = units.place_allowed(stages(problem, units, chain, np.sort(devices_by_speed(problem))))
     return question.in_order(replace(question, noise=None).try_orders(placement).order)
 
 

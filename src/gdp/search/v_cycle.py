@@ -20,8 +20,9 @@ from gdp.search.candidate import Candidate, Figures
 from gdp.simulator.longest_paths import communication_levels, longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.records import Workspace
-from gdp.simulator.simulate import NEVER, dispatch_by, run_batch
-from gdp.units.grouping import Units, group_units
+from gdp.simulator.simulate import NEVER, run_batch
+from gdp.units.grouping import group_units, move_arrays
+from gdp.units.units import Pairs, Units
 
 _CHUNK = 32  # moves between two looks at the clock
 
@@ -61,28 +62,24 @@ class Neighbourhood:
     """The pairs of units that may join: those that share tensors, and backward ops with their forward ops."""
 
     units: Units
+    pairs: Pairs
     follows: npt.NDArray[np.bool_]  # [P] a unit of backward ops and the one that it follows
 
     @classmethod
     def of(cls, problem: Problem, followers: I64) -> "Neighbourhood":
         """`followers` [N] are the units in which backward ops follow their forward ops."""
         units = Units.of(problem)
-        _, first_op = np.unique(units.index, return_index=True)
-        _, leader_op = np.unique(followers, return_index=True)
-        leader = units.index[leader_op][followers[first_op]]
+        following = Units.of(problem, followers)
+        leader = units.index[following.first_op][followers[units.first_op]]
         unit = np.arange(units.num_units)
         joined = leader != unit
         pairs = np.minimum(unit, leader)[joined] * units.num_units + np.maximum(unit, leader)[joined]
-        known = units.first * units.num_units + units.second
+        shared = units.pairs()
+        known = shared.first * units.num_units + shared.second
         added = np.setdiff1d(pairs, known)
         keys = np.concatenate((known, added))
-        more = replace(
-            units,
-            first=keys // units.num_units,
-            second=keys % units.num_units,
-            transfer_ns=np.concatenate((units.transfer_ns, np.ones(len(added), np.int64))),
-        )
-        return cls(more, np.isin(keys, pairs))
+        transfer_ns = np.concatenate((shared.transfer_ns, np.ones(len(added), np.int64)))
+        return cls(units, Pairs(keys // units.num_units, keys % units.num_units, transfer_ns), np.isin(keys, pairs))
 
 
 class Island:
@@ -96,11 +93,11 @@ class Island:
         seed: np.random.SeedSequence,
     ) -> None:
         self.problem, self.config = problem, config
-        self.nominal_ns = problem.time_table_ns[None]
+        self.nominal_ns = problem.simulator.time_table_ns[None]
         self.score_under(self.nominal_ns)
-        self.neighbourhood, self.units = neighbourhood, neighbourhood.units
+        self.neighbourhood, self.units, self.pairs = neighbourhood, neighbourhood.units, neighbourhood.pairs
         self.rng = np.random.default_rng(seed)
-        self.workspace = Workspace.of(problem.arrays)
+        self.workspace = Workspace.of(problem.simulator.arrays)
         self.state = annealing.State.empty(problem.num_ops, problem.graph.num_tensors, problem.num_devices)
         self.memory_binds = _memory_can_bind(problem)
         self.num_simulations = 0
@@ -110,13 +107,14 @@ class Island:
         self.op_times_ns = op_times_ns
         tables = (self.nominal_ns, op_times_ns)
         fastest_ns = np.minimum(*(np.where(table >= 0, table, NEVER).min(axis=(0, 2)) for table in tables))
-        self.arrays = self.problem.arrays._replace(tail_ns=longest_paths(self.problem.graph, fastest_ns))
+        self.arrays = self.problem.simulator.arrays._replace(tail_ns=longest_paths(self.problem.graph, fastest_ns))
         self.floor_ns = int(self.arrays.tail_ns.max())
 
     def measure(self, candidate: Candidate) -> Candidate:
         """Returns `candidate` with its figures."""
         priority = candidate.priority
-        dispatch, devices = dispatch_by(self.problem, priority), candidate.placement.astype(np.uint8)[None]
+        dispatch = self.problem.simulator.dispatch(self.problem.order, priority)
+        devices = candidate.placement.astype(np.uint8)[None]
         time_ns, peaks = np.zeros(1, np.int64), np.zeros((1, self.problem.num_devices), np.int64)
         run_batch(self.arrays, self.nominal_ns, devices, dispatch, NEVER, 0, self.workspace, time_ns, peaks)
         excess = int(excess_bytes(self.problem, peaks[0]))
@@ -144,15 +142,16 @@ class Island:
     ) -> Candidate:
         """Returns the best candidate met while about `num_groups` groups of `start` change devices."""
         config, workspace = self.config, self.workspace
-        noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.units.first)))
+        noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.pairs.first)))
         score: npt.NDArray[np.float64] = noise
         if self.rng.random() < self.config.weighted:
-            score = noise * self.units.transfer_ns
+            score = noise * self.pairs.transfer_ns
         if self.rng.random() < config.following:
             score = np.where(self.neighbourhood.follows, np.inf, score)
         parents = [start.placement] if mate is None else [start.placement, mate]
-        grouping = group_units(self.units, parents, num_groups, score, config.slack)
-        dispatch = dispatch_by(self.problem, start.priority)
+        groups = group_units(self.units, self.pairs, parents, num_groups, score, config.slack)
+        grouping = move_arrays(groups, self.units, self.pairs)
+        dispatch = self.problem.simulator.dispatch(self.problem.order, start.priority)
         limits_bytes = self.problem.memory_limit_bytes
         objective = annealing.Objective(
             self.nominal_ns, self.op_times_ns, self.floor_ns, limits_bytes, self.memory_binds

@@ -16,24 +16,11 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import microbatch_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints, allowed_devices, memory_limits
-from gdp.simulator.costs import op_times, transfer_occupancy_ns
-from gdp.simulator.longest_paths import longest_paths, ranks_of
+from gdp.simulator.costs import op_times
 from gdp.simulator.orders import B_LEVEL, order_priority, orders_for
-from gdp.simulator.records import Arrays, MemoryArrays, Workspace
+from gdp.simulator.simulator import Simulator
 
 Placement = npt.NDArray[np.int64]
-
-_DERIVED = (  # from graph, cluster and op times alone
-    "arrays",
-    "b_level_ns",
-    "fastest_ns",
-    "group_index",
-    "mean_op_time_ns",
-    "runs_everywhere",
-    "spare_workspaces",
-    "tensor_numbers",
-    "time_table_ns",
-)
 
 _LARGEST = 2**62  # what all sizes, or all times, of a problem may sum to: half of int64
 
@@ -101,16 +88,21 @@ class Problem:
 
     def in_order(self, order: str) -> "Problem":
         """The same problem with another `order`."""
-        return self._sharing(replace(self, order=order))
+        return self._sharing_simulator(replace(self, order=order))
 
     def with_allowed(self, allowed: Bool) -> "Problem":
         """The same problem with other devices `allowed` [N, D]."""
-        return self._sharing(replace(self, allowed=allowed))
+        return self._sharing_simulator(replace(self, allowed=allowed))
 
-    def _sharing(self, other: "Problem") -> "Problem":
-        """`other` with what was derived from this problem and holds for both."""
-        other.__dict__.update({name: value for name, value in self.__dict__.items() if name in _DERIVED})
+    def _sharing_simulator(self, other: "Problem") -> "Problem":
+        """Returns `other`, whose graph, cluster and times are this problem's."""
+        other.__dict__["simulator"] = self.simulator
         return other
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        """The arrays, ranks and workspaces of this problem's simulations."""
+        return Simulator(self)
 
     @property
     def num_ops(self) -> int:
@@ -120,17 +112,15 @@ class Problem:
     def num_devices(self) -> int:
         return self.cluster.num_devices
 
-    @cached_property
-    def b_level_ns(self) -> I64:
-        """[N] the default priority: mean time over the devices that can run it, plus the longest such path below it."""
-        return longest_paths(self.graph, self.mean_op_time_ns)
-
-    @cached_property
+    @property
     def mean_op_time_ns(self) -> I64:
-        """[N] mean over the devices that can run the op, rounded down: the m of docs/machine-model.md, section 3."""
-        runnable = self.op_time_ns >= 0
-        total = np.where(runnable, self.op_time_ns, 0).sum(axis=1)
-        return np.asarray(total // np.maximum(runnable.sum(axis=1), 1), np.int64)
+        """[N] mean over the devices that can run the op, rounded down."""
+        return self.simulator.mean_op_time_ns
+
+    @property
+    def b_level_ns(self) -> I64:
+        """[N] the default priority."""
+        return self.simulator.b_level_ns
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -140,60 +130,6 @@ class Problem:
     def priority(self, order: str, level_ns: I64) -> I64:
         """[N] the priority of ops in that order, `level_ns` [N] in place of the b-level."""
         return order_priority(order, self.graph, self.microbatch, level_ns)
-
-    @cached_property
-    def ranks(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """(rank of each op [N], op of each rank [N]) in the problem's order."""
-        return ranks_of(self.priority(self.order, self.b_level_ns))
-
-    @cached_property
-    def runs_everywhere(self) -> bool:
-        """True if all ops can run on all devices."""
-        return bool((self.op_time_ns >= 0).all())
-
-    @cached_property
-    def spare_workspaces(self) -> list[Workspace]:
-        """Workspaces that are not in use: making one takes as long as a simulation."""
-        return []
-
-    def borrow_workspace(self) -> Workspace:
-        """A spare workspace, or a new one; append it to `spare_workspaces` when what it holds has been copied."""
-        try:
-            return self.spare_workspaces.pop()
-        except IndexError:
-            return Workspace.of(self.arrays)
-
-    @cached_property
-    def fastest_ns(self) -> I64:
-        """[N] the op's time on its fastest device."""
-        return np.asarray(np.where(self.op_time_ns >= 0, self.op_time_ns, np.iinfo(np.int64).max).min(axis=1))
-
-    @cached_property
-    def time_table_ns(self) -> I64:
-        """[N, D] `op_time_ns` as the engine takes it: one column [N, 1] where all devices are alike."""
-        times = self.op_time_ns
-        table = np.ascontiguousarray(times[:, :1]) if (times == times[:, :1]).all() else times
-        table.setflags(write=False)  # as `op_time_ns` is: Numba would compile everything anew for a writable one
-        return table
-
-    @cached_property
-    def group_index(self) -> I64:
-        """[N] units that move as one, numbered from 0 in the order of first ops: groups, and other ops each alone."""
-        ids = np.where(self.graph.groups >= 0, self.graph.groups, -1 - np.arange(self.num_ops))
-        _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        position = np.empty(len(first), np.int64)
-        position[np.argsort(first, kind="stable")] = np.arange(len(first))
-        return position[inverse]
-
-    @cached_property
-    def tensor_numbers(self) -> I64:
-        """[T] the graph's number of each tensor of `arrays`, which sorts tensors by producer."""
-        return np.argsort(self.graph.producers, kind="stable")
-
-    @cached_property
-    def arrays(self) -> Arrays:
-        """The flat arrays of the compiled simulator."""
-        return _flatten(self)
 
     def check_placement(self, placement: npt.ArrayLike) -> npt.NDArray[np.uint8]:
         """`placement` as the engine takes it; InputError if an op is on no device or on one that cannot run it."""
@@ -206,7 +142,10 @@ class Problem:
         if values.min() < 0 or values.max() >= self.num_devices:
             op = int(np.argmax((values < 0) | (values >= self.num_devices)))
             raise InputError(f"placement: op {op} is on device {values[op]}; devices are 0 to {self.num_devices - 1}")
-        if not self.runs_everywhere and (cannot := self.op_time_ns[np.arange(self.num_ops), values] < 0).any():
+        if (
+            not self.simulator.runs_everywhere
+            and (cannot := self.op_time_ns[np.arange(self.num_ops), values] < 0).any()
+        ):
             op = int(np.argmax(cannot))
             device = self.cluster.devices[int(values[op])].name
             raise InputError(
@@ -257,62 +196,3 @@ def _check_sums(graph: Graph, cluster: Cluster, op_time_ns: I64) -> None:
             f"graph {graph.name!r} on {cluster.name!r}: op times and transfers sum to {total_ns} ns; "
             "check flops, sizes, times and rates"
         )
-
-
-def _flatten(problem: Problem) -> Arrays:
-    graph, cluster = problem.graph, problem.cluster
-    num_ops, num_tensors, num_devices = graph.num_ops, graph.num_tensors, cluster.num_devices
-    numbers = problem.tensor_numbers
-    position = np.empty(num_tensors, np.int64)
-    position[numbers] = np.arange(num_tensors)
-    producers = graph.producers[numbers]
-    counts = np.diff(graph.consumer_offsets)[numbers]
-    edge_order = np.argsort(position[graph.edge_tensors], kind="stable")
-    consumers = graph.consumers[edge_order]
-    edge_tensors = np.repeat(np.arange(num_tensors), counts)
-    view_of = graph.view_of[numbers]
-    owner = np.where(view_of >= 0, position[np.maximum(view_of, 0)], np.arange(num_tensors)) if num_tensors else view_of
-    sizes = graph.tensor_bytes[numbers]
-    owned = np.where(graph.is_resident[numbers] | (view_of >= 0), 0, sizes)
-    pinned = np.zeros(num_tensors, np.bool_)
-    np.logical_or.at(pinned, owner, graph.is_kept[numbers])
-    alloc = np.zeros(num_ops, np.int64)
-    np.add.at(alloc, producers, owned)
-
-    rates = np.unique(cluster.bytes_per_second[~np.eye(num_devices, dtype=np.bool_)])
-    occupancy = np.zeros((num_tensors, max(len(rates), 1)), np.int64)
-    for column, rate in enumerate(rates.tolist()):
-        occupancy[:, column] = transfer_occupancy_ns(sizes, rate)
-    route_rate = np.minimum(np.searchsorted(rates, cluster.bytes_per_second), max(len(rates) - 1, 0))
-    routes = [channels for row in cluster.route_channels for channels in row]
-    num_inputs = np.bincount(consumers, minlength=num_ops)
-    inputs = edge_tensors[np.argsort(consumers, kind="stable")]
-    memory = MemoryArrays(
-        resident_bytes=graph.resident_bytes,
-        alloc_bytes=alloc,
-        owner=owner.astype(np.uint32),
-        owned_bytes=np.where(pinned, 0, owned),
-        copy_bytes=sizes,
-        producers=producers.astype(np.uint32),
-        input_offsets=_offsets(num_inputs),
-        inputs=inputs.astype(np.uint32),
-        input_producers=producers[inputs].astype(np.uint32),
-    )
-    return Arrays(
-        num_inputs=num_inputs.astype(np.int32),
-        sources=np.flatnonzero(num_inputs == 0).astype(np.uint32),
-        tensor_offsets=_offsets(np.bincount(producers, minlength=num_ops)),
-        consumer_offsets=_offsets(counts),
-        consumers=consumers.astype(np.uint32),
-        occupancy_ns=occupancy,
-        route_rate=route_rate.astype(np.uint32),
-        latency_ns=np.ascontiguousarray(cluster.latency_ns),
-        route_offsets=_offsets([len(route) for route in routes]),
-        route_channels=np.array([channel for route in routes for channel in route], np.uint32),
-        tail_ns=longest_paths(graph, problem.fastest_ns),
-        memory=memory,
-    )
-
-
-def _offsets(counts: npt.ArrayLike) -> npt.NDArray[np.uint32]:
-    return np.concatenate(([0], np.cumsum(counts))).astype(np.uint32)

@@ -19,11 +19,10 @@ from gdp.compiled import inner, kernel
 from gdp.errors import InputError
 from gdp.simulator.engine import COMPLETED, DEADLOCK, run
 from gdp.simulator.engine import NEVER as NEVER  # for callers
-from gdp.simulator.longest_paths import ranks_of
 from gdp.simulator.memory import find_peaks
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.records import Dispatch, Workspace
+from gdp.simulator.records import Dispatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,42 +89,42 @@ def simulate(
     """
     devices = problem.check_placement(placement)
     num_devices = problem.num_devices
-    times_ns = problem.time_table_ns if op_time_ns is None else op_time_ns.view()
+    simulator = problem.simulator
+    times_ns = simulator.time_table_ns if op_time_ns is None else op_time_ns.view()
     times_ns.setflags(write=False)  # Numba would compile everything anew for a writable one
-    workspace = problem.borrow_workspace()
-    schedule, step_time_ns, peaks = workspace.schedule, np.zeros(1, np.int64), np.zeros((1, num_devices), np.int64)
+    step_time_ns, peaks = np.zeros(1, np.int64), np.zeros((1, num_devices), np.int64)
     if order is None:
-        dispatch = dispatch_by(problem, priority)
+        dispatch = simulator.dispatch(problem.order, priority)
     else:
-        dispatch = Dispatch(*problem.ranks, *_flat_order(order, devices, num_devices))
-    run_batch(problem.arrays, times_ns[None], devices[None], dispatch, NEVER, 0, workspace, step_time_ns, peaks)
-    done = tuple(
-        ops[:count].astype(np.int64) for ops, count in zip(schedule.ops, schedule.num_ops.tolist(), strict=True)
-    )
-    if step_time_ns[0] == DEADLOCK:
-        stuck = _stuck_op(order or (), done)
-        raise InputError(
-            f"order: deadlock, op {stuck} waits for an op that comes later on its own or another device; reorder"
+        dispatch = Dispatch(*simulator.ranks(problem.order), *_flat_order(order, devices, num_devices))
+    with simulator.workspace() as workspace:
+        run_batch(simulator.arrays, times_ns[None], devices[None], dispatch, NEVER, 0, workspace, step_time_ns, peaks)
+        schedule = workspace.schedule
+        done = tuple(
+            ops[:count].astype(np.int64) for ops, count in zip(schedule.ops, schedule.num_ops.tolist(), strict=True)
         )
-    placed = devices.astype(np.int64)
-    sent = slice(0, int(schedule.num_transfers[0]))
-    finish_ns = schedule.finish_ns.copy()
-    simulation = Simulation(
-        problem=problem,
-        placement=placed,
-        op_start_ns=finish_ns - times_ns[np.arange(len(placed)), placed if times_ns.shape[1] > 1 else 0],
-        op_finish_ns=finish_ns,
-        order=done,
-        transfer_tensors=problem.tensor_numbers[schedule.transfer_tensor[sent]],
-        transfer_destinations=schedule.transfer_route[sent].astype(np.int64) % num_devices,
-        transfer_start_ns=schedule.transfer_start_ns[sent].copy(),
-        transfer_end_ns=schedule.transfer_end_ns[sent].copy(),
-        transfer_arrival_ns=schedule.arrival_ns[sent].copy(),
-        step_time_ns=int(step_time_ns[0]),
-        peak_memory_bytes=peaks[0],
-    )
-    problem.spare_workspaces.append(workspace)
-    return simulation
+        if step_time_ns[0] == DEADLOCK:
+            stuck = _stuck_op(order or (), done)
+            raise InputError(
+                f"order: deadlock, op {stuck} waits for an op that comes later on its own or another device; reorder"
+            )
+        placed = devices.astype(np.int64)
+        sent = slice(0, int(schedule.num_transfers[0]))
+        finish_ns = schedule.finish_ns.copy()
+        return Simulation(
+            problem=problem,
+            placement=placed,
+            op_start_ns=finish_ns - times_ns[np.arange(len(placed)), placed if times_ns.shape[1] > 1 else 0],
+            op_finish_ns=finish_ns,
+            order=done,
+            transfer_tensors=simulator.tensor_numbers[schedule.transfer_tensor[sent]],
+            transfer_destinations=schedule.transfer_route[sent].astype(np.int64) % num_devices,
+            transfer_start_ns=schedule.transfer_start_ns[sent].copy(),
+            transfer_end_ns=schedule.transfer_end_ns[sent].copy(),
+            transfer_arrival_ns=schedule.arrival_ns[sent].copy(),
+            step_time_ns=int(step_time_ns[0]),
+            peak_memory_bytes=peaks[0],
+        )
 
 
 def evaluate(problem: Problem, placement: npt.ArrayLike, *, priority: npt.ArrayLike | None = None) -> tuple[int, I64]:
@@ -148,40 +147,34 @@ def evaluate_many(
     its peaks are 0.
     """
     batch = np.stack([problem.check_placement(placement) for placement in np.asarray(placements)])
-    dispatch = dispatch_by(problem, priority)
+    simulator = problem.simulator
+    dispatch = simulator.dispatch(problem.order, priority)
     times = np.zeros(len(batch), np.int64)
     peaks = np.zeros((len(batch), problem.num_devices), np.int64)
     num_threads = min(num_threads or default_threads(), len(batch))
     ends = np.linspace(0, len(batch), num_threads + 1).astype(np.int64).tolist()
 
-    def work(share: slice, workspace: Workspace) -> None:
-        run_batch(
-            problem.arrays,
-            problem.time_table_ns[None],
-            batch[share],
-            dispatch,
-            stop_ns,
-            0,
-            workspace,
-            times[share],
-            peaks[share],
-        )
+    def work(share: slice) -> None:
+        with simulator.workspace() as workspace:
+            run_batch(
+                simulator.arrays,
+                simulator.time_table_ns[None],
+                batch[share],
+                dispatch,
+                stop_ns,
+                0,
+                workspace,
+                times[share],
+                peaks[share],
+            )
 
     shares = [slice(*share) for share in pairwise(ends)]
-    workspaces = [problem.borrow_workspace() for _ in shares]
     if num_threads == 1:
-        work(shares[0], workspaces[0])
+        work(shares[0])
     else:
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(work, shares, workspaces))
-    problem.spare_workspaces.extend(workspaces)
+            list(pool.map(work, shares))
     return times, peaks
-
-
-def dispatch_by(problem: Problem, priority: npt.ArrayLike | None) -> Dispatch:
-    """Returns the dispatch by `priority` [N], by default by that of the problem's order."""
-    ranks = problem.ranks if priority is None else ranks_of(priority)
-    return Dispatch(*ranks, np.zeros(problem.num_devices + 1, np.int64), np.zeros(0, np.uint32))
 
 
 def default_threads() -> int:

@@ -16,30 +16,30 @@ from gdp.units.grouping import roots_of
 
 
 def forward_units(problem: Problem) -> I64:
-    """[N] `problem.group_index` with ungrouped backward ops joined to other units, numbered from 0 in the order of
-    first ops.
+    """[N] `Graph.group_index` with ungrouped backward ops joined to other units, numbered from 0 in the order of first
+    ops.
 
     A backward op joins the unit (a parameter with its update) that takes all its results, directly or through other
     such ops, unless these results are much smaller than its inputs; else the latest forward op whose result it uses,
     else the latest backward op that it follows, else a parameter that it uses, each time in its module, one inside or
     around it. Units only join if they may go to the same devices.
     """
-    graph, arrays = problem.graph, problem.arrays
+    graph, arrays = problem.graph, problem.simulator.arrays
     is_backward = np.array([phase in ("backward", "update") for phase in graph.phases], np.bool_)
     numbers = {path: number for number, path in enumerate(dict.fromkeys(graph.modules))}
     module = np.fromiter((numbers[path] for path in graph.modules), np.int64, problem.num_ops)
     inner = containers(graph.modules)
     parent = np.array([_enclosing(path, numbers, inner) for path in numbers], np.int64)
-    parts = _Parts(is_backward, _has_home(problem), problem.group_index, module, parent)
+    parts = _Parts(is_backward, _has_home(problem), problem.graph.group_index, module, parent)
     takers, follows = np.full((2, problem.num_ops), -1)
     _find_leaders(arrays, parts, takers, follows)
     follows[problem.microbatch > 0] = -1  # replicas go where the first one goes, unless they are free
     followers = np.flatnonzero(follows >= 0)
     same = (problem.allowed[followers] == problem.allowed[follows[followers]]).all(axis=1)
     follows[followers[~same]] = -1
-    unit = problem.group_index[roots_of(follows)]
-    _, first_op = np.unique(problem.group_index, return_index=True)
-    unit = unit[first_op[problem.group_index]]
+    unit = problem.graph.group_index[roots_of(follows)]
+    _, first_op = np.unique(problem.graph.group_index, return_index=True)
+    unit = unit[first_op[problem.graph.group_index]]
     _, first, inverse = np.unique(unit, return_index=True, return_inverse=True)
     position = np.empty(len(first), np.int64)
     position[np.argsort(first, kind="stable")] = np.arange(len(first))

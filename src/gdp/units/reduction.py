@@ -67,7 +67,9 @@ def reduce(problem: Problem) -> Reduction:
     no_time = np.where(problem.allowed, problem.op_time_ns, 0).max(axis=1) == 0
     keeps = np.zeros(graph.num_ops, np.bool_)
     np.logical_or.at(keeps, graph.producers, graph.is_kept)
-    allocates = problem.arrays.memory.alloc_bytes > 0  # a source on an idle device starts, and allocates, at once
+    allocates = (
+        problem.simulator.arrays.memory.alloc_bytes > 0
+    )  # a source on an idle device starts, and allocates, at once
     into = np.full(graph.num_ops, -1, np.int64)
     for op in np.flatnonzero(only_successor >= 0).tolist():
         after = int(only_successor[op])

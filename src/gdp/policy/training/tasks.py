@@ -165,8 +165,8 @@ def memory_needs(problem: Problem) -> tuple[int, int]:
     together = np.flatnonzero(problem.allowed.all(axis=0))
     placement = np.full(problem.num_ops, together[0]) if len(together) else problem.allowed.argmax(axis=1)
     _, peaks = evaluate(problem, placement)
-    held_bytes = problem.graph.resident_bytes + problem.arrays.memory.alloc_bytes
-    return int(peaks.sum()), int(np.bincount(problem.group_index, held_bytes).max())
+    held_bytes = problem.graph.resident_bytes + problem.simulator.arrays.memory.alloc_bytes
+    return int(peaks.sum()), int(np.bincount(problem.graph.group_index, held_bytes).max())
 
 
 def scale_batch(graph: Graph, factor: float) -> Graph:

@@ -1,0 +1,160 @@
+"""Simulator: the machine model prepared for one graph on one cluster, which all runs of it share.
+
+It owns the flat arrays that the compiled engine takes, the ranks that ready ops start by, and spare workspaces.
+`simulate.py` has the functions that callers use. N ops, T tensors, D devices.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.arrays import I64
+from gdp.cluster import Cluster
+from gdp.graph import Graph
+from gdp.simulator.costs import transfer_occupancy_ns
+from gdp.simulator.longest_paths import longest_paths, ranks_of
+from gdp.simulator.orders import order_priority
+from gdp.simulator.records import Arrays, Dispatch, MemoryArrays, Workspace
+
+if TYPE_CHECKING:
+    from gdp.simulator.problem import Problem
+
+Ranks = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
+"""(rank of each op [N], op of each rank [N])"""
+
+
+class Simulator:
+    """Everything that runs of a graph with the same op times on one cluster share; `Problem.simulator` is one.
+
+    Problems that differ in their order, constraints or limits share theirs. Arrays are made when they are first needed.
+    Threads may share a simulator: each borrows a workspace of its own.
+    """
+
+    def __init__(self, problem: "Problem") -> None:
+        self.graph, self.cluster = problem.graph, problem.cluster
+        self.op_time_ns, self.microbatch = problem.op_time_ns, problem.microbatch
+        self._ranks: dict[str, Ranks] = {}
+        self._spare_workspaces: list[Workspace] = []
+
+    @cached_property
+    def mean_op_time_ns(self) -> I64:
+        """[N] mean over the devices that can run the op, rounded down: the m of docs/machine-model.md, section 3."""
+        runnable = self.op_time_ns >= 0
+        total = np.where(runnable, self.op_time_ns, 0).sum(axis=1)
+        return np.asarray(total // np.maximum(runnable.sum(axis=1), 1), np.int64)
+
+    @cached_property
+    def fastest_ns(self) -> I64:
+        """[N] the op's time on its fastest device."""
+        return np.asarray(np.where(self.op_time_ns >= 0, self.op_time_ns, np.iinfo(np.int64).max).min(axis=1))
+
+    @cached_property
+    def b_level_ns(self) -> I64:
+        """[N] the default priority: mean time over the devices that can run it, plus the longest such path below it."""
+        return longest_paths(self.graph, self.mean_op_time_ns)
+
+    @cached_property
+    def runs_everywhere(self) -> bool:
+        """True if all ops can run on all devices."""
+        return bool((self.op_time_ns >= 0).all())
+
+    @cached_property
+    def time_table_ns(self) -> I64:
+        """[N, D] `op_time_ns` as the engine takes it: one column [N, 1] where all devices are alike."""
+        times = self.op_time_ns
+        table = np.ascontiguousarray(times[:, :1]) if (times == times[:, :1]).all() else times
+        table.setflags(write=False)  # as `op_time_ns` is: Numba would compile everything anew for a writable one
+        return table
+
+    @cached_property
+    def tensor_numbers(self) -> I64:
+        """[T] the graph's number of each tensor of `arrays`, which sorts tensors by producer."""
+        return np.argsort(self.graph.producers, kind="stable")
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The flat arrays of the compiled engine."""
+        return _flatten(self.graph, self.cluster, self.tensor_numbers, longest_paths(self.graph, self.fastest_ns))
+
+    def ranks(self, order: str) -> Ranks:
+        """Returns the ranks of ops in `order`, one of `gdp.simulator.orders`, by b-level."""
+        if order not in self._ranks:
+            self._ranks[order] = ranks_of(order_priority(order, self.graph, self.microbatch, self.b_level_ns))
+        return self._ranks[order]
+
+    def dispatch(self, order: str, priority: npt.ArrayLike | None = None) -> Dispatch:
+        """Returns the dispatch by `priority` [N], by default by that of `order`."""
+        ranks = self.ranks(order) if priority is None else ranks_of(priority)
+        return Dispatch(*ranks, np.zeros(self.cluster.num_devices + 1, np.int64), np.zeros(0, np.uint32))
+
+    @contextmanager
+    def workspace(self) -> Iterator[Workspace]:
+        """Lends a workspace until the end of the block; making one takes as long as a simulation."""
+        try:
+            workspace = self._spare_workspaces.pop()
+        except IndexError:
+            workspace = Workspace.of(self.arrays)
+        yield workspace
+        self._spare_workspaces.append(workspace)
+
+
+def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64) -> Arrays:
+    """`numbers` [T] sorts the graph's tensors by producer."""
+    num_ops, num_tensors, num_devices = graph.num_ops, graph.num_tensors, cluster.num_devices
+    position = np.empty(num_tensors, np.int64)
+    position[numbers] = np.arange(num_tensors)
+    producers = graph.producers[numbers]
+    counts = np.diff(graph.consumer_offsets)[numbers]
+    edge_order = np.argsort(position[graph.edge_tensors], kind="stable")
+    consumers = graph.consumers[edge_order]
+    edge_tensors = np.repeat(np.arange(num_tensors), counts)
+    view_of = graph.view_of[numbers]
+    owner = np.where(view_of >= 0, position[np.maximum(view_of, 0)], np.arange(num_tensors)) if num_tensors else view_of
+    sizes = graph.tensor_bytes[numbers]
+    owned = np.where(graph.is_resident[numbers] | (view_of >= 0), 0, sizes)
+    pinned = np.zeros(num_tensors, np.bool_)
+    np.logical_or.at(pinned, owner, graph.is_kept[numbers])
+    alloc = np.zeros(num_ops, np.int64)
+    np.add.at(alloc, producers, owned)
+
+    rates = np.unique(cluster.bytes_per_second[~np.eye(num_devices, dtype=np.bool_)])
+    occupancy = np.zeros((num_tensors, max(len(rates), 1)), np.int64)
+    for column, rate in enumerate(rates.tolist()):
+        occupancy[:, column] = transfer_occupancy_ns(sizes, rate)
+    route_rate = np.minimum(np.searchsorted(rates, cluster.bytes_per_second), max(len(rates) - 1, 0))
+    routes = [channels for row in cluster.route_channels for channels in row]
+    num_inputs = np.bincount(consumers, minlength=num_ops)
+    inputs = edge_tensors[np.argsort(consumers, kind="stable")]
+    memory = MemoryArrays(
+        resident_bytes=graph.resident_bytes,
+        alloc_bytes=alloc,
+        owner=owner.astype(np.uint32),
+        owned_bytes=np.where(pinned, 0, owned),
+        copy_bytes=sizes,
+        producers=producers.astype(np.uint32),
+        input_offsets=_offsets(num_inputs),
+        inputs=inputs.astype(np.uint32),
+        input_producers=producers[inputs].astype(np.uint32),
+    )
+    return Arrays(
+        num_inputs=num_inputs.astype(np.int32),
+        sources=np.flatnonzero(num_inputs == 0).astype(np.uint32),
+        tensor_offsets=_offsets(np.bincount(producers, minlength=num_ops)),
+        consumer_offsets=_offsets(counts),
+        consumers=consumers.astype(np.uint32),
+        occupancy_ns=occupancy,
+        route_rate=route_rate.astype(np.uint32),
+        latency_ns=np.ascontiguousarray(cluster.latency_ns),
+        route_offsets=_offsets([len(route) for route in routes]),
+        route_channels=np.array([channel for route in routes for channel in route], np.uint32),
+        tail_ns=tail_ns,
+        memory=memory,
+    )
+
+
+def _offsets(counts: npt.ArrayLike) -> npt.NDArray[np.uint32]:
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.uint32)

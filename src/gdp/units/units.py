@@ -1,0 +1,160 @@
+"""Units: ops that move as one, with their figures, and the pairs of units that share tensors.
+
+The groups of a problem are units, and each other op is one by itself; placers, searches, policies and exports join them
+into larger ones. N ops, U units, D devices, P pairs of units.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from gdp.arrays import I64, Bool
+from gdp.simulator.problem import Placement, Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The ops of a problem in units. Figures are computed when they are first asked for."""
+
+    problem: Problem
+    index: I64  # [N] unit of each op; all of 0 to U - 1 are used
+
+    @classmethod
+    def of(cls, problem: Problem, index: I64 | None = None) -> "Units":
+        """The units that `index` [N] numbers; by default the groups of `problem`, and every other op for itself."""
+        return cls(problem, problem.graph.group_index if index is None else index)
+
+    @cached_property
+    def offsets(self) -> I64:
+        """[U + 1] the ops of unit u are `ops[offsets[u]:offsets[u + 1]]`."""
+        return np.concatenate(([0], np.cumsum(np.bincount(self.index))))
+
+    @cached_property
+    def ops(self) -> I64:
+        """[N] the ops by unit, in ascending order within each."""
+        return np.argsort(self.index, kind="stable")
+
+    @property
+    def num_units(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def first_op(self) -> I64:
+        """[U] the lowest op of each unit."""
+        return self.ops[self.offsets[:-1]]
+
+    @cached_property
+    def time_ns(self) -> I64:
+        """[U, D] the unit's ops one after the other; ops that cannot run on the device count as 0."""
+        return self.sum(np.maximum(self.problem.op_time_ns, 0))
+
+    @cached_property
+    def work_ns(self) -> I64:
+        """[U] the sum of the ops' mean times."""
+        return self.sum(self.problem.mean_op_time_ns)
+
+    @cached_property
+    def resident_bytes(self) -> I64:
+        """[U] held for the whole step."""
+        return self.sum(self.problem.graph.resident_bytes)
+
+    @cached_property
+    def tensor_bytes(self) -> I64:
+        """[U] allocated by the unit's ops during the step."""
+        return self.sum(self.problem.simulator.arrays.memory.alloc_bytes)
+
+    @cached_property
+    def allowed(self) -> Bool:
+        """[U, D] whether all ops of the unit may go to the device."""
+        return np.asarray(np.logical_and.reduceat(self.problem.allowed[self.ops], self.offsets[:-1], axis=0))
+
+    def sum(self, of_ops: I64) -> I64:
+        """Returns sums [U, ...] over the units' ops of a figure of ops [N, ...]."""
+        return np.asarray(np.add.reduceat(of_ops[self.ops], self.offsets[:-1], axis=0))
+
+    def mean_time_ns(self) -> I64:
+        """Returns [U] the mean time over the devices where a unit may go."""
+        total = np.where(self.allowed, self.time_ns, 0).sum(axis=1)
+        return np.asarray(total // np.maximum(self.allowed.sum(axis=1), 1), np.int64)
+
+    def place(self, devices: npt.ArrayLike) -> Placement:
+        """Returns the placement [N] of all ops from `devices` [U]."""
+        return np.asarray(devices, np.int64)[self.index]
+
+    def place_allowed(self, devices: npt.ArrayLike) -> Placement:
+        """Returns the placement [N] from `devices` [U], with units moved from where they are not allowed.
+
+        They go to their fastest device, and among equally fast ones to that with the least work.
+        """
+        chosen = np.array(devices, np.int64)
+        misplaced = np.flatnonzero(~self.allowed[np.arange(self.num_units), chosen])
+        if len(misplaced):
+            right = np.ones(self.num_units, np.bool_)
+            right[misplaced] = False
+            work_ns = np.bincount(
+                chosen[right], self.time_ns[np.flatnonzero(right), chosen[right]], self.allowed.shape[1]
+            )
+            for unit in misplaced.tolist():
+                targets = np.flatnonzero(self.allowed[unit])
+                times = self.time_ns[unit, targets]
+                fastest = targets[times == times.min()]
+                chosen[unit] = fastest[np.argmin(work_ns[fastest])]
+                work_ns[chosen[unit]] += times.min()
+        return chosen[self.index]
+
+    def devices_of(self, placement: Placement) -> I64 | None:
+        """Returns the devices [U] of the units; None where `placement` [N] splits one."""
+        devices = placement[self.first_op]
+        return devices if np.array_equal(devices[self.index], placement) else None
+
+    def may_be_on(self, devices: I64) -> bool:
+        """Returns whether each unit may be on its device of `devices` [U]."""
+        return bool(self.allowed[np.arange(self.num_units), devices].all())
+
+    def pairs(self, max_consumers: int | None = None) -> "Pairs":
+        """Returns the pairs of units that share tensors, and pairs that link parts that share none.
+
+        Tensors with more than `max_consumers` consumers (weights that all time steps share, say) make no pairs.
+        """
+        problem, graph = self.problem, self.problem.graph
+        sources, targets = self.index[graph.producers[graph.edge_tensors]], self.index[graph.consumers]
+        sizes = graph.tensor_bytes[graph.edge_tensors]
+        rates = problem.cluster.bytes_per_second[~np.eye(problem.num_devices, dtype=np.bool_)]
+        cost_ns = (sizes / (rates.mean() if len(rates) else np.inf) * 1e9).astype(np.int64) + 1
+        apart = sources != targets
+        if max_consumers is not None:
+            apart &= (np.diff(graph.consumer_offsets) <= max_consumers)[graph.edge_tensors]
+        low, high = np.minimum(sources, targets)[apart], np.maximum(sources, targets)[apart]
+        keys, inverse = np.unique(low * self.num_units + high, return_inverse=True)
+        transfer_ns = np.zeros(len(keys), np.int64)
+        np.add.at(transfer_ns, inverse, cost_ns[apart])
+        return _connected(Pairs(keys // self.num_units, keys % self.num_units, transfer_ns), self.num_units)
+
+
+class Pairs(NamedTuple):
+    """Pairs of units that may join."""
+
+    first: I64  # [P] lower unit
+    second: I64  # [P] higher unit
+    transfer_ns: I64  # [P] what cutting the pair would transfer, at the mean rate; at least 1
+
+
+def _connected(pairs: Pairs, num_units: int) -> Pairs:
+    """Returns the pairs, and the lightest possible ones from each connected part of the graph to the next.
+
+    Counters of batch normalisation, say, are hundreds of parts of two ops. Were they never to join, a grouping would
+    have to spend its number of groups on them and put all the rest into one.
+    """
+    matrix = coo_array((np.ones(len(pairs.first)), (pairs.first, pairs.second)), shape=(num_units, num_units))
+    _, part = connected_components(matrix, directed=False)
+    begins = np.sort(np.unique(part, return_index=True)[1])
+    return Pairs(
+        np.concatenate((pairs.first, begins[:-1])),
+        np.concatenate((pairs.second, begins[1:])),
+        np.concatenate((pairs.transfer_ns, np.ones(len(begins) - 1, np.int64))),
+    )
