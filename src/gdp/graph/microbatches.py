@@ -153,7 +153,7 @@ class _Accumulation:
 
     def __init__(self, graph: Graph, num_microbatches: int, free_replicas: bool) -> None:
         self.graph, self.num_microbatches, self.free_replicas = graph, num_microbatches, free_replicas
-        self.is_source, self.is_update = _shared_ops(graph)
+        self.is_source, self.is_update = shared_ops(graph)
         self.is_replica = ~(self.is_source | self.is_update)
         self.writers = _buffer_writers(graph, self.is_replica)
         by_update = np.zeros(graph.num_tensors, np.bool_)
@@ -300,7 +300,7 @@ class _Accumulation:
         return after
 
 
-def _shared_ops(graph: Graph) -> tuple[Bool, Bool]:
+def shared_ops(graph: Graph) -> tuple[Bool, Bool]:
     """Returns ([N] parameters and buffers, [N] updates and their successors)."""
     has_inputs = np.zeros(graph.num_ops, np.bool_)
     has_inputs[graph.consumers] = True

@@ -1,0 +1,1 @@
+"""Parallel layouts: one step cut over devices, as rewrites of its graph in front of the machine model."""

@@ -1,0 +1,73 @@
+"""Buckets: gradients of a replica, joined in the order in which backward makes them, as PyTorch's DDP does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gdp.arrays import Bool
+from gdp.graph import Graph
+
+BUCKET_BYTES = 25 * 2**20  # `bucket_cap_mb` of torch.nn.parallel.DistributedDataParallel
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of a parameter, summed over the micro-batches of a replica."""
+
+    tensor: int
+    producer: int  # the op whose end makes the gradient complete
+    updates: tuple[int, ...]  # the ops that wait for it
+    num_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that go round a ring together."""
+
+    names: tuple[str, ...]  # of the first update that reads each gradient: the same in all replicas
+    num_bytes: int
+    dtype: str
+
+
+def gradients_of(graph: Graph, is_update: Bool) -> dict[str, Gradient]:
+    """Returns the gradients by the name of the first update that reads each, in the order of their producers.
+
+    `is_update` [N] are the updates and what follows them.
+    """
+    by_update = is_update[graph.consumers] & ~is_update[graph.producers[graph.edge_tensors]]
+    is_source = ~np.isin(np.arange(graph.num_ops), graph.consumers)
+    made = by_update & ~is_source[graph.producers[graph.edge_tensors]] & (graph.tensor_bytes[graph.edge_tensors] > 0)
+    tensors = np.unique(graph.edge_tensors[made])
+    tensors = tensors[np.argsort(graph.producers[tensors], kind="stable")]
+    gradients: dict[str, Gradient] = {}
+    for tensor in tensors.tolist():
+        producer = int(graph.producers[tensor])
+        updates = tuple(op for op in graph.consumers_of(tensor).tolist() if is_update[op])
+        size = int(graph.tensor_bytes[tensor])
+        name = graph.op_names[updates[0]]
+        while name in gradients:  # an update that reads several
+            name += "'"
+        gradients[name] = Gradient(tensor, producer, updates, size, graph.dtypes[producer])
+    return gradients
+
+
+def buckets_of(gradients: dict[str, Gradient], places: Sequence[int], bucket_bytes: int) -> list[Bucket]:
+    """Returns the buckets: one is full when it has at least `bucket_bytes`.
+
+    `places` [ops] are equal for ops that are sure to share a device: no bucket crosses them, nor types of numbers.
+    """
+    buckets: list[Bucket] = []
+    open_buckets: dict[tuple[int, str], tuple[list[str], int]] = {}
+    for name, gradient in gradients.items():
+        key = places[gradient.updates[0]], gradient.dtype
+        names, size = open_buckets.pop(key, ([], 0))
+        names.append(name)
+        size += gradient.num_bytes
+        if size >= bucket_bytes:
+            buckets.append(Bucket(tuple(names), size, gradient.dtype))
+        else:
+            open_buckets[key] = names, size
+    return buckets + [Bucket(tuple(names), size, dtype) for (_, dtype), (names, size) in open_buckets.items()]
