@@ -217,5 +217,5 @@ def test_what_is_no_model_is_refused_in_one_line(
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(InputError, match="optimizer is 'adagrad'; one of adam, sgd"):
+    with pytest.raises(InputError, match="optimizer is 'adagrad'; one of adam, adamw, sgd"):
         read_model(WORKLOAD, Reading(optimizer="adagrad"))

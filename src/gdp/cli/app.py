@@ -24,7 +24,6 @@ from gdp.cli.options import (
     DevicesOption,
     JsonOption,
     ModelArgument,
-    OptimizerOption,
     ReadingOptions,
     ThreadsOption,
     with_options,
@@ -221,7 +220,6 @@ def simulate(
 def capture(
     model: ModelArgument,
     out: Annotated[Path, typer.Option(metavar="GRAPH.json.gz", help="The file to write.")],
-    optimizer: OptimizerOption = "adam",
     *,
     model_options: ReadingOptions,
     json: JsonOption = False,
@@ -231,7 +229,7 @@ def capture(
 
     if not out.name.endswith((".json", ".json.gz")):
         raise InputError(f"--out {out}: a name that ends in .json or .json.gz is expected")
-    reading = model_options.reading(optimizer)
+    reading = model_options.reading()
     values.check_writable(out)
     source = read_graph(model, reading)
     if model.endswith((".json", ".json.gz")) and model_options.microbatches == 1:

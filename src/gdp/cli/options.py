@@ -38,7 +38,12 @@ CheckpointOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A policy of your own, for the learned placers.")
 ]
 InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")]
-OptimizerOption = Annotated[str, typer.Option(help="adam or sgd.")]
+OptimizerOption = Annotated[
+    str, typer.Option(metavar="NAME", help="adam, adamw, sgd, sgd-momentum, adafactor or adam-8bit.")
+]
+MasterWeightsOption = Annotated[
+    bool, typer.Option("--master-weights", help="Keep float32 copies of bfloat16 and float16 parameters.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
 
@@ -56,6 +61,8 @@ class ReadingOptions:
         bool, typer.Option("--free-replicas", help="Let the micro-batches of an op be on different devices.")
     ] = False
     inference: InferenceOption = False
+    optimizer: OptimizerOption = "adam"
+    master_weights: MasterWeightsOption = False
     dim: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
     ] = None
@@ -63,7 +70,7 @@ class ReadingOptions:
         Path | None, typer.Option(metavar="FILE", help="Known costs of ops: FLOPs or times by kind or name.")
     ] = None
 
-    def reading(self, optimizer: str = "adam") -> "Reading":
+    def reading(self) -> "Reading":
         """Returns the options as a `Reading`, checked."""
         from gdp.cli import values
         from gdp.models.model import Microbatching, Reading
@@ -80,13 +87,16 @@ class ReadingOptions:
         except InputError as error:
             raise InputError(f"--{error}") from None
         costs = None if self.op_costs is None else OpCosts.load(self.op_costs)
-        return Reading(not self.inference, optimizer, microbatching, values.parse_dims(self.dim or ()), costs)
+        dims = values.parse_dims(self.dim or ())
+        return Reading(not self.inference, self.optimizer, microbatching, dims, costs, self.master_weights)
 
     def check_has_model(self, graph: str | None) -> None:
         """Raises InputError for any of the options where there is no MODEL to read, only the `graph` of a plan."""
         options = {
             "--microbatches": self.microbatches > 1,
             "--inference": self.inference,
+            "--optimizer": self.optimizer != "adam",
+            "--master-weights": self.master_weights,
             "--dim": self.dim,
             "--op-costs": self.op_costs,
         }

@@ -368,5 +368,7 @@ def _next_command(request: PlaceRequest, files: _Files) -> str:
             command += ["--microbatches", str(reading.microbatching.count)]
             command += ["--free-replicas"] * reading.microbatching.free_replicas
         command += ["--inference"] * (not reading.training)
+        command += ["--optimizer", reading.optimizer] if reading.optimizer != "adam" else []
+        command += ["--master-weights"] * reading.master_weights
         command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
     return shlex.join(command)

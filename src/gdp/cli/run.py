@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.options import InferenceOption, JsonOption, OptimizerOption, PlacedDevicesOption
+from gdp.cli.options import InferenceOption, JsonOption, MasterWeightsOption, OptimizerOption, PlacedDevicesOption
 from gdp.cli.shared import fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
@@ -49,6 +49,7 @@ def run(
     ] = None,
     inference: InferenceOption = False,
     optimizer: OptimizerOption = "adam",
+    master_weights: MasterWeightsOption = False,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the model's initial parameters and inputs.")
     ] = 0,
@@ -57,8 +58,10 @@ def run(
     """Execute a plan of MODEL, check its results, and compare with one device and with the prediction."""
     if _is_rank():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
+    from gdp.models.model import Reading
     from gdp.simulator.plan import Plan
 
+    reading = Reading(not inference, optimizer, master_weights=master_weights)
     read = Plan.load(plan)
     cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
     if times is not None:
@@ -70,7 +73,7 @@ def run(
 
     def build() -> "Executable":
         with _live(f"building {model}"):
-            return read_executable(model, training=not inference, optimizer=optimizer, seed=seed)
+            return read_executable(model, reading, seed=seed)
 
     places = None if on is None else on.split(",")
     try:

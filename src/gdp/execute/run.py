@@ -22,7 +22,7 @@ from gdp.execute.equality import (
     updated_outputs,
     without_parameters,
 )
-from gdp.execute.executable import CaptureOptions, Executable
+from gdp.execute.executable import CaptureOptions, Executable, check_executable
 from gdp.execute.measurement import Measurement, Order, measure_in_turn, one_device_order
 from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.executor import ProcessExecutor
@@ -31,6 +31,7 @@ from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
+from gdp.graph.microbatches import count_microbatches
 from gdp.models.measured_times import OpTime
 from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Program, Replay, capture
@@ -87,17 +88,22 @@ def run(
 ) -> RunResult:
     """Executes `plan` of a step of `model(*args, **kwargs)` on this machine: `gdp run` in Python.
 
-    `options` (`training`, `optimizer`, `loss`) are those of the capture that was placed. `on` says where devices are,
-    as in `gdp.execute.targets.find_targets`; see `gdp.execute.run.run_on_threads` for the others and for errors. The
-    model is left as it is.
+    `options` (`training`, `optimizer`, `master_weights`, `loss`) are those of the capture that was placed. `on` says
+    where devices are, as in `gdp.execute.targets.find_targets`; see `gdp.execute.run.run_on_threads` for the others and
+    for errors. The model is left as it is.
     """
     captured = capture(model, args, kwargs, name=type(model).__name__, **options)
+    check_executable(captured.program)
     executable = Executable(captured, model, tuple(args), dict(kwargs or {}), options.get("loss"))
     return run_on_threads(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
 
 
 def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
     """Raises InputError unless `plan` is one of `placed`, which is `captured` but for its costs."""
+    if (count := count_microbatches(placed)) > 1:
+        raise InputError(
+            f"the plan is of {count} micro-batches, and a step of one batch is executed; place without micro-batches"
+        )
     if plan.graph != placed.fingerprint or without_costs(placed).fingerprint != without_costs(captured).fingerprint:
         raise InputError(
             f"the plan is of graph {plan.graph[:12]}, which is not the step of {captured.name!r} "

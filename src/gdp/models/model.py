@@ -11,7 +11,7 @@ from gdp.graph.microbatches import accumulated, check_count
 if TYPE_CHECKING:
     from gdp.models.op_costs import OpCosts
 
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "adamw", "sgd", "sgd-momentum", "adafactor", "adam-8bit")
 HUGGING_FACE = "hf:"  # prefix of the name of a Transformers or Diffusers directory
 
 
@@ -50,9 +50,22 @@ class Reading:
     microbatching: Microbatching = field(default_factory=Microbatching)
     dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
     op_costs: "OpCosts | None" = None  # costs from the user
+    master_weights: bool = False  # of bfloat16 and float16 parameters, in float32
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
+        if not self.training and self.changes_update:
+            raise InputError(f"{self.optimizer_option}: inference updates no parameters; leave it or --inference out")
+
+    @property
+    def changes_update(self) -> bool:
+        """Returns whether the update of parameters is another than the default."""
+        return self.optimizer != OPTIMIZERS[0] or self.master_weights
+
+    @property
+    def optimizer_option(self) -> str:
+        """Returns the option that changes the update, for a message."""
+        return "--optimizer" if self.optimizer != OPTIMIZERS[0] else "--master-weights"
 
     def finish(self, model: Model) -> Model:
         """Returns the step of one micro-batch, with the costs that the user gives."""

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 from gdp.errors import InputError, UnevenBatchError, suggest
 from gdp.graph import Graph
 from gdp.models import graph_cache, user_function
-from gdp.models.model import HUGGING_FACE, OPTIMIZERS, Microbatching, Model, Reading
+from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading
 from gdp.models.user_function import Build, Example, JaxFunction
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
     if reading.dims and not _is_onnx(text):
         raise InputError(f"--dim: {text} has no symbolic dimensions; they are those of .onnx files")
     if _is_graph_file(text):
+        _check_update(reading, f"{text} is a gdp-graph file, whose updates are in it")
         return Model(Graph.load(text), {}, is_captured=False)
     if _is_onnx(text):
+        _check_update(reading, f"{text} is an ONNX file, which is inference")
         return _read_onnx(text, reading.dims)
     entry = graph_cache.model_entry(text, reading, num_microbatches)
     if (model := graph_cache.read(entry)) is None:
@@ -62,6 +64,12 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
         model = Model(answer.graph, answer.coverage.unknown, is_captured=True, notes=_notes(text))
         graph_cache.write(entry, model)
     return model
+
+
+def _check_update(reading: Reading, reason: str) -> None:
+    """Raises InputError, with the reason, if an optimizer is asked for that MODEL does not take."""
+    if reading.changes_update:
+        raise InputError(f"{reading.optimizer_option}: {reason}; leave it out")
 
 
 def _notes(text: str) -> tuple[str, ...]:
@@ -80,8 +88,7 @@ def _read_jax(text: str, function: JaxFunction, reading: Reading, num_microbatch
             f"--microbatches: {text} is a JAX function, which is not split; gdp capture the step of one micro-batch, "
             "and give that file"
         )
-    if reading.optimizer != OPTIMIZERS[0]:
-        raise InputError(f"--optimizer: {text} is a JAX function, which has its optimizer in it or none; leave it out")
+    _check_update(reading, f"{text} is a JAX function, which has its optimizer in it or none")
     with user_function.printing_to_stderr():
         captured = function.capture()
     has_gradients = not {"backward", "update"}.isdisjoint(captured.graph.phases)
@@ -157,11 +164,13 @@ def load(
     *,
     training: bool = True,
     optimizer: str = "adam",
+    master_weights: bool = False,
     microbatches: int = 1,
     dims: Mapping[str, int] = MappingProxyType({}),
 ) -> Graph:
     """Returns the graph of MODEL alone; see `read_model`."""
-    return read_model(text, Reading(training, optimizer, Microbatching(microbatches), dims)).graph
+    microbatching = Microbatching(microbatches)
+    return read_model(text, Reading(training, optimizer, microbatching, dims, master_weights=master_weights)).graph
 
 
 def _is_onnx(text: str) -> bool:
@@ -238,8 +247,8 @@ def _capture(build: Callable[[], Any], name: str, reading: Reading) -> "Capture 
     from gdp.models.pytorch.step import StepOptions, capture_or_answer
 
     with user_function.printing_to_stderr(), _without_tracebacks():
-        optimizer = cast(Literal["adam", "sgd"], reading.optimizer)
-        return capture_or_answer(build, name, StepOptions(reading.training, optimizer))
+        options = StepOptions(reading.training, reading.optimizer, master_weights=reading.master_weights)
+        return capture_or_answer(build, name, options)
 
 
 @contextlib.contextmanager

@@ -79,6 +79,8 @@ def device_report(simulation: Simulation) -> Iterator[RenderableType]:
     yield table
     yield ""
     yield Text(str(Limits.of(simulation)))
+    for sentence in sentences.of_held_memory(problem.graph):
+        yield Text(sentence)
     for sentence in sentences.of_empty_devices(simulation):
         yield Text(sentence)
 
@@ -185,6 +187,8 @@ def capture_report(graph: Graph, unknown_costs: Mapping[str, int], path: str) ->
     """Yields the answer of `gdp capture`."""
     if unknown_costs:
         yield Text(_unknown(unknown_costs))
+    for sentence in sentences.of_held_memory(graph):
+        yield Text(sentence)
     yield Text(f"Graph of {graph.num_ops:,} ops and {graph.num_tensors:,} tensors written to {path}")
 
 

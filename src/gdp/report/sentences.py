@@ -6,6 +6,8 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.graph import Graph
+from gdp.graph.held_memory import HeldMemory
 from gdp.report.tables import digits, format_gib, format_ms
 from gdp.simulator.plan import Baseline, Search
 from gdp.simulator.simulate import Simulation
@@ -65,6 +67,14 @@ def lacking(cluster: Cluster, missing_bytes: I64) -> str:
 def num_microbatches(simulation: Simulation) -> int:
     """Returns the number of micro-batches of the step."""
     return int(simulation.problem.microbatch.max()) + 1
+
+
+def of_held_memory(graph: Graph) -> Iterator[str]:
+    """Yields a sentence on the memory of parameters and of their optimizer, if there is one with a state."""
+    held = HeldMemory.of(graph)
+    if held.optimizer_state_bytes:
+        parameters, state = format_gib(held.parameter_bytes), format_gib(held.optimizer_state_bytes)
+        yield f"Held for the whole step, on all devices together: parameters {parameters}, optimizer state {state}."
 
 
 def of_empty_devices(simulation: Simulation, shown: Callable[[str], str] = str) -> Iterator[str]:

@@ -77,6 +77,9 @@ def assemble(
         outputs=dict(outputs),
         loss=loss,
         gradients=dict(gradients),
+        state_keys={value: key for value, (key, _) in recorder.state_parts.items()},
+        state_copies={value: weight for value, (_, weight) in recorder.state_parts.items() if weight is not None},
+        refusal="; ".join(recorder.refusals),
     )
     return graph, program
 

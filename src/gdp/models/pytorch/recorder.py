@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gdp.errors import InputError
 from gdp.models.pytorch.bytes_accessed import bytes_accessed
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
-from gdp.models.pytorch.optimizers import Optimizer
+from gdp.models.pytorch.optimizers import Rule, StatePart
 from gdp.models.pytorch.program import Call, Ref
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
@@ -95,6 +95,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.last_module = ""
         self._memories: dict[int, _Memory] = {}
         self._names: dict[int, tuple[str, Tensor]] = {}  # by memory: plain attributes of modules, adopted when used
+        self.state_parts: dict[int, tuple[str, Ref | None]] = {}  # by value: key, the parameter that it starts as
+        self.refusals: dict[str, None] = {}  # reasons why the step cannot be executed
+        self._update_states: dict[tuple[int, str], list[int]] = {}  # by parameter and optimizer: values
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a real tensor met on the way, its fake
         self._traits: dict[OpOverload, Traits] = {}
         self._modules_by_node: dict[int, str] = {}  # by autograd sequence number
@@ -223,30 +226,49 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._commit(record, written)
         return result
 
-    def record_update(self, name: str, parameter: Tensor, optimizer: Optimizer) -> Ref:
-        """Records the update of one parameter, in its memory, by its present gradient; returns that gradient."""
+    def record_update(self, name: str, parameter: Tensor, rule: Rule) -> Ref:
+        """Records the update of one parameter, in its memory, by its present gradient; returns that gradient.
+
+        The optimizer's state is made with the first update of the parameter by `rule` and kept for further ones.
+        """
         assert parameter.grad is not None
         weight, gradient = self.ref(parameter), self.ref(parameter.grad)
         owner = self.values[weight.value].owner
         assert owner is not None, "a parameter's memory is resident"
         module = self._parameter_modules.get(id(parameter), "")
-        record = OpRecord(len(self.records), optimizer.kind, module, "update", f"{name}.update")
+        record = OpRecord(len(self.records), rule.kind, module, "update", f"{name}.update")
         record.dtype = _dtype_name([parameter])
-        num_bytes = parameter.numel() * parameter.element_size()
-        layouts = [_layout(parameter)] * optimizer.num_moments
-        layouts += [Layout((), (), 0, torch.float32)] * bool(optimizer.num_moments)  # the number of steps taken
-        for layout in layouts:
-            self.values.append(ValueRecord(record, layout._replace(offset=0), num_bytes, owner))
-            record.private.append(len(self.values) - 1)
-        owner.resident_bytes += optimizer.num_moments * num_bytes
-        record.calls = optimizer.calls(weight, gradient, [Ref(value) for value in record.private])
-        record.flops = optimizer.flops_per_element * parameter.numel()
-        record.bytes_accessed = optimizer.passes * num_bytes
+        layout = _layout(parameter)
+        key = id(parameter), rule.name
+        if key not in self._update_states:
+            self._update_states[key] = self._new_state(rule.state(layout), weight, owner)
+        record.private = self._update_states[key]
+
+        def widened() -> int:
+            copy = layout._replace(offset=0, dtype=torch.float32)
+            self.values.append(ValueRecord(record, copy, 4 * parameter.numel(), None))
+            return len(self.values) - 1
+
+        record.calls = rule.calls(weight, gradient, [Ref(value) for value in record.private], widened)
+        record.flops = rule.flops(layout)
+        record.bytes_accessed = rule.bytes_accessed(layout, _layout(parameter.grad))
         record.reads = {weight.value: {None: None}}
         record.reads.setdefault(gradient.value, {})[gradient.layout] = None
         self._commit(record, [parameter])
         self.covered[FORMULA] += 1
+        if rule.refusal:
+            self.refusals[rule.refusal] = None
         return gradient
+
+    def _new_state(self, parts: Sequence[StatePart], weight: Ref, owner: OpRecord) -> list[int]:
+        """Adds the memory that an optimizer keeps beside a parameter; returns its values."""
+        values: list[int] = []
+        for part in parts:
+            values.append(len(self.values))
+            self.values.append(ValueRecord(owner, part.layout, part.num_bytes, owner))
+            self.state_parts[values[-1]] = part.key, weight if part.is_copy else None
+            owner.resident_bytes += part.num_bytes
+        return values
 
     def ref(self, tensor: Tensor) -> Ref:
         """Returns the value and layout of `tensor` at present."""

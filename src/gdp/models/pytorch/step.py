@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,16 @@ from torch._subclasses.fake_tensor import (
 from gdp.errors import InputError, first_line
 from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
-from gdp.models.pytorch.optimizers import OPTIMIZERS
+from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, Rule, named_rule, rules_of
 from gdp.models.pytorch.program import Program, Ref, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
 
 Loss = Callable[[Any], Tensor]
-OptimizerName = Literal["adam", "sgd"]
+OptimizerChoice = str | torch.optim.Optimizer
+"""A name of `--optimizer`, or an Adam, AdamW, SGD or Adafactor of `torch.optim` over the model's parameters."""
+
+RuleChoice = Callable[[str, Tensor], Rule | None]
+"""From a parameter's path, and itself, to the rule of its update; None: it is not updated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,9 @@ class StepOptions:
     """The options of `capture`."""
 
     training: bool = True
-    optimizer: OptimizerName = "adam"
+    optimizer: OptimizerChoice = "adam"
     loss: Loss | None = None
+    master_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ def capture(
     *,
     name: str,
     training: bool = True,
-    optimizer: OptimizerName = "adam",
+    optimizer: OptimizerChoice = "adam",
+    master_weights: bool = False,
     loss: Loss | None = None,
 ) -> Capture:
     """Records one step of `model(*args, **kwargs)`: forward, backward and update, or with `training=False` inference.
@@ -81,7 +87,8 @@ def capture(
 
     The loss is `loss(output)` if given; else the output's attribute or key `loss`; else the one float scalar among the
     outputs; else the sum of the means of the float outputs. In training the graph keeps the loss alone, in inference
-    the outputs. `optimizer` updates one parameter per op, with PyTorch's fused kernels and defaults.
+    the outputs. `optimizer`, a name of `gdp.models.pytorch.optimizers.OPTIMIZERS` or an optimizer over the model's
+    parameters, updates one parameter per op; `master_weights` keeps float32 copies of bfloat16 and float16 parameters.
 
     Gradients are ordinary tensors, from the op that makes them to the update, as with `zero_grad(set_to_none=True)`;
     `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
@@ -93,9 +100,11 @@ def capture(
         raise InputError(f"{name}: args is a {type(args).__name__}; a tuple of the model's arguments is expected")
     with _isolated():
         mode = FakeTensorMode()
+        options = StepOptions(training, optimizer, loss, master_weights)
+        choice = rule_choice(options, model, name)
         with _explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
-        return _record(*step, mode, name, StepOptions(training, optimizer, loss))
+        return _record(*step, mode, name, options, choice)
 
 
 def capture_fn(
@@ -103,7 +112,8 @@ def capture_fn(
     *,
     name: str,
     training: bool = True,
-    optimizer: OptimizerName = "adam",
+    optimizer: str = "adam",
+    master_weights: bool = False,
     loss: Loss | None = None,
 ) -> Capture:
     """Records one step of the model that `build()` returns: (module, args) or (module, args, kwargs); see `capture`.
@@ -111,7 +121,7 @@ def capture_fn(
     `build` runs under `FakeTensorMode`: it allocates nothing, not even initial parameters, and cannot read tensors'
     content.
     """
-    captured = capture_or_answer(build, name, StepOptions(training, optimizer, loss))
+    captured = capture_or_answer(build, name, StepOptions(training, optimizer, loss, master_weights))
     if not isinstance(captured, Capture):
         kind = type(captured).__name__
         raise InputError(f"{name}: build() returned {kind}; (module, args) or (module, args, kwargs) is expected")
@@ -130,7 +140,7 @@ def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions)
         if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
             with _explained(name):
                 model, args, kwargs = _fake_copies(model, args, kwargs, mode)
-        return _record(model, args, kwargs, mode, name, options)
+        return _record(model, args, kwargs, mode, name, options, rule_choice(options, model, name))
 
 
 class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -158,9 +168,8 @@ def _record(
     mode: FakeTensorMode,
     name: str,
     options: StepOptions,
+    choice: RuleChoice,
 ) -> Capture:
-    if options.optimizer not in OPTIMIZERS:
-        raise InputError(f"{name}: optimizer is {options.optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
     recorder = Recorder(mode)
     parameters = dict(model.named_parameters())
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -186,8 +195,9 @@ def _record(
                 value.backward()  # type: ignore[no-untyped-call]
                 recorder.phase = "update"
                 for path, parameter in parameters.items():
-                    if parameter.requires_grad and parameter.grad is not None:
-                        gradients[path] = recorder.record_update(path, parameter, OPTIMIZERS[options.optimizer])
+                    rule = choice(path, parameter)
+                    if parameter.requires_grad and parameter.grad is not None and rule is not None:
+                        gradients[path] = recorder.record_update(path, parameter, rule)
                 loss_ref = recorder.ref(value)
             outputs = {path: recorder.ref(tensor) for path, tensor in named_tensors(output, "")}
     finally:
@@ -199,12 +209,35 @@ def _record(
         raise InputError(
             f"{name}: no parameter gets a gradient from the loss; let one require it or capture with training=False"
         )
+    if options.master_weights and options.training and not any(parameters[path].dtype in HALF for path in gradients):
+        raise InputError(
+            f"{name}: master weights are float32 copies of bfloat16 and float16 parameters, and none of these is "
+            "trained here; leave them out, or give the model in bfloat16"
+        )
     graph, program = assemble(recorder, name, outputs, loss_ref, gradients)
     covered = recorder.covered
     coverage = Coverage(
         MappingProxyType(dict(recorder.uncovered)), covered["formula"], covered["pointwise"], covered["movement"]
     )
     return Capture(graph, program, coverage)
+
+
+def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice:
+    """Returns the rule of each parameter of `model`; InputError for an optimizer that is not known."""
+    optimizer = options.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if options.master_weights:
+            raise InputError(
+                f"{name}: master weights need the name of an optimizer; give one of {', '.join(OPTIMIZERS)}"
+            )
+        try:
+            rules = rules_of(optimizer, {id(parameter): path for path, parameter in model.named_parameters()})
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+        return lambda path, _parameter: rules.get(path)
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        raise InputError(f"{name}: optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
+    return named_rule(optimizer, master_weights=options.master_weights)
 
 
 def pick_loss(output: Any, loss: Loss | None, name: str) -> Tensor:
