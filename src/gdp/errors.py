@@ -31,7 +31,10 @@ def prefixed(place: object) -> Iterator[None]:
         raise InputError(f"{place}: {error}") from None
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
-    """Returns the remedy for an unknown name: near matches, else all known names."""
+def suggest(name: str, known: Sequence[str], most: int = 60) -> str:
+    """Returns the remedy for an unknown name: near matches, else the known names, at most `most` of them."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return f"known: {', '.join(known[:most])}{more}"

@@ -150,7 +150,7 @@ def compare(
             placers=names,
             rivals=modes,
             budget=limit,
-            num_seeds=seeds,
+            seeds=seeds,
             checkpoint=checkpoint,
             num_threads=threads,
             on_start=on_start,

@@ -33,11 +33,15 @@ class JaxCapture:
     coverage: Coverage  # counts ops, not calls
     notes: tuple[str, ...]  # approximations, such as long loops, a sentence each
 
+    def __repr__(self) -> str:
+        """Returns the graph's `repr`."""
+        return f"JaxCapture({self.graph!r})"
+
 
 def capture_jax(
     function: Callable[..., Any],
     *args: Any,
-    name: str,
+    name: str | None = None,
     parameters: int | str | Sequence[int | str] | None = None,
     unroll_limit: int = UNROLL_LIMIT,
     **kwargs: Any,
@@ -60,6 +64,7 @@ def capture_jax(
 
     Raises InputError if JAX is missing, the function fails, takes decisions from arrays' content, or returns no arrays.
     """
+    name = getattr(function, "__name__", type(function).__name__) if name is None else name
     with _explained(name):
         import jax
     if not callable(function):

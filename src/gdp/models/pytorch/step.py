@@ -67,13 +67,18 @@ class Capture:
     program: Program
     coverage: Coverage
 
+    def __repr__(self) -> str:
+        """Returns the graph's `repr`, and the number of ops of unknown cost if there are any."""
+        unknown = f"; {self.coverage.num_unknown:,} calls of unknown cost" if self.coverage.num_unknown else ""
+        return f"Capture({self.graph!r}{unknown})"
+
 
 def capture(
     model: nn.Module,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    name: str,
+    name: str | None = None,
     training: bool = True,
     optimizer: OptimizerChoice = "adam",
     master_weights: bool = False,
@@ -89,6 +94,7 @@ def capture(
     outputs; else the sum of the means of the float outputs. In training the graph keeps the loss alone, in inference
     the outputs. `optimizer`, a name of `gdp.models.pytorch.optimizers.OPTIMIZERS` or an optimizer over the model's
     parameters, updates one parameter per op; `master_weights` keeps float32 copies of bfloat16 and float16 parameters.
+    `name` is by default that of the module's class.
 
     Gradients are ordinary tensors, from the op that makes them to the update, as with `zero_grad(set_to_none=True)`;
     `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
@@ -96,6 +102,9 @@ def capture(
 
     Raises InputError if the model fails or takes decisions from tensors' content, or if nothing in it can be trained.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; a PyTorch module is expected")
+    name = type(model).__name__ if name is None else name
     if isinstance(args, (Tensor, Mapping)):
         raise InputError(f"{name}: args is a {type(args).__name__}; a tuple of the model's arguments is expected")
     with _isolated():
@@ -110,7 +119,7 @@ def capture(
 def capture_fn(
     build: Callable[[], tuple[Any, ...]],
     *,
-    name: str,
+    name: str | None = None,
     training: bool = True,
     optimizer: str = "adam",
     master_weights: bool = False,
@@ -121,6 +130,9 @@ def capture_fn(
     `build` runs under `FakeTensorMode`: it allocates nothing, not even initial parameters, and cannot read tensors'
     content.
     """
+    if not callable(build):
+        raise InputError(f"build is a {type(build).__name__}; a function that returns (module, args) is expected")
+    name = getattr(build, "__name__", type(build).__name__) if name is None else name
     captured = capture_or_answer(build, name, StepOptions(training, optimizer, loss, master_weights))
     if not isinstance(captured, Capture):
         kind = type(captured).__name__
