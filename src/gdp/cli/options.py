@@ -39,6 +39,9 @@ CheckpointOption = Annotated[
 ]
 InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")]
 OptimizerOption = Annotated[str, typer.Option(help="adam or sgd.")]
+DtypeOption = Annotated[
+    str, typer.Option(metavar="DTYPE", help="Convert MODEL to bfloat16, float16, float32 or float64.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
 
@@ -56,6 +59,7 @@ class ReadingOptions:
         bool, typer.Option("--free-replicas", help="Let the micro-batches of an op be on different devices.")
     ] = False
     inference: InferenceOption = False
+    dtype: DtypeOption = ""
     dim: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
     ] = None
@@ -66,7 +70,7 @@ class ReadingOptions:
     def reading(self, optimizer: str = "adam") -> "Reading":
         """Returns the options as a `Reading`, checked."""
         from gdp.cli import values
-        from gdp.models.model import Microbatching, Reading
+        from gdp.models.model import Microbatching, Reading, check_dtype
         from gdp.models.op_costs import OpCosts
 
         if self.free_replicas and self.microbatches == 1:
@@ -76,17 +80,19 @@ class ReadingOptions:
         if self.inference and self.microbatches > 1:
             raise InputError("--microbatches: gradients are accumulated in training; leave out --inference")
         try:
+            check_dtype(self.dtype)
             microbatching = Microbatching(self.microbatches, self.free_replicas)
         except InputError as error:
             raise InputError(f"--{error}") from None
         costs = None if self.op_costs is None else OpCosts.load(self.op_costs)
-        return Reading(not self.inference, optimizer, microbatching, values.parse_dims(self.dim or ()), costs)
+        return Reading(not self.inference, optimizer, microbatching, values.parse_dims(self.dim or ()), costs, self.dtype)
 
     def check_has_model(self, graph: str | None) -> None:
         """Raises InputError for any of the options where there is no MODEL to read, only the `graph` of a plan."""
         options = {
             "--microbatches": self.microbatches > 1,
             "--inference": self.inference,
+            "--dtype": self.dtype,
             "--dim": self.dim,
             "--op-costs": self.op_costs,
         }

@@ -368,5 +368,6 @@ def _next_command(request: PlaceRequest, files: _Files) -> str:
             command += ["--microbatches", str(reading.microbatching.count)]
             command += ["--free-replicas"] * reading.microbatching.free_replicas
         command += ["--inference"] * (not reading.training)
+        command += ["--dtype", reading.dtype] if reading.dtype else []
         command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
     return shlex.join(command)

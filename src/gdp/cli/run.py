@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.options import InferenceOption, JsonOption, OptimizerOption, PlacedDevicesOption
+from gdp.cli.options import DtypeOption, InferenceOption, JsonOption, OptimizerOption, PlacedDevicesOption
 from gdp.cli.shared import fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
@@ -48,6 +48,7 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Store measured op times there, for `gdp place --times`.")
     ] = None,
     inference: InferenceOption = False,
+    dtype: DtypeOption = "",
     optimizer: OptimizerOption = "adam",
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the model's initial parameters and inputs.")
@@ -70,7 +71,7 @@ def run(
 
     def build() -> "Executable":
         with _live(f"building {model}"):
-            return read_executable(model, training=not inference, optimizer=optimizer, seed=seed)
+            return read_executable(model, training=not inference, optimizer=optimizer, dtype=dtype, seed=seed)
 
     places = None if on is None else on.split(",")
     try:

@@ -41,13 +41,15 @@ class Executable:
             raise ExecutionError("cpu", "copying parameters and inputs", error) from error
 
 
-def read_executable(text: str, *, training: bool = True, optimizer: str = "adam", seed: int = 0) -> Executable:
+def read_executable(
+    text: str, *, training: bool = True, optimizer: str = "adam", dtype: str = "", seed: int = 0
+) -> Executable:
     """Builds the model that MODEL names, with parameters and inputs drawn by `seed` on the CPU, and captures its step.
 
     InputError as for `sources.read_model`; a `gdp-graph` file has no model.
     """
     check_optimizer(optimizer)
-    build = builder_of(text, training=training)
+    build = builder_of(text, training=training, dtype=dtype)
     with printing_to_stderr():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

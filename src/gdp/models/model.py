@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gdp.models.op_costs import OpCosts
 
 OPTIMIZERS = ("adam", "sgd")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 HUGGING_FACE = "hf:"  # prefix of the name of a Transformers or Diffusers directory
 
 
@@ -50,9 +51,11 @@ class Reading:
     microbatching: Microbatching = field(default_factory=Microbatching)
     dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
     op_costs: "OpCosts | None" = None  # costs from the user
+    dtype: str = ""  # that the model is converted to; "": none
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
+        check_dtype(self.dtype)
 
     def finish(self, model: Model) -> Model:
         """Returns the step of one micro-batch, with the costs that the user gives."""
@@ -61,6 +64,12 @@ class Reading:
             return model
         unknown = costs.still_unknown(model.graph, model.unknown_costs)
         return replace(model, graph=costs.apply(model.graph), unknown_costs=unknown)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises InputError for a type that models are not converted to; "" is no conversion."""
+    if dtype and dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is expected")
 
 
 def check_optimizer(optimizer: str) -> None:

@@ -154,7 +154,7 @@ def _is_eligible(item: Any) -> bool:
         isinstance(item, Tensor)
         and item.is_floating_point()
         and item.dtype is not torch.float64
-        and item.device.type == "cpu"
+        and item.device.type != "meta"
     )
 
 
