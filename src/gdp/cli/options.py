@@ -44,6 +44,9 @@ OptimizerOption = Annotated[
 MasterWeightsOption = Annotated[
     bool, typer.Option("--master-weights", help="Keep float32 copies of bfloat16 and float16 parameters.")
 ]
+DtypeOption = Annotated[
+    str, typer.Option(metavar="DTYPE", help="Convert MODEL to bfloat16, float16, float32 or float64.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
 
@@ -63,6 +66,7 @@ class ReadingOptions:
     inference: InferenceOption = False
     optimizer: OptimizerOption = "adam"
     master_weights: MasterWeightsOption = False
+    dtype: DtypeOption = ""
     dim: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
     ] = None
@@ -73,7 +77,7 @@ class ReadingOptions:
     def reading(self) -> "Reading":
         """Returns the options as a `Reading`, checked."""
         from gdp.cli import values
-        from gdp.models.model import Microbatching, Reading
+        from gdp.models.model import Microbatching, Reading, check_dtype
         from gdp.models.op_costs import OpCosts
 
         if self.free_replicas and self.microbatches == 1:
@@ -83,12 +87,13 @@ class ReadingOptions:
         if self.inference and self.microbatches > 1:
             raise InputError("--microbatches: gradients are accumulated in training; leave out --inference")
         try:
+            check_dtype(self.dtype)
             microbatching = Microbatching(self.microbatches, self.free_replicas)
         except InputError as error:
             raise InputError(f"--{error}") from None
         costs = None if self.op_costs is None else OpCosts.load(self.op_costs)
         dims = values.parse_dims(self.dim or ())
-        return Reading(not self.inference, self.optimizer, microbatching, dims, costs, self.master_weights)
+        return Reading(not self.inference, self.optimizer, microbatching, dims, costs, self.master_weights, self.dtype)
 
     def check_has_model(self, graph: str | None) -> None:
         """Raises InputError for any of the options where there is no MODEL to read, only the `graph` of a plan."""
@@ -97,6 +102,7 @@ class ReadingOptions:
             "--inference": self.inference,
             "--optimizer": self.optimizer != "adam",
             "--master-weights": self.master_weights,
+            "--dtype": self.dtype,
             "--dim": self.dim,
             "--op-costs": self.op_costs,
         }

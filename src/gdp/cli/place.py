@@ -370,5 +370,6 @@ def _next_command(request: PlaceRequest, files: _Files) -> str:
         command += ["--inference"] * (not reading.training)
         command += ["--optimizer", reading.optimizer] if reading.optimizer != "adam" else []
         command += ["--master-weights"] * reading.master_weights
+        command += ["--dtype", reading.dtype] if reading.dtype else []
         command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
     return shlex.join(command)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.options import InferenceOption, JsonOption, MasterWeightsOption, OptimizerOption, PlacedDevicesOption
+from gdp.cli.options import (
+    DtypeOption,
+    InferenceOption,
+    JsonOption,
+    MasterWeightsOption,
+    OptimizerOption,
+    PlacedDevicesOption,
+)
 from gdp.cli.shared import fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
@@ -48,6 +55,7 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Store measured op times there, for `gdp place --times`.")
     ] = None,
     inference: InferenceOption = False,
+    dtype: DtypeOption = "",
     optimizer: OptimizerOption = "adam",
     master_weights: MasterWeightsOption = False,
     seed: Annotated[
@@ -61,7 +69,7 @@ def run(
     from gdp.models.model import Reading
     from gdp.simulator.plan import Plan
 
-    reading = Reading(not inference, optimizer, master_weights=master_weights)
+    reading = Reading(not inference, optimizer, master_weights=master_weights, dtype=dtype)
     read = Plan.load(plan)
     cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
     if times is not None:

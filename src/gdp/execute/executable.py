@@ -49,7 +49,7 @@ def read_executable(text: str, reading: Reading | None = None, *, seed: int = 0)
     InputError as for `sources.read_model`; a `gdp-graph` file has no model.
     """
     reading = reading or Reading()
-    build = builder_of(text, training=reading.training)
+    build = builder_of(text, training=reading.training, dtype=reading.dtype)
     with printing_to_stderr():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

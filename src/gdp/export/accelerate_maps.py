@@ -35,7 +35,7 @@ NAMES = tuple(f"{PREFIX}{mode}" for mode in MODES)
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of GPUs' memory that maps may fill with weights
 
 
-def module_of(text: str, *, training: bool) -> "nn.Module":
+def module_of(text: str, *, training: bool, dtype: str = "") -> "nn.Module":
     """Builds the module of MODEL with fake tensors, so nothing is allocated.
 
     InputError for a MODEL that is no PyTorch model, and if accelerate is not installed.
@@ -49,7 +49,7 @@ def module_of(text: str, *, training: bool) -> "nn.Module":
     from gdp.models.read import builder_of
 
     with FakeTensorMode():
-        module: nn.Module = builder_of(text, training=training)()[0]
+        module: nn.Module = builder_of(text, training=training, dtype=dtype)()[0]
     return module
 
 

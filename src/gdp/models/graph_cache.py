@@ -38,7 +38,7 @@ def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | No
         source = (files.read_bytes(config), *map(_installed, ("transformers", "diffusers")))
     elif ":" in text:
         return None
-    options = (reading.training, reading.optimizer, reading.master_weights, num_microbatches)
+    options = (reading.training, reading.optimizer, reading.master_weights, reading.dtype, num_microbatches)
     depends_on = (FORMAT, VERSION, text, source, *options, version("torch"))
     return cache.entry("graphs", text, depends_on, _code("pytorch", "hugging_face", "workloads"))
 

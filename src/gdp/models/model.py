@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gdp.models.op_costs import OpCosts
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "sgd-momentum", "adafactor", "adam-8bit")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 HUGGING_FACE = "hf:"  # prefix of the name of a Transformers or Diffusers directory
 
 
@@ -51,9 +52,11 @@ class Reading:
     dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
     op_costs: "OpCosts | None" = None  # costs from the user
     master_weights: bool = False  # of bfloat16 and float16 parameters, in float32
+    dtype: str = ""  # that the model is converted to; "": none
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
+        check_dtype(self.dtype)
         if not self.training and self.changes_update:
             raise InputError(f"{self.optimizer_option}: inference updates no parameters; leave it or --inference out")
 
@@ -74,6 +77,12 @@ class Reading:
             return model
         unknown = costs.still_unknown(model.graph, model.unknown_costs)
         return replace(model, graph=costs.apply(model.graph), unknown_costs=unknown)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises InputError for a type that models are not converted to; "" is no conversion."""
+    if dtype and dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is expected")
 
 
 def check_optimizer(optimizer: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gdp.errors import InputError, UnevenBatchError, suggest
 from gdp.graph import Graph
 from gdp.models import graph_cache, user_function
-from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading
+from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading, check_dtype
 from gdp.models.user_function import Build, Example, JaxFunction
 
 if TYPE_CHECKING:
@@ -52,13 +52,21 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
         raise InputError(f"--dim: {text} has no symbolic dimensions; they are those of .onnx files")
     if _is_graph_file(text):
         _check_update(reading, f"{text} is a gdp-graph file, whose updates are in it")
+        if reading.dtype:
+            raise InputError(f"--dtype: {text} is a graph, whose ops have their types; capture its model with --dtype")
         return Model(Graph.load(text), {}, is_captured=False)
     if _is_onnx(text):
         _check_update(reading, f"{text} is an ONNX file, which is inference")
+        if reading.dtype:
+            raise InputError(
+                f"--dtype: {text} has its types in it; convert the file, as onnxconverter-common does to float16, or "
+                "export the model in that type"
+            )
         return _read_onnx(text, reading.dims)
     entry = graph_cache.model_entry(text, reading, num_microbatches)
     if (model := graph_cache.read(entry)) is None:
-        answer = _capture(_builder_of(text, num_microbatches, reading.training), text, reading)
+        build = _builder_of(text, num_microbatches, reading.training, reading.dtype)
+        answer = _capture(build, text, reading)
         if isinstance(answer, JaxFunction):
             return _read_jax(text, answer, reading, num_microbatches)
         model = Model(answer.graph, answer.coverage.unknown, is_captured=True, notes=_notes(text))
@@ -89,6 +97,8 @@ def _read_jax(text: str, function: JaxFunction, reading: Reading, num_microbatch
             "and give that file"
         )
     _check_update(reading, f"{text} is a JAX function, which has its optimizer in it or none")
+    if reading.dtype:
+        raise InputError(f"--dtype: {text} is a JAX function, which computes in the types of its arguments; cast them")
     with user_function.printing_to_stderr():
         captured = function.capture()
     has_gradients = not {"backward", "update"}.isdisjoint(captured.graph.phases)
@@ -118,7 +128,7 @@ def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:
 def read_capture(text: str, reading: Reading | None = None) -> "Capture":
     """Returns the graph of `text` with the program that executes its ops; InputError for a file."""
     reading = reading or Reading()
-    return _capture(builder_of(text, training=reading.training), text, reading)
+    return _capture(builder_of(text, training=reading.training, dtype=reading.dtype), text, reading)
 
 
 def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[str], reading: Reading) -> Model:
@@ -127,7 +137,7 @@ def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[s
     from gdp.models.pytorch.signature import LIBRARY, signatures
 
     kinds = list(device_kinds)
-    build = builder_of(text, reading.microbatching.count, training=reading.training)
+    build = builder_of(text, reading.microbatching.count, training=reading.training, dtype=reading.dtype)
     captured = _capture(build, text, reading)
     op_signatures = signatures(captured.program)
     graph = with_measured_times(captured.graph, op_signatures, times, kinds, LIBRARY)
@@ -136,16 +146,18 @@ def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[s
     return replace(model, graph=reading.microbatching.apply(model.graph))
 
 
-def builder_of(text: str, num_microbatches: int = 1, *, training: bool = True) -> Build:
+def builder_of(text: str, num_microbatches: int = 1, *, training: bool = True, dtype: str = "") -> Build:
     """Returns a function that builds the PyTorch model `text`, with example inputs, on the default device.
 
     The inputs are those of the first of `num_microbatches`; in `training`, those of a Transformers model have labels.
+    With a `dtype`, such as "bfloat16", the module and its inputs are converted to it.
     InputError for a file, which has no model, for unknown names and, when it builds, for a JAX function.
     """
-    return user_function.pytorch_only(_builder_of(text, num_microbatches, training), text)
+    check_dtype(dtype)
+    return user_function.pytorch_only(_builder_of(text, num_microbatches, training, dtype), text)
 
 
-def _builder_of(text: str, num_microbatches: int, training: bool) -> Callable[[], Example | JaxFunction]:
+def _builder_of(text: str, num_microbatches: int, training: bool, dtype: str) -> Callable[[], Example | JaxFunction]:
     if _is_graph_file(text):
         raise InputError(f"{text}: a gdp-graph file does not say what its ops execute; name the model itself")
     if _is_onnx(text):
@@ -153,10 +165,11 @@ def _builder_of(text: str, num_microbatches: int, training: bool) -> Callable[[]
     if text.startswith(HUGGING_FACE):
         from gdp.models.hugging_face import build
 
-        return _first_microbatch(build.builder(text, training=training), text, num_microbatches)
+        sized = f"{text}{'&' if '?' in text else '?'}dtype={dtype}" if dtype else text
+        return _first_microbatch(build.builder(sized, training=training), text, num_microbatches)
     if re.fullmatch(user_function.PATTERN, text):
-        return _first_microbatch(user_function.read_user_function(text), text, num_microbatches)
-    return _workload(text, num_microbatches)
+        return _converted(_first_microbatch(user_function.read_user_function(text), text, num_microbatches), dtype)
+    return _converted(_workload(text, num_microbatches), dtype)
 
 
 def load(
@@ -167,10 +180,11 @@ def load(
     master_weights: bool = False,
     microbatches: int = 1,
     dims: Mapping[str, int] = MappingProxyType({}),
+    dtype: str = "",
 ) -> Graph:
-    """Returns the graph of MODEL alone; see `read_model`."""
+    """Returns the graph of MODEL alone; see `read_model`. `dtype`: that MODEL is converted to, such as "bfloat16"."""
     microbatching = Microbatching(microbatches)
-    return read_model(text, Reading(training, optimizer, microbatching, dims, master_weights=master_weights)).graph
+    return read_model(text, Reading(training, optimizer, microbatching, dims, None, master_weights, dtype)).graph
 
 
 def _is_onnx(text: str) -> bool:
@@ -240,6 +254,28 @@ def _first_microbatch(
         return module, tree_map(split, args), tree_map(split, kwargs)
 
     return build_part
+
+
+def _converted(build: Callable[[], Example | JaxFunction], dtype: str) -> Callable[[], Example | JaxFunction]:
+    """Returns `build` with floats of the module and its inputs in `dtype`, as `module.to(dtype)` makes them."""
+    if not dtype:
+        return build
+
+    def build_converted() -> Example | JaxFunction:
+        import torch
+        from torch.utils._pytree import tree_map
+
+        def convert(leaf: Any) -> Any:
+            is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return leaf.to(getattr(torch, dtype)) if is_float else leaf
+
+        answer = build()
+        if isinstance(answer, JaxFunction):
+            return answer
+        module, args, kwargs = answer if len(answer) == 3 else (*answer, {})
+        return module._apply(convert), tree_map(convert, args), tree_map(convert, kwargs)
+
+    return build_converted
 
 
 def _capture(build: Callable[[], Any], name: str, reading: Reading) -> "Capture | Any":

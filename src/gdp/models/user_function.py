@@ -54,7 +54,9 @@ def read_user_function(text: str) -> Callable[[], Example | JaxFunction]:
         raise InputError(f"{text}: is async; a plain function that returns (module, example_inputs) is expected")
 
     def build() -> Example | JaxFunction:
-        with _explained(text, "the function failed"), _importable_here():
+        from gdp.models.pytorch.cards import as_if_on_a_card
+
+        with _explained(text, "the function failed"), _importable_here(), as_if_on_a_card():
             return _in_order(function(), text)
 
     return build

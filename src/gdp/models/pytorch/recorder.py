@@ -13,6 +13,7 @@ write to a memory starts a new value. In-place operators fall in three cases:
 Writers of the first and third kind follow all readers of the old value, so that overwriting is safe.
 """
 
+import contextlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -179,7 +180,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         template = self._template(args, read)
         keyword_template = {key: self._template(value, read) for key, value in kwargs.items()} if kwargs else kwargs
         written = traits.written(args, kwargs)
-        result = func(*args, **kwargs)
+        with _plain_types():
+            result = func(*args, **kwargs)
         if func is LSTM and torch.is_grad_enabled():  # without a kernel, the workspace has no size
             workspace = result[3].new_empty(workspace_bytes(args[0], hidden_size=args[10]))
             result = *result[:3], workspace
@@ -442,6 +444,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module = self._modules_by_node.get(node, "")
         self.last_module = module
         return module
+
+
+def _plain_types() -> contextlib.AbstractContextManager[Any]:
+    """Returns a region without autocast, which has cast what the operator reads: its fake parts are no operators."""
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else contextlib.nullcontext()
 
 
 _PENDING = OpRecord(-1, "", "", "")

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from gdp.errors import InputError, first_line
 from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
+from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, Rule, named_rule, rules_of
 from gdp.models.pytorch.program import Program, Ref, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
@@ -326,7 +327,13 @@ def _isolated() -> Iterator[None]:
     """Restores global state after a capture; a default device or inference mode does not reach it."""
     dtype = torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("cpu"),
+            as_if_on_a_card(),
+        ):
             yield
     finally:
         torch.set_default_dtype(dtype)
