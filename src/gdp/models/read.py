@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gdp.errors import InputError, UnevenBatchError, suggest
 from gdp.graph import Graph
 from gdp.models import graph_cache, user_function
-from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading, check_dtype
+from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading, check_dtype, even_part
 from gdp.models.user_function import Build, Example, JaxFunction
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def read_part(text: str, reading: Reading, num_parts: int) -> Graph:
 
 def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
     """Reads the step of one of `num_microbatches` micro-batches."""
+    _check_phase(text, reading)
     if reading.dims and not _is_onnx(text):
         raise InputError(f"--dim: {text} has no symbolic dimensions; they are those of .onnx files")
     if _is_graph_file(text):
@@ -65,6 +66,10 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
         return _read_onnx(text, reading.dims)
     entry = graph_cache.model_entry(text, reading, num_microbatches)
     if (model := graph_cache.read(entry)) is None:
+        if reading.serving.has_cache:
+            _, model = _capture_served(text, reading, num_microbatches)
+            graph_cache.write(entry, model)
+            return model
         build = _builder_of(text, num_microbatches, reading.training, reading.dtype)
         answer = _capture(build, text, reading)
         if isinstance(answer, JaxFunction):
@@ -78,6 +83,27 @@ def _check_update(reading: Reading, reason: str) -> None:
     """Raises InputError, with the reason, if an optimizer is asked for that MODEL does not take."""
     if reading.changes_update:
         raise InputError(f"{reading.optimizer_option}: {reason}; leave it out")
+
+
+def _check_phase(text: str, reading: Reading) -> None:
+    if reading.serving.has_cache and not text.startswith(HUGGING_FACE):
+        raise InputError(
+            f"--phase: {text} is read as it is; prefill and decode are steps of hf:DIR, a Transformers config"
+        )
+
+
+def _capture_served(text: str, reading: Reading, num_microbatches: int) -> "tuple[Capture, Model]":
+    """Captures a prefill or decode step, also as a `Model`."""
+    from gdp.models.hugging_face.build import ServedBuild
+
+    build = ServedBuild(text, reading.serving, num_microbatches)
+    captured = _capture(build, text, reading)
+    from gdp.models.hugging_face.cached_bytes import finish
+
+    assert build.room is not None, "the capture built the model"
+    captured, served = finish(captured, reading.serving, build.room)
+    notes = (*_notes(text), *build.notes)
+    return captured, Model(captured.graph, captured.coverage.unknown, is_captured=True, notes=notes, served=served)
 
 
 def _notes(text: str) -> tuple[str, ...]:
@@ -128,6 +154,9 @@ def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:
 def read_capture(text: str, reading: Reading | None = None) -> "Capture":
     """Returns the graph of `text` with the program that executes its ops; InputError for a file."""
     reading = reading or Reading()
+    if reading.serving.has_cache:
+        _check_phase(text, reading)
+        return _capture_served(text, reading, 1)[0]
     return _capture(builder_of(text, training=reading.training, dtype=reading.dtype), text, reading)
 
 
@@ -202,7 +231,7 @@ def _workload(name: str, num_microbatches: int) -> Build:
 
     workload = workloads.find(name)
     if workload is not None:
-        return partial(workload.build, _even_part(workload.batch_size, num_microbatches, name))
+        return partial(workload.build, even_part(workload.batch_size, num_microbatches, name))
     if os.path.isdir(name):
         raise InputError(f"{name}: is a directory; name a gdp-graph file")
     if name.partition("/")[0] in workloads.family_names():
@@ -213,18 +242,6 @@ def _workload(name: str, num_microbatches: int) -> Build:
         f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz) or module:function; "
         f"{suggest(name, workloads.names())}"
     )
-
-
-def _even_part(batch_size: int, num_microbatches: int, name: str) -> int:
-    """Returns the samples of a micro-batch. InputError if micro-batches would differ in size."""
-    if batch_size % num_microbatches:
-        counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
-        near = sorted(sorted(counts, key=lambda count: abs(count - num_microbatches))[:4])
-        raise UnevenBatchError(
-            f"{name}: a batch of {batch_size} has no {num_microbatches} equal micro-batches; "
-            f"take {', '.join(map(str, near))}"
-        )
-    return batch_size // num_microbatches
 
 
 def _first_microbatch(
@@ -245,7 +262,7 @@ def _first_microbatch(
         sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         if not sizes:
             raise InputError(f"{name}: no input is a tensor with a batch dimension; micro-batches need one")
-        part = _even_part(sizes[0], num_microbatches, name)
+        part = even_part(sizes[0], num_microbatches, name)
 
         def split(leaf: Any) -> Any:
             is_batch = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == sizes[0]

@@ -16,16 +16,21 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdp import files
 from gdp.errors import InputError, suggest
-from gdp.models.hugging_face.inputs import Sizes, check_use, diffusers_inputs, transformers_inputs
+from gdp.models.hugging_face.inputs import Sizes, check_use, diffusers_inputs, serving_inputs, transformers_inputs
 from gdp.models.hugging_face.patches import capturable, known_rates, quiet
-from gdp.models.model import HUGGING_FACE
+from gdp.models.model import HUGGING_FACE, even_part
+from gdp.models.serving import Serving
 from gdp.models.user_function import Build
+
+if TYPE_CHECKING:
+    from gdp.models.hugging_face.kv_cache import CacheRoom
 
 # keys of a config that choose downloaded or missing kernels, weights or code; and dtypes, which builds take separately
 _CHOICES = (
@@ -67,7 +72,48 @@ def builder(text: str, *, training: bool = True) -> Build:
     config = _read_config(Path(directory))
     if "_class_name" in config:
         return _diffusers_builder(config, sizes, text, training)
-    return _transformers_builder(config, sizes, text, training)
+    make = _transformers_maker(config, sizes, text)
+
+    def build() -> tuple[Any, ...]:
+        import torch
+
+        with _explained(text), quiet():
+            model = make()
+            model.train(training)
+            with torch.no_grad():
+                inputs = transformers_inputs(model, sizes, text, training=training)
+        return capturable(model), (), inputs
+
+    return build
+
+
+class ServedBuild:
+    """Builds (module, args, kwargs) of a prefill or decode step of `hf:DIR?SIZES`, its batch divided by `parts`."""
+
+    def __init__(self, text: str, serving: Serving, parts: int = 1) -> None:
+        self.text, self.is_decode = text, serving.phase == "decode"
+        directory, sizes = parse(text)
+        config = _read_config(Path(directory))
+        if "_class_name" in config:
+            raise InputError(f"{text}: a model of Diffusers has no cache; leave out --phase")
+        self.sizes = replace(sizes, batch=even_part(sizes.batch, parts, text))
+        self._make = _transformers_maker(config, self.sizes, text)
+        self.room: CacheRoom | None = None  # of the last model built
+        self.notes: tuple[str, ...] = ()  # on that model
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Builds the model with its cache."""
+        import torch
+
+        from gdp.models.hugging_face import kv_cache
+
+        with _explained(self.text), quiet():
+            model = capturable(self._make())
+            model.train(False)
+            with torch.no_grad():
+                inputs, context = serving_inputs(model, self.sizes, self.text, is_decode=self.is_decode)
+                self.room = kv_cache.CacheRoom(context, self.is_decode)
+                return model, (), kv_cache.serve(model, inputs, self.room, self.text)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -104,7 +150,8 @@ def notes(text: str) -> tuple[str, ...]:
 # Transformers
 
 
-def _transformers_builder(config: dict[str, Any], sizes: Sizes, text: str, training: bool) -> Build:
+def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Callable[[], Any]:
+    """Returns a function that makes the model of a config, in the dtype that `sizes` or the config says."""
     try:
         import transformers
     except ImportError:
@@ -121,28 +168,23 @@ def _transformers_builder(config: dict[str, Any], sizes: Sizes, text: str, train
         ) from None
     dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or "float32", text)
 
-    def build() -> tuple[Any, ...]:
-        import torch
+    def make() -> Any:
         from transformers.initialization import no_init_weights
 
         is_fake = _is_fake()
-        with _explained(text), quiet():
-            options = {"dtype": dtype, "attn_implementation": None}
-            if model_class._can_set_experts_implementation():
-                options["experts_implementation"] = "grouped_mm"
-            with contextlib.ExitStack() as stack:
-                if is_fake:
-                    stack.enter_context(no_init_weights())
-                    stack.enter_context(known_rates())
-                model = model_class._from_config(copy.deepcopy(parsed_config), **options)
+        options = {"dtype": dtype, "attn_implementation": None}
+        if model_class._can_set_experts_implementation():
+            options["experts_implementation"] = "grouped_mm"
+        with contextlib.ExitStack() as stack:
             if is_fake:
-                model.tie_weights()
-            model.train(training)
-            with torch.no_grad():
-                inputs = transformers_inputs(model, sizes, text, training=training)
-        return capturable(model), (), inputs
+                stack.enter_context(no_init_weights())
+                stack.enter_context(known_rates())
+            model = model_class._from_config(copy.deepcopy(parsed_config), **options)
+        if is_fake:
+            model.tie_weights()
+        return model
 
-    return build
+    return make
 
 
 def _config_of(transformers: Any, config: dict[str, Any], text: str) -> Any:
