@@ -18,7 +18,7 @@ from gdp import files
 from gdp.report.page_data import PageData, columns, summary
 from gdp.report.tables import short
 
-SCRIPTS = ("core", "palette", "lanes", "timeline", "memory", "charts", "modules", "graph", "path", "main")
+SCRIPTS = ("core", "palette", "lanes", "timeline", "memory", "charts", "modules", "layers", "graph", "path", "main")
 """Parts of the page's own script, `report-*.js`, in the order in which they are put together."""
 
 
@@ -42,6 +42,7 @@ def render(data: PageData) -> str:
         "title": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}: gdp report"),
         "style": style,
         "heading": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}"),
+        "bound": html.escape(document["bound"]),
         "headline": html.escape(document["headline"]),
         "reasons": html.escape("; ".join(document["reasons"])),
         "hidden": "" if document["reasons"] else " hidden",

@@ -1,5 +1,5 @@
 // The graph of modules: nodes coloured by device, from left to right as they run; a click opens a module.
-const MOST_NODES = 60, AT_FIRST = [8, 16], MOST_BUTTONS = 20, HEIGHT = 460;
+const MOST_NODES = 60, AT_FIRST = [12, 40], MOST_BUTTONS = 20;
 
 class GraphView {
   constructor(data, tree) {
@@ -15,8 +15,14 @@ class GraphView {
     this.closeAll();
     this.spread();
     this.build();
-    this.chart = chart("graph", HEIGHT, width => this.option(width));
+    this.chart = chart("graph", this.height, width => this.option(width));
     this.chart.on("click", event => event.dataType === "node" && this.toggle(this.nodes[event.dataIndex].node));
+  }
+
+  // as high as its bands of devices, few nodes less
+  get height() {
+    const devices = new Set(this.nodes.map(node => node.device)).size;
+    return Math.min(110 + Math.max(40 * devices, this.nodes.length > 6 ? 110 : 50), 460);
   }
 
   // what holds all else is always open
@@ -44,6 +50,8 @@ class GraphView {
     const focused = document.activeElement, hadFocus = $("graph-buttons").contains(focused), key = focused.dataset.path;
     action();
     this.build();
+    $("graph").style.height = `${this.height}px`;
+    this.chart.resize();
     draw(this.chart);
     if (!hadFocus) return;
     const buttons = [...$("graph-buttons").querySelectorAll("button")];
@@ -75,7 +83,7 @@ class GraphView {
     // when a module runs on the way forward: the mean over its ops there, by their times; without any, over all
     const first = seen.map(() => [0, 0, 0, 0]);
     // of an open module only what is in none of its children
-    const parts = seen.map(node => Object.assign(new ModuleNode(node.name, this.open.has(node) ? `${node.path} itself` : node.path), { node }));
+    const parts = seen.map(node => Object.assign(new ModuleNode(node.name, this.open.has(node) ? `${node.path}: its own ops` : node.path), { node }));
     for (let op = 0; op < data.module.length; op++) {
       const number = numberOf[data.module[op]], totals = first[number], ns = data.finish[op] - data.start[op] + 1e-3;
       parts[number].add(data, op);
@@ -109,7 +117,7 @@ class GraphView {
     const most = Math.max(...this.nodes.map(node => node.ns), 1), widest = Math.max(...this.flows.map(flow => flow[1]), 1);
     // in pixels: each device has a band, in which neighbours stand at different heights
     const devices = [...new Set(this.nodes.map(node => node.device))].sort((a, b) => a - b);
-    const across = Math.max(this.nodes.length - 1, 1), band = (HEIGHT - 120) / devices.length;
+    const across = Math.max(this.nodes.length - 1, 1), band = (this.height - 110) / devices.length;
     const spots = this.nodes.map((node, at) => [at / across * (width - 150), band * (devices.indexOf(node.device) + [0.25, 0.75, 0.5, 1][at % 4])]);
     return {
       tooltip: { ...tipLook(), formatter: item => item.dataType === "edge" ? bytes(item.data.bytes) : this.nodeTip(this.nodes[item.dataIndex]) },
