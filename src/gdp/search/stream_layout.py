@@ -55,7 +55,7 @@ class Layout:
     streamable: I64  # [P] sources that hold weights, in the order of their first use
     first_use: I64  # [P] positions
     gate_cost_ns: F64  # [N] of running an op on the host, by position; infinite if it must not
-    passed_ns: I64  # [N] time computed up to each position
+    passed_bytes: I64  # [N] of streamable weights first used up to each position
 
     @classmethod
     def of(cls, alone: Simulation, main: int, host: int, fixed: Bool) -> "Layout | None":
@@ -79,8 +79,9 @@ class Layout:
         homes = np.full(graph.num_ops, _NEVER, np.int64)
         np.minimum.at(homes, unit, np.where(is_source, first, position))
         cost = _gate_costs(problem, host, may_move & ~is_source)[order]
-        free = problem.allowed[:, main] & ~fixed
-        passed = np.cumsum(np.where(free, np.maximum(problem.op_time_ns[:, main], 0), 0)[order])
+        held = np.zeros(graph.num_ops, np.int64)
+        np.add.at(held, first[streamable], graph.resident_bytes[streamable])
+        passed = np.cumsum(held)
         return cls(
             problem, host, fallback, fixed, order, position, homes[unit], is_source, streamable, first[streamable],
             cost, passed,
@@ -144,20 +145,20 @@ class Layout:
 
         A window ends at the op that costs least as a gate, of those within half a window.
         """
-        lengths = np.tile(turns.parts, turns.rounds) / turns.rounds * float(self.passed_ns[-1])
+        lengths = np.tile(turns.parts, turns.rounds) / turns.rounds * float(self.passed_bytes[-1])
         borders = np.cumsum(lengths)
         ends: list[int] = []
         is_gate: list[bool] = []
         for number, border in enumerate(borders[:-1].tolist()):
             reach = min(lengths[number], lengths[number + 1]) / 2
-            start, end = np.searchsorted(self.passed_ns, [border - reach, border + reach])
+            start, end = np.searchsorted(self.passed_bytes, [border - reach, border + reach])
             start = max(int(start), ends[-1] + 1 if ends else 0)
             cost = self.gate_cost_ns[start:end]
             if len(cost) and np.isfinite(cost).any():
                 ends.append(start + int(np.argmin(cost)))
                 is_gate.append(turns.is_gated)
             else:  # no gate: what it would release is sent earlier
-                ends.append(max(int(np.searchsorted(self.passed_ns, border)), ends[-1] if ends else 0))
+                ends.append(max(int(np.searchsorted(self.passed_bytes, border)), ends[-1] if ends else 0))
                 is_gate.append(False)
         return np.array(ends, np.int64), np.array(is_gate, np.bool_)
 

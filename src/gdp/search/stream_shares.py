@@ -39,10 +39,16 @@ class Shares:
     devices: tuple[int, ...]
     parts: tuple[float, ...]
     expected_ns: float
+    streams: bool = True
 
 
-def best_shares(cluster: Cluster, demand: Demand, host: int, devices: Sequence[int]) -> Shares | None:
-    """Returns the best shares of `devices`, the host among them if it may compute; None if nothing fits."""
+def best_shares(
+    cluster: Cluster, demand: Demand, host: int, devices: Sequence[int], *, streams: bool = True
+) -> Shares | None:
+    """Returns the best shares of `devices`, the host among them if it may compute; None if nothing fits.
+
+    Without `streams` all weights are kept where they are used.
+    """
     count, weight = len(devices), max(demand.weight_bytes, 1)
     work = demand.work_ns[list(devices)] / 1e9
     room = np.maximum(demand.room_bytes, 0) / weight
@@ -65,7 +71,7 @@ def best_shares(cluster: Cluster, demand: Demand, host: int, devices: Sequence[i
             limits.append(float(room[device]))
     rows.append(np.concatenate((1.0 - on_host, on_host, [0.0])))
     limits.append(float(room[host]))
-    bounds = [(0.0, None)] * count + [(0.0, None if away else 0.0) for away in on_host] + [(0.0, None)]
+    bounds = [(0.0, None)] * count + [(0.0, None if away and streams else 0.0) for away in on_host] + [(0.0, None)]
     answer = linprog(
         np.concatenate((zeros, zeros, [1.0])),
         A_ub=np.array(rows),
@@ -83,4 +89,5 @@ def best_shares(cluster: Cluster, demand: Demand, host: int, devices: Sequence[i
         tuple(int(devices[number]) for number in used),
         tuple(float(parts[number]) / total for number in used),
         float(answer.fun) * 1e9,
+        streams,
     )

@@ -28,12 +28,13 @@ _NUM_HOSTS = 2  # the devices with the most memory that may be hosts
 _MOST_SUBSETS = 4  # of up to so many devices all subsets are looked at
 _NUM_SHARES = 4  # so many of them are simulated,
 _WORTH = 1.5  # if the programme expects at most so many times the least step time
-_CLOSE = 1.3  # layouts at most so many times slower than the best one are tried further
+_CLOSE, _FEWEST = 1.3, 3  # layouts at most so many times slower than the best one, and so many, are tried further
 _BUFFER = 0.03  # of a memory is for weights on their way, in the programme
 _LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the host
 _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
 _MOST_ROUNDS = 512
+_RESTARTS = 6  # descents from random changes of the best two layouts
 _GAIN = 0.998  # a pass of a descent that gains less is followed by one with smaller steps
 
 
@@ -46,11 +47,16 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
     for rounds in _ROUNDS:
         for descent in descents:
             yield from descent.attempt(descent.turns(rounds), descent.streamed)
-        least_ns = min((descent.best_ns for descent in descents), default=NEVER)
-        descents = [descent for descent in descents if descent.best_ns <= _CLOSE * least_ns]
-    for descent in sorted(descents, key=lambda descent: descent.best_ns):
+        descents.sort(key=lambda descent: descent.best_ns)
+        close_ns = _CLOSE * descents[0].best_ns if descents else NEVER
+        descents = [each for rank, each in enumerate(descents) if rank < _FEWEST or each.best_ns <= close_ns]
+    for descent in descents:
         if descent.best_ns <= _WORTH * rival_ns:
             yield from descent.run()
+    descents = sorted((each for each in descents if each.best_ns <= _WORTH * rival_ns), key=lambda each: each.best_ns)
+    rng = np.random.default_rng(0)
+    for restart in range(_RESTARTS if descents else 0):
+        yield from descents[restart % min(len(descents), 2)].restart(rng)
 
 
 def _starts(problem: Problem) -> list[tuple[Layout, Shares]]:
@@ -80,7 +86,7 @@ def _starts(problem: Problem) -> list[tuple[Layout, Shares]]:
         if tables.any() and (layout := Layout.of(alone, main, host, tables)) is not None:
             starts += [(layout, shares) for shares in _shares(layout, alone, main)[:1]]
     least_ns = min((shares.expected_ns for _, shares in starts), default=0.0)
-    worth = [start for start in starts if start[1].expected_ns <= _WORTH * least_ns]
+    worth = [start for start in starts if not start[1].streams or start[1].expected_ns <= _WORTH * least_ns]
     return sorted(worth, key=lambda start: start[1].expected_ns)[: 2 * _NUM_SHARES]
 
 
@@ -104,7 +110,9 @@ def _shares(layout: Layout, alone: Simulation, main: int) -> list[Shares]:
         if shares is not None:
             kinds = tuple(sorted(_kind(problem, host, device) for device in shares.devices))
             distinct.setdefault(kinds, _evened(problem, host, shares))
-    return sorted(distinct.values(), key=lambda shares: shares.expected_ns)[:_NUM_SHARES]
+    kept = best_shares(cluster, demand, host, able, streams=False)
+    found = sorted(distinct.values(), key=lambda shares: shares.expected_ns)[:_NUM_SHARES]
+    return found if kept is None else [*found, _evened(problem, host, kept)]
 
 
 def _kind(problem: Problem, host: int, device: int) -> tuple[str, int, int]:
@@ -188,6 +196,20 @@ class _Descent:
             yield found
             if found.step_time_ns < self.best_ns and found.feasible:
                 self.best_ns, self._best = found.step_time_ns, (turns, streamed)
+
+    def restart(self, rng: np.random.Generator) -> Iterator[Simulation]:
+        """Yields steps of another descent, from turns not far from the best ones."""
+        if self._best is None:
+            return
+        kept, self._best, self.best_ns = (self._best, self.best_ns), None, NEVER
+        turns, streamed = kept[0]
+        parts = np.array(turns.parts) * rng.uniform(0.7, 1.4, len(turns.parts))
+        rounds = min(max(round(turns.rounds * rng.uniform(0.5, 2.0)), 1), _MOST_ROUNDS)
+        begin = replace(turns, parts=tuple((parts / parts.sum()).tolist()), rounds=rounds)
+        yield from self.attempt(begin, streamed)
+        yield from self.run()
+        if kept[1] < self.best_ns:
+            self._best, self.best_ns = kept
 
     def run(self) -> Iterator[Simulation]:
         """Yields steps of ever finer changes until none helps."""
