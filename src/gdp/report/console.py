@@ -43,12 +43,12 @@ def place_report(
     yield Text(sentences.headline(plan.step_time_ns, plan.search.baselines), style="bold")
     for sentence in sentences.of_search(plan.search, simulation):
         yield Text(sentence)
-    yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns))
+    yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, count))
     if plan.search.baselines:
         yield ""
         yield _baselines(plan)
     yield ""
-    yield from device_report(simulation)
+    yield from device_report(simulation, searched=sentences.is_searched(plan))
     yield ""
     yield TimelineText(simulation)
     if advice is not None:
@@ -62,8 +62,11 @@ def place_report(
     yield Text(f"Next: {next_command}")
 
 
-def device_report(simulation: Simulation) -> Iterator[RenderableType]:
-    """Yields a table of the devices, the limit of the step, and the devices without ops."""
+def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator[RenderableType]:
+    """Yields a table of the devices, the limit of the step, and devices that are nearly full or hold no ops.
+
+    `searched`: whether the plan is from a search over all devices.
+    """
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
     table = new_table("device", "kind", ">busy", ">ops", ">peak memory", ">limit")
@@ -79,16 +82,19 @@ def device_report(simulation: Simulation) -> Iterator[RenderableType]:
     yield table
     yield ""
     yield Text(str(Limits.of(simulation)))
-    for sentence in sentences.of_held_memory(problem.graph):
-        yield Text(sentence)
-    for sentence in sentences.of_empty_devices(simulation):
-        yield Text(sentence)
+    for sentence in (
+        *sentences.of_held_memory(problem.graph),
+        sentences.of_full_devices(simulation),
+        sentences.of_empty_devices(simulation, searched=searched),
+    ):
+        if sentence:
+            yield Text(sentence)
 
 
 def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterator[RenderableType]:
     """Yields the answer of `gdp simulate` for a plan with correct figures."""
     yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan.")
-    yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns))
+    yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, sentences.num_microbatches(simulation)))
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
     yield ""
     yield from device_report(simulation)

@@ -1,6 +1,6 @@
 """Finds the layers of a graph in its module paths: numbered parts, and the modules before, between and after them.
 
-    embed | blocks.0 | blocks.1 | ... | norm | head
+embed | blocks.0 | blocks.1 | ... | norm | head
 """
 
 import re
@@ -77,7 +77,10 @@ def _numbered_parts(modules: Iterable[str]) -> dict[str, tuple[str, int]]:
 
     Numbers at the root (`torch.nn.Sequential`) give way to a longer list inside.
     """
-    found = {module: [(module[: at.start()].rstrip("."), int(at[1])) for at in _NUMBERED.finditer(module)] for module in modules}
+    found = {
+        module: [(module[: at.start()].rstrip("."), int(at[1])) for at in _NUMBERED.finditer(module)]
+        for module in modules
+    }
     sizes: dict[str, set[int]] = {}
     for parts in found.values():
         for list_path, number in parts:

@@ -98,10 +98,17 @@ def summary(data: PageData) -> dict[str, Any]:
         "version": writable(plan.gdp_version),
         "headline": sentences.headline(plan.step_time_ns, data.baselines),
         "reasons": [writable(short(reason)) for reason in simulation.reasons],
-        "bound": sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns),
+        "bound": sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, sentences.num_microbatches(simulation)),
         "sentences": [
             writable(str(_shortened(Limits.of(simulation)))),
-            *map(writable, sentences.of_empty_devices(simulation, short)),
+            *(
+                writable(sentence)
+                for sentence in (
+                    sentences.of_full_devices(simulation, short),
+                    sentences.of_empty_devices(simulation, short, searched=sentences.is_searched(plan)),
+                )
+                if sentence
+            ),
             *([] if search is None else sentences.of_search(search, simulation)),
         ],
         "step_ns": simulation.step_time_ns,

@@ -12,7 +12,7 @@ function cards() {
   const items = [
     [time(summary.step_ns), "step time"], ...against(timeOf("single"), "speed-up over the best single device"),
     ...(lacks ? [["—", "no single device can hold it"]] : []),
-    ...against(timeOf("expert"), "speed-up over the expert"), ...(best ? against(best.ns, `speed-up over the best baseline (${middle(best.name, 30)})`) : []),
+    ...against(timeOf("expert"), "speed-up over the paper's expert"), ...(best ? against(best.ns, `speed-up over the best baseline (${middle(best.name, 30)})`) : []),
     [gap, summary.bound_ns ? `at most, above the lower bound of ${time(summary.bound_ns)} for this graph on these devices` : "lower bound 0: the distance to the optimum"],
   ];
   $("cards").replaceChildren(...items.map(([value, text]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, text))));
