@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from gdp.bounds.lower_bound import lower_bound
 from torch import Tensor, nn
 
 import gdp
+from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph

@@ -11,7 +11,7 @@ from gdp.execute.worker import ExecutionError
 from gdp.models.model import check_optimizer
 from gdp.models.pytorch import Capture, capture
 from gdp.models.pytorch.step import Loss, OptimizerName
-from gdp.models.read import builder_of
+from gdp.models.read import builder_of, check_runnable
 from gdp.models.user_function import printing_to_stderr
 
 
@@ -47,6 +47,7 @@ def read_executable(text: str, *, training: bool = True, optimizer: str = "adam"
     InputError as for `sources.read_model`; a `gdp-graph` file has no model.
     """
     check_optimizer(optimizer)
+    check_runnable(text, "executed")
     build = builder_of(text, training=training)
     with printing_to_stderr():
         with torch.random.fork_rng(devices=[]):

@@ -4,14 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from gdp.errors import InputError
+from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.graph.microbatches import accumulated, check_count
+from gdp.models.serving import ServedStep, Serving
 
 if TYPE_CHECKING:
     from gdp.models.op_costs import OpCosts
 
 OPTIMIZERS = ("adam", "sgd")
+GGUF = ".gguf"  # suffix of llama.cpp's files, which are read as `hf:FILE.gguf`
 HUGGING_FACE = "hf:"  # prefix of the name of a Transformers or Diffusers directory
 
 
@@ -24,6 +26,7 @@ class Model:
     is_captured: bool  # False: the graph was read from a `gdp-graph` file
     noise: float | None = None  # relative standard deviation of measured op times; None: not measured
     notes: tuple[str, ...] = ()  # assumptions and differences, a sentence each
+    served: ServedStep | None = None  # of a prefill or decode step
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Reading:
     microbatching: Microbatching = field(default_factory=Microbatching)
     dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
     op_costs: "OpCosts | None" = None  # costs from the user
+    serving: Serving = field(default_factory=Serving)
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
@@ -61,6 +65,18 @@ class Reading:
             return model
         unknown = costs.still_unknown(model.graph, model.unknown_costs)
         return replace(model, graph=costs.apply(model.graph), unknown_costs=unknown)
+
+
+def even_part(batch_size: int, num_microbatches: int, name: str) -> int:
+    """Returns the samples of a micro-batch. InputError if micro-batches would differ in size."""
+    if batch_size % num_microbatches:
+        counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+        near = sorted(sorted(counts, key=lambda count: abs(count - num_microbatches))[:4])
+        raise UnevenBatchError(
+            f"{name}: a batch of {batch_size} has no {num_microbatches} equal micro-batches; "
+            f"take {', '.join(map(str, near))}"
+        )
+    return batch_size // num_microbatches
 
 
 def check_optimizer(optimizer: str) -> None:

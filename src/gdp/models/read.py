@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from gdp.errors import InputError, UnevenBatchError, suggest
 from gdp.graph import Graph
 from gdp.models import graph_cache, user_function
-from gdp.models.model import HUGGING_FACE, OPTIMIZERS, Microbatching, Model, Reading
+from gdp.models.model import GGUF, HUGGING_FACE, OPTIMIZERS, Microbatching, Model, Reading, even_part
 from gdp.models.user_function import Build, Example, JaxFunction
 
 if TYPE_CHECKING:
@@ -31,9 +31,29 @@ def read_model(text: str, reading: Reading | None = None) -> Model:
     is. The batch of a model is split evenly into micro-batches; a file is the step of one micro-batch. InputError, with
     the remedy, for anything else.
     """
+    text = with_prefix(text)
     reading = reading or Reading()
     model = reading.finish(_read_one(text, reading, reading.microbatching.count))
     return replace(model, graph=reading.microbatching.apply(model.graph))
+
+
+def with_prefix(text: str) -> str:
+    """Returns MODEL with the prefix of Transformers models if it is a `.gguf` file, which is read as one."""
+    return f"{HUGGING_FACE}{text}" if re.fullmatch(rf".*{re.escape(GGUF)}(\?.*)?", text, re.DOTALL) else text
+
+
+def check_runnable(text: str, verb: str) -> None:
+    """Raises InputError for a MODEL that is placed only: an ONNX file, or a model with quantised weights."""
+    text = with_prefix(text)
+    if _is_onnx(text):
+        raise InputError(f"{text}: an ONNX file is placed, not {verb}; name the PyTorch model as module:function")
+    if text.startswith(HUGGING_FACE):
+        from gdp.models.hugging_face import build
+
+        if build.has_quantised_weights(text):
+            raise InputError(
+                f"{text}: has quantised weights; such a model is placed, not {verb}: add ?weights=none for its dtype"
+            )
 
 
 def has_samples(text: str) -> bool:
@@ -43,11 +63,13 @@ def has_samples(text: str) -> bool:
 
 def read_part(text: str, reading: Reading, num_parts: int) -> Graph:
     """Reads MODEL with 1 / `num_parts` of its batch (a file: whole)."""
+    text = with_prefix(text)
     return reading.finish(_read_one(text, reading, num_parts)).graph
 
 
 def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
     """Reads the step of one of `num_microbatches` micro-batches."""
+    _check_phase(text, reading)
     if reading.dims and not _is_onnx(text):
         raise InputError(f"--dim: {text} has no symbolic dimensions; they are those of .onnx files")
     if _is_graph_file(text):
@@ -56,12 +78,37 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
         return _read_onnx(text, reading.dims)
     entry = graph_cache.model_entry(text, reading, num_microbatches)
     if (model := graph_cache.read(entry)) is None:
+        if reading.serving.has_cache:
+            _, model = _capture_served(text, reading, num_microbatches)
+            graph_cache.write(entry, model)
+            return model
         answer = _capture(_builder_of(text, num_microbatches, reading.training), text, reading)
         if isinstance(answer, JaxFunction):
             return _read_jax(text, answer, reading, num_microbatches)
         model = Model(answer.graph, answer.coverage.unknown, is_captured=True, notes=_notes(text))
         graph_cache.write(entry, model)
     return model
+
+
+def _check_phase(text: str, reading: Reading) -> None:
+    if reading.serving.has_cache and not text.startswith(HUGGING_FACE):
+        raise InputError(
+            f"--phase: {text} is read as it is; prefill and decode are steps of hf:DIR, a Transformers config"
+        )
+
+
+def _capture_served(text: str, reading: Reading, num_microbatches: int) -> "tuple[Capture, Model]":
+    """Captures a prefill or decode step, also as a `Model`."""
+    from gdp.models.hugging_face.build import ServedBuild
+
+    build = ServedBuild(text, reading.serving, num_microbatches)
+    captured = _capture(build, text, reading)
+    from gdp.models.hugging_face.cached_bytes import finish
+
+    assert build.room is not None, "the capture built the model"
+    captured, served = finish(captured, reading.serving, build.room)
+    notes = (*_notes(text), *build.notes)
+    return captured, Model(captured.graph, captured.coverage.unknown, is_captured=True, notes=notes, served=served)
 
 
 def _notes(text: str) -> tuple[str, ...]:
@@ -110,15 +157,22 @@ def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:
 
 def read_capture(text: str, reading: Reading | None = None) -> "Capture":
     """Returns the graph of `text` with the program that executes its ops; InputError for a file."""
+    text = with_prefix(text)
     reading = reading or Reading()
+    check_runnable(text, "executed")
+    if reading.serving.has_cache:
+        _check_phase(text, reading)
+        return _capture_served(text, reading, 1)[0]
     return _capture(builder_of(text, training=reading.training), text, reading)
 
 
 def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[str], reading: Reading) -> Model:
     """Reads the model `text` with the known times of its ops on these kinds of devices; see `read_model`."""
+    text = with_prefix(text)
     from gdp.models.measured_times import measured_noise, with_measured_times
     from gdp.models.pytorch.signature import LIBRARY, signatures
 
+    check_runnable(text, "measured")
     kinds = list(device_kinds)
     build = builder_of(text, reading.microbatching.count, training=reading.training)
     captured = _capture(build, text, reading)
@@ -135,6 +189,7 @@ def builder_of(text: str, num_microbatches: int = 1, *, training: bool = True) -
     The inputs are those of the first of `num_microbatches`; in `training`, those of a Transformers model have labels.
     InputError for a file, which has no model, for unknown names and, when it builds, for a JAX function.
     """
+    text = with_prefix(text)
     return user_function.pytorch_only(_builder_of(text, num_microbatches, training), text)
 
 
@@ -179,7 +234,7 @@ def _workload(name: str, num_microbatches: int) -> Build:
 
     workload = workloads.find(name)
     if workload is not None:
-        return partial(workload.build, _even_part(workload.batch_size, num_microbatches, name))
+        return partial(workload.build, even_part(workload.batch_size, num_microbatches, name))
     if os.path.isdir(name):
         raise InputError(f"{name}: is a directory; name a gdp-graph file")
     if name.partition("/")[0] in workloads.family_names():
@@ -190,18 +245,6 @@ def _workload(name: str, num_microbatches: int) -> Build:
         f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz) or module:function; "
         f"{suggest(name, workloads.names())}"
     )
-
-
-def _even_part(batch_size: int, num_microbatches: int, name: str) -> int:
-    """Returns the samples of a micro-batch. InputError if micro-batches would differ in size."""
-    if batch_size % num_microbatches:
-        counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
-        near = sorted(sorted(counts, key=lambda count: abs(count - num_microbatches))[:4])
-        raise UnevenBatchError(
-            f"{name}: a batch of {batch_size} has no {num_microbatches} equal micro-batches; "
-            f"take {', '.join(map(str, near))}"
-        )
-    return batch_size // num_microbatches
 
 
 def _first_microbatch(
@@ -222,7 +265,7 @@ def _first_microbatch(
         sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         if not sizes:
             raise InputError(f"{name}: no input is a tensor with a batch dimension; micro-batches need one")
-        part = _even_part(sizes[0], num_microbatches, name)
+        part = even_part(sizes[0], num_microbatches, name)
 
         def split(leaf: Any) -> Any:
             is_batch = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == sizes[0]

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gdp.errors import InputError
-
 ATTRIBUTE = "gdp_stored_weights"
 """The attribute of a module to capture that has a `StoredWeight` by parameter name."""
 
@@ -22,12 +20,3 @@ def stored_weights(module: Any) -> Mapping[str, StoredWeight]:
     """Returns the quantised parameters of a module, by name; {} if it has none."""
     weights: Mapping[str, StoredWeight] = getattr(module, ATTRIBUTE, {})
     return weights
-
-
-def refuse_quantised(module: Any, text: str, verb: str) -> None:
-    """Raises InputError if the weights of the model `text` are quantised, which the capture's program does not do."""
-    if stored_weights(module):
-        raise InputError(
-            f"{text}: has quantised weights; gdp places it and cannot {verb} it: {verb} the model in its own dtype, "
-            "or export the plan"
-        )

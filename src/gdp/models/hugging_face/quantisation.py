@@ -12,9 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Protocol
 
 from gdp.errors import InputError, suggest
+from gdp.models.gguf.file import GGUF_FILE
+from gdp.models.gguf.tensors import GgufFormat
 from gdp.models.gguf.types import MIXTURES, Matrix, num_bytes, type_in
 from gdp.models.stored_weights import StoredWeight
 
@@ -26,7 +29,15 @@ _INT8 = "int8"
 class WeightFormat(Protocol):
     """A way to store the weights of a model."""
 
-    label: str
+    @property
+    def label(self) -> str:
+        """The name of the format in notes."""
+        ...
+
+    @property
+    def arithmetic(self) -> str:
+        """The type that products are computed in; "": the model's."""
+        ...
 
     def stored(self, model: Any) -> dict[str, StoredWeight]:
         """Returns the parameters that are stored otherwise than in the model's dtype, under each of their names."""
@@ -81,6 +92,7 @@ class MixtureFormat:
     """One of llama.cpp's mixtures: embeddings and the output layer are quantised too."""
 
     mixture: str
+    arithmetic: str = ""
 
     @property
     def label(self) -> str:
@@ -150,6 +162,23 @@ def _is_skipped(name: str, patterns: tuple[str, ...]) -> bool:
         elif fnmatch.fnmatchcase(f".{name}.", f"*.{pattern.strip('.')}.*"):
             return True
     return False
+
+
+QUANTISATION = "quantization_config"
+
+
+def weight_format(config: Mapping[str, Any], name: str | None, text: str) -> WeightFormat | None:
+    """Returns the format of a model's weights: the one of that name, else its file's or config's; None: its dtype.
+
+    InputError for a name or a `quantization_config` that is not modelled.
+    """
+    if name is not None:
+        return None if name.lower() == NONE else format_of(name, text)
+    if GGUF_FILE in config:
+        return GgufFormat(Path(config[GGUF_FILE]))
+    inner = config.get("text_config")
+    content = config.get(QUANTISATION) or (inner.get(QUANTISATION) if isinstance(inner, Mapping) else None)
+    return config_format(content, text) if content else None
 
 
 # Formats by name
@@ -258,9 +287,7 @@ def _fp8(content: Mapping[str, Any]) -> GroupFormat:
     if block is None:
         return GroupFormat("FP8, a scale for each tensor", 8, 32, -1, FLOAT8, skipped)
     rows, columns = (int(side) for side in block)
-    return replace(
-        _FORMATS["fp8"], label=f"FP8, blocks of {rows} x {columns}", group=rows * columns, skipped=skipped
-    )
+    return replace(_FORMATS["fp8"], label=f"FP8, blocks of {rows} x {columns}", group=rows * columns, skipped=skipped)
 
 
 def _fbgemm_fp8(content: Mapping[str, Any]) -> GroupFormat:
