@@ -71,6 +71,9 @@ def run(
 
     reading = Reading(not inference, optimizer, master_weights=master_weights, dtype=dtype)
     read = Plan.load(plan)
+    from gdp.models.read import check_runnable
+
+    check_runnable(model, "executed")
     cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
     if times is not None:
         _check_times(times, cluster)
@@ -86,7 +89,7 @@ def run(
     places = None if on is None else on.split(",")
     try:
         with printing_to_stderr():  # the model runs
-            executable, result = _execute(build, read, places, graph=graph, cluster=cluster, steps=steps)
+            executable, result = _execute(model, build, read, places, graph=graph, cluster=cluster, steps=steps)
     except ExecutionError as error:
         status = OUT_OF_MEMORY if error.is_out_of_memory else FAILED
         return fail(f"error: {error}", status) if getattr(error, "is_reporter", True) else status
@@ -113,7 +116,7 @@ def run(
 
 
 def _execute(
-    build: "Callable[[], Executable]", plan: "Plan", on: "list[str] | None", **options: Any
+    model: str, build: "Callable[[], Executable]", plan: "Plan", on: "list[str] | None", **options: Any
 ) -> "tuple[Executable, RunResult | None]":
     """Runs the model on threads, or under torchrun with a process for each device."""
     from gdp.execute.run import run_on_ranks, run_on_threads
@@ -121,7 +124,11 @@ def _execute(
     if not _is_rank():
         from gdp.execute.targets import find_targets
 
-        targets = find_targets(plan.devices, on)
+        try:
+            targets = find_targets(plan.devices, on)
+        except InputError:
+            _check_kind(model)  # a JAX function has no use for the devices
+            raise
         warm_up(())
         executable = build()
         with _live(f"running on {', '.join(target.place for target in targets)}"):
@@ -132,6 +139,16 @@ def _execute(
         executable = build()
         with _live(f"running on {len(plan.devices)} processes"):
             return executable, run_on_ranks(executable, plan, ranks, **options)
+
+
+def _check_kind(model: str) -> None:
+    """Raises InputError if `model` is no PyTorch model, which is known once its function was called."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from gdp.models.read import builder_of
+
+    with FakeTensorMode():
+        builder_of(model)()
 
 
 def _live(text: str) -> "AbstractContextManager[None]":

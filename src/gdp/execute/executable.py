@@ -12,7 +12,7 @@ from gdp.execute.worker import ExecutionError
 from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, Program, capture
 from gdp.models.pytorch.step import Loss, OptimizerChoice, StepOptions, rule_choice
-from gdp.models.read import builder_of
+from gdp.models.read import builder_of, check_runnable
 from gdp.models.user_function import printing_to_stderr
 
 
@@ -49,6 +49,7 @@ def read_executable(text: str, reading: Reading | None = None, *, seed: int = 0)
     InputError as for `sources.read_model`; a `gdp-graph` file has no model.
     """
     reading = reading or Reading()
+    check_runnable(text, "executed")
     build = builder_of(text, training=reading.training, dtype=reading.dtype)
     with printing_to_stderr():
         with torch.random.fork_rng(devices=[]):

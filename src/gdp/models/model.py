@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "sgd-momentum", "adafactor", "adam-8bit")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+GGUF = ".gguf"  # suffix of llama.cpp's files, which are read as `hf:FILE.gguf`
 HUGGING_FACE = "hf:"  # prefix of the name of a Transformers or Diffusers directory
 
 

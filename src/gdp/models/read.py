@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gdp.errors import InputError, UnevenBatchError, suggest
 from gdp.graph import Graph
 from gdp.models import graph_cache, user_function
-from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading, check_dtype, even_part
+from gdp.models.model import GGUF, HUGGING_FACE, Microbatching, Model, Reading, check_dtype, even_part
 from gdp.models.user_function import Build, Example, JaxFunction
 
 if TYPE_CHECKING:
@@ -31,9 +31,29 @@ def read_model(text: str, reading: Reading | None = None) -> Model:
     is. The batch of a model is split evenly into micro-batches; a file is the step of one micro-batch. InputError, with
     the remedy, for anything else.
     """
+    text = with_prefix(text)
     reading = reading or Reading()
     model = reading.finish(_read_one(text, reading, reading.microbatching.count))
     return replace(model, graph=reading.microbatching.apply(model.graph))
+
+
+def with_prefix(text: str) -> str:
+    """Returns MODEL with the prefix of Transformers models if it is a `.gguf` file, which is read as one."""
+    return f"{HUGGING_FACE}{text}" if re.fullmatch(rf".*{re.escape(GGUF)}(\?.*)?", text, re.DOTALL) else text
+
+
+def check_runnable(text: str, verb: str) -> None:
+    """Raises InputError for a MODEL that is placed only: an ONNX file, or a model with quantised weights."""
+    text = with_prefix(text)
+    if _is_onnx(text):
+        raise InputError(f"{text}: an ONNX file is placed, not {verb}; name the PyTorch model as module:function")
+    if text.startswith(HUGGING_FACE):
+        from gdp.models.hugging_face import build
+
+        if build.has_quantised_weights(text):
+            raise InputError(
+                f"{text}: has quantised weights; such a model is placed, not {verb}: add ?weights=none for its dtype"
+            )
 
 
 def has_samples(text: str) -> bool:
@@ -43,6 +63,7 @@ def has_samples(text: str) -> bool:
 
 def read_part(text: str, reading: Reading, num_parts: int) -> Graph:
     """Reads MODEL with 1 / `num_parts` of its batch (a file: whole)."""
+    text = with_prefix(text)
     return reading.finish(_read_one(text, reading, num_parts)).graph
 
 
@@ -153,7 +174,9 @@ def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:
 
 def read_capture(text: str, reading: Reading | None = None) -> "Capture":
     """Returns the graph of `text` with the program that executes its ops; InputError for a file."""
+    text = with_prefix(text)
     reading = reading or Reading()
+    check_runnable(text, "executed")
     if reading.serving.has_cache:
         _check_phase(text, reading)
         return _capture_served(text, reading, 1)[0]
@@ -162,9 +185,11 @@ def read_capture(text: str, reading: Reading | None = None) -> "Capture":
 
 def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[str], reading: Reading) -> Model:
     """Reads the model `text` with the known times of its ops on these kinds of devices; see `read_model`."""
+    text = with_prefix(text)
     from gdp.models.measured_times import measured_noise, with_measured_times
     from gdp.models.pytorch.signature import LIBRARY, signatures
 
+    check_runnable(text, "measured")
     kinds = list(device_kinds)
     build = builder_of(text, reading.microbatching.count, training=reading.training, dtype=reading.dtype)
     captured = _capture(build, text, reading)
@@ -183,6 +208,7 @@ def builder_of(text: str, num_microbatches: int = 1, *, training: bool = True, d
     InputError for a file, which has no model, for unknown names and, when it builds, for a JAX function.
     """
     check_dtype(dtype)
+    text = with_prefix(text)
     return user_function.pytorch_only(_builder_of(text, num_microbatches, training, dtype), text)
 
 

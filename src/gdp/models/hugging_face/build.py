@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from gdp import files
 from gdp.errors import InputError, suggest
+from gdp.models.gguf.file import GGUF_FILE, read_gguf_config
 from gdp.models.hugging_face.inputs import Sizes, check_use, diffusers_inputs, serving_inputs, transformers_inputs
 from gdp.models.hugging_face.patches import capturable, known_rates, quiet
-from gdp.models.model import HUGGING_FACE, even_part
+from gdp.models.hugging_face.quantisation import FLOAT8, QUANTISATION, WeightFormat, weight_format
+from gdp.models.model import GGUF, HUGGING_FACE, even_part
 from gdp.models.serving import Serving
+from gdp.models.stored_weights import ATTRIBUTE
 from gdp.models.user_function import Build
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ _CHOICES = (
     "torch_dtype",
     "dtype",
     "auto_map",
+    QUANTISATION,
+    GGUF_FILE,
 )
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OFF = {
@@ -117,6 +122,8 @@ class ServedBuild:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
+    if directory.suffix == GGUF:
+        return read_gguf_config(directory)
     if not os.path.isdir(directory):
         what = "is no directory" if os.path.exists(directory) else "no such directory"
         raise InputError(f"hf:{directory}: {what}; name one with a config.json")
@@ -131,20 +138,32 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid JSON ({str(error).splitlines()[0]}); mend the file") from None
     if not isinstance(config, dict):
         raise InputError(f"{path}: is a {type(config).__name__}; a JSON object is expected")
-    if config.get("quantization_config"):
-        raise InputError(
-            f"{path}: has quantization_config; quantised weights are not modelled: remove it to place the model in its "
-            "dtype, or give the model as module:function"
-        )
     return config
 
 
 def notes(text: str) -> tuple[str, ...]:
     """Returns the differences from the config of `hf:DIR`, a sentence each."""
-    directory, _ = parse(text)
-    if _read_config(Path(directory)).get("auto_map"):
-        return (f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'",)
-    return ()
+    directory, sizes = parse(text)
+    config = _read_config(Path(directory))
+    sentences = []
+    if config.get("auto_map"):
+        sentences.append(
+            f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'"
+        )
+    if (weights := weight_format(config, sizes.weights, text)) is not None:
+        sentences.append(f"{text}: weights are quantised, {weights.label}; {_arithmetic_of(weights)}")
+    return tuple(sentences)
+
+
+def has_quantised_weights(text: str) -> bool:
+    """Returns whether the weights of `hf:DIR` are quantised."""
+    directory, sizes = parse(text)
+    return weight_format(_read_config(Path(directory)), sizes.weights, text) is not None
+
+
+def _arithmetic_of(weights: WeightFormat) -> str:
+    names = {"": "the model's dtype", "int8": "int8", FLOAT8: "FP8 where a device has a rate for it, else in bfloat16"}
+    return f"products are computed in {names.get(weights.arithmetic, weights.arithmetic)}"
 
 
 # Transformers
@@ -166,7 +185,9 @@ def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Call
         raise InputError(
             f"{error}; its auto_map names code, which is never run from a directory: give it as module:function"
         ) from None
-    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or "float32", text)
+    weights = weight_format(config, sizes.weights, text)
+    default = "float32" if weights is None else "bfloat16"  # no kernel multiplies quantised weights in float32
+    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text)
 
     def make() -> Any:
         from transformers.initialization import no_init_weights
@@ -182,6 +203,8 @@ def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Call
             model = model_class._from_config(copy.deepcopy(parsed_config), **options)
         if is_fake:
             model.tie_weights()
+        if weights is not None:
+            setattr(model, ATTRIBUTE, weights.stored(model))
         return model
 
     return make
@@ -198,6 +221,8 @@ def _config_of(transformers: Any, config: dict[str, Any], text: str) -> Any:
             f"{text}: model_type {kind!r} is unknown to Transformers {transformers.__version__}; {suggest(kind, kinds)}"
         )
     content = {key: value for key, value in config.items() if key not in _CHOICES}
+    if isinstance(content.get("text_config"), dict):
+        content["text_config"] = {key: value for key, value in content["text_config"].items() if key != QUANTISATION}
     parsed = transformers.CONFIG_MAPPING[kind].from_dict(content)
     for part in _parts_of(parsed):
         for name, value in _OFF.items():
@@ -266,6 +291,8 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
     except ImportError:
         raise InputError(f"{text}: its config is one of Diffusers; pip install diffusers") from None
     name = config["_class_name"]
+    if sizes.weights is not None:
+        raise InputError(f"{text}: weights is for models of Transformers; leave it out")
     if not isinstance(name, str) or name not in diffusers_inputs:
         raise InputError(
             f"{text}: _class_name is {name!r}; one of {', '.join(diffusers_inputs)} is expected, "

@@ -19,7 +19,8 @@ _PROMPT = 77  # tokens of CLIP's text encoder, which diffusion models are condit
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `dtype`, and `context`
-    (tokens of the cache in prefill and decode); None: default.
+    (tokens of the cache in prefill and decode); None: default. `weights` is the format of quantised weights, in place of
+    that of the config.
 
     Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
     for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for its
@@ -31,6 +32,7 @@ class Sizes:
     image: int | None = None
     dtype: str | None = None
     context: int | None = None
+    weights: str | None = None
 
     @classmethod
     def parse(cls, query: str, text: str) -> "Sizes":
@@ -43,7 +45,7 @@ class Sizes:
                 raise InputError(f"{text}: {part!r} is no size; NAME=VALUE with {', '.join(names)} is expected after ?")
             if name in values:
                 raise InputError(f"{text}: {name} is given twice; give it once")
-            if name == "dtype":
+            if name in ("dtype", "weights"):
                 values[name] = value
             elif value.isascii() and value.isdigit() and 0 < int(value) < 2**31:
                 values[name] = int(value)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from gdp.models.hugging_face.experts import routed_experts
+
 
 def capturable(model: Any) -> Any:
     """Returns `model` with a forward pass that is offline and replaces two functions of PyTorch.
@@ -32,7 +34,7 @@ def capturable(model: Any) -> Any:
     kind = type(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with Replaced(), quiet(), _one_sequence_each():
+        with Replaced(), quiet(), _one_sequence_each(), routed_experts():
             return kind.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]

@@ -244,6 +244,7 @@ def _constant_table() -> dict[str, Formula]:
         "native_dropout": out(3),  # draw, times mask, scale
         "glu addr": out(2),
         "glu_backward addcmul addcdiv": out(3),
+        "polar": out(4),  # cosine, sine, two products
         # four products, three sums
         "upsample_bilinear2d": out(7),
         "upsample_bilinear2d_backward": read(7),

@@ -15,8 +15,8 @@ Writers of the first and third kind follow all readers of the old value, so that
 
 import contextlib
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gdp.errors import InputError
-from gdp.models.pytorch.bytes_accessed import bytes_accessed
+from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product, num_bytes
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
 from gdp.models.pytorch.optimizers import Rule, StatePart
 from gdp.models.pytorch.program import Call, Ref
@@ -35,8 +35,11 @@ from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.strides import Layout
 from gdp.models.pytorch.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
+from gdp.models.stored_weights import StoredWeight
 
 aten = torch.ops.aten
+# types of grouped products that PyTorch computes and has no shapes for
+_UNKNOWN_TO_GROUPS = (torch.float32, torch.float16)
 _DEVICE_QUERY = torch.ops.prim.device.default
 
 
@@ -84,9 +87,11 @@ class _Memory:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators dispatched inside `with fake_mode, recorder:`; the caller sets `phase`."""
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, stored: Mapping[str, StoredWeight] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = fake_mode
+        self.stored = stored or {}  # by parameter name: weights that are stored in fewer bits
+        self._stored_memories: dict[int, StoredWeight] = {}
         self.phase = "forward"
         self.records: list[OpRecord] = []
         self.values: list[ValueRecord] = []
@@ -121,6 +126,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = layout
             if tensor.numel() * itemsize != num_bytes or layout.offset:
                 whole = Layout((num_bytes // itemsize,), (1,), 0, tensor.dtype)
+            elif name in self.stored:
+                self._stored_memories[storage._cdata] = self.stored[name]
+                num_bytes = self.stored[name].num_bytes
             module = name.rpartition(".")[0] if kind != "input" else ""
             record = OpRecord(len(self.records), kind, module, "forward", name, source=kind, constant=constant)
             record.dtype = _dtype_name([tensor])
@@ -180,8 +188,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         template = self._template(args, read)
         keyword_template = {key: self._template(value, read) for key, value in kwargs.items()} if kwargs else kwargs
         written = traits.written(args, kwargs)
-        with _plain_types():
-            result = func(*args, **kwargs)
+        if func is aten._grouped_mm.default and args[0].dtype in _UNKNOWN_TO_GROUPS:
+            halves = [item.to(torch.bfloat16) for item in args[:2]]
+            result = func(*halves, *args[2:], **kwargs).to(args[0].dtype)
+        else:
+            with _plain_types():
+                result = func(*args, **kwargs)
         if func is LSTM and torch.is_grad_enabled():  # without a kernel, the workspace has no size
             workspace = result[3].new_empty(workspace_bytes(args[0], hidden_size=args[10]))
             result = *result[:3], workspace
@@ -223,7 +235,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             distinct.setdefault((ref.value, ref.layout), tensor)
             record.reads.setdefault(ref.value, {})[ref.layout] = None
         record.dtype = _dtype_name((*made, *written, *distinct.values()))
-        record.bytes_accessed = bytes_accessed(func, args, list(distinct.values()), made, written)
+        if how == FORMULA:
+            record.dtype = self._stored_arithmetic(distinct.values()) or record.dtype
+        per_token = self._experts_per_token(record) if is_grouped_product(func) else None
+        record.bytes_accessed = bytes_accessed(
+            func,
+            args,
+            list(distinct.values()),
+            made,
+            written,
+            stored_bytes=self._stored_bytes if self._stored_memories else num_bytes,
+            per_token=per_token,
+        )
         record.outputs = [value for value in dict.fromkeys(returned) if value >= 0]
         self._commit(record, written)
         return result
@@ -350,6 +373,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.values[value].producer is not maker:
                 joined.reads.setdefault(value, {}).update(layouts)
         return joined
+
+    def _stored_bytes(self, tensor: Tensor) -> int:
+        """Returns the bytes that reading `tensor` takes: of a view of a quantised weight, its part of them."""
+        storage, count = tensor.untyped_storage(), num_bytes(tensor)
+        weight = self._stored_memories.get(storage._cdata)
+        return count if weight is None else -(-count * weight.num_bytes // max(1, storage.nbytes()))
+
+    def _stored_arithmetic(self, read: Iterable[Tensor]) -> str:
+        """Returns the type that a product with these operands is computed in because of quantised weights, or ""."""
+        weights = (self._stored_memories.get(tensor.untyped_storage()._cdata) for tensor in read)
+        return next((weight.arithmetic for weight in weights if weight is not None), "")
+
+    def _experts_per_token(self, record: OpRecord) -> int | None:
+        """Returns the number of experts that a token of a grouped product is sent to.
+
+        It is the `k` of the nearest `topk` that the groups' sizes are computed from; None if there is none.
+        """
+        waiting, seen = deque([record]), {record}
+        while waiting:
+            one = waiting.popleft()
+            for call in one.calls:
+                if call.func is aten.topk.default:
+                    return int(call.args[1])
+            for value in one.reads:
+                producer = self.values[value].producer
+                is_weight = self.values[value].owner is not None
+                if producer not in seen and producer is not _PENDING and not is_weight:
+                    seen.add(producer)
+                    waiting.append(producer)
+        return None
 
     def _new_value(self, storage: torch.UntypedStorage, value: ValueRecord) -> _Memory:
         self.values.append(value)

@@ -26,6 +26,7 @@ from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, Rule, named_rule, rules_of
 from gdp.models.pytorch.program import Program, Ref, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
+from gdp.models.stored_weights import stored_weights
 
 Loss = Callable[[Any], Tensor]
 OptimizerChoice = str | torch.optim.Optimizer
@@ -183,7 +184,10 @@ def _record(
     options: StepOptions,
     choice: RuleChoice,
 ) -> Capture:
-    recorder = Recorder(mode)
+    stored = stored_weights(model)
+    if stored and options.training:
+        raise InputError(f"{name}: has quantised weights, which are for inference; give --inference (training=False)")
+    recorder = Recorder(mode, stored)
     parameters = dict(model.named_parameters())
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, parameter in model.named_parameters(remove_duplicate=False):
@@ -349,7 +353,7 @@ def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
             f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have; "
-            "take that decision outside the model or from shapes"
+            f"{_decision_remedy(recorder)}"
         ) from error
     except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
         raise InputError(
@@ -366,6 +370,12 @@ def _remedy(name: str) -> str:
     if name.startswith("hf:"):  # its inputs are not the user's
         return "correct config.json, try ?batch=1, or give the model with inputs of yours as package.module:function"
     return "check its arguments, and that it uses tensors' shapes only, not their content"
+
+
+def _decision_remedy(recorder: Recorder | None) -> str:
+    if recorder is not None and recorder.last_module.endswith("experts"):  # a loop over the experts that were hit
+        return "multiply groups of rows instead (Transformers: experts_implementation='grouped_mm')"
+    return "take that decision outside the model or from shapes"
 
 
 def _place(recorder: Recorder | None) -> str:
