@@ -3,6 +3,7 @@
     embed | blocks.0 | blocks.1 | ... | norm | head
 """
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Layers:
         for list_path, _ in layer_of.values():
             holding.update(_enclosing(list_path))
         if not layer_of:
-            holding = _single_chain(first)
+            holding = _holding_all(first)
         part_of: dict[str, str] = {}
         list_of: dict[str, str] = {}
         for module in first:
@@ -82,13 +83,10 @@ def _numbered_parts(modules: Iterable[str]) -> dict[str, tuple[str, int]]:
     for parts in found.values():
         for list_path, number in parts:
             sizes.setdefault(list_path, set()).add(number)
-    chosen: dict[str, tuple[str, int]] = {}
-    for module, parts in found.items():
-        if len(parts) > 1 and parts[0][0] == "" and len(sizes[parts[1][0]]) > len(sizes[""]):
-            parts = parts[1:]
-        if parts and len(sizes[parts[0][0]]) > 1:
-            chosen[module] = parts[0]
-    return chosen
+    longest_inside = max((len(sizes[parts[1][0]]) for parts in found.values() if len(parts) > 1), default=0)
+    if longest_inside > len(sizes.get("", ())):
+        found = {module: [part for part in parts if part[0]] for module, parts in found.items()}
+    return {module: parts[0] for module, parts in found.items() if parts and len(sizes[parts[0][0]]) > 1}
 
 
 def _enclosing(path: str) -> list[str]:
@@ -97,13 +95,7 @@ def _enclosing(path: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def _single_chain(modules: Iterable[str]) -> set[str]:
-    """Returns the root and the modules that hold all others, one in the other."""
-    chain = {""}
-    paths = [_enclosing(module) for module in modules if module]
-    for depth in range(max(map(len, paths), default=0)):
-        here = {path[min(depth, len(path) - 1)] for path in paths}
-        if len(here) > 1 or any(len(path) <= depth + 1 for path in paths):
-            break
-        chain |= here
-    return chain
+def _holding_all(modules: Iterable[str]) -> set[str]:
+    """Returns the root and the modules that hold all others."""
+    common = os.path.commonprefix([module.split(".") for module in modules if module])
+    return {"", *_enclosing(".".join(common))}

@@ -27,7 +27,7 @@ function showLayers(data, onLayers) {
     for (let at = 0; at < run.layers.length; at += together) cells.append(layerCell(data, nodes, run.layers.slice(at, at + together), run.list, isSmall, onLayers));
     const box = element("div", { class: "run" }, element("div", { class: "caption", title: middle(run.name, 300) }, middle(run.name, 40)), cells);
     if (!run.list) box.style.maxWidth = "180px";
-    box.style.flex = run.list ? `${cells.childElementCount} 1 ${Math.min(cells.childElementCount * (isSmall ? 9 : 27), 560)}px` : "1 1 76px";
+    box.style.flex = run.list ? `${cells.childElementCount} 1 ${Math.min(cells.childElementCount * (isSmall ? 9 : 27), 560)}px` : "1 1 108px";
     strip.append(box);
   }
   strip.querySelector("button").setAttribute("tabindex", "0");
@@ -44,7 +44,7 @@ function showLayers(data, onLayers) {
   $("layers").replaceChildren(strip, deviceLegend(data, nodes));
   const split = nodes.filter(isSplit).length;
   if (split) $("layers").append(element("p", { class: "quiet" },
-    `${count(split, "part is", "parts are")} on several devices: the heights of a cell's colours are the devices' shares of its time.`));
+    `${split} of ${nodes.length} ${split === 1 ? "is" : "are"} on several devices: the heights of the colours are shares of the time.`));
 }
 
 // has more than 1 % of its time on a second device
@@ -91,7 +91,11 @@ function deviceLegend(data, nodes) {
       total += end - layer;
       layer = end - 1;
     }
-    const shown = parts.length > 8 ? `${count(total, "part")}` : parts.join(", ") || (device.ops ? "parts of some" : "none");
+    if (!total) {
+      const some = [...nodes.keys()].filter(layer => nodes[layer].byDevice[number] > 0).map(layer => middle(data.layers[layer], 30));
+      parts.push(some.length > 3 ? `parts of ${some.length} layers` : some.length ? `part of ${some.join(", ")}` : "none");
+    }
+    const shown = parts.length > 8 ? count(total, "layer or module", "layers and modules") : parts.join(", ");
     return { name: `${middle(device.name, 24)}: ${shown}`, colour: deviceColour(number) };
   }));
   return place;

@@ -67,7 +67,7 @@ const layerLabel = (data, layer) => data.layerLists[layer] ? data.layers[layer].
 
 function byLayer(data) {
   const size = data.layers.length, shown = Math.min(size, DIM - 1); // many layers: neighbours share a colour
-  const colours = Array.from({ length: shown }, (_, at) => onScale(shown < 2 ? 0 : at / (shown - 1)));
+  const colours = Array.from({ length: shown }, (_, at) => size <= 7 ? OKABE_ITO[at] : onScale(at / (shown - 1)));
   const colourOf = Int32Array.from(data.layers, (_, layer) => Math.floor(layer * shown / size));
   const ofModule = data.layerOf.map(layer => layer < 0 ? shown : colourOf[layer]);
   const colour = layer => colours[colourOf[layer]], names = [];
