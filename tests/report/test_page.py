@@ -325,7 +325,7 @@ def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_modules_and_graph_open(driver: Any, made: PageData) -> None:
+def test_modules_and_graph_open(driver: Any, made: PageData, page: Path) -> None:
     """The tree opens by a click and by keys, the graph by its buttons, which keep the focus."""
     rows = [row.text for row in driver.find_elements("css selector", "#modules .label")]
     assert {row.strip("▸ ") for row in rows} >= {"tower_left", "tower_right", "head"}
@@ -352,6 +352,7 @@ def test_modules_and_graph_open(driver: Any, made: PageData) -> None:
     busy = "return gdpReport.graph.nodes.reduce((sum, node) => sum + node.ns, 0)"
     finish, start = made.simulation.op_finish_ns, made.simulation.op_start_ns
     assert _run(driver, busy) == (finish - start).sum()
+    _check_quiet(driver, page)
 
 
 @needs_browser
@@ -405,7 +406,7 @@ def test_layers_have_their_devices(driver: Any, made: PageData) -> None:
 
 
 @needs_browser
-def test_channels_unfold(driver: Any, made: PageData) -> None:
+def test_channels_unfold(driver: Any, made: PageData, page: Path) -> None:
     """A band for each device shows its ops and all that it sends; `c` gives each channel a band of its own, and back."""
     folded = "return gdpReport.timeline.rows.filter(row => !row.isDevice).flatMap(row => [...row.items])"
     bands = "return gdpReport.timeline.bands"
@@ -417,6 +418,7 @@ def test_channels_unfold(driver: Any, made: PageData) -> None:
     assert _find(driver, "#fold").get_attribute("aria-pressed") == "true"
     _press(driver, "c")
     assert _run(driver, bands) == list(made.plan.devices)
+    _check_quiet(driver, page)
 
 
 @needs_browser

@@ -54,8 +54,8 @@ class GraphView {
     action();
     this.build();
     $("graph").style.height = `${this.height}px`;
-    this.chart.resize();
     draw(this.chart);
+    this.chart.resize(); // draws too, so not before
     if (!hadFocus) return;
     const buttons = [...$("graph-buttons").querySelectorAll("button")];
     (buttons.find(button => button.dataset.path === key) ?? buttons[0]).focus();
