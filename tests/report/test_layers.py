@@ -7,11 +7,32 @@ from gdp.report.layers import Layers
 
 _CASES = {
     "two lists": (
-        ["", "embed", "encoder.layers.0.mm", "encoder.layers.1", "encoder.norm", "decoder.layers.1.experts.3", "decoder.layers.0", "head.0"],
-        ["embed", "encoder.layers.0", "encoder.layers.1", "encoder.norm", "decoder.layers.0", "decoder.layers.1", "head"],
+        [
+            "",
+            "embed",
+            "encoder.layers.0.mm",
+            "encoder.layers.1",
+            "encoder.norm",
+            "decoder.layers.1.experts.3",
+            "decoder.layers.0",
+            "head.0",
+        ],
+        [
+            "embed",
+            "encoder.layers.0",
+            "encoder.layers.1",
+            "encoder.norm",
+            "decoder.layers.0",
+            "decoder.layers.1",
+            "head",
+        ],
         ["", "encoder.layers", "encoder.layers", "", "decoder.layers", "decoder.layers", ""],
     ),
-    "a list in a Sequential": (["0", "1.0", "1.1", "1.2", "1.3.mm", "2"], ["0", "1.0", "1.1", "1.2", "1.3", "2"], ["", "1", "1", "1", "1", ""]),
+    "a list in a Sequential": (
+        ["0", "1.0", "1.1", "1.2", "1.3.mm", "2"],
+        ["0", "1.0", "1.1", "1.2", "1.3", "2"],
+        ["", "1", "1", "1", "1", ""],
+    ),
     "a Sequential": (["0", "1.0", "2"], ["0", "1", "2"], ["layers"] * 3),
     "no list": (["net", "net.conv", "net.pool.max", "net.head"], ["net.conv", "net.pool", "net.head"], [""] * 3),
     "no modules": (["", ""], [], []),

@@ -357,7 +357,7 @@ def test_modules_and_graph_open(driver: Any, made: PageData, page: Path) -> None
 
 @needs_browser
 def test_critical_path_adds_up(driver: Any, made: PageData) -> None:
-    """The runs of the critical path follow one another over the step; sums by layer and by kind are those of the step."""
+    """The runs of the critical path follow one another over the step; sums by layer and by kind add up to the step."""
     step_ns = made.simulation.step_time_ns
     assert _find(driver, "#path select").get_attribute("value") == "time"
     _run(driver, "document.querySelector('#path details').open = true")
@@ -407,7 +407,7 @@ def test_layers_have_their_devices(driver: Any, made: PageData) -> None:
 
 @needs_browser
 def test_channels_unfold(driver: Any, made: PageData, page: Path) -> None:
-    """A band for each device shows its ops and all that it sends; `c` gives each channel a band of its own, and back."""
+    """A band for each device shows its ops and what it sends; `c` gives each channel a band of its own, and back."""
     folded = "return gdpReport.timeline.rows.filter(row => !row.isDevice).flatMap(row => [...row.items])"
     bands = "return gdpReport.timeline.bands"
     assert _run(driver, bands) == list(made.plan.devices)
@@ -441,8 +441,10 @@ def test_pipelines_show_microbatches(shared: Any, tmp_path: Path) -> None:
         const { raster, row, top } = gdpReport.memory, high = row - 5;
         return gdpReport.data.memoryOffsets.slice(1).reduce((all, _, device) => {
             let most = 0;
-            for (let y = row * device; y < row * (device + 1); y++)
-                if (raster.pixels.subarray(y * raster.across, (y + 1) * raster.across).some(Boolean)) most = Math.max(most, row * (device + 1) - 1 - y);
+            for (let y = row * device; y < row * (device + 1); y++) {
+                const line = raster.pixels.subarray(y * raster.across, (y + 1) * raster.across);
+                if (line.some(Boolean)) most = Math.max(most, row * (device + 1) - 1 - y);
+            }
             return [...all, most / high * top];
         }, []);""",
     )

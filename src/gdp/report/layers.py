@@ -1,9 +1,8 @@
 """Finds the layers of a graph in its module paths: numbered parts, and the modules before, between and after them.
 
-    embed | blocks.0 | blocks.1 | ... | norm | head
+embed | blocks.0 | blocks.1 | ... | norm | head
 """
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,16 +44,15 @@ class Layers:
                 list_of[part_of[module]] = list_path or "layers"
             else:
                 part_of[module] = next((path for path in _enclosing(module) if path not in holding), "")
-        entered: dict[str, int] = {}
+        entered: dict[tuple[str, str], int] = {}  # of a list, which stays together, or of a part in none
         for module, part in part_of.items():
-            # layers of a list stay together: all of it stands where its first layer runs
-            key = f"list {list_of[part]}" if part in list_of else part
+            key = (list_of[part], "") if part in list_of else ("", part)
             entered[key] = min(first[module], entered.get(key, graph.num_ops))
 
         def position(part: str) -> tuple[int, int]:
             if part in list_of:
-                return entered[f"list {list_of[part]}"], int(part.rpartition(".")[2])
-            return entered[part], 0
+                return entered[list_of[part], ""], int(part.rpartition(".")[2])
+            return entered["", part], 0
 
         names = sorted({part for part in part_of.values() if part}, key=position)
         numbers = {name: number for number, name in enumerate(names)}
@@ -78,7 +76,10 @@ def _numbered_parts(modules: Iterable[str]) -> dict[str, tuple[str, int]]:
 
     Numbers at the root (`torch.nn.Sequential`) give way to a longer list inside.
     """
-    found = {module: [(module[: at.start()].rstrip("."), int(at[1])) for at in _NUMBERED.finditer(module)] for module in modules}
+    found = {
+        module: [(module[: at.start()].rstrip("."), int(at[1])) for at in _NUMBERED.finditer(module)]
+        for module in modules
+    }
     sizes: dict[str, set[int]] = {}
     for parts in found.values():
         for list_path, number in parts:
@@ -97,5 +98,9 @@ def _enclosing(path: str) -> list[str]:
 
 def _holding_all(modules: Iterable[str]) -> set[str]:
     """Returns the root and the modules that hold all others."""
-    common = os.path.commonprefix([module.split(".") for module in modules if module])
-    return {"", *_enclosing(".".join(common))}
+    holding, paths = {""}, [_enclosing(module) for module in modules if module]
+    for prefixes in zip(*paths, strict=False):
+        if len(set(prefixes)) > 1:
+            break
+        holding.add(prefixes[0])
+    return holding

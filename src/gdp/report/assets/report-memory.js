@@ -28,8 +28,8 @@ class MemoryChart {
   }
 
   rowsOption(width) {
-    const left = leftOf(width), limits = new Set(summary.devices.map(device => device.limit));
-    const scale = $("up-to-limits").checked ? "" : ` (limit${limits.size > 1 ? "s" : ""} ${[...limits].slice(0, 3).map(bytes).join(", ")}, above)`;
+    const left = leftOf(width), far = [...new Set(summary.devices.map(device => device.limit))].filter(limit => limit > this.top);
+    const scale = far.length ? `, the limit${far.length > 1 ? "s" : ""} of ${far.slice(0, 3).map(bytes).join(", ")} above it` : "";
     return {
       title: { text: `height of a row: ${bytes(this.top)}${isNarrow(width) ? "" : scale}`, left, top: 0, textStyle: { color: css("--quiet"), fontSize: 12, fontWeight: "normal" } },
       grid: { left, right: 16, top: ROWS_TOP, height: this.row * summary.devices.length },

@@ -120,11 +120,11 @@ function byName(data, by) {
   return { colours, names: names.map((name, index) => ({ name, colour: colours[index] })), of: Uint8Array.from(numbers, number => colourOf[number]), label: null };
 }
 
-// [{name, colour, isWide}]
-function legend(place, names) {
+// [{name, colour, isWide}], names of at most `most` characters
+function legend(place, names, most = 40) {
   place.replaceChildren(...names.map(({ name, colour, isWide }) => {
     const swatch = element("i", { class: isWide ? "swatch wide" : "swatch" });
     swatch.style.background = colour;
-    return element("span", { title: middle(name, 300) }, swatch, middle(name, 72));
+    return element("span", { title: middle(name, 300) }, swatch, middle(name, most));
   }));
 }
