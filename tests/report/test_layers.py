@@ -3,7 +3,7 @@
 import pytest
 
 from gdp.graph import Graph, Op
-from gdp.report.layers import Layers
+from gdp.report.layers import LayerPaths
 
 _CASES = {
     "two lists": (
@@ -44,7 +44,7 @@ def test_layers(case: str) -> None:
     """Layers are the outermost numbered parts of lists of several, others the outermost modules without layers."""
     modules, names, lists = _CASES[case]
     graph = Graph.build("layers", [Op(f"op{number}", module=module) for number, module in enumerate(modules)], [])
-    layers = Layers.of(graph)
+    layers = LayerPaths.of(graph)
     assert (list(layers.names), list(layers.lists)) == (names, lists)
     for module, number in layers.of_module.items():
         assert number == -1 if module in ("", "net") else module.startswith(names[number])
@@ -54,4 +54,4 @@ def test_layers_begin_where_they_compute() -> None:
     """Parameters stand first in a graph; the order of layers is that of their first op that computes."""
     kinds = {"late.weight": "parameter", "early.mm": "mm", "late.mm": "mm"}
     graph = Graph.build("order", [Op(name, kind, module=name.split(".")[0]) for name, kind in kinds.items()], [])
-    assert list(Layers.of(graph).names) == ["early", "late"]
+    assert list(LayerPaths.of(graph).names) == ["early", "late"]

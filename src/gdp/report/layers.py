@@ -14,7 +14,7 @@ _NUMBERED = re.compile(r"(?:^|(?<=\.))([0-9]{1,9})(?=\.|$)")
 
 
 @dataclass(frozen=True, eq=False)
-class Layers:
+class LayerPaths:
     """Holds the parts of a model in the order in which they first run; empty without modules."""
 
     names: Sequence[str]  # [L] module paths
@@ -22,7 +22,7 @@ class Layers:
     of_module: dict[str, int]  # number of the part of each module path, -1 outside all parts
 
     @classmethod
-    def of(cls, graph: Graph) -> "Layers":
+    def of(cls, graph: Graph) -> "LayerPaths":
         """Returns the layers of `graph`.
 
         A layer is the outermost numbered part of a path (`blocks.3`), if its list has more than one. Any other module
