@@ -14,7 +14,7 @@ _NUMBERED = re.compile(r"(?:^|(?<=\.))([0-9]{1,9})(?=\.|$)")
 
 
 @dataclass(frozen=True, eq=False)
-class Layers:
+class LayerPaths:
     """Holds the parts of a model in the order in which they first run; empty without modules."""
 
     names: Sequence[str]  # [L] module paths
@@ -22,7 +22,7 @@ class Layers:
     of_module: dict[str, int]  # number of the part of each module path, -1 outside all parts
 
     @classmethod
-    def of(cls, graph: Graph) -> "Layers":
+    def of(cls, graph: Graph) -> "LayerPaths":
         """Returns the layers of `graph`.
 
         A layer is the outermost numbered part of a path (`blocks.3`), if its list has more than one. Any other module
@@ -34,7 +34,7 @@ class Layers:
         for list_path, _ in layer_of.values():
             holding.update(_enclosing(list_path))
         if not layer_of:
-            holding = _single_chain(first)
+            holding = _holding_all(first)
         part_of: dict[str, str] = {}
         list_of: dict[str, str] = {}
         for module in first:
@@ -44,16 +44,15 @@ class Layers:
                 list_of[part_of[module]] = list_path or "layers"
             else:
                 part_of[module] = next((path for path in _enclosing(module) if path not in holding), "")
-        entered: dict[str, int] = {}
+        entered: dict[tuple[str, str], int] = {}  # of a list, which stays together, or of a part in none
         for module, part in part_of.items():
-            # layers of a list stay together: all of it stands where its first layer runs
-            key = f"list {list_of[part]}" if part in list_of else part
+            key = (list_of[part], "") if part in list_of else ("", part)
             entered[key] = min(first[module], entered.get(key, graph.num_ops))
 
         def position(part: str) -> tuple[int, int]:
             if part in list_of:
-                return entered[f"list {list_of[part]}"], int(part.rpartition(".")[2])
-            return entered[part], 0
+                return entered[list_of[part], ""], int(part.rpartition(".")[2])
+            return entered["", part], 0
 
         names = sorted({part for part in part_of.values() if part}, key=position)
         numbers = {name: number for number, name in enumerate(names)}
@@ -85,13 +84,10 @@ def _numbered_parts(modules: Iterable[str]) -> dict[str, tuple[str, int]]:
     for parts in found.values():
         for list_path, number in parts:
             sizes.setdefault(list_path, set()).add(number)
-    chosen: dict[str, tuple[str, int]] = {}
-    for module, parts in found.items():
-        if len(parts) > 1 and parts[0][0] == "" and len(sizes[parts[1][0]]) > len(sizes[""]):
-            parts = parts[1:]
-        if parts and len(sizes[parts[0][0]]) > 1:
-            chosen[module] = parts[0]
-    return chosen
+    longest_inside = max((len(sizes[parts[1][0]]) for parts in found.values() if len(parts) > 1), default=0)
+    if longest_inside > len(sizes.get("", ())):
+        found = {module: [part for part in parts if part[0]] for module, parts in found.items()}
+    return {module: parts[0] for module, parts in found.items() if parts and len(sizes[parts[0][0]]) > 1}
 
 
 def _enclosing(path: str) -> list[str]:
@@ -100,13 +96,11 @@ def _enclosing(path: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def _single_chain(modules: Iterable[str]) -> set[str]:
-    """Returns the root and the modules that hold all others, one in the other."""
-    chain = {""}
-    paths = [_enclosing(module) for module in modules if module]
-    for depth in range(max(map(len, paths), default=0)):
-        here = {path[min(depth, len(path) - 1)] for path in paths}
-        if len(here) > 1 or any(len(path) <= depth + 1 for path in paths):
+def _holding_all(modules: Iterable[str]) -> set[str]:
+    """Returns the root and the modules that hold all others."""
+    holding, paths = {""}, [_enclosing(module) for module in modules if module]
+    for prefixes in zip(*paths, strict=False):
+        if len(set(prefixes)) > 1:
             break
-        chain |= here
-    return chain
+        holding.add(prefixes[0])
+    return holding

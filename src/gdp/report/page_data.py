@@ -15,7 +15,7 @@ from gdp.planning.advice import Advice
 from gdp.report import sentences
 from gdp.report.advice import advice_document, advice_sentences
 from gdp.report.columns import pack
-from gdp.report.layers import Layers
+from gdp.report.layers import LayerPaths
 from gdp.report.limits import Limits
 from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
 from gdp.report.tables import short, writable
@@ -141,7 +141,7 @@ def columns(data: PageData) -> str:
     curves = [curve.thinned(_POINTS) for curve in memory_curves(simulation, allocations)]
     producers = graph.producers[simulation.transfer_tensors]
     path = [-1 - step.number if step.is_transfer else step.number for step in waits.path]
-    layers = Layers.of(graph)
+    layers = LayerPaths.of(graph)
     microbatch = simulation.problem.microbatch
     has_microbatches = sentences.num_microbatches(simulation) > 1
     header = {

@@ -1,5 +1,5 @@
 // The graph of modules: nodes coloured by device, from left to right as they run; a click opens a module.
-const MOST_NODES = 60, AT_FIRST = [12, 40], MOST_BUTTONS = 20;
+const MOST_NODES = 60, AT_FIRST = [8, 16], LAYERS_AT_FIRST = [26, 50], MOST_BUTTONS = 20;
 
 class GraphView {
   constructor(data, tree) {
@@ -34,12 +34,15 @@ class GraphView {
     this.last = node;
   }
 
-  // opens the longest modules as long as few are seen
+  // opens what holds layers, then the longest modules, as long as few are seen
   spread() {
-    const most = AT_FIRST[Number(!isNarrow(innerWidth))];
+    const isWide = Number(!isNarrow(innerWidth)), holding = new Set();
+    for (const layer of this.data.layers) for (let end = layer.lastIndexOf("."); end > 0; end = layer.lastIndexOf(".", end - 1)) holding.add(layer.slice(0, end));
+    const most = node => (holding.has(node.path) ? LAYERS_AT_FIRST : AT_FIRST)[isWide];
     let seen = [...this.last.children.values()];
     for (;;) {
-      const next = seen.filter(node => node.children.size && seen.length + node.children.size - 1 <= most).sort((a, b) => b.ns - a.ns)[0];
+      const next = seen.filter(node => node.children.size && seen.length + node.children.size - 1 <= most(node))
+        .sort((a, b) => holding.has(b.path) - holding.has(a.path) || b.ns - a.ns)[0];
       if (!next) return;
       this.open.add(next);
       seen = [...seen.filter(node => node !== next), ...next.children.values()];
@@ -51,8 +54,8 @@ class GraphView {
     action();
     this.build();
     $("graph").style.height = `${this.height}px`;
-    this.chart.resize();
     draw(this.chart);
+    this.chart.resize(); // draws too, so not before
     if (!hadFocus) return;
     const buttons = [...$("graph-buttons").querySelectorAll("button")];
     (buttons.find(button => button.dataset.path === key) ?? buttons[0]).focus();

@@ -1,5 +1,5 @@
 // A strip of the model's layers in the colours of their devices, and which layers each device has.
-const MOST_CELLS = 1200, SMALL_CELLS = 150;
+const MOST_CELLS = 1200, SMALL_CELLS = 150, MOST_TOLD = 12;
 
 // [L] {ns, ops, resident, byDevice}, as modules have them
 function layerNodes(data) {
@@ -27,7 +27,7 @@ function showLayers(data, onLayers) {
     for (let at = 0; at < run.layers.length; at += together) cells.append(layerCell(data, nodes, run.layers.slice(at, at + together), run.list, isSmall, onLayers));
     const box = element("div", { class: "run" }, element("div", { class: "caption", title: middle(run.name, 300) }, middle(run.name, 40)), cells);
     if (!run.list) box.style.maxWidth = "180px";
-    box.style.flex = run.list ? `${cells.childElementCount} 1 ${Math.min(cells.childElementCount * (isSmall ? 9 : 27), 560)}px` : "1 1 76px";
+    box.style.flex = run.list ? `${cells.childElementCount} 1 ${Math.min(Math.max(cells.childElementCount * (isSmall ? 9 : 27), 96), 560)}px` : "1 1 108px";
     strip.append(box);
   }
   strip.querySelector("button").setAttribute("tabindex", "0");
@@ -41,10 +41,11 @@ function showLayers(data, onLayers) {
     cells[to].setAttribute("tabindex", "0");
     cells[to].focus();
   });
-  $("layers").replaceChildren(strip, deviceLegend(data, nodes));
+  const devices = deviceLegend(data, nodes);
+  $("layers").replaceChildren(strip, summary.devices.length > MOST_TOLD ? element("details", {}, element("summary", {}, "Layers of each device"), devices) : devices);
   const split = nodes.filter(isSplit).length;
   if (split) $("layers").append(element("p", { class: "quiet" },
-    `${count(split, "part is", "parts are")} on several devices: the heights of a cell's colours are the devices' shares of its time.`));
+    `${split} of ${nodes.length} ${split === 1 ? "is" : "are"} on several devices: the heights of the colours are shares of the time.`));
 }
 
 // has more than 1 % of its time on a second device
@@ -91,8 +92,12 @@ function deviceLegend(data, nodes) {
       total += end - layer;
       layer = end - 1;
     }
-    const shown = parts.length > 8 ? `${count(total, "part")}` : parts.join(", ") || (device.ops ? "parts of some" : "none");
+    if (!total) {
+      const some = [...nodes.keys()].filter(layer => nodes[layer].byDevice[number] > 0).map(layer => middle(data.layers[layer], 30));
+      parts.push(some.length > 3 ? `parts of ${some.length} layers` : some.length ? `part of ${some.join(", ")}` : "none");
+    }
+    const shown = parts.length > 8 ? count(total, "layer or module", "layers and modules") : parts.join(", ");
     return { name: `${middle(device.name, 24)}: ${shown}`, colour: deviceColour(number) };
-  }));
+  }), 300);
   return place;
 }

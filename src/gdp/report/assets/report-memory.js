@@ -8,9 +8,9 @@ class MemoryChart {
     this.view = [0, Math.max(summary.step_ns, 1)];
     this.highest = Math.max(...summary.devices.map(device => device.peak), 1);
     const upTo = $("up-to-limits");
-    upTo.checked = Math.max(...summary.devices.map(device => device.limit)) <= 4 * this.highest;
+    this.hasRows = summary.devices.length > MOST_LINES; // too low for limits far above
+    upTo.checked = Math.max(...summary.devices.map(device => device.limit)) <= (this.hasRows ? 2 : 4) * this.highest;
     upTo.addEventListener("change", () => draw(this.chart));
-    this.hasRows = summary.devices.length > MOST_LINES;
     this.row = summary.devices.length <= 8 ? 38 : summary.devices.length <= 16 ? 28 : 18;
     this.raster = new Raster();
     this.chart = chart("memory", this.hasRows ? 80 + this.row * summary.devices.length : 300, width => this.hasRows ? this.rowsOption(width) : this.option(width));
@@ -28,8 +28,8 @@ class MemoryChart {
   }
 
   rowsOption(width) {
-    const left = leftOf(width), limits = new Set(summary.devices.map(device => device.limit));
-    const scale = $("up-to-limits").checked ? "" : ` (limit${limits.size > 1 ? "s" : ""} ${[...limits].slice(0, 3).map(bytes).join(", ")}, above)`;
+    const left = leftOf(width), far = [...new Set(summary.devices.map(device => device.limit))].filter(limit => limit > this.top);
+    const scale = far.length ? `, the limit${far.length > 1 ? "s" : ""} of ${far.slice(0, 3).map(bytes).join(", ")} above it` : "";
     return {
       title: { text: `height of a row: ${bytes(this.top)}${isNarrow(width) ? "" : scale}`, left, top: 0, textStyle: { color: css("--quiet"), fontSize: 12, fontWeight: "normal" } },
       grid: { left, right: 16, top: ROWS_TOP, height: this.row * summary.devices.length },

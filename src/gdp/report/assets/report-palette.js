@@ -67,7 +67,7 @@ const layerLabel = (data, layer) => data.layerLists[layer] ? data.layers[layer].
 
 function byLayer(data) {
   const size = data.layers.length, shown = Math.min(size, DIM - 1); // many layers: neighbours share a colour
-  const colours = Array.from({ length: shown }, (_, at) => onScale(shown < 2 ? 0 : at / (shown - 1)));
+  const colours = Array.from({ length: shown }, (_, at) => size <= 7 ? OKABE_ITO[at] : onScale(at / (shown - 1)));
   const colourOf = Int32Array.from(data.layers, (_, layer) => Math.floor(layer * shown / size));
   const ofModule = data.layerOf.map(layer => layer < 0 ? shown : colourOf[layer]);
   const colour = layer => colours[colourOf[layer]], names = [];
@@ -120,11 +120,11 @@ function byName(data, by) {
   return { colours, names: names.map((name, index) => ({ name, colour: colours[index] })), of: Uint8Array.from(numbers, number => colourOf[number]), label: null };
 }
 
-// [{name, colour, isWide}]
-function legend(place, names) {
+// [{name, colour, isWide}], names of at most `most` characters
+function legend(place, names, most = 40) {
   place.replaceChildren(...names.map(({ name, colour, isWide }) => {
     const swatch = element("i", { class: isWide ? "swatch wide" : "swatch" });
     swatch.style.background = colour;
-    return element("span", { title: middle(name, 300) }, swatch, middle(name, 72));
+    return element("span", { title: middle(name, 300) }, swatch, middle(name, most));
   }));
 }

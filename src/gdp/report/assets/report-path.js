@@ -69,7 +69,7 @@ function showPath(data, timeline) {
   const partOf = hasLayers ? op => data.layers[data.layerOf[data.module[op]]] ?? "outside any layer" : op => data.modules[data.module[op]] || OUTSIDE;
   $("path-sums").replaceChildren(sumTable(hasLayers ? "By layer" : "By module", pathSums(data, partOf)), sumTable("By kind", pathSums(data, op => data.kinds[data.kind[op]])));
   const order = element("select", { "aria-label": "Order of the critical path" }, element("option", { value: "time" }, "as it runs"), element("option", { value: "length" }, "longest first"));
-  const list = element("div"), more = element("button", { type: "button" }, "more");
+  const list = element("div"), more = element("button", { type: "button", id: "path-more" }, "more");
   const longest = [...runs].sort((a, b) => (b.until - b.from) - (a.until - a.from));
   let listed, shown;
   const extend = number => {

@@ -85,8 +85,8 @@ class Timeline {
     if (this.chosen && !this.rows[this.chosen.row].isDevice) this.chosen = null;
     Object.assign(this, layOut(this.data, isFolded), { isFolded });
     this.place.style.height = `${this.height}px`;
-    this.chart.resize();
     draw(this.chart);
+    this.chart.resize(); // draws too, so not before
   }
 
   option(width) {
