@@ -18,6 +18,7 @@ from gdp.cli.options import (
     JsonOption,
     ModelArgument,
     ReadingOptions,
+    TargetOptions,
     ThreadsOption,
     with_options,
 )
@@ -74,6 +75,7 @@ def place(
             "--for", metavar="TARGET", help="Search only for plans that `gdp export --to TARGET` can express."
         ),
     ] = None,
+    target_options: TargetOptions,
     threads: ThreadsOption = None,
     with_cache: Annotated[
         bool,
@@ -115,7 +117,7 @@ def place(
             with_advice=advice and placer == "auto" and target is None,
             out=out,
             json=json,
-            target=_target(target, placer, sweep),
+            target=_target(target, target_options, placer, sweep),
             limits=limits,
         )
         check_placers([placer])
@@ -126,14 +128,13 @@ def place(
     return _place(request)
 
 
-def _target(name: str | None, placer: str, sweep: str | None) -> "ExportTarget | None":
-    from gdp.export.targets import find_target
-
+def _target(name: str | None, options: TargetOptions, placer: str, sweep: str | None) -> "ExportTarget | None":
     if name is None:
+        options.check_unused()
         return None
     if placer != "auto" or sweep is not None:
         raise InputError("--for: places with auto, once; leave out --placer and --sweep")
-    return find_target(name)
+    return options.target(name)
 
 
 def _place(request: PlaceRequest) -> int:
@@ -277,7 +278,8 @@ def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., No
             stop=stop,
             **request.keywords,
         )
-        log(f"gdp: note: {_comparison(placed)}")
+        for note in (_comparison(placed), *placed.notes):
+            log(f"gdp: note: {note}")
         return placed.plan
     budget = request.budget.part(1 - _ADVICE_SHARE) if request.with_advice else request.budget
     return find_plan(
@@ -359,7 +361,7 @@ def _next_command(request: PlaceRequest, files: _Files) -> str:
     if request.target is None:
         command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(files.plan)]
     else:
-        command = ["gdp", "export", str(files.plan), "--to", request.target.name]
+        command = ["gdp", "export", str(files.plan), "--to", request.target.name, *request.target.options]
         command += [] if request.out is not None else ["--graph", model, "--devices", placed_on]
     command += request.limits.words()
     if files.graph is None:
