@@ -3,7 +3,7 @@
 import shlex
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gdp.simulator.simulate import Simulation
 
 _ADVICE_SHARE = 0.2  # of the budget
+_OTHERS = ("single", "expert")  # that a learned placer is compared with
 
 
 @with_options
@@ -282,7 +283,7 @@ def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., No
             log(f"gdp: note: {note}")
         return placed.plan
     budget = request.budget.part(1 - _ADVICE_SHARE) if request.with_advice else request.budget
-    return find_plan(
+    plan = find_plan(
         graph,
         request.cluster,
         request.constraints,
@@ -293,6 +294,29 @@ def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., No
         stop=stop,
         **request.keywords,
     )
+    return _beside_others(request, graph, plan)
+
+
+def _beside_others(request: PlaceRequest, graph: "Graph", plan: "Plan") -> "Plan":
+    """Adds single and expert as baselines to the plan of a learned placer, which runs no other one."""
+    from gdp.search.place import place as find_plan
+    from gdp.search.solvers import solver_of
+    from gdp.simulator.plan import Baseline
+
+    if not solver_of(request.placer).asks_policy or plan.search is None or plan.search.baselines:
+        return plan
+    baselines = {}
+    for name in _OTHERS:
+        try:
+            other = find_plan(
+                graph, request.cluster, request.constraints, placer=name, budget="1sims", seed=request.seed
+            )
+        except InputError:  # the placer found none
+            baselines[name] = Baseline("failed", None, 0.0)
+            continue
+        assert other.search is not None
+        baselines[name] = Baseline(other.status, other.step_time_ns, other.search.seconds)
+    return replace(plan, search=replace(plan.search, baselines=baselines))
 
 
 def _comparison(placed: "ExportablePlan") -> str:

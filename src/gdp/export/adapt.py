@@ -7,6 +7,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.budget import Budget, Clock
+from gdp.export.devices import is_cpu
 from gdp.export.stages import StageSearch, allowed_stages, balanced_stages, nearest_stages
 from gdp.export.target import ExportTarget, stage_starts
 from gdp.export.units import ExportUnits
@@ -21,6 +22,7 @@ from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 
 _STAGE_SIMULATIONS, _STAGE_WORK = 2000, 20_000_000  # of the search among stages near a plan; ops simulated in all
+_GIB = 2**30
 _REPAIR_BUDGET = "2000sims"  # of the search for units that fit, where repair finds none
 
 
@@ -53,7 +55,25 @@ class AdaptedPlan:
     @property
     def notes(self) -> list[str]:
         """Returns sentences on what the target is assumed to do, and on what the figures lack."""
-        return self.target.notes(self.problem, self.units, self.devices)
+        notes = self.target.notes(self.problem, self.units, self.devices)
+        if self.is_offloaded and (unused := self._unused_memory()):
+            notes.append(unused)
+        return notes
+
+    def _unused_memory(self) -> str:
+        """Returns a sentence on GPUs that use less than half of their memory while weights stay on a CPU, or ""."""
+        cpus, limits, peaks = is_cpu(self.problem), self.problem.memory_limit_bytes, self.simulation.peak_memory_bytes
+        gpus = [
+            number for number in np.flatnonzero(~cpus & (limits > 0)).tolist() if 2 * peaks[number] < limits[number]
+        ]
+        if not gpus:
+            return ""
+        names = [device.name for device in self.problem.cluster.devices]
+        used = ", ".join(f"{names[gpu]} uses {peaks[gpu] / _GIB:.1f} of {limits[gpu] / _GIB:.1f} GiB" for gpu in gpus)
+        return (
+            f"Memory is left unused: {used}, while {peaks[cpus].sum() / _GIB:.1f} GiB stay on the CPU. An export "
+            f"keeps to the plan's devices; place with --for {self.target.name}, or pin layers there (--pin), to use it."
+        )
 
     @property
     def is_offloaded(self) -> bool:
@@ -88,7 +108,7 @@ def adapt(problem: Problem, plan: Plan, target: ExportTarget, *, may_offload: bo
 def adapt_within(
     problem: Problem, plan: Plan, target: ExportTarget, units: ExportUnits, *, graph: Graph, may_offload: bool = True
 ) -> AdaptedPlan:
-    """Returns `adapt` of a plan of `graph`, of which `problem` has the ops, with the target's own memory beside them."""
+    """Returns `adapt` of a plan of `graph`: `problem` has its ops, and the target's own memory beside them."""
     devices = units.devices_of(plan.placement)
     is_expressible = devices is not None and can_run(units, devices)
     simulation = simulated(problem, plan.placement, plan) if is_expressible else None

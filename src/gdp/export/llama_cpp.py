@@ -132,8 +132,8 @@ class LlamaCpp:
         split = [name for name in place if name.endswith(".ffn") and place[name] != place[f"{name[:-4]}.attn"]]
         if split:
             notes.append(
-                f"Split over devices: {', '.join(name[:-4] for name in split)}. llama.cpp cuts its graph there, and the "
-                "figure does not have the time of that."
+                f"Split over devices: {', '.join(name[:-4] for name in split)}. llama.cpp cuts its graph there, which "
+                "the figure lacks."
             )
         return notes
 
@@ -210,9 +210,8 @@ def _unit_names(graph: Graph, layers: Layers, *, split_layers: bool) -> list[str
 
 def _layer_devices(place: dict[str, int]) -> list[int]:
     """Returns the device of each layer's attention, in the order of layers."""
-    layers = {
-        int(name.split(".")[1]): device for name, device in place.items() if re.match(r"blk\.\d+(\.attn)?$", name)
-    }
+    attention = re.compile(r"blk\.(\d+)(\.attn)?$")
+    layers = {int(match[1]): place[name] for name in place if (match := attention.match(name))}
     return [layers[number] for number in sorted(layers)]
 
 

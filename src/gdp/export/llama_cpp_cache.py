@@ -55,8 +55,8 @@ def find_cache(graph: Graph, tensors: Mapping[str, str], tokens: int | None) -> 
     if _has_cache(graph):
         if tokens is not None:
             raise InputError(
-                f"--ctx {tokens}: graph {graph.name!r} has its cache already, of the context that MODEL says; leave out "
-                "--ctx"
+                f"--ctx {tokens}: graph {graph.name!r} has its cache already, of the context that MODEL says; leave "
+                "out --ctx"
             )
         return Cache(0, op_bytes, is_in_graph=True)
     if tokens == 0:
