@@ -189,7 +189,7 @@ def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
     monkeypatch.setattr(read, "read_model", lambda *_: pytest.fail("read"))
     for args, graphs in (
         (["--hold-out", "gnmt"], ("rnnlm-2", "gnmt-2")),
-        (["--hold-out", "vit", "--validation", "vit"], ("rnnlm-2",)),
+        (["--hold-out", "vit", "--validation", "vit-large"], ("rnnlm-2",)),
     ):
         status, out, err = run(*train(*args), graphs=graphs, devices=None)
         assert (status, out) == (2, "")

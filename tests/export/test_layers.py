@@ -1,6 +1,7 @@
 """llama-cpp, vllm and megatron: layers by name and number, read by the tools' own code where it can be installed."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,16 @@ def test_the_cache_of_llama_cpp_is_beside_its_layers_where_the_options_put_it() 
     assert "-c 1000\n-ngl 5\n" in adapted.content
     assert "-ts 1,1,1,2\n" in adapted.content
     assert "1,000 tokens" in adapted.notes[0]
+    # a graph that was captured with its cache (a buffer of each attention) gets no other one
+    ops = [graph.op(op) for op in range(graph.num_ops)]
+    ops[0] = replace(
+        ops[0], name="model.layers.0.self_attn.key_cache", kind="buffer", module="model.layers.0.self_attn"
+    )
+    cached = gdp.Graph.build("cached", ops, [graph.tensor(tensor) for tensor in range(graph.num_tensors)])
+    assert llama_cpp.LlamaCpp().cache(cached).is_in_graph
+    assert llama_cpp.LlamaCpp().with_room(Problem.build(cached, cluster)).graph is cached
+    with pytest.raises(InputError, match="has its cache already"):
+        llama_cpp.LlamaCpp(1000).cache(cached)
     # with 150,000 bytes each no layer fits
     tight = Problem.build(graph, cluster, max_memory_bytes={f"gpu{number}": 150_000 for number in range(4)})
     assert adapt(tight, plan, llama_cpp.LlamaCpp(1000).target()).simulation.missing_bytes.any()

@@ -87,7 +87,7 @@ def find_cache(graph: Graph, tensors: Mapping[str, str], tokens: int | None) -> 
 
 def _has_cache(graph: Graph) -> bool:
     sources = np.flatnonzero(is_source(graph)).tolist()
-    return any("cache" in graph.kinds[op] or "cache" in graph.op_names[op].split(".") for op in sources)
+    return any(graph.op_names[op].rpartition(".")[2].endswith("cache") for op in sources)  # such as key_cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,8 @@ def place_for(
         under_noise=under_noise,
         order=order_of(problem, best.placement),
     )
-    step = simulate(original, best.placement, order=best.order)
+    # the plan is of the graph without the target's own memory
+    step = best if problem is original else simulate(original, best.placement, order=best.order)
     devices = units.devices_of(step.placement)
     notes = adapted.notes if devices is None else target.notes(problem, units, devices)
     return ExportablePlan(plan_of(step, lower_bound(original), "auto", seed, search), ordinary, adapted, notes)
