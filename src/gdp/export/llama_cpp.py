@@ -129,7 +129,11 @@ class LlamaCpp:
                 "The layers of a device are not one stretch, so llama.cpp divides its cache over the GPUs in its own "
                 "way, and not beside these layers."
             )
-        split = [name for name in place if name.endswith(".ffn") and place[name] != place[f"{name[:-4]}.attn"]]
+        split = [
+            name
+            for name in place
+            if name.endswith(".ffn") and place[name] != place.get(f"{name[:-4]}.attn", place[name])
+        ]
         if split:
             notes.append(
                 f"Split over devices: {', '.join(name[:-4] for name in split)}. llama.cpp cuts its graph there, which "
