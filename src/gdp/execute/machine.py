@@ -17,9 +17,9 @@ def machine_notes(targets: Sequence[Target], cluster: Cluster | None) -> Iterato
     for first, second in combinations(targets, 2):
         shared = sorted(set(first.cores) & set(second.cores))
         if shared:
-            cores = "core " + str(shared[0]) if len(shared) == 1 else f"cores {shared[0]}-{shared[-1]}"
+            common = "core " + str(shared[0]) if len(shared) == 1 else f"cores {shared[0]}-{shared[-1]}"
             yield (
-                f"{first.name} and {second.name} share {cores}: they compute in turn, so times are not those of two "
+                f"{first.name} and {second.name} share {common}: they compute in turn, so times are not those of two "
                 "devices."
             )
         elif first.device == second.device and first.device.type == "cuda":
@@ -31,10 +31,10 @@ def machine_notes(targets: Sequence[Target], cluster: Cluster | None) -> Iterato
                 f"{target.name} runs on {target.place} ({here}), which is not a {device.kind}: the prediction is for "
                 "another machine; gdp devices measure and --devices local are for this one."
             )
-    cores = len(host.all_cores())
+    num_cores = len(host.all_cores())
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > _BUSY * cores:
+    if load > _BUSY * num_cores:
         yield (
-            f"The machine was busy before the run (load average {load:.1f} on {cores} cores): times are longer than "
+            f"The machine was busy before the run (load average {load:.1f} on {num_cores} cores): times are longer than "
             "they would be."
         )
