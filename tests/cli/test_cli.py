@@ -68,6 +68,15 @@ def place(*args: str) -> list[str]:
 # place
 
 
+def test_a_learned_placer_is_shown_beside_a_single_device_and_the_expert(run: Run) -> None:
+    status, out, _ = run("place", "graph.json.gz", "--devices", DEVICES, "--placer", "gdp-zero-shot", "--json")
+    document = json.loads(out)
+    assert status == 0
+    assert set(document["baselines"]) == {"single", "expert"}
+    # 24 ops of 1 ms each on one device, and the last of 1 FLOP; two devices take about half of it
+    assert document["baselines"]["single"]["step_time_ns"] > 24_000_000 > document["step_time_ns"]
+
+
 def test_place_writes_a_plan_that_verifies_and_says_what_to_do_next(run: Run) -> None:
     status, out, err = run(*place())
     assert (status, err) == (0, "")
@@ -422,6 +431,10 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--seed", "one"), ["--seed", "a valid integer"]),
     (place("--seed", "-1"), ["--seed", "greater than or equal to 0"]),
     (place("--placer", "magic"), ["placer 'magic' is unknown", "auto"]),
+    (place("--placer", "hdp"), ["placer 'hdp' trains a policy of its own", "hours", "gdp bench paper"]),
+    (place("--ctx", "4096"), ["--ctx: needs --for llama-cpp"]),
+    (place("--for", "vllm", "--split-layers"), ["--split-layers: is for llama-cpp, not for vllm"]),
+    (place("--for", "llama-cpp", "--ctx", "-1"), ["--ctx -1: a number of tokens is expected"]),
     (place("--placer", "gdp-zero-shot", "--checkpoint", "file"), ["file: no such file"]),
     (place("--checkpoint", "file"), ["--checkpoint: auto asks no policy", "gdp-zero-shot", "gdp-finetune"]),
     (place("--placer", "metis", "--checkpoint", "file"), ["--checkpoint: metis asks no policy", "gdp-finetune"]),

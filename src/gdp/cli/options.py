@@ -13,6 +13,7 @@ from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from gdp.cluster import Cluster
+    from gdp.export.target import ExportTarget
     from gdp.models.model import Reading
     from gdp.simulator.constraints import Constraints
 
@@ -162,6 +163,33 @@ class ConstraintOptions(MemoryOptions):
         repeated = {"--pin": self.pin, "--forbid": self.forbid, "--max-memory": self.max_memory}
         words = [word for option, texts in repeated.items() for text in texts or () for word in (option, text)]
         return words if self.reserve == _NO_RESERVE else [*words, "--reserve", self.reserve]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """Says how a target runs."""
+
+    ctx: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS", help="For llama-cpp: leave room for a cache of so many tokens. Default: 4096; 0: none."
+        ),
+    ] = None
+    split_layers: Annotated[
+        bool,
+        typer.Option("--split-layers", help="For llama-cpp: attention and feed-forward part of a layer may be apart."),
+    ] = False
+
+    def target(self, name: str) -> "ExportTarget":
+        """Returns the target of that name with these options, checked."""
+        from gdp.export.targets import find_target
+
+        return find_target(name, context=self.ctx, split_layers=self.split_layers)
+
+    def check_unused(self) -> None:
+        """Raises InputError for any of the options where there is no target."""
+        if self.ctx is not None or self.split_layers:
+            raise InputError(f"{'--split-layers' if self.ctx is None else '--ctx'}: needs --for llama-cpp")
 
 
 def with_options(command: Callable[..., int]) -> Callable[..., int]:

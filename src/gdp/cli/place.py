@@ -3,7 +3,7 @@
 import shlex
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +18,7 @@ from gdp.cli.options import (
     JsonOption,
     ModelArgument,
     ReadingOptions,
+    TargetOptions,
     ThreadsOption,
     with_options,
 )
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from gdp.simulator.simulate import Simulation
 
 _ADVICE_SHARE = 0.2  # of the budget
+_OTHERS = ("single", "expert")  # that a learned placer is compared with
 
 
 @with_options
@@ -74,6 +76,7 @@ def place(
             "--for", metavar="TARGET", help="Search only for plans that `gdp export --to TARGET` can express."
         ),
     ] = None,
+    target_options: TargetOptions,
     threads: ThreadsOption = None,
     with_cache: Annotated[
         bool,
@@ -115,7 +118,7 @@ def place(
             with_advice=advice and placer == "auto" and target is None,
             out=out,
             json=json,
-            target=_target(target, placer, sweep),
+            target=_target(target, target_options, placer, sweep),
             limits=limits,
         )
         check_placers([placer])
@@ -126,14 +129,13 @@ def place(
     return _place(request)
 
 
-def _target(name: str | None, placer: str, sweep: str | None) -> "ExportTarget | None":
-    from gdp.export.targets import find_target
-
+def _target(name: str | None, options: TargetOptions, placer: str, sweep: str | None) -> "ExportTarget | None":
     if name is None:
+        options.check_unused()
         return None
     if placer != "auto" or sweep is not None:
         raise InputError("--for: places with auto, once; leave out --placer and --sweep")
-    return find_target(name)
+    return options.target(name)
 
 
 def _place(request: PlaceRequest) -> int:
@@ -277,10 +279,11 @@ def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., No
             stop=stop,
             **request.keywords,
         )
-        log(f"gdp: note: {_comparison(placed)}")
+        for note in (_comparison(placed), *placed.notes):
+            log(f"gdp: note: {note}")
         return placed.plan
     budget = request.budget.part(1 - _ADVICE_SHARE) if request.with_advice else request.budget
-    return find_plan(
+    plan = find_plan(
         graph,
         request.cluster,
         request.constraints,
@@ -291,6 +294,29 @@ def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., No
         stop=stop,
         **request.keywords,
     )
+    return _beside_others(request, graph, plan)
+
+
+def _beside_others(request: PlaceRequest, graph: "Graph", plan: "Plan") -> "Plan":
+    """Adds single and expert as baselines to the plan of a learned placer, which runs no other one."""
+    from gdp.search.place import place as find_plan
+    from gdp.search.solvers import solver_of
+    from gdp.simulator.plan import Baseline
+
+    if not solver_of(request.placer).asks_policy or plan.search is None or plan.search.baselines:
+        return plan
+    baselines = {}
+    for name in _OTHERS:
+        try:
+            other = find_plan(
+                graph, request.cluster, request.constraints, placer=name, budget="1sims", seed=request.seed
+            )
+        except InputError:  # the placer found none
+            baselines[name] = Baseline("failed", None, 0.0)
+            continue
+        assert other.search is not None
+        baselines[name] = Baseline(other.status, other.step_time_ns, other.search.seconds)
+    return replace(plan, search=replace(plan.search, baselines=baselines))
 
 
 def _comparison(placed: "ExportablePlan") -> str:
@@ -359,7 +385,7 @@ def _next_command(request: PlaceRequest, files: _Files) -> str:
     if request.target is None:
         command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(files.plan)]
     else:
-        command = ["gdp", "export", str(files.plan), "--to", request.target.name]
+        command = ["gdp", "export", str(files.plan), "--to", request.target.name, *request.target.options]
         command += [] if request.out is not None else ["--graph", model, "--devices", placed_on]
     command += request.limits.words()
     if files.graph is None:

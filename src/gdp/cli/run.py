@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from gdp.cli.options import (
     OptimizerOption,
     PlacedDevicesOption,
 )
-from gdp.cli.shared import fail, log, print_json, show, warm_up
+from gdp.cli.shared import INTERRUPTED, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -87,9 +88,12 @@ def run(
             return read_executable(model, reading, seed=seed)
 
     places = None if on is None else on.split(",")
+    interrupted = threading.Event()
     try:
         with printing_to_stderr():  # the model runs
-            executable, result = _execute(model, build, read, places, graph=graph, cluster=cluster, steps=steps)
+            executable, result = _execute(
+                model, build, read, places, interrupted, graph=graph, cluster=cluster, steps=steps
+            )
     except ExecutionError as error:
         status = OUT_OF_MEMORY if error.is_out_of_memory else FAILED
         return fail(f"error: {error}", status) if getattr(error, "is_reporter", True) else status
@@ -112,30 +116,45 @@ def run(
         log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
     if not result.is_equal:
         return fail(f"error: the results are not those of {result.reference}; this is a fault of gdp", FAILED)
+    if interrupted.is_set():
+        log(f"gdp: interrupted after {len(result.placed.records):,} of {steps:,} steps")
+        return INTERRUPTED
     return OK
 
 
 def _execute(
-    model: str, build: "Callable[[], Executable]", plan: "Plan", on: "list[str] | None", **options: Any
+    model: str,
+    build: "Callable[[], Executable]",
+    plan: "Plan",
+    on: "list[str] | None",
+    interrupted: threading.Event,
+    **options: Any,
 ) -> "tuple[Executable, RunResult | None]":
-    """Runs the model on threads, or under torchrun with a process for each device."""
+    """Runs the model on threads, or under torchrun with a process for each device.
+
+    On threads, Ctrl-C ends the measurement after the step that runs, and sets `interrupted`.
+    """
     from gdp.execute.run import run_on_ranks, run_on_threads
 
     if not _is_rank():
         from gdp.execute.targets import find_targets
+        from gdp.report.progress import stop_on_interrupt
 
         try:
-            targets = find_targets(plan.devices, on)
+            targets = find_targets(plan.devices, on, option="--on")
         except InputError:
             _check_kind(model)  # a JAX function has no use for the devices
             raise
         warm_up(())
         executable = build()
-        with _live(f"running on {', '.join(target.place for target in targets)}"):
-            return executable, run_on_threads(executable, plan, targets, **options)
+        with _live(f"running on {', '.join(target.place for target in targets)}"), stop_on_interrupt() as stop:
+            result = run_on_threads(executable, plan, targets, **options, stop=stop)
+        if stop.is_set():
+            interrupted.set()
+        return executable, result
     from gdp.execute.ranks.ranks import join_or_leave
 
-    with join_or_leave(plan.devices, on) as ranks, ranks.reporting_once():
+    with join_or_leave(plan.devices, on, option="--on") as ranks, ranks.reporting_once():
         executable = build()
         with _live(f"running on {len(plan.devices)} processes"):
             return executable, run_on_ranks(executable, plan, ranks, **options)

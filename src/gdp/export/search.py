@@ -15,7 +15,7 @@ from gdp.arrays import I64
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.export.adapt import AdaptedPlan, adapt, key_of, order_of, simulated
+from gdp.export.adapt import AdaptedPlan, adapt_within, arranged, key_of, order_of, simulated
 from gdp.export.stages import StageSearch, balanced_stages
 from gdp.export.target import ExportTarget
 from gdp.graph import Graph
@@ -38,6 +38,7 @@ class ExportablePlan:
     plan: Plan
     ordinary: Plan
     adapted: AdaptedPlan  # the ordinary plan as the target would run it
+    notes: list[str]  # what is assumed of the target
 
 
 def place_for(
@@ -58,10 +59,11 @@ def place_for(
     """
     clock = Clock(budget, stop=stop)
     options |= {"seed": seed, "stop": stop}
-    problem = Problem.build(graph, cluster, constraints)
-    units = target.read_units(problem)
-    ordinary = place(graph, cluster, constraints, budget=budget.part(_ORDINARY_SHARE), **options)
-    adapted = adapt(problem, ordinary, target, may_offload=False)
+    original = Problem.build(graph, cluster, constraints)
+    units = target.read_units(original)
+    problem = target.with_room(original)
+    ordinary = place(problem.graph, cluster, constraints, budget=budget.part(_ORDINARY_SHARE), **options)
+    adapted = adapt_within(problem, ordinary, target, units, graph=graph, may_offload=False)
     assert ordinary.search is not None
     clock.spend(ordinary.search.simulations)
     best = adapted.simulation
@@ -71,7 +73,7 @@ def place_for(
     elif units.is_chain:
         best = _best_stages(problem, adapted, clock, seed)
     else:
-        coarse = replace(graph, groups=units.index.copy())
+        coarse = replace(problem.graph, groups=units.index.copy())
         unused = np.flatnonzero(~units.allowed.any(axis=0)).tolist()
         also = [("", cluster.devices[device].name) for device in unused]  # "" matches every kind
         restricted = replace(constraints, forbid=[*constraints.forbid, *also])
@@ -79,6 +81,9 @@ def place_for(
         assert answer.search is not None
         best = simulate(problem, answer.placement, order=answer.order)
         clock.spend(answer.search.simulations)
+        devices = units.devices_of(best.placement)
+        assert devices is not None, "units are groups there"
+        best = arranged(problem, target, units, devices, best)[1]
         baselines, under_noise = answer.search.baselines, answer.search.under_noise
     if key_of(adapted.simulation) < key_of(best):
         best, under_noise = adapted.simulation, None
@@ -92,7 +97,11 @@ def place_for(
         under_noise=under_noise,
         order=order_of(problem, best.placement),
     )
-    return ExportablePlan(plan_of(best, lower_bound(problem), "auto", seed, search), ordinary, adapted)
+    # the plan is of the graph without the target's own memory
+    step = best if problem is original else simulate(original, best.placement, order=best.order)
+    devices = units.devices_of(step.placement)
+    notes = adapted.notes if devices is None else target.notes(problem, units, devices)
+    return ExportablePlan(plan_of(step, lower_bound(original), "auto", seed, search), ordinary, adapted, notes)
 
 
 def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock, seed: int) -> Simulation:
