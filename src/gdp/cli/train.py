@@ -135,7 +135,7 @@ def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
     def report(progress: TrainingProgress) -> None:
         line.say(f"training {policy.name}: {training_sentence(progress)}", progress.seconds_left)
 
-    with Processes.join() as processes, stop_on_interrupt(terminate=True) as stop:
+    with Processes.join() as processes, stop_on_interrupt() as stop:
         if options.resume and not options.out.exists() and processes.is_first:
             log(f"gdp: {options.out}: no such file yet, training starts anew")
         policy.to(processes.device)
