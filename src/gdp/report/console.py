@@ -57,8 +57,9 @@ def place_report(
         yield Text(_unknown(unknown_costs))
     yield from _time_sources(graph, cluster)
     yield ""
-    yield Text(f"Plan written to {written}")
-    yield Text(f"Next: {next_command}")
+    yield Text(f"Plan written to {written}" if written else "The plan is not written.")
+    if next_command:
+        yield Text(f"Next: {next_command}")
 
 
 def device_report(simulation: Simulation) -> Iterator[RenderableType]:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from gdp.arrays import F64, I64, Bool
 from gdp.compiled import kernel
@@ -68,6 +66,9 @@ def _connected(first: I64, second: I64, transfer_ns: I64, num_units: int) -> tup
     Counters of batch normalisation, say, are hundreds of parts of two ops. Were they never to join, a grouping would
     have to spend its number of groups on them and put all the rest into one.
     """
+    from scipy.sparse import coo_array  # half a second, which most commands never need
+    from scipy.sparse.csgraph import connected_components
+
     pairs = coo_array((np.ones(len(first)), (first, second)), shape=(num_units, num_units))
     _, part = connected_components(pairs, directed=False)
     begins = np.sort(np.unique(part, return_index=True)[1])
