@@ -191,10 +191,24 @@ def test_a_plan_of_another_graph_is_not_overwritten(run: Run) -> None:
     for seed in ("0", "1"):
         status, out, err = run(*other, "--seed", seed)
         assert (status, json.loads(out)["plan"]) == (0, "plan-3.json")
-        assert err == "gdp: note: plan.json is of another graph and stays as it is; this plan will be plan-3.json\n"
+        assert err == "gdp: note: plan.json is not of this graph and stays; this plan will be plan-3.json\n"
     assert (Path("plan.json").read_bytes(), Path("plan-2.json").read_text()) == (first, "mine")
     assert json.loads(run(*place("--json", "--devices", "3xp100-pcie-16g"))[1])["plan"] == "plan.json"
     assert Path("plan.json").read_bytes() != first
+
+
+def test_a_graph_with_costs_of_the_users_does_not_overwrite_the_one_that_is_read(run: Run) -> None:
+    """graph.json.gz stays, its costed graph is graph-2.json.gz; with other costs the pair is replaced."""
+    before = Path("graph.json.gz").read_bytes()
+    for time in ("1ms", "2ms"):
+        Path("costs.yaml").write_text(
+            f"{{format: gdp-op-costs, version: 1, ops: [{{kind: mm, time: {{p100-pcie-16g: {time}}}}}]}}"
+        )
+        status, out, err = run(*place("--op-costs", "costs.yaml", "--json"))
+        assert (status, json.loads(out)["plan"]) == (0, "plan-2.json")
+        assert err == "gdp: note: graph.json.gz is not of this graph and stays; this plan will be plan-2.json\n"
+        assert Graph.load("graph-2.json.gz").fingerprint == Plan.load("plan-2.json").graph
+    assert Path("graph.json.gz").read_bytes() == before
 
 
 def test_figures_are_printed_where_the_report_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The files that `gdp place` writes: their names, which spare plans of other graphs, and what became of them."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -48,14 +49,18 @@ class PlanFiles:
         """Returns names that overwrite nothing of another graph: plan-2.json, ... where the user named no directory."""
         if self.are_asked_for:
             return self
+        first: list[Path] = []
         for number in count(1):
             suffix = "" if number == 1 else f"-{number}"
             plan = Path(f"plan{suffix}.json")
             kept = None if self.graph is None else Path(f"graph{suffix}.json.gz")
-            if _is_free(plan, graph) and (kept is None or _is_free(kept, graph)):
+            others = _others(plan, kept, graph)
+            if not others:
                 break
+            first = others if number == 1 else first
         if number > 1:
-            log(f"gdp: note: plan.json is of another graph and stays as it is; this plan will be {plan}")
+            verb = "is not of this graph and stays" if len(first) == 1 else "are not of this graph and stay"
+            log(f"gdp: note: {' and '.join(map(str, first))} {verb}; this plan will be {plan}")
         return PlanFiles(plan, kept, None, None, False)
 
     def write(self, answer: "KeptAnswer", simulation: "Simulation") -> InputError | None:
@@ -90,16 +95,22 @@ class PlanFiles:
         return [path for path in self.written if path in (self.plan, self.report)]
 
 
-def _is_free(path: Path, graph: "Graph") -> bool:
-    """True if there is no such file, or one that has a plan of `graph` or the graph itself."""
+def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:
+    """Returns the files that are there and have something else than `graph` or a plan of it.
+
+    A plan with its own graph of the same name beside it, as with other costs or measured times, may be replaced.
+    """
     from gdp.graph import Graph
     from gdp.simulator.plan import Plan
 
-    if not path.exists():
-        return True
-    try:
-        if path.suffix == ".gz":
-            return Graph.load(path).fingerprint == graph.fingerprint
-        return Plan.load(path).graph == graph.fingerprint
-    except InputError:  # something else of the user's
-        return False
+    planned, known = None, None
+    with contextlib.suppress(InputError):  # something else of the user's
+        planned = Plan.load(plan).graph
+    if kept is not None:
+        with contextlib.suppress(InputError):
+            known = Graph.load(kept)
+    if known is not None and known.name == graph.name and known.fingerprint == planned:
+        return []
+    others = [plan] if plan.exists() and planned != graph.fingerprint else []
+    is_other = kept is not None and kept.exists() and (known is None or known.fingerprint != graph.fingerprint)
+    return [*others, kept] if kept is not None and is_other else others
