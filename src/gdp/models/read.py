@@ -102,7 +102,11 @@ def _check_no_python_file(text: str) -> None:
     from gdp.models import workloads
 
     path = Path(text if text.endswith(".py") else f"{text.replace('.', os.sep)}.py")
-    if (os.path.isfile(text) and not text.endswith(".py")) or not path.is_file() or workloads.find(text) is not None:
+    if (
+        (os.path.isfile(text) and not text.endswith(".py"))
+        or not os.path.isfile(path)
+        or workloads.find(text) is not None
+    ):
         return
     try:
         nodes = ast.parse(path.read_bytes()).body
