@@ -20,6 +20,7 @@ from gdp.cli.shared import log
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.models import read, workloads
+from gdp.models.workloads import Workload
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.training import ppo
@@ -185,6 +186,8 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
     """
     training_set = [workload.name for workload in workloads.training_set(held_out)]
     names = [name for text in texts for name in (training_set if text == TRAINING_SET else (text,))]
+    for name in names:  # before minutes of captures
+        _check_not_held_out(name, workloads.find(name), held_out)
     pairs: list[TaskSource] = []
     line = StatusLine("reading graphs")
     with live(line):
@@ -192,13 +195,17 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
             line.say(f"reading {name} ({number} of {len(names)})")
             graph = read.read_model(name).graph
             workload = workloads.find(graph.name)
-            if workload is not None and workload.family in held_out:
-                raise InputError(f"{name}: is of family {workload.family}, which is held out; leave one of both out")
+            _check_not_held_out(name, workload, held_out)
             if workload is None and not clusters:
                 raise InputError(f"{name}: is no built-in workload with devices of its own; name them with --devices")
             usual = [Cluster.parse(workload.cluster)] if workload is not None else []
             pairs += [TaskSource(graph, cluster) for cluster in clusters or usual]
     return pairs
+
+
+def _check_not_held_out(name: str, workload: Workload | None, held_out: Sequence[str]) -> None:
+    if workload is not None and workload.family in held_out:
+        raise InputError(f"{name}: is of family {workload.family}, which is held out; leave one of both out")
 
 
 def _task_config(options: TrainOptions, policy: Policy) -> TaskConfig:

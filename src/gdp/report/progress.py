@@ -37,7 +37,9 @@ class StatusLine:
     def __str__(self) -> str:
         if self._end is None:
             return self._text
-        seconds = max(self._end - time.monotonic(), 0)
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
+            return f"{self._text} | time is up, the last part ends"
         return f"{self._text} | at most {f'{seconds / 60:.0f} min' if seconds > 600 else f'{seconds:.0f} s'} left"
 
 
