@@ -2,6 +2,9 @@
 
 import contextlib
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
 
 
@@ -20,6 +23,20 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's text, at most 200 characters of it; without a text its type's name."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
+
+
+def user_line(error: BaseException) -> str:
+    """Returns `, vit.py line 12`: the innermost line of the user's own code that the exception passed; "" if none.
+
+    Own code is neither in gdp, nor in the standard library or an installed package.
+    """
+    libraries = [os.path.dirname(__file__), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = os.path.abspath(frame.filename)
+        if not frame.filename.startswith("<") and not any(path.startswith(f"{where}{os.sep}") for where in libraries):
+            relative = os.path.relpath(path)
+            return f", {path if relative.startswith(os.pardir) else relative} line {frame.lineno}"
+    return ""
 
 
 @contextlib.contextmanager

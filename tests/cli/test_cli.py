@@ -50,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """`gdp` in a directory with `graph.json.gz`: (exit status, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 600)  # a slow machine is no claim of these tests
+    monkeypatch.setattr(progress, "LOG_SECONDS", 1e6)  # a slow machine is no claim of these tests
     two_chains().save("graph.json.gz")
 
     def call(*args: str) -> Answer:
@@ -188,6 +188,61 @@ def test_when_nothing_fits_place_names_the_device_and_the_bytes_and_writes_nothi
     assert status == 3
     assert err.startswith("gdp: placer single found nothing that fits in memory: gpu")
     assert err.endswith("; use --placer auto\n")
+
+
+def test_a_plan_of_another_graph_is_not_overwritten(run: Run) -> None:
+    """plan.json of another graph and files that are no plans stay; a plan of the same graph is replaced."""
+    assert "Plan written to plan.json" in run(*place())[1]
+    first = Path("plan.json").read_bytes()
+    two_chains(5).save("other.json.gz")
+    Path("plan-2.json").write_text("mine")
+    other = ["place", "other.json.gz", "--devices", DEVICES, "--budget", "100sims", "--json"]
+    for seed in ("0", "1"):
+        status, out, err = run(*other, "--seed", seed)
+        assert (status, json.loads(out)["plan"]) == (0, "plan-3.json")
+        assert err == "gdp: note: plan.json is not of this graph and stays; this plan will be plan-3.json\n"
+    assert (Path("plan.json").read_bytes(), Path("plan-2.json").read_text()) == (first, "mine")
+    assert json.loads(run(*place("--json", "--devices", "3xp100-pcie-16g"))[1])["plan"] == "plan.json"
+    assert Path("plan.json").read_bytes() != first
+
+
+def test_a_graph_with_costs_of_the_users_does_not_overwrite_the_one_that_is_read(run: Run) -> None:
+    """graph.json.gz stays, its costed graph is graph-2.json.gz; with other costs the pair is replaced."""
+    before = Path("graph.json.gz").read_bytes()
+    for time in ("1ms", "2ms"):
+        Path("costs.yaml").write_text(
+            f"{{format: gdp-op-costs, version: 1, ops: [{{kind: mm, time: {{p100-pcie-16g: {time}}}}}]}}"
+        )
+        status, out, err = run(*place("--op-costs", "costs.yaml", "--json"))
+        assert (status, json.loads(out)["plan"]) == (0, "plan-2.json")
+        assert err == "gdp: note: graph.json.gz is not of this graph and stays; this plan will be plan-2.json\n"
+        assert Graph.load("graph-2.json.gz").fingerprint == Plan.load("plan-2.json").graph
+    assert Path("graph.json.gz").read_bytes() == before
+
+
+def test_figures_are_printed_where_the_report_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full after the plan: the answer, and one line with what is whole."""
+
+    def full(path: Path, _: object) -> None:
+        raise gdp.InputError(f"{path}: cannot be written (No space left on device); choose another place")
+
+    monkeypatch.setattr("gdp.report.page.write_page", full)
+    status, out, err = run(*place("--out", "answers"))
+    assert status == 2
+    assert "Step time " in out
+    assert "Plan written to answers/plan.json\nNext: gdp simulate answers/graph.json.gz" in out
+    assert err.startswith("gdp: error: answers/report.html: cannot be written (No space left on device)")
+    assert err.endswith("; whole: answers/plan.json, answers/graph.json.gz, answers/cluster.json\n")
+
+
+def test_traceback_shows_where_an_error_comes_from(run: Run) -> None:
+    """Anywhere on the command line, before the one line of the error."""
+    Path("cli_traced.py").write_bytes(FILES["cli_broken.py"])
+    for args in (["--traceback", "place", "cli_traced:fails"], ["place", "cli_traced:fails", "--traceback"]):
+        status, out, err = run(*args, "--devices", DEVICES)
+        assert (status, out) == (2, "")
+        assert "raise ValueError('first\\nlast')" in err
+        assert err.splitlines()[-1].startswith("gdp: error: cli_traced:fails: the function failed (ValueError: last")
 
 
 # the cache of plans
@@ -418,7 +473,15 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["place", "empty.json", "--devices", DEVICES], ["empty.json: is empty"]),
     (["place", "version.json", "--devices", DEVICES], ["version.json: version is 2"]),
     (["place", "unknown.json", "--devices", DEVICES], ["unknown.json: graph: unknown key 'colour'"]),
-    (["place", "cli_broken:fails", "--devices", DEVICES], ["cli_broken:fails", "ValueError: last"]),
+    (
+        ["place", "cli_broken:fails", "--devices", DEVICES],
+        ["cli_broken:fails", "(ValueError: last, cli_broken.py line 2)"],
+    ),
+    (
+        ["place", "cli_broken.py", "--devices", DEVICES],
+        ["is a Python file", "such as cli_broken:fails; functions there"],
+    ),
+    (["place", "cli_broken", "--devices", DEVICES], ["cli_broken: cli_broken.py is a Python file", "cli_broken:fails"]),
     (["place", "m.onnx", "--devices", DEVICES], ["m.onnx: no such file"]),
     (["place", "hf:m", "--devices", DEVICES], ["hf:m", "no such directory"]),
     (["place", "graph.json.gz", "--devices", "4xp1000"], ["devices '4xp1000'", "no kind 'p1000'", "p100-pcie-16g"]),
@@ -559,7 +622,8 @@ sys.exit(main())
 """
 
 
-def test_ctrl_c_ends_a_search_and_writes_the_best_plan_so_far(run: Run) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_a_search_and_write_the_best_plan_so_far(run: Run, number: int) -> None:
     lstm_training_graph(4).save("lstm.json.gz")  # not solved at once, as `graph.json.gz` is
     command = [
         sys.executable,
@@ -578,7 +642,7 @@ def test_ctrl_c_ends_a_search_and_writes_the_best_plan_so_far(run: Run) -> None:
         assert process.stderr is not None
         while process.stderr.readline() != "searching\n":
             assert process.poll() is None  # still compiling
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     said = [line for line in err.splitlines() if line != "searching" and not line.startswith("gdp: [")]
@@ -605,6 +669,21 @@ def test_help_imports_neither_pytorch_nor_numba_nor_numpy() -> None:
     code = "import sys, gdp.cli; gdp.cli.main(['--help']); sys.exit(any(name in sys.modules for name in sys.argv[1:]))"
     heavy = ["torch", "numba", "numpy", "scipy", "rich"]
     subprocess.run([sys.executable, "-c", code, *heavy], check=True, stdout=subprocess.DEVNULL, env=os.environ)
+
+
+def test_lists_import_neither_numba_nor_scipy() -> None:
+    code = (
+        "import sys, gdp.cli; gdp.cli.main(['workloads']); sys.exit(any(name in sys.modules for name in sys.argv[1:]))"
+    )
+    subprocess.run([sys.executable, "-c", code, "torch", "numba", "scipy"], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_full_standard_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "gdp", "devices", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("gdp: error: standard output cannot be written (No space left on device)")
 
 
 def test_functions_of_the_package_stay_functions_when_their_modules_are_imported() -> None:

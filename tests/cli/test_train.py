@@ -194,3 +194,12 @@ def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
         status, out, err = run(*train(*args), graphs=graphs, devices=None)
         assert (status, out) == (2, "")
         assert "which is held out; leave one of both out" in err
+
+
+def test_a_missing_tensorboard_is_told_before_anything_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a graph is captured nor a kernel compiled."""
+    monkeypatch.setattr("gdp.cli.train.find_spec", lambda _: None)
+    monkeypatch.setattr(read, "read_model", None)
+    status, out, err = run(*train("--tensorboard", "board"))
+    assert (status, out) == (2, "")
+    assert "--tensorboard board: tensorboard is not installed; pip install" in err

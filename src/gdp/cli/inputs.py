@@ -36,7 +36,7 @@ def read_graph(text: str, reading: "Reading") -> "Model":
             raise
         except InputError as error:
             if is_split:
-                raise InputError(f"{error}; --microbatches splits inputs along their first dimension") from None
+                raise InputError(f"{error}; --microbatches splits inputs along their first dimension") from error
             raise
     for note in model.notes:
         log(f"gdp: note: {note}")

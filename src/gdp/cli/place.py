@@ -3,7 +3,7 @@
 import shlex
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,8 +22,9 @@ from gdp.cli.options import (
     ThreadsOption,
     with_options,
 )
+from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
-from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
+from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
 from gdp.cli.sweep import sweep_place
 from gdp.errors import InputError
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
-    from gdp.simulator.simulate import Simulation
 
 _ADVICE_SHARE = 0.2  # of the budget
 _OTHERS = ("single", "expert")  # that a learned placer is compared with
@@ -88,7 +88,10 @@ def place(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json."""
+    """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json.
+
+    A plan.json of another graph stays: the plan is plan-2.json then.
+    """
     from gdp.report.progress import live
 
     with live("loading gdp"):
@@ -141,10 +144,11 @@ def _target(name: str | None, options: TargetOptions, placer: str, sweep: str | 
 def _place(request: PlaceRequest) -> int:
     from gdp.report import progress
 
-    files = _Files.of(request)
+    files = PlanFiles.of(request)
     files.check()
     source = request.read()
     graph = source.graph
+    files = files.sparing_others(graph)
     problem = _build(request, graph)  # bad constraints are better known now than after a search
     request = request.under_measured_noise(source.noise)
     request.say_notes(graph)
@@ -160,6 +164,7 @@ def _place(request: PlaceRequest) -> int:
     else:
         log("gdp: note: found before, with the same graph, devices and options; --no-cache searches anew")
     would_fit: list[str] = []
+    failure: InputError | None = None
     with progress.stop_on_interrupt() as stop:
         try:
             with request.named():
@@ -171,74 +176,28 @@ def _place(request: PlaceRequest) -> int:
         plan, simulation = answer.plan, replay(problem, answer.plan)
         fits = plan.status == "ok"
         if fits:
-            files.write(answer, simulation)
+            failure = files.write(answer, simulation)
             if kept is None and not stop.is_set():
                 plan_cache.store(entry, answer)
         elif not stop.is_set():
             would_fit = _would_fit(request, problem, plan, stop)
         interrupted = stop.is_set()
+    is_written = fits and files.plan in files.written
     if request.json:
-        written = files.plan if fits else None
+        written = files.plan if is_written else None
         print_json(
             documents.place_document(graph, request.cluster, plan, written, advice=answer.advice, would_fit=would_fit)
         )
     elif fits:
-        command = _next_command(request, files)
-        show(console.place_report(plan, simulation, source.unknown_costs, files.written, command, answer.advice))
+        command = _next_command(request, files) if is_written else ""
+        shown = " and ".join(str(path) for path in files.shown)
+        show(console.place_report(plan, simulation, source.unknown_costs, shown, command, answer.advice))
+    if failure is not None:
+        good = ", ".join(map(str, files.written))
+        return fail(f"error: {failure}; {f'whole: {good}' if good else 'nothing was written'}", BAD_INPUT)
     if not fits:
         fail(console.nothing_fits(plan, request.cluster, would_fit), NOTHING_FITS)
     return INTERRUPTED if interrupted else OK if fits else NOTHING_FITS
-
-
-@dataclass(frozen=True)
-class _Files:
-    """Names the files to write; None: not asked for."""
-
-    plan: Path
-    graph: Path | None
-    cluster: Path | None
-    report: Path | None
-
-    @classmethod
-    def of(cls, request: PlaceRequest) -> "_Files":
-        out = request.out
-        if out is None:
-            # a graph with measured times, or costs of the user's, is nowhere else
-            is_elsewhere = request.times is None and request.reading.op_costs is None
-            return cls(Path("plan.json"), None if is_elsewhere else Path("graph.json.gz"), None, None)
-        return cls(out / "plan.json", out / "graph.json.gz", out / "cluster.json", out / "report.html")
-
-    def check(self) -> None:
-        """Raises InputError if one cannot be written."""
-        from gdp.cli import values
-
-        for path in filter(None, (self.plan, self.graph, self.cluster, self.report)):
-            values.check_writable(path)
-
-    def write(self, answer: "KeptAnswer", simulation: "Simulation") -> None:
-        """Writes all of them."""
-        from gdp.report.progress import StatusLine, live
-
-        problem = simulation.problem
-        line = StatusLine(f"writing {self.plan}")
-        with live(line):
-            answer.plan.save(self.plan)
-            if self.graph is not None:
-                line.say(f"writing {self.graph}")
-                problem.graph.save(self.graph)
-            if self.cluster is not None:
-                problem.cluster.save(self.cluster)
-            if self.report is not None:
-                line.say(f"writing {self.report}")
-                from gdp.report.page import write_page
-                from gdp.report.page_data import PageData
-
-                write_page(self.report, PageData(answer.plan, simulation, answer.progress, answer.advice))
-
-    @property
-    def written(self) -> str:
-        """Returns the files that the answer names."""
-        return " and ".join(str(path) for path in (self.plan, self.report) if path is not None)
 
 
 def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
@@ -378,7 +337,7 @@ def _would_fit(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: th
     return changes
 
 
-def _next_command(request: PlaceRequest, files: _Files) -> str:
+def _next_command(request: PlaceRequest, files: PlanFiles) -> str:
     # the devices of this machine may have changed by then
     placed_on = str(files.cluster) if files.cluster is not None and request.is_local else request.devices
     model = str(files.graph or request.model)

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,6 +111,10 @@ def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
     limit = None if options.budget is None else Budget.parse(options.budget)
     if limit is not None and limit.seconds is None:
         raise InputError(f"--budget is {options.budget!r}; a time such as 10m is expected")
+    if options.tensorboard is not None and find_spec("tensorboard") is None:
+        raise InputError(
+            f"--tensorboard {options.tensorboard}: tensorboard is not installed; pip install 'gdp-placement[train]'"
+        )
     values.check_writable(options.out)
     if options.out.exists() and not options.resume:
         raise InputError(f"{options.out}: exists; go on with it by --resume, or choose another --out")
@@ -136,7 +141,7 @@ def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
     def report(progress: TrainingProgress) -> None:
         line.say(f"training {policy.name}: {training_sentence(progress)}", progress.seconds_left)
 
-    with Processes.join() as processes, stop_on_interrupt(terminate=True) as stop:
+    with Processes.join() as processes, stop_on_interrupt() as stop:
         if options.resume and not options.out.exists() and processes.is_first:
             log(f"gdp: {options.out}: no such file yet, training starts anew")
         policy.to(processes.device)

@@ -1,5 +1,6 @@
 """MODEL -> Graph: a built-in workload, a `gdp-graph` or ONNX file, a Transformers directory, or a user's function."""
 
+import ast
 import contextlib
 import logging
 import os
@@ -70,6 +71,7 @@ def read_part(text: str, reading: Reading, num_parts: int) -> Graph:
 def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
     """Reads the step of one of `num_microbatches` micro-batches."""
     _check_phase(text, reading)
+    _check_no_python_file(text)
     if reading.dims and not _is_onnx(text):
         raise InputError(f"--dim: {text} has no symbolic dimensions; they are those of .onnx files")
     if _is_graph_file(text):
@@ -157,6 +159,29 @@ def _read_jax(text: str, function: JaxFunction, reading: Reading, num_microbatch
     if reading.training and not has_gradients:
         notes.insert(0, f"{text} is a JAX function without gradients, captured as it is: a forward pass")
     return Model(captured.graph, captured.coverage.unknown, is_captured=True, notes=tuple(notes))
+
+
+def _check_no_python_file(text: str) -> None:
+    """Raises InputError for a Python file, and for a module without a function, with the functions that are there."""
+    from gdp.models import workloads
+
+    path = Path(text if text.endswith(".py") else f"{text.replace('.', os.sep)}.py")
+    if (
+        (os.path.isfile(text) and not text.endswith(".py"))
+        or not os.path.isfile(path)
+        or workloads.find(text) is not None
+    ):
+        return
+    try:
+        nodes = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError, OSError):
+        raise InputError(f"{text}: {path} is a Python file with an error; python {path} shows it") from None
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    there = f"; functions there: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+    raise InputError(
+        f"{text}: {path} is a Python file; name a function in it that returns (module, example_inputs), such as "
+        f"{'.'.join(path.with_suffix('').parts)}:{names[0] if names else 'function'}{there}"
+    )
 
 
 def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:

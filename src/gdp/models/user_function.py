@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdp.errors import InputError
+from gdp.errors import InputError, user_line
 
 if TYPE_CHECKING:
     from gdp.models.jax import JaxCapture
@@ -130,7 +130,7 @@ def _explained(text: str, failure: str) -> Iterator[None]:
             raise  # the capture explains these
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
-        raise InputError(f"{text}: {failure} ({reason}); run it by itself to see more") from error
+        raise InputError(f"{text}: {failure} ({reason}{user_line(error)}); --traceback shows more") from error
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from gdp.errors import InputError, first_line
+from gdp.errors import InputError, first_line, user_line
 from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import as_if_on_a_card
@@ -352,8 +352,8 @@ def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
-            f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have; "
-            f"{_decision_remedy(recorder)}"
+            f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have"
+            f"{user_line(error)}; {_decision_remedy(recorder)}"
         ) from error
     except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
         raise InputError(
@@ -362,7 +362,8 @@ def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise InputError(
-            f"{name}: {_place(recorder)}the model failed ({type(error).__name__}: {first_line(error)}); {_remedy(name)}"
+            f"{name}: {_place(recorder)}the model failed "
+            f"({type(error).__name__}: {first_line(error)}{user_line(error)}); {_remedy(name)}"
         ) from error
 
 
