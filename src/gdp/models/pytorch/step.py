@@ -23,6 +23,8 @@ from gdp.errors import InputError, first_line
 from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import as_if_on_a_card
+from gdp.models.pytorch.checkpointing import NO_GRADIENT
+from gdp.models.pytorch.notes import notes_of
 from gdp.models.pytorch.optimizers import OPTIMIZERS
 from gdp.models.pytorch.program import Program, Ref, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
@@ -62,6 +64,7 @@ class Capture:
     graph: Graph
     program: Program
     coverage: Coverage
+    notes: tuple[str, ...] = ()  # what is left out or estimated, a sentence each
 
 
 def capture(
@@ -182,7 +185,7 @@ def _record(
         with mode, recorder, torch.set_grad_enabled(options.training), _explained(name, recorder):
             output = model(*args, **kwargs)
             if options.training:
-                value = pick_loss(output, options.loss, name)
+                value = _loss_of(output, options.loss, name, recorder)
                 recorder.phase = "backward"
                 value.backward()  # type: ignore[no-untyped-call]
                 recorder.phase = "update"
@@ -205,7 +208,19 @@ def _record(
     coverage = Coverage(
         MappingProxyType(dict(recorder.uncovered)), covered["formula"], covered["pointwise"], covered["movement"]
     )
-    return Capture(graph, program, coverage)
+    if not options.training:
+        recorder.notes.pop(NO_GRADIENT, None)
+    return Capture(graph, program, coverage, (*recorder.notes, *notes_of(model, set(graph.kinds))))
+
+
+def _loss_of(output: Any, loss: Loss | None, name: str, recorder: Recorder) -> Tensor:
+    """Returns what `pick_loss` does; the error names the cause where a checkpoint has cut off the gradients."""
+    try:
+        return pick_loss(output, loss, name)
+    except InputError:
+        if NO_GRADIENT in recorder.notes:
+            raise InputError(f"{name}: {NO_GRADIENT}") from None
+        raise
 
 
 def pick_loss(output: Any, loss: Loss | None, name: str) -> Tensor:
