@@ -31,6 +31,8 @@ _STAYS = frozenset(
     getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "pin_memory") if hasattr(Tensor, name)
 )
 
+_DEVICE_POSITIONS = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the latter for `nn.Module.to`
+
 
 @contextlib.contextmanager
 def as_if_on_a_card() -> Iterator[None]:
@@ -91,8 +93,9 @@ class _OnCpu(TorchFunctionMode):
             kwargs = kwargs | {"device": self.without_card(kwargs["device"])}
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
-        if func is Tensor.to and len(args) > 1:
-            args = (args[0], self.without_card(args[1]), *args[2:])
+        position = _DEVICE_POSITIONS.get(func)
+        if position is not None and len(args) > position:
+            args = (*args[:position], self.without_card(args[position]), *args[position + 1 :])
         return func(*args, **kwargs)
 
     def without_card(self, device: Any) -> Any:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -99,7 +99,7 @@ def capture(
         mode = FakeTensorMode()
         with _explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
-        return _record(*step, mode, name, StepOptions(training, optimizer, loss))
+        return _noted(_record(*step, mode, name, StepOptions(training, optimizer, loss)), model)
 
 
 def capture_fn(
@@ -131,10 +131,16 @@ def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions)
         if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
             return answer
         model, args, kwargs = answer if len(answer) == 3 else (*answer, {})
+        built = model
         if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
             with _explained(name):
                 model, args, kwargs = _fake_copies(model, args, kwargs, mode)
-        return _record(model, args, kwargs, mode, name, options)
+        return _noted(_record(model, args, kwargs, mode, name, options), built)
+
+
+def _noted(captured: Capture, model: nn.Module) -> Capture:
+    """Adds notes on the `model` as the user gave it."""
+    return replace(captured, notes=(*captured.notes, *notes_of(model, set(captured.graph.kinds))))
 
 
 class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -210,7 +216,7 @@ def _record(
     )
     if not options.training:
         recorder.notes.pop(NO_GRADIENT, None)
-    return Capture(graph, program, coverage, (*recorder.notes, *notes_of(model, set(graph.kinds))))
+    return Capture(graph, program, coverage, tuple(recorder.notes))
 
 
 def _loss_of(output: Any, loss: Loss | None, name: str, recorder: Recorder) -> Tensor:
