@@ -85,7 +85,9 @@ class ReadingOptions:
         except InputError as error:
             raise InputError(f"--{error}") from None
         costs = None if self.op_costs is None else OpCosts.load(self.op_costs)
-        return Reading(not self.inference, optimizer, microbatching, values.parse_dims(self.dim or ()), costs, self.dtype)
+        return Reading(
+            not self.inference, optimizer, microbatching, values.parse_dims(self.dim or ()), costs, self.dtype
+        )
 
     def check_has_model(self, graph: str | None) -> None:
         """Raises InputError for any of the options where there is no MODEL to read, only the `graph` of a plan."""

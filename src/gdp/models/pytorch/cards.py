@@ -41,7 +41,8 @@ def as_if_on_a_card() -> Iterator[None]:
         yield
         return
     mode = _OnCpu()
-    init_autocast, init_device_context = autocast.__init__, DeviceContext.__init__
+    init_autocast: Any = autocast.__init__
+    init_device_context: Any = DeviceContext.__init__
     autocast_options = checkpoint._get_autocast_kwargs
 
     def init_autocast_as_on_a_card(self: autocast, device_type: str, *args: Any, **options: Any) -> None:
@@ -115,7 +116,7 @@ class _OnCpu(TorchFunctionMode):
         return "cuda" if self.has_card and device_type in CARDS | {"cpu"} else device_type
 
 
-_plain_swap_tensors = torch.utils.swap_tensors
+_plain_swap_tensors: Any = torch.utils.swap_tensors
 
 
 def _swap_tensors(first: Tensor, second: Tensor) -> None:
