@@ -1,7 +1,7 @@
 """A model's code that asks for a card runs as if there were one: its tensors stay on the CPU.
 
-`.to("cuda")`, `.cuda()`, `device="cuda"`, `pin_memory()`, `torch.set_default_device("cuda")` and `torch.autocast` of any
-device work without a GPU, so that one step serves both the capture and `gdp run` on CPUs. The costs of an op do not
+`.to("cuda")`, `.cuda()`, `device="cuda"`, `pin_memory()`, `torch.set_default_device("cuda")` and `torch.autocast` of
+any device work without a GPU, so that one step serves both the capture and `gdp run` on CPUs. The costs of an op do not
 depend on the place where it was captured. Once the code has named a card, `torch.autocast("cpu")` is CUDA's as well:
 `torch.autocast(x.device.type)` means the card.
 """
@@ -37,13 +37,14 @@ _DEVICE_POSITIONS = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the latter for 
 @contextlib.contextmanager
 def as_if_on_a_card() -> Iterator[None]:
     """Makes code that asks for a card use the CPU, under fake tensors or with real ones, and casts as on a card."""
-    if any(isinstance(mode, _OnCpu) for mode in _get_current_function_mode_stack()):
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(isinstance(mode, _OnCpu) for mode in stack):
         yield
         return
     mode = _OnCpu()
     init_autocast: Any = autocast.__init__
     init_device_context: Any = DeviceContext.__init__
-    autocast_options = checkpoint._get_autocast_kwargs
+    autocast_options: Any = checkpoint._get_autocast_kwargs
 
     def init_autocast_as_on_a_card(self: autocast, device_type: str, *args: Any, **options: Any) -> None:
         device_type = mode.autocast_device(device_type)

@@ -10,8 +10,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 NO_GRADIENT = (
-    "torch.utils.checkpoint(use_reentrant=True) gets no input that requires a gradient, so the parameters behind it get "
-    "none; give it use_reentrant=False"
+    "torch.utils.checkpoint(use_reentrant=True) gets no input that requires a gradient, so the parameters behind it "
+    "get none; give it use_reentrant=False"
 )
 
 

@@ -1,4 +1,4 @@
-"""What a capture leaves out of a model or estimates, a sentence each, for the user to know."""
+"""Notes for the user on what a capture leaves out of a model or estimates, a sentence each."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
