@@ -97,7 +97,7 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
         answer = _capture(build, text, reading)
         if isinstance(answer, JaxFunction):
             return _read_jax(text, answer, reading, num_microbatches)
-        model = Model(answer.graph, answer.coverage.unknown, is_captured=True, notes=_notes(text))
+        model = Model(answer.graph, answer.coverage.unknown, is_captured=True, notes=_notes(text, answer))
         graph_cache.write(entry, model)
     return model
 
@@ -125,17 +125,17 @@ def _capture_served(text: str, reading: Reading, num_microbatches: int) -> "tupl
 
     assert build.room is not None, "the capture built the model"
     captured, served = finish(captured, reading.serving, build.room)
-    notes = (*_notes(text), *build.notes)
+    notes = (*_notes(text, captured), *build.notes)
     return captured, Model(captured.graph, captured.coverage.unknown, is_captured=True, notes=notes, served=served)
 
 
-def _notes(text: str) -> tuple[str, ...]:
-    """Returns the differences between a model and its source, a sentence each."""
+def _notes(text: str, captured: "Capture") -> tuple[str, ...]:
+    """Returns the differences between a model and its source, a sentence each; of workloads, docs/ tells them."""
     if not text.startswith(HUGGING_FACE):
-        return ()
+        return captured.notes if ":" in text else ()
     from gdp.models.hugging_face import build
 
-    return build.notes(text)
+    return (*build.notes(text), *captured.notes)
 
 
 def _read_jax(text: str, function: JaxFunction, reading: Reading, num_microbatches: int) -> Model:
@@ -221,7 +221,8 @@ def read_timed_model(text: str, times: "MeasuredTimes", device_kinds: Iterable[s
     op_signatures = signatures(captured.program)
     graph = with_measured_times(captured.graph, op_signatures, times, kinds, LIBRARY)
     noise = measured_noise(op_signatures, times, kinds, LIBRARY)
-    model = reading.finish(Model(graph, captured.coverage.unknown, is_captured=True, noise=noise))
+    model = Model(graph, captured.coverage.unknown, is_captured=True, noise=noise, notes=_notes(text, captured))
+    model = reading.finish(model)
     return replace(model, graph=reading.microbatching.apply(model.graph))
 
 

@@ -130,7 +130,16 @@ def _explained(text: str, failure: str) -> Iterator[None]:
             raise  # the capture explains these
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
-        raise InputError(f"{text}: {failure} ({reason}{user_line(error)}); --traceback shows more") from error
+        raise InputError(f"{text}: {failure} ({reason}{user_line(error)}); {_remedy(reason)}") from error
+
+
+def _remedy(reason: str) -> str:
+    if "cuda" in reason.lower():
+        return (
+            "it is built on the CPU: .cuda() and device='cuda' are taken as that, streams, events, generators and "
+            "queries of a card are not; leave them out"
+        )
+    return "--traceback shows more"
 
 
 @contextlib.contextmanager

@@ -66,17 +66,19 @@ def transfer_occupancy_ns(tensor_bytes: I64, bytes_per_second: int) -> I64:
 
 
 def unused_names(graph: Graph, cluster: Cluster) -> list[str]:
-    """One sentence for each dtype that is neither PyTorch's nor has a rate, and for each name in `time_ns` that is no
-    device or kind: typing errors would change costs silently."""
-    rates = _PLAIN_DTYPES.union(*(device.flops_per_second for device in cluster.devices))
+    """One sentence for each dtype that a kind of device has no rate of, such as bfloat16 on a V100, and for each name
+    in `time_ns` that is no device or kind: typing errors would change costs silently."""
+    rates = {device.kind: device.flops_per_second for device in cluster.devices}
     dtypes = Counter(dtype for dtype, flops in zip(graph.dtypes, graph.flops.tolist(), strict=True) if flops)
     places = Counter(where for table in graph.times_ns for where in table)
     known = {device.name for device in cluster.devices} | {device.kind for device in cluster.devices} | set(KINDS)
-    sentences = [
-        f"{count} ops compute in {dtype!r}, for which no device has a rate: that of float32 is taken"
-        for dtype, count in dtypes.items()
-        if dtype not in rates
-    ]
+    sentences: list[str] = []
+    for dtype, count in dtypes.items():
+        lacking = [kind for kind, known_rates in rates.items() if dtype not in known_rates]
+        if lacking and dtype not in _PLAIN_DTYPES:
+            is_nowhere = len(lacking) == len(rates)
+            where = "no device has a rate" if is_nowhere else f"{', '.join(lacking)} has no rate"
+            sentences.append(f"{count} ops compute in {dtype!r}, for which {where}: that of float32 is taken")
     return sentences + [
         f"{count} ops have a time on {where!r}, which is no device of {cluster.name!r} and no built-in kind"
         for where, count in places.items()

@@ -15,6 +15,7 @@ from typing import Any
 from gdp.errors import InputError, first_line, suggest
 from gdp.graph import Graph
 from gdp.models.jax.assemble import JaxProgram, assemble
+from gdp.models.jax.calls import UNSHARDED, is_sharded
 from gdp.models.jax.recorder import JaxprRecorder
 from gdp.models.jax.stacked_arrays import stacked_arguments
 from gdp.models.jax.values import JaxValue
@@ -96,6 +97,8 @@ def capture_jax(
         raise InputError(f"{name}: the function returns no arrays; return what the step computes")
     function_name = getattr(function, "__name__", name)
     recorder = JaxprRecorder(function_name if function_name.isidentifier() else name, unroll_limit, _is_own)
+    if any(is_sharded(getattr(leaf, "sharding", None)) for leaf in leaves):
+        recorder.note(UNSHARDED)
     stacked = stacked_arguments(closed.jaxpr, unroll_limit)
     values: dict[int, JaxValue] = {}  # by leaf
     for (place, _), variable, is_stacked in zip(examples.items(), closed.jaxpr.invars, stacked, strict=True):

@@ -53,7 +53,7 @@ _weights: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # a cache: 
 @contextlib.contextmanager
 def cuda_autocast_on_cpu() -> Iterator[None]:
     """Makes `torch.autocast("cuda")` cast tensors on the CPU; the process has one such region at a time."""
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     clear = torch.clear_autocast_cache
 
     def clear_all() -> None:

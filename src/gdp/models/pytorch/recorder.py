@@ -97,6 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values: list[ValueRecord] = []
         self.covered: Counter[str] = Counter()
         self.uncovered: Counter[str] = Counter()
+        self.notes: dict[str, None] = {}  # approximations, a sentence each
         self.module_stack: list[str] = []
         self.last_module = ""
         self._memories: dict[int, _Memory] = {}

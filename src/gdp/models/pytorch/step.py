@@ -4,7 +4,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,8 @@ from gdp.errors import InputError, first_line, user_line
 from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import as_if_on_a_card
+from gdp.models.pytorch.checkpointing import NO_GRADIENT
+from gdp.models.pytorch.notes import notes_of
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, Rule, named_rule, rules_of
 from gdp.models.pytorch.program import Program, Ref, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
@@ -68,6 +70,7 @@ class Capture:
     graph: Graph
     program: Program
     coverage: Coverage
+    notes: tuple[str, ...] = ()  # what is left out or estimated, a sentence each
 
     def __repr__(self) -> str:
         """Returns the graph's `repr`, and the number of ops of unknown cost if there are any."""
@@ -115,7 +118,7 @@ def capture(
         choice = rule_choice(options, model, name)
         with _explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
-        return _record(*step, mode, name, options, choice)
+        return _noted(_record(*step, mode, name, options, choice), model)
 
 
 def capture_fn(
@@ -151,10 +154,17 @@ def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions)
         if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
             return answer
         model, args, kwargs = answer if len(answer) == 3 else (*answer, {})
+        built = model
         if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
             with _explained(name):
                 model, args, kwargs = _fake_copies(model, args, kwargs, mode)
-        return _record(model, args, kwargs, mode, name, options, rule_choice(options, model, name))
+        recorded = _record(model, args, kwargs, mode, name, options, rule_choice(options, model, name))
+        return _noted(recorded, built)
+
+
+def _noted(captured: Capture, model: nn.Module) -> Capture:
+    """Adds notes on the `model` as the user gave it."""
+    return replace(captured, notes=(*captured.notes, *notes_of(model, set(captured.graph.kinds))))
 
 
 class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -207,7 +217,7 @@ def _record(
         with mode, recorder, torch.set_grad_enabled(options.training), _explained(name, recorder):
             output = model(*args, **kwargs)
             if options.training:
-                value = pick_loss(output, options.loss, name)
+                value = _loss_of(output, options.loss, name, recorder)
                 recorder.phase = "backward"
                 value.backward()  # type: ignore[no-untyped-call]
                 recorder.phase = "update"
@@ -236,7 +246,19 @@ def _record(
     coverage = Coverage(
         MappingProxyType(dict(recorder.uncovered)), covered["formula"], covered["pointwise"], covered["movement"]
     )
-    return Capture(graph, program, coverage)
+    if not options.training:
+        recorder.notes.pop(NO_GRADIENT, None)
+    return Capture(graph, program, coverage, tuple(recorder.notes))
+
+
+def _loss_of(output: Any, loss: Loss | None, name: str, recorder: Recorder) -> Tensor:
+    """Returns what `pick_loss` does; the error names the cause where a checkpoint has cut off the gradients."""
+    try:
+        return pick_loss(output, loss, name)
+    except InputError:
+        if NO_GRADIENT in recorder.notes:
+            raise InputError(f"{name}: {NO_GRADIENT}") from None
+        raise
 
 
 def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice:
