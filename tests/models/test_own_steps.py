@@ -282,6 +282,34 @@ class Manual(nn.Module):
         return torch.optim.SGD(self.first.parameters(), 0.1), torch.optim.AdamW(self.second.parameters())
 
 
+def test_a_trainer_object_with_a_compiled_model_and_an_average_of_weights() -> None:
+    """`torch.compile` is left out; averaging reads what was updated and counts with the updates: 4 parameters, 3n FLOPs.
+
+    The average is 1,730 further parameters without optimizer state.
+    """
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.average = torch.compile(mlp()), mlp().requires_grad_(False)
+            self.optimizers = {"all": torch.optim.AdamW(self.model.parameters())}
+
+        def step(self, x: Tensor, y: Tensor) -> None:
+            self.optimizers["all"].zero_grad()
+            functional.cross_entropy(self.model(x), y).backward()
+            self.optimizers["all"].step()
+            with torch.no_grad():
+                for mean, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.1)
+
+    graph = capture_fn(lambda: (Trainer().step, batch()), name="trainer").graph
+    assert HeldMemory.of(graph) == HeldMemory(2 * 4 * NUM_PARAMETERS, 8 * NUM_PARAMETERS, 0)
+    assert {name for name, kind in zip(graph.op_names, graph.kinds, strict=True) if kind == "parameter"} == {
+        f"{owner}.{path}" for owner in ("model", "average") for path, _ in mlp().named_parameters()
+    }
+    averaging = [op for op in range(graph.num_ops) if graph.kinds[op] == "aten.lerp_"]
+    assert [graph.phases[op] for op in averaging] == ["update"] * 4
+
+
 def test_a_module_may_step_its_optimizers_itself() -> None:
     """SGD has no state, AdamW two moments of 4 x 2 + 2 elements."""
     model = Manual()

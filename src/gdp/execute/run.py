@@ -107,8 +107,8 @@ def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
     if plan.graph != placed.fingerprint or without_costs(placed).fingerprint != without_costs(captured).fingerprint:
         raise InputError(
             f"the plan is of graph {plan.graph[:12]}, which is not the step of {captured.name!r} "
-            f"({captured.fingerprint[:12]}): the model, its sizes, --inference, --optimizer, measured times or the "
-            "version of gdp or PyTorch differ; place it anew"
+            f"({captured.fingerprint[:12]}): the model, its sizes, micro-batches, --inference, --optimizer, measured "
+            "times or the version of gdp or PyTorch differ; place it anew"
         )
 
 

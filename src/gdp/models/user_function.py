@@ -83,7 +83,7 @@ def _in_order(answer: Any, text: str) -> Example | JaxFunction:
         return JaxFunction(lambda: answer)
     is_complete = isinstance(answer, tuple) and len(answer) in (2, 3)
     is_jax = is_complete and not isinstance(answer[0], nn.Module) and callable(answer[0]) and _has_jax(answer[1:])
-    if not is_complete or not callable(answer[0]):
+    if not is_complete or not callable(answer[0]) or isinstance(answer[0], type):
         kinds = ", ".join(type(item).__name__ for item in (answer if isinstance(answer, tuple) else (answer,)))
         raise InputError(
             f"{text}: returned {kinds}; (module, example_inputs) or (module, args, kwargs) is expected, "

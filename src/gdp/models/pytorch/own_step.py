@@ -90,7 +90,7 @@ def _recorded(
         if not calls.num_updates:
             raise InputError(
                 "the step updates no parameters; a function that calls backward() and the step() of an optimizer is "
-                "expected, or (module, example_inputs)"
+                "expected, or (module, example_inputs), or a function of JAX arrays"
             )
         outputs = {name: recorder.ref(tensor) for name, tensor in named_tensors(answer, "")}
     return recorder, outputs, calls

@@ -202,7 +202,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name.startswith(_LISTS) and any(len(item) > 1 for item in args if isinstance(item, list)):
             return self._one_by_one(func, types, args, kwargs)
         if self.finds_phases:
-            self.phase = self._current_phase(args)
+            self.phase = self._current_phase(func, args)
         func = MATERIALISED.get(func, func)
         traits = self._traits.get(func)
         if traits is None:
@@ -319,11 +319,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layout = _layout(tensor)
         return Ref(memory.value, None if layout == self.values[memory.value].layout else layout)
 
-    def _current_phase(self, args: tuple[Any, ...]) -> str:
+    def _current_phase(self, func: OpOverload, args: tuple[Any, ...]) -> str:
         if (self.is_backward or torch._C._current_autograd_node() is not None) and not self._is_updating:
             return "backward"
         is_late = not torch.is_grad_enabled() and self._home(args) is not None
-        return "update" if is_late or self._is_updating else "forward"
+        is_average = func._schema.is_mutable and not torch.is_grad_enabled() and self._reads_updated(args)
+        return "update" if is_late or is_average or self._is_updating else "forward"
+
+    def _reads_updated(self, args: tuple[Any, ...]) -> bool:
+        """Returns whether an argument is a parameter that was updated in this step, as for an average of weights."""
+        tensors = [tensor for item in args for tensor in leaves(item) if tensor is not None]
+        memories = (self._memories.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        values = [self.values[memory.value] for memory in memories if memory is not None]
+        return any(value.owner is not None and value.producer.phase == "update" for value in values)
 
     def _home(self, item: Any) -> str | None:
         """Returns the module of the first gradient, or piece of optimizer state, among the arguments; None: no such."""

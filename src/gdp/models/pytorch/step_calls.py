@@ -57,6 +57,8 @@ class StepCalls:
 
     def step(self, optimizer: Optimizer, original: Callable[..., Any], closure: Any = None) -> Any:
         """Does what `optimizer.step(closure)` does."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise InputError("LBFGS evaluates the model as often as tensors' content says; take another optimizer")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -164,6 +166,7 @@ class UnreadNumber(float):
 def intercepted(calls: StepCalls) -> Iterator[None]:
     """Replaces the calls of optimizers, schedulers, gradient scalers and reads of numbers by those of `calls`."""
     with contextlib.ExitStack() as undo:
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         for optimizer in calls.parts.optimizers:
             undo.enter_context(_own_step(calls, optimizer))
         for kind in _with_subclasses(LRScheduler):

@@ -24,7 +24,7 @@ class StepParts:
     @classmethod
     def of(cls, step: Callable[..., Any], built: Iterable[Optimizer] = ()) -> "StepParts":
         """Searches closures, globals, attributes and containers; `built` are optimizers known already."""
-        search = _Search()
+        search = _PartsSearch()
         search.visit(step, "", 0)
         for optimizer in built:
             search.visit(optimizer, "optimizer", 0)
@@ -57,7 +57,7 @@ def joined(prefix: str, path: str) -> str:
     return ".".join(filter(None, (prefix, path)))
 
 
-class _Search:
+class _PartsSearch:
     """A walk through what a function can reach; each object once, under the first name."""
 
     def __init__(self) -> None:
@@ -69,6 +69,8 @@ class _Search:
     def visit(self, item: Any, name: str, depth: int) -> None:
         if depth > _MAX_DEPTH or isinstance(item, _PLAIN) or id(item) in self._seen:
             return
+        self._seen[id(item)] = item
+        item = getattr(item, "_orig_mod", item) if isinstance(item, nn.Module) else item  # inside torch.compile's
         self._seen[id(item)] = item
         if isinstance(item, nn.Module):
             self.modules.append((name, item))
