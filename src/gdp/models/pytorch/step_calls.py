@@ -9,6 +9,7 @@ While a user's step is recorded, `intercepted` replaces them:
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -166,7 +167,8 @@ class UnreadNumber(float):
 def intercepted(calls: StepCalls) -> Iterator[None]:
     """Replaces the calls of optimizers, schedulers, gradient scalers and reads of numbers by those of `calls`."""
     with contextlib.ExitStack() as undo:
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
         for optimizer in calls.parts.optimizers:
             undo.enter_context(_own_step(calls, optimizer))
         for kind in _with_subclasses(LRScheduler):
