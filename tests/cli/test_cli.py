@@ -130,6 +130,8 @@ def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run:
         "name": "two-chains",
         "num_ops": 25,
         "num_tensors": 24,
+        "parameter_bytes": 0,
+        "optimizer_state_bytes": 0,
         "fingerprint": graph.fingerprint,
     }
     cluster = Cluster.parse(DEVICES)
@@ -389,6 +391,8 @@ def test_capture_writes_the_graph_of_a_function(run: Run) -> None:
         "name": "cli_model:f",
         "num_ops": graph.num_ops,
         "num_tensors": graph.num_tensors,
+        "parameter_bytes": graph.resident_bytes.sum(),
+        "optimizer_state_bytes": 0,
         "fingerprint": graph.fingerprint,
         "unknown_costs": {},
         "path": "step.json.gz",
@@ -420,7 +424,7 @@ def test_workloads_lists_the_built_in_models(run: Run) -> None:
 def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing PyTorch takes longer than placing a small graph: a graph that is kept needs no model."""
     kept = replace(two_chains(), name="rnnlm-2")
-    made = SimpleNamespace(graph=kept, coverage=SimpleNamespace(unknown={}))
+    made = SimpleNamespace(graph=kept, coverage=SimpleNamespace(unknown={}), notes=())
     monkeypatch.setattr(read, "_capture", lambda *_: made)
     read.read_model("rnnlm-2")
     commands = [
@@ -556,7 +560,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["compare", "graph.json.gz", "--devices", DEVICES, "--seeds", "0"], ["--seeds"]),
     (["capture", "graph.json.gz", "--out", "again.json"], ["is a gdp-graph file already"]),
     (["capture", "cli_broken:fails", "--out", "graph.yaml"], ["--out graph.yaml", ".json.gz"]),
-    (["capture", "cli_broken:fails", "--out", "g.json", "--optimizer", "adagrad"], ["'adagrad'", "adam, sgd"]),
+    (["capture", "cli_broken:fails", "--out", "g.json", "--optimizer", "adagrad"], ["'adagrad'", "adam, adamw, sgd"]),
     (["devices", "show", "toaster"], ["no kind 'toaster'"]),
     (["bench", "search", "--workloads", "gnmt-5"], ["'gnmt-5'"]),
     (["bench", "paper", "--checkpoints", "none"], ["none: no such directory", "--hold-out"]),

@@ -77,4 +77,6 @@ def check_executable(program: Program) -> None:
 
 def check_choice(options: CaptureOptions, model: nn.Module) -> None:
     """Raises InputError for an optimizer that no step of `model` can be captured with, before there is a step."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; gdp.placed takes a module, and its optimizer")
     rule_choice(StepOptions(**options), model, type(model).__name__)

@@ -45,12 +45,15 @@ def module_of(text: str, *, training: bool, dtype: str = "") -> "nn.Module":
         raise InputError(
             "accelerate is not installed, so its device maps are not known; pip install 'gdp-placement[hf]'"
         )
+    from torch import nn
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from gdp.models.read import builder_of
 
     with FakeTensorMode():
-        module: nn.Module = builder_of(text, training=training, dtype=dtype)()[0]
+        module = builder_of(text, training=training, dtype=dtype)()[0]
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{text}: is a training step of your own; accelerate maps modules, name the module")
     return module
 
 

@@ -304,13 +304,20 @@ def _first_microbatch(
         return build
 
     def build_part() -> Example | JaxFunction:
-        from torch import Tensor
+        from torch import Tensor, nn
         from torch.utils._pytree import tree_leaves, tree_map
+
+        from gdp.models.pytorch.own_step import has_own_step
 
         answer = build()
         if isinstance(answer, JaxFunction):
             return answer
         module, args, kwargs = answer
+        if not isinstance(module, nn.Module) or has_own_step(module):
+            raise UnevenBatchError(
+                f"--microbatches: {name} is a training step of your own, which is not split; give its module with "
+                "--optimizer"
+            )
         sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         if not sizes:
             raise InputError(f"{name}: no input is a tensor with a batch dimension; micro-batches need one")

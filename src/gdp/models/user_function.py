@@ -85,11 +85,11 @@ def _in_order(answer: Any, text: str) -> Example | JaxFunction:
         return JaxFunction(lambda: answer)
     is_complete = isinstance(answer, tuple) and len(answer) in (2, 3)
     is_jax = is_complete and not isinstance(answer[0], nn.Module) and callable(answer[0]) and _has_jax(answer[1:])
-    if not is_complete or not (is_jax or isinstance(answer[0], nn.Module)):
+    if not is_complete or not callable(answer[0]) or isinstance(answer[0], type):
         kinds = ", ".join(type(item).__name__ for item in (answer if isinstance(answer, tuple) else (answer,)))
         raise InputError(
             f"{text}: returned {kinds}; (module, example_inputs) or (module, args, kwargs) is expected, "
-            "with a PyTorch module or a function of JAX arrays"
+            "with a PyTorch module, a training step, or a function of JAX arrays"
         )
     inputs, kwargs = answer[1], answer[2] if len(answer) == 3 else {}
     if len(answer) == 2 and isinstance(inputs, Mapping):

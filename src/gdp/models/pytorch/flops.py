@@ -83,7 +83,11 @@ def _classify(func: OpOverload) -> tuple[str, Formula | None]:
         namespace, _, name = func._schema.name.partition("::")
         base = name[:-1] if name.endswith("_") else name
         entry = (UNKNOWN, None)
-        if namespace == "aten" and base in _FORMULAS:
+        if base in _FOREACH:  # of one tensor, see `Recorder`
+            entry = _FOREACH[base]
+        elif base.startswith("_foreach_"):
+            entry = (POINTWISE, None)
+        elif namespace == "aten" and base in _FORMULAS:
             entry = (FORMULA, _FORMULAS[base])
         elif func._schema.name in _LIBRARY_FORMULAS:
             entry = (FORMULA, _LIBRARY_FORMULAS[func._schema.name])
@@ -183,6 +187,11 @@ def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
 def _embedding_bag(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """table, indices: one addition per element looked up."""
     return int(args[1].numel() * args[0].shape[1])
+
+
+def _foreach_reduction(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """One tensor in a list: square and sum, or compare."""
+    return 2 * sum(int(tensor.numel()) for tensor in args[0])
 
 
 def _per_input(count: int, argument: int = 0) -> Formula:
@@ -298,6 +307,13 @@ _LIBRARY_FORMULAS: dict[str, Formula] = {
     # Transformers' grouped product for types without a fake implementation in PyTorch: a, b, ends of groups
     "transformers::grouped_mm_fallback": _grouped_product,
     "transformers::grouped_mm_fallback_backward": _grouped_product_backward,
+}
+
+_FOREACH: dict[str, tuple[str, Formula | None]] = {
+    "_foreach_norm": (FORMULA, _foreach_reduction),
+    "_foreach_max": (FORMULA, _foreach_reduction),
+    "_foreach_copy": (MOVEMENT, None),
+    "_foreach_zero": (MOVEMENT, None),
 }
 
 _POINTWISE = names(

@@ -137,8 +137,13 @@ class AdafactorRule(UpdateRule):
 
     def calls(self, weight: Ref, gradient: Ref, state: Sequence[Ref], widened: Widened) -> list[Call]:
         """Returns PyTorch's own function."""
-        function = torch.ops.gdp.adafactor_.default
-        return [Call(function, (weight, gradient, list(state)), dict(self.options), (-1,))]
+        options = {key: value for key, value in self.options.items() if key != "maximize"}
+        return [Call(torch.ops.gdp.adafactor_.default, (weight, gradient, list(state)), options, (-1,))]
+
+    @property
+    def refusal(self) -> str:
+        """Returns why the update cannot be executed; "" if it can be."""
+        return "Adafactor with maximize=True is counted, not run" if self.options["maximize"] else ""
 
 
 class EightBitAdamRule(UpdateRule):
@@ -327,7 +332,6 @@ def _adafactor_update(
     eps2: float,
     d: float,
     weight_decay: float,
-    maximize: bool,
 ) -> None:
     """Updates `weight` as `torch.optim.Adafactor` does; state: row and column factors or variance, then the count."""
     *factors, count = state
@@ -345,7 +349,7 @@ def _adafactor_update(
         weight_decay=weight_decay,
         eps1=eps1,  # type: ignore[arg-type]
         eps2=eps2,
-        maximize=maximize,
+        maximize=False,
     )
 
 

@@ -16,7 +16,7 @@ Writers of the first and third kind follow all readers of the old value, so that
 import contextlib
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ aten = torch.ops.aten
 # types of grouped products that PyTorch computes and has no shapes for
 _UNKNOWN_TO_GROUPS = (torch.float32, torch.float16)
 _DEVICE_QUERY = torch.ops.prim.device.default
+_LISTS = "aten::_foreach_"  # of tensors, all treated alike
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +86,11 @@ class _Memory:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators dispatched inside `with fake_mode, recorder:`; the caller sets `phase`."""
+    """Records the operators dispatched inside `with fake_mode, recorder:`.
+
+    The caller sets `phase`, or `finds_phases`: then an operator that autograd calls is backward, one that works on
+    gradients or an optimizer's state without recording gradients is update, and all others are forward.
+    """
 
     def __init__(self, fake_mode: FakeTensorMode, stored: Mapping[str, StoredWeight] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,6 +109,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[int, tuple[str, Tensor]] = {}  # by memory: plain attributes of modules, adopted when used
         self.state_parts: dict[int, tuple[str, Ref | None]] = {}  # by value: key, the parameter that it starts as
         self.refusals: dict[str, None] = {}  # reasons why the step cannot be executed
+        self.finds_phases = False  # else the caller sets `phase`
+        self.is_backward = False  # if it finds them: inside `backward`
+        self._homes: dict[int, str] = {}  # by memory: the module of a gradient, of optimizer state, or made of those
+        self._is_updating = False
         self._update_states: dict[tuple[int, str], list[int]] = {}  # by parameter and optimizer: values
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a real tensor met on the way, its fake
         self._traits: dict[OpOverload, Traits] = {}
@@ -144,13 +153,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes that `tensor` is a plain attribute of a module: a buffer if an operator reads it."""
         self._names.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
 
-    def watch(self, module: nn.Module) -> list[Any]:
-        """Tracks the running module; returns the hooks' handles.
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Notes that the memory of a parameter's gradient belongs to the update of the parameter."""
+        assert parameter.grad is not None
+        home = self._parameter_modules.get(id(parameter), "")
+        self._homes[parameter.grad.untyped_storage()._cdata] = home
+
+    def add_state(self, tensor: Tensor, parameter: Tensor) -> None:
+        """Adds memory that an optimizer keeps beside a parameter; single numbers count no bytes."""
+        storage, owner = tensor.untyped_storage(), self.values[self.ref(parameter).value].owner
+        if storage._cdata in self._memories or owner is None:
+            return
+        num_bytes = storage.nbytes() if tensor.dim() else 0
+        self._new_value(storage, ValueRecord(owner, _layout(tensor), num_bytes, owner))
+        owner.resident_bytes += num_bytes
+        self._homes[storage._cdata] = self._parameter_modules.get(id(parameter), "")
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Makes all operators meanwhile update ones."""
+        self._is_updating = True
+        try:
+            yield
+        finally:
+            self._is_updating = False
+
+    def watch(self, module: nn.Module, prefix: str = "") -> list[Any]:
+        """Tracks the running module, its paths behind `prefix`; returns the hooks' handles.
 
         With hooks, nn.TransformerEncoderLayer and nn.MultiheadAttention do not use their fused kernels for inference.
         """
         handles: list[Any] = []
-        for path, part in module.named_modules():
+        for path, part in module.named_modules(prefix=prefix):
 
             def enter(_part: nn.Module, _args: Any, path: str = path) -> None:
                 self.module_stack.append(path)
@@ -174,6 +208,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func in LIFTS and type(args[0]) is not FakeTensor:
             return self._record_constant(func, args[0])
+        if func._schema.name.startswith(_LISTS) and any(len(item) > 1 for item in args if isinstance(item, list)):
+            return self._one_by_one(func, types, args, kwargs)
+        if self.finds_phases:
+            self.phase = self._current_phase(func, args)
         func = MATERIALISED.get(func, func)
         traits = self._traits.get(func)
         if traits is None:
@@ -181,7 +219,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args = self._all_fake(args)
         if kwargs:
             kwargs = dict(zip(kwargs, self._all_fake(tuple(kwargs.values())), strict=True))
-        module = self._locate()
+        module = self._locate(args)
         if traits.is_view:
             return func(*args, **kwargs)
 
@@ -249,6 +287,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             per_token=per_token,
         )
         record.outputs = [value for value in dict.fromkeys(returned) if value >= 0]
+        if self.phase == "update":
+            self._homes.update(dict.fromkeys(fresh, module))
         self._commit(record, written)
         return result
 
@@ -303,6 +343,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory = self._adopt(tensor)
         layout = _layout(tensor)
         return Ref(memory.value, None if layout == self.values[memory.value].layout else layout)
+
+    def _current_phase(self, func: OpOverload, args: tuple[Any, ...]) -> str:
+        if (self.is_backward or torch._C._current_autograd_node() is not None) and not self._is_updating:
+            return "backward"
+        is_late = not torch.is_grad_enabled() and self._home(args) is not None
+        is_average = func._schema.is_mutable and not torch.is_grad_enabled() and self._reads_updated(args)
+        return "update" if is_late or is_average or self._is_updating else "forward"
+
+    def _reads_updated(self, args: tuple[Any, ...]) -> bool:
+        """Returns whether an argument is a parameter that was updated in this step, as for an average of weights."""
+        tensors = [tensor for item in args for tensor in leaves(item) if tensor is not None]
+        memories = (self._memories.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        values = [self.values[memory.value] for memory in memories if memory is not None]
+        return any(value.owner is not None and value.producer.phase == "update" for value in values)
+
+    def _home(self, item: Any) -> str | None:
+        """Returns the module of the first gradient, or piece of optimizer state, among the arguments; None: no such."""
+        if isinstance(item, Tensor):
+            return self._homes.get(item.untyped_storage()._cdata)
+        if isinstance(item, (tuple, list)):
+            return next((home for part in item if (home := self._home(part)) is not None), None)
+        return None
+
+    def _one_by_one(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records an operator on lists as one op for each tensor: they may be on different devices."""
+        count = max(len(item) for item in args if isinstance(item, list))
+        results: list[Any] = []
+        for number in range(count):
+            one = tuple(item[number : number + 1] if isinstance(item, (list, tuple)) else item for item in args)
+            result = self.__torch_dispatch__(func, types, one, kwargs)
+            results += result if isinstance(result, (list, tuple)) else []
+        return results or None
 
     # -- parts of the above ----------------------------------------------------------------------------------------
 
@@ -473,8 +545,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.records.append(record)
         return result
 
-    def _locate(self) -> str:
+    def _locate(self, args: tuple[Any, ...] = ()) -> str:
         """Returns the module of the operator being dispatched; a forward one passes it to its autograd node."""
+        if self.phase == "update" and (home := self._home(args)) is not None:
+            return home
         if self.module_stack or self.phase == "forward":
             module = self.last_module = self.module_stack[-1] if self.module_stack else ""
             node = torch._C._autograd._get_sequence_nr() - 1

@@ -5,6 +5,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,10 +25,13 @@ from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.models.pytorch.checkpointing import NO_GRADIENT
+from gdp.models.pytorch.fake_copies import fake_memories
 from gdp.models.pytorch.notes import notes_of
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, Rule, named_rule, rules_of
+from gdp.models.pytorch.own_step import Step, has_own_step, record_module_step, record_own_step
 from gdp.models.pytorch.program import Program, Ref, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
+from gdp.models.pytorch.step_calls import building
 from gdp.models.stored_weights import stored_weights
 
 Loss = Callable[[Any], Tensor]
@@ -70,7 +74,7 @@ class Capture:
     graph: Graph
     program: Program
     coverage: Coverage
-    notes: tuple[str, ...] = ()  # what is left out or estimated, a sentence each
+    notes: tuple[str, ...] = ()  # what is left out, estimated or taken for granted, a sentence each
 
     def __repr__(self) -> str:
         """Returns the graph's `repr`, and the number of ops of unknown cost if there are any."""
@@ -79,7 +83,7 @@ class Capture:
 
 
 def capture(
-    model: nn.Module,
+    model: nn.Module | Step,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -105,16 +109,23 @@ def capture(
     `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
     number, is left out), those of a buffer its own.
 
+    `model` may be a step of the user's: a function of the arguments that runs forward, backward and its own optimizers,
+    or a module with `training_step(batch)` and `configure_optimizers()`. It is called twice and recorded the second
+    time; `optimizer`, `master_weights` and `loss` are its own. Its graph is placed, not executed.
+
     Raises InputError if the model fails or takes decisions from tensors' content, or if nothing in it can be trained.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; a PyTorch module is expected")
-    name = type(model).__name__ if name is None else name
+    if not callable(model):
+        raise InputError(f"model is a {type(model).__name__}; a PyTorch module or a training step is expected")
+    if name is None:
+        name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "step")
     if isinstance(args, (Tensor, Mapping)):
         raise InputError(f"{name}: args is a {type(args).__name__}; a tuple of the model's arguments is expected")
     with _isolated():
         mode = FakeTensorMode()
         options = StepOptions(training, optimizer, loss, master_weights)
+        if not isinstance(model, nn.Module) or is_own_step(model, options):
+            return _record_own(model, args, kwargs or {}, mode, name, options)
         choice = rule_choice(options, model, name)
         with _explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
@@ -148,12 +159,14 @@ def capture_fn(
 def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions) -> Capture | Any:
     """Returns what `capture_fn` does, or the answer of `build` itself if it is no PyTorch model with its inputs."""
     with _isolated():
-        mode = _BuildMode()
-        with _explained(name), _copies_allowed(), mode:
+        mode, optimizers = _BuildMode(), list[torch.optim.Optimizer]()
+        with _explained(name), _copies_allowed(), building(optimizers), mode:
             answer = build()
-        if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
+        if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not callable(answer[0]):
             return answer
         model, args, kwargs = answer if len(answer) == 3 else (*answer, {})
+        if is_own_step(model, options):
+            return _record_own(model, args, kwargs, mode, name, options, optimizers)
         built = model
         if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
             with _explained(name):
@@ -242,13 +255,16 @@ def _record(
             "trained here; leave them out, or give the model in bfloat16"
         )
     graph, program = assemble(recorder, name, outputs, loss_ref, gradients)
-    covered = recorder.covered
-    coverage = Coverage(
-        MappingProxyType(dict(recorder.uncovered)), covered["formula"], covered["pointwise"], covered["movement"]
-    )
     if not options.training:
         recorder.notes.pop(NO_GRADIENT, None)
-    return Capture(graph, program, coverage, tuple(recorder.notes))
+    return Capture(graph, program, _coverage(recorder), tuple(recorder.notes))
+
+
+def _coverage(recorder: Recorder) -> Coverage:
+    covered = recorder.covered
+    return Coverage(
+        MappingProxyType(dict(recorder.uncovered)), covered["formula"], covered["pointwise"], covered["movement"]
+    )
 
 
 def _loss_of(output: Any, loss: Loss | None, name: str, recorder: Recorder) -> Tensor:
@@ -259,6 +275,38 @@ def _loss_of(output: Any, loss: Loss | None, name: str, recorder: Recorder) -> T
         if NO_GRADIENT in recorder.notes:
             raise InputError(f"{name}: {NO_GRADIENT}") from None
         raise
+
+
+def is_own_step(model: Any, options: StepOptions) -> bool:
+    """Returns whether `model` is a training step of the user's, instead of a module that gdp trains."""
+    return (options.training and has_own_step(model)) or (callable(model) and not isinstance(model, nn.Module))
+
+
+def _record_own(
+    model: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: FakeTensorMode,
+    name: str,
+    options: StepOptions,
+    built: Sequence[torch.optim.Optimizer] = (),
+) -> Capture:
+    """Captures a user's own step."""
+    if not options.training:
+        raise InputError(f"{name}: is a training step of your own; give its module for inference")
+    if options.optimizer != "adam" or options.master_weights or options.loss is not None:
+        raise InputError(f"{name}: is a training step of your own, which has its optimizers in it; leave others out")
+    explained = partial(_explained, name)
+    try:
+        if isinstance(model, nn.Module):
+            model = getattr(model, "_orig_mod", model)
+            recorder, outputs, calls = record_module_step(model, args, kwargs, mode, explained)
+        else:
+            recorder, outputs, calls = record_own_step(model, args, kwargs, mode, built, explained)
+    except InputError as error:
+        raise error if str(error).startswith(name) else InputError(f"{name}: {error}") from error
+    graph, program = assemble(recorder, name, outputs, None, {})
+    return Capture(graph, program, _coverage(recorder), (*recorder.notes, *calls.notes))
 
 
 def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice:
@@ -314,38 +362,12 @@ def _fake_copies(
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     state = [tensor for _, tensor in named_state(model)]
     inputs = [tensor for _, tensor in named_inputs(args, kwargs)]
-    memo: dict[int, Any] = {}
-    for tensors in (state, inputs):
-        by_memory: dict[Any, dict[int, Tensor]] = {}
-        for tensor in tensors:
-            by_memory.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), {})[id(tensor)] = tensor
-        for sharing in by_memory.values():
-            memo |= dict(zip(sharing, _fake_memory(list(sharing.values()), mode), strict=True))
+    memo = fake_memories(state, mode) | fake_memories(inputs, mode)
     return (
         copy.deepcopy(model, dict(memo)),
         copy.deepcopy(tuple(args), dict(memo)),
         copy.deepcopy(dict(kwargs), dict(memo)),
     )
-
-
-def _fake_memory(tensors: list[Tensor], mode: FakeTensorMode) -> list[Tensor]:
-    """Returns fake tensors that overlap as these do, in memory of just the extent that they cover."""
-    start = min(tensor.storage_offset() for tensor in tensors)
-    extents = [
-        tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        for tensor in tensors
-        if tensor.numel()
-    ]
-    with mode, torch.no_grad():
-        memory = torch.empty(max(extents, default=start) - start, dtype=tensors[0].dtype)
-        fakes: list[Tensor] = []
-        for tensor in tensors:
-            fake = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start).detach()
-            if isinstance(tensor, nn.Parameter):
-                fakes.append(nn.Parameter(fake, tensor.requires_grad))
-            else:
-                fakes.append(fake.requires_grad_(tensor.requires_grad))
-    return fakes
 
 
 @contextlib.contextmanager
