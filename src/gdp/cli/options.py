@@ -60,7 +60,8 @@ class ReadingOptions:
         str, typer.Option(help="Of hf:DIR: step, or prefill or decode with a cache of keys and values (inference).")
     ] = "step"
     kv_cache: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Bytes of an element of the cache (2, 1), or a type (fp8, q8_0).")
+        str | None,
+        typer.Option(metavar="BYTES", help="Bytes of an element of the cache (2, 1), or a type (fp8, q8_0)."),
     ] = None
     dim: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")

@@ -81,7 +81,11 @@ def write(path: Path | None, model: Model) -> None:
 def _code(*rooms: str) -> list[Path]:
     """Returns the files of code that graphs read by these packages depend on."""
     directories = [_GRAPH, *(_MODELS / room for room in rooms)]
-    return [_MODELS / "names.py", _MODELS / "serving.py", *(file for directory in directories for file in directory.glob("*.py"))]
+    return [
+        _MODELS / "names.py",
+        _MODELS / "serving.py",
+        *(file for directory in directories for file in directory.glob("*.py")),
+    ]
 
 
 def _installed(package: str) -> str:

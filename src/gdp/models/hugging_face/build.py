@@ -164,13 +164,17 @@ def notes(text: str) -> tuple[str, ...]:
     config = _read_config(Path(directory))
     found: list[str] = []
     if config.get("auto_map"):
-        found.append(f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'")
+        found.append(
+            f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'"
+        )
     names = config.get("architectures")
     if "vision_config" in config and names:
         import transformers
 
         if leaves_out_images(getattr(transformers, names[0])):
-            found.append(f"{text}: the step reads text alone; the image encoder's parameters take memory, and do no work")
+            found.append(
+                f"{text}: the step reads text alone; the image encoder's parameters take memory, and do no work"
+            )
     return tuple(found)
 
 

@@ -437,5 +437,3 @@ def _without_masks() -> Iterator[None]:
     finally:
         mapping.clear()
         mapping.update(before)
-
-
