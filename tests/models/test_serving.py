@@ -1,6 +1,7 @@
 """Prefill and decode of Transformers configs: the bits of the model, and the memory of the cache by hand."""
 
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -141,10 +142,10 @@ def _decode_t5(prefill: Any, prefilled: Any, decode: Any, inputs: Any, plain: An
 def test_memory_and_reads_of_a_decode_step_of_qwen_by_hand(tmp_path: Path) -> None:
     """Qwen2.5-32B in bfloat16, 16 sequences of 8192 tokens.
 
-    Weights of a layer: q, o 2 x 5120 x 5120, k, v 2 x 5120 x 1024, three of 5120 x 27648; biases 5120 + 2 x 1024, two
-    norms 2 x 5120: 487,587,840 + 17,408. With 64 layers, a norm and two tables of 152064 x 5120: 32,763,876,352
-    weights, 65,527,752,704 bytes. Cache: 2 (keys, values) x 64 layers x 8 heads x 128 x 2 bytes = 262,144 bytes a
-    token, x 16 x 8192 = 34,359,738,368. Attention reads all of it; matrix products read all weights but the table of tokens.
+    Weights of a layer: q, o 2 x 5120 x 5120, k, v 2 x 5120 x 1024, three of 5120 x 27648: 487,587,840; biases 5120 + 2
+    x 1024, norms 2 x 5120: 17,408. 64 layers, a norm and two tables of 152064 x 5120: 32,763,876,352 weights,
+    65,527,752,704 bytes. Cache: 2 (keys, values) x 64 layers x 8 heads x 128 x 2 bytes = 262,144 bytes for a token,
+    x 16 x 8192 = 34,359,738,368. Attention reads all of it; products read all weights but the table of tokens.
     """
     text = f"hf:{write(tmp_path, QWEN)}?batch=16&context=8192"
     capture, served = captured(text, "decode")
@@ -253,8 +254,6 @@ def test_bad_options_are_one_line_and_write_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each exits with status 2."""
-    import re
-
     monkeypatch.chdir(tmp_path)
     text = tiny("llama", tmp_path / "llama", sizes)
     assert main(["place", text, "--devices", "l4-24g", *options]) == 2

@@ -393,9 +393,10 @@ def _attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         _begin(cache, room)
-        with _attention_functions({"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})):
-            with _without_masks() if room.is_decode else contextlib.nullcontext():
-                return kind.forward(self, *args, **kwargs)
+        functions = {"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})
+        masks = _without_masks() if room.is_decode else contextlib.nullcontext()
+        with _attention_functions(functions), masks:
+            return kind.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

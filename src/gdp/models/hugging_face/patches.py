@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-
 _NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"  # of `transformers.utils.import_utils.torch_compilable_check`
 
 
