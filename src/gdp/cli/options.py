@@ -68,6 +68,13 @@ class ReadingOptions:
     optimizer: OptimizerOption = "adam"
     master_weights: MasterWeightsOption = False
     dtype: DtypeOption = ""
+    phase: Annotated[
+        str, typer.Option(help="Of hf:DIR: step, or prefill or decode with a cache of keys and values (inference).")
+    ] = "step"
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Bytes of an element of the cache (2, 1), or a type (fp8, q8_0)."),
+    ] = None
     dim: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
     ] = None
@@ -80,13 +87,17 @@ class ReadingOptions:
         from gdp.cli import values
         from gdp.models.model import Microbatching, Reading, check_dtype
         from gdp.models.op_costs import OpCosts
+        from gdp.models.serving import Serving
 
+        serving = Serving.parse(self.phase, self.kv_cache)
+        is_inference = self.inference or serving.has_cache
         if self.free_replicas and self.microbatches == 1:
             raise InputError(
                 "--free-replicas: there are no replicas without micro-batches; give --microbatches as well"
             )
-        if self.inference and self.microbatches > 1:
-            raise InputError("--microbatches: gradients are accumulated in training; leave out --inference")
+        if is_inference and self.microbatches > 1:
+            option = "--phase" if serving.has_cache else "--inference"
+            raise InputError(f"--microbatches: gradients are accumulated in training; leave out {option}")
         try:
             check_dtype(self.dtype)
             microbatching = Microbatching(self.microbatches, self.free_replicas)
@@ -94,7 +105,16 @@ class ReadingOptions:
             raise InputError(f"--{error}") from None
         costs = None if self.op_costs is None else OpCosts.load(self.op_costs)
         dims = values.parse_dims(self.dim or ())
-        return Reading(not self.inference, self.optimizer, microbatching, dims, costs, self.master_weights, self.dtype)
+        return Reading(
+            not is_inference,
+            self.optimizer,
+            microbatching,
+            dims,
+            costs,
+            self.master_weights,
+            self.dtype,
+            serving,
+        )
 
     def check_has_model(self, graph: str | None) -> None:
         """Raises InputError for any of the options where there is no MODEL to read, only the `graph` of a plan."""
@@ -104,6 +124,8 @@ class ReadingOptions:
             "--optimizer": self.optimizer != "adam",
             "--master-weights": self.master_weights,
             "--dtype": self.dtype,
+            "--phase": self.phase != "step",
+            "--kv-cache": self.kv_cache is not None,
             "--dim": self.dim,
             "--op-costs": self.op_costs,
         }

@@ -187,11 +187,13 @@ def _place(request: PlaceRequest) -> int:
         written = files.plan if is_written else None
         print_json(
             documents.place_document(graph, request.cluster, plan, written, advice=answer.advice, would_fit=would_fit)
+            | ({} if source.served is None else {"serving": source.served.figures(plan.step_time_ns)})
         )
     elif fits:
         command = _next_command(request, files) if is_written else ""
         shown = " and ".join(str(path) for path in files.shown)
-        show(console.place_report(plan, simulation, source.unknown_costs, shown, command, answer.advice))
+        told = "" if source.served is None else source.served.sentence(plan.step_time_ns)
+        show(console.place_report(plan, simulation, source.unknown_costs, shown, command, answer.advice, serving=told))
     if failure is not None:
         good = ", ".join(map(str, files.written))
         return fail(f"error: {failure}; {f'whole: {good}' if good else 'nothing was written'}", BAD_INPUT)
@@ -352,7 +354,7 @@ def _next_command(request: PlaceRequest, files: PlanFiles) -> str:
         if reading.microbatching.count > 1:
             command += ["--microbatches", str(reading.microbatching.count)]
             command += ["--free-replicas"] * reading.microbatching.free_replicas
-        command += ["--inference"] * (not reading.training)
+        command += reading.serving.words() or ["--inference"] * (not reading.training)
         command += ["--optimizer", reading.optimizer] if reading.optimizer != "adam" else []
         command += ["--master-weights"] * reading.master_weights
         command += ["--dtype", reading.dtype] if reading.dtype else []

@@ -57,6 +57,13 @@ class Serving:
         """True for prefill and decode."""
         return self.phase != PHASES[0]
 
+    def words(self) -> list[str]:
+        """Returns the options as they are written on a command line."""
+        words = ["--phase", self.phase] if self.has_cache else []
+        return (
+            words if self.cache_element_bytes is None else [*words, "--kv-cache", str(float(self.cache_element_bytes))]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ServedStep:
@@ -82,7 +89,11 @@ class ServedStep:
 
     def figures(self, step_time_ns: int) -> dict[str, Any]:
         """Returns the facts with the time to the first token, or with tokens per second, for a step time."""
-        speed = {"time_to_first_token_ns": step_time_ns, "prompt_tokens_per_second": None, "tokens_per_second": None}
+        speed: dict[str, float | None] = {
+            "time_to_first_token_ns": step_time_ns,
+            "prompt_tokens_per_second": None,
+            "tokens_per_second": None,
+        }
         per_second = self.num_sequences * self.num_tokens * 1e9 / step_time_ns if step_time_ns else None
         if self.phase == "decode":
             speed |= {"time_to_first_token_ns": None, "tokens_per_second": per_second}
