@@ -431,3 +431,5 @@ def _without_masks() -> Iterator[None]:
     finally:
         mapping.clear()
         mapping.update(before)
+
+
