@@ -123,7 +123,11 @@ def test_mixtures_have_the_types_of_llama_cpp() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "unknown name": (LLAMA, "&weights=q4_k_mm", "weights is 'q4_k_mm'; did you mean q4_k_m"),
-    "unknown method": (quantised(quant_method="aqlm"), "", "quant_method 'aqlm', which is not modelled .*?weights=int4"),
+    "unknown method": (
+        quantised(quant_method="aqlm"),
+        "",
+        "quant_method 'aqlm', which is not modelled .*?weights=int4",
+    ),
     "no bits": (quantised(quant_method="awq", bits="four"), "", "quantization_config of awq cannot be read"),
     "no object": ({**LLAMA, "quantization_config": [4]}, "", "quantization_config is a list; a JSON object"),
 }
@@ -138,9 +142,7 @@ def test_a_bad_format_is_one_line(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_quantised_weights_are_for_inference_and_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantised_weights_are_for_inference_and_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Training is refused with the remedy, execution too."""
     (tmp_path / "config.json").write_text(json.dumps(quantised(quant_method="awq", bits=4)))
     assert main(["place", f"hf:{tmp_path}", "--devices", "2xl4-24g", "--out", str(tmp_path / "out")]) == 2

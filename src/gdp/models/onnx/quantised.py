@@ -10,50 +10,24 @@ An exporter of quantised models writes `x_q -> DequantizeLinear -> Conv -> Quant
 - a product with a weight of at most 4 bits reads that weight, and computes in floats (ONNX Runtime: MatMulNBits);
 - a DequantizeLinear that no other op reads is gone, and so is one that a QuantizeLinear undoes.
 
-A weight of 8 bits beside operands in floats stays as the file has it: no runtime keeps it in 8 bits while it multiplies.
+A weight of 8 bits beside operands in floats stays as the file has it: a float copy is made in each step.
 """
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from gdp.models.names import element_bits
+from gdp.models.names import element_bits, names
 from gdp.models.onnx.costs import table_name
 from gdp.models.onnx.nodes import OnnxOp
 
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 _BETWEEN = frozenset({"Relu", "Clip"})  # a range, which quantisation cuts off by itself
 # Operators of ONNX Runtime's QDQ node groups beside the products
-_OTHERS = frozenset(
-    [
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "Sigmoid",
-        "Tanh",
-        "LeakyRelu",
-        "Relu",
-        "Clip",
-        "Softmax",
-        "Gelu",
-        "AveragePool",
-        "GlobalAveragePool",
-        "MaxPool",
-        "Concat",
-        "Where",
-        "Resize",
-        "Transpose",
-        "Slice",
-        "Split",
-        "Gather",
-        "Pad",
-        "Expand",
-        "DepthToSpace",
-        "SpaceToDepth",
-        "Max",
-        "Min",
-        "ReduceMean",
-    ]
+_OTHERS = names(
+    """
+    Add Sub Mul Div Sigmoid Tanh LeakyRelu Relu Clip Softmax Gelu AveragePool GlobalAveragePool MaxPool Concat Where
+    Resize Transpose Slice Split Gather Pad Expand DepthToSpace SpaceToDepth Max Min ReduceMean
+    """
 )
 _EIGHT_BITS = frozenset({"int8", "uint8"})
 _DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
