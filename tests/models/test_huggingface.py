@@ -297,7 +297,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "no size": (
         BERT,
         "?batches=2",
-        "'batches=2' is no size; NAME=VALUE with batch, sequence, image, dtype, context, weights",
+        "'batches=2' is no size; NAME=VALUE with batch, sequence, image, dtype, ",
     ),
     "twice": (BERT, "?batch=2&batch=2", "batch is given twice"),
     "no number": (BERT, "?batch=0", "batch is '0'; an integer of at least 1"),

@@ -182,7 +182,7 @@ def test_results_have_the_sizes_that_onnx_runtime_computes_and_flops_are_those_b
 
 
 def test_a_product_between_dequantise_and_quantise_is_one_kernel_on_bytes(tmp_path: Path) -> None:
-    """x [3, 40] and w [40, 50] in 8 bits: reads 120 + 2000 bytes, writes 150; 2 * 3 * 40 * 50 FLOPs and 150 to round."""
+    """x [3, 40] and w [40, 50] in 8 bits: reads 120 + 2000 bytes, writes 150; 2 * 3 * 40 * 50 + 150 FLOPs."""
     for domain in ("", "com.microsoft"):
         nodes = [
             N("QuantizeLinear", ["x", "s", "z"], ["xq"], domain=domain),

@@ -126,7 +126,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "unknown method": (
         quantised(quant_method="aqlm"),
         "",
-        "quant_method 'aqlm', which is not modelled .*?weights=int4",
+        "quant_method 'aqlm', which is not modelled",
     ),
     "no bits": (quantised(quant_method="awq", bits="four"), "", "quantization_config of awq cannot be read"),
     "no object": ({**LLAMA, "quantization_config": [4]}, "", "quantization_config is a list; a JSON object"),
@@ -148,5 +148,5 @@ def test_quantised_weights_are_for_inference_and_not_run(tmp_path: Path, capsys:
     assert main(["place", f"hf:{tmp_path}", "--devices", "2xl4-24g", "--out", str(tmp_path / "out")]) == 2
     assert "quantised weights, which are for inference; give --inference" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    with pytest.raises(InputError, match="is placed, not executed: add .weights=none"):
+    with pytest.raises(InputError, match=r"is placed, not executed: add \?weights=none"):
         read.read_capture(f"hf:{tmp_path}", read.Reading(training=False))

@@ -8,8 +8,8 @@ An op's time on a device is its `time_ns` for the device's name, else for the de
     launch_ns + max(ceil(flops * 1e9 / peak), ceil(bytes_accessed * 1e9 / memory_bandwidth))
 
 with the device's peak rate for the op's dtype. If it has none, float8 types run at the bfloat16 rate, else at that of
-float16: without units for them, kernels unpack such weights and multiply halves. All others run at the float32 rate. An op without flops and bytes
-launches nothing and takes 0.
+float16: without units for them, kernels unpack such weights and multiply halves. All others run at the float32 rate. An
+op without flops and bytes launches nothing and takes 0.
 """
 
 from collections import Counter
