@@ -56,6 +56,13 @@ class ReadingOptions:
         bool, typer.Option("--free-replicas", help="Let the micro-batches of an op be on different devices.")
     ] = False
     inference: InferenceOption = False
+    phase: Annotated[
+        str, typer.Option(help="Of hf:DIR: step, or prefill or decode with a cache of keys and values (inference).")
+    ] = "step"
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Bytes of an element of the cache (2, 1), or a type (fp8, q8_0)."),
+    ] = None
     dim: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
     ] = None
@@ -68,25 +75,32 @@ class ReadingOptions:
         from gdp.cli import values
         from gdp.models.model import Microbatching, Reading
         from gdp.models.op_costs import OpCosts
+        from gdp.models.serving import Serving
 
+        serving = Serving.parse(self.phase, self.kv_cache)
+        is_inference = self.inference or serving.has_cache
         if self.free_replicas and self.microbatches == 1:
             raise InputError(
                 "--free-replicas: there are no replicas without micro-batches; give --microbatches as well"
             )
-        if self.inference and self.microbatches > 1:
-            raise InputError("--microbatches: gradients are accumulated in training; leave out --inference")
+        if is_inference and self.microbatches > 1:
+            option = "--phase" if serving.has_cache else "--inference"
+            raise InputError(f"--microbatches: gradients are accumulated in training; leave out {option}")
         try:
             microbatching = Microbatching(self.microbatches, self.free_replicas)
         except InputError as error:
             raise InputError(f"--{error}") from None
         costs = None if self.op_costs is None else OpCosts.load(self.op_costs)
-        return Reading(not self.inference, optimizer, microbatching, values.parse_dims(self.dim or ()), costs)
+        dims = values.parse_dims(self.dim or ())
+        return Reading(not is_inference, optimizer, microbatching, dims, costs, serving)
 
     def check_has_model(self, graph: str | None) -> None:
         """Raises InputError for any of the options where there is no MODEL to read, only the `graph` of a plan."""
         options = {
             "--microbatches": self.microbatches > 1,
             "--inference": self.inference,
+            "--phase": self.phase != "step",
+            "--kv-cache": self.kv_cache is not None,
             "--dim": self.dim,
             "--op-costs": self.op_costs,
         }

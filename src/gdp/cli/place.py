@@ -179,10 +179,16 @@ def _place(request: PlaceRequest) -> int:
         written = files.plan if fits else None
         print_json(
             documents.place_document(graph, request.cluster, plan, written, advice=answer.advice, would_fit=would_fit)
+            | ({} if source.served is None else {"serving": source.served.figures(plan.step_time_ns)})
         )
     elif fits:
         command = _next_command(request, files)
-        show(console.place_report(plan, simulation, source.unknown_costs, files.written, command, answer.advice))
+        told = "" if source.served is None else source.served.sentence(plan.step_time_ns)
+        show(
+            console.place_report(
+                plan, simulation, source.unknown_costs, files.written, command, answer.advice, serving=told
+            )
+        )
     if not fits:
         fail(console.nothing_fits(plan, request.cluster, would_fit), NOTHING_FITS)
     return INTERRUPTED if interrupted else OK if fits else NOTHING_FITS
@@ -367,6 +373,6 @@ def _next_command(request: PlaceRequest, files: _Files) -> str:
         if reading.microbatching.count > 1:
             command += ["--microbatches", str(reading.microbatching.count)]
             command += ["--free-replicas"] * reading.microbatching.free_replicas
-        command += ["--inference"] * (not reading.training)
+        command += reading.serving.words() or ["--inference"] * (not reading.training)
         command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
     return shlex.join(command)

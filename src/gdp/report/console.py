@@ -30,8 +30,9 @@ def place_report(
     written: str,
     next_command: str,
     advice: Advice | None = None,
+    serving: str = "",
 ) -> Iterator[RenderableType]:
-    """Yields the answer of `gdp place`, from the headline to the next command."""
+    """Yields the answer of `gdp place`, from the headline to the next command; `serving` is a sentence on its speed."""
     assert plan.search is not None
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     sizes = f"{graph.num_ops:,} ops, {graph.num_tensors:,} tensors"
@@ -41,6 +42,8 @@ def place_report(
     title = f"{graph.name} in {count} micro-batches" if count > 1 else graph.name
     yield Text(f"{title} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
     yield Text(sentences.headline(plan.step_time_ns, plan.search.baselines), style="bold")
+    if serving:
+        yield Text(serving, style="bold")
     for sentence in sentences.of_search(plan.search, simulation):
         yield Text(sentence)
     yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns))

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 from gdp import files
 from gdp.errors import InputError, suggest
 from gdp.models.gguf.file import GGUF_FILE, read_gguf_config
-from gdp.models.hugging_face.inputs import Sizes, check_use, diffusers_inputs, serving_inputs, transformers_inputs
+from gdp.models.hugging_face import quick_check
+from gdp.models.hugging_face.inputs import (
+    Sizes,
+    check_use,
+    diffusers_inputs,
+    leaves_out_images,
+    serving_inputs,
+    transformers_inputs,
+)
 from gdp.models.hugging_face.patches import capturable, known_rates, quiet
 from gdp.models.hugging_face.quantisation import FLOAT8, QUANTISATION, WeightFormat, weight_format
 from gdp.models.model import GGUF, HUGGING_FACE, even_part
@@ -50,6 +59,7 @@ _CHOICES = (
     GGUF_FILE,
 )
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"  # owner/name
 _OFF = {
     "use_cache": False,
     "apply_spec_augment": False,
@@ -74,6 +84,8 @@ def builder(text: str, *, training: bool = True) -> Build:
     a directory without a readable `config.json` and for a config that this version cannot build.
     """
     directory, sizes = parse(text)
+    if sizes.context is not None:
+        raise InputError(f"{text}: context is the size of a cache; add --phase prefill or --phase decode")
     config = _read_config(Path(directory))
     if "_class_name" in config:
         return _diffusers_builder(config, sizes, text, training)
@@ -118,6 +130,8 @@ class ServedBuild:
             with torch.no_grad():
                 inputs, context = serving_inputs(model, self.sizes, self.text, is_decode=self.is_decode)
                 self.room = kv_cache.CacheRoom(context, self.is_decode)
+                if hasattr(model.config, "vision_config") and not leaves_out_images(type(model)):
+                    self.notes = (f"{self.text}: the prompt is text alone; images are not encoded in this step",)
                 return model, (), kv_cache.serve(model, inputs, self.room, self.text)
 
 
@@ -125,6 +139,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if directory.suffix == GGUF:
         return read_gguf_config(directory)
     if not os.path.isdir(directory):
+        if not os.path.exists(directory) and re.fullmatch(_HUB_NAME, str(directory)):
+            raise InputError(
+                f"hf:{directory}: no such directory; to fetch the config from the hub: "
+                f"hf download {directory} config.json --local-dir {directory}"
+            )
         what = "is no directory" if os.path.exists(directory) else "no such directory"
         raise InputError(f"hf:{directory}: {what}; name one with a config.json")
     path = directory / "config.json"
@@ -152,6 +171,14 @@ def notes(text: str) -> tuple[str, ...]:
         )
     if (weights := weight_format(config, sizes.weights, text)) is not None:
         sentences.append(f"{text}: weights are quantised, {weights.label}; {_arithmetic_of(weights)}")
+    names = config.get("architectures")
+    if "vision_config" in config and names:
+        import transformers
+
+        if leaves_out_images(getattr(transformers, names[0])):
+            sentences.append(
+                f"{text}: the step reads text alone; the image encoder's parameters take memory, and do no work"
+            )
     return tuple(sentences)
 
 
@@ -171,6 +198,10 @@ def _arithmetic_of(weights: WeightFormat) -> str:
 
 def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Callable[[], Any]:
     """Returns a function that makes the model of a config, in the dtype that `sizes` or the config says."""
+    weights = weight_format(config, sizes.weights, text)
+    default = "float32" if weights is None else "bfloat16"  # no kernel multiplies quantised weights in float32
+    name = _check_dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text)
+    quick_check.check_names(config, text)  # at once: the imports below take seconds
     try:
         import transformers
     except ImportError:
@@ -185,9 +216,7 @@ def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Call
         raise InputError(
             f"{error}; its auto_map names code, which is never run from a directory: give it as module:function"
         ) from None
-    weights = weight_format(config, sizes.weights, text)
-    default = "float32" if weights is None else "bfloat16"  # no kernel multiplies quantised weights in float32
-    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text)
+    dtype = _dtype(name)
 
     def make() -> Any:
         from transformers.initialization import no_init_weights
@@ -273,13 +302,17 @@ def _bare_class(transformers: Any, config: Any, text: str) -> Any:
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
-def _dtype(name: Any, text: str) -> Any:
-    import torch
-
+def _check_dtype(name: Any, text: str) -> str:
     short = str(name).removeprefix("torch.")
     if short not in _DTYPES:
         raise InputError(f"{text}: dtype is {name!r}; {', '.join(_DTYPES)} are known")
-    return getattr(torch, short)
+    return short
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
 
 
 # Diffusers
@@ -299,7 +332,7 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
             "or give the model as module:function"
         )
     model_class = getattr(diffusers, name)
-    dtype = _dtype(sizes.dtype or config.get("torch_dtype") or "float32", text)
+    dtype = _dtype(_check_dtype(sizes.dtype or config.get("torch_dtype") or "float32", text))
 
     def build() -> tuple[Any, ...]:
         import torch

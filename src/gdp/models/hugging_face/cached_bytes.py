@@ -60,7 +60,9 @@ def _kept_in(captured: Capture, caches: list[int], element_bytes: Fraction) -> C
     for tensor, value in enumerate(program.tensor_values):
         if value in members:
             sent[tensor] = math.ceil(int(sent[tensor]) * members[value])
-    changed = replace(graph, resident_bytes=_fixed(resident), bytes_accessed=_fixed(accessed), tensor_bytes=_fixed(sent))
+    changed = replace(
+        graph, resident_bytes=_fixed(resident), bytes_accessed=_fixed(accessed), tensor_bytes=_fixed(sent)
+    )
     return replace(captured, graph=changed, program=replace(program, graph=changed))
 
 

@@ -12,6 +12,9 @@ SAMPLES = 16_000  # of sound a second
 
 # different models' names for the longest sequence, and for the size of their vocabulary
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_sequence_length", "n_ctx")
+_IMAGE_TOKENS = ("image_seq_length", "mm_tokens_per_image")
+# inputs of images whose content decides on shapes: sizes of grids, of crops
+_IMAGE_SHAPES = ("image_grid_thw", "image_sizes", "spatial_shapes", "aspect_ratio_ids", "pixel_attention_mask")
 _VOCABULARIES = ("vocab_size", "n_vocab", "decoder_vocab_size")
 _PROMPT = 77  # tokens of CLIP's text encoder, which diffusion models are conditioned on
 
@@ -79,6 +82,12 @@ def check_use(inputs: Mapping[str, Any], sizes: Sizes, text: str) -> None:
             raise InputError(f"{text}: {name} is given, but the model reads {', '.join(inputs)}; leave it out")
 
 
+def leaves_out_images(model_class: Any) -> bool:
+    """Returns whether a model of text and images gets text alone: shapes depend on the sizes of its images."""
+    takes = inspect.signature(model_class.forward).parameters
+    return "input_ids" in takes and "pixel_values" in takes and not takes.keys().isdisjoint(_IMAGE_SHAPES)
+
+
 class _Inputs:
     """Inputs for the parameters of a model's forward pass."""
 
@@ -89,7 +98,8 @@ class _Inputs:
         self.dtype = model.dtype
 
     def make(self, training: bool) -> dict[str, Any]:
-        main = self.model.main_input_name
+        is_text = leaves_out_images(type(self.model))
+        main = "input_ids" if is_text else self.model.main_input_name
         inputs: dict[str, Any] = {}
         if main not in _MAKERS:
             raise InputError(
@@ -99,8 +109,12 @@ class _Inputs:
         for name in dict.fromkeys(
             (main, *(("input_ids", "pixel_values") if main in ("input_ids", "pixel_values") else ()))
         ):
-            if name in self.takes and (name == main or self._is_pair()):
+            if name in self.takes and (name == main or (self._is_pair() and not is_text)):
                 inputs[name] = _MAKERS[name](self)
+        if training and "token_type_ids" in self.takes and self._is_pair():  # Gemma 3: text or image
+            import torch
+
+            inputs["token_type_ids"] = torch.zeros(inputs["input_ids"].shape, dtype=torch.long)
         if "input_points" in self.takes:  # SAM: one prompt of one point
             inputs["input_points"] = self._uniform(self.sizes.batch, 1, 1, 2)
         labels = self._labels(inputs) if training else {}
@@ -230,8 +244,19 @@ class _Inputs:
     def _positions(self, config: Any) -> int | None:
         return next((int(getattr(config, name)) for name in _LENGTHS if getattr(config, name, None)), None)
 
+    def _image_tokens(self) -> int:
+        """Returns the tokens that an image becomes, where it is a part of the text."""
+        if "pixel_values" not in self.takes or leaves_out_images(type(self.model)):
+            return 0
+        return next((int(getattr(self.config, name)) for name in _IMAGE_TOKENS if getattr(self.config, name, None)), 0)
+
     def _length_of(self, config: Any) -> int:
-        longest = self._positions(config)
+        longest, image_tokens = self._positions(config), self._image_tokens()
+        if image_tokens:
+            length = self.sizes.sequence or max(SEQUENCE, 2 * image_tokens)
+            if length < image_tokens:
+                raise InputError(f"{self.text}: sequence is {length}; an image alone has {image_tokens} tokens")
+            return length
         if self.sizes.sequence is None:
             return min(SEQUENCE, longest or SEQUENCE)
         if longest is not None and self.sizes.sequence > longest:

@@ -13,6 +13,7 @@ repeated, and latent attention (DeepSeek) decodes in the absorbed form, which re
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,7 +127,12 @@ def serve(model: Any, inputs: Mapping[str, Any], room: CacheRoom, text: str) -> 
     if cross is not None and room.is_decode:  # the encoder ran in the prefill
         encoded = torch.zeros_like(own.output.encoder_last_hidden_state)
         served = {"encoder_outputs": (encoded,), "decoder_input_ids": inputs["decoder_input_ids"]}
-    return served | {"past_key_values": cache, "use_cache": True}
+    return served | {_argument(model): cache, "use_cache": True}
+
+
+def _argument(model: Any) -> str:
+    """Returns the name of the cache among the arguments of a model; Mamba has its own."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _probe(
@@ -153,7 +159,7 @@ def _probe(
         short["input_ids"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0], _PROBE_TOKENS)
     try:
         with torch.no_grad():
-            caches[0].output = model(**short, past_key_values=whole, use_cache=True)
+            caches[0].output = model(**short, **{_argument(model): whole}, use_cache=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -387,9 +393,10 @@ def _attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         _begin(cache, room)
-        with _attention_functions({"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})):
-            with _without_masks() if room.is_decode else contextlib.nullcontext():
-                return kind.forward(self, *args, **kwargs)
+        functions = {"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})
+        masks = _without_masks() if room.is_decode else contextlib.nullcontext()
+        with _attention_functions(functions), masks:
+            return kind.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
@@ -431,5 +438,3 @@ def _without_masks() -> Iterator[None]:
     finally:
         mapping.clear()
         mapping.update(before)
-
-

@@ -157,6 +157,11 @@ def _rnn_layer(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> 
     return int(2 * steps * (args[1].numel() + args[2].numel()))
 
 
+def _triangular_solve(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """a [.., n, n], b [.., n, m]: a product and a sum for each element of the triangle and column of b."""
+    return int(outputs[0].numel() * args[0].shape[-1])
+
+
 def _pairwise_distance(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     return 3 * outputs[0].numel() * int(args[0].shape[-1])
 
@@ -286,6 +291,7 @@ _FORMULAS: dict[str, Formula] = {
     "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
     **dict.fromkeys(("scatter_add", "scatter_reduce", "index_add", "index_put", "_index_put_impl"), _scatter),
     "_cdist_forward": _pairwise_distance,
+    "linalg_solve_triangular": _triangular_solve,
     **dict.fromkeys(("sort", "argsort"), _sort),
     **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fourier),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
@@ -308,7 +314,7 @@ _POINTWISE = names(
     normal random exponential geometric rand randn randint rand_like randn_like randperm arange linspace
     nll_loss_backward nll_loss2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
     adaptive_max_pool2d_backward celu selu gelu silu clamp_min clamp_max _conj_physical _foreach_add _foreach_mul
-    floor_divide
+    floor_divide polar
     """
 )
 
@@ -321,6 +327,6 @@ _MOVEMENT = names(
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d flip roll repeat repeat_interleave
     upsample_nearest1d upsample_nearest2d upsample_nearest3d pixel_shuffle pixel_unshuffle channel_shuffle im2col
     _reshape_copy split_with_sizes_copy view_copy expand_copy permute_copy tril_indices triu_indices set resize
-    nonzero_static index_fill masked_scatter contiguous
+    nonzero_static index_fill masked_scatter masked_scatter_backward contiguous
     """
 )
