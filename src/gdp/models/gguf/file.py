@@ -39,7 +39,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     if not architecture:
         raise InputError(f"{path}: has no general.architecture; name the first file of a split model")
     try:
-        config: dict[str, Any] = dict(load_gguf_checkpoint(str(path))["config"])
+        config: dict[str, Any] = dict(load_gguf_checkpoint(str(path))["config"])  # type: ignore[no-untyped-call]
     except Exception as error:
         known = ", ".join(GGUF_SUPPORTED_ARCHITECTURES)
         raise InputError(

@@ -104,7 +104,7 @@ class _Names:
                 return [one for part in parts for one in self._of_experts(f"blk.{layer[1]}.{part}")]
         stem, dot, kind = name.rpartition(".")
         mapped = self._map.get_name(stem) if dot and kind in ("weight", "bias") else None
-        found = f"{mapped}.{kind}" if mapped else self._map.get_name(name)
+        found = f"{mapped}.{kind}" if mapped else self._map.get_name(name) or ""
         return [found] if found in self._tensors else []
 
     def _of_experts(self, name: str) -> list[str]:

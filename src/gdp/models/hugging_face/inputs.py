@@ -22,8 +22,8 @@ _PROMPT = 77  # tokens of CLIP's text encoder, which diffusion models are condit
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `dtype`, and `context`
-    (tokens of the cache in prefill and decode); None: default. `weights` is the format of quantised weights, in place of
-    that of the config.
+    (tokens of the cache in prefill and decode); None: default. `weights` is the format of quantised weights, in place
+    of that of the config.
 
     Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
     for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for its
