@@ -305,7 +305,12 @@ def test_the_tables_in_the_documentation_are_those_of_the_code() -> None:
     for name, kind in KINDS.items():
         rates = [f"{kind.flops_per_second[t] / 1e12:g}" if t in kind.flops_per_second else "-" for t in dtypes]
         links = f"{kind.port}, {kind.nvlink}" if kind.nvlink else kind.port
-        cells = [str(kind.memory_bytes // 2**30), *rates, f"{kind.memory_bytes_per_second / 1e9:g}"]
+        cells = [
+            str(kind.nominal_gib),
+            f"{kind.memory_bytes / 2**30:.2f}",
+            *rates,
+            f"{kind.memory_bytes_per_second / 1e9:g}",
+        ]
         assert f"| `{name}` | {' | '.join(cells)} | {kind.launch_ns / 1e3:g} | {links} |" in text
     for link in LINKS.values():
         assert f"| `{link.name}` | {link.bytes_per_second / 1e9:g} | {link.latency_ns / 1e3:g} |" in text

@@ -64,7 +64,9 @@ def sweep_report(what: str, rows: Sequence[SweepRow]) -> Iterator[RenderableType
     times = {row.value: row.plan.step_time_ns for row in rows if row.is_ok and row.plan is not None}
     first_ns, best_ns = next(iter(times.values()), 0), min(times.values(), default=0)
     first = next(iter(times), "")
-    table = new_table(f">{what}", ">step time", f">speed-up over {first}", ">gap", ">busy", ">fullest device", "order", "note")
+    table = new_table(
+        f">{what}", ">step time", f">speed-up over {first}", ">gap", ">busy", ">fullest device", "order", "note"
+    )
     for row in rows:
         plan = row.plan
         if plan is None or plan.search is None or row.cluster is None or not row.is_ok:

@@ -11,7 +11,6 @@ from gdp.search.solvers import SOLVERS
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.simulate import Simulation
 
-
 _NEARLY_FULL = 0.95  # of a memory limit; a choice: allocators lose some per cent to fragmentation
 
 

@@ -34,7 +34,7 @@ _LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the
 _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
 _MOST_ROUNDS = 512
-_RESTARTS = 6  # descents from random changes of the best two layouts
+_RESTARTS = 3  # descents from random changes of the best two layouts
 _GAIN = 0.998  # a pass of a descent that gains less is followed by one with smaller steps
 
 
