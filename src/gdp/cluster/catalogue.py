@@ -297,8 +297,8 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
             total_gib=44.39,  # github.com/QwenLM/Qwen3-VL/issues/2097 and others, 44.39 to 44.53
         ),
         # NVIDIA, GeForce specifications: CUDA cores x boost clock x 2: 3584 x 1.78 GHz, 8704 x 1.71, 4352 x 2.54, 9728
-        # x 2.51, 8960 x 2.45, 10752 x 2.62, 21760 x 2.41; memory bandwidth of the same pages. The RTX 4060 Ti has 8 lanes
-        # of PCIe 4.0, which carry as much as 16 of PCIe 3.0.
+        # x 2.51, 8960 x 2.45, 10752 x 2.62, 21760 x 2.41; memory bandwidth of the same pages. The RTX 4060 Ti has
+        # 8 lanes of PCIe 4.0, which carry as much as 16 of PCIe 3.0.
         "rtx3060-12g": _gpu(12, _geforce(12.76, float8=False), 360, "pcie4", total_gib=12 * TOTAL_SHARE),
         "rtx3080-10g": _gpu(
             10,

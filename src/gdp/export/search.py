@@ -38,6 +38,7 @@ class ExportablePlan:
     plan: Plan
     ordinary: Plan
     adapted: AdaptedPlan  # the ordinary plan as the target would run it
+    problem: Problem  # that the plan answers: of another order of ops where weights are offloaded
 
 
 def place_for(
@@ -82,6 +83,10 @@ def place_for(
         baselines, under_noise = answer.search.baselines, answer.search.under_noise
     if key_of(adapted.simulation) < key_of(best):
         best, under_noise = adapted.simulation, None
+    if best.missing_bytes.any() and target.offload is not None and not clock.stop.is_set():
+        offloaded = target.offload(problem, units, adapted.devices)
+        if offloaded is not None:
+            best, under_noise = offloaded[1], None
     search = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
@@ -90,9 +95,10 @@ def place_for(
         missing_bytes=best.missing_bytes,
         interrupted=clock.stop.is_set(),
         under_noise=under_noise,
-        order=order_of(problem, best.placement),
+        order=order_of(best.problem, best.placement),
     )
-    return ExportablePlan(plan_of(best, lower_bound(problem), "auto", seed, search), ordinary, adapted)
+    plan = plan_of(best, lower_bound(best.problem), "auto", seed, search)
+    return ExportablePlan(plan, ordinary, adapted, best.problem)
 
 
 def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock, seed: int) -> Simulation:

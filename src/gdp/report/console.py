@@ -155,7 +155,7 @@ def _folded_routes(cluster: Cluster) -> Iterator[tuple[str, str, Route, tuple[st
     group_of = {pair: (channels, pairs) for (*_, channels), pairs in alike.items() for pair in pairs}
     for source, target in permutations(range(cluster.num_devices), 2):
         route, (channels, pairs) = cluster.route(source, target), group_of[source, target]
-        sources, targets = dict.fromkeys(a for a, _ in pairs), dict.fromkeys(b for _, b in pairs)
+        sources, targets = (sorted(set(ends)) for ends in zip(*pairs, strict=True))
         is_product = set(pairs) == {(a, b) for a in sources for b in targets if a != b}
         if len(pairs) < _FOLDED or not is_product:
             yield names[source], names[target], route, route.channels

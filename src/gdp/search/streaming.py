@@ -60,7 +60,7 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
 
 
 def _starts(problem: Problem) -> list[tuple[Layout, Shares]]:
-    """Returns layouts, each with shares to begin from: the most promising first, last one with large tables elsewhere."""
+    """Returns layouts, each with shares to begin from, the most promising ones first."""
     starts: list[tuple[Layout, Shares]] = []
     devices, limits = problem.cluster.devices, problem.memory_limit_bytes.tolist()
     kinds = [(device.kind, limit) for device, limit in zip(devices, limits, strict=True)]
