@@ -92,8 +92,8 @@ def test_two_gpus_take_turns_so_that_both_links_send() -> None:
 
 def test_a_card_half_as_fast_takes_turns_too_and_the_shares_follow_from_links_and_speed() -> None:
     """A weight takes 30 ms to send, a card keeps 4 of 24: the fast card alone sends 20 in 600 ms. With 14 layers on it
-    and 10 on the slow one, ops take 14 x 10 + 10 x 20 = 340 ms, and its link 10 x 30 = 300 ms; weights on their way take
-    the room of one or two more on each card, 60 ms of its link."""
+    and 10 on the slow one, ops take 14 x 10 + 10 x 20 = 340 ms, and its link 10 x 30 = 300 ms. Weights on their way
+    take the room of one or two more on each card, 60 ms of its link."""
     link = 100 * MB * 1000 // 30
     alone = fastest(Problem.build(layers(), machine(500 * MB, link)))
     both = fastest(Problem.build(layers(), machine(500 * MB, link, 2, ("gpu", "slow"))))
