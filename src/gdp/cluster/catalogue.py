@@ -22,8 +22,8 @@ from gdp.cluster.device import Device
 GB, TERA, MIB, GIB = 10**9, 10**12, 2**20, 2**30
 SOCKET = "upi"
 
-# A context of CUDA takes 0.46-0.5 GiB on recent cards: processes that hold nothing else have "470.64 MiB memory in
-# use", "502.71 MiB" (github.com/3DTopia/Phidias-Diffusion/issues/8, RTX 4090; Ksuriuri/index-tts-vllm/issues/91, 5090).
+# An estimate of a CUDA context: second processes on a card, which seem to hold little else, have "470.64 MiB memory
+# in use", "502.71 MiB" (github.com/3DTopia/Phidias-Diffusion/issues/8, RTX 4090; Ksuriuri/index-tts-vllm/issues/91, 5090).
 CONTEXT_GIB = 0.5
 # Totals over nominal capacities, for cards without a source of their own: GDDR without error correction and HBM (RTX
 # 4090 0.985, RTX 5090 0.980, RTX 3080 0.978, A30 0.980), and GDDR6 with it (L40S 0.925, T4 0.910).
@@ -294,7 +294,7 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
             ),
             864,
             "pcie4",
-            total_gib=44.39,  # github.com/QwenLM/Qwen3-VL/issues/2097 and others, 44.39 to 44.53
+            total_gib=44.39,  # the least of reports; 44.53: github.com/Wan-Video/Wan2.1/issues/205
         ),
         # NVIDIA, GeForce specifications: CUDA cores x boost clock x 2: 3584 x 1.78 GHz, 8704 x 1.71, 4352 x 2.54, 9728
         # x 2.51, 8960 x 2.45, 10752 x 2.62, 21760 x 2.41; memory bandwidth of the same pages. The RTX 4060 Ti has
