@@ -85,7 +85,7 @@ def test_place_writes_a_plan_that_verifies_and_says_what_to_do_next(run: Run) ->
     for text in (
         "two-chains (25 ops, 24 tensors) on 2xp100-pcie-16g, placer auto",
         "times as fast as the best single device",
-        "times the expert",
+        "times the paper's expert",
         "Lower bound",
         "% above the optimum",
         "limits the step",

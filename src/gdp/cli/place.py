@@ -168,25 +168,30 @@ def _place(request: PlaceRequest) -> int:
     with progress.stop_on_interrupt() as stop:
         try:
             with request.named():
-                answer = kept or _find(request, problem, stop)
+                answer, placed = (kept, problem) if kept is not None else _find(request, problem, stop)
         except InputError:
             if stop.is_set():  # before there was any placement
                 return INTERRUPTED
             raise
-        plan, simulation = answer.plan, replay(problem, answer.plan)
+        plan, simulation = answer.plan, replay(placed, answer.plan)
         fits = plan.status == "ok"
         if fits:
+            if placed.graph is not graph:
+                files = files.with_graph()
+                log(f"gdp: note: {_offloaded(request, files)}")
             failure = files.write(answer, simulation)
-            if kept is None and not stop.is_set():
+            if kept is None and not stop.is_set() and placed.graph is graph:
                 plan_cache.store(entry, answer)
         elif not stop.is_set():
-            would_fit = _would_fit(request, problem, plan, stop)
+            would_fit = _would_fit(request, problem, stop)
         interrupted = stop.is_set()
     is_written = fits and files.plan in files.written
     if request.json:
         written = files.plan if is_written else None
         print_json(
-            documents.place_document(graph, request.cluster, plan, written, advice=answer.advice, would_fit=would_fit)
+            documents.place_document(
+                placed.graph, request.cluster, plan, written, advice=answer.advice, would_fit=would_fit
+            )
             | ({} if source.served is None else {"serving": source.served.figures(plan.step_time_ns)})
         )
     elif fits:
@@ -210,23 +215,27 @@ def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
     return problem
 
 
-def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "KeptAnswer":
+def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "tuple[KeptAnswer, Problem]":
+    """Returns the answer, and the problem that its plan solves: of another graph where weights are offloaded."""
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report import progress
 
     line = progress.SearchLine(f"{problem.graph.name} on {problem.cluster.name}")
     with progress.live(line):
-        plan = _search(request, problem.graph, line, stop)
+        plan, placed = _search(request, problem, line, stop)
     advice = None
-    if request.with_advice and plan.status == "ok":
+    if request.with_advice and plan.status == "ok" and placed is problem:
         advice = _advise(request, problem, plan, stop)
         plan = advice.plan
-    return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
+    return KeptAnswer(plan, advice, tuple(progress.improvements(line.history))), placed
 
 
-def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., None], stop: threading.Event) -> "Plan":
+def _search(
+    request: PlaceRequest, problem: "Problem", on_progress: Callable[..., None], stop: threading.Event
+) -> "tuple[Plan, Problem]":
     from gdp.search.place import place as find_plan
 
+    graph = problem.graph
     if request.target is not None:
         from gdp.export.search import place_for
 
@@ -242,7 +251,7 @@ def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., No
         )
         for note in (_comparison(placed), *placed.notes):
             log(f"gdp: note: {note}")
-        return placed.plan
+        return placed.plan, problem if placed.problem.graph is graph else placed.problem
     budget = request.budget.part(1 - _ADVICE_SHARE) if request.with_advice else request.budget
     plan = find_plan(
         graph,
@@ -255,7 +264,7 @@ def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., No
         stop=stop,
         **request.keywords,
     )
-    return _beside_others(request, graph, plan)
+    return _beside_others(request, graph, plan), problem
 
 
 def _beside_others(request: PlaceRequest, graph: "Graph", plan: "Plan") -> "Plan":
@@ -278,6 +287,14 @@ def _beside_others(request: PlaceRequest, graph: "Graph", plan: "Plan") -> "Plan
         assert other.search is not None
         baselines[name] = Baseline(other.status, other.step_time_ns, other.search.seconds)
     return replace(plan, search=replace(plan.search, baselines=baselines))
+
+
+def _offloaded(request: PlaceRequest, files: PlanFiles) -> str:
+    assert request.target is not None
+    return (
+        f"weights that do not fit stay on a CPU, and {request.target.name} fetches them module by module; the plan is "
+        f"of the graph that does so, {files.graph}"
+    )
 
 
 def _comparison(placed: "ExportablePlan") -> str:
@@ -314,8 +331,7 @@ def _advise(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threa
         )
 
 
-def _would_fit(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> list[str]:
-    from gdp.export.adapt import adapt
+def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> list[str]:
     from gdp.planning.advice import changes_that_fit
     from gdp.report.progress import StatusLine, live
 
@@ -333,9 +349,6 @@ def _would_fit(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: th
                 split_in=(lambda factor: request.read_split(count * factor)) if request.can_split else None,
                 stop=stop,
             )
-    target = request.target
-    if target is not None and target.offload is not None and adapt(problem, plan, target).simulation.feasible:
-        changes.append(f"weights left on a CPU, as gdp export --to {target.name} does without --for")
     return changes
 
 

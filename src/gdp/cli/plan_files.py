@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +37,11 @@ class PlanFiles:
             is_elsewhere = request.times is None and request.reading.op_costs is None
             return cls(Path("plan.json"), None if is_elsewhere else Path("graph.json.gz"), None, None, False)
         return cls(out / "plan.json", out / "graph.json.gz", out / "cluster.json", out / "report.html", True)
+
+    def with_graph(self) -> "PlanFiles":
+        """Returns the same files with the graph, beside the plan."""
+        name = self.plan.name.replace("plan", "graph", 1) + ".gz"
+        return replace(self, graph=self.graph or self.plan.with_name(name))
 
     def check(self) -> None:
         """Raises InputError if one cannot be written."""

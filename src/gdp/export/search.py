@@ -39,6 +39,7 @@ class ExportablePlan:
     ordinary: Plan
     adapted: AdaptedPlan  # the ordinary plan as the target would run it
     notes: list[str]  # what is assumed of the target
+    problem: Problem  # that the plan answers: of another order of ops where weights are offloaded
 
 
 def place_for(
@@ -87,6 +88,10 @@ def place_for(
         baselines, under_noise = answer.search.baselines, answer.search.under_noise
     if key_of(adapted.simulation) < key_of(best):
         best, under_noise = adapted.simulation, None
+    if best.missing_bytes.any() and target.offload is not None and not clock.stop.is_set():
+        offloaded = target.offload(problem, units, adapted.devices)
+        if offloaded is not None:
+            best, under_noise = offloaded[1], None
     search = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
@@ -95,13 +100,15 @@ def place_for(
         missing_bytes=best.missing_bytes,
         interrupted=clock.stop.is_set(),
         under_noise=under_noise,
-        order=order_of(problem, best.placement),
+        order=order_of(best.problem, best.placement),
     )
+    is_offloaded = best.problem.graph is not graph
     # the plan is of the graph without the target's own memory
-    step = best if problem is original else simulate(original, best.placement, order=best.order)
-    devices = units.devices_of(step.placement)
+    step = best if problem is original or is_offloaded else simulate(original, best.placement, order=best.order)
+    devices = None if is_offloaded else units.devices_of(step.placement)
     notes = adapted.notes if devices is None else target.notes(problem, units, devices)
-    return ExportablePlan(plan_of(step, lower_bound(original), "auto", seed, search), ordinary, adapted, notes)
+    plan = plan_of(step, lower_bound(step.problem), "auto", seed, search)
+    return ExportablePlan(plan, ordinary, adapted, notes, step.problem)
 
 
 def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock, seed: int) -> Simulation:

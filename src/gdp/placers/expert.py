@@ -1,4 +1,6 @@
-"""The expert of the GDP paper: layers on devices, as its authors laid them out by hand. Today many would split the batch.
+"""The expert of the GDP paper: layers on devices, as its authors laid them out by hand.
+
+It never splits the batch, as many would today.
 
 Recurrent and transformer models: one layer per device in turn, embeddings with the first layer, attention and softmax
 with the last; other models: contiguous stages of about equal time (Zhou et al., arXiv 1910.01578, section 4.1). For

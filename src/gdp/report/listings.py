@@ -1,13 +1,16 @@
 """Shows devices, links and other rows as tables in a terminal; imports nothing that places or simulates."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from gdp.cluster import Cluster, Device
+from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.catalogue import KINDS, LINKS, DeviceKind
 from gdp.report.tables import digits, format_gib, new_table
+
+_FOLDED = 6  # routes that differ in names alone are one line from so many on
 
 
 def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
@@ -24,13 +27,37 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
         return
     yield ""
     routes = new_table("from", "to", ">bandwidth", ">latency", "channels")
-    for source, start in enumerate(cluster.devices):
-        for target, end in enumerate(cluster.devices):
-            if source != target:
-                route = cluster.route(source, target)
-                rate, latency = digits(route.bytes_per_second / 1e9, 3), digits(route.latency_ns / 1e3, 3)
-                routes.add_row(start.name, end.name, f"{rate} GB/s", f"{latency} us", " ".join(route.channels) or "-")
+    for start, end, route, channels in _folded_routes(cluster):
+        rate, latency = digits(route.bytes_per_second / 1e9, 3), digits(route.latency_ns / 1e3, 3)
+        routes.add_row(start, end, f"{rate} GB/s", f"{latency} us", " ".join(channels) or "-")
     yield routes
+
+
+def _folded_routes(cluster: Cluster) -> Iterator[tuple[str, str, Route, tuple[str, ...]]]:
+    """Yields routes with the names of their ends; many that differ in names alone, from all to all, are one."""
+    names = [device.name for device in cluster.devices]
+    alike: dict[tuple[int, int, tuple[str, ...]], list[tuple[int, int]]] = {}
+    for source, target in permutations(range(cluster.num_devices), 2):
+        route, ends = cluster.route(source, target), {names[source]: "FROM", names[target]: "TO"}
+        channels = tuple(sorted(_renamed(channel, ends) for channel in route.channels))
+        alike.setdefault((route.bytes_per_second, route.latency_ns, channels), []).append((source, target))
+    group_of = {pair: (channels, pairs) for (*_, channels), pairs in alike.items() for pair in pairs}
+    for source, target in permutations(range(cluster.num_devices), 2):
+        route, (channels, pairs) = cluster.route(source, target), group_of[source, target]
+        sources, targets = (sorted(set(ends)) for ends in zip(*pairs, strict=True))
+        is_product = set(pairs) == {(a, b) for a in sources for b in targets if a != b}
+        if len(pairs) < _FOLDED or not is_product:
+            yield names[source], names[target], route, route.channels
+        elif (source, target) == pairs[0]:
+            yield ", ".join(names[a] for a in sources), ", ".join(names[b] for b in targets), route, channels
+
+
+def _renamed(channel: str, names: Mapping[str, str]) -> str:
+    """Returns the channel with other names of devices: `gpu0.pcie.up` is `FROM.pcie.up`, `gpu0->gpu1` `FROM->TO`."""
+    if "->" in channel:
+        return "->".join(names.get(part, part) for part in channel.split("->"))
+    owner = next((name for name in names if channel.startswith(f"{name}.")), None)
+    return channel if owner is None else names[owner] + channel.removeprefix(owner)
 
 
 def _figures(device: Device | DeviceKind) -> tuple[str, str, str, str]:
@@ -44,7 +71,7 @@ def _figures(device: Device | DeviceKind) -> tuple[str, str, str, str]:
 
 def kinds_report() -> Iterator[RenderableType]:
     """Yields the built-in kinds of devices and links."""
-    kinds = new_table("kind", ">memory", ">float32", ">bandwidth", ">launch", "links")
+    kinds = new_table("kind", ">usable memory", ">float32", ">bandwidth", ">launch", "links")
     for name, kind in KINDS.items():
         kinds.add_row(
             name,

@@ -42,7 +42,7 @@ def of_bound(step_time_ns: int, bound_ns: int, count: int = 1) -> str:
     if bound_ns == 0 and step_time_ns > 0:
         return "Lower bound 0: the distance to the optimum is unknown."
     above = 100 * (step_time_ns / bound_ns - 1) if bound_ns else 0.0
-    batch = "is not split" if count == 1 else f"is split into {count} micro-batches"
+    batch = "is not split" if count <= 1 else f"is split into {count} micro-batches"
     return (
         f"Lower bound {format_ms(bound_ns)} of any placement of this graph, whose batch {batch}: the plan is at most "
         f"{digits(above, 3)} % above the optimum."

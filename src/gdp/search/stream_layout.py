@@ -41,7 +41,7 @@ class Turns:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class StreamLayout:
     """The ops in the order of a step on one device, and what may be where."""
 
     problem: Problem
@@ -58,7 +58,7 @@ class Layout:
     passed_bytes: I64  # [N] of streamable weights first used up to each position
 
     @classmethod
-    def of(cls, alone: Simulation, main: int, host: int, fixed: Bool) -> "Layout | None":
+    def of(cls, alone: Simulation, main: int, host: int, fixed: Bool) -> "StreamLayout | None":
         """Derives the layout from a step with all on `main` where that is allowed; None if nothing may be streamed."""
         problem, graph, fallback = alone.problem, alone.problem.graph, alone.placement.copy()
         fallback[problem.allowed[:, host]] = host
@@ -83,9 +83,19 @@ class Layout:
         np.add.at(held, first[streamable], graph.resident_bytes[streamable])
         passed = np.cumsum(held)
         return cls(
-            problem, host, fallback, fixed, order, position, homes[unit], is_source, streamable, first[streamable],
-            cost, passed,
-        )  # fmt: skip
+            problem,
+            host,
+            fallback,
+            fixed,
+            order,
+            position,
+            homes[unit],
+            is_source,
+            streamable,
+            first[streamable],
+            cost,
+            passed,
+        )
 
     def simulate(self, turns: Turns, streamed: F64) -> Simulation:
         """Simulates the step with the shares `streamed` [D] of each device's weights on the host."""

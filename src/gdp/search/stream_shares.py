@@ -25,7 +25,7 @@ _NOTHING = 1e-3  # shares below this are left out
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """What the programme knows of a step."""
+    """The figures of a step that the programme needs."""
 
     weight_bytes: int  # of all weights that may be on any device
     work_ns: I64  # [D] of all parts on one device
@@ -33,7 +33,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class StreamShares:
     """The devices that compute, their shares of the parts, which sum to 1, and the time that the programme expects."""
 
     devices: tuple[int, ...]
@@ -44,7 +44,7 @@ class Shares:
 
 def best_shares(
     cluster: Cluster, demand: Demand, host: int, devices: Sequence[int], *, streams: bool = True
-) -> Shares | None:
+) -> StreamShares | None:
     """Returns the best shares of `devices`, the host among them if it may compute; None if nothing fits.
 
     Without `streams` all weights are kept where they are used.
@@ -85,7 +85,7 @@ def best_shares(
     parts = answer.x[:count] + answer.x[count : 2 * count]
     used = [number for number in range(count) if parts[number] > _NOTHING]
     total = sum(float(parts[number]) for number in used)
-    return Shares(
+    return StreamShares(
         tuple(int(devices[number]) for number in used),
         tuple(float(parts[number]) / total for number in used),
         float(answer.fun) * 1e9,

@@ -17,8 +17,8 @@ from itertools import combinations
 import numpy as np
 
 from gdp.arrays import F64, Bool
-from gdp.search.stream_layout import Layout, Turns
-from gdp.search.stream_shares import Demand, Shares, best_shares
+from gdp.search.stream_layout import StreamLayout, Turns
+from gdp.search.stream_shares import Demand, StreamShares, best_shares
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
 
@@ -34,7 +34,7 @@ _LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the
 _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
 _MOST_ROUNDS = 512
-_RESTARTS = 6  # descents from random changes of the best two layouts
+_RESTARTS = 3  # descents from random changes of the best two layouts
 _GAIN = 0.998  # a pass of a descent that gains less is followed by one with smaller steps
 
 
@@ -59,9 +59,9 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
         yield from descents[restart % min(len(descents), 2)].restart(rng)
 
 
-def _starts(problem: Problem) -> list[tuple[Layout, Shares]]:
-    """Returns layouts, each with shares to begin from: the most promising first, last one with large tables elsewhere."""
-    starts: list[tuple[Layout, Shares]] = []
+def _starts(problem: Problem) -> list[tuple[StreamLayout, StreamShares]]:
+    """Returns layouts, each with shares to begin from, the most promising ones first."""
+    starts: list[tuple[StreamLayout, StreamShares]] = []
     devices, limits = problem.cluster.devices, problem.memory_limit_bytes.tolist()
     kinds = [(device.kind, limit) for device, limit in zip(devices, limits, strict=True)]
     allowed_ns = np.where(problem.allowed, problem.op_time_ns, 0)
@@ -80,17 +80,17 @@ def _starts(problem: Problem) -> list[tuple[Layout, Shares]]:
                 return []
             continue
         nothing = np.zeros(problem.num_ops, np.bool_)
-        if (layout := Layout.of(alone, main, host, nothing)) is not None:
+        if (layout := StreamLayout.of(alone, main, host, nothing)) is not None:
             starts += [(layout, shares) for shares in _shares(layout, alone, main)]
         tables = _tables(alone, main, host)
-        if tables.any() and (layout := Layout.of(alone, main, host, tables)) is not None:
+        if tables.any() and (layout := StreamLayout.of(alone, main, host, tables)) is not None:
             starts += [(layout, shares) for shares in _shares(layout, alone, main)[:1]]
     least_ns = min((shares.expected_ns for _, shares in starts), default=0.0)
     worth = [start for start in starts if not start[1].streams or start[1].expected_ns <= _WORTH * least_ns]
     return sorted(worth, key=lambda start: start[1].expected_ns)[: 2 * _NUM_SHARES]
 
 
-def _shares(layout: Layout, alone: Simulation, main: int) -> list[Shares]:
+def _shares(layout: StreamLayout, alone: Simulation, main: int) -> list[StreamShares]:
     """Returns shares for the most promising sets of devices, the best one first, and for the device `main` alone."""
     problem, host = layout.problem, layout.host
     cluster, demand = problem.cluster, _demand(layout, alone, main)
@@ -105,7 +105,7 @@ def _shares(layout: Layout, alone: Simulation, main: int) -> list[Shares]:
     else:
         subsets = [tuple(device for device in used if device != left_out) for left_out in used]
     others = [best_shares(cluster, demand, host, subset) for subset in (*subsets, (main,))]
-    distinct: dict[tuple[tuple[str, int, int], ...], Shares] = {}
+    distinct: dict[tuple[tuple[str, int, int], ...], StreamShares] = {}
     for shares in (best, *others):
         if shares is not None:
             kinds = tuple(sorted(_kind(problem, host, device) for device in shares.devices))
@@ -122,7 +122,7 @@ def _kind(problem: Problem, host: int, device: int) -> tuple[str, int, int]:
     return cluster.devices[device].kind, int(problem.memory_limit_bytes[device]), rate
 
 
-def _evened(problem: Problem, host: int, shares: Shares) -> Shares:
+def _evened(problem: Problem, host: int, shares: StreamShares) -> StreamShares:
     """Returns the shares with devices that are alike taking equal ones: a programme's answer is at a corner."""
     alike: dict[object, list[int]] = {}
     for number, device in enumerate(shares.devices):
@@ -133,7 +133,7 @@ def _evened(problem: Problem, host: int, shares: Shares) -> Shares:
     return replace(shares, parts=tuple(parts.tolist()))
 
 
-def _demand(layout: Layout, alone: Simulation, main: int) -> Demand:
+def _demand(layout: StreamLayout, alone: Simulation, main: int) -> Demand:
     """Returns what the linear programme needs to know of a step."""
     problem, graph = layout.problem, layout.problem.graph
     is_streamable = np.zeros(graph.num_ops, np.bool_)
@@ -170,7 +170,7 @@ def _tables(alone: Simulation, main: int, host: int) -> Bool:
 class _Descent:
     """Changes the turns of a layout, one thing at a time, and keeps what makes the step faster."""
 
-    def __init__(self, layout: Layout, shares: Shares) -> None:
+    def __init__(self, layout: StreamLayout, shares: StreamShares) -> None:
         self.layout = layout
         self.best_ns = NEVER
         self._shares = shares

@@ -80,7 +80,7 @@ def unused_names(graph: Graph, cluster: Cluster) -> list[str]:
         lacking = [
             kind
             for kind, known_rates in rates.items()
-            if dtype not in known_rates and not (has_half and not known_rates.isdisjoint(_HALVES))
+            if dtype not in known_rates and not (has_half and any(half in known_rates for half in _HALVES))
         ]
         if lacking and dtype not in _PLAIN_DTYPES:
             is_nowhere = len(lacking) == len(rates)
