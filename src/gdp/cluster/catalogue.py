@@ -23,7 +23,8 @@ GB, TERA, MIB, GIB = 10**9, 10**12, 2**20, 2**30
 SOCKET = "upi"
 
 # An estimate of a CUDA context: second processes on a card, which seem to hold little else, have "470.64 MiB memory
-# in use", "502.71 MiB" (github.com/3DTopia/Phidias-Diffusion/issues/8, RTX 4090; Ksuriuri/index-tts-vllm/issues/91, 5090).
+# in use", "502.71 MiB" (github.com/3DTopia/Phidias-Diffusion/issues/8, RTX 4090;
+# github.com/Ksuriuri/index-tts-vllm/issues/91, RTX 5090).
 CONTEXT_GIB = 0.5
 # Totals over nominal capacities, for cards without a source of their own: GDDR without error correction and HBM (RTX
 # 4090 0.985, RTX 5090 0.980, RTX 3080 0.978, A30 0.980), and GDDR6 with it (L40S 0.925, T4 0.910).
