@@ -116,19 +116,16 @@ def test_what_no_gpu_can_compute_is_computed_on_the_cpu() -> None:
 
 
 def test_memory_that_an_export_leaves_unused_beside_offloaded_weights_is_said() -> None:
-    """Three modules of 6 MiB are on a GPU of 13 MiB: one is offloaded though the other GPU of 13 MiB is empty."""
+    """Three modules of 6 MiB and a GPU of 13 MiB: the third goes to another GPU, or to the CPU if that is too small."""
     cluster = gdp.Cluster.parse("2xp100-pcie-16g+cpu-16core")
     three, target = three_modules(6 * MIB), find_target("hf-device-map")
-    limits = {"gpu0": 13 * MIB, "gpu1": 13 * MIB}
-    problem = Problem.build(three, cluster, max_memory_bytes=limits)
-    # fit_memory moves a module to the second GPU, unless it may not go there
-    moved = adapt(problem, plan_with(three, cluster, [0] * 9), target)
-    assert not moved.is_offloaded
-    assert moved.notes == []
-    pinned = Problem.build(three, cluster, max_memory_bytes=limits, pins=[("", "gpu0")])
-    offloaded = adapt(pinned, plan_with(three, cluster, [0] * 9), target)
-    assert offloaded.is_offloaded
-    assert "gpu1 uses 0.0 of 0.0 GiB" in offloaded.notes[0]
+    for size, is_offloaded in ((13, False), (5, True)):
+        problem = Problem.build(three, cluster, max_memory_bytes={"gpu0": 13 * MIB, "gpu1": size * MIB})
+        adapted = adapt(problem, plan_with(three, cluster, [0] * 9), target)
+        assert adapted.is_offloaded == is_offloaded
+        assert [note.partition(",")[0] for note in adapted.notes] == [
+            "Memory is left unused: gpu1 uses 0.0 of 0.0 GiB"
+        ] * is_offloaded
 
 
 @pytest.mark.parametrize(("name", "training"), [(name, name not in INFERENCE) for name in FOR_MODULES])
