@@ -1,4 +1,4 @@
-"""What is odd about running a plan on this machine: shared cores, other processors than the plan's, other work."""
+"""Remarks on running a plan on this machine: shared cores, other processors than the plan's, other work."""
 
 import os
 from collections.abc import Iterator, Sequence
