@@ -453,7 +453,7 @@ def test_a_plan_of_another_step_is_refused() -> None:
     ("names", "on", "message"),
     [
         (["p100-0"], None, "say where it runs"),
-        (["cpu0", "cpu1"], ["cpu:0"], "--on names 1 devices; the plan has 2"),
+        (["cpu0", "cpu1"], ["cpu:0"], "on names 1 devices; the plan has 2"),
         (["cpu4096"], None, "there is no cpu:4096 here"),
         (["cuda99"], None, "there is no cuda:99 here"),
         (["a"], ["tpu:0"], "cpu, cpu:1, cpu:0-3 or cuda:0 is expected"),

@@ -116,19 +116,17 @@ def test_what_no_gpu_can_compute_is_computed_on_the_cpu() -> None:
 
 
 def test_memory_that_an_export_leaves_unused_beside_offloaded_weights_is_said() -> None:
-    """Three modules of 6 MiB are on a GPU of 13 MiB: one is offloaded though the other GPU of 13 MiB is empty."""
+    """Three weights of 6 MiB and a GPU of 13 MiB: the third is on another GPU, or on the CPU if that is too small."""
     cluster = gdp.Cluster.parse("2xp100-pcie-16g+cpu-16core")
-    three, target = three_modules(6 * MIB), find_target("hf-device-map")
-    limits = {"gpu0": 13 * MIB, "gpu1": 13 * MIB}
-    problem = Problem.build(three, cluster, max_memory_bytes=limits)
-    # fit_memory moves a module to the second GPU, unless it may not go there
-    moved = adapt(problem, plan_with(three, cluster, [0] * 9), target)
-    assert not moved.is_offloaded
-    assert moved.notes == []
-    pinned = Problem.build(three, cluster, max_memory_bytes=limits, pins=[("", "gpu0")])
-    offloaded = adapt(pinned, plan_with(three, cluster, [0] * 9), target)
-    assert offloaded.is_offloaded
-    assert "gpu1 uses 0.0 of 0.0 GiB" in offloaded.notes[0]
+    weights = [Op(f"{module}.weight", "parameter", module=module, resident_bytes=6 * MIB) for module in "abc"]
+    products = [Op(f"{module}.mm", "aten.mm", 9_300_000_000, module=module) for module in "abc"]
+    read = [Tensor(number, (3 + number,), 6 * MIB, resident=True) for number in range(3)]
+    graph = Graph.build("three", [*weights, *products], [*read, Tensor(3, (4,), 1), Tensor(4, (5,), 1)])
+    for size, is_offloaded in ((13, False), (5, True)):
+        problem = Problem.build(graph, cluster, max_memory_bytes={"gpu0": 13 * MIB, "gpu1": size * MIB})
+        adapted = adapt(problem, plan_with(graph, cluster, [0] * 6), find_target("hf-device-map"))
+        assert adapted.is_offloaded == is_offloaded
+        assert any("Memory is left unused: gpu1 uses 0.0 of" in note for note in adapted.notes) == is_offloaded
 
 
 @pytest.mark.parametrize(("name", "training"), [(name, name not in INFERENCE) for name in FOR_MODULES])

@@ -1,4 +1,4 @@
-"""What is odd about running a plan on this machine: shared cores, other processors than the plan's, other work."""
+"""Remarks on running a plan on this machine: shared cores, other processors than the plan's, other work."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -35,6 +35,6 @@ def machine_notes(targets: Sequence[Target], cluster: Cluster | None) -> Iterato
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > _BUSY * num_cores:
         yield (
-            f"The machine was busy before the run (load average {load:.1f} on {num_cores} cores): times are longer than "
-            "they would be."
+            f"The machine was busy before the run (load average {load:.1f} on {num_cores} cores): times are longer "
+            "than they would be."
         )

@@ -35,7 +35,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """How llama.cpp is to run: `context` in tokens (None: a default; 0: no room for a cache), and what a unit is."""
+    """Options of llama.cpp: `context` in tokens (None: a default; 0: no room for a cache), and what a unit is."""
 
     context: int | None = None
     split_layers: bool = False
