@@ -26,6 +26,7 @@ class PlanFiles:
     cluster: Path | None
     report: Path | None
     are_asked_for: bool  # by --out, which may overwrite
+    note: str = ""  # why names are numbered
     written: list[Path] = field(default_factory=list)
 
     @classmethod
@@ -63,10 +64,11 @@ class PlanFiles:
             if not others:
                 break
             first = others if number == 1 else first
+        note = ""
         if number > 1:
             verb = "is not of this graph and stays" if len(first) == 1 else "are not of this graph and stay"
-            log(f"gdp: note: {' and '.join(map(str, first))} {verb}; this plan will be {plan}")
-        return PlanFiles(plan, kept, None, None, False)
+            note = f"gdp: note: {' and '.join(map(str, first))} {verb}; this plan will be {plan}"
+        return PlanFiles(plan, kept, None, None, False, note)
 
     def write(self, answer: "KeptAnswer", simulation: "Simulation") -> InputError | None:
         """Writes all of them, the plan first; returns the error that ended it, if any."""
@@ -74,6 +76,8 @@ class PlanFiles:
         from gdp.report.page_data import PageData
         from gdp.report.progress import StatusLine, live
 
+        if self.note:
+            log(self.note)
         problem = simulation.problem
         data = PageData(answer.plan, simulation, answer.progress, answer.advice)
         steps: list[tuple[Path | None, Callable[[Path], None]]] = [
