@@ -21,11 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicCache, EncoderDecoderCache
+from transformers import cache_utils as transformers_cache
 from transformers.modeling_utils import AttentionInterface
 
 from gdp.errors import InputError
+
+cache_utils: Any = transformers_cache  # its classes are half typed
+Cache, DummyLayer, CacheLayerMixin = cache_utils.Cache, cache_utils.DummyLayer, cache_utils.CacheLayerMixin
+DynamicCache, EncoderDecoderCache = cache_utils.DynamicCache, cache_utils.EncoderDecoderCache
 
 _PROBE_TOKENS = 2
 _KNOWN = (
@@ -372,7 +375,7 @@ def _attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
     original = AttentionInterface._global_mapping["sdpa"]
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        scaling = kwargs.get("scaling")
+        scaling: Any = kwargs.get("scaling")
         if room.is_decode and key is value and hasattr(module, "latent_cache"):
             return _absorbed(module, query, key, scaling), None
         width = value.shape[-1]
