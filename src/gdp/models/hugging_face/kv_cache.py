@@ -27,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 from gdp.errors import InputError
 
 cache_utils: Any = transformers_cache  # its classes are half typed
-Cache, DummyLayer, CacheLayerMixin = cache_utils.Cache, cache_utils.DummyLayer, cache_utils.CacheLayerMixin
+Cache, DummyLayer = cache_utils.Cache, cache_utils.DummyLayer
 DynamicCache, EncoderDecoderCache = cache_utils.DynamicCache, cache_utils.EncoderDecoderCache
 
 _PROBE_TOKENS = 2
@@ -55,7 +55,7 @@ class CacheRoom:
         return self.context - 1 if self.is_decode else 0
 
 
-class ServedAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
+class ServedAttentionLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """Keys and values [batch, heads, places, width] of a layer; a step writes its new tokens to the last places."""
 
     def __init__(self, room: CacheRoom, keys: Tensor, values: Tensor, *, is_sliding: bool) -> None:
@@ -281,11 +281,11 @@ class ServedStateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), self.room.is_decode)
 
 
-class ServedHybridLayer(ServedStateLayer, CacheLayerMixin):  # type: ignore[misc]
+class ServedHybridLayer(ServedStateLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """States, and keys and values, of a layer that has both."""
 
     def __init__(self, number_of_states: int, room: CacheRoom) -> None:
-        CacheLayerMixin.__init__(self)
+        cache_utils.CacheLayerMixin.__init__(self)
         ServedStateLayer.__init__(self, number_of_states, room)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
