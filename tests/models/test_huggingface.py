@@ -224,7 +224,13 @@ def test_sizes_and_type_come_from_the_config_unless_they_are_given(tmp_path: Pat
         assert (tuple(inputs["input_ids"].shape), model.dtype) == ((3, 600), torch.float64)
 
 
-@pytest.mark.parametrize("name", model_configs.names())
+# from qwen2.5-32b on they are long: 16 more builds
+LARGE = model_configs.names()[model_configs.names().index("qwen2.5-32b") :]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LARGE)) for name in model_configs.names()]
+)
 def test_the_configs_of_benchmarks_are_those_of_the_published_models(name: str, tmp_path: Path) -> None:
     with FakeTensorMode():
         model, _, _ = read.builder_of(model_configs.write_model(name, tmp_path))()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gdp
+from gdp.bench import model_configs
 from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.errors import InputError
@@ -229,6 +230,22 @@ def test_a_layer_may_keep_its_cache_on_the_cpu_and_attend_there(tmp_path: Path) 
     cached = graph.resident_bytes[np.array(offloaded)].sum()
     assert cached == served.cache_bytes // 2
     assert cached <= simulation.peak_memory_bytes[1] < 2 * cached
+
+
+DECODERS = (
+    "whisper-small", "t5-base", "llama-70b", "mixtral-8x7b", "mamba-130m", "qwen3-30b-a3b", "mistral-7b", "gemma-3-27b",
+    "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "phi-4", "gpt2", "qwen2.5-vl-7b", "llava-1.5-7b", "bart-large",
+    "qwen3-next-80b", "llama-4-scout",
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DECODERS)
+def test_published_decoders_are_captured_in_both_phases_with_known_costs(name: str, tmp_path: Path) -> None:
+    text = f"hf:{model_configs.write_config(name, tmp_path)}?batch=2"
+    assert captured(text, "decode")[1].cache_bytes > 0
+    prompt = "" if name in ("whisper-small", "t5-base", "bart-large") else "&context=64"
+    assert captured(f"{text}{prompt}", "prefill")[1].cache_bytes > 0
 
 
 BAD = [

@@ -21,11 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicCache, EncoderDecoderCache
+from transformers import cache_utils as transformers_cache
 from transformers.modeling_utils import AttentionInterface
 
 from gdp.errors import InputError
+
+cache_utils: Any = transformers_cache  # its classes are half typed
+Cache, DummyLayer = cache_utils.Cache, cache_utils.DummyLayer
+DynamicCache, EncoderDecoderCache = cache_utils.DynamicCache, cache_utils.EncoderDecoderCache
 
 _PROBE_TOKENS = 2
 _KNOWN = (
@@ -52,7 +55,7 @@ class CacheRoom:
         return self.context - 1 if self.is_decode else 0
 
 
-class ServedAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
+class ServedAttentionLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """Keys and values [batch, heads, places, width] of a layer; a step writes its new tokens to the last places."""
 
     def __init__(self, room: CacheRoom, keys: Tensor, values: Tensor, *, is_sliding: bool) -> None:
@@ -278,11 +281,11 @@ class ServedStateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), self.room.is_decode)
 
 
-class ServedHybridLayer(ServedStateLayer, CacheLayerMixin):  # type: ignore[misc]
+class ServedHybridLayer(ServedStateLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """States, and keys and values, of a layer that has both."""
 
     def __init__(self, number_of_states: int, room: CacheRoom) -> None:
-        CacheLayerMixin.__init__(self)
+        cache_utils.CacheLayerMixin.__init__(self)
         ServedStateLayer.__init__(self, number_of_states, room)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -372,7 +375,7 @@ def _attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
     original = AttentionInterface._global_mapping["sdpa"]
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        scaling = kwargs.get("scaling")
+        scaling: Any = kwargs.get("scaling")
         if room.is_decode and key is value and hasattr(module, "latent_cache"):
             return _absorbed(module, query, key, scaling), None
         width = value.shape[-1]
