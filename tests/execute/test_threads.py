@@ -445,7 +445,7 @@ def test_a_plan_of_another_step_is_refused() -> None:
     with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained, pytest.raises(InputError, match="place it anew"):
         trained(torch.zeros(4, 6))
     trained = gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, optimizer="sgd")
-    with pytest.raises(InputError, match="--optimizer"):
+    with pytest.raises(InputError, match="the optimizer"):
         trained(torch.zeros(5, 6))
 
 

@@ -91,17 +91,21 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
     assert "nothing fits in memory with module level: gpu" in err
     assert "bytes" in err
     assert not Path("device_map.json").exists()
-    # where there is a CPU that holds what is left there, the remedy is named, and doing so is of use
-    for devices, also, is_named in (
+    # where there is a CPU that holds what is left there, that is done, and the plan is of the graph that does it
+    for devices, also, fits in (
         ("2xp100-pcie-16g", [], False),
         ("2xp100-pcie-16g+cpu-16core", [], True),
         ("2xp100-pcie-16g+cpu-16core", ["--max-memory", "cpu0=5MiB"], False),
     ):
         args = ["place", "graph.json.gz", "--devices", devices, *tight, *also, "--budget", "50sims", "--no-cache"]
-        status, _, err = run(*args, "--for", "hf-device-map")
-        assert status == 3
-        assert ("weights left on a CPU" in err) == is_named
-        if is_named:
+        status, _, err = run(*args, "--for", "hf-device-map", "--out", "offloaded")
+        assert status == (0 if fits else 3)
+        assert ("stay on a CPU" in err) == fits
+        if fits:
+            status, _, err = run(
+                "simulate", "offloaded/graph.json.gz", "--plan", "offloaded/plan.json", "--devices", devices, *tight
+            )
+            assert (status, err) == (0, "")
             assert run(*args, "--out", "ordinary")[0] == 0
             assert run("export", "ordinary/plan.json", "--to", "hf-device-map", *tight)[0] == 0
 

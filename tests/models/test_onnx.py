@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import resource
 import warnings
 from collections.abc import Callable
@@ -161,12 +162,7 @@ def test_every_operator_of_onnx_has_a_cost_and_the_shapes_of_its_reference(read:
 
     unknown, num_right = set(), 0
     for case in collect_testcases(None):
-        sizes = {
-            dim.dim_param: 1
-            for item in case.model.graph.input
-            for dim in item.type.tensor_type.shape.dim
-            if dim.dim_param
-        }
+        sizes = dict.fromkeys(re.findall(r'dim_param: "(\w+)"', str(case.model.graph.input)), 1)
         made = read(case.model, dims=sizes)
         unknown |= {kind for kind in made.unknown if "::" not in kind}
         if case.name.startswith(DEPENDS_ON_CONTENT) or any("sequence" in n or "no shape" in n for n in made.notes):

@@ -107,8 +107,10 @@ class _Table:
                 continue
             names = {name: self._names[found[-1]] for name, found in chosen.items()}
             parts = {name.rpartition(".")[2] for name in names.values()}
-            # few architectures have a norm behind the attention and none before or behind the feed-forward part
-            is_odd = "post_attention_norm" in parts and parts.isdisjoint(("ffn_norm", "post_ffw_norm"))
+            # few architectures, such as gpt-oss with its sinks, have a norm behind the attention and none before or
+            # behind the feed-forward part
+            usual = ("ffn_norm", "post_ffw_norm", "attn_sinks")
+            is_odd = "post_attention_norm" in parts and parts.isdisjoint(usual)
             key = is_odd, len(tensors) - len(names)
             if len(set(names.values())) == len(names) and (best is None or key < best[0]):
                 best = key, names

@@ -88,10 +88,11 @@ def place_for(
         baselines, under_noise = answer.search.baselines, answer.search.under_noise
     if key_of(adapted.simulation) < key_of(best):
         best, under_noise = adapted.simulation, None
+    is_offloaded = False
     if best.missing_bytes.any() and target.offload is not None and not clock.stop.is_set():
         offloaded = target.offload(problem, units, adapted.devices)
         if offloaded is not None:
-            best, under_noise = offloaded[1], None
+            best, under_noise, is_offloaded = offloaded[1], None, True
     search = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
@@ -102,7 +103,6 @@ def place_for(
         under_noise=under_noise,
         order=order_of(best.problem, best.placement),
     )
-    is_offloaded = best.problem.graph is not graph
     # the plan is of the graph without the target's own memory
     step = best if problem is original or is_offloaded else simulate(original, best.placement, order=best.order)
     devices = None if is_offloaded else units.devices_of(step.placement)

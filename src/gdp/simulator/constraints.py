@@ -124,7 +124,7 @@ def _pairs(rules: Rules, name: str) -> tuple[tuple[str, str], ...]:
         raise InputError(f"{name} is {rules!r}; pairs (REGEX, DEVICE) are expected, such as {{'encoder': 'gpu0'}}")
     for item in items:
         pair = tuple(item.rpartition("=")[::2] if isinstance(item, str) else item if isinstance(item, Iterable) else ())
-        if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+        if len(pair) != 2 or not all(isinstance(part, str) for part in pair) or not pair[1]:
             raise InputError(
                 f"{name} has {item!r}; (REGEX, DEVICE) or 'REGEX=DEVICE' is expected, such as ('encoder', 'gpu0')"
             )
