@@ -91,7 +91,7 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
     assert "nothing fits in memory with module level: gpu" in err
     assert "bytes" in err
     assert not Path("device_map.json").exists()
-    # where there is a CPU that holds what is left there, that is done, and the plan is of the graph that does it
+    # where there is a CPU that holds what is left there, that is done
     for devices, also, fits in (
         ("2xp100-pcie-16g", [], False),
         ("2xp100-pcie-16g+cpu-16core", [], True),
@@ -100,7 +100,7 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
         args = ["place", "graph.json.gz", "--devices", devices, *tight, *also, "--budget", "50sims", "--no-cache"]
         status, _, err = run(*args, "--for", "hf-device-map", "--out", "offloaded")
         assert status == (0 if fits else 3)
-        assert ("stay on a CPU" in err) == fits
+        assert ("nothing fits" in err) != fits
         if fits:
             status, _, err = run(
                 "simulate", "offloaded/graph.json.gz", "--plan", "offloaded/plan.json", "--devices", devices, *tight
