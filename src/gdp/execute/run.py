@@ -112,8 +112,8 @@ def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
         )
     raise InputError(
         f"the plan is of graph {plan.graph[:12]}, which is not the step of {captured.name!r} "
-        f"({captured.fingerprint[:12]}): the model, its sizes, inference or training, the optimizer, the dtype, measured "
-        "times or the version of gdp or PyTorch differ; place it anew"
+        f"({captured.fingerprint[:12]}): the model, its sizes, inference or training, the optimizer, the dtype, "
+        "measured times or the version of gdp or PyTorch differ; place it anew"
     )
 
 
