@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-com
 
 place: $(PLACING)
 	@$(BIN)/gdp place $(MODEL) --devices $(DEVICES) --budget $(BUDGET)
-	@echo "The plan is in $(CURDIR)/plan.json"
+	@echo "The plan is in $(CURDIR)"
 
 test: lint
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile

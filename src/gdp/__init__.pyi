@@ -22,6 +22,7 @@ from .planning.advice import Advice as Advice
 from .planning.advice import advise as advise
 from .planning.compare import Comparison as Comparison
 from .planning.compare import compare as compare
+from .report.timeline import Timeline as Timeline
 from .search.place import Progress as Progress
 from .search.place import place as place
 from .simulator.constraints import Constraints as Constraints

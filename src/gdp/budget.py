@@ -41,9 +41,15 @@ class Budget:
         return cls(seconds=float(number) * _SECONDS[unit])
 
     @classmethod
-    def of(cls, value: "Budget | str") -> "Budget":
-        """Returns `value`, parsed if it is text."""
-        return cls.parse(value) if isinstance(value, str) else value
+    def of(cls, value: "Budget | str | float") -> "Budget":
+        """Returns `value`; text is parsed, and a number is seconds."""
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return cls(seconds=float(value))
+        raise InputError(f"budget is {value!r}; seconds such as 30, or text such as 30s or 20000sims, are expected")
 
     def part(self, share: float) -> "Budget":
         """Returns a `share` of the budget."""

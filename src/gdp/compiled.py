@@ -9,9 +9,12 @@ Compilation is what the first command on a machine waits for, so kernels are wri
 - Only kernels that Python calls have a wrapper, which takes a second to compile where records of many arrays go in.
 """
 
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 from numba import njit
+from numba.core.caching import IndexDataCacheFile
 
 _OPTIONS: dict[str, Any] = {
     "cache": True,
@@ -21,17 +24,49 @@ _OPTIONS: dict[str, Any] = {
     "error_model": "numpy",
 }
 
-kernel: Any = njit(**_OPTIONS)
+_UNREADABLE = (AttributeError, ImportError, EOFError, IndexError, KeyError, TypeError, ValueError, pickle.PickleError)
+
+
+class SpareIndex(IndexDataCacheFile):
+    """An index of Numba's cache that is empty if it cannot be read, as after an upgrade that renames a record."""
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()  # type: ignore[no-untyped-call]
+        except _UNREADABLE:
+            return {}
+
+    def _load_data(self, name: str) -> Any:
+        try:
+            return super()._load_data(name)  # type: ignore[no-untyped-call]
+        except _UNREADABLE as error:
+            raise OSError(f"{name}: unreadable") from error  # for Numba: not there
+
+
+def _compiler(**changes: bool) -> Callable[[Callable[..., Any]], Any]:
+    compile = njit(**{**_OPTIONS, **changes})
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        compiled = compile(function)
+        index = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+        if type(index) is IndexDataCacheFile:  # not with NUMBA_DISABLE_JIT
+            index.__class__ = SpareIndex
+        return compiled
+
+    return decorate
+
+
+kernel: Any = _compiler()
 """Compiles a function that Python calls."""
 
-allocating_kernel = njit(**{**_OPTIONS, "_nrt": True})
+allocating_kernel = _compiler(_nrt=True)
 """Compiles a function that Python calls, and that makes arrays."""
 
-inner = njit(**{**_OPTIONS, "no_cpython_wrapper": True})
+inner = _compiler(no_cpython_wrapper=True)
 """Compiles a function that only compiled functions call."""
 
-inlined = njit(**{**_OPTIONS, "no_cpython_wrapper": True, "forceinline": True})
+inlined = _compiler(no_cpython_wrapper=True, forceinline=True)
 """Compiles a function that becomes part of the compiled functions that call it."""
 
-allocating_inlined = njit(**{**_OPTIONS, "_nrt": True, "no_cpython_wrapper": True, "forceinline": True})
+allocating_inlined = _compiler(_nrt=True, no_cpython_wrapper=True, forceinline=True)
 """Compiles a function that becomes part of the compiled functions that call it, and that adds rows of arrays."""

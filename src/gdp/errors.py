@@ -2,6 +2,9 @@
 
 import contextlib
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
 
 
@@ -22,6 +25,20 @@ def first_line(error: BaseException) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
+def user_line(error: BaseException) -> str:
+    """Returns `, vit.py line 12`: the innermost line of the user's own code that the exception passed; "" if none.
+
+    Own code is neither in gdp, nor in the standard library or an installed package.
+    """
+    libraries = [os.path.dirname(__file__), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = os.path.abspath(frame.filename)
+        if not frame.filename.startswith("<") and not any(path.startswith(f"{where}{os.sep}") for where in libraries):
+            relative = os.path.relpath(path)
+            return f", {path if relative.startswith(os.pardir) else relative} line {frame.lineno}"
+    return ""
+
+
 @contextlib.contextmanager
 def prefixed(place: object) -> Iterator[None]:
     """Puts `place`, such as a file's path, before the message of an InputError raised inside."""
@@ -31,7 +48,10 @@ def prefixed(place: object) -> Iterator[None]:
         raise InputError(f"{place}: {error}") from None
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
-    """Returns the remedy for an unknown name: near matches, else all known names."""
+def suggest(name: str, known: Sequence[str], most: int = 60) -> str:
+    """Returns the remedy for an unknown name: near matches, else the known names, at most `most` of them."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return f"known: {', '.join(known[:most])}{more}"

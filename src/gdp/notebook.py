@@ -1,4 +1,4 @@
-"""Tables of static HTML that show results in a notebook, with all text escaped."""
+"""Shows results in Python: figures for the line of a `repr`, and tables of static HTML with all text escaped."""
 
 import html
 from collections.abc import Sequence
@@ -18,6 +18,19 @@ def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], no
 def milliseconds(time_ns: int | None) -> str:
     """Returns a time in ms with three decimals; a dash for None."""
     return "–" if time_ns is None else f"{time_ns / 1e6:,.3f} ms"
+
+
+def size(size_bytes: int) -> str:
+    """Returns a size with one decimal in the largest unit of 1024 that fits: `44.0 GiB`; bytes in full."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:,.1f} {unit}"
+    return f"{size_bytes} bytes"
+
+
+def count(number: int, noun: str) -> str:
+    """Returns `1 op` or `2,000 ops`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _short(text: str) -> str:

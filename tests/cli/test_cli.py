@@ -50,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """`gdp` in a directory with `graph.json.gz`: (exit status, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 600)  # a slow machine is no claim of these tests
+    monkeypatch.setattr(progress, "LOG_SECONDS", 1e6)  # a slow machine is no claim of these tests
     two_chains().save("graph.json.gz")
 
     def call(*args: str) -> Answer:
@@ -68,6 +68,15 @@ def place(*args: str) -> list[str]:
 # place
 
 
+def test_a_learned_placer_is_shown_beside_a_single_device_and_the_expert(run: Run) -> None:
+    status, out, _ = run("place", "graph.json.gz", "--devices", DEVICES, "--placer", "gdp-zero-shot", "--json")
+    document = json.loads(out)
+    assert status == 0
+    assert set(document["baselines"]) == {"single", "expert"}
+    # 24 ops of 1 ms each on one device, and the last of 1 FLOP; two devices take about half of it
+    assert document["baselines"]["single"]["step_time_ns"] > 24_000_000 > document["step_time_ns"]
+
+
 def test_place_writes_a_plan_that_verifies_and_says_what_to_do_next(run: Run) -> None:
     status, out, err = run(*place())
     assert (status, err) == (0, "")
@@ -76,7 +85,7 @@ def test_place_writes_a_plan_that_verifies_and_says_what_to_do_next(run: Run) ->
     for text in (
         "two-chains (25 ops, 24 tensors) on 2xp100-pcie-16g, placer auto",
         "times as fast as the best single device",
-        "times the expert",
+        "times the paper's expert",
         "Lower bound",
         "% above the optimum",
         "limits the step",
@@ -121,6 +130,8 @@ def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run:
         "name": "two-chains",
         "num_ops": 25,
         "num_tensors": 24,
+        "parameter_bytes": 0,
+        "optimizer_state_bytes": 0,
         "fingerprint": graph.fingerprint,
     }
     cluster = Cluster.parse(DEVICES)
@@ -146,7 +157,7 @@ def test_options_of_place_reach_the_search(run: Run) -> None:
     assert set(Plan.load("plan.json").placement.tolist()) == {1}
     assert Plan.load("plan.json").seed == 7
     assert "Expected with op times that vary by 2.0%" in out
-    assert "gpu0 holds no op: 1 device would do as well." in out
+    assert "gpu0 holds no op: the search found no faster plan with it." in out
 
 
 def test_forbidden_kinds_of_ops_stay_off_devices_and_their_kind(run: Run) -> None:
@@ -179,6 +190,61 @@ def test_when_nothing_fits_place_names_the_device_and_the_bytes_and_writes_nothi
     assert status == 3
     assert err.startswith("gdp: placer single found nothing that fits in memory: gpu")
     assert err.endswith("; use --placer auto\n")
+
+
+def test_a_plan_of_another_graph_is_not_overwritten(run: Run) -> None:
+    """plan.json of another graph and files that are no plans stay; a plan of the same graph is replaced."""
+    assert "Plan written to plan.json" in run(*place())[1]
+    first = Path("plan.json").read_bytes()
+    two_chains(5).save("other.json.gz")
+    Path("plan-2.json").write_text("mine")
+    other = ["place", "other.json.gz", "--devices", DEVICES, "--budget", "100sims", "--json"]
+    for seed in ("0", "1"):
+        status, out, err = run(*other, "--seed", seed)
+        assert (status, json.loads(out)["plan"]) == (0, "plan-3.json")
+        assert err == "gdp: note: plan.json is not of this graph and stays; this plan will be plan-3.json\n"
+    assert (Path("plan.json").read_bytes(), Path("plan-2.json").read_text()) == (first, "mine")
+    assert json.loads(run(*place("--json", "--devices", "3xp100-pcie-16g"))[1])["plan"] == "plan.json"
+    assert Path("plan.json").read_bytes() != first
+
+
+def test_a_graph_with_costs_of_the_users_does_not_overwrite_the_one_that_is_read(run: Run) -> None:
+    """graph.json.gz stays, its costed graph is graph-2.json.gz; with other costs the pair is replaced."""
+    before = Path("graph.json.gz").read_bytes()
+    for time in ("1ms", "2ms"):
+        Path("costs.yaml").write_text(
+            f"{{format: gdp-op-costs, version: 1, ops: [{{kind: mm, time: {{p100-pcie-16g: {time}}}}}]}}"
+        )
+        status, out, err = run(*place("--op-costs", "costs.yaml", "--json"))
+        assert (status, json.loads(out)["plan"]) == (0, "plan-2.json")
+        assert err == "gdp: note: graph.json.gz is not of this graph and stays; this plan will be plan-2.json\n"
+        assert Graph.load("graph-2.json.gz").fingerprint == Plan.load("plan-2.json").graph
+    assert Path("graph.json.gz").read_bytes() == before
+
+
+def test_figures_are_printed_where_the_report_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full after the plan: the answer, and one line with what is whole."""
+
+    def full(path: Path, _: object) -> None:
+        raise gdp.InputError(f"{path}: cannot be written (No space left on device); choose another place")
+
+    monkeypatch.setattr("gdp.report.page.write_page", full)
+    status, out, err = run(*place("--out", "answers"))
+    assert status == 2
+    assert "Step time " in out
+    assert "Plan written to answers/plan.json\nNext: gdp simulate answers/graph.json.gz" in out
+    assert err.startswith("gdp: error: answers/report.html: cannot be written (No space left on device)")
+    assert err.endswith("; whole: answers/plan.json, answers/graph.json.gz, answers/cluster.json\n")
+
+
+def test_traceback_shows_where_an_error_comes_from(run: Run) -> None:
+    """Anywhere on the command line, before the one line of the error."""
+    Path("cli_traced.py").write_bytes(FILES["cli_broken.py"])
+    for args in (["--traceback", "place", "cli_traced:fails"], ["place", "cli_traced:fails", "--traceback"]):
+        status, out, err = run(*args, "--devices", DEVICES)
+        assert (status, out) == (2, "")
+        assert "raise ValueError('first\\nlast')" in err
+        assert err.splitlines()[-1].startswith("gdp: error: cli_traced:fails: the function failed (ValueError: last")
 
 
 # the cache of plans
@@ -325,6 +391,8 @@ def test_capture_writes_the_graph_of_a_function(run: Run) -> None:
         "name": "cli_model:f",
         "num_ops": graph.num_ops,
         "num_tensors": graph.num_tensors,
+        "parameter_bytes": graph.resident_bytes.sum(),
+        "optimizer_state_bytes": 0,
         "fingerprint": graph.fingerprint,
         "unknown_costs": {},
         "path": "step.json.gz",
@@ -356,7 +424,7 @@ def test_workloads_lists_the_built_in_models(run: Run) -> None:
 def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing PyTorch takes longer than placing a small graph: a graph that is kept needs no model."""
     kept = replace(two_chains(), name="rnnlm-2")
-    made = SimpleNamespace(graph=kept, coverage=SimpleNamespace(unknown={}))
+    made = SimpleNamespace(graph=kept, coverage=SimpleNamespace(unknown={}), notes=())
     monkeypatch.setattr(read, "_capture", lambda *_: made)
     read.read_model("rnnlm-2")
     commands = [
@@ -409,7 +477,15 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["place", "empty.json", "--devices", DEVICES], ["empty.json: is empty"]),
     (["place", "version.json", "--devices", DEVICES], ["version.json: version is 2"]),
     (["place", "unknown.json", "--devices", DEVICES], ["unknown.json: graph: unknown key 'colour'"]),
-    (["place", "cli_broken:fails", "--devices", DEVICES], ["cli_broken:fails", "ValueError: last"]),
+    (
+        ["place", "cli_broken:fails", "--devices", DEVICES],
+        ["cli_broken:fails", "(ValueError: last, cli_broken.py line 2)"],
+    ),
+    (
+        ["place", "cli_broken.py", "--devices", DEVICES],
+        ["is a Python file", "such as cli_broken:fails; functions there"],
+    ),
+    (["place", "cli_broken", "--devices", DEVICES], ["cli_broken: cli_broken.py is a Python file", "cli_broken:fails"]),
     (["place", "m.onnx", "--devices", DEVICES], ["m.onnx: no such file"]),
     (["place", "hf:m", "--devices", DEVICES], ["hf:m", "no such directory"]),
     (["place", "graph.json.gz", "--devices", "4xp1000"], ["devices '4xp1000'", "no kind 'p1000'", "p100-pcie-16g"]),
@@ -422,6 +498,10 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--seed", "one"), ["--seed", "a valid integer"]),
     (place("--seed", "-1"), ["--seed", "greater than or equal to 0"]),
     (place("--placer", "magic"), ["placer 'magic' is unknown", "auto"]),
+    (place("--placer", "hdp"), ["placer 'hdp' trains a policy of its own", "hours", "gdp bench paper"]),
+    (place("--ctx", "4096"), ["--ctx: needs --for llama-cpp"]),
+    (place("--for", "vllm", "--split-layers"), ["--split-layers: is for llama-cpp, not for vllm"]),
+    (place("--for", "llama-cpp", "--ctx", "-1"), ["--ctx -1: a number of tokens is expected"]),
     (place("--placer", "gdp-zero-shot", "--checkpoint", "file"), ["file: no such file"]),
     (place("--checkpoint", "file"), ["--checkpoint: auto asks no policy", "gdp-zero-shot", "gdp-finetune"]),
     (place("--placer", "metis", "--checkpoint", "file"), ["--checkpoint: metis asks no policy", "gdp-finetune"]),
@@ -480,7 +560,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["compare", "graph.json.gz", "--devices", DEVICES, "--seeds", "0"], ["--seeds"]),
     (["capture", "graph.json.gz", "--out", "again.json"], ["is a gdp-graph file already"]),
     (["capture", "cli_broken:fails", "--out", "graph.yaml"], ["--out graph.yaml", ".json.gz"]),
-    (["capture", "cli_broken:fails", "--out", "g.json", "--optimizer", "adagrad"], ["'adagrad'", "adam, sgd"]),
+    (["capture", "cli_broken:fails", "--out", "g.json", "--optimizer", "adagrad"], ["'adagrad'", "adam, adamw, sgd"]),
     (["devices", "show", "toaster"], ["no kind 'toaster'"]),
     (["bench", "search", "--workloads", "gnmt-5"], ["'gnmt-5'"]),
     (["bench", "paper", "--checkpoints", "none"], ["none: no such directory", "--hold-out"]),
@@ -546,7 +626,8 @@ sys.exit(main())
 """
 
 
-def test_ctrl_c_ends_a_search_and_writes_the_best_plan_so_far(run: Run) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_a_search_and_write_the_best_plan_so_far(run: Run, number: int) -> None:
     lstm_training_graph(4).save("lstm.json.gz")  # not solved at once, as `graph.json.gz` is
     command = [
         sys.executable,
@@ -565,7 +646,7 @@ def test_ctrl_c_ends_a_search_and_writes_the_best_plan_so_far(run: Run) -> None:
         assert process.stderr is not None
         while process.stderr.readline() != "searching\n":
             assert process.poll() is None  # still compiling
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     said = [line for line in err.splitlines() if line != "searching" and not line.startswith("gdp: [")]
@@ -592,6 +673,21 @@ def test_help_imports_neither_pytorch_nor_numba_nor_numpy() -> None:
     code = "import sys, gdp.cli; gdp.cli.main(['--help']); sys.exit(any(name in sys.modules for name in sys.argv[1:]))"
     heavy = ["torch", "numba", "numpy", "scipy", "rich"]
     subprocess.run([sys.executable, "-c", code, *heavy], check=True, stdout=subprocess.DEVNULL, env=os.environ)
+
+
+def test_lists_import_neither_numba_nor_scipy() -> None:
+    code = (
+        "import sys, gdp.cli; gdp.cli.main(['workloads']); sys.exit(any(name in sys.modules for name in sys.argv[1:]))"
+    )
+    subprocess.run([sys.executable, "-c", code, "torch", "numba", "scipy"], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_full_standard_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "gdp", "devices", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("gdp: error: standard output cannot be written (No space left on device)")
 
 
 def test_functions_of_the_package_stay_functions_when_their_modules_are_imported() -> None:

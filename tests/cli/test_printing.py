@@ -31,6 +31,16 @@ def test_timelines_and_names_are_ascii_where_the_output_is(monkeypatch: pytest.M
     assert printed.getvalue() == b"gpu0 .:-=+*#@ layer~7 \\xe9\n"
 
 
+def test_lines_and_bars_are_ascii_on_a_dumb_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names stay as they are, and so does JSON."""
+    monkeypatch.setenv("TERM", "dumb")
+    print_text("── é █")
+    print_json({"name": "█"})
+    assert capsys.readouterr().out == '-- é @\n{"name":"█"}\n'
+
+
 def test_json_stays_json_where_the_output_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     """A JSON document with other characters is escaped as JSON."""
     printed = ascii_output(monkeypatch)

@@ -181,3 +181,25 @@ def test_what_is_held_out_is_neither_trained_nor_chosen_on_nor_known_from_before
     args = train("--hold-out", "clip", "--from", OUT, out="other.safetensors")
     assert run(*args, graphs=("rnnlm-2",), devices=None)[0] == 0
     assert read_manifest("other.safetensors")["held_out"] == ["clip", "vit"]
+
+
+def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "read_model", lambda *_: pytest.fail("read"))
+    for args, graphs in (
+        (["--hold-out", "gnmt"], ("rnnlm-2", "gnmt-2")),
+        (["--hold-out", "vit", "--validation", "vit-large"], ("rnnlm-2",)),
+    ):
+        status, out, err = run(*train(*args), graphs=graphs, devices=None)
+        assert (status, out) == (2, "")
+        assert "which is held out; leave one of both out" in err
+
+
+def test_a_missing_tensorboard_is_told_before_anything_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a graph is captured nor a kernel compiled."""
+    monkeypatch.setattr("gdp.cli.train.find_spec", lambda _: None)
+    monkeypatch.setattr(read, "read_model", None)
+    status, out, err = run(*train("--tensorboard", "board"))
+    assert (status, out) == (2, "")
+    assert "--tensorboard board: tensorboard is not installed; pip install" in err

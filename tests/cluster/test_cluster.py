@@ -305,7 +305,12 @@ def test_the_tables_in_the_documentation_are_those_of_the_code() -> None:
     for name, kind in KINDS.items():
         rates = [f"{kind.flops_per_second[t] / 1e12:g}" if t in kind.flops_per_second else "-" for t in dtypes]
         links = f"{kind.port}, {kind.nvlink}" if kind.nvlink else kind.port
-        cells = [str(kind.memory_bytes // 2**30), *rates, f"{kind.memory_bytes_per_second / 1e9:g}"]
+        cells = [
+            str(kind.nominal_gib),
+            f"{kind.memory_bytes / 2**30:.2f}",
+            *rates,
+            f"{kind.memory_bytes_per_second / 1e9:g}",
+        ]
         assert f"| `{name}` | {' | '.join(cells)} | {kind.launch_ns / 1e3:g} | {links} |" in text
     for link in LINKS.values():
         assert f"| `{link.name}` | {link.bytes_per_second / 1e9:g} | {link.latency_ns / 1e3:g} |" in text
@@ -415,3 +420,16 @@ def test_arrays_are_read_only_and_shapes_are_checked() -> None:
     with pytest.raises(InputError, match="latency_ns"):
         Cluster("x", cluster.devices, cluster.channels, np.zeros((3, 3), np.int64), cluster.bytes_per_second,
                 cluster.route_channels)  # fmt: skip
+
+
+def test_kinds_and_links_are_found_in_any_case() -> None:
+    """`2xL4-24G:PCIe3` is how users write it; the cluster is the same but for its name."""
+    assert Cluster.parse("2xL4-24G:PCIe3").fingerprint == Cluster.parse("2xl4-24g:pcie3").fingerprint
+
+
+@pytest.mark.parametrize(("kind", "nominal", "reported"), [("a100-sxm-80g", 80, 79.14), ("rtx4090-24g", 24, 23.64)])
+def test_memory_is_what_cuda_reports_less_a_context(kind: str, nominal: int, reported: float) -> None:
+    """79.14 GiB of 80 and 23.64 of 24, less 0.5 GiB for a context; the P100 of the GDP paper keeps all 16 GiB."""
+    assert KINDS[kind].nominal_gib == nominal
+    assert KINDS[kind].memory_bytes == int((reported - 0.5) * 1024) * 2**20
+    assert KINDS["p100-pcie-16g"].memory_bytes == 16 * 2**30

@@ -1,6 +1,7 @@
 """`gdp run` measures a plan beside one device, checks its results, and fails in one line."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from torch import nn
 import gdp
 from gdp import Cluster, Plan, Problem, simulate
 from gdp.cli import main
+from gdp.cluster.detect import host
 from gdp.execute.equality import compare, eager_step, full_precision
 from gdp.execute.executable import Executable
-from gdp.execute.measurement import measure_in_turn, one_device_order
+from gdp.execute.executor import StepRecord
+from gdp.execute.machine import machine_notes
+from gdp.execute.measurement import Measurement, measure_in_turn, one_device_order
 from gdp.execute.prediction import predict, rank_correlation
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step
 from gdp.execute.targets import CPU, Target
 from gdp.execute.worker import ExecutionError
+from gdp.graph.microbatches import accumulated
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture
 from run_cases import CLUSTER, MODEL
@@ -99,8 +104,9 @@ def test_without_its_cluster_a_plan_still_runs(here: Path, capsys: pytest.Captur
         ({"--on": "cpu,cuda:63"}, "there is no cuda:63 here"),
         ({"--devices": "2xp100-pcie-16g"}, "place for this cluster anew"),
         ({"--times": "run_models.py"}, "cannot be used as a file of measured times"),
-        ({"--optimizer": "adamw"}, "one of adam, sgd is expected"),
-        ({"--optimizer": "sgd"}, "--optimizer"),
+        ({"--optimizer": "lion"}, "one of adam, adamw, sgd, sgd-momentum, adafactor, adam-8bit is expected"),
+        ({"--optimizer": "adam-8bit"}, "placed, not executed: adam-8bit is computed by kernels of bitsandbytes"),
+        ({"--optimizer": "sgd"}, "inference or training, the optimizer"),
         ({"--steps": "0"}, "--steps"),
     ],
     ids=str,
@@ -286,3 +292,58 @@ def test_help_says_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "A built-in workload, hf:DIR, or package.module:function with a PyTorch module." in text
     assert ".onnx" not in text
     assert "gdp-graph" not in text
+
+
+def test_what_is_odd_about_the_machine_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two devices on one core, and a core that is not the plan's processor, are each said in one sentence."""
+    core = host.available_cores()[0]
+    targets = [Target("cpu0", CPU, (core,)), Target("cpu1", CPU, (core,))]
+    notes = list(machine_notes(targets, Cluster.parse("2xcpu-16core")))
+    assert f"cpu0 and cpu1 share core {core}" in notes[0]
+    assert f"cpu1 runs on core {core}" in notes[2]
+    assert "is not a cpu-16core" in notes[2]
+    own = [note for note in machine_notes([targets[0], Target("cpu1", CPU)], None) if "busy" not in note]
+    assert own == []
+    assert place("run_models:net") == 0
+    arguments = ["run", "run_models:net", "--plan", "p/plan.json", "--steps", "1", "--on", f"cpu:{core},cpu:{core}"]
+    assert f"share core {core}" in " ".join(answer(capsys, *arguments)["notes"])
+
+
+def test_an_interrupt_gives_the_results_of_the_steps_done(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert place("run_models:net") == 0
+    add, steps = Measurement.add, []
+
+    def interrupt_after_three(self: Measurement, record: StepRecord) -> None:
+        add(self, record)
+        steps.append(record)
+        if len(steps) == 6:  # three of the plan, and three on one device
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Measurement, "add", interrupt_after_three)
+    capsys.readouterr()
+    arguments = ["run", "run_models:net", "--plan", "p/plan.json", "--steps", "100000", "--json", *ON]
+    assert main(arguments) == 130
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["steps"] == 3
+    assert "interrupted after 3 of 100,000 steps" in printed.err
+
+
+def test_python_speaks_of_its_own_arguments_and_of_micro_batches() -> None:
+    model, args = nn.Linear(8, 4), (torch.zeros(8, 8),)
+    graph = gdp.capture(model, args, name="linear").graph
+    cluster = gdp.Cluster.parse("2xcpu-16core")
+    plan = gdp.place(graph, cluster, budget="5sims")
+    with pytest.raises(gdp.InputError, match=r"^on names 1 devices; the plan has 2"):
+        gdp.placed(model, plan, on=["cpu"])
+    with pytest.raises(gdp.InputError, match=r"^on .tpu.: cpu"):
+        gdp.placed(model, plan, on=["cpu", "tpu"])
+    with pytest.raises(gdp.InputError, match="inference or training, the optimizer") as error:
+        gdp.placed(nn.Linear(4, 4), plan, on=["cpu", "cpu"])(torch.zeros(8, 4))
+    assert "--" not in str(error.value)
+    for count in (2, 5):
+        small = gdp.capture(model, (torch.zeros(8 // count, 8),), name="linear").graph
+        split = gdp.place(accumulated(small, count), cluster, budget="5sims")
+        with pytest.raises(gdp.InputError, match=f"the plan has {count} micro-batches, and gdp executes steps of one"):
+            gdp.placed(model, split, on=["cpu", "cpu"])(*args)

@@ -176,6 +176,147 @@ def test_twenty_placed_steps_are_the_bits_of_twenty_unplaced_ones() -> None:
         assert torch.equal(model.state_dict()[name], tensor), f"{name} after close"
 
 
+class HalfNet(nn.Module):
+    """Two towers in bfloat16, a norm in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Linear(6, 4, dtype=torch.bfloat16) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.bfloat16()
+        return (self.norm((self.left(x) * self.right(x)).float()) - 1).square().mean()
+
+
+def placed_anywhere(model: nn.Module, **options: Any) -> gdp.Placed:
+    """`model` on three devices, ops at random."""
+    found = capture(model, (torch.zeros(5, 6),), name="net", **options)
+    simulation = randomly_placed(found, 3, 0)
+    problem = Problem.build(found.graph, Cluster.parse("3xp100-pcie-16g"))
+    return gdp.placed(
+        model, plan_of(simulate(problem, simulation.placement), 0, "random", 0), on=["cpu"] * 3, **options
+    )
+
+
+def adamw_with_two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Weights decay, biases do not; the learning rates are multiplied by 0.7 after each step."""
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": weights, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0, "lr": 0.05}]
+    return torch.optim.AdamW(groups, lr=0.02, fused=True)
+
+
+USERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW of two groups": adamw_with_two_groups,
+    "AMSGrad": lambda model: torch.optim.Adam(model.parameters(), 0.02, amsgrad=True, weight_decay=0.1, fused=True),
+    "Nesterov": lambda model: torch.optim.SGD(model.parameters(), 0.02, momentum=0.8, nesterov=True, fused=True),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), 0.02, weight_decay=0.1),
+    "AdamW of one tower": lambda model: torch.optim.AdamW(model.left.parameters(), 0.02, fused=True),
+}
+
+
+@pytest.mark.parametrize("make", USERS.values(), ids=USERS)
+def test_a_users_optimizer_and_its_scheduler_are_followed(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    """Six placed steps have the bits of six steps of the optimizer itself, whose learning rate falls all the time."""
+    torch.manual_seed(0)
+    model, alone = Net(), Net()
+    alone.load_state_dict(model.state_dict())
+    optimizer, unplaced = make(model), make(alone)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(item, 0.7) for item in (optimizer, unplaced)]
+    with placed_anywhere(model, optimizer=optimizer) as trained:
+        for batch in batches(6):
+            loss, expected = trained(batch), alone(batch)
+            assert torch.equal(loss, expected)
+            unplaced.zero_grad()
+            expected.backward()
+            unplaced.step()
+            optimizer.step()  # without gradients nothing happens; PyTorch wants it before the scheduler's
+            for scheduler in schedulers:
+                scheduler.step()
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_master_weights_are_updated_in_float32_and_rounded() -> None:
+    """A float32 copy of each bfloat16 parameter is updated by AdamW with widened gradients; loaded ones replace it."""
+    torch.manual_seed(0)
+    model, alone = HalfNet(), HalfNet()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    alone.load_state_dict(start)
+    with placed_anywhere(model, optimizer="adamw", master_weights=True) as trained:
+        trained(batches(1)[0])
+        state = trained.optimizer_state_dict()
+        trained.load_state_dict(start)
+        zeros = {name: {key: tensor * 0 for key, tensor in parts.items()} for name, parts in state.items()}
+        for name, parts in zeros.items():
+            if "master" in parts:
+                parts["master"] = start[name].float()
+        assert sorted(name for name in zeros if "master" in zeros[name]) == [
+            "left.bias",
+            "left.weight",
+            "right.bias",
+            "right.weight",
+        ]
+        trained.load_optimizer_state_dict(zeros)
+        masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in alone.named_parameters()}
+        optimizer = torch.optim.AdamW(masters.values(), fused=True)
+        for batch in batches(4):
+            expected = alone(batch)
+            assert torch.equal(trained(batch), expected)
+            alone.zero_grad()
+            expected.backward()
+            for name, parameter in alone.named_parameters():
+                masters[name].grad = parameter.grad.float()
+            optimizer.step()
+            for name, parameter in alone.named_parameters():
+                parameter.data.copy_(masters[name])
+        for name, parts in trained.optimizer_state_dict().items():
+            assert torch.equal(parts.get("master", masters[name]), masters[name]), name
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_parameters_that_are_loaded_become_master_weights() -> None:
+    """Loading parameters replaces their float32 copies, or the next update would bring the old ones back."""
+    torch.manual_seed(0)
+    model, (batch,) = HalfNet(), batches(1)
+    other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    with placed_anywhere(model, optimizer="sgd", master_weights=True) as trained:
+        trained(batch)
+        trained.load_state_dict(other)
+        trained(batch)
+        after = trained.state_dict()
+    assert all(float((after[name].float() - other[name].float()).abs().max()) < 0.1 for name in other)
+
+
+def test_optimizers_that_placed_cannot_run_are_refused_at_once() -> None:
+    """A wrong optimizer is one line before the first step, and nothing has changed."""
+    model, plan = Net(), plan_of_net()
+    cases = {
+        "optimizer is a RMSprop": {"optimizer": torch.optim.RMSprop(model.parameters())},
+        "not the model's": {"optimizer": torch.optim.AdamW(Net().parameters())},
+        "leave learning_rate out": {"optimizer": torch.optim.AdamW(model.parameters()), "learning_rate": 0.1},
+        "optimizer is 'lion'": {"optimizer": "lion"},
+        "master weights need the name": {"optimizer": torch.optim.AdamW(model.parameters()), "master_weights": True},
+    }
+    for message, options in cases.items():
+        with pytest.raises(InputError, match=message):
+            gdp.placed(model, plan, on=["cpu"] * 3, **options)
+
+
+def test_a_last_smaller_batch_is_told_with_its_remedy() -> None:
+    """`DataLoader` without `drop_last` ends an epoch with fewer samples; training goes on afterwards."""
+    with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained:
+        trained(batches(1)[0])
+        with pytest.raises(InputError, match=r"'input.0' has 2 samples, and steps of 5 are placed: .* drop_last=True"):
+            trained(torch.zeros(2, 6))
+        trained(batches(1)[0])
+        assert trained.num_steps == 2
+
+
 def test_training_goes_on_from_saved_state_as_if_it_had_not_stopped() -> None:
     torch.manual_seed(0)
     model, plan = Net(), plan_of_net(seed=1)
@@ -304,7 +445,7 @@ def test_a_plan_of_another_step_is_refused() -> None:
     with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained, pytest.raises(InputError, match="place it anew"):
         trained(torch.zeros(4, 6))
     trained = gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, optimizer="sgd")
-    with pytest.raises(InputError, match="--optimizer"):
+    with pytest.raises(InputError, match="the optimizer"):
         trained(torch.zeros(5, 6))
 
 
@@ -312,7 +453,7 @@ def test_a_plan_of_another_step_is_refused() -> None:
     ("names", "on", "message"),
     [
         (["p100-0"], None, "say where it runs"),
-        (["cpu0", "cpu1"], ["cpu:0"], "--on names 1 devices; the plan has 2"),
+        (["cpu0", "cpu1"], ["cpu:0"], "on names 1 devices; the plan has 2"),
         (["cpu4096"], None, "there is no cpu:4096 here"),
         (["cuda99"], None, "there is no cuda:99 here"),
         (["a"], ["tpu:0"], "cpu, cpu:1, cpu:0-3 or cuda:0 is expected"),

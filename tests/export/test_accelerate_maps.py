@@ -156,7 +156,7 @@ def test_a_mode_is_scored_by_its_best_map_that_fits(mode: str) -> None:
 def test_compare_scores_rivals_beside_placers() -> None:
     graph, cluster = captured(training=False), Cluster.parse("2xl4-24g")
     rivals = {"accelerate-auto": lambda problem: best_step(Net(), problem, "auto"), "none": lambda problem: None}
-    rows = compare(graph, cluster, placers=["single"], rivals=rivals, num_seeds=1).rows
+    rows = compare(graph, cluster, placers=["single"], rivals=rivals, seeds=1).rows
     assert [(row.placer, row.status) for row in rows] == [
         ("accelerate-auto", "ok"),
         ("none", "failed"),

@@ -91,17 +91,21 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
     assert "nothing fits in memory with module level: gpu" in err
     assert "bytes" in err
     assert not Path("device_map.json").exists()
-    # where there is a CPU that holds what is left there, the remedy is named, and doing so is of use
-    for devices, also, is_named in (
+    # where there is a CPU that holds what is left there, that is done
+    for devices, also, fits in (
         ("2xp100-pcie-16g", [], False),
         ("2xp100-pcie-16g+cpu-16core", [], True),
         ("2xp100-pcie-16g+cpu-16core", ["--max-memory", "cpu0=5MiB"], False),
     ):
         args = ["place", "graph.json.gz", "--devices", devices, *tight, *also, "--budget", "50sims", "--no-cache"]
-        status, _, err = run(*args, "--for", "hf-device-map")
-        assert status == 3
-        assert ("weights left on a CPU" in err) == is_named
-        if is_named:
+        status, _, err = run(*args, "--for", "hf-device-map", "--out", "offloaded")
+        assert status == (0 if fits else 3)
+        assert ("nothing fits" in err) != fits
+        if fits:
+            status, _, err = run(
+                "simulate", "offloaded/graph.json.gz", "--plan", "offloaded/plan.json", "--devices", devices, *tight
+            )
+            assert (status, err) == (0, "")
             assert run(*args, "--out", "ordinary")[0] == 0
             assert run("export", "ordinary/plan.json", "--to", "hf-device-map", *tight)[0] == 0
 
@@ -113,6 +117,20 @@ def test_what_no_gpu_can_compute_is_computed_on_the_cpu() -> None:
     assert adapted.simulation.feasible
     assert json.loads(adapted.content) == {"": "cpu"}
     assert adapted.step_time_ns == simulate(problem, [2] * 9).step_time_ns
+
+
+def test_memory_that_an_export_leaves_unused_beside_offloaded_weights_is_said() -> None:
+    """Three weights of 6 MiB and a GPU of 13 MiB: the third is on another GPU, or on the CPU if that is too small."""
+    cluster = gdp.Cluster.parse("2xp100-pcie-16g+cpu-16core")
+    weights = [Op(f"{module}.weight", "parameter", module=module, resident_bytes=6 * MIB) for module in "abc"]
+    products = [Op(f"{module}.mm", "aten.mm", 9_300_000_000, module=module) for module in "abc"]
+    read = [Tensor(number, (3 + number,), 6 * MIB, resident=True) for number in range(3)]
+    graph = Graph.build("three", [*weights, *products], [*read, Tensor(3, (4,), 1), Tensor(4, (5,), 1)])
+    for size, is_offloaded in ((13, False), (5, True)):
+        problem = Problem.build(graph, cluster, max_memory_bytes={"gpu0": 13 * MIB, "gpu1": size * MIB})
+        adapted = adapt(problem, plan_with(graph, cluster, [0] * 6), find_target("hf-device-map"))
+        assert adapted.is_offloaded == is_offloaded
+        assert any("Memory is left unused: gpu1 uses 0.0 of" in note for note in adapted.notes) == is_offloaded
 
 
 @pytest.mark.parametrize(("name", "training"), [(name, name not in INFERENCE) for name in FOR_MODULES])

@@ -562,3 +562,28 @@ def test_without_jax_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(InputError, match=r"pip install 'gdp-placement\[jax\]'"):
         capture_jax(lambda x: x, np.ones(3), name="m")
+
+
+def test_shardings_are_left_out_with_one_note() -> None:
+    """A constraint, shardings of a jit and a sharded argument give the graph without them, and say so once."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+
+    def loss(w: Any, x: Any) -> Any:
+        return (x @ w).sum()
+
+    def constrained(w: Any, x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x @ w, split).sum()
+
+    w, x = Struct((8, 8), "float32"), Struct((4, 8), "float32")
+    plain = capture_jax(loss, w, x, name="net", parameters=())
+    assert plain.notes == ()
+    for function, argument in (
+        (constrained, x),
+        (jax.jit(loss, in_shardings=(split, split)), x),
+        (loss, Struct((4, 8), "float32", sharding=split)),
+    ):
+        made = capture_jax(function, w, argument, name="net", parameters=())
+        assert made.graph.num_ops == plain.graph.num_ops
+        (note,) = made.notes
+        assert "the graph is the unsharded program" in note

@@ -99,10 +99,10 @@ BAD = {
         "--microbatches: .* gdp capture the step of one micro-batch",
     ),
     "optimizer": ("training", Reading(optimizer="sgd"), "--optimizer: .* has its optimizer in it or none"),
-    "of PyTorch": ("torch_function", Reading(), r"returned builtin\w*, tuple; \(module, example_inputs\) or .* JAX"),
+    "of PyTorch": ("torch_function", Reading(), r"the step updates no parameters; .* JAX arrays"),
     "wrong shape": ("shapes", Reading(), "the function failed .TypeError: dot_general requires"),
     "content": ("content", Reading(), "depends on an array's content"),
-    "text": ("text", Reading(), "returned function, str; .* a PyTorch module or a function of JAX arrays"),
+    "text": ("text", Reading(), "inputs are str and dict; a tensor, a tuple or a dict"),
     "an option's name": ("called_name", Reading(), "input 'name' is called as an option of capture_jax"),
 }
 

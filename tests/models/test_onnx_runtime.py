@@ -181,8 +181,8 @@ def test_results_have_the_sizes_that_onnx_runtime_computes_and_flops_are_those_b
     assert made.graph.tensor_bytes[made.graph.is_kept].tolist() == expected
 
 
-def test_a_model_between_quantise_and_dequantise_counts_as_it_stands(tmp_path: Path) -> None:
-    """Weights are bytes, made floats in each step; the product is one of floats: fusing all that is the runtime's."""
+def test_a_product_between_dequantise_and_quantise_is_one_kernel_on_bytes(tmp_path: Path) -> None:
+    """x [3, 40] and w [40, 50] in 8 bits: reads 120 + 2000 bytes, writes 150; 2 * 3 * 40 * 50 + 150 FLOPs."""
     for domain in ("", "com.microsoft"):
         nodes = [
             N("QuantizeLinear", ["x", "s", "z"], ["xq"], domain=domain),
@@ -193,14 +193,45 @@ def test_a_model_between_quantise_and_dequantise_counts_as_it_stands(tmp_path: P
         ]
         fed, held = {"x": ones(3, 40)}, {"w": u8(40, 50), **SCALE}
         proto = proto_of(nodes, fed, held)
-        graph = read(proto, tmp_path / "m.onnx").graph
-        steps = [op for op in map(graph.op, range(graph.num_ops)) if op.kind not in ("input", "parameter")]
-        assert [op.flops for op in steps] == [120, 120, 2000, 2 * 3 * 40 * 50, 150]
-        assert (steps[3].dtype, graph.resident_bytes.sum()) == ("float32", 40 * 50)
-        sizes = [graph.tensor_bytes[graph.producers == place].tolist() for place in range(graph.num_ops)][-5:]
-        assert sizes == [[120], [480], [8000], [600], [150]]
+        made = read(proto, tmp_path / "m.onnx")
+        graph = made.graph
+        quantise, product = (op for op in map(graph.op, range(graph.num_ops)) if op.kind not in ("input", "parameter"))
+        assert (quantise.flops, product.kind, product.dtype) == (120, "MatMul", "int8")
+        assert product.flops == 2 * 3 * 40 * 50 + 150
+        # scale (4 bytes) and zero point (1) are read with each of the three tensors
+        assert product.bytes_accessed == 120 + 2000 + 150 + 3 * 5
+        assert graph.resident_bytes.sum() == 40 * 50
+        assert "1 products between QuantizeLinear and DequantizeLinear compute in int8" in made.notes[0]
         (result,) = computed(proto, fed)
         assert (result.nbytes, result.dtype) == (150, np.uint8)
+        assert graph.tensor_bytes[graph.is_kept].tolist() == [150]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_dequantised_tensor_that_others_read_stays(is_kept: bool, tmp_path: Path) -> None:
+    """xf is read by the product, whose kernel takes xq, and is a result of the model too, or is not."""
+    nodes = [
+        N("QuantizeLinear", ["x", "s", "z"], ["xq"]),
+        N("DequantizeLinear", ["xq", "s", "z"], ["xf"]),
+        N("DequantizeLinear", ["w", "s", "z"], ["wf"]),
+        N("MatMul", ["xf", "wf"], ["h"]),
+        N("Relu", ["h"], ["r"]),
+        N("QuantizeLinear", ["r", "s", "z"], ["hq"]),
+        *([N("Identity", ["xf"], ["kept"])] if is_kept else []),
+    ]
+    proto = proto_of(nodes, {"x": ones(3, 40)}, {"w": u8(40, 50), **SCALE})
+    graph = read(proto, tmp_path / "m.onnx").graph
+    kinds = [kind for kind in graph.kinds if kind not in ("input", "parameter")]
+    assert kinds == ["QuantizeLinear", *(["DequantizeLinear"] if is_kept else []), "MatMul"]
+
+
+def test_a_weight_of_8_bits_beside_floats_is_unpacked_in_each_step(tmp_path: Path) -> None:
+    """The product is one of floats: ONNX Runtime runs both ops as the file has them."""
+    nodes = [N("DequantizeLinear", ["w", "s", "z"], ["wf"]), N("MatMul", ["x", "wf"], ["h"])]
+    proto = proto_of(nodes, {"x": ones(3, 40)}, {"w": u8(40, 50), **SCALE})
+    graph = read(proto, tmp_path / "m.onnx").graph
+    assert list(graph.kinds[-2:]) == ["DequantizeLinear", "MatMul"]
+    assert graph.dtypes[-1] == "float32"
 
 
 @pytest.mark.parametrize("kind", ["FusedMatMulActivation", "LinearAttention", "SparseAttention", "Rfft", "NotThere"])

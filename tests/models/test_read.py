@@ -107,7 +107,7 @@ def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pyte
 
     def capture(build: object, name: str, *_: object) -> SimpleNamespace:
         captured.append(name)
-        return SimpleNamespace(graph=tiny(), coverage=SimpleNamespace(unknown={}))
+        return SimpleNamespace(graph=tiny(), coverage=SimpleNamespace(unknown={}), notes=())
 
     monkeypatch.setattr(read, "_capture", capture)
     for _ in range(2):
@@ -217,5 +217,5 @@ def test_what_is_no_model_is_refused_in_one_line(
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(InputError, match="optimizer is 'adagrad'; one of adam, sgd"):
+    with pytest.raises(InputError, match="optimizer is 'adagrad'; one of adam, adamw, sgd"):
         read_model(WORKLOAD, Reading(optimizer="adagrad"))

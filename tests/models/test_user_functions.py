@@ -72,7 +72,7 @@ def test_after_an_error_standard_output_is_where_it_was_and_empty(capfd: pytest.
     assert main(["capture", "loud_model:net", "--out", "graph.json.gz", "--json"]) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert "module loud_model cannot be imported (RuntimeError: no)" in err.splitlines()[-1]
+    assert "module loud_model cannot be imported (RuntimeError: no, loud_model.py line 28)" in err.splitlines()[-1]
     assert main(["--version"]) == 0
     assert capfd.readouterr().out.startswith("gdp ")
 

@@ -274,7 +274,7 @@ def test_notebooks_show_plans_and_comparisons() -> None:
     object.__setattr__(data.plan, "devices", HOSTILE[:2])
     hostile = data.plan._repr_html_()
     problem = data.simulation.problem
-    compared = compare(problem.graph, problem.cluster, placers=["single", "heft"], num_seeds=1)._repr_html_()
+    compared = compare(problem.graph, problem.cluster, placers=["single", "heft"], seeds=1)._repr_html_()
     for text, expected in ((shown, "gpu0"), (hostile, HOSTILE[0]), (compared, "heft")):
         parser = _Text()
         parser.feed(text)

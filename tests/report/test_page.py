@@ -13,9 +13,12 @@ from browser import CHROMIUM, DRIVER, browser, open_page, resize, set_dark
 from report_cases import HOSTILE, page_data, two_towers
 
 from gdp.cluster import Cluster
+from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.microbatches import accumulated
+from gdp.planning.advice import Advice, WhatIf
 from gdp.report.columns import unpack
-from gdp.report.page import embed, render
+from gdp.report.page import embed, render, write_report
 from gdp.report.page_data import PageData, columns
 from gdp.report.tables import digits
 from gdp.simulator.plan import Plan
@@ -131,7 +134,7 @@ def test_draws_what_runs_when(driver: Any, made: PageData) -> None:
         """
         const { raster, rows } = gdpReport.timeline, drawn = [];
         for (let row = 0; row < 2; row++) {
-            const line = Math.round(26 * (row + 0.5) + 10) * raster.ratio * raster.across;
+            const line = (rows[row].top + rows[row].height - 2) * raster.ratio * raster.across;
             drawn.push(Array.from(raster.pixels.subarray(line, line + raster.across), pixel => pixel !== 0));
         }
         return [raster.across, raster.ratio, drawn];""",
@@ -225,8 +228,8 @@ def test_hover_tells_of_ops_and_transfers(driver: Any, made: PageData) -> None:
     _run(driver, "document.getElementById('timeline').scrollIntoView({ block: 'center' })")
     where = """
         const t = gdpReport.timeline, row = arguments[0], at = arguments[1], box = t.place.getBoundingClientRect();
-        const [x, y] = t.chart.convertToPixel({ gridIndex: 0 }, [at, row]);
-        return [x - box.width / 2, y - box.height / 2];"""
+        const [x] = t.chart.convertToPixel({ gridIndex: 0 }, [at, 0]), { top, height } = t.rows[row];
+        return [x - box.width / 2, 8 + top + height / 2 - box.height / 2];"""
     simulation = made.simulation
     graph = simulation.problem.graph
     op = graph.op_names.index("head.mm")
@@ -289,6 +292,7 @@ def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
         shared,
         """
         const { timeline } = gdpReport, said = {};
+        timeline.fold(false);
         timeline.rows.forEach((row, number) => row.items.forEach((_, index) => {
           const content = timeline.describe({ row: number, index });
           const name = content.querySelector(".name").textContent + (row.isDevice ? "" : " " + row.name);
@@ -315,12 +319,13 @@ def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
     _show(shared, page)
     missing = int(simulation.peak_memory_bytes[1]) - 1
     assert _find(shared, ".bad").text.endswith(f"limit 1, {missing} bytes missing.")
-    assert _find(shared, ".lead").text == "Step time 0.00006000 ms"
+    assert _find(shared, ".card").text == "60 ns\nstep time"
+    assert "Step time 0.00006000 ms" in page.read_text()  # without scripts
     assert _find(shared, ".card:last-child").text.startswith("unknown")
 
 
 @needs_browser
-def test_modules_and_graph_open(driver: Any, made: PageData) -> None:
+def test_modules_and_graph_open(driver: Any, made: PageData, page: Path) -> None:
     """The tree opens by a click and by keys, the graph by its buttons, which keep the focus."""
     rows = [row.text for row in driver.find_elements("css selector", "#modules .label")]
     assert {row.strip("▸ ") for row in rows} >= {"tower_left", "tower_right", "head"}
@@ -335,7 +340,7 @@ def test_modules_and_graph_open(driver: Any, made: PageData) -> None:
     assert "tower_left.layers.5" in _run(driver, nodes)
     _run(driver, "document.querySelector('#graph-buttons button').focus()")
     _press(driver, "\n")  # close all
-    assert set(_run(driver, nodes)) == {"tower_left", "tower_right", "head", "(no module)"}
+    assert set(_run(driver, nodes)) == {"tower_left", "tower_right", "head", "outside any module"}
     for path in ("tower_left", "tower_left.layers"):
         _run(driver, "document.querySelector(`#graph-buttons [data-path='${arguments[0]}']`).focus()", path)
         _press(driver, "\n")
@@ -347,23 +352,141 @@ def test_modules_and_graph_open(driver: Any, made: PageData) -> None:
     busy = "return gdpReport.graph.nodes.reduce((sum, node) => sum + node.ns, 0)"
     finish, start = made.simulation.op_finish_ns, made.simulation.op_start_ns
     assert _run(driver, busy) == (finish - start).sum()
+    _check_quiet(driver, page)
 
 
 @needs_browser
 def test_critical_path_adds_up(driver: Any, made: PageData) -> None:
-    """The runs of the critical path follow one another over the whole step; the list has its longest first, and all."""
+    """The runs of the critical path follow one another over the step; sums by layer and by kind add up to the step."""
     step_ns = made.simulation.step_time_ns
-    assert _find(driver, "#path select").get_attribute("value") in ("time", "length")
-    while _find(driver, "#path > button").is_displayed():
-        _run(driver, "document.querySelector('#path > button').click()")
+    assert _find(driver, "#path select").get_attribute("value") == "time"
+    _run(driver, "document.querySelector('#path details').open = true")
+    while _find(driver, "#path-more").is_displayed():
+        _run(driver, "document.getElementById('path-more').click()")
     shown = _run(driver, "return [...document.querySelectorAll('.path-row')].map(row => row.children[1].textContent)")
     units = {"ns": 1, "µs": 1e3, "ms": 1e6}
     lengths = [float(number) * units[unit] for number, unit in (text[2:].split() for text in shown if text != "+ 0")]
     assert sum(lengths) == pytest.approx(step_ns, rel=1e-3)
     shares = re.findall(r"([\d.]+) %", _find(driver, "#path-shares").text)
     assert sum(map(float, shares)) == pytest.approx(100, abs=1)
+    sums = [part.text for part in driver.find_elements("css selector", "#path-sums > div")]
+    assert [text.split("\n")[0] for text in sums] == ["By layer", "By kind"]
+    for text in sums:
+        assert sum(float(share) for share in re.findall(r"([\d.]+) %", text)) == pytest.approx(100, abs=1)
     _run(driver, "document.querySelector('.path-row button').click()")
     assert _view(driver)[1] - _view(driver)[0] < step_ns
+
+
+@needs_browser
+def test_layers_have_their_devices(driver: Any, made: PageData) -> None:
+    """The strip has a cell for each layer in its device's colour, the legend lists the layers of each device."""
+    simulation = made.simulation
+    graph, busy_ns = simulation.problem.graph, simulation.op_finish_ns - simulation.op_start_ns
+    layers = [f"tower_{side}.layers.{layer}" for side in ("left", "right") for layer in range(6)]
+    cells = driver.find_elements("css selector", "#layers .cell")
+    assert [cell.get_attribute("aria-label").split(": ")[0] for cell in cells] == [*layers, "head"]
+    of_device: list[list[int]] = [[], []]
+    for layer, cell in zip(layers, cells, strict=False):
+        inside = [op for op, module in enumerate(graph.modules) if module == layer]
+        shares = np.bincount(simulation.placement[inside], weights=busy_ns[inside], minlength=2)
+        device = int(np.argmax(shares))
+        of_device[device].append(int(layer[-1]))
+        assert f"{made.plan.devices[device]} 100 %" in cell.get_attribute("aria-label")
+        colour = _run(driver, "return getComputedStyle(arguments[0]).backgroundColor", cell)
+        assert colour == ("rgb(0, 114, 178)", "rgb(230, 159, 0)")[device]  # #0072b2, #e69f00
+    assert all(of_device)
+    legend = [entry.text for entry in driver.find_elements("css selector", "#layers .legend span")]
+    for device, text in enumerate(legend):
+        assert text.startswith(f"{made.plan.devices[device]}: ")
+        assert all(re.search(rf"\b{layer}\b|–", text) for layer in of_device[device]), text
+    cells[3].click()
+    assert _find(driver, "#found").text == "2 ops"  # the parameter and its product
+    _press(driver, "\ue014")  # right
+    assert _run(driver, "return document.activeElement.textContent") == "4"
+
+
+@needs_browser
+def test_channels_unfold(driver: Any, made: PageData, page: Path) -> None:
+    """A band for each device shows its ops and what it sends; `c` gives each channel a band of its own, and back."""
+    folded = "return gdpReport.timeline.rows.filter(row => !row.isDevice).flatMap(row => [...row.items])"
+    bands = "return gdpReport.timeline.bands"
+    assert _run(driver, bands) == list(made.plan.devices)
+    assert sorted(_run(driver, folded)) == list(range(len(made.simulation.transfer_tensors)))
+    _run(driver, "document.getElementById('timeline').focus()")
+    _press(driver, "c")
+    assert len(_run(driver, bands)) > len(made.plan.devices)
+    assert _find(driver, "#fold").get_attribute("aria-pressed") == "true"
+    _press(driver, "c")
+    assert _run(driver, bands) == list(made.plan.devices)
+    _check_quiet(driver, page)
+
+
+@needs_browser
+def test_pipelines_show_microbatches(shared: Any, tmp_path: Path) -> None:
+    """A step of micro-batches on 8 devices is coloured by them, numbers on it, with a row of memory for each device."""
+    cluster = Cluster.parse("8xa100-sxm-80g")
+    made = page_data(accumulated(two_towers(), 3), cluster=cluster)
+    page = tmp_path / "pipeline.html"
+    page.write_text(render(made), encoding="utf-8", newline="")
+    _show(shared, page)
+    options = [option.text for option in shared.find_elements("css selector", "#colour option")]
+    assert options == ["micro-batch", "layer", "module", "phase", "kind"]
+    labels = _run(shared, "return gdpReport.timeline.stretches.flatMap(stretch => stretch.labels)")
+    assert set(labels) - {""} == {"0", "1", "2"}
+    numbers = made.simulation.problem.microbatch
+    assert _run(shared, "return [...gdpReport.data.microbatch]") == numbers.tolist()
+    highest = _run(
+        shared,
+        """
+        const { raster, row, top } = gdpReport.memory, high = row - 5;
+        return gdpReport.data.memoryOffsets.slice(1).reduce((all, _, device) => {
+            let most = 0;
+            for (let y = row * device; y < row * (device + 1); y++) {
+                const line = raster.pixels.subarray(y * raster.across, (y + 1) * raster.across);
+                if (line.some(Boolean)) most = Math.max(most, row * (device + 1) - 1 - y);
+            }
+            return [...all, most / high * top];
+        }, []);""",
+    )
+    pixel_bytes = made.simulation.peak_memory_bytes.max() * 1.04 / 33  # rows of 38 pixels, 33 of them for bytes
+    assert np.allclose(highest, made.simulation.peak_memory_bytes, atol=pixel_bytes)
+    _check_quiet(shared, page)
+
+
+@needs_browser
+def test_what_if_comes_early_and_says_how_to_get_it(shared: Any, made: PageData, tmp_path: Path) -> None:
+    """Changes of the machine stand before the timeline; where none were asked for, the page says how."""
+    page = tmp_path / "advice.html"
+    advice = Advice((WhatIf("one device less", "without gpu0", made.plan.step_time_ns * 2),), (), False, made.plan)
+    for given, expected in ((advice, ["one device less", "without gpu0", "2.000"]), (None, ["--no-advice"])):
+        page.write_text(render(replace(made, advice=given)), encoding="utf-8", newline="")
+        _show(shared, page)
+        text = _find(shared, "main").text
+        place = _find(shared, "#advice-part").text
+        assert all(part in place for part in expected)
+        assert text.index("What if") < text.index("Timeline")
+
+
+@needs_browser
+def test_cut_tables_say_so(driver: Any) -> None:
+    """A table that is wider than a telephone has a mark at its right edge until it is scrolled to the end."""
+    cut = "document.querySelector('#peaks .holder').className.includes('cut-right')"
+    assert not _run(driver, f"return {cut}")
+    resize(driver, 390)
+    _wait(driver, cut)
+    _run(driver, "const scroll = document.querySelector('#peaks .scroll'); scroll.scrollLeft = scroll.scrollWidth")
+    _wait(driver, f"!{cut} && document.querySelector('#peaks .holder').className.includes('cut-left')")
+
+
+def test_write_report(made: PageData, tmp_path: Path) -> None:
+    """A plan's page is written from Python; a name that is no page's, or another graph, is refused before."""
+    problem = made.simulation.problem
+    write_report(tmp_path / "page.html", made.plan, problem.graph, problem.cluster)
+    assert "<h1>two-towers on" in (tmp_path / "page.html").read_text()
+    for name, graph in (("page.txt", problem.graph), ("other.html", two_towers(layers=2))):
+        with pytest.raises(InputError):
+            write_report(tmp_path / name, made.plan, graph, problem.cluster)
+        assert not (tmp_path / name).exists()
 
 
 @needs_browser
@@ -434,7 +557,7 @@ def test_names_are_data(shared: Any, tmp_path: Path) -> None:
         _run(shared, "gdpReport.timeline.search(arguments[0]); gdpReport.timeline.showFound(1)", name)
     for _ in range(3):  # modules, those in them, and so on
         _run(shared, "document.querySelectorAll('#modules [aria-expanded=false]').forEach(row => row.click())")
-    for by in ("kind", "phase"):
+    for by in ("layer", "kind", "phase"):
         _run(shared, "gdpReport.timeline.colour(arguments[0]); gdpReport.timeline.redraw()", by)
     assert HOSTILE[0] in _run(shared, "return document.body.innerText")
     assert _run(shared, "return document.querySelectorAll('#modules .node').length") > len(HOSTILE)

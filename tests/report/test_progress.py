@@ -13,8 +13,8 @@ from gdp.search.place import Progress
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.2)
     monkeypatch.setattr(progress, "LOG_SECONDS", 0.4)
+    monkeypatch.setattr(progress, "BEGAN", time.monotonic())
 
 
 def test_a_short_stage_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,10 +25,13 @@ def test_a_short_stage_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str
 
 
 def test_a_long_stage_says_what_it_does_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
-    """A log has the first line after the quiet time, then the latest text once per interval."""
+    """A log has the latest text once per interval since the beginning, whatever stage it is."""
     line = StatusLine("reading a")
     with live(line):
-        time.sleep(0.4)
+        time.sleep(0.6)
+    with live("a short stage"):
+        time.sleep(0.01)
+    with live(line):
         line.say("reading b", seconds_left=100)
         time.sleep(0.4)
     out, err = capsys.readouterr()
@@ -43,7 +46,7 @@ def test_an_error_ends_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is printed after a stage that fails."""
     with pytest.raises(ValueError, match="broken"), live("reading a"):
         raise ValueError("broken")
-    time.sleep(0.3)
+    time.sleep(0.5)
     assert capsys.readouterr() == ("", "")
 
 

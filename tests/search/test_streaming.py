@@ -22,9 +22,9 @@ def layers(weight_bytes: int = 100 * MB) -> Graph:
     ops, tensors = [], []
     for layer in range(LAYERS):
         weight, product, norm = 3 * layer, 3 * layer + 1, 3 * layer + 2
-        ops.append(Op(f"w{layer}", "parameter", resident_bytes=weight_bytes, time_ns={"gpu": 0, "cpu": 0}))
-        ops.append(Op(f"mm{layer}", "mm", time_ns={"gpu": 10 * MS, "cpu": 1000 * MS}))
-        ops.append(Op(f"norm{layer}", "norm", time_ns={"gpu": MS // 10, "cpu": MS // 10}))
+        ops.append(Op(f"w{layer}", "parameter", resident_bytes=weight_bytes, time_ns={"gpu": 0, "slow": 0, "cpu": 0}))
+        ops.append(Op(f"mm{layer}", "mm", time_ns={"gpu": 10 * MS, "slow": 20 * MS, "cpu": 1000 * MS}))
+        ops.append(Op(f"norm{layer}", "norm", time_ns={"gpu": MS // 10, "slow": MS // 10, "cpu": MS // 10}))
         tensors.append(Tensor(weight, (product,), weight_bytes, resident=True))
         tensors.append(Tensor(product, (norm,), 1000))
         if layer + 1 < LAYERS:
@@ -32,11 +32,13 @@ def layers(weight_bytes: int = 100 * MB) -> Graph:
     return Graph.build("layers", ops, tensors)
 
 
-def machine(gpu_bytes: int, bytes_per_second: int = 20 * 10**9, num_gpus: int = 1) -> Cluster:
+def machine(
+    gpu_bytes: int, bytes_per_second: int = 20 * 10**9, num_gpus: int = 1, kinds: tuple[str, ...] = ("gpu",)
+) -> Cluster:
     """GPUs, a CPU with room, and links that take 5 ms for 100 MB."""
     figures = {"flops_per_second": {"float32": 10**12}, "memory_bytes_per_second": 10**12, "launch_ns": 0}
     devices = [
-        *(Device(name=f"gpu{n}", kind="gpu", memory_bytes=gpu_bytes, **figures) for n in range(num_gpus)),
+        *(Device(f"gpu{n}", kinds[n % len(kinds)], memory_bytes=gpu_bytes, **figures) for n in range(num_gpus)),
         Device(name="cpu", kind="cpu", memory_bytes=10**12, **figures),
     ]
     pairs = permutations(range(len(devices)), 2)
@@ -86,6 +88,32 @@ def test_two_gpus_take_turns_so_that_both_links_send() -> None:
     assert one.step_time_ns >= (weights_ms - 5 * 15) * MS
     assert two.step_time_ns <= (layers_ms + 2 * 15) * MS
     assert {0, 1} <= set(two.placement[1::3].tolist())
+
+
+def test_a_card_half_as_fast_takes_turns_too_and_the_shares_follow_from_links_and_speed() -> None:
+    """A weight takes 30 ms to send, a card keeps 4 of 24: the fast card alone sends 20 in 600 ms. With 14 layers on it
+    and 10 on the slow one, ops take 14 x 10 + 10 x 20 = 340 ms, and its link 10 x 30 = 300 ms. Weights on their way
+    take the room of one or two more on each card, 60 ms of its link."""
+    link = 100 * MB * 1000 // 30
+    alone = fastest(Problem.build(layers(), machine(500 * MB, link)))
+    both = fastest(Problem.build(layers(), machine(500 * MB, link, 2, ("gpu", "slow"))))
+    assert alone is not None
+    assert both is not None
+    assert alone.step_time_ns >= 19 * 30 * MS
+    assert both.step_time_ns <= 410 * MS
+    num_layers = np.bincount(both.placement[1::3], minlength=3)
+    assert num_layers[0] > num_layers[1] > 4
+
+
+def test_pins_to_one_of_the_cards_leave_the_others_to_turns() -> None:
+    """Layers 3 and 4 with their weights are the slow card's: it still computes others, whose weights are sent."""
+    pins = [(f"^(w|mm|norm){layer}$", "gpu1") for layer in (3, 4)]
+    link = 100 * MB * 1000 // 30
+    found = fastest(Problem.build(layers(), machine(500 * MB, link, 2, ("gpu", "slow")), pins=pins))
+    assert found is not None
+    assert set(found.placement[9:15].tolist()) == {1}
+    assert found.step_time_ns <= 420 * MS
+    assert {0, 1, 2} <= set(found.placement.tolist())
 
 
 def test_what_must_be_on_the_host_is_computed_there_and_weights_are_streamed_all_the_same() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gdp.cluster import Cluster, Device, Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op
-from gdp.simulator.costs import count_time_sources, op_times, transfer_occupancy_ns
+from gdp.simulator.costs import count_time_sources, op_times, transfer_occupancy_ns, unused_names
 
 LARGEST = 2**63 - 1
 
@@ -118,3 +118,13 @@ def test_sources_of_times_are_counted_for_each_device() -> None:
         "a": {"measured": 1, "cannot_run": 1, "roofline": 1, "free": 1},
         "b": {"measured": 0, "cannot_run": 0, "roofline": 3, "free": 1},
     }
+
+
+def test_a_float_type_that_a_kind_lacks_is_told_with_the_kind() -> None:
+    """A V100 has no bfloat16 and takes the rate of float32, 15.7 TFLOP/s, as the note says; an A100 has 312."""
+    graph = graph_of(Op("o", flops=15_700_000, dtype="bfloat16"))
+    both = Cluster.parse("a100-sxm-80g+v100-sxm-32g")
+    (note,) = unused_names(graph, both)
+    assert "'bfloat16', for which v100-sxm-32g has no rate" in note
+    assert op_times(graph, both).tolist() == [[5_000 + 51, 5_000 + 1_000]]  # 50.3 ns, rounded up
+    assert unused_names(graph, Cluster.parse("1xa100-sxm-80g")) == []

@@ -3,9 +3,11 @@
 Exit status: 0 done, 1 a run failed, 2 bad input, 3 nothing fits, 130 interrupted.
 """
 
+import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,6 @@ from gdp.cli.options import (
     DevicesOption,
     JsonOption,
     ModelArgument,
-    OptimizerOption,
     ReadingOptions,
     ThreadsOption,
     with_options,
@@ -38,6 +39,7 @@ from gdp.cli.shared import (
     NOTHING_FITS,
     OK,
     fail,
+    log,
     print_json,
     print_text,
     quiet_pipe,
@@ -45,6 +47,8 @@ from gdp.cli.shared import (
     warm_up,
 )
 from gdp.errors import InputError
+
+_TRACEBACK = "--traceback"
 
 app = typer.Typer(
     help="Place the operators of a neural network on devices so that one step is as fast as possible within memory.",
@@ -62,20 +66,31 @@ app.command()(report)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line `args` (default: the process's own) and returns the exit status."""
+    """Runs the command line `args` (default: the process's own) and returns the exit status.
+
+    A SIGTERM, as batch systems and `timeout` send it, is like Ctrl-C. `--traceback` may stand anywhere.
+    """
+    words = list(sys.argv[1:] if args is None else args)
+    shows_traceback = _TRACEBACK in words
+    words = [word for word in words if word != _TRACEBACK]
+    if args is None and "TORCHELASTIC_RUN_ID" not in os.environ:  # processes of torchrun have handlers of their own
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        status = int(app(args, prog_name="gdp", standalone_mode=False) or OK)
+        status = int(app(words, prog_name="gdp", standalone_mode=False) or OK)
+        with quiet_pipe():
+            sys.stdout.flush()
     except (InputError, typer.TyperException) as error:
+        if shows_traceback:
+            log("".join(traceback.format_exception(error)).rstrip())
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         status = fail(f"error: {' '.join(message.split())}", BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     if status == INTERRUPTED:
         if args is None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C changes nothing
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second one changes nothing
+                signal.signal(number, signal.SIG_IGN)
         fail("interrupted", INTERRUPTED)
-    with quiet_pipe():
-        sys.stdout.flush()
     return status
 
 
@@ -83,6 +98,9 @@ def main(args: Sequence[str] | None = None) -> int:
 def gdp(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    _traceback: Annotated[
+        bool, typer.Option(_TRACEBACK, help="Print where an error comes from; may follow any command.")
+    ] = False,
 ) -> None:
     if version:
         from gdp import __version__
@@ -151,7 +169,7 @@ def compare(
             placers=names,
             rivals=modes,
             budget=limit,
-            num_seeds=seeds,
+            seeds=seeds,
             checkpoint=checkpoint,
             num_threads=threads,
             on_start=on_start,
@@ -221,7 +239,6 @@ def simulate(
 def capture(
     model: ModelArgument,
     out: Annotated[Path, typer.Option(metavar="GRAPH.json.gz", help="The file to write.")],
-    optimizer: OptimizerOption = "adam",
     *,
     model_options: ReadingOptions,
     json: JsonOption = False,
@@ -231,7 +248,7 @@ def capture(
 
     if not out.name.endswith((".json", ".json.gz")):
         raise InputError(f"--out {out}: a name that ends in .json or .json.gz is expected")
-    reading = model_options.reading(optimizer)
+    reading = model_options.reading()
     values.check_writable(out)
     source = read_graph(model, reading)
     if model.endswith((".json", ".json.gz")) and model_options.microbatches == 1:
@@ -352,9 +369,9 @@ def workloads(
     if json:
         print_json({"workloads": rows})
     else:
-        from gdp.report import console
+        from gdp.report import listings
 
-        show(console.rows_report(rows))
+        show(listings.rows_report(rows))
         if not variants:
             count = len(built_in.variant_names())
             print_text(f"\nMODEL may also be one of {count} smaller and larger variants: gdp workloads --variants")

@@ -24,9 +24,9 @@ devices_app = typer.Typer(
 @devices_app.command("list")
 def devices_list() -> int:
     """List the built-in kinds of devices and links."""
-    from gdp.report import console
+    from gdp.report import listings
 
-    show(console.kinds_report())
+    show(listings.kinds_report())
     return 0
 
 
@@ -42,9 +42,9 @@ def devices_show(
     if json:
         print_json(cluster.to_document())
     else:
-        from gdp.report import console
+        from gdp.report import listings
 
-        show(console.cluster_report(cluster))
+        show(listings.cluster_report(cluster))
     return 0
 
 
@@ -84,12 +84,12 @@ def devices_detect(
         }
         print_json(document if out is None else document | {"path": str(out)})
         return 0
-    from gdp.report import console, tables
+    from gdp.report import listings, tables
 
-    show(console.rows_report([_device_row(machine, device) for device in machine.devices]))
+    show(listings.rows_report([_device_row(machine, device) for device in machine.devices]))
     if machine.links:
         print_text("")
-        show(console.rows_report([{"from": a, "to": b, "link": link} for (a, b), link in machine.links.items()]))
+        show(listings.rows_report([{"from": a, "to": b, "link": link} for (a, b), link in machine.links.items()]))
     print_text(
         f"\nPyTorch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}; "
         f"processor cores: {', '.join(map(str, cores)) or 'any'}; memory {tables.format_gib(machine.memory_bytes)}"
@@ -195,13 +195,13 @@ def devices_measure(
             }
         )
         return 0
-    from gdp.report import console
+    from gdp.report import listings
 
-    show(console.cluster_report(cluster))
+    show(listings.cluster_report(cluster))
     print_text("\nThese figures hold while all devices work at the same time.")
     if calibration.alone:
         print_text("A device alone has these times as much:\n")
-        show(console.rows_report([{"device": name, **factors} for name, factors in calibration.alone.items()]))
+        show(listings.rows_report([{"device": name, **factors} for name, factors in calibration.alone.items()]))
     print_text("\n".join(["", *(f"note: {note}" for note in calibration.notes), f"Written to {out}"]))
     return 0
 

@@ -13,6 +13,7 @@ from gdp.cli.options import (
     PlacedGraphOption,
     PlanArgument,
     ReadingOptions,
+    TargetOptions,
     with_options,
 )
 from gdp.cli.shared import NOTHING_FITS, OK, fail, print_json, show, warm_up
@@ -28,6 +29,7 @@ def export(
     devices: PlacedDevicesOption = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: beside PLAN, named after TARGET.")] = None,
     *,
+    target_options: TargetOptions,
     limits: ConstraintOptions,
     model_options: ReadingOptions,
     json: JsonOption = False,
@@ -38,10 +40,9 @@ def export(
     from gdp.report.progress import live
 
     with live("loading gdp"):
-        from gdp.export.targets import find_target
         from gdp.simulator.plan import Plan
 
-        target = find_target(to)
+        target = target_options.target(to)
     path = plan.with_name(target.file_name) if out is None else out
     values.check_writable(path)
     check_spares_plan("--out", path, plan)

@@ -36,7 +36,7 @@ def read_graph(text: str, reading: "Reading") -> "Model":
             raise
         except InputError as error:
             if is_split:
-                raise InputError(f"{error}; --microbatches splits inputs along their first dimension") from None
+                raise InputError(f"{error}; --microbatches splits inputs along their first dimension") from error
             raise
     for note in model.notes:
         log(f"gdp: note: {note}")
@@ -104,7 +104,7 @@ def find_rivals(names: Sequence[str], model: str, reading: "Reading") -> "dict[s
 
     if reading.microbatching.count > 1:
         raise InputError(f"--placers {','.join(names)}: accelerate has no micro-batches; leave out --microbatches")
-    module = accelerate_maps.module_of(model, training=reading.training)
+    module = accelerate_maps.module_of(model, training=reading.training, dtype=reading.dtype)
     return {
         name: partial(accelerate_maps.best_step, module, mode=name.removeprefix(accelerate_maps.PREFIX))
         for name in names

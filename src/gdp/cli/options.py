@@ -13,6 +13,7 @@ from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from gdp.cluster import Cluster
+    from gdp.export.target import ExportTarget
     from gdp.models.model import Reading
     from gdp.simulator.constraints import Constraints
 
@@ -38,7 +39,15 @@ CheckpointOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A policy of your own, for the learned placers.")
 ]
 InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")]
-OptimizerOption = Annotated[str, typer.Option(help="adam or sgd.")]
+OptimizerOption = Annotated[
+    str, typer.Option(metavar="NAME", help="adam, adamw, sgd, sgd-momentum, adafactor or adam-8bit.")
+]
+MasterWeightsOption = Annotated[
+    bool, typer.Option("--master-weights", help="Keep float32 copies of bfloat16 and float16 parameters.")
+]
+DtypeOption = Annotated[
+    str, typer.Option(metavar="DTYPE", help="Convert MODEL to bfloat16, float16, float32 or float64.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
 
@@ -56,6 +65,16 @@ class ReadingOptions:
         bool, typer.Option("--free-replicas", help="Let the micro-batches of an op be on different devices.")
     ] = False
     inference: InferenceOption = False
+    optimizer: OptimizerOption = "adam"
+    master_weights: MasterWeightsOption = False
+    dtype: DtypeOption = ""
+    phase: Annotated[
+        str, typer.Option(help="Of hf:DIR: step, or prefill or decode with a cache of keys and values (inference).")
+    ] = "step"
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Bytes of an element of the cache (2, 1), or a type (fp8, q8_0)."),
+    ] = None
     dim: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SIZE", help="A symbolic dimension of an .onnx file. Repeatable.")
     ] = None
@@ -63,30 +82,50 @@ class ReadingOptions:
         Path | None, typer.Option(metavar="FILE", help="Known costs of ops: FLOPs or times by kind or name.")
     ] = None
 
-    def reading(self, optimizer: str = "adam") -> "Reading":
+    def reading(self) -> "Reading":
         """Returns the options as a `Reading`, checked."""
         from gdp.cli import values
-        from gdp.models.model import Microbatching, Reading
+        from gdp.models.model import Microbatching, Reading, check_dtype
         from gdp.models.op_costs import OpCosts
+        from gdp.models.serving import Serving
 
+        serving = Serving.parse(self.phase, self.kv_cache)
+        is_inference = self.inference or serving.has_cache
         if self.free_replicas and self.microbatches == 1:
             raise InputError(
                 "--free-replicas: there are no replicas without micro-batches; give --microbatches as well"
             )
-        if self.inference and self.microbatches > 1:
-            raise InputError("--microbatches: gradients are accumulated in training; leave out --inference")
+        if is_inference and self.microbatches > 1:
+            option = "--phase" if serving.has_cache else "--inference"
+            raise InputError(f"--microbatches: gradients are accumulated in training; leave out {option}")
         try:
+            check_dtype(self.dtype)
             microbatching = Microbatching(self.microbatches, self.free_replicas)
         except InputError as error:
             raise InputError(f"--{error}") from None
         costs = None if self.op_costs is None else OpCosts.load(self.op_costs)
-        return Reading(not self.inference, optimizer, microbatching, values.parse_dims(self.dim or ()), costs)
+        dims = values.parse_dims(self.dim or ())
+        return Reading(
+            not is_inference,
+            self.optimizer,
+            microbatching,
+            dims,
+            costs,
+            self.master_weights,
+            self.dtype,
+            serving,
+        )
 
     def check_has_model(self, graph: str | None) -> None:
         """Raises InputError for any of the options where there is no MODEL to read, only the `graph` of a plan."""
         options = {
             "--microbatches": self.microbatches > 1,
             "--inference": self.inference,
+            "--optimizer": self.optimizer != "adam",
+            "--master-weights": self.master_weights,
+            "--dtype": self.dtype,
+            "--phase": self.phase != "step",
+            "--kv-cache": self.kv_cache is not None,
             "--dim": self.dim,
             "--op-costs": self.op_costs,
         }
@@ -146,6 +185,33 @@ class ConstraintOptions(MemoryOptions):
         repeated = {"--pin": self.pin, "--forbid": self.forbid, "--max-memory": self.max_memory}
         words = [word for option, texts in repeated.items() for text in texts or () for word in (option, text)]
         return words if self.reserve == _NO_RESERVE else [*words, "--reserve", self.reserve]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """Says how a target runs."""
+
+    ctx: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS", help="For llama-cpp: leave room for a cache of so many tokens. Default: 4096; 0: none."
+        ),
+    ] = None
+    split_layers: Annotated[
+        bool,
+        typer.Option("--split-layers", help="For llama-cpp: attention and feed-forward part of a layer may be apart."),
+    ] = False
+
+    def target(self, name: str) -> "ExportTarget":
+        """Returns the target of that name with these options, checked."""
+        from gdp.export.targets import find_target
+
+        return find_target(name, context=self.ctx, split_layers=self.split_layers)
+
+    def check_unused(self) -> None:
+        """Raises InputError for any of the options where there is no target."""
+        if self.ctx is not None or self.split_layers:
+            raise InputError(f"{'--split-layers' if self.ctx is None else '--ctx'}: needs --for llama-cpp")
 
 
 def with_options(command: Callable[..., int]) -> Callable[..., int]:

@@ -3,7 +3,7 @@
 import shlex
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,11 +18,13 @@ from gdp.cli.options import (
     JsonOption,
     ModelArgument,
     ReadingOptions,
+    TargetOptions,
     ThreadsOption,
     with_options,
 )
+from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
-from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
+from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
 from gdp.cli.sweep import sweep_place
 from gdp.errors import InputError
 
@@ -34,9 +36,9 @@ if TYPE_CHECKING:
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
-    from gdp.simulator.simulate import Simulation
 
 _ADVICE_SHARE = 0.2  # of the budget
+_OTHERS = ("single", "expert")  # that a learned placer is compared with
 
 
 @with_options
@@ -74,6 +76,7 @@ def place(
             "--for", metavar="TARGET", help="Search only for plans that `gdp export --to TARGET` can express."
         ),
     ] = None,
+    target_options: TargetOptions,
     threads: ThreadsOption = None,
     with_cache: Annotated[
         bool,
@@ -85,7 +88,10 @@ def place(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json."""
+    """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json.
+
+    A plan.json of another graph stays: the plan is plan-2.json then.
+    """
     from gdp.report.progress import live
 
     with live("loading gdp"):
@@ -115,7 +121,7 @@ def place(
             with_advice=advice and placer == "auto" and target is None,
             out=out,
             json=json,
-            target=_target(target, placer, sweep),
+            target=_target(target, target_options, placer, sweep),
             limits=limits,
         )
         check_placers([placer])
@@ -126,23 +132,23 @@ def place(
     return _place(request)
 
 
-def _target(name: str | None, placer: str, sweep: str | None) -> "ExportTarget | None":
-    from gdp.export.targets import find_target
-
+def _target(name: str | None, options: TargetOptions, placer: str, sweep: str | None) -> "ExportTarget | None":
     if name is None:
+        options.check_unused()
         return None
     if placer != "auto" or sweep is not None:
         raise InputError("--for: places with auto, once; leave out --placer and --sweep")
-    return find_target(name)
+    return options.target(name)
 
 
 def _place(request: PlaceRequest) -> int:
     from gdp.report import progress
 
-    files = _Files.of(request)
+    files = PlanFiles.of(request)
     files.check()
     source = request.read()
     graph = source.graph
+    files = files.sparing_others(graph)
     problem = _build(request, graph)  # bad constraints are better known now than after a search
     request = request.under_measured_noise(source.noise)
     request.say_notes(graph)
@@ -158,85 +164,47 @@ def _place(request: PlaceRequest) -> int:
     else:
         log("gdp: note: found before, with the same graph, devices and options; --no-cache searches anew")
     would_fit: list[str] = []
+    failure: InputError | None = None
     with progress.stop_on_interrupt() as stop:
         try:
             with request.named():
-                answer = kept or _find(request, problem, stop)
+                answer, placed = (kept, problem) if kept is not None else _find(request, problem, stop)
         except InputError:
             if stop.is_set():  # before there was any placement
                 return INTERRUPTED
             raise
-        plan, simulation = answer.plan, replay(problem, answer.plan)
+        plan, simulation = answer.plan, replay(placed, answer.plan)
         fits = plan.status == "ok"
         if fits:
-            files.write(answer, simulation)
-            if kept is None and not stop.is_set():
+            if placed.graph is not graph:
+                files = files.with_graph()
+                log(f"gdp: note: {_offloaded(request, files)}")
+            failure = files.write(answer, simulation)
+            if kept is None and not stop.is_set() and placed.graph is graph:
                 plan_cache.store(entry, answer)
         elif not stop.is_set():
-            would_fit = _would_fit(request, problem, plan, stop)
+            would_fit = _would_fit(request, problem, stop)
         interrupted = stop.is_set()
+    is_written = fits and files.plan in files.written
     if request.json:
-        written = files.plan if fits else None
+        written = files.plan if is_written else None
         print_json(
-            documents.place_document(graph, request.cluster, plan, written, advice=answer.advice, would_fit=would_fit)
+            documents.place_document(
+                placed.graph, request.cluster, plan, written, advice=answer.advice, would_fit=would_fit
+            )
+            | ({} if source.served is None else {"serving": source.served.figures(plan.step_time_ns)})
         )
     elif fits:
-        command = _next_command(request, files)
-        show(console.place_report(plan, simulation, source.unknown_costs, files.written, command, answer.advice))
+        command = _next_command(request, files) if is_written else ""
+        shown = " and ".join(str(path) for path in files.shown)
+        told = "" if source.served is None else source.served.sentence(plan.step_time_ns)
+        show(console.place_report(plan, simulation, source.unknown_costs, shown, command, answer.advice, serving=told))
+    if failure is not None:
+        good = ", ".join(map(str, files.written))
+        return fail(f"error: {failure}; {f'whole: {good}' if good else 'nothing was written'}", BAD_INPUT)
     if not fits:
         fail(console.nothing_fits(plan, request.cluster, would_fit), NOTHING_FITS)
     return INTERRUPTED if interrupted else OK if fits else NOTHING_FITS
-
-
-@dataclass(frozen=True)
-class _Files:
-    """Names the files to write; None: not asked for."""
-
-    plan: Path
-    graph: Path | None
-    cluster: Path | None
-    report: Path | None
-
-    @classmethod
-    def of(cls, request: PlaceRequest) -> "_Files":
-        out = request.out
-        if out is None:
-            # a graph with measured times, or costs of the user's, is nowhere else
-            is_elsewhere = request.times is None and request.reading.op_costs is None
-            return cls(Path("plan.json"), None if is_elsewhere else Path("graph.json.gz"), None, None)
-        return cls(out / "plan.json", out / "graph.json.gz", out / "cluster.json", out / "report.html")
-
-    def check(self) -> None:
-        """Raises InputError if one cannot be written."""
-        from gdp.cli import values
-
-        for path in filter(None, (self.plan, self.graph, self.cluster, self.report)):
-            values.check_writable(path)
-
-    def write(self, answer: "KeptAnswer", simulation: "Simulation") -> None:
-        """Writes all of them."""
-        from gdp.report.progress import StatusLine, live
-
-        problem = simulation.problem
-        line = StatusLine(f"writing {self.plan}")
-        with live(line):
-            answer.plan.save(self.plan)
-            if self.graph is not None:
-                line.say(f"writing {self.graph}")
-                problem.graph.save(self.graph)
-            if self.cluster is not None:
-                problem.cluster.save(self.cluster)
-            if self.report is not None:
-                line.say(f"writing {self.report}")
-                from gdp.report.page import write_page
-                from gdp.report.page_data import PageData
-
-                write_page(self.report, PageData(answer.plan, simulation, answer.progress, answer.advice))
-
-    @property
-    def written(self) -> str:
-        """Returns the files that the answer names."""
-        return " and ".join(str(path) for path in (self.plan, self.report) if path is not None)
 
 
 def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
@@ -247,23 +215,27 @@ def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
     return problem
 
 
-def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "KeptAnswer":
+def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "tuple[KeptAnswer, Problem]":
+    """Returns the answer, and the problem that its plan solves: of another graph where weights are offloaded."""
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report import progress
 
     line = progress.SearchLine(f"{problem.graph.name} on {problem.cluster.name}")
     with progress.live(line):
-        plan = _search(request, problem.graph, line, stop)
+        plan, placed = _search(request, problem, line, stop)
     advice = None
-    if request.with_advice and plan.status == "ok":
+    if request.with_advice and plan.status == "ok" and placed is problem:
         advice = _advise(request, problem, plan, stop)
         plan = advice.plan
-    return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
+    return KeptAnswer(plan, advice, tuple(progress.improvements(line.history))), placed
 
 
-def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., None], stop: threading.Event) -> "Plan":
+def _search(
+    request: PlaceRequest, problem: "Problem", on_progress: Callable[..., None], stop: threading.Event
+) -> "tuple[Plan, Problem]":
     from gdp.search.place import place as find_plan
 
+    graph = problem.graph
     if request.target is not None:
         from gdp.export.search import place_for
 
@@ -277,10 +249,11 @@ def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., No
             stop=stop,
             **request.keywords,
         )
-        log(f"gdp: note: {_comparison(placed)}")
-        return placed.plan
+        for note in (_comparison(placed), *placed.notes):
+            log(f"gdp: note: {note}")
+        return placed.plan, problem if placed.problem.graph is graph else placed.problem
     budget = request.budget.part(1 - _ADVICE_SHARE) if request.with_advice else request.budget
-    return find_plan(
+    plan = find_plan(
         graph,
         request.cluster,
         request.constraints,
@@ -290,6 +263,37 @@ def _search(request: PlaceRequest, graph: "Graph", on_progress: Callable[..., No
         on_progress=on_progress,
         stop=stop,
         **request.keywords,
+    )
+    return _beside_others(request, graph, plan), problem
+
+
+def _beside_others(request: PlaceRequest, graph: "Graph", plan: "Plan") -> "Plan":
+    """Adds single and expert as baselines to the plan of a learned placer, which runs no other one."""
+    from gdp.search.place import place as find_plan
+    from gdp.search.solvers import solver_of
+    from gdp.simulator.plan import Baseline
+
+    if not solver_of(request.placer).asks_policy or plan.search is None or plan.search.baselines:
+        return plan
+    baselines = {}
+    for name in _OTHERS:
+        try:
+            other = find_plan(
+                graph, request.cluster, request.constraints, placer=name, budget="1sims", seed=request.seed
+            )
+        except InputError:  # the placer found none
+            baselines[name] = Baseline("failed", None, 0.0)
+            continue
+        assert other.search is not None
+        baselines[name] = Baseline(other.status, other.step_time_ns, other.search.seconds)
+    return replace(plan, search=replace(plan.search, baselines=baselines))
+
+
+def _offloaded(request: PlaceRequest, files: PlanFiles) -> str:
+    assert request.target is not None
+    return (
+        f"weights that do not fit stay on a CPU, and {request.target.name} fetches them module by module; the plan is "
+        f"of the graph that does so, {files.graph}"
     )
 
 
@@ -327,8 +331,7 @@ def _advise(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threa
         )
 
 
-def _would_fit(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> list[str]:
-    from gdp.export.adapt import adapt
+def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> list[str]:
     from gdp.planning.advice import changes_that_fit
     from gdp.report.progress import StatusLine, live
 
@@ -346,20 +349,17 @@ def _would_fit(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: th
                 split_in=(lambda factor: request.read_split(count * factor)) if request.can_split else None,
                 stop=stop,
             )
-    target = request.target
-    if target is not None and target.offload is not None and adapt(problem, plan, target).simulation.feasible:
-        changes.append(f"weights left on a CPU, as gdp export --to {target.name} does without --for")
     return changes
 
 
-def _next_command(request: PlaceRequest, files: _Files) -> str:
+def _next_command(request: PlaceRequest, files: PlanFiles) -> str:
     # the devices of this machine may have changed by then
     placed_on = str(files.cluster) if files.cluster is not None and request.is_local else request.devices
     model = str(files.graph or request.model)
     if request.target is None:
         command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(files.plan)]
     else:
-        command = ["gdp", "export", str(files.plan), "--to", request.target.name]
+        command = ["gdp", "export", str(files.plan), "--to", request.target.name, *request.target.options]
         command += [] if request.out is not None else ["--graph", model, "--devices", placed_on]
     command += request.limits.words()
     if files.graph is None:
@@ -367,6 +367,9 @@ def _next_command(request: PlaceRequest, files: _Files) -> str:
         if reading.microbatching.count > 1:
             command += ["--microbatches", str(reading.microbatching.count)]
             command += ["--free-replicas"] * reading.microbatching.free_replicas
-        command += ["--inference"] * (not reading.training)
+        command += reading.serving.words() or ["--inference"] * (not reading.training)
+        command += ["--optimizer", reading.optimizer] if reading.optimizer != "adam" else []
+        command += ["--master-weights"] * reading.master_weights
+        command += ["--dtype", reading.dtype] if reading.dtype else []
         command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
     return shlex.join(command)

@@ -84,7 +84,7 @@ class PlaceRequest:
             "budget": str(self.budget),
             "policy": policy,
             "advice": self.with_advice,
-            "target": None if self.target is None else self.target.name,
+            "target": None if self.target is None else [self.target.name, *self.target.options],
             "seed": self.seed,
             "robust": self.robust,
             "threads": self.threads or default_threads(),

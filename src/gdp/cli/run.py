@@ -2,13 +2,21 @@
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.options import InferenceOption, JsonOption, OptimizerOption, PlacedDevicesOption
-from gdp.cli.shared import fail, log, print_json, show, warm_up
+from gdp.cli.options import (
+    DtypeOption,
+    InferenceOption,
+    JsonOption,
+    MasterWeightsOption,
+    OptimizerOption,
+    PlacedDevicesOption,
+)
+from gdp.cli.shared import INTERRUPTED, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,7 +56,9 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Store measured op times there, for `gdp place --times`.")
     ] = None,
     inference: InferenceOption = False,
+    dtype: DtypeOption = "",
     optimizer: OptimizerOption = "adam",
+    master_weights: MasterWeightsOption = False,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the model's initial parameters and inputs.")
     ] = 0,
@@ -57,9 +67,14 @@ def run(
     """Execute a plan of MODEL, check its results, and compare with one device and with the prediction."""
     if _is_rank():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
+    from gdp.models.model import Reading
     from gdp.simulator.plan import Plan
 
+    reading = Reading(not inference, optimizer, master_weights=master_weights, dtype=dtype)
     read = Plan.load(plan)
+    from gdp.models.read import check_runnable
+
+    check_runnable(model, "executed")
     cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
     if times is not None:
         _check_times(times, cluster)
@@ -70,12 +85,15 @@ def run(
 
     def build() -> "Executable":
         with _live(f"building {model}"):
-            return read_executable(model, training=not inference, optimizer=optimizer, seed=seed)
+            return read_executable(model, reading, seed=seed)
 
     places = None if on is None else on.split(",")
+    interrupted = threading.Event()
     try:
         with printing_to_stderr():  # the model runs
-            executable, result = _execute(build, read, places, graph=graph, cluster=cluster, steps=steps)
+            executable, result = _execute(
+                model, build, read, places, interrupted, graph=graph, cluster=cluster, steps=steps
+            )
     except ExecutionError as error:
         status = OUT_OF_MEMORY if error.is_out_of_memory else FAILED
         return fail(f"error: {error}", status) if getattr(error, "is_reporter", True) else status
@@ -98,29 +116,58 @@ def run(
         log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
     if not result.is_equal:
         return fail(f"error: the results are not those of {result.reference}; this is a fault of gdp", FAILED)
+    if interrupted.is_set():
+        log(f"gdp: interrupted after {len(result.placed.records):,} of {steps:,} steps")
+        return INTERRUPTED
     return OK
 
 
 def _execute(
-    build: "Callable[[], Executable]", plan: "Plan", on: "list[str] | None", **options: Any
+    model: str,
+    build: "Callable[[], Executable]",
+    plan: "Plan",
+    on: "list[str] | None",
+    interrupted: threading.Event,
+    **options: Any,
 ) -> "tuple[Executable, RunResult | None]":
-    """Runs the model on threads, or under torchrun with a process for each device."""
+    """Runs the model on threads, or under torchrun with a process for each device.
+
+    On threads, Ctrl-C ends the measurement after the step that runs, and sets `interrupted`.
+    """
     from gdp.execute.run import run_on_ranks, run_on_threads
 
     if not _is_rank():
         from gdp.execute.targets import find_targets
+        from gdp.report.progress import stop_on_interrupt
 
-        targets = find_targets(plan.devices, on)
+        try:
+            targets = find_targets(plan.devices, on, option="--on")
+        except InputError:
+            _check_kind(model)  # a JAX function has no use for the devices
+            raise
         warm_up(())
         executable = build()
-        with _live(f"running on {', '.join(target.place for target in targets)}"):
-            return executable, run_on_threads(executable, plan, targets, **options)
+        with _live(f"running on {', '.join(target.place for target in targets)}"), stop_on_interrupt() as stop:
+            result = run_on_threads(executable, plan, targets, **options, stop=stop)
+        if stop.is_set():
+            interrupted.set()
+        return executable, result
     from gdp.execute.ranks.ranks import join_or_leave
 
-    with join_or_leave(plan.devices, on) as ranks, ranks.reporting_once():
+    with join_or_leave(plan.devices, on, option="--on") as ranks, ranks.reporting_once():
         executable = build()
         with _live(f"running on {len(plan.devices)} processes"):
             return executable, run_on_ranks(executable, plan, ranks, **options)
+
+
+def _check_kind(model: str) -> None:
+    """Raises InputError if `model` is no PyTorch model, which is known once its function was called."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from gdp.models.read import builder_of
+
+    with FakeTensorMode():
+        builder_of(model)()
 
 
 def _live(text: str) -> "AbstractContextManager[None]":

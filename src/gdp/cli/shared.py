@@ -1,12 +1,15 @@
 """Prints answers and messages, and compiles before a search."""
 
 import contextlib
+import io
 import json
 import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,11 +42,11 @@ def show(parts: "Iterable[RenderableType]") -> None:
     """Prints tables and sentences; a table is not squeezed where there is no terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    with console.capture() as printed:
-        for part in parts:
-            console.print(part, soft_wrap=True)
-    print_text("\n".join(line.rstrip() for line in printed.get().splitlines()))
+    is_terminal, printed = sys.stdout.isatty(), io.StringIO()
+    console = Console(file=printed, force_terminal=is_terminal, highlight=False, width=None if is_terminal else 200)
+    for part in parts:
+        console.print(part, soft_wrap=True)
+    print_text("\n".join(line.rstrip() for line in printed.getvalue().splitlines()))
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -51,14 +54,23 @@ def print_json(document: dict[str, Any]) -> None:
     import orjson
 
     text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY).decode()
-    print_text(text if _is_printable(text) else json.dumps(orjson.loads(text)))
+    _emit(text if _is_printable(text) else json.dumps(orjson.loads(text)))
 
 
 def print_text(text: str) -> None:
-    """Prints an answer; characters that standard output's encoding lacks as similar ones of ASCII, or escaped."""
+    """Prints an answer; characters that standard output's encoding lacks as similar ones of ASCII, or escaped.
+
+    Lines and bars are ASCII on a terminal without abilities (`TERM=dumb`) too.
+    """
+    if os.environ.get("TERM") == "dumb":
+        text = text.translate(_ASCII)
     if not _is_printable(text):
         encoding = sys.stdout.encoding
         text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    _emit(text)
+
+
+def _emit(text: str) -> None:
     with quiet_pipe():
         print(text, flush=True)
 
@@ -85,8 +97,13 @@ def fail(message: str, status: int) -> int:
 
 @contextlib.contextmanager
 def quiet_pipe() -> Iterator[None]:
-    """Makes a reader that has gone away (`gdp ... | head -1`) no error: the rest is printed nowhere."""
+    """Makes a reader that has gone away (`gdp ... | head -1`) no error: the rest is printed nowhere.
+
+    Raises InputError if standard output cannot be written for another reason, such as a full disk.
+    """
     try:
         yield
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise InputError(f"standard output cannot be written ({error.strerror}); send it elsewhere") from None

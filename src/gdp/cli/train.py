@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,11 +111,16 @@ def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
     limit = None if options.budget is None else Budget.parse(options.budget)
     if limit is not None and limit.seconds is None:
         raise InputError(f"--budget is {options.budget!r}; a time such as 10m is expected")
+    if options.tensorboard is not None and find_spec("tensorboard") is None:
+        raise InputError(
+            f"--tensorboard {options.tensorboard}: tensorboard is not installed; pip install 'gdp-placement[train]'"
+        )
     values.check_writable(options.out)
     if options.out.exists() and not options.resume:
         raise InputError(f"{options.out}: exists; go on with it by --resume, or choose another --out")
     clusters = [Cluster.parse(text) for text in options.devices]
     held_out = workloads.hold_out(options.hold_out)
+    _check_held_out((*options.graphs, *options.validation), held_out)
     policy, origin = _policy(options, held_out)
     pairs = _pairs(options.graphs, clusters, held_out)
     config = TrainingConfig(
@@ -135,7 +141,7 @@ def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
     def report(progress: TrainingProgress) -> None:
         line.say(f"training {policy.name}: {training_sentence(progress)}", progress.seconds_left)
 
-    with Processes.join() as processes, stop_on_interrupt(terminate=True) as stop:
+    with Processes.join() as processes, stop_on_interrupt() as stop:
         if options.resume and not options.out.exists() and processes.is_first:
             log(f"gdp: {options.out}: no such file yet, training starts anew")
         policy.to(processes.device)
@@ -186,14 +192,23 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
         for number, name in enumerate(names, 1):
             line.say(f"reading {name} ({number} of {len(names)})")
             graph = read.read_model(name).graph
+            _check_held_out((graph.name,), held_out, name)
             workload = workloads.find(graph.name)
-            if workload is not None and workload.family in held_out:
-                raise InputError(f"{name}: is of family {workload.family}, which is held out; leave one of both out")
             if workload is None and not clusters:
                 raise InputError(f"{name}: is no built-in workload with devices of its own; name them with --devices")
             usual = [Cluster.parse(workload.cluster)] if workload is not None else []
             pairs += [TaskSource(graph, cluster) for cluster in clusters or usual]
     return pairs
+
+
+def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | None = None) -> None:
+    """Raises InputError for a built-in workload of a family that is `held_out`; `text` is what users wrote."""
+    for name in names:
+        workload = workloads.find(name)
+        if workload is not None and workload.family in held_out:
+            raise InputError(
+                f"{text or name}: is of family {workload.family}, which is held out; leave one of both out"
+            )
 
 
 def _task_config(options: TrainOptions, policy: Policy) -> TaskConfig:

@@ -6,19 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gdp.cluster import Cluster
+from gdp.cluster.quantities import parse_fraction as parse_fraction
 from gdp.cluster.quantities import parse_size
 from gdp.errors import InputError
-
-
-def parse_fraction(text: str, option: str, below: float = 1.0) -> float:
-    """Returns 0.1 for `10%` or `0.1`; at least 0 and less than `below`."""
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)", text.strip())
-    value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
-    if not 0 <= value < below:
-        raise InputError(
-            f"{option} is {text!r}; a share of at least 0 % and below {100 * below:g} % is expected, such as 10% or 0.1"
-        )
-    return value
 
 
 def parse_pins(texts: Sequence[str], cluster: Cluster) -> list[tuple[str, str]]:

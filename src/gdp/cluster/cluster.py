@@ -6,6 +6,7 @@ D devices. A channel is named after what is shared: `gpu0.pcie.up` (a card's slo
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from gdp.cluster.device import Device, Route, check_devices
 from gdp.cluster.parse_devices import preset
 from gdp.errors import InputError, prefixed, suggest
 from gdp.files import fingerprint as fingerprint_of
+from gdp.notebook import size
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,14 @@ class Cluster:
         self.latency_ns.setflags(write=False)
         self.bytes_per_second.setflags(write=False)
         _check(self)
+
+    def __repr__(self) -> str:
+        """Returns `Cluster('2xl4-24g': 2 l4-24g, 44.0 GiB in all)`."""
+        kinds = Counter(device.kind for device in self.devices)
+        counts = ", ".join(f"{count} {kind}" for kind, count in list(kinds.items())[:4])
+        more = f" and {len(kinds) - 4} more kinds" if len(kinds) > 4 else ""
+        total = size(sum(device.memory_bytes for device in self.devices))
+        return f"Cluster({self.name!r}: {counts}{more}, {total} in all)"
 
     @property
     def num_devices(self) -> int:
@@ -76,6 +86,17 @@ class Cluster:
         if text == "local":
             return cls.of_machine(detect())
         return cls.build(text, *preset(text))
+
+    @classmethod
+    def of(cls, value: "Cluster | str | Path") -> "Cluster":
+        """Returns `value`, parsed if it is text or a path; see `parse`."""
+        if isinstance(value, Cluster):
+            return value
+        if isinstance(value, str | Path):
+            return cls.parse(str(value))
+        raise InputError(
+            f"cluster is a {type(value).__name__}; a Cluster or a text such as '4xp100-pcie-16g' is expected"
+        )
 
     @classmethod
     def of_machine(cls, machine: Machine) -> "Cluster":

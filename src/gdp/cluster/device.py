@@ -11,7 +11,8 @@ MAX_DEVICES = 64
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device; ops of a dtype that `flops_per_second` lacks run at its "float32" rate, which is required."""
+    """A device; ops of a dtype that `flops_per_second` lacks run at its "float32" rate, which is required
+    (float8 types at that of a half type)."""
 
     name: str
     kind: str

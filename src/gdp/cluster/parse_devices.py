@@ -36,7 +36,9 @@ def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
 
     preset = local | COUNT "x(" local ")@" RATE "gbit"      hosts, each with a network card of RATE in each direction
     local  = group { "+" group }
-    group  = [ COUNT "x" ] KIND [ ":" LINK ]                LINK: pcie3-5 or nvlink1-4 instead of the kind's own
+    group  = [ COUNT "x" ] KIND [ ":" LINK ]                LINK: pcie3-5 or nvlink1-5 instead of the kind's own
+
+    Upper and lower case are the same.
     """
     hosts = _HOSTS.fullmatch(text)
     if hosts is None:
@@ -60,15 +62,15 @@ def _parts(local: str, text: str, host: str) -> list[_Part]:
     parts: list[_Part] = []
     counts = {"gpu": 0, "cpu": 0}
     for group in local.split("+"):
-        match = _GROUP.fullmatch(group.strip())
+        match = _GROUP.fullmatch(group.strip().lower())
         if match is None or match[2] not in KINDS:
             name = match[2] if match else group
             raise InputError(f"devices {text!r}: no kind {name!r} is built in; {suggest(name, list(KINDS))}")
         kind, count = KINDS[match[2]], int((match[1] or "1")[:6])
         _check_count(text, count and len(parts) + count)
         override = match[3]
-        if override is not None and (override not in LINKS or override == SOCKET or kind.is_cpu):
-            links = [name for name in LINKS if name != SOCKET]
+        links = [name for name in LINKS if name.startswith(("pcie", "nvlink"))]
+        if override is not None and (override not in links or kind.is_cpu):
             raise InputError(f"devices {text!r}: no link {override!r} for {match[2]}; {suggest(override, links)}")
         is_pcie = override is not None and override.startswith("pcie")
         port = LINKS[override if override and is_pcie else kind.port]
@@ -101,6 +103,8 @@ def _nvlink_route(a: _Part, b: _Part) -> Route | None:
     link, names = a.nvlink, (a.device.name, b.device.name)
     if link.is_switched:
         return Route(link.latency_ns, link.bytes_per_second, (f"{names[0]}.nvlink.out", f"{names[1]}.nvlink.in"))
+    if link.name != "nvlink1":
+        return Route(link.latency_ns, link.bytes_per_second, ("->".join(names),))
     # The hybrid cube-mesh: two fully connected quads, each card wired to its counterpart in the other quad.
     is_wired = a.index // 4 == b.index // 4 or (a.index // 8 == b.index // 8 and a.index % 4 == b.index % 4)
     return Route(link.latency_ns, link.bytes_per_second, ("->".join(names),)) if is_wired else None

@@ -20,6 +20,19 @@ def parse_size(value: object, where: str) -> int:
     return _quantity(value, where, _SIZES, "1.5GiB")
 
 
+def parse_fraction(value: object, where: str, below: float = 1.0) -> float:
+    """Returns 0.1 for `10%`, `0.1` or the number 0.1; at least 0 and less than `below`; an error names `where`."""
+    text = str(value).strip() if type(value) in (int, float, str) else ""
+    match = re.fullmatch(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-[0-9]+)?)\s*(%?)", text)
+    fraction = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= fraction < below:
+        raise InputError(
+            f"{where} is {reprlib.repr(value)}; a share of at least 0 % and below {100 * below:g} % is expected, "
+            "such as 10% or 0.1"
+        )
+    return fraction
+
+
 def parse_rate(value: object, where: str) -> int:
     """Returns the bytes per second of `12.5GB/s` or a bare number, rounded up exactly."""
     return _quantity(value, where, _RATES, "12.5GB/s")

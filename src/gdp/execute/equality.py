@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Program, Replay
+from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.models.pytorch.program import named_state, named_tensors
 from gdp.models.pytorch.step import Loss, pick_loss
 
@@ -70,7 +71,7 @@ def eager_step(
     is_training, num_threads = program.loss is not None, torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _restored(model), torch.set_grad_enabled(is_training):
+        with _restored(model), _as_captured(model), torch.set_grad_enabled(is_training):
             output = model(*args, **kwargs)
             value = pick_loss(output, loss, program.graph.name) if is_training else None
             if value is not None:
@@ -84,6 +85,12 @@ def eager_step(
         raise ExecutionError("cpu", "the unplaced step, to compare with", error) from error
     finally:
         torch.set_num_threads(num_threads)
+
+
+def _as_captured(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Returns a region in which a model on the CPU that asks for a card runs as it was captured."""
+    is_on_cpu = all(tensor.device.type == "cpu" for _, tensor in named_state(model))
+    return as_if_on_a_card() if is_on_cpu else contextlib.nullcontext()
 
 
 def on_cpu(replay: Replay) -> Replay:

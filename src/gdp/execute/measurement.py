@@ -1,6 +1,7 @@
 """Measurements of a program in several placements, step by step in turn, so that a busy machine slows all alike."""
 
 import gc
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -66,11 +67,12 @@ def measure_in_turn(
     *,
     steps: int,
     warm_up_steps: int = 2,
+    stop: threading.Event | None = None,
 ) -> dict[str, Measurement]:
     """Measures `steps` steps of each order in turn, by name; `content` is that of `Program.bind`, and is not changed.
 
-    Each order has its own copy of the parameters. Garbage is collected between steps, not within them. ExecutionError
-    if an op fails.
+    Each order has its own copy of the parameters. Garbage is collected between steps, not within them. When `stop` is
+    set, the steps done are returned, after one at least. ExecutionError if an op fails.
     """
     measurements = {name: Measurement(order, program.graph.num_ops) for name, order in orders.items()}
     with ExitStack() as stack:
@@ -82,6 +84,8 @@ def measure_in_turn(
             stack.callback(gc.enable)
         gc.disable()
         for number in range(-warm_up_steps, steps):
+            if stop is not None and stop.is_set() and number > 0:
+                break
             for name, executor in executors.items():
                 record = executor.step(content, is_timed=True)
                 if number >= 0:

@@ -13,17 +13,18 @@ from typing import Any, Self, Unpack
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from gdp.errors import InputError
-from gdp.execute.executable import CaptureOptions
+from gdp.execute.executable import CaptureOptions, check_choice, check_executable
 from gdp.execute.run import check_belongs
 from gdp.execute.targets import find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.models.pytorch import Program, capture
-from gdp.models.pytorch.program import Call, named_state
+from gdp.models.pytorch.program import Call, named_inputs, named_state
 from gdp.simulator.plan import Plan
 
 
@@ -45,17 +46,23 @@ class Placed:
         *,
         graph: Graph | None,
         on: Sequence[str] | None,
-        learning_rate: float,
+        learning_rate: float | None,
         seed: int,
         options: CaptureOptions,
     ) -> None:
-        if not 0 < learning_rate < float("inf"):
+        if learning_rate is not None and not 0 < learning_rate < float("inf"):
             raise InputError(f"learning_rate is {learning_rate}; a number above 0 is expected")
+        optimizer = options.get("optimizer", "adam")
+        self._optimizer = optimizer if isinstance(optimizer, Optimizer) else None
+        if self._optimizer is not None and learning_rate is not None:
+            raise InputError("learning_rate is that of the optimizer; leave learning_rate out")
+        check_choice(options, model)
         self.model, self.plan, self.num_steps = model, plan, 0
         self._graph, self._targets = graph, find_targets(plan.devices, on)
         self._options, self._learning_rate, self._seed = options, learning_rate, seed
         self._executor: ThreadExecutor | None = None
         self._loaded_state: dict[str, Tensor] = {}
+        self._learning_rates: dict[int, float] = {}  # of the updates, by op, that a user's optimizer has had last
         self._constants: tuple[Any, ...] = ()  # of the arguments at capture: all but tensors' content
         self._is_closed = False
 
@@ -70,7 +77,8 @@ class Placed:
                 "make another placed model for them"
             )
         program = executor.program
-        inputs = program.bind_inputs(args, kwargs)
+        self._follow_learning_rates(program)
+        inputs = self._bound_inputs(program, args, kwargs)
         seed = int(np.random.SeedSequence((self._seed, self.num_steps)).generate_state(1)[0])
         record = executor.step(inputs, retain=program.loss is None, seed=seed)
         self.num_steps += 1
@@ -109,17 +117,30 @@ class Placed:
             self._loaded_state = {name: tensor.detach().clone() for name, tensor in state.items()}
         else:
             program = executor.program
-            executor.load(program.bind_state({**program.state_by_name(executor.state()), **state}))
+            whole = {**program.state_by_name(executor.state()), **state}
+            executor.load(program.bind_state(whole))
+            executor.load_private(
+                {
+                    value: whole[name]
+                    for name, values in _states(program).items()
+                    for value in values
+                    if value in program.state_copies
+                }
+            )
 
     def optimizer_state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Returns by parameter Adam's `exp_avg`, `exp_avg_sq` and `step` (SGD has none); copies, on the CPU."""
+        """Returns by parameter the optimizer's state; copies, on the CPU.
+
+        The keys are those of `torch.optim`: Adam has `exp_avg`, `exp_avg_sq` and `step`, plain SGD none. `master` is a
+        float32 copy of the parameter.
+        """
         executor = self._running()
         if executor is None:
             return {}
-        private = executor.private()
+        private, keys = executor.private(), executor.program.state_keys
         return {
-            name: {key: private[value].detach().to("cpu", copy=True) for key, value in zip(_ADAM, values, strict=True)}
-            for name, values in _moments(executor.program).items()
+            name: {keys[value]: private[value].detach().to("cpu", copy=True) for value in values}
+            for name, values in _states(executor.program).items()
             if all(value in private for value in values)
         }
 
@@ -131,12 +152,17 @@ class Placed:
         executor = self._running()
         if executor is None:
             raise InputError("the optimizer's state is made with the first step; load it after one")
-        moments, content = _moments(executor.program), {}
+        program = executor.program
+        states, content = _states(program), {}
         for name, tensors in state.items():
-            if name not in moments or tensors.keys() != set(_ADAM):
-                raise InputError(f"optimizer state of {name!r}: {', '.join(_ADAM)} of a trained parameter are expected")
-            for key, value in zip(_ADAM, moments[name], strict=True):
-                size = executor.program.layouts[value].size
+            keys = {program.state_keys[value]: value for value in states.get(name, ())}
+            if not keys or tensors.keys() != keys.keys():
+                expected = ", ".join(
+                    keys or {program.state_keys[value]: 0 for values in states.values() for value in values}
+                )
+                raise InputError(f"optimizer state of {name!r}: {expected} of a trained parameter are expected")
+            for key, value in keys.items():
+                size = program.layouts[value].size
                 if tuple(tensors[key].shape) != size:
                     here = list(tensors[key].shape)
                     raise InputError(f"optimizer state {key} of {name!r} is {here}; {list(size)} is expected")
@@ -175,7 +201,10 @@ class Placed:
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ThreadExecutor:
         captured = capture(self.model, args, kwargs, name=type(self.model).__name__, **self._options)
         check_belongs(self.plan, self._graph or captured.graph, captured.graph)
-        program = _with_learning_rate(captured.program, self._learning_rate)
+        check_executable(captured.program)
+        program = captured.program
+        if self._learning_rate is not None:
+            program = _with_learning_rate(program, self._learning_rate)
         executor = ThreadExecutor(program, self.plan.order, self._targets)
         try:
             executor.load(program.bind_state({**dict(named_state(self.model)), **self._loaded_state}))
@@ -183,10 +212,43 @@ class Placed:
             executor.close()
             raise
         self._executor, self._constants = executor, _constants(args, kwargs)
+        self._learning_rates = self._current_learning_rates(program)
         return executor
 
+    def _current_learning_rates(self, program: Program) -> dict[int, float]:
+        """Returns the learning rate of each update, by op, as a user's optimizer has it now."""
+        if self._optimizer is None:
+            return {}
+        paths = {id(parameter): path for path, parameter in self.model.named_parameters()}
+        rates = {
+            paths[id(parameter)]: float(group["lr"])
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return {op: rates[path] for path, op in _updates(program).items()}
 
-_ADAM = ("exp_avg", "exp_avg_sq", "step")  # the order of `capture.optimizers`
+    def _follow_learning_rates(self, program: Program) -> None:
+        """Passes on the learning rates that a scheduler has changed."""
+        current = self._current_learning_rates(program)
+        for op, rate in current.items():
+            if rate != self._learning_rates[op]:
+                program.set_learning_rate(op, rate)
+        self._learning_rates = current
+
+    def _bound_inputs(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
+        """Copies the inputs. InputError names the remedy where a batch is smaller than the captured one."""
+        try:
+            return program.bind_inputs(args, kwargs)
+        except InputError as error:
+            captured = _batch_sizes(program)
+            given = {name: tensor.shape[0] for name, tensor in named_inputs(args, kwargs) if tensor.dim()}
+            for name, size in captured.items():
+                if name in given and given[name] < size:
+                    raise InputError(
+                        f"{name!r} has {given[name]} samples, and steps of {size} are placed: give the DataLoader "
+                        "drop_last=True, or skip or pad the last batch"
+                    ) from None
+            raise error
 
 
 def placed(
@@ -195,17 +257,19 @@ def placed(
     *,
     graph: Graph | None = None,
     on: Sequence[str] | None = None,
-    learning_rate: float = 1e-3,
+    learning_rate: float | None = None,
     seed: int = 0,
     **options: Unpack[CaptureOptions],
 ) -> Placed:
     """Places `model` on the devices of `plan`; the answer takes the model's arguments and does one step a call.
 
     The first call captures the step, which must be the one that was placed: the same shapes and the same `options`
-    (`training`, `optimizer`, `loss`, as in `gdp.capture`). `graph` is the placed graph, if it has measured times. `on`
-    says where each device of the plan is (see `gdp.execute.targets.find_targets`); default: by name. `seed` sets
-    dropout and the like apart from other runs. The model itself is left as it is until `close`, which writes parameters
-    and buffers back.
+    (`training`, `optimizer`, `master_weights`, `loss`, as in `gdp.capture`). An optimizer of `torch.optim` gives its
+    hyperparameters, not its state; a learning rate that a scheduler changes is that of the next step. `learning_rate`
+    is for an optimizer given by name; default: that of `torch.optim`. `graph` is the placed graph, if it has measured
+    times. `on` says where each device of the plan is (see `gdp.execute.targets.find_targets`); default: by name. `seed`
+    sets dropout and the like apart from other runs. The model itself is left as it is until `close`, which writes
+    parameters and buffers back.
     """
     return Placed(model, plan, graph=graph, on=on, learning_rate=learning_rate, seed=seed, options=options)
 
@@ -222,9 +286,22 @@ def _with_learning_rate(program: Program, learning_rate: float) -> Program:
     return replace(program, calls=tuple(calls))
 
 
-def _moments(program: Program) -> dict[str, tuple[int, ...]]:
+def _updates(program: Program) -> dict[str, int]:
+    """Returns the op that updates each parameter."""
+    graph = program.graph
+    updates = [op for op, phase in enumerate(graph.phases) if phase == "update"]
+    return {graph.op_names[op].removesuffix(".update"): op for op in updates}
+
+
+def _states(program: Program) -> dict[str, tuple[int, ...]]:
     """Returns by parameter the values of its optimizer state."""
-    return {program.graph.op_names[op].removesuffix(".update"): values for op, values in program.private.items()}
+    return {name: program.private[op] for name, op in _updates(program).items() if op in program.private}
+
+
+def _batch_sizes(program: Program) -> dict[str, int]:
+    """Returns the first dimension of each input."""
+    views = [source.views for source in program.sources.values() if source.kind == "input"]
+    return {name: view.size[0] for named in views for name, view in named.items() if view.size}
 
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """Execute a plan beside a single device, check its results, and compare with the prediction."""
 
 import gc
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,8 @@ from gdp.execute.equality import (
     updated_outputs,
     without_parameters,
 )
-from gdp.execute.executable import CaptureOptions, Executable
+from gdp.execute.executable import CaptureOptions, Executable, check_executable
+from gdp.execute.machine import machine_notes
 from gdp.execute.measurement import Measurement, Order, measure_in_turn, one_device_order
 from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.executor import ProcessExecutor
@@ -31,6 +33,7 @@ from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
+from gdp.graph.microbatches import accumulated
 from gdp.models.measured_times import OpTime
 from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Program, Replay, capture
@@ -56,6 +59,7 @@ class RunResult:
     prediction: Prediction | None  # None if the cluster of the plan is not known
     one_device: Measurement | None = None
     one_device_name: str = ""
+    notes: tuple[str, ...] = ()  # what is odd about the machine, in sentences
 
     @property
     def speedup(self) -> float | None:
@@ -87,23 +91,39 @@ def run(
 ) -> RunResult:
     """Executes `plan` of a step of `model(*args, **kwargs)` on this machine: `gdp run` in Python.
 
-    `options` (`training`, `optimizer`, `loss`) are those of the capture that was placed. `on` says where devices are,
-    as in `gdp.execute.targets.find_targets`; see `gdp.execute.run.run_on_threads` for the others and for errors. The
-    model is left as it is.
+    `options` (`training`, `optimizer`, `master_weights`, `loss`) are those of the capture that was placed. `on` says
+    where devices are, as in `gdp.execute.targets.find_targets`; see `gdp.execute.run.run_on_threads` for the others and
+    for errors. The model is left as it is.
     """
     captured = capture(model, args, kwargs, name=type(model).__name__, **options)
+    check_executable(captured.program)
     executable = Executable(captured, model, tuple(args), dict(kwargs or {}), options.get("loss"))
     return run_on_threads(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
 
 
 def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
     """Raises InputError unless `plan` is one of `placed`, which is `captured` but for its costs."""
-    if plan.graph != placed.fingerprint or without_costs(placed).fingerprint != without_costs(captured).fingerprint:
+    if plan.graph == placed.fingerprint and without_costs(placed).fingerprint == without_costs(captured).fingerprint:
+        return
+    if (count := _num_microbatches(plan, captured)) > 1:
         raise InputError(
-            f"the plan is of graph {plan.graph[:12]}, which is not the step of {captured.name!r} "
-            f"({captured.fingerprint[:12]}): the model, its sizes, --inference, --optimizer, measured times or the "
-            "version of gdp or PyTorch differ; place it anew"
+            f"the plan has {count} micro-batches, and gdp executes steps of one batch; place {captured.name!r} without "
+            "micro-batches"
         )
+    raise InputError(
+        f"the plan is of graph {plan.graph[:12]}, which is not the step of {captured.name!r} "
+        f"({captured.fingerprint[:12]}): the model, its sizes, inference or training, the optimizer, the dtype, "
+        "measured times or the version of gdp or PyTorch differ; place it anew"
+    )
+
+
+def _num_microbatches(plan: Plan, captured: Graph) -> int:
+    """Returns the number of micro-batches of the step `captured` that has as many ops as the plan; 1 if none has."""
+    if len(plan.placement) <= captured.num_ops:
+        return 1
+    two, three = (accumulated(captured, count).num_ops for count in (2, 3))
+    more, rest = divmod(len(plan.placement) - two, three - two)
+    return 2 + more if not rest else 1
 
 
 def run_on_threads(
@@ -115,14 +135,18 @@ def run_on_threads(
     cluster: Cluster | None = None,
     steps: int = 20,
     warm_up_steps: int = 2,
+    stop: threading.Event | None = None,
 ) -> RunResult:
     """Measures `steps` steps of the plan, in turn with as many on the device that is fastest alone, and checks one.
+
+    Fewer steps, at least one, when `stop` is set.
 
     `graph` is the one that was placed, where it has measured times; `cluster` allows to compare op by op. The results
     of the first step are compared with PyTorch's own step, or, where the model draws random numbers, with the same
     program on one core. ExecutionError if an op fails, InputError if the plan is of another model or cluster.
     """
     program, simulation = executable.capture.program, _simulation(executable, plan, graph, cluster)
+    notes = tuple(machine_notes(targets, cluster))
     content = executable.content()
     fastest = _fastest_device(simulation)
     alone = one_device_order(program.graph.num_ops, fastest, len(targets))
@@ -132,7 +156,9 @@ def run_on_threads(
     measured: dict[str, Measurement] = {}
     while not measured:
         try:
-            measured = measure_in_turn(program, content, orders, targets, steps=steps, warm_up_steps=warm_up_steps)
+            measured = measure_in_turn(
+                program, content, orders, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop
+            )
         except ExecutionError as error:
             if not error.is_out_of_memory or ONE_DEVICE not in orders:
                 raise
@@ -148,6 +174,7 @@ def run_on_threads(
         prediction=None if simulation is None else predict(program, simulation, measured[PLACED]),
         one_device=measured.get(ONE_DEVICE),
         one_device_name=targets[fastest].name,
+        notes=notes,
     )
 
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from gdp.export.devices import is_cpu
 from gdp.export.modules import STATE_KINDS, enclosing
 from gdp.export.units import grouped_ops
 from gdp.graph import Graph, Tensor
+from gdp.models.stored_weights import stored_weights
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 
@@ -35,7 +36,7 @@ NAMES = tuple(f"{PREFIX}{mode}" for mode in MODES)
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of GPUs' memory that maps may fill with weights
 
 
-def module_of(text: str, *, training: bool) -> "nn.Module":
+def module_of(text: str, *, training: bool, dtype: str = "") -> "nn.Module":
     """Builds the module of MODEL with fake tensors, so nothing is allocated.
 
     InputError for a MODEL that is no PyTorch model, and if accelerate is not installed.
@@ -44,12 +45,15 @@ def module_of(text: str, *, training: bool) -> "nn.Module":
         raise InputError(
             "accelerate is not installed, so its device maps are not known; pip install 'gdp-placement[hf]'"
         )
+    from torch import nn
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from gdp.models.read import builder_of
 
     with FakeTensorMode():
-        module: nn.Module = builder_of(text, training=training)()[0]
+        module = builder_of(text, training=training, dtype=dtype)()[0]
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{text}: is a training step of your own; accelerate maps modules, name the module")
     return module
 
 
@@ -65,15 +69,38 @@ def device_map(module: "nn.Module", problem: Problem, mode: str, share: float = 
     max_memory: dict[int | str, int] = {n: int(share * limit) for n, limit in enumerate(limits[~cpus].tolist())}
     max_memory["cpu"] = sum(limits[cpus].tolist())
     classes = sorted(getattr(module, "_no_split_modules", None) or ())
+    dtypes = _stored_dtypes(module)
     with _quiet():
         if mode != "sequential":
             max_memory = get_balanced_memory(
-                module, max_memory, no_split_module_classes=classes, low_zero=mode == "balanced_low_0"
+                module,
+                max_memory,
+                no_split_module_classes=classes,
+                special_dtypes=dtypes,
+                low_zero=mode == "balanced_low_0",
             )
         try:
-            return dict(infer_auto_device_map(module, max_memory=max_memory, no_split_module_classes=classes))
+            return dict(
+                infer_auto_device_map(
+                    module, max_memory=max_memory, no_split_module_classes=classes, special_dtypes=dtypes
+                )
+            )
         except ValueError:  # a module that fits nowhere
             return None
+
+
+def _stored_dtypes(module: "nn.Module") -> dict[str, Any]:
+    """Returns accelerate's types for quantised weights, as Transformers names them to it: of 4 or of 8 bits."""
+    import torch
+    from accelerate.utils import CustomDtype
+
+    stored, dtypes = stored_weights(module), {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in stored:
+            bits = 8 * stored[name].num_bytes / parameter.numel()
+            if bits <= 12:
+                dtypes[name] = torch.int8 if bits > 6 else CustomDtype.INT4
+    return dtypes
 
 
 def placement_of(problem: Problem, entries: DeviceMap) -> Placement | None:

@@ -7,19 +7,22 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.budget import Budget, Clock
+from gdp.export.devices import is_cpu
 from gdp.export.stages import StageSearch, allowed_stages, balanced_stages, nearest_stages
 from gdp.export.target import ExportTarget, stage_starts
 from gdp.export.units import ExportUnits
+from gdp.graph import Graph
 from gdp.placers.memory_repair import fit_memory
 from gdp.search.candidate import Candidate
 from gdp.search.question import Question
 from gdp.search.solvers import solve
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import Simulation, replay, simulate
+from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.units import Units
 
 _STAGE_SIMULATIONS, _STAGE_WORK = 2000, 20_000_000  # of the search among stages near a plan; ops simulated in all
+_GIB = 2**30
 _REPAIR_BUDGET = "2000sims"  # of the search for units that fit, where repair finds none
 
 
@@ -28,7 +31,8 @@ class AdaptedPlan:
     """A plan as a target runs it."""
 
     target: ExportTarget
-    problem: Problem
+    graph: Graph  # of the plan
+    problem: Problem  # with the memory that the target holds beside the graph
     units: ExportUnits
     devices: I64  # [U]
     simulation: Simulation  # of the units on their devices; of the same ops in another order where some are offloaded
@@ -47,6 +51,29 @@ class AdaptedPlan:
     def content(self) -> str:
         """Content of the target's file."""
         return self.target.write(self.problem, self.units, self.devices)
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns sentences on what the target is assumed to do, and on what the figures lack."""
+        notes = self.target.notes(self.problem, self.units, self.devices)
+        if self.is_offloaded and (unused := self._unused_memory()):
+            notes.append(unused)
+        return notes
+
+    def _unused_memory(self) -> str:
+        """Returns a sentence on GPUs that use less than half of their memory while weights stay on a CPU, or ""."""
+        cpus, limits, peaks = is_cpu(self.problem), self.problem.memory_limit_bytes, self.simulation.peak_memory_bytes
+        gpus = [
+            number for number in np.flatnonzero(~cpus & (limits > 0)).tolist() if 2 * peaks[number] < limits[number]
+        ]
+        if not gpus:
+            return ""
+        names = [device.name for device in self.problem.cluster.devices]
+        used = ", ".join(f"{names[gpu]} uses {peaks[gpu] / _GIB:.1f} of {limits[gpu] / _GIB:.1f} GiB" for gpu in gpus)
+        return (
+            f"Memory is left unused: {used}, while {peaks[cpus].sum() / _GIB:.1f} GiB stay on the CPU. An export "
+            f"keeps to the plan's devices; place with --for {self.target.name}, or pin layers there (--pin), to use it."
+        )
 
     @property
     def is_offloaded(self) -> bool:
@@ -75,15 +102,41 @@ def adapt(problem: Problem, plan: Plan, target: ExportTarget, *, may_offload: bo
     """
     plan.check_belongs(problem.graph, problem.cluster)
     units = target.read_units(problem)
+    return adapt_within(target.with_room(problem), plan, target, units, graph=problem.graph, may_offload=may_offload)
+
+
+def adapt_within(
+    problem: Problem, plan: Plan, target: ExportTarget, units: ExportUnits, *, graph: Graph, may_offload: bool = True
+) -> AdaptedPlan:
+    """Returns `adapt` of a plan of `graph`: `problem` has its ops, and the target's own memory beside them."""
     devices = units.devices_of(plan.placement)
     is_expressible = devices is not None and can_run(units, devices)
-    simulation = replay(problem, plan) if is_expressible else None
+    simulation = simulated(problem, plan.placement, plan) if is_expressible else None
     if devices is None or simulation is None or simulation.missing_bytes.any():
         devices = _near(problem, units, plan)
         simulation = simulated(problem, units.place(devices), plan)
         if may_offload and simulation.missing_bytes.any() and target.offload is not None:
             devices, simulation = target.offload(problem, units, devices) or (devices, simulation)
-    return AdaptedPlan(target, problem, units, devices, simulation, plan.step_time_ns)
+    devices, simulation = arranged(problem, target, units, devices, simulation, plan)
+    return AdaptedPlan(target, graph, problem, units, devices, simulation, plan.step_time_ns)
+
+
+def arranged(
+    problem: Problem,
+    target: ExportTarget,
+    units: ExportUnits,
+    devices: I64,
+    simulation: Simulation,
+    plan: Plan | None = None,
+) -> tuple[I64, Simulation]:
+    """Returns the devices [U] that the target's `arrange` makes of these, if they fit as well, and their step."""
+    if target.arrange is None:
+        return devices, simulation
+    better = target.arrange(problem, units, devices)
+    if np.array_equal(better, devices) or not can_run(units, better):
+        return devices, simulation
+    other = simulated(problem, units.place(better), plan)
+    return (better, other) if other.missing_bytes.sum() <= simulation.missing_bytes.sum() else (devices, simulation)
 
 
 def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) -> Simulation:
@@ -92,10 +145,11 @@ def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) 
     The orders are those of `Problem.orders`, and that in which the plan starts its ops.
     """
     if plan is not None and np.array_equal(placement, plan.placement):
-        return replay(problem, plan)
+        return simulate(problem, placement, order=plan.order)
     simulations = [simulate(problem.in_order(order), placement) for order in problem.orders]
     if plan is not None:
-        simulations.append(simulate(problem, placement, priority=Candidate.start(replay(problem, plan)).priority))
+        started = simulate(problem, plan.placement, order=plan.order)
+        simulations.append(simulate(problem, placement, priority=Candidate.start(started).priority))
     return min(simulations, key=key_of)
 
 

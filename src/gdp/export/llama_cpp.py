@@ -1,12 +1,17 @@
-"""`llama-cpp`: `--override-tensor` (`-ot`) patterns of llama.cpp, which say where the tensors of each layer are kept.
+"""`llama-cpp`: options of llama.cpp that put its layers, its other tensors and its cache where a plan has them.
 
-    -ot '^blk\\.(0|1|2)\\..*=CUDA0'
+    -c 4096 -ngl 33 -dev CUDA0,CUDA1 -ts 20,13     the cache: tokens, layers on GPUs, GPUs in order, layers of each
+    -ot '^blk\\.(0|1|2)\\.=CUDA0'                    tensors: the first pattern found in a GGUF tensor's name counts
 
-llama.cpp computes an op where its weights are. The first pattern that is found in a GGUF tensor's name counts. Units
-are the attention and the feed-forward part of each layer, with their norms, the embedding, the last norm and the head.
+llama.cpp computes an op where its weights are, and attention where the cache is. It has the cache of a layer where
+`-ts` puts the layer, so each GPU has one stretch of layers, and the CPU the first. Units are whole layers, or with
+`--split-layers` their attention and their feed-forward part; and the embedding, the last norm and the head.
 """
 
 import re
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -14,107 +19,152 @@ from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.chains import Layers, find_layers
 from gdp.export.checks import check_inference, check_one_batch
-from gdp.export.devices import gpu_numbers
+from gdp.export.devices import gpu_numbers, is_cpu
+from gdp.export.gguf_names import FEED_FORWARD, gguf_tensors, is_feed_forward
+from gdp.export.llama_cpp_cache import Cache, find_cache
+from gdp.export.modules import enclosing
 from gdp.export.target import ExportTarget, wrong_content
 from gdp.export.units import ExportUnits
+from gdp.graph import Graph
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
 
 NAME = "llama-cpp"
-
-# Modules of Llama and its relatives in Transformers and the GGUF tensors that they become
-# (gguf-py/gguf/tensor_mapping.py).
-IN_LAYERS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+_GIB = 2**30
 
 
-def read_units(problem: Problem) -> ExportUnits:
-    """Makes the units of a graph with the module names of Llama.
+@dataclass(frozen=True, slots=True)
+class LlamaCpp:
+    """Options of llama.cpp: `context` in tokens (None: a default; 0: no room for a cache), and what a unit is."""
 
-    InputError for other names, a training step and micro-batches.
-    """
-    check_inference(problem, NAME)
-    check_one_batch(problem, NAME)
-    layers = find_layers(problem)
-    _check_names(problem, layers)
-    names: dict[str, int] = {}
-    by_module = {module: _unit_name(module, layers) for module in set(problem.graph.modules)}
-    labels = []
-    for module in problem.graph.modules:
-        name = by_module[module]
-        labels.append(names.setdefault(name, len(names)) if name else -1)
-    return ExportUnits.build(problem, inherit(problem, labels), list(names))
+    context: int | None = None
+    split_layers: bool = False
 
+    def __post_init__(self) -> None:
+        if self.context is not None and self.context < 0:
+            raise InputError(f"--ctx {self.context}: a number of tokens is expected; 0 leaves no room for a cache")
 
-def _unit_name(module: str, layers: Layers) -> str:
-    """Returns `blk.3.attn`, `output`; "" for a module that belongs to no unit."""
-    prefix = layers.path.rpartition(".")[0]
-    if not module.startswith(f"{layers.path}."):
-        inner = module.removeprefix(f"{prefix}.")
-        return next((name for path, name in OUTSIDE.items() if path in (inner, module)), "")
-    number, _, inner = module[len(layers.path) + 1 :].partition(".")
-    if inner.startswith(("self_attn", "input_layernorm")):
-        return f"blk.{number}.attn"
-    return f"blk.{number}.ffn" if inner.startswith(("mlp", "post_attention_layernorm")) else ""
-
-
-def _check_names(problem: Problem, layers: Layers) -> None:
-    graph = problem.graph
-    prefix = layers.path.rpartition(".")[0]
-    for op, module in enumerate(graph.modules):
-        if graph.kinds[op] != "parameter":
-            continue
-        inner = module.removeprefix(f"{prefix}.")
-        if module.startswith(f"{layers.path}."):
-            inner = module[len(layers.path) + 1 :].partition(".")[2]
-            known = inner in IN_LAYERS
-        else:
-            known = inner in OUTSIDE or module in OUTSIDE
-        if not known:
-            raise InputError(
-                f"graph {graph.name!r}: llama-cpp knows no GGUF tensor for the parameters of {module!r}; it takes "
-                "models with the module names of Llama (model.layers.0.self_attn.q_proj, ...)"
-            )
-
-
-def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
-    """Writes one `-ot` a line, for `xargs llama-cli -m MODEL.gguf -ngl 999 < FILE`."""
-    numbers = gpu_numbers(problem)
-    place = {name: int(devices[unit]) for unit, members in enumerate(units.members) for name in members}
-    patterns: list[str] = []
-    for device in dict.fromkeys(place.values()):
-        where = "CPU" if numbers[device] < 0 else f"CUDA{numbers[device]}"
-        here = {name for name, other in place.items() if other == device}
-        blocks = sorted({int(name.split(".")[1]) for name in here if name.startswith("blk.")})
-        both = [block for block in blocks if {f"blk.{block}.attn", f"blk.{block}.ffn"} <= here]
-        attn, ffn = (
-            [block for block in blocks if block not in both and f"blk.{block}.{part}" in here]
-            for part in ("attn", "ffn")
+    def target(self) -> ExportTarget:
+        """Returns the target of these options."""
+        words = [] if self.context is None else ["--ctx", str(self.context)]
+        return ExportTarget(
+            NAME,
+            "attention and feed-forward parts of layers" if self.split_layers else "whole layers",
+            "override_tensor.txt",
+            self.read_units,
+            self.write,
+            parse,
+            options=(*words, *(["--split-layers"] * self.split_layers)),
+            with_room=self.with_room,
+            arrange=None if self.split_layers else in_stretches,
+            notes=self.notes,
         )
-        for tensors, numbered in ((".*", both), ("attn_.*", attn), ("ffn_.*", ffn)):
-            if numbered:
-                patterns.append(rf"^blk\.({'|'.join(map(str, numbered))})\.{tensors}={where}")
-        patterns += [rf"^{name}\..*={where}" for name in sorted(here) if not name.startswith("blk.")]
-    return "".join(f"-ot '{pattern}'\n" for pattern in patterns)
+
+    def read_units(self, problem: Problem) -> ExportUnits:
+        """Makes the units of a graph with the module names of a decoder in Transformers.
+
+        InputError for other names, a training step and micro-batches.
+        """
+        check_inference(problem, NAME)
+        check_one_batch(problem, NAME)
+        layers = find_layers(problem)
+        unit_of = _unit_names(problem.graph, layers, split_layers=self.split_layers)
+        numbers: dict[str, int] = {}
+        labels = [numbers.setdefault(name, len(numbers)) if name else -1 for name in unit_of]
+        return ExportUnits.build(problem, inherit(problem, labels), list(numbers))
+
+    def cache(self, graph: Graph) -> Cache:
+        """Returns the cache that llama.cpp will allocate. InputError where it is asked for and cannot be known."""
+        return find_cache(graph, _tensors(graph), self.context)
+
+    def with_room(self, problem: Problem) -> Problem:
+        """Returns `problem` with llama.cpp's cache beside its layers."""
+        return self.cache(problem.graph).beside(problem)
+
+    def write(self, problem: Problem, units: ExportUnits, devices: I64) -> str:
+        """Writes an option a line, for `xargs llama-server -m MODEL.gguf < FILE`."""
+        numbers = gpu_numbers(problem)
+        place = {name: int(devices[unit]) for unit, members in enumerate(units.members) for name in members}
+        cache = self.cache(problem.graph)
+        lines = [f"-c {cache.tokens}"] if cache.tokens else []
+        lines += _cache_options(problem, _layer_devices(place)) or ["-ngl 999"]
+        parts: list[tuple[str, int]] = []  # (pattern, device)
+        by_device: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for name, device in place.items():
+            if not name.startswith("blk."):
+                parts.append((rf"^{name}\.", device))
+                continue
+            _, number, *part = name.split(".")
+            other = place.get(f"blk.{number}.ffn" if part == ["attn"] else f"blk.{number}.attn")
+            is_whole = not part or other in (None, device)
+            by_device["" if is_whole or part == ["attn"] else FEED_FORWARD, device].append(int(number))
+        # the pattern of a feed-forward part is before that of all of its layer
+        for (tensors, device), layers in sorted(by_device.items(), key=lambda item: (not item[0][0], min(item[1]))):
+            joined = "|".join(map(str, sorted(set(layers))))
+            lines.append(rf"-ot '^blk\.({joined})\.{tensors}={_place(numbers[device])}'")
+        lines += [f"-ot '{pattern}={_place(numbers[device])}'" for pattern, device in parts]
+        return "\n".join(lines) + "\n"
+
+    def notes(self, problem: Problem, units: ExportUnits, devices: I64) -> list[str]:
+        """Returns sentences on what is assumed of llama.cpp, and on what the figures lack."""
+        cache = self.cache(problem.graph)
+        if cache.is_in_graph:
+            notes = ["The graph has its cache of keys and values; start llama.cpp with a -c of the same size."]
+        elif not cache.is_known:
+            notes = [
+                "No room is left for llama.cpp's cache, whose size cannot be read from this graph; use --reserve or "
+                "--max-memory."
+            ]
+        elif cache.num_bytes:
+            size = cache.num_bytes / _GIB
+            notes = [
+                f"Room is left for a cache of {cache.tokens:,} tokens in float16 beside its layers, {size:.3g} GiB in "
+                "all; --ctx sets the tokens, of all sequences together. Compute buffers are not counted (--reserve)."
+            ]
+        else:
+            notes = ["No room is left for a cache of keys and values."]
+        place = {name: int(devices[unit]) for unit, members in enumerate(units.members) for name in members}
+        if _cache_options(problem, _layer_devices(place)) is None:
+            notes.append(
+                "The layers of a device are not one stretch, so llama.cpp divides its cache over the GPUs in its own "
+                "way, and not beside these layers."
+            )
+        split = [
+            name
+            for name in place
+            if name.endswith(".ffn") and place[name] != place.get(f"{name[:-4]}.attn", place[name])
+        ]
+        if split:
+            notes.append(
+                f"Split over devices: {', '.join(name[:-4] for name in split)}. llama.cpp cuts its graph there, which "
+                "the figure lacks."
+            )
+        return notes
+
+
+def in_stretches(problem: Problem, units: ExportUnits, devices: I64) -> I64:
+    """[U] Gives each device as many layers as in `devices` [U], in one stretch: CPUs first, then GPUs as they come."""
+    numbers = {int(name[4:]): unit for unit, (name, *_) in enumerate(units.members) if name.startswith("blk.")}
+    if sum(name.startswith("blk.") for members in units.members for name in members) > len(numbers):
+        return devices  # layers that share weights
+    layers = [numbers[number] for number in sorted(numbers)]
+    here = devices[layers]
+    cpus = is_cpu(problem)
+    order = sorted(set(here.tolist()), key=lambda device: (not cpus[device], np.flatnonzero(here == device).mean()))
+    arranged = devices.copy()
+    arranged[layers] = np.repeat(order, [int((here == device).sum()) for device in order])
+    return arranged
 
 
 def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
     """[U] Inverts `write`: a unit is on the device of a tensor in it."""
     numbers = gpu_numbers(problem)
-    rules = [tuple(line.removeprefix("-ot ").strip("'").rsplit("=", 1)) for line in text.splitlines()]
+    lines = [line for line in text.splitlines() if line.startswith("-ot ")]
+    rules = [tuple(line.removeprefix("-ot ").strip("'").rsplit("=", 1)) for line in lines]
     devices = np.empty(units.num_units, np.int64)
-    for unit, members in enumerate(units.members):
-        tensor = f"{members[0]}_norm.weight" if members[0].startswith("blk.") else f"{members[0]}.weight"
+    for unit, (member, *_) in enumerate(units.members):
+        name = f"{member}.attn" if member.count(".") == 1 else member
+        tensor = f"{name}_norm.weight" if name.startswith("blk.") else f"{name}.weight"
         where = next((device for pattern, device in rules if re.search(pattern, tensor)), None)
         if where is None:
             raise wrong_content(NAME, f"no pattern is found in {tensor}")
@@ -122,6 +172,80 @@ def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
     return devices
 
 
-TARGET = ExportTarget(
-    NAME, "attention and feed-forward parts of layers", "override_tensor.txt", read_units, write, parse
-)
+def _tensors(graph: Graph) -> dict[str, str]:
+    parameters = [name for name, kind in zip(graph.op_names, graph.kinds, strict=True) if kind == "parameter"]
+    try:
+        return gguf_tensors(parameters)
+    except InputError as error:
+        raise InputError(f"graph {graph.name!r}: {error}") from None
+
+
+def _unit_names(graph: Graph, layers: Layers, *, split_layers: bool) -> list[str]:
+    """[N] Returns `blk.3`, `blk.3.attn`, `output`; "" for ops that go with their inputs."""
+    tensors = _tensors(graph)
+    names = [""] * graph.num_ops
+    inside: dict[str, set[str]] = defaultdict(set)  # units of the parameters in each module
+    for op, (name, module) in enumerate(zip(graph.op_names, graph.modules, strict=True)):
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        names[op] = tensor
+        if tensor.startswith("blk."):
+            part = f".{'ffn' if is_feed_forward(tensor) else 'attn'}" if split_layers else ""
+            names[op] = ".".join(tensor.split(".", 2)[:2]) + part
+        for path in enclosing(module):
+            inside[path].add(names[op])
+    for op, module in enumerate(graph.modules):
+        if names[op]:
+            continue
+        layer = module.removeprefix(f"{layers.path}.").partition(".")[0] if module.startswith(f"{layers.path}.") else ""
+        if layer and not split_layers:
+            names[op] = f"blk.{layer}"
+            continue
+        units = next((inside[path] for path in reversed(list(enclosing(module))) if path in inside), set())
+        if len(units) == 1:
+            (names[op],) = units
+    for tensor, consumer in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True):
+        producer = int(graph.producers[tensor])
+        if not names[consumer] and graph.kinds[producer] == "parameter":
+            names[consumer] = names[producer]  # a head that shares the embedding, which llama.cpp computes there
+    return names
+
+
+def _layer_devices(place: dict[str, int]) -> list[int]:
+    """Returns the device of each layer's attention, in the order of layers."""
+    attention = re.compile(r"blk\.(\d+)(\.attn)?$")
+    layers = {int(match[1]): place[name] for name in place if (match := attention.match(name))}
+    return [layers[number] for number in sorted(layers)]
+
+
+def _cache_options(problem: Problem, layer_devices: list[int]) -> list[str] | None:
+    """Returns the options that put the cache beside its layers, None where there are none.
+
+    llama.cpp gives the first layers to the CPU, the last `-ngl` (and the head, which counts as a layer) to the GPUs of
+    `-dev`, in stretches of the sizes of `-ts` (llama-model.cpp, load_tensors).
+    """
+    numbers = gpu_numbers(problem)
+    runs = [(numbers[device], len(list(layers))) for device, layers in groupby(layer_devices)]
+    gpus = [number for number, _ in runs if number >= 0]
+    num_on_cpu = runs[0][1] if runs[0][0] < 0 else 0
+    if len(set(gpus)) < len(gpus) or any(number < 0 for number, _ in runs[1:]):
+        return None
+    if not gpus:
+        return ["-ngl 0"]
+    sizes = [size for number, size in runs if number >= 0]
+    sizes[-1] += 1
+    others = [number for number in numbers if number >= 0 and number not in gpus]  # for tensors outside of layers
+    devices = ",".join(_place(number) for number in [*gpus, *others])
+    return [
+        f"-ngl {len(layer_devices) + 1 - num_on_cpu}",
+        f"-dev {devices}",
+        f"-ts {','.join(map(str, [*sizes, *[0] * len(others)]))}",
+    ]
+
+
+def _place(number: int) -> str:
+    return "CPU" if number < 0 else f"CUDA{number}"
+
+
+TARGET = LlamaCpp().target()

@@ -20,7 +20,7 @@ from gdp.export.units import ExportUnits
 from gdp.simulator.problem import Problem
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
 
 NAME = "onnxruntime"
 SETTINGS, ANNOTATION = "session.layer_assignment_settings", "layer_ann"
@@ -55,13 +55,13 @@ def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
 def annotate(model: "ModelProto", exported: Mapping[str, Any]) -> str:
     """Annotates all nodes of `model` with the content of an `exported` file, and returns the session's option.
 
-    A node that the plan does not name (it has no name, or was folded) goes with its inputs. InputError if no node has a
-    name of the plan.
+    A node that the plan does not name (it has no name, or was folded) goes with its inputs, a DequantizeLinear with the
+    node that reads it, whose kernel it is part of. InputError if no node has a name of the plan.
     """
     annotations = exported["annotations"]
     producers = {output: str(number) for number, node in enumerate(model.graph.node) for output in node.output}
     placed = complete(
-        (str(number), [producers[item] for item in node.input if item in producers], annotations.get(node.name))
+        (str(number), [producers[item] for item in _followed(node) if item in producers], annotations.get(node.name))
         for number, node in enumerate(model.graph.node)
     )
     for number, node in enumerate(model.graph.node):
@@ -69,6 +69,11 @@ def annotate(model: "ModelProto", exported: Mapping[str, Any]) -> str:
         entry = node.metadata_props.add() if entry is None else entry
         entry.key, entry.value = ANNOTATION, placed[str(number)]
     return str(exported[SETTINGS])
+
+
+def _followed(node: "NodeProto") -> list[str]:
+    """Returns the inputs of a node that it is placed with."""
+    return [] if node.op_type == "DequantizeLinear" else list(node.input)
 
 
 TARGET = ExportTarget(NAME, "nodes", "layers.json", partial(node_units, target=NAME), write, parse)

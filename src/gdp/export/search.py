@@ -15,7 +15,7 @@ from gdp.arrays import I64
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.export.adapt import AdaptedPlan, adapt, key_of, order_of, simulated
+from gdp.export.adapt import AdaptedPlan, adapt_within, arranged, key_of, order_of, simulated
 from gdp.export.stages import StageSearch, balanced_stages
 from gdp.export.target import ExportTarget
 from gdp.graph import Graph
@@ -38,6 +38,8 @@ class ExportablePlan:
     plan: Plan
     ordinary: Plan
     adapted: AdaptedPlan  # the ordinary plan as the target would run it
+    notes: list[str]  # what is assumed of the target
+    problem: Problem  # that the plan answers: of another order of ops where weights are offloaded
 
 
 def place_for(
@@ -58,10 +60,11 @@ def place_for(
     """
     clock = Clock(budget, stop=stop)
     options |= {"seed": seed, "stop": stop}
-    problem = Problem.build(graph, cluster, constraints)
-    units = target.read_units(problem)
-    ordinary = place(graph, cluster, constraints, budget=budget.part(_ORDINARY_SHARE), **options)
-    adapted = adapt(problem, ordinary, target, may_offload=False)
+    original = Problem.build(graph, cluster, constraints)
+    units = target.read_units(original)
+    problem = target.with_room(original)
+    ordinary = place(problem.graph, cluster, constraints, budget=budget.part(_ORDINARY_SHARE), **options)
+    adapted = adapt_within(problem, ordinary, target, units, graph=graph, may_offload=False)
     assert ordinary.search is not None
     clock.spend(ordinary.search.simulations)
     best = adapted.simulation
@@ -71,7 +74,7 @@ def place_for(
     elif units.is_chain:
         best = _best_stages(problem, adapted, clock, seed)
     else:
-        coarse = replace(graph, groups=units.index.copy())
+        coarse = replace(problem.graph, groups=units.index.copy())
         unused = np.flatnonzero(~units.allowed.any(axis=0)).tolist()
         also = [("", cluster.devices[device].name) for device in unused]  # "" matches every kind
         restricted = replace(constraints, forbid=[*constraints.forbid, *also])
@@ -79,9 +82,17 @@ def place_for(
         assert answer.search is not None
         best = simulate(problem, answer.placement, order=answer.order)
         clock.spend(answer.search.simulations)
+        devices = units.devices_of(best.placement)
+        assert devices is not None, "units are groups there"
+        best = arranged(problem, target, units, devices, best)[1]
         baselines, under_noise = answer.search.baselines, answer.search.under_noise
     if key_of(adapted.simulation) < key_of(best):
         best, under_noise = adapted.simulation, None
+    is_offloaded = False
+    if best.missing_bytes.any() and target.offload is not None and not clock.stop.is_set():
+        offloaded = target.offload(problem, units, adapted.devices)
+        if offloaded is not None:
+            best, under_noise, is_offloaded = offloaded[1], None, True
     search = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
@@ -90,9 +101,14 @@ def place_for(
         missing_bytes=best.missing_bytes,
         interrupted=clock.stop.is_set(),
         under_noise=under_noise,
-        order=order_of(problem, best.placement),
+        order=order_of(best.problem, best.placement),
     )
-    return ExportablePlan(plan_of(best, lower_bound(problem), "auto", seed, search), ordinary, adapted)
+    # the plan is of the graph without the target's own memory
+    step = best if problem is original or is_offloaded else simulate(original, best.placement, order=best.order)
+    devices = None if is_offloaded else units.devices_of(step.placement)
+    notes = adapted.notes if devices is None else target.notes(problem, units, devices)
+    plan = plan_of(step, lower_bound(step.problem), "auto", seed, search)
+    return ExportablePlan(plan, ordinary, adapted, notes, step.problem)
 
 
 def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock, seed: int) -> Simulation:

@@ -18,7 +18,8 @@ class ExportTarget:
 
     `read_units` returns the units that the tool places, with InputError for a graph that it cannot run. `write` returns
     the content of a file from the devices [U] of units, and `parse` inverts it. `offload`, of targets that can keep
-    weights on a CPU, finds devices for units that do not fit, and the step as the tool runs it.
+    weights on a CPU, finds devices for units that do not fit, and the step as the tool runs it. `with_room` adds memory
+    that the tool holds beside the graph, and `arrange` changes devices [U] into those that suit the tool best.
     """
 
     name: str
@@ -28,6 +29,10 @@ class ExportTarget:
     write: Callable[[Problem, ExportUnits, I64], str]
     parse: Callable[[str, Problem, ExportUnits], I64]
     offload: Callable[[Problem, ExportUnits, I64], tuple[I64, Simulation] | None] | None = None
+    options: tuple[str, ...] = ()  # as written on a command line
+    with_room: Callable[[Problem], Problem] = lambda problem: problem
+    arrange: Callable[[Problem, ExportUnits, I64], I64] | None = None
+    notes: Callable[[Problem, ExportUnits, I64], list[str]] = lambda *_: []  # sentences on what is assumed
 
 
 def stage_starts(devices: I64) -> list[int]:

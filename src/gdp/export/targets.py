@@ -9,10 +9,18 @@ TARGETS: dict[str, ExportTarget] = {module.NAME: module.TARGET for module in _MO
 _ALIASES = {"device-map": hf_device_map.NAME, "llama.cpp": llama_cpp.NAME}
 
 
-def find_target(name: str) -> ExportTarget:
-    """Returns the target called `name`, also with underscores; InputError with near names for an unknown one."""
+def find_target(name: str, *, context: int | None = None, split_layers: bool = False) -> ExportTarget:
+    """Returns the target called `name`, also with underscores; InputError with near names for an unknown one.
+
+    `context` (--ctx) and `split_layers` are options of llama-cpp; InputError for any other target.
+    """
     written = name.replace("_", "-").lower()
     target = TARGETS.get(_ALIASES.get(written, written))
     if target is None:
         raise InputError(f"target {name!r} is unknown; {suggest(written, list(TARGETS))}")
-    return target
+    if context is None and not split_layers:
+        return target
+    if target is not llama_cpp.TARGET:
+        option = "--split-layers" if context is None else "--ctx"
+        raise InputError(f"{option}: is for {llama_cpp.NAME}, not for {target.name}; leave it out")
+    return llama_cpp.LlamaCpp(context, split_layers).target()

@@ -3,6 +3,7 @@
 docs/machine-model.md, sections 1 and 6, is the definition. N ops, T tensors, E (tensor, consumer) pairs.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from gdp import files
+from gdp import files, notebook
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError, prefixed
+from gdp.graph.views import GraphSource, OpView
 
 PHASES = ("forward", "backward", "update", "")
 FORMAT, VERSION = "gdp-graph", 1
@@ -83,6 +85,36 @@ class Graph:
                 value.setflags(write=False)
         _check(self)
 
+    def __repr__(self) -> str:
+        """Returns `Graph('gnmt-2': 8,000 ops, 9,000 tensors, 1.2 TFLOP, 2.3 GiB resident)`."""
+        parts = (notebook.count(self.num_ops, "op"), notebook.count(self.num_tensors, "tensor"))
+        flops, resident = sum(self.flops.tolist()), notebook.size(sum(self.resident_bytes.tolist()))
+        return f"Graph({self.name!r}: {', '.join(parts)}, {flops / 1e9:,.4g} GFLOP, {resident} resident)"
+
+    def __len__(self) -> int:
+        """Returns the number of ops."""
+        return self.num_ops
+
+    @classmethod
+    def of(cls, value: GraphSource) -> "Graph":
+        """Returns `value`, or the graph of a `Capture`. InputError, with the remedy, for anything else."""
+        graph = value if isinstance(value, Graph) else getattr(value, "graph", None)
+        if isinstance(graph, Graph):
+            return graph
+        if isinstance(value, str | Path):
+            raise InputError(f"graph is the text {str(value)!r}; gdp.load({str(value)!r}) reads the graph")
+        kind, torch = type(value).__name__, sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.nn.Module):
+            raise InputError(f"graph is a PyTorch module, {kind}; give gdp.capture(module, inputs) instead")
+        if isinstance(value, tuple):
+            raise InputError("graph is a tuple; give gdp.capture(module, inputs) instead")
+        if callable(value):
+            raise InputError(
+                f"graph is the function {getattr(value, '__name__', kind)!r}; give gdp.capture_fn(function) if it "
+                "builds a PyTorch model, gdp.capture_jax(function, ...) if it is of JAX"
+            )
+        raise InputError(f"graph is a {kind}; a Graph is expected, as gdp.load and gdp.capture make")
+
     def to_columns(self) -> dict[str, Any]:
         """Returns every field as plain values, for a file that only gdp reads: smaller and quicker than a `gdp-graph`
         file.
@@ -138,6 +170,11 @@ class Graph:
             consumers=_int64([op for tensor in tensors for op in tensor.consumers], "tensor", "consumers"),
         )
 
+    @property
+    def ops(self) -> OpView:
+        """[N] the ops as records, made when they are asked for; also by name: `graph.ops["encoder.0.matmul"]`."""
+        return OpView(self)
+
     def op(self, number: int) -> Op:
         """Returns op `number` as a record."""
         return Op(*(column[number] for column in self._op_columns))
@@ -146,6 +183,11 @@ class Graph:
         """Returns tensor `number` as a record."""
         producer, consumers, *rest = (column[number] for column in self._tensor_columns)
         return Tensor(producer, tuple(consumers), *rest)
+
+    @cached_property
+    def op_numbers(self) -> Mapping[str, int]:
+        """The number of each op by its name."""
+        return {name: number for number, name in enumerate(self.op_names)}
 
     @cached_property
     def _op_columns(self) -> tuple[Sequence[Any], ...]:

@@ -14,9 +14,10 @@ from pathlib import Path
 from gdp import cache, files
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models.model import HUGGING_FACE, Model, Reading
+from gdp.models.model import GGUF, HUGGING_FACE, Model, Reading
+from gdp.models.serving import ServedStep
 
-FORMAT, VERSION = "gdp-captured", 3
+FORMAT, VERSION = "gdp-captured", 4
 
 _MODELS = Path(__file__).parent
 _GRAPH = _MODELS.parent / "graph"
@@ -32,15 +33,20 @@ def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | No
         return None
     source: tuple[object, ...] = ()
     if text.startswith(HUGGING_FACE):
-        config = Path(text.removeprefix(HUGGING_FACE).partition("?")[0]) / "config.json"
+        path = Path(text.removeprefix(HUGGING_FACE).partition("?")[0])
+        config = path if path.suffix == GGUF else path / "config.json"
         if not os.path.isfile(config):  # unreadable, a name too long: the reader says so
             return None
-        source = (files.read_bytes(config), *map(_installed, ("transformers", "diffusers")))
+        # a .gguf file has all weights in it: it is known by its size and time
+        stat = os.stat(config)
+        content = files.read_bytes(config) if config != path else (str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+        source = (content, *map(_installed, ("transformers", "diffusers", "gguf")))
     elif ":" in text:
         return None
-    options = (reading.training, reading.optimizer, num_microbatches)
+    update = (reading.optimizer, reading.master_weights)
+    options = (reading.training, *update, reading.dtype, num_microbatches, str(reading.serving))
     depends_on = (FORMAT, VERSION, text, source, *options, version("torch"))
-    return cache.entry("graphs", text, depends_on, _code("pytorch", "hugging_face", "workloads"))
+    return cache.entry("graphs", text, depends_on, _code("pytorch", "hugging_face", "gguf", "workloads"))
 
 
 def onnx_entry(path: Path, dims: Mapping[str, int]) -> Path | None:
@@ -57,7 +63,9 @@ def read(path: Path | None) -> Model | None:
     with contextlib.suppress(InputError, KeyError, TypeError, ValueError):
         graph = Graph.from_columns(content["graph"])
         notes = tuple(map(str, content.get("notes", ())))
-        return Model(graph, content["unknown"], is_captured=bool(content.get("captured")), notes=notes)
+        served = None if content.get("served") is None else ServedStep.from_document(content["served"])
+        captured = bool(content.get("captured"))
+        return Model(graph, content["unknown"], is_captured=captured, notes=notes, served=served)
     return None
 
 
@@ -70,6 +78,7 @@ def write(path: Path | None, model: Model) -> None:
         "unknown": dict(model.unknown_costs),
         "captured": model.is_captured,
         "notes": list(model.notes),
+        "served": None if model.served is None else model.served.to_document(),
     }
     cache.write(path, document)
 
@@ -77,7 +86,8 @@ def write(path: Path | None, model: Model) -> None:
 def _code(*rooms: str) -> list[Path]:
     """Returns the files of code that graphs read by these packages depend on."""
     directories = [_GRAPH, *(_MODELS / room for room in rooms)]
-    return [_MODELS / "names.py", *(file for directory in directories for file in directory.glob("*.py"))]
+    shared = [_MODELS / name for name in ("names.py", "serving.py", "experts.py", "stored_weights.py")]
+    return [*shared, *(file for directory in directories for file in directory.glob("*.py"))]
 
 
 def _installed(package: str) -> str:

@@ -4,14 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from gdp.errors import InputError
+from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.graph.microbatches import accumulated, check_count
+from gdp.models.serving import ServedStep, Serving
 
 if TYPE_CHECKING:
     from gdp.models.op_costs import OpCosts
 
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "adamw", "sgd", "sgd-momentum", "adafactor", "adam-8bit")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+GGUF = ".gguf"  # suffix of llama.cpp's files, which are read as `hf:FILE.gguf`
 HUGGING_FACE = "hf:"  # prefix of the name of a Transformers or Diffusers directory
 
 
@@ -24,6 +27,7 @@ class Model:
     is_captured: bool  # False: the graph was read from a `gdp-graph` file
     noise: float | None = None  # relative standard deviation of measured op times; None: not measured
     notes: tuple[str, ...] = ()  # assumptions and differences, a sentence each
+    served: ServedStep | None = None  # of a prefill or decode step
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,25 @@ class Reading:
     microbatching: Microbatching = field(default_factory=Microbatching)
     dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
     op_costs: "OpCosts | None" = None  # costs from the user
+    master_weights: bool = False  # of bfloat16 and float16 parameters, in float32
+    dtype: str = ""  # that the model is converted to; "": none
+    serving: Serving = field(default_factory=Serving)
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
+        check_dtype(self.dtype)
+        if not self.training and self.changes_update:
+            raise InputError(f"{self.optimizer_option}: inference updates no parameters; leave it or --inference out")
+
+    @property
+    def changes_update(self) -> bool:
+        """Returns whether the update of parameters is another than the default."""
+        return self.optimizer != OPTIMIZERS[0] or self.master_weights
+
+    @property
+    def optimizer_option(self) -> str:
+        """Returns the option that changes the update, for a message."""
+        return "--optimizer" if self.optimizer != OPTIMIZERS[0] else "--master-weights"
 
     def finish(self, model: Model) -> Model:
         """Returns the step of one micro-batch, with the costs that the user gives."""
@@ -61,6 +81,24 @@ class Reading:
             return model
         unknown = costs.still_unknown(model.graph, model.unknown_costs)
         return replace(model, graph=costs.apply(model.graph), unknown_costs=unknown)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises InputError for a type that models are not converted to; "" is no conversion."""
+    if dtype and dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is expected")
+
+
+def even_part(batch_size: int, num_microbatches: int, name: str) -> int:
+    """Returns the samples of a micro-batch. InputError if micro-batches would differ in size."""
+    if batch_size % num_microbatches:
+        counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+        near = sorted(sorted(counts, key=lambda count: abs(count - num_microbatches))[:4])
+        raise UnevenBatchError(
+            f"{name}: a batch of {batch_size} has no {num_microbatches} equal micro-batches; "
+            f"take {', '.join(map(str, near))}"
+        )
+    return batch_size // num_microbatches
 
 
 def check_optimizer(optimizer: str) -> None:

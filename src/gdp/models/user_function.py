@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdp.errors import InputError
+from gdp.errors import InputError, user_line
 
 if TYPE_CHECKING:
     from gdp.models.jax import JaxCapture
@@ -54,7 +54,9 @@ def read_user_function(text: str) -> Callable[[], Example | JaxFunction]:
         raise InputError(f"{text}: is async; a plain function that returns (module, example_inputs) is expected")
 
     def build() -> Example | JaxFunction:
-        with _explained(text, "the function failed"), _importable_here():
+        from gdp.models.pytorch.cards import as_if_on_a_card
+
+        with _explained(text, "the function failed"), _importable_here(), as_if_on_a_card():
             return _in_order(function(), text)
 
     return build
@@ -83,11 +85,11 @@ def _in_order(answer: Any, text: str) -> Example | JaxFunction:
         return JaxFunction(lambda: answer)
     is_complete = isinstance(answer, tuple) and len(answer) in (2, 3)
     is_jax = is_complete and not isinstance(answer[0], nn.Module) and callable(answer[0]) and _has_jax(answer[1:])
-    if not is_complete or not (is_jax or isinstance(answer[0], nn.Module)):
+    if not is_complete or not callable(answer[0]) or isinstance(answer[0], type):
         kinds = ", ".join(type(item).__name__ for item in (answer if isinstance(answer, tuple) else (answer,)))
         raise InputError(
             f"{text}: returned {kinds}; (module, example_inputs) or (module, args, kwargs) is expected, "
-            "with a PyTorch module or a function of JAX arrays"
+            "with a PyTorch module, a training step, or a function of JAX arrays"
         )
     inputs, kwargs = answer[1], answer[2] if len(answer) == 3 else {}
     if len(answer) == 2 and isinstance(inputs, Mapping):
@@ -128,7 +130,16 @@ def _explained(text: str, failure: str) -> Iterator[None]:
             raise  # the capture explains these
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
-        raise InputError(f"{text}: {failure} ({reason}); run it by itself to see more") from error
+        raise InputError(f"{text}: {failure} ({reason}{user_line(error)}); {_remedy(reason)}") from error
+
+
+def _remedy(reason: str) -> str:
+    if "cuda" in reason.lower():
+        return (
+            "it is built on the CPU: .cuda() and device='cuda' are taken as that, streams, events, generators and "
+            "queries of a card are not; leave them out"
+        )
+    return "--traceback shows more"
 
 
 @contextlib.contextmanager

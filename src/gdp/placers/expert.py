@@ -1,4 +1,6 @@
-"""The expert of the placement papers: layers on devices, as a person would lay them out by hand.
+"""The expert of the GDP paper: layers on devices, as its authors laid them out by hand.
+
+It never splits the batch, as many would today.
 
 Recurrent and transformer models: one layer per device in turn, embeddings with the first layer, attention and softmax
 with the last; other models: contiguous stages of about equal time (Zhou et al., arXiv 1910.01578, section 4.1). For
@@ -22,7 +24,7 @@ from gdp.units.units import Units
 
 # Share of the main list's layers that another list needs to count too, such as an encoder's beside a decoder's.
 _MIN_SHARE = 0.5
-# No expert gives a CPU as many layers as an accelerator: devices this many times slower than the fastest are left out.
+# A CPU does not get as many layers as an accelerator: devices this many times slower than the fastest are left out.
 _SLOWEST = 4.0
 
 

@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from scipy.sparse import coo_array
 
 from gdp.arrays import F64, I64, Bool
 from gdp.placers.base import any_fits, best_of, device_subsets, unit_choices
@@ -112,6 +111,7 @@ def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) 
     Variables: x[P] (1: a transfer is made), start[N], end of the step. Each op keeps at most one child and one parent.
     """
     from scipy.optimize import linprog  # half a second
+    from scipy.sparse import coo_array
 
     num_pairs, num_ops = len(sources), problem.num_ops
     end = num_pairs + num_ops

@@ -12,7 +12,7 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import Graph
+from gdp.graph import GraphSource
 from gdp.placers import CLASSICAL
 from gdp.search.question import Question
 from gdp.search.solvers import solve, solver_of
@@ -52,6 +52,16 @@ class Comparison:
     lower_bound_ns: int
     interrupted: bool = False
 
+    def __repr__(self) -> str:
+        """Returns `Comparison(auto 13.203 ms, single 26.200 ms; lower bound 12.100 ms)`, the fastest first."""
+        rows = sorted(self.rows, key=lambda row: (row.step_time_ns is None, row.step_time_ns or 0))
+        parts = [
+            f"{row.placer} {row.status if row.step_time_ns is None else notebook.milliseconds(row.step_time_ns)}"
+            for row in rows
+        ]
+        interrupted = "; interrupted" if self.interrupted else ""
+        return f"Comparison({', '.join(parts)}; lower bound {notebook.milliseconds(self.lower_bound_ns)}{interrupted})"
+
     def _repr_html_(self) -> str:
         """Returns the table that Jupyter shows."""
         rows = []
@@ -66,13 +76,13 @@ class Comparison:
 
 
 def compare(
-    graph: Graph,
-    cluster: Cluster,
+    graph: GraphSource,
+    cluster: Cluster | str,
     constraints: Constraints | None = None,
     *,
-    placers: Sequence[str] = DEFAULT_PLACERS,
-    budget: Budget | str = "30s",
-    num_seeds: int = 3,
+    placers: Sequence[str] | str = DEFAULT_PLACERS,
+    budget: Budget | str | float = "30s",
+    seeds: int = 3,
     checkpoint: str | None = None,
     rivals: Mapping[str, Rival] = MappingProxyType({}),
     num_threads: int | None = None,
@@ -80,22 +90,24 @@ def compare(
     stop: threading.Event | None = None,
     **keywords: Unpack[ConstraintKeywords],
 ) -> Comparison:
-    """Runs each of `placers` with seeds 0 to `num_seeds` - 1, each with the whole `budget`.
+    """Runs each of `placers` with seeds 0 to `seeds` - 1, each with the whole `budget`.
 
     `on_start(placer, seed)` is called before each run. After `stop` only the rows that are complete are returned.
     Constraints are those of `Problem.build`; `checkpoint` is the file of a policy to use instead of the one that comes
     with gdp. `rivals` are what other tools do, by name; they have no seeds and come first. Raises InputError for
     unknown placers and numbers that make no sense.
     """
+    if isinstance(placers, str):
+        placers = [name.strip() for name in placers.split(",")]
     for name in placers:
         solver_of(name)
     if not (placers or rivals) or len(set(placers)) < len(placers):
         raise InputError(f"placers are {', '.join(placers) or 'none'}; name at least one, each once")
-    if num_seeds < 1:
-        raise InputError(f"seeds is {num_seeds}; at least 1 is expected")
+    if type(seeds) is not int or seeds < 1:
+        raise InputError(f"seeds is {seeds!r}; a number of at least 1 is expected")
     limit = Budget.of(budget)
     stop = stop or threading.Event()
-    problem = Problem.build(graph, cluster, constraints, **keywords)
+    problem = Problem.build(graph, cluster, Constraints.of(constraints, keywords, compare))
     bound_ns = lower_bound(problem)
     reduction = reduce(problem)
     rows = [_rival_row(name, rival, problem) for name, rival in rivals.items()]
@@ -103,7 +115,7 @@ def compare(
         solver_of(name).prepare()
         times_ns: list[int | None] = []
         statuses, seconds, simulations = set(), 0.0, 0
-        for seed in range(num_seeds):
+        for seed in range(seeds):
             if on_start is not None:
                 on_start(name, seed)
             clock = Clock(limit, stop=stop)
@@ -113,10 +125,10 @@ def compare(
                 return Comparison(tuple(rows), bound_ns, interrupted=True)
             statuses.add("failed" if best is None else "ok" if best.fits else "infeasible")
             times_ns.append(best.replay.step_time_ns if best is not None and best.fits else None)
-            seconds += clock.seconds / num_seeds
+            seconds += clock.seconds / seeds
             simulations += clock.simulations
         status = next(status for status in ("failed", "infeasible", "ok") if status in statuses)
-        rows.append(PlacerRow(name, status, tuple(times_ns), seconds, simulations // num_seeds))
+        rows.append(PlacerRow(name, status, tuple(times_ns), seconds, simulations // seeds))
     return Comparison(tuple(rows), bound_ns)
 
 

@@ -63,7 +63,10 @@ def sweep_report(what: str, rows: Sequence[SweepRow]) -> Iterator[RenderableType
     """Yields the table of `--sweep`, the fastest in bold, and the smallest value that is about as fast."""
     times = {row.value: row.plan.step_time_ns for row in rows if row.is_ok and row.plan is not None}
     first_ns, best_ns = next(iter(times.values()), 0), min(times.values(), default=0)
-    table = new_table(f">{what}", ">step time", ">speed-up", ">gap", ">busy", ">fullest device", "order", "note")
+    first = next(iter(times), "")
+    table = new_table(
+        f">{what}", ">step time", f">speed-up over {first}", ">gap", ">busy", ">fullest device", "order", "note"
+    )
     for row in rows:
         plan = row.plan
         if plan is None or plan.search is None or row.cluster is None or not row.is_ok:

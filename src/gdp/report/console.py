@@ -8,15 +8,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gdp.cluster import Cluster, Device
-from gdp.cluster.catalogue import KINDS, LINKS, DeviceKind
+from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
 from gdp.report import sentences
 from gdp.report.advice import advice_report
 from gdp.report.limits import Limits
-from gdp.report.tables import digits, format_gib, format_ms, new_table
+from gdp.report.tables import format_gib, format_ms, new_table
 from gdp.report.timeline_text import TimelineText
 from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
@@ -30,8 +29,9 @@ def place_report(
     written: str,
     next_command: str,
     advice: Advice | None = None,
+    serving: str = "",
 ) -> Iterator[RenderableType]:
-    """Yields the answer of `gdp place`, from the headline to the next command."""
+    """Yields the answer of `gdp place`, from the headline to the next command; `serving` is a sentence on its speed."""
     assert plan.search is not None
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     sizes = f"{graph.num_ops:,} ops, {graph.num_tensors:,} tensors"
@@ -41,14 +41,16 @@ def place_report(
     title = f"{graph.name} in {count} micro-batches" if count > 1 else graph.name
     yield Text(f"{title} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
     yield Text(sentences.headline(plan.step_time_ns, plan.search.baselines), style="bold")
+    if serving:
+        yield Text(serving, style="bold")
     for sentence in sentences.of_search(plan.search, simulation):
         yield Text(sentence)
-    yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns))
+    yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, count))
     if plan.search.baselines:
         yield ""
         yield _baselines(plan)
     yield ""
-    yield from device_report(simulation)
+    yield from device_report(simulation, searched=sentences.is_searched(plan))
     yield ""
     yield TimelineText(simulation)
     if advice is not None:
@@ -58,12 +60,16 @@ def place_report(
         yield Text(_unknown(unknown_costs))
     yield from _time_sources(graph, cluster)
     yield ""
-    yield Text(f"Plan written to {written}")
-    yield Text(f"Next: {next_command}")
+    yield Text(f"Plan written to {written}" if written else "The plan is not written.")
+    if next_command:
+        yield Text(f"Next: {next_command}")
 
 
-def device_report(simulation: Simulation) -> Iterator[RenderableType]:
-    """Yields a table of the devices, the limit of the step, and the devices without ops."""
+def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator[RenderableType]:
+    """Yields a table of the devices, the limit of the step, and devices that are nearly full or hold no ops.
+
+    `searched`: whether the plan is from a search over all devices.
+    """
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
     table = new_table("device", "kind", ">busy", ">ops", ">peak memory", ">limit")
@@ -79,14 +85,19 @@ def device_report(simulation: Simulation) -> Iterator[RenderableType]:
     yield table
     yield ""
     yield Text(str(Limits.of(simulation)))
-    for sentence in sentences.of_empty_devices(simulation):
-        yield Text(sentence)
+    for sentence in (
+        *sentences.of_held_memory(problem.graph),
+        sentences.of_full_devices(simulation),
+        sentences.of_empty_devices(simulation, searched=searched),
+    ):
+        if sentence:
+            yield Text(sentence)
 
 
 def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterator[RenderableType]:
     """Yields the answer of `gdp simulate` for a plan with correct figures."""
     yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan.")
-    yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns))
+    yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, sentences.num_microbatches(simulation)))
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
     yield ""
     yield from device_report(simulation)
@@ -117,74 +128,12 @@ def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
     yield Text(f"Lower bound {format_ms(comparison.lower_bound_ns)}. Step times are medians over seeds.")
 
 
-def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
-    """Yields the devices of a cluster and its routes."""
-    devices = new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch")
-    for device in cluster.devices:
-        devices.add_row(
-            device.name,
-            device.kind,
-            *_figures(device),
-        )
-    yield devices
-    if cluster.num_devices == 1:
-        return
-    yield ""
-    routes = new_table("from", "to", ">bandwidth", ">latency", "channels")
-    for source, start in enumerate(cluster.devices):
-        for target, end in enumerate(cluster.devices):
-            if source != target:
-                route = cluster.route(source, target)
-                rate, latency = digits(route.bytes_per_second / 1e9, 3), digits(route.latency_ns / 1e3, 3)
-                routes.add_row(start.name, end.name, f"{rate} GB/s", f"{latency} us", " ".join(route.channels) or "-")
-    yield routes
-
-
-def _figures(device: Device | DeviceKind) -> tuple[str, str, str, str]:
-    return (
-        format_gib(device.memory_bytes),
-        f"{digits(device.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
-        f"{digits(device.memory_bytes_per_second / 1e9, 3)} GB/s",
-        f"{digits(device.launch_ns / 1e3, 3)} us",
-    )
-
-
-def kinds_report() -> Iterator[RenderableType]:
-    """Yields the built-in kinds of devices and links."""
-    kinds = new_table("kind", ">memory", ">float32", ">bandwidth", ">launch", "links")
-    for name, kind in KINDS.items():
-        kinds.add_row(
-            name,
-            *_figures(kind),
-            ", ".join(filter(None, (kind.port, kind.nvlink))),
-        )
-    yield kinds
-    yield ""
-    links = new_table("link", ">bandwidth", ">latency")
-    for link in LINKS.values():
-        rate, latency = digits(link.bytes_per_second / 1e9, 3), digits(link.latency_ns / 1e3, 3)
-        links.add_row(link.name, f"{rate} GB/s", f"{latency} us")
-    yield links
-    yield ""
-    yield Text(
-        "Combine them as in 4xp100-pcie-16g, 2xa100-sxm-80g+cpu-16core, 2x(4xl4-24g)@10gbit; or write a cluster file."
-    )
-
-
-def rows_report(rows: Sequence[Mapping[str, object]]) -> Iterator[RenderableType]:
-    """Yields a table of rows that have the same keys."""
-    if rows:
-        columns = list(rows[0])
-        table = new_table(*(f">{name}" if isinstance(rows[0][name], int | float) else name for name in columns))
-        for row in rows:
-            table.add_row(*(_cell(row.get(name)) for name in columns))
-        yield table
-
-
 def capture_report(graph: Graph, unknown_costs: Mapping[str, int], path: str) -> Iterator[RenderableType]:
     """Yields the answer of `gdp capture`."""
     if unknown_costs:
         yield Text(_unknown(unknown_costs))
+    for sentence in sentences.of_held_memory(graph):
+        yield Text(sentence)
     yield Text(f"Graph of {graph.num_ops:,} ops and {graph.num_tensors:,} tensors written to {path}")
 
 
@@ -235,9 +184,3 @@ def _unknown(unknown_costs: Mapping[str, int]) -> str:
 
 def _status(status: str) -> str:
     return {"infeasible": "does not fit", "failed": "no placement", "skipped": "no time"}.get(status, status)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return digits(value, 4)
-    return "-" if value is None else f"{value:,}" if type(value) is int else str(value)

@@ -7,6 +7,7 @@ from typing import Any
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph
+from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import count_microbatches
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
@@ -18,10 +19,13 @@ from gdp.simulator.simulate import Simulation
 
 def graph_document(graph: Graph) -> dict[str, Any]:
     """Returns name, sizes and fingerprint of a graph."""
+    held = HeldMemory.of(graph)
     return {
         "name": graph.name,
         "num_ops": graph.num_ops,
         "num_tensors": graph.num_tensors,
+        "parameter_bytes": held.parameter_bytes,
+        "optimizer_state_bytes": held.optimizer_state_bytes,
         "fingerprint": graph.fingerprint,
     }
 

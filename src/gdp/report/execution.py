@@ -19,6 +19,8 @@ def run_report(run: RunResult) -> Iterator[RenderableType]:
     yield Text(f"{run.graph_name}: {len(run.placed.step_ns)} steps on {places}")
     yield Text(_headline(run), style="bold")
     yield Text(f"{_equality(run.equality, run.reference)}")
+    for note in run.notes:
+        yield Text(note)
     yield ""
     rows = new_table("", ">median", ">quartiles", ">predicted", ">error")
     rows.add_row("plan", *_spread(run.placed), format_ms(run.plan.step_time_ns), f"{run.error:+.1%}")
@@ -44,6 +46,7 @@ def run_document(run: RunResult) -> dict[str, Any]:
         "step_times_ns": run.placed.step_ns,
         "predicted_step_time_ns": run.plan.step_time_ns,
         "error": run.error,
+        "notes": list(run.notes),
         "one_device": None,
         "speedup": run.speedup,
         "results": {

@@ -27,6 +27,8 @@ def export_report(adapted: AdaptedPlan, path: Path) -> Iterator[RenderableType]:
         yield Text("Modules that do not fit keep their weights on the CPU and fetch them when they start.")
     elif adapted.loss > _WORTH_A_SEARCH:
         yield Text(f"gdp place --for {target.name} searches only for plans that {target.name} can express.")
+    for note in adapted.notes:
+        yield Text(note)
     yield ""
     yield from device_report(adapted.simulation)
     yield ""
@@ -51,7 +53,7 @@ def export_document(adapted: AdaptedPlan, path: Path | None) -> dict[str, Any]:
     """Returns the answer of `gdp export --json`; `path` is None if nothing fits and nothing was written."""
     simulation = adapted.simulation
     return {
-        "graph": graph_document(simulation.problem.graph),
+        "graph": graph_document(adapted.graph),
         "cluster": cluster_document(simulation.problem.cluster),
         "target": adapted.target.name,
         "level": adapted.target.level,
@@ -64,6 +66,7 @@ def export_document(adapted: AdaptedPlan, path: Path | None) -> dict[str, Any]:
         "program_order_step_time_ns": adapted.program_order_ns,
         "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
         "busy_fraction": simulation.busy_fraction.tolist(),
+        "notes": adapted.notes,
         "content": adapted.content,
         "path": None if path is None else str(path),
     }
@@ -72,5 +75,7 @@ def export_document(adapted: AdaptedPlan, path: Path | None) -> dict[str, Any]:
 def does_not_fit(adapted: AdaptedPlan) -> str:
     """Returns one line with the devices that are too small and the bytes that they lack."""
     lacking = sentences.lacking(adapted.simulation.problem.cluster, adapted.simulation.missing_bytes)
+    if adapted.problem.graph is not adapted.graph:
+        lacking += f" with {adapted.target.name}'s own cache (--ctx)"
     searched = f"place with --for {adapted.target.name}, or " if adapted.target.offload is None else ""
     return f"nothing fits in memory with {adapted.target.level}: {lacking}; {searched}add devices or memory"

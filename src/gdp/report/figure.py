@@ -26,7 +26,7 @@ def figure_bytes(simulation: Simulation, kind: str) -> bytes:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        raise InputError("--figure: Matplotlib is missing; pip install 'gdp-placement[figures]'") from None
+        raise InputError("figure: Matplotlib is missing; pip install 'gdp-placement[figures]'") from None
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     num_devices = cluster.num_devices
     # names are data: no mathematics between dollar signs; fonts stay text in SVG, and files are the same every time

@@ -15,11 +15,32 @@ from typing import Any
 import orjson
 
 from gdp import files
+from gdp.cluster import Cluster
+from gdp.errors import InputError
+from gdp.graph import Graph
 from gdp.report.page_data import PageData, columns, summary
 from gdp.report.tables import short
+from gdp.simulator.constraints import Constraints
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import replay
 
-SCRIPTS = ("core", "palette", "lanes", "timeline", "memory", "charts", "modules", "graph", "path", "main")
+SCRIPTS = ("core", "palette", "lanes", "timeline", "memory", "charts", "modules", "layers", "graph", "path", "main")
 """Parts of the page's own script, `report-*.js`, in the order in which they are put together."""
+
+
+def write_report(
+    path: Path, plan: Plan, graph: Graph, cluster: Cluster, constraints: Constraints | None = None
+) -> None:
+    """Writes the report of a plan to `path`: what `gdp report` writes.
+
+    A plan of `gdp.place` brings its baselines; `constraints` lower the memory limits that are shown. InputError if the
+    plan is not one of `graph` on `cluster`, or if `path` does not end in .html or cannot be written.
+    """
+    if path.suffix not in (".html", ".htm"):
+        raise InputError(f"{path}: a name that ends in .html is expected")
+    simulation = replay(Problem.build(graph, cluster, constraints), plan)
+    write_page(path, PageData(plan, simulation))
 
 
 def write_page(path: Path, data: PageData) -> None:
@@ -42,6 +63,7 @@ def render(data: PageData) -> str:
         "title": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}: gdp report"),
         "style": style,
         "heading": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}"),
+        "bound": html.escape(document["bound"]),
         "headline": html.escape(document["headline"]),
         "reasons": html.escape("; ".join(document["reasons"])),
         "hidden": "" if document["reasons"] else " hidden",

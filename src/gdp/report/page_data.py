@@ -15,6 +15,7 @@ from gdp.planning.advice import Advice
 from gdp.report import sentences
 from gdp.report.advice import advice_document, advice_sentences
 from gdp.report.columns import pack
+from gdp.report.layers import LayerPaths
 from gdp.report.limits import Limits
 from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
 from gdp.report.tables import short, writable
@@ -97,10 +98,17 @@ def summary(data: PageData) -> dict[str, Any]:
         "version": writable(plan.gdp_version),
         "headline": sentences.headline(plan.step_time_ns, data.baselines),
         "reasons": [writable(short(reason)) for reason in simulation.reasons],
+        "bound": sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, sentences.num_microbatches(simulation)),
         "sentences": [
-            sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns),
             writable(str(_shortened(Limits.of(simulation)))),
-            *map(writable, sentences.of_empty_devices(simulation, short)),
+            *(
+                writable(sentence)
+                for sentence in (
+                    sentences.of_full_devices(simulation, short),
+                    sentences.of_empty_devices(simulation, short, searched=sentences.is_searched(plan)),
+                )
+                if sentence
+            ),
             *([] if search is None else sentences.of_search(search, simulation)),
         ],
         "step_ns": simulation.step_time_ns,
@@ -133,12 +141,18 @@ def columns(data: PageData) -> str:
     curves = [curve.thinned(_POINTS) for curve in memory_curves(simulation, allocations)]
     producers = graph.producers[simulation.transfer_tensors]
     path = [-1 - step.number if step.is_transfer else step.number for step in waits.path]
+    layers = LayerPaths.of(graph)
+    microbatch = simulation.problem.microbatch
+    has_microbatches = sentences.num_microbatches(simulation) > 1
     header = {
         "names": [writable(name) for name in graph.op_names],
         "kinds": kinds,
         "modules": modules,
         "phases": phases,
         "lanes": [writable(lane.name) for lane in lanes],
+        "layers": [writable(name) for name in layers.names],
+        "layerLists": [writable(name) for name in layers.lists],
+        "layerOf": [layers.of_module[module] for module in dict.fromkeys(graph.modules)],
     }
     return pack(
         header,
@@ -146,6 +160,7 @@ def columns(data: PageData) -> str:
             "kind": ("i4", kind_of),
             "module": ("i4", module_of),
             "phase": ("u1", phase_of),
+            "microbatch": ("i4", microbatch if has_microbatches else []),
             "device": ("u1", placement),
             "start": ("f8", simulation.op_start_ns),
             "finish": ("f8", simulation.op_finish_ns),

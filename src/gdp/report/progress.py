@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gdp.policy.training.pretrain import TrainingProgress
     from gdp.search.place import Progress
 
-QUIET_SECONDS = 2.0  # a shorter stage leaves no line in a log
-LOG_SECONDS = 10.0  # between two lines of one stage in a log
+LOG_SECONDS = 10.0  # between two lines in a log
+BEGAN = time.monotonic()  # lines in a log are 10, 20, ... s after it, whatever the stage: one in ten seconds at most
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C ends: 128 + SIGINT
 
 
@@ -37,7 +37,9 @@ class StatusLine:
     def __str__(self) -> str:
         if self._end is None:
             return self._text
-        seconds = max(self._end - time.monotonic(), 0)
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
+            return f"{self._text} | time is up, the last part ends"
         return f"{self._text} | at most {f'{seconds / 60:.0f} min' if seconds > 600 else f'{seconds:.0f} s'} left"
 
 
@@ -90,8 +92,8 @@ def _ratio(ratio: float) -> str:
 
 
 def live(line: StatusLine | str) -> contextlib.AbstractContextManager[None]:
-    """Shows `line` during a stage: live on a terminal; elsewhere after two seconds, and then every ten."""
-    return _on_terminal(line) if sys.stderr.isatty() else _in_log(line)
+    """Shows `line` during a stage: live on a terminal; elsewhere the stage that runs is told every ten seconds."""
+    return _on_terminal(line) if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else _in_log(line)
 
 
 @contextlib.contextmanager
@@ -114,14 +116,14 @@ def _on_terminal(line: StatusLine | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_log(line: StatusLine | str) -> Iterator[None]:
-    begin, is_over = time.monotonic(), threading.Event()
+    is_over = threading.Event()
 
     def tell() -> None:
-        seconds = QUIET_SECONDS
-        while not is_over.wait(seconds):
-            seconds = LOG_SECONDS
+        told = int((time.monotonic() - BEGAN) / LOG_SECONDS)
+        while not is_over.wait(BEGAN + (told + 1) * LOG_SECONDS - time.monotonic()):
+            told = int((time.monotonic() - BEGAN) / LOG_SECONDS)  # lines that came too late are left out
             with contextlib.suppress(OSError):
-                print(f"gdp: [{time.monotonic() - begin:.0f} s] {line}", file=sys.stderr, flush=True)
+                print(f"gdp: [{time.monotonic() - BEGAN:.0f} s] {line}", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
@@ -133,8 +135,8 @@ def _in_log(line: StatusLine | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_on_interrupt(*, terminate: bool = False) -> Iterator[threading.Event]:
-    """Yields an event that the first Ctrl-C sets, or SIGTERM if `terminate`; a second Ctrl-C ends the process."""
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """Yields an event that the first Ctrl-C or a SIGTERM sets; a second Ctrl-C ends the process."""
     stop = threading.Event()
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -145,7 +147,7 @@ def stop_on_interrupt(*, terminate: bool = False) -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    numbers = (signal.SIGINT, signal.SIGTERM) if terminate else (signal.SIGINT,)
+    numbers = (signal.SIGINT, signal.SIGTERM)
     previous = [signal.signal(number, handle) for number in numbers]
     try:
         yield stop

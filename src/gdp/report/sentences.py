@@ -6,20 +6,25 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.graph import Graph
+from gdp.graph.held_memory import HeldMemory
 from gdp.report.tables import digits, format_gib, format_ms
-from gdp.simulator.plan import Baseline, Search
+from gdp.search.solvers import SOLVERS
+from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.simulate import Simulation
+
+_NEARLY_FULL = 0.95  # of a memory limit; a choice: allocators lose some per cent to fragmentation
 
 
 def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
-    """Returns the step time and its ratios to one device, the expert and the best baseline."""
+    """Returns the step time and its ratios to one device, the expert of the GDP paper and the best baseline."""
     times = {
         name: baseline.step_time_ns
         for name, baseline in baselines.items()
         if baseline.status == "ok" and baseline.step_time_ns is not None
     }
     best = min(times, key=times.__getitem__, default=None)
-    named = {"single": "the best single device", "expert": "the expert"}
+    named = {"single": "the best single device", "expert": "the paper's expert"}
     if best is not None and best not in named:
         skipped = any(baseline.status == "skipped" for baseline in baselines.values())
         named[best] = f"the best baseline {'that ran ' if skipped else ''}({best})"
@@ -32,12 +37,16 @@ def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
     return f"Step time {format_ms(step_time_ns)}" + (": " + ", ".join(against) if against else "")
 
 
-def of_bound(step_time_ns: int, bound_ns: int) -> str:
-    """Returns a sentence on the largest possible distance to the optimum."""
+def of_bound(step_time_ns: int, bound_ns: int, count: int = 1) -> str:
+    """Returns a sentence on the largest possible distance to the optimum of a graph with `count` micro-batches."""
     if bound_ns == 0 and step_time_ns > 0:
         return "Lower bound 0: the distance to the optimum is unknown."
     above = 100 * (step_time_ns / bound_ns - 1) if bound_ns else 0.0
-    return f"Lower bound {format_ms(bound_ns)}: the plan is at most {digits(above, 3)} % above the optimum."
+    batch = "is not split" if count <= 1 else f"is split into {count} micro-batches"
+    return (
+        f"Lower bound {format_ms(bound_ns)} of any placement of this graph, whose batch {batch}: the plan is at most "
+        f"{digits(above, 3)} % above the optimum."
+    )
 
 
 def of_search(search: Search, simulation: Simulation) -> Iterator[str]:
@@ -67,12 +76,44 @@ def num_microbatches(simulation: Simulation) -> int:
     return int(simulation.problem.microbatch.max()) + 1
 
 
-def of_empty_devices(simulation: Simulation, shown: Callable[[str], str] = str) -> Iterator[str]:
-    """Yields a sentence on devices without ops, their names as `shown` gives them."""
+def of_held_memory(graph: Graph) -> Iterator[str]:
+    """Yields a sentence on the memory of parameters and of their optimizer, if there is one with a state."""
+    held = HeldMemory.of(graph)
+    if held.optimizer_state_bytes:
+        parameters, state = format_gib(held.parameter_bytes), format_gib(held.optimizer_state_bytes)
+        yield f"Held for the whole step, on all devices together: parameters {parameters}, optimizer state {state}."
+
+
+def is_searched(plan: Plan) -> bool:
+    """Returns whether the plan is from a search over all devices."""
+    solver = SOLVERS.get(plan.placer)
+    return solver is not None and solver.searches
+
+
+def of_empty_devices(simulation: Simulation, shown: Callable[[str], str] = str, *, searched: bool = False) -> str:
+    """Returns a sentence on devices without ops, their names as `shown` gives them; "" if there are none.
+
+    `searched`: whether the plan is from a search over all devices, which then found no faster plan with them.
+    """
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
     empty = [shown(device.name) for number, device in enumerate(problem.cluster.devices) if not counts[number]]
-    if empty:
-        hold = "holds no op" if len(empty) == 1 else "hold no ops"
-        used = problem.num_devices - len(empty)
-        yield f"{', '.join(empty)} {hold}: {used} device{'s' if used > 1 else ''} would do as well."
+    if not empty:
+        return ""
+    hold, them = ("holds no op", "it") if len(empty) == 1 else ("hold no ops", "them")
+    found = f": the search found no faster plan with {them}" if searched else ""
+    return f"{', '.join(empty)} {hold}{found}."
+
+
+def of_full_devices(simulation: Simulation, shown: Callable[[str], str] = str) -> str:
+    """Returns a sentence on devices that are nearly full, their names as `shown` gives them; "" if there are none."""
+    limits = np.maximum(simulation.problem.memory_limit_bytes, 1)
+    filled = simulation.peak_memory_bytes / limits
+    names = [
+        f"{shown(device.name)} ({share:.1%})"
+        for device, share in zip(simulation.problem.cluster.devices, filled.tolist(), strict=True)
+        if share > _NEARLY_FULL
+    ]
+    if not names:
+        return ""
+    return f"Nearly full: {', '.join(names)}; --reserve 10% leaves room for what is not in the model."

@@ -49,7 +49,7 @@ def auto(question: Question, clock: Clock) -> Solution:
     )
     if not classical.candidates:
         return Solution(None, classical.baselines)
-    answers = [*streamed(question, clock.part(STREAMING_SHARE)), *replayed_starts(question)]
+    answers = [*streamed(question, clock.part(STREAMING_SHARE), classical.best), *replayed_starts(question)]
     exact_answer = placed_exactly(question, clock, classical.best) if is_small else []
     constructed = [*classical.candidates, *exact_answer]
     searched = search_from(question, clock, constructed)
@@ -62,15 +62,19 @@ def local_search(question: Question, clock: Clock) -> Solution:
     classical.run(_with_stages(question.problem, FEWEST), clock)
     if not classical.candidates:
         return Solution(None)
-    answers = [*streamed(question, clock.part(STREAMING_SHARE)), *replayed_starts(question)]
+    answers = [*streamed(question, clock.part(STREAMING_SHARE), classical.best), *replayed_starts(question)]
     searched = search_from(question, clock, classical.candidates)
     return Solution(best_of([*classical.candidates, *answers], searched))
 
 
-def streamed(question: Question, clock: Clock) -> list[Candidate]:
-    """Returns the fastest step with weights streamed that fits, if there is one; none with micro-batches."""
+def streamed(question: Question, clock: Clock, rival: Candidate | None) -> list[Candidate]:
+    """Returns the fastest step with weights streamed that fits, if there is one; none with micro-batches.
+
+    Where all are far slower than `rival`, few are tried.
+    """
     fastest: Simulation | None = None
-    for simulation in stream_weights(question.problem) if len(question.problem.orders) == 1 else ():
+    rival_ns = rival.step_time_ns if rival is not None and rival.fits else NEVER
+    for simulation in stream_weights(question.problem, rival_ns) if len(question.problem.orders) == 1 else ():
         clock.spend(1)
         if simulation.feasible and (fastest is None or simulation.step_time_ns < fastest.step_time_ns):
             fastest = simulation

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from numbers import Integral, Real
 from typing import Unpack
 
 import numpy as np
@@ -16,8 +17,9 @@ import numpy as np
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
+from gdp.cluster.quantities import parse_fraction
 from gdp.errors import InputError
-from gdp.graph import Graph
+from gdp.graph import GraphSource
 from gdp.search.candidate import Candidate
 from gdp.search.noise import DEFAULT_NOISE, Noise, step_times_under_noise
 from gdp.search.question import Question
@@ -45,14 +47,14 @@ class Progress:
 
 
 def place(
-    graph: Graph,
-    cluster: Cluster,
+    graph: GraphSource,
+    cluster: Cluster | str,
     constraints: Constraints | None = None,
     *,
     placer: str = "auto",
-    budget: Budget | str = "30s",
+    budget: Budget | str | float = "30s",
     seed: int = 0,
-    robust: float | None = None,
+    robust: float | str | None = None,
     checkpoint: str | None = None,
     starts: Sequence[Candidate] = (),
     num_threads: int | None = None,
@@ -62,28 +64,32 @@ def place(
 ) -> Plan:
     """Returns the best plan of `graph` on `cluster` that `placer` finds within `budget`.
 
+    `graph` may be a `Capture`, `cluster` the text of DEVICES such as "2xl4-24g+cpu-16core", and `budget` a number of
+    seconds, "30s" or "20000sims".
     `auto` runs the classical placers, slow ones if there is time, and searches in the time left; it never answers worse
     than the best of them, and never with a plan that does not fit where it found one that does. When nothing fits, the
     plan has the status "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in
-    simulations the same seed gives the same plan. Constraints are those of `Problem.build`, one value or the keywords
-    `pins`, `forbid`, `max_memory_bytes` and `reserve`. `robust` is the relative deviation of op times over which
-    searches average the step time (default: 0.02; 0: not at all), to choose among plans that are not slower than a
-    baseline without it. `checkpoint` is the file of a policy for the learned placers, in place of the one that comes
-    with gdp. Searches begin from `starts` too, moved where constraints do not allow them. `stop` ends the search early.
+    simulations the same seed gives the same plan. Constraints are those of `Problem.build`, one value or keywords such
+    as `pins={"encoder": "gpu0"}`, `forbid`, `max_memory={"gpu0": "12GiB"}` and `reserve="10%"`. `robust` is the
+    relative deviation of op times over which searches average the step time (default: 0.02; 0: not at all), to choose
+    among plans that are not slower than a baseline without it. `checkpoint` is the file of a policy for the learned
+    placers, in place of the one that comes with gdp. Searches begin from `starts` too, moved where constraints do not
+    allow them. `stop` ends the search early.
     Raises InputError for arguments that make no sense.
     """
-    robust = _check(placer, seed, robust)
+    noise_share = _check(placer, seed, robust)
     solver_of(placer).prepare()
     clock = Clock(Budget.of(budget), stop=stop)
-    problem = Problem.build(graph, cluster, constraints, **keywords)
+    problem = Problem.build(graph, cluster, Constraints.of(constraints, keywords, place))
     reduction, bound_ns = reduce(problem), lower_bound(problem)
-    noise = Noise.draw(reduction, robust, NUM_PERTURBATIONS, seed) if robust else None
+    noise = Noise.draw(reduction, noise_share, NUM_PERTURBATIONS, seed) if noise_share else None
     report = None if on_progress is None else _best_so_far(on_progress, clock, bound_ns)
     question = Question(problem, reduction, bound_ns, seed, noise, starts, checkpoint, num_threads, report)
     solution = solve(placer, question, clock)
     if solution.best is None:
-        raise InputError(f"placer {placer!r} found no placement of {graph.name!r} on {cluster.name!r}; use placer auto")
-    return plan_of(solution.best.replay, bound_ns, placer, seed, _search_record(solution, clock, robust, seed))
+        names = f"{problem.graph.name!r} on {problem.cluster.name!r}"
+        raise InputError(f"placer {placer!r} found no placement of {names}; use placer auto")
+    return plan_of(solution.best.replay, bound_ns, placer, seed, _search_record(solution, clock, noise_share, seed))
 
 
 def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, search: Search | None = None) -> Plan:
@@ -102,15 +108,18 @@ def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, searc
         seed=seed,
         gdp_version=version("gdp-placement"),
         search=search,
+        problem=problem,
     )
 
 
-def _check(placer: str, seed: int, robust: float | None) -> float:
+def _check(placer: str, seed: int, robust: float | str | None) -> float:
     """Returns the noise to search under, by default that of `placer`; InputError for values out of range."""
-    if robust is not None and not 0 <= robust < 0.5:
-        raise InputError(f"robust is {robust}; a fraction of at least 0 and below 0.5 is expected, such as 0.02 or 2%")
-    if not 0 <= seed < 2**63:
-        raise InputError(f"seed is {seed}; an integer from 0 to 2^63 - 1 is expected")
+    if isinstance(robust, str):
+        robust = parse_fraction(robust, "robust", below=0.5)
+    if robust is not None and not (isinstance(robust, Real) and 0 <= robust < 0.5):
+        raise InputError(f"robust is {robust!r}; at least 0 and below 0.5 is expected, such as 0.02 or 2%")
+    if not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+        raise InputError(f"seed is {seed!r}; an integer from 0 to 2^63 - 1 is expected")
     return (DEFAULT_NOISE if solver_of(placer).searches else 0.0) if robust is None else robust
 
 

@@ -36,6 +36,11 @@ class Solver:
 
 def solver_of(name: str) -> Solver:
     """Returns the solver called `name`; InputError lists all."""
+    if name == "hdp":
+        raise InputError(
+            "placer 'hdp' trains a policy of its own for each graph, which takes hours at the size of its paper; "
+            "gdp bench paper runs it beside the others"
+        )
     if name not in SOLVERS:
         raise InputError(f"placer {name!r} is unknown; one of {', '.join(SOLVERS)} is expected")
     return SOLVERS[name]

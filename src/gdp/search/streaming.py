@@ -1,261 +1,255 @@
-"""Weight streaming: a host with room holds the parameters that do not fit, and sends each shortly before its use.
+"""Weight streaming: a host with room holds the weights that do not fit, and sends each shortly before its use.
 
-A parameter op is ready at time 0, so the host would send all of them at once and fill the memory of the computing
-device. A plan's order prevents it. A few small ops of the step, the gates, run on the host, whose order is: parameters
-of the first two windows, gate 1, parameters of the third window, gate 2, and so on.
+A weight is ready at time 0, so the host would send all of them at once and fill the memory of the computing device. A
+plan's order prevents it: `stream_layout.py` has the order and a picture. Several devices take turns, window by window:
+while one computes, the links of the others are in use, and the memories of all hold weights that are not sent at all.
+Their shares of the work follow from speed, memory and links; a linear programme (`stream_shares.py`) gives them.
 
-    gpu   |  window 1  | g1 input |  window 2   | g2 input |  window 3   |     copies of two windows at a time
-    host  p1 p2         g1 p3                    g2 p4                         p: sends the parameters of a window
-
-Several computing devices take turns, window by window: while one computes, the link of the next one is in use, and all
-their memories hold parameters that are not sent at all.
-
-A gate costs two small transfers. Several numbers of windows are tried and simulated, each with the least share of the
-parameters streamed, evenly over the step, that fits. (ZeRO-Inference and FlexGen stream layer by layer.) N ops,
-D devices.
+Layouts from it with several numbers of windows are tried first, each with the least that has to be streamed. A descent
+then changes shares, windows and devices as long as steps get faster. The host itself computes where that pays.
+(ZeRO-Inference and FlexGen stream layer by layer to equal devices.) N ops, D devices.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
-from gdp.arrays import I64, Bool
-from gdp.placers.base import devices_by_speed
-from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import Simulation, simulate
-from gdp.units.forward_units import forward_units
+from gdp.arrays import F64, Bool
+from gdp.search.stream_layout import StreamLayout, Turns
+from gdp.search.stream_shares import Demand, StreamShares, best_shares
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import NEVER, Simulation, simulate
 
-# numbers of windows (1: all is sent at once), and True to stream the parameters used last instead of an even share; the
-# most different ones are tried first
-_TRIES = (
-    (16, False),
-    (1, True),
-    (64, False),
-    (4, False),
-    (1, False),
-    (32, False),
-    (8, False),
-    (128, False),
-    (2, False),
-    (2, True),
-    (4, True),
-)
-_STEPS = 7  # halvings of the share that is streamed: to within 1 %
-_SLOWER = 2  # devices at most this much slower than the fastest take turns with it
+# numbers of turns of each device, the most different ones first; 0: two turns, the weights used last are streamed
+_ROUNDS = (16, 1, 48, 0, 4, 24, 8, 96, 2)
+_NUM_HOSTS = 2  # the devices with the most memory that may be hosts
+_MOST_SUBSETS = 4  # of up to so many devices all subsets are looked at
+_NUM_SHARES = 4  # so many of them are simulated,
+_WORTH = 1.5  # if the programme expects at most so many times the least step time
+_CLOSE, _FEWEST = 1.3, 3  # layouts at most so many times slower than the best one, and so many, are tried further
+_BUFFER = 0.03  # of a memory is for weights on their way, in the programme
 _LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the host
-_NEVER = np.iinfo(np.int64).max
+_STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
+_FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
+_MOST_ROUNDS = 512
+_RESTARTS = 3  # descents from random changes of the best two layouts
+_GAIN = 0.998  # a pass of a descent that gains less is followed by one with smaller steps
 
 
-def stream_weights(problem: Problem) -> Iterator[Simulation]:
+def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulation]:
     """Yields candidate steps, feasible or not; the caller keeps the best and may stop at any time.
 
-    There are none if one device holds everything, or if some op may run on neither of the main device and the host.
+    There are none if one device holds everything. Layouts that are far slower than `rival_ns` are not refined.
     """
-    pair = _main_and_host(problem)
-    if pair is None:
-        return
-    main, host = pair
-    alone = simulate(problem, np.where(problem.allowed[:, main], main, host))
-    if alone.feasible:
-        return
-    bases = [_Layout.of(alone, base, mains, host) for base, mains in _bases(alone, main, host)]
-    for num_windows, last in _TRIES:
-        for layout in bases:
-            if layout is not None and (num_windows > 1 or len(layout.mains) == 1):
-                yield from _fewest_streamed(layout, num_windows, last)
+    descents = [_Descent(layout, shares) for layout, shares in _starts(problem)]
+    for rounds in _ROUNDS:
+        for descent in descents:
+            yield from descent.attempt(descent.turns(rounds), descent.streamed)
+        descents.sort(key=lambda descent: descent.best_ns)
+        close_ns = _CLOSE * descents[0].best_ns if descents else NEVER
+        descents = [each for rank, each in enumerate(descents) if rank < _FEWEST or each.best_ns <= close_ns]
+    for descent in descents:
+        if descent.best_ns <= _WORTH * rival_ns:
+            yield from descent.run()
+    descents = sorted((each for each in descents if each.best_ns <= _WORTH * rival_ns), key=lambda each: each.best_ns)
+    rng = np.random.default_rng(0)
+    for restart in range(_RESTARTS if descents else 0):
+        yield from descents[restart % min(len(descents), 2)].restart(rng)
 
 
-def _main_and_host(problem: Problem) -> tuple[int, int] | None:
-    """Returns (main device, host): the fastest device for all ops that need not be on the host, the largest other one.
+def _starts(problem: Problem) -> list[tuple[StreamLayout, StreamShares]]:
+    """Returns layouts, each with shares to begin from, the most promising ones first."""
+    starts: list[tuple[StreamLayout, StreamShares]] = []
+    devices, limits = problem.cluster.devices, problem.memory_limit_bytes.tolist()
+    kinds = [(device.kind, limit) for device, limit in zip(devices, limits, strict=True)]
+    allowed_ns = np.where(problem.allowed, problem.op_time_ns, 0)
+    times = np.where(problem.allowed, allowed_ns, allowed_ns.max(axis=1, keepdims=True))
+    by_speed = np.argsort(times.sum(axis=0), kind="stable").tolist()  # what is not allowed somewhere counts as slow
+    by_memory = np.argsort(-problem.memory_limit_bytes, kind="stable").tolist()
+    hosts = list({kinds[host]: host for host in reversed(by_memory)}.values())[::-1]
+    for host in hosts[:_NUM_HOSTS] if problem.num_devices > 1 else ():
+        main = next(device for device in by_speed if device != host)
+        if not (problem.allowed[:, main] & problem.allowed[:, host]).any():
+            continue
+        fallback = np.where(problem.allowed[:, host], host, np.argmax(problem.allowed, axis=1))
+        alone = simulate(problem, np.where(problem.allowed[:, main], main, fallback))
+        if alone.feasible:
+            if main == by_speed[0]:
+                return []
+            continue
+        nothing = np.zeros(problem.num_ops, np.bool_)
+        if (layout := StreamLayout.of(alone, main, host, nothing)) is not None:
+            starts += [(layout, shares) for shares in _shares(layout, alone, main)]
+        tables = _tables(alone, main, host)
+        if tables.any() and (layout := StreamLayout.of(alone, main, host, tables)) is not None:
+            starts += [(layout, shares) for shares in _shares(layout, alone, main)[:1]]
+    least_ns = min((shares.expected_ns for _, shares in starts), default=0.0)
+    worth = [start for start in starts if not start[1].streams or start[1].expected_ns <= _WORTH * least_ns]
+    return sorted(worth, key=lambda start: start[1].expected_ns)[: 2 * _NUM_SHARES]
 
-    None if no two devices may run all ops.
-    """
-    best: tuple[int, int, int] | None = None
-    for main in range(problem.num_devices if problem.num_devices > 1 else 0):
-        others = [device for device in range(problem.num_devices) if device != main]
-        host = max(others, key=lambda device: int(problem.memory_limit_bytes[device]))
-        may = problem.allowed[:, main]
-        if (may | problem.allowed[:, host]).all():
-            work_ns = int(np.where(may, problem.op_time_ns[:, main], problem.op_time_ns[:, host]).sum())
-            best = min(best or (work_ns, main, host), (work_ns, main, host))
-    return None if best is None else best[1:]
+
+def _shares(layout: StreamLayout, alone: Simulation, main: int) -> list[StreamShares]:
+    """Returns shares for the most promising sets of devices, the best one first, and for the device `main` alone."""
+    problem, host = layout.problem, layout.host
+    cluster, demand = problem.cluster, _demand(layout, alone, main)
+    is_usual = alone.placement == main
+    able = [device for device in range(problem.num_devices) if problem.allowed[is_usual, device].mean() > 0.5]
+    best = best_shares(cluster, demand, host, able)
+    if best is None:
+        return []
+    used = best.devices
+    if len(used) <= _MOST_SUBSETS:
+        subsets = [subset for size in range(1, len(used)) for subset in combinations(used, size)]
+    else:
+        subsets = [tuple(device for device in used if device != left_out) for left_out in used]
+    others = [best_shares(cluster, demand, host, subset) for subset in (*subsets, (main,))]
+    distinct: dict[tuple[tuple[str, int, int], ...], StreamShares] = {}
+    for shares in (best, *others):
+        if shares is not None:
+            kinds = tuple(sorted(_kind(problem, host, device) for device in shares.devices))
+            distinct.setdefault(kinds, _evened(problem, host, shares))
+    kept = best_shares(cluster, demand, host, able, streams=False)
+    found = sorted(distinct.values(), key=lambda shares: shares.expected_ns)[:_NUM_SHARES]
+    return found if kept is None else [*found, _evened(problem, host, kept)]
 
 
-def _bases(alone: Simulation, main: int, host: int) -> Iterator[tuple[Placement, tuple[int, ...]]]:
-    """Yields placements [N] without streaming, each with the devices that take turns at the ops placed on `main`.
+def _kind(problem: Problem, host: int, device: int) -> tuple[str, int, int]:
+    """Returns what devices that are alike have in common: their kind, memory and link."""
+    cluster = problem.cluster
+    rate = 0 if device == host else cluster.route(host, device).bytes_per_second
+    return cluster.devices[device].kind, int(problem.memory_limit_bytes[device]), rate
 
-    First all on `main`; then large tables, of which an op reads a few rows, on the host with their readers; last all
-    devices that are nearly as fast take turns.
-    """
+
+def _evened(problem: Problem, host: int, shares: StreamShares) -> StreamShares:
+    """Returns the shares with devices that are alike taking equal ones: a programme's answer is at a corner."""
+    alike: dict[object, list[int]] = {}
+    for number, device in enumerate(shares.devices):
+        alike.setdefault(_kind(problem, host, device), []).append(number)
+    parts = np.array(shares.parts)
+    for numbers in alike.values():
+        parts[numbers] = parts[numbers].mean()
+    return replace(shares, parts=tuple(parts.tolist()))
+
+
+def _demand(layout: StreamLayout, alone: Simulation, main: int) -> Demand:
+    """Returns what the linear programme needs to know of a step."""
+    problem, graph = layout.problem, layout.problem.graph
+    is_streamable = np.zeros(graph.num_ops, np.bool_)
+    is_streamable[layout.streamable] = True
+    held = np.where(is_streamable, 0, graph.resident_bytes)
+    others = np.bincount(layout.fallback, held, problem.num_devices)
+    working = alone.peak_memory_bytes[main] - graph.resident_bytes[alone.placement == main].sum()
+    room = problem.memory_limit_bytes * (1 - _BUFFER) - others - max(int(working), 0)
+    is_free = (alone.placement == main) & ~layout.fixed
+    times = np.where(problem.allowed, problem.op_time_ns, problem.op_time_ns[:, [main]])
+    spent = (alone.op_finish_ns - alone.op_start_ns)[~is_free].sum()
+    return Demand(
+        int(graph.resident_bytes[layout.streamable].sum()),
+        np.maximum(times, 0)[is_free].sum(axis=0) + spent,
+        room.astype(np.int64),
+    )
+
+
+def _tables(alone: Simulation, main: int, host: int) -> Bool:
+    """[N] large tables of which an op reads a few rows, with their readers: the host computes these."""
     problem, graph = alone.problem, alone.problem.graph
-    yield alone.placement, (main,)
-    placement = alone.placement.copy()
-    readers_of = _successors(problem)
-    for op in np.flatnonzero(graph.resident_bytes * _LARGE > alone.missing_bytes[main]).tolist():
+    readers_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
+        readers_of[producer].append(consumer)
+    is_table = np.zeros(graph.num_ops, np.bool_)
+    for op in np.flatnonzero(graph.resident_bytes * _LARGE > max(int(alone.missing_bytes[main]), 1)).tolist():
         moved = [op, *readers_of[op]]
         may = problem.allowed[moved, host].all() and (graph.groups[moved] < 0).all()
         if may and len(moved) > 1 and graph.bytes_accessed[readers_of[op]].sum() < graph.resident_bytes[op]:
-            placement[moved] = host
-    if (placement != alone.placement).any():
-        yield placement, (main,)
-    is_main = alone.placement == main
-    work_ns = problem.op_time_ns[is_main].sum(axis=0)
-    equals = [
-        device
-        for device in devices_by_speed(problem).tolist()
-        if device != host and problem.allowed[is_main, device].all() and work_ns[device] <= _SLOWER * work_ns[main]
-    ]
-    if len(equals) > 1:
-        yield alone.placement, tuple(equals)
+            is_table[moved] = True
+    return is_table
 
 
-def _successors(problem: Problem) -> list[list[int]]:
-    graph = problem.graph
-    successors: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
-        successors[producer].append(consumer)
-    return successors
+class _Descent:
+    """Changes the turns of a layout, one thing at a time, and keeps what makes the step faster."""
+
+    def __init__(self, layout: StreamLayout, shares: StreamShares) -> None:
+        self.layout = layout
+        self.best_ns = NEVER
+        self._shares = shares
+        self._best: tuple[Turns, F64] | None = None
+        self._tried: set[Turns] = set()
+
+    def turns(self, rounds: int) -> Turns:
+        """Returns the turns to begin from, with `rounds` of `_ROUNDS`."""
+        shares = self._shares
+        if rounds == 0:
+            return Turns(shares.devices, shares.parts, 2, last=True)
+        return Turns(shares.devices, shares.parts, rounds, is_gated=rounds > 1)
+
+    @property
+    def streamed(self) -> F64 | None:
+        """[D] the shares streamed of the fastest step that fits."""
+        return None if self._best is None else self._best[1]
+
+    def attempt(self, turns: Turns, guess: F64 | None = None) -> Iterator[Simulation]:
+        """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits."""
+        self._tried.add(turns)
+        for found, streamed in self.layout.fit(turns, guess):
+            yield found
+            if found.step_time_ns < self.best_ns and found.feasible:
+                self.best_ns, self._best = found.step_time_ns, (turns, streamed)
+
+    def restart(self, rng: np.random.Generator) -> Iterator[Simulation]:
+        """Yields steps of another descent, from turns not far from the best ones."""
+        if self._best is None:
+            return
+        kept, self._best, self.best_ns = (self._best, self.best_ns), None, NEVER
+        turns, streamed = kept[0]
+        parts = np.array(turns.parts) * rng.uniform(0.7, 1.4, len(turns.parts))
+        rounds = min(max(round(turns.rounds * rng.uniform(0.5, 2.0)), 1), _MOST_ROUNDS)
+        begin = replace(turns, parts=tuple((parts / parts.sum()).tolist()), rounds=rounds)
+        yield from self.attempt(begin, streamed)
+        yield from self.run()
+        if kept[1] < self.best_ns:
+            self._best, self.best_ns = kept
+
+    def run(self) -> Iterator[Simulation]:
+        """Yields steps of ever finer changes until none helps."""
+        for step in _STEPS:
+            before = NEVER
+            while self._best is not None and self.best_ns < _GAIN * before:
+                before = self.best_ns
+                for turns in _changed(self._best[0], step):
+                    if turns not in self._tried:
+                        yield from self.attempt(turns, self._best[1])
 
 
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """The computing devices' ops in the order of their starts, the parameters to stream, and the ops to be gates.
-
-    Positions are in `order`; an op elsewhere has that of the next op there.
-    """
-
-    problem: Problem
-    placement: Placement  # [N] nothing streamed, all that is computed on the first of `mains`
-    order: I64  # ops of the computing devices
-    host: int
-    mains: tuple[int, ...]  # the computing devices
-    homes: I64  # [N] the position that decides which of them an op goes to
-    elsewhere: I64  # ops that are on the host in any case
-    reached: I64  # [len(elsewhere)] their positions
-    streamable: I64  # sources with content that stays, by the position of their first use
-    first_use: I64  # [len(streamable)] positions
-    gate_cost_ns: npt.NDArray[np.float64]  # [len(order)] of running that op on the host; infinite if it must not
-    passed_ns: I64  # [len(order)] time computed up to each position
-
-    @classmethod
-    def of(cls, alone: Simulation, placement: Placement, mains: tuple[int, ...], host: int) -> "_Layout | None":
-        """Derives the layout from the step with all ops on the main device; None if no parameter may be streamed."""
-        problem, graph = alone.problem, alone.problem.graph
-        everything = np.argsort(alone.op_start_ns, kind="stable")
-        is_main = placement[everything] == mains[0]
-        position = np.empty(graph.num_ops, np.int64)
-        position[everything] = np.cumsum(is_main) - is_main
-        sources, targets = graph.producers[graph.edge_tensors], graph.consumers
-        is_source = np.ones(graph.num_ops, np.bool_)
-        is_source[targets] = False
-        first = np.full(graph.num_ops, _NEVER, np.int64)
-        np.minimum.at(first, sources, position[targets])
-        may_move = problem.allowed[:, host] & (graph.groups < 0) & (placement == mains[0])
-        streamable = np.flatnonzero(is_source & may_move & (graph.resident_bytes > 0) & (first < _NEVER))
-        streamable = streamable[np.argsort(first[streamable], kind="stable")]
-        if not len(streamable):
-            return None
-        unit = forward_units(problem)  # backward ops go where the forward ones are, and their parameters
-        homes = np.full(graph.num_ops, _NEVER, np.int64)
-        np.minimum.at(homes, unit, np.where(is_source, first, position))
-        order, elsewhere = everything[is_main], everything[~is_main]
-        cost = _gate_costs(problem, host, may_move & ~is_source)[order]
-        passed = np.cumsum(problem.op_time_ns[order, mains[0]])
-        return cls(
-            problem,
-            placement,
-            order,
-            host,
-            mains,
-            homes[unit],
-            elsewhere,
-            position[elsewhere],
-            streamable,
-            first[streamable],
-            cost,
-            passed,
-        )
-
-    def gates(self, num_windows: int) -> I64:
-        """Returns the positions of the gates: the cheapest op around the end of each window of equal time."""
-        chosen: list[int] = []
-        total = int(self.passed_ns[-1])
-        for window in range(1, num_windows):
-            low, high = ((2 * window + side) * total // (2 * num_windows) for side in (-1, 1))
-            start, end = np.searchsorted(self.passed_ns, [low, high])
-            cost = self.gate_cost_ns[start:end]
-            if len(cost) and np.isfinite(cost).any():
-                chosen.append(int(start) + int(np.argmin(cost)))
-        return np.array(sorted(set(chosen)), np.int64)
-
-    def simulate(self, share: float, gates: I64, last: bool) -> Simulation:
-        """Simulates the step with a `share` of the streamable parameters on the host."""
-        placement = self.placement.copy()
-        turns = np.array(self.mains)[np.searchsorted(gates, self.homes) % len(self.mains)]
-        placement[self.order] = turns[self.order]
-        streamed = self._last(share) if last else self._even(share, placement)
-        placement[self.streamable[streamed]] = self.host
-        gate_ops = self.order[gates]
-        placement[gate_ops] = self.host
-        order = [self.order[placement[self.order] == device] for device in range(self.problem.num_devices)]
-        # what is first used behind gate number j (from 0 on) is sent after gate j - 1, or, where k devices take turns,
-        # j - k, so that each link has k windows' time for one; what the host itself computes there comes after gate j,
-        # before what is used behind the next one
-        behind = np.searchsorted(gates, self.first_use[streamed]) - len(self.mains)
-        between = np.searchsorted(gates, self.reached) - 1
-        on_host = np.concatenate((self.streamable[streamed], gate_ops, self.elsewhere))
-        turn = np.concatenate((3 * behind, 3 * np.arange(len(gates)) + 1, 3 * between + 2))
-        order[self.host] = on_host[np.argsort(turn, kind="stable")]
-        return simulate(self.problem, placement, order=order)
-
-    def _last(self, share: float) -> Bool:
-        """Selects [len(streamable)] a share of the bytes: the parameters used last."""
-        size = self.problem.graph.resident_bytes[self.streamable]
-        return np.asarray(np.cumsum(size[::-1])[::-1] - size < share * size.sum(), np.bool_)
-
-    def _even(self, share: float, placement: Placement) -> Bool:
-        """Selects [len(streamable)] a share of the bytes, spread evenly: the rest is carried over (error diffusion).
-
-        A device with less memory than another one keeps less, in proportion.
-        """
-        chosen = np.zeros(len(self.streamable), np.bool_)
-        limits = self.problem.memory_limit_bytes.astype(np.float64)
-        shares = 1 - (1 - share) * limits / max(limits[list(self.mains)].max(), 1.0)
-        due = np.zeros(len(shares))
-        sizes = self.problem.graph.resident_bytes[self.streamable].tolist()
-        for number, (size, device) in enumerate(zip(sizes, placement[self.streamable].tolist(), strict=True)):
-            due[device] += shares[device] * size
-            if due[device] > size / 2:
-                chosen[number] = True
-                due[device] -= size
-        return chosen
+def _changed(turns: Turns, step: float) -> Iterator[Turns]:
+    """Yields turns that differ in one thing: their number, a share, a device less, what is sent when."""
+    for factor in _FACTORS:
+        rounds = min(max(round(turns.rounds * factor), 1), _MOST_ROUNDS)
+        yield replace(turns, rounds=rounds)
+    count = len(turns.devices)
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    if count > _MOST_SUBSETS:
+        pairs = [(i, (i + ahead) % count) for i in range(count) for ahead in (1, count - 1)]
+    for giver, taker in pairs:
+        parts = list(turns.parts)
+        given = step * min(parts[giver], parts[taker])
+        parts[giver] -= given
+        parts[taker] += given
+        yield replace(turns, parts=tuple(parts))
+    yield replace(turns, is_gated=not turns.is_gated)
+    yield replace(turns, keeps_first=not turns.keeps_first)
+    if count > 1:
+        yield replace(turns, devices=turns.devices[1:] + turns.devices[:1], parts=turns.parts[1:] + turns.parts[:1])
+        for left_out in range(count):
+            yield _without(turns, left_out)
 
 
-def _gate_costs(problem: Problem, host: int, may: Bool) -> npt.NDArray[np.float64]:
-    """Estimates [N] the wait of the main device for an op on the host: transfers there and back, and the op."""
-    graph = problem.graph
-    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
-    moved = np.zeros(graph.num_ops)
-    np.add.at(moved, targets, graph.tensor_bytes[graph.edge_tensors].astype(np.float64))
-    np.add.at(moved, graph.producers, graph.tensor_bytes.astype(np.float64))
-    reads_state = np.zeros(graph.num_ops, np.bool_)
-    reads_state[targets[graph.resident_bytes[sources] > 0]] = True
-    others = [device for device in range(problem.num_devices) if device != host]
-    rate = max(problem.cluster.route(device, host).bytes_per_second for device in others)
-    cost = moved * 1e9 / rate + problem.op_time_ns[:, host]
-    return np.where(may & ~reads_state & (graph.resident_bytes == 0), cost, np.inf)
-
-
-def _fewest_streamed(layout: _Layout, num_windows: int, last: bool) -> Iterator[Simulation]:
-    """Yields steps down to the least share streamed that fits; one alone if not even streaming everything fits."""
-    gates = layout.gates(num_windows)
-    everything = layout.simulate(1.0, gates, last)
-    yield everything
-    low, high = 0.0, 1.0
-    for _ in range(_STEPS if everything.feasible or last else 0):
-        share = (low + high) / 2
-        found = layout.simulate(share, gates, last)
-        yield found
-        low, high = (low, share) if found.feasible else (share, high)
+def _without(turns: Turns, left_out: int) -> Turns:
+    kept = [number for number in range(len(turns.devices)) if number != left_out]
+    rest = sum(turns.parts[number] for number in kept)
+    return replace(
+        turns,
+        devices=tuple(turns.devices[number] for number in kept),
+        parts=tuple(turns.parts[number] / rest for number in kept),
+    )

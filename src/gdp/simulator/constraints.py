@@ -6,15 +6,18 @@ N ops, D devices.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from inspect import signature
+from numbers import Integral
+from typing import Any, TypedDict
 
 import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.cluster import Cluster
-from gdp.errors import InputError
+from gdp.cluster.quantities import parse_fraction, parse_size
+from gdp.errors import InputError, suggest
 from gdp.graph import Graph
 
 _UNLIMITED = 2**62  # all sizes of a problem sum to no more (`Problem.build`)
@@ -32,25 +35,65 @@ class _Rule:
 class ConstraintKeywords(TypedDict, total=False):
     """The fields of `Constraints` as keyword arguments."""
 
-    pins: Sequence[tuple[str, str]]
-    forbid: Sequence[tuple[str, str]]
-    max_memory_bytes: Mapping[str, int] | None
-    reserve: float
+    pins: "Rules"
+    pin: "Rules"  # as `--pin`
+    forbid: "Rules"
+    max_memory_bytes: Mapping[str, int | str] | None
+    max_memory: Mapping[str, int | str] | None  # as `--max-memory`
+    reserve: float | str
+
+
+Rules = Mapping[str, str] | Sequence[tuple[str, str] | str] | str
+"""`{"encoder": "gpu0"}`, `[("encoder", "gpu0")]` or `["encoder=gpu0"]`."""
+
+_SYNONYMS = {"pin": "pins", "max_memory": "max_memory_bytes"}
 
 
 @dataclass(frozen=True, eq=False)
 class Constraints:
-    """Limits on where ops may go and on the memory that devices give; see `Problem.build`."""
+    """Limits on where ops may go and on the memory that devices give; see `Problem.build`.
+
+    `pins` and `forbid` may be written as a mapping, as pairs or as texts `REGEX=DEVICE`, sizes as `"12GiB"`, and
+    `reserve` as `"10%"`. Raises InputError for anything else.
+    """
 
     pins: Sequence[tuple[str, str]] = ()
     forbid: Sequence[tuple[str, str]] = ()
     max_memory_bytes: Mapping[str, int] | None = None
     reserve: float = 0.0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pins", _pairs(self.pins, "pins"))
+        object.__setattr__(self, "forbid", _pairs(self.forbid, "forbid"))
+        object.__setattr__(self, "max_memory_bytes", _sizes(self.max_memory_bytes))
+        if isinstance(self.reserve, str):
+            object.__setattr__(self, "reserve", parse_fraction(self.reserve, "reserve"))
+
     @classmethod
-    def of(cls, constraints: "Constraints | None", keywords: ConstraintKeywords) -> "Constraints":
-        """Returns `constraints` with the fields that `keywords` give."""
-        return replace(constraints or cls(), **keywords)
+    def of(
+        cls,
+        constraints: "Constraints | None",
+        keywords: ConstraintKeywords,
+        function: Callable[..., Any] | None = None,
+    ) -> "Constraints":
+        """Returns `constraints` with the fields that `keywords` give.
+
+        InputError for an unknown one, with similar keywords, those of `function` among them.
+        """
+        if constraints is not None and not isinstance(constraints, Constraints):
+            kind = type(constraints).__name__
+            raise InputError(f"constraints is a {kind}; gdp.Constraints is expected, or keywords such as pins=")
+        known = (*(item.name for item in fields(cls)), *_SYNONYMS)
+        own = () if function is None else tuple(signature(function).parameters)
+        changes: dict[str, Any] = {}
+        for name, value in keywords.items():
+            field = _SYNONYMS.get(name, name)
+            if name not in known:
+                raise InputError(f"argument {name!r} is unknown; {suggest(name, [*own, *known])}")
+            if field in changes:
+                raise InputError(f"arguments {field} and {name} are the same; give one")
+            changes[field] = value
+        return replace(constraints or cls(), **changes)
 
     def times_memory(self, factor: int) -> "Constraints":
         """With `factor` times the memory."""
@@ -71,6 +114,34 @@ class Constraints:
         if like in limits:
             limits[device] = limits[like]
         return replace(self, max_memory_bytes=limits)
+
+
+def _pairs(rules: Rules, name: str) -> tuple[tuple[str, str], ...]:
+    """Returns `rules` as pairs of a regular expression and a device."""
+    items = rules.items() if isinstance(rules, Mapping) else [rules] if isinstance(rules, str) else rules
+    pairs: list[tuple[str, str]] = []
+    if not isinstance(items, Iterable):
+        raise InputError(f"{name} is {rules!r}; pairs (REGEX, DEVICE) are expected, such as {{'encoder': 'gpu0'}}")
+    for item in items:
+        pair = tuple(item.rpartition("=")[::2] if isinstance(item, str) else item if isinstance(item, Iterable) else ())
+        if len(pair) != 2 or not all(isinstance(part, str) for part in pair) or not pair[1]:
+            raise InputError(
+                f"{name} has {item!r}; (REGEX, DEVICE) or 'REGEX=DEVICE' is expected, such as ('encoder', 'gpu0')"
+            )
+        pairs.append((pair[0], pair[1]))
+    return tuple(pairs)
+
+
+def _sizes(limits: Mapping[str, int | str] | None) -> dict[str, int] | None:
+    """Returns `limits` in bytes."""
+    if limits is None:
+        return None
+    if not isinstance(limits, Mapping):
+        raise InputError(f"max_memory is {limits!r}; sizes by device are expected, such as {{'gpu0': '12GiB'}}")
+    return {
+        name: int(limit) if isinstance(limit, Integral) else parse_size(limit, f"max-memory {name}")
+        for name, limit in limits.items()
+    }
 
 
 def allowed_devices(

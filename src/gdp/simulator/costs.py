@@ -7,8 +7,9 @@ An op's time on a device is its `time_ns` for the device's name, else for the de
 
     launch_ns + max(ceil(flops * 1e9 / peak), ceil(bytes_accessed * 1e9 / memory_bandwidth))
 
-with the device's peak rate for the op's dtype, or its float32 rate if it has none. An op without flops and bytes
-launches nothing and takes 0.
+with the device's peak rate for the op's dtype. If it has none, float8 types run at the bfloat16 rate, else at that of
+float16: without units for them, kernels unpack such weights and multiply halves. All others run at the float32 rate. An
+op without flops and bytes launches nothing and takes 0.
 """
 
 from collections import Counter
@@ -26,6 +27,7 @@ from gdp.graph import Graph
 NS_PER_SECOND = 10**9
 # what PyTorch calls types that devices have no rate of their own for; they take float32's as a matter of course
 _PLAIN_DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128"}
+_SMALL_FLOATS, _HALVES = ("float8", "float4"), ("bfloat16", "float16")
 _MAX = 2**63 - 1
 
 
@@ -66,17 +68,24 @@ def transfer_occupancy_ns(tensor_bytes: I64, bytes_per_second: int) -> I64:
 
 
 def unused_names(graph: Graph, cluster: Cluster) -> list[str]:
-    """One sentence for each dtype that is neither PyTorch's nor has a rate, and for each name in `time_ns` that is no
-    device or kind: typing errors would change costs silently."""
-    rates = _PLAIN_DTYPES.union(*(device.flops_per_second for device in cluster.devices))
+    """One sentence for each dtype that a kind of device has no rate of, such as bfloat16 on a V100, and for each name
+    in `time_ns` that is no device or kind: typing errors would change costs silently."""
+    rates = {device.kind: device.flops_per_second for device in cluster.devices}
     dtypes = Counter(dtype for dtype, flops in zip(graph.dtypes, graph.flops.tolist(), strict=True) if flops)
     places = Counter(where for table in graph.times_ns for where in table)
     known = {device.name for device in cluster.devices} | {device.kind for device in cluster.devices} | set(KINDS)
-    sentences = [
-        f"{count} ops compute in {dtype!r}, for which no device has a rate: that of float32 is taken"
-        for dtype, count in dtypes.items()
-        if dtype not in rates
-    ]
+    sentences: list[str] = []
+    for dtype, count in dtypes.items():
+        has_half = dtype.startswith(_SMALL_FLOATS)
+        lacking = [
+            kind
+            for kind, known_rates in rates.items()
+            if dtype not in known_rates and not (has_half and any(half in known_rates for half in _HALVES))
+        ]
+        if lacking and dtype not in _PLAIN_DTYPES:
+            is_nowhere = len(lacking) == len(rates)
+            where = "no device has a rate" if is_nowhere else f"{', '.join(lacking)} has no rate"
+            sentences.append(f"{count} ops compute in {dtype!r}, for which {where}: that of float32 is taken")
     return sentences + [
         f"{count} ops have a time on {where!r}, which is no device of {cluster.name!r} and no built-in kind"
         for where, count in places.items()
@@ -116,7 +125,7 @@ def _roofline(graph: Graph, device: Device, rows_by_dtype: Mapping[str, npt.NDAr
     longest_ns = _MAX - device.launch_ns
     result = np.zeros(graph.num_ops, np.int64)
     for dtype, rows in rows_by_dtype.items():
-        rate = rates.get(dtype, rates["float32"])
+        rate = _rate(rates, dtype)
         _check_amounts(graph, device, flops[rows], rows, rate, longest_ns, "flops")
         result[rows] = _ceil_ns(flops[rows], rate)
     rate = device.memory_bytes_per_second
@@ -124,6 +133,12 @@ def _roofline(graph: Graph, device: Device, rows_by_dtype: Mapping[str, npt.NDAr
     np.maximum(result, _ceil_ns(bytes_accessed, rate), out=result)
     result[(flops > 0) | (bytes_accessed > 0)] += device.launch_ns
     return result
+
+
+def _rate(rates: Mapping[str, int], dtype: str) -> int:
+    """Returns the peak rate of a type, or of the type that is computed in in its place."""
+    substitutes = _HALVES if dtype.startswith(_SMALL_FLOATS) else ()
+    return next(rates[name] for name in (dtype, *substitutes, "float32") if name in rates)
 
 
 def _check_amounts(

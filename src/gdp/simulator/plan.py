@@ -6,7 +6,7 @@ docs/machine-model.md, sections 3 and 6, is the definition. N ops, D devices.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,16 @@ import numpy.typing as npt
 from gdp import files, notebook
 from gdp.arrays import I64
 from gdp.cluster import Cluster
-from gdp.errors import InputError
-from gdp.graph import Graph
+from gdp.errors import InputError, suggest
+from gdp.graph import Graph, GraphSource
+
+if TYPE_CHECKING:
+    from gdp.report.timeline import Timeline
+    from gdp.simulator.problem import Problem
+    from gdp.simulator.simulate import Simulation
 
 FORMAT, VERSION = "gdp-plan", 1
+_MOST_SUGGESTED = 20_000  # names that are searched for similar ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ class Search:
 class Plan:
     """A placement and the order of ops on each device, with the figures that a replay gives; a `gdp-plan` file.
 
-    `search` says how it was found when it comes from `gdp.place`; it is None when it was read from a file.
+    `search` says how it was found and `problem` what was asked when it comes from `gdp.place`; both are None when it
+    was read from a file, which has neither. So methods that need the graph or the devices then take them as arguments.
     """
 
     graph: str  # fingerprint
@@ -72,6 +79,104 @@ class Plan:
     seed: int
     gdp_version: str
     search: Search | None = None
+    problem: "Problem | None" = None
+
+    def __repr__(self) -> str:
+        """Returns `Plan(13.203 ms on 2 of 3 devices by auto, at most 3.2% above the lower bound)`."""
+        time, used = notebook.milliseconds(self.step_time_ns), len(np.unique(self.placement))
+        where = f"{used} of {notebook.count(len(self.devices), 'device')} by {self.placer}"
+        if self.status == "ok":
+            return f"Plan({time} on {where}, {self._distance})"
+        return f"Plan(infeasible: {self._lacking}; {time} if it fitted, on {where})"
+
+    @property
+    def _distance(self) -> str:
+        if not self.lower_bound_ns and self.step_time_ns:
+            return "at an unknown distance from the optimum (lower bound 0)"
+        return f"at most {self.gap:.1%} above the lower bound"
+
+    @property
+    def _lacking(self) -> str:
+        assert self.search is not None
+        missing = zip(self.devices, self.search.missing_bytes.tolist(), strict=True)
+        return ", ".join(f"{name} lacks {notebook.size(size)}" for name, size in missing if size)
+
+    def device_of(self, name: str, graph: "GraphSource | None" = None) -> str:
+        """Returns the name of the device of the op `name`, or of all ops in the module `name` and the modules below it.
+
+        `graph` is needed for a plan from a file. Raises InputError for an unknown name, and for a module whose ops are
+        on several devices, with the number on each; `devices_of` returns these numbers.
+        """
+        counts = self.devices_of(name, graph)
+        if len(counts) > 1:
+            parts = ", ".join(f"{notebook.count(number, 'op')} on {device}" for device, number in counts.items())
+            raise InputError(f"module {name!r} is split: {parts}; ask for its submodules or ops, or use devices_of")
+        return next(iter(counts))
+
+    def devices_of(self, name: str, graph: "GraphSource | None" = None) -> dict[str, int]:
+        """Returns the number of ops on each device in use, the most first, of the op or the module `name`."""
+        known = self._graph(graph)
+        number = known.op_numbers.get(name)
+        if number is not None:
+            return {self.devices[self.placement[number]]: 1}
+        inside = [module == name or module.startswith(f"{name}.") for module in known.modules]
+        if not name or not any(inside):
+            modules = {module[:end] for module in set(known.modules) for end in _ends(module)}
+            raise InputError(
+                f"graph {known.name!r} has neither an op nor a module {name!r}; "
+                f"{suggest(name, [*sorted(modules), *known.op_names][:_MOST_SUGGESTED], most=8)}"
+            )
+        counts = np.bincount(self.placement[inside], minlength=len(self.devices))
+        used = sorted(np.flatnonzero(counts).tolist(), key=lambda device: -counts[device])
+        return {self.devices[device]: int(counts[device]) for device in used}
+
+    def simulation(self, graph: "GraphSource | None" = None, cluster: Cluster | str | None = None) -> "Simulation":
+        """Returns the replay of the plan: every start, finish and transfer.
+
+        `graph` and `cluster` are needed for a plan from a file, and are the whole question then: without constraints.
+        """
+        from gdp.simulator.problem import Problem
+        from gdp.simulator.simulate import replay
+
+        if self.problem is not None and graph is None and cluster is None:
+            return replay(self.problem, self)
+        if cluster is None and self.problem is None:
+            raise InputError(_unknown("devices", 'cluster="2xl4-24g"'))
+        devices = self.problem.cluster if cluster is None and self.problem is not None else Cluster.of(cluster or "")
+        return replay(Problem.build(self._graph(graph), devices), self)
+
+    def timeline(self, graph: "GraphSource | None" = None, cluster: Cluster | str | None = None) -> "Timeline":
+        """Returns the step over time: a figure in a notebook, text elsewhere, and its rows for a data frame.
+
+        Arguments as for `simulation`.
+        """
+        from gdp.report.timeline import Timeline
+
+        return Timeline(self.simulation(graph, cluster))
+
+    def report(
+        self, path: str | Path, graph: "GraphSource | None" = None, cluster: Cluster | str | None = None
+    ) -> Path:
+        """Writes the page of `gdp report` to `path`, which ends in .html or .htm, and returns the path.
+
+        Arguments as for `simulation`. Raises InputError if the file cannot be written.
+        """
+        from gdp.report.page import write_page
+        from gdp.report.page_data import PageData
+
+        path = Path(path)
+        if not path.name.endswith((".html", ".htm")):
+            raise InputError(f"{path}: a name that ends in .html is expected, such as report.html")
+        write_page(path, PageData(self, self.simulation(graph, cluster)))
+        return path
+
+    def _graph(self, graph: "GraphSource | None") -> Graph:
+        if graph is None and self.problem is None:
+            raise InputError(_unknown("graph", "graph=gdp.load(MODEL)"))
+        known = self.problem.graph if graph is None and self.problem is not None else Graph.of(graph)  # type: ignore[arg-type]
+        if self.graph != known.fingerprint:
+            raise InputError(_other_graph(self, known))
+        return known
 
     @property
     def status(self) -> str:
@@ -87,7 +192,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """The summary that Jupyter shows."""
-        bound = f"at most {self.gap:.1%} above the lower bound, {notebook.milliseconds(self.lower_bound_ns)}"
+        bound = f"{self._distance}, {notebook.milliseconds(self.lower_bound_ns)}"
         counts = np.bincount(self.placement, minlength=len(self.devices))
         busy = [] if self.search is None else self.search.busy_fraction.tolist()
         rows = [
@@ -98,8 +203,8 @@ class Plan:
         others = {} if self.search is None else self.search.baselines
         times = {name: other.step_time_ns for name, other in others.items() if other.status == "ok"}
         note = ", ".join(f"{name} {notebook.milliseconds(time_ns)}" for name, time_ns in times.items())
-        fits = "" if self.status == "ok" else "; does not fit in memory"
-        title = f"Step time {notebook.milliseconds(self.step_time_ns)} by {self.placer}, {bound}{fits}"
+        fits = "" if self.status == "ok" else f"Infeasible: {self._lacking}. "
+        title = f"{fits}Step time {notebook.milliseconds(self.step_time_ns)} by {self.placer}, {bound}"
         headings = ["device", "ops", "peak memory"] + (["busy"] if busy else [])
         return notebook.table(title, headings, rows, f"Other placers: {note}." if note else "")
 
@@ -177,15 +282,28 @@ class Plan:
     def check_belongs(self, graph: Graph, cluster: Cluster) -> None:
         """InputError unless this is a plan of `graph` on `cluster`."""
         if self.graph != graph.fingerprint:
-            raise InputError(
-                f"the plan is of graph {self.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}); "
-                "place this graph anew"
-            )
+            raise InputError(_other_graph(self, graph))
         if self.cluster != cluster.fingerprint:
             raise InputError(
                 f"the plan is for cluster {self.cluster[:12]}, not for {cluster.name!r} ({cluster.fingerprint[:12]}); "
                 "place for this cluster anew"
             )
+
+
+def _other_graph(plan: Plan, graph: Graph) -> str:
+    return (
+        f"the plan is of graph {plan.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}); "
+        "place this graph anew"
+    )
+
+
+def _unknown(what: str, example: str) -> str:
+    return f"a plan from a file does not have its {what}; give them as {example}"
+
+
+def _ends(module: str) -> list[int]:
+    """Returns the positions in the path `module` where it or a module above it ends."""
+    return [place for place, letter in enumerate(module) if letter == "."] + [len(module)] * bool(module)
 
 
 def _is_names(value: object) -> bool:

@@ -10,10 +10,11 @@ from typing import Unpack
 import numpy as np
 import numpy.typing as npt
 
+from gdp import notebook
 from gdp.arrays import I64, Bool
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import Graph
+from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints, allowed_devices, memory_limits
 from gdp.simulator.costs import op_times
@@ -49,22 +50,24 @@ class Problem:
     @classmethod
     def build(
         cls,
-        graph: Graph,
-        cluster: Cluster,
+        graph: GraphSource,
+        cluster: Cluster | str,
         constraints: Constraints | None = None,
         *,
         op_time_ns: I64 | None = None,
         **keywords: Unpack[ConstraintKeywords],
     ) -> "Problem":
-        """Returns the problem of placing `graph` on `cluster`.
+        """Returns the problem of placing `graph` on `cluster`; a `Capture` and the text of DEVICES are taken as well.
 
         `op_time_ns` [N, D] replaces the cost model. The constraints are one value, or keywords: `pins` are (regular
         expression, device name), and ops whose module path or name it matches anywhere go to that device. `forbid` are
         (regular expression, name or kind of device), and ops whose kind it matches anywhere do not go there.
         `max_memory_bytes` lowers the memory of devices by name; `reserve` keeps a fraction of every device's memory
-        free. Raises InputError where no device is left for an op or a group, and where pins ask for more resident bytes
-        than their device has.
+        free. `pin` and `max_memory`, as on the command line, are other names; `Constraints` has all notations. Raises
+        InputError where no device is left for an op or a group, and where pins ask for more resident bytes than their
+        device has.
         """
+        graph, cluster = Graph.of(graph), Cluster.of(cluster)
         times = op_times(graph, cluster) if op_time_ns is None else np.array(op_time_ns, np.int64, order="C")
         if times.shape != (graph.num_ops, cluster.num_devices):
             raise InputError(
@@ -98,6 +101,11 @@ class Problem:
         """Returns `other`, whose graph, cluster and times are this problem's."""
         other.__dict__["simulator"] = self.simulator
         return other
+
+    def __repr__(self) -> str:
+        """Returns `Problem('gnmt-2' on '2xl4-24g': 8,000 ops, 2 devices)`."""
+        parts = f"{notebook.count(self.num_ops, 'op')}, {notebook.count(self.num_devices, 'device')}"
+        return f"Problem({self.graph.name!r} on {self.cluster.name!r}: {parts})"
 
     @cached_property
     def simulator(self) -> Simulator:

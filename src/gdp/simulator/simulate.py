@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from gdp import notebook
 from gdp.arrays import I64
 from gdp.compiled import inner, kernel
 from gdp.errors import InputError
@@ -41,6 +42,13 @@ class Simulation:
     transfer_arrival_ns: I64  # [R]
     step_time_ns: int
     peak_memory_bytes: I64  # [D]
+
+    def __repr__(self) -> str:
+        """Returns `Simulation(13.203 ms: 'gnmt-2' on '2xl4-24g', 1,000 transfers)`, or why it is infeasible."""
+        names = f"{self.problem.graph.name!r} on {self.problem.cluster.name!r}"
+        transfers = notebook.count(len(self.transfer_tensors), "transfer")
+        fits = "" if self.feasible else f"infeasible, {self.reasons[0]}; "
+        return f"Simulation({fits}{notebook.milliseconds(self.step_time_ns)}: {names}, {transfers})"
 
     @cached_property
     def missing_bytes(self) -> I64:

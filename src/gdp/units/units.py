@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from gdp.arrays import I64, Bool
 from gdp.simulator.problem import Placement, Problem
@@ -150,6 +148,9 @@ def _connected(pairs: Pairs, num_units: int) -> Pairs:
     Counters of batch normalisation, say, are hundreds of parts of two ops. Were they never to join, a grouping would
     have to spend its number of groups on them and put all the rest into one.
     """
+    from scipy.sparse import coo_array  # half a second, which most commands never need
+    from scipy.sparse.csgraph import connected_components
+
     matrix = coo_array((np.ones(len(pairs.first)), (pairs.first, pairs.second)), shape=(num_units, num_units))
     _, part = connected_components(matrix, directed=False)
     begins = np.sort(np.unique(part, return_index=True)[1])

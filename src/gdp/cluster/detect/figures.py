@@ -22,6 +22,20 @@ KIND_BY_NAME: Mapping[str, str] = {
     "L4": "l4-24g",
     "GeForce RTX 3090": "rtx3090-24g",
     "GeForce RTX 4090": "rtx4090-24g",
+    "A100-SXM4-40GB": "a100-sxm-40g",
+    "A100-PCIE-40GB": "a100-pcie-40g",
+    "A10": "a10-24g",
+    "A30": "a30-24g",
+    "Tesla T4": "t4-16g",
+    "L40S": "l40s-48g",
+    "GeForce RTX 3060": "rtx3060-12g",
+    "GeForce RTX 3080": "rtx3080-10g",
+    "GeForce RTX 4060 Ti": "rtx4060ti-16g",
+    "GeForce RTX 4080": "rtx4080-16g",
+    "GeForce RTX 5070 Ti": "rtx5070ti-16g",
+    "GeForce RTX 5080": "rtx5080-16g",
+    "GeForce RTX 5090": "rtx5090-32g",
+    "B200": "b200-sxm-180g",
 }
 
 

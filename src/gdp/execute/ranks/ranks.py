@@ -147,7 +147,9 @@ class Ranks:
                 time.sleep(0.02)
 
 
-def join(names: Sequence[str], on: Sequence[str] | None = None, *, timeout_seconds: float = 60.0) -> Ranks:
+def join(
+    names: Sequence[str], on: Sequence[str] | None = None, *, option: str = "on", timeout_seconds: float = 60.0
+) -> Ranks:
     """Joins the processes that torchrun started, one for each device of the plan, in the order of its `names`.
 
     `on` says for each device where it runs, as in `find_targets`, on the host of its rank. NCCL connects ranks if each
@@ -163,7 +165,7 @@ def join(names: Sequence[str], on: Sequence[str] | None = None, *, timeout_secon
             remedy = f"use torchrun with --nnodes times --nproc-per-node = {len(names)}"
         raise InputError(f"the plan has {devices} ({', '.join(names)}); {started}; {remedy}")
     if on is not None and len(on) != len(names):
-        raise InputError(f"--on names {len(on)} devices; the plan has {len(names)}: {', '.join(names)}")
+        raise InputError(f"{option} names {len(on)} devices; the plan has {len(names)}: {', '.join(names)}")
     patience = timedelta(seconds=timeout_seconds)
     with reaching_others(names[rank]):
         common, _, _ = next(iter(rendezvous("env://", timeout=patience)))
@@ -171,7 +173,8 @@ def join(names: Sequence[str], on: Sequence[str] | None = None, *, timeout_secon
         store.set_timeout(patience)
         about: dict[str, Any] = {"host": _host()}
         try:
-            (target,) = find_targets([names[rank]], [(places_of(names) if on is None else on)[rank]])
+            places = places_of(names, option) if on is None else on
+            (target,) = find_targets([names[rank]], [places[rank]], option=option)
             about |= {"device": str(target.device), "cores": target.cores}
         except InputError as error:
             about["error"] = str(error)
@@ -192,10 +195,10 @@ def join(names: Sequence[str], on: Sequence[str] | None = None, *, timeout_secon
     return Ranks(targets, rank, [item["host"] for item in abouts], store, nccl=nccl)
 
 
-def join_or_leave(names: Sequence[str], on: Sequence[str] | None = None) -> Ranks:
+def join_or_leave(names: Sequence[str], on: Sequence[str] | None = None, *, option: str = "on") -> Ranks:
     """Joins; if all are refused, the first rank raises InputError, and the others exit after it."""
     try:
-        return join(names, on)
+        return join(names, on, option=option)
     except InputError:
         if int(os.environ.get("RANK", "0")):
             time.sleep(_START_SECONDS)  # torchrun ends all as soon as one has ended

@@ -16,16 +16,33 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdp import files
 from gdp.errors import InputError, suggest
-from gdp.models.hugging_face.inputs import Sizes, check_use, diffusers_inputs, transformers_inputs
+from gdp.models.gguf.file import GGUF_FILE, read_gguf_config
+from gdp.models.hugging_face import quick_check
+from gdp.models.hugging_face.inputs import (
+    Sizes,
+    check_use,
+    diffusers_inputs,
+    leaves_out_images,
+    serving_inputs,
+    transformers_inputs,
+)
 from gdp.models.hugging_face.patches import capturable, known_rates, quiet
-from gdp.models.model import HUGGING_FACE
+from gdp.models.hugging_face.quantisation import FLOAT8, QUANTISATION, WeightFormat, weight_format
+from gdp.models.model import GGUF, HUGGING_FACE, even_part
+from gdp.models.serving import Serving
+from gdp.models.stored_weights import ATTRIBUTE
 from gdp.models.user_function import Build
+
+if TYPE_CHECKING:
+    from gdp.models.hugging_face.kv_cache import CacheRoom
 
 # keys of a config that choose downloaded or missing kernels, weights or code; and dtypes, which builds take separately
 _CHOICES = (
@@ -38,8 +55,11 @@ _CHOICES = (
     "torch_dtype",
     "dtype",
     "auto_map",
+    QUANTISATION,
+    GGUF_FILE,
 )
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"  # owner/name
 _OFF = {
     "use_cache": False,
     "apply_spec_augment": False,
@@ -64,14 +84,66 @@ def builder(text: str, *, training: bool = True) -> Build:
     a directory without a readable `config.json` and for a config that this version cannot build.
     """
     directory, sizes = parse(text)
+    if sizes.context is not None:
+        raise InputError(f"{text}: context is the size of a cache; add --phase prefill or --phase decode")
     config = _read_config(Path(directory))
     if "_class_name" in config:
         return _diffusers_builder(config, sizes, text, training)
-    return _transformers_builder(config, sizes, text, training)
+    make = _transformers_maker(config, sizes, text)
+
+    def build() -> tuple[Any, ...]:
+        import torch
+
+        with _explained(text), quiet():
+            model = make()
+            model.train(training)
+            with torch.no_grad():
+                inputs = transformers_inputs(model, sizes, text, training=training)
+        return capturable(model), (), inputs
+
+    return build
+
+
+class ServedBuild:
+    """Builds (module, args, kwargs) of a prefill or decode step of `hf:DIR?SIZES`, its batch divided by `parts`."""
+
+    def __init__(self, text: str, serving: Serving, parts: int = 1) -> None:
+        self.text, self.is_decode = text, serving.phase == "decode"
+        directory, sizes = parse(text)
+        config = _read_config(Path(directory))
+        if "_class_name" in config:
+            raise InputError(f"{text}: a model of Diffusers has no cache; leave out --phase")
+        self.sizes = replace(sizes, batch=even_part(sizes.batch, parts, text))
+        self._make = _transformers_maker(config, self.sizes, text)
+        self.room: CacheRoom | None = None  # of the last model built
+        self.notes: tuple[str, ...] = ()  # on that model
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Builds the model with its cache."""
+        import torch
+
+        from gdp.models.hugging_face import kv_cache
+
+        with _explained(self.text), quiet():
+            model = capturable(self._make())
+            model.train(False)
+            with torch.no_grad():
+                inputs, context = serving_inputs(model, self.sizes, self.text, is_decode=self.is_decode)
+                self.room = kv_cache.CacheRoom(context, self.is_decode)
+                if hasattr(model.config, "vision_config") and not leaves_out_images(type(model)):
+                    self.notes = (f"{self.text}: the prompt is text alone; images are not encoded in this step",)
+                return model, (), kv_cache.serve(model, inputs, self.room, self.text)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
+    if directory.suffix == GGUF:
+        return read_gguf_config(directory)
     if not os.path.isdir(directory):
+        if not os.path.exists(directory) and re.fullmatch(_HUB_NAME, str(directory)):
+            raise InputError(
+                f"hf:{directory}: no such directory; to fetch the config from the hub: "
+                f"hf download {directory} config.json --local-dir {directory}"
+            )
         what = "is no directory" if os.path.exists(directory) else "no such directory"
         raise InputError(f"hf:{directory}: {what}; name one with a config.json")
     path = directory / "config.json"
@@ -85,26 +157,51 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid JSON ({str(error).splitlines()[0]}); mend the file") from None
     if not isinstance(config, dict):
         raise InputError(f"{path}: is a {type(config).__name__}; a JSON object is expected")
-    if config.get("quantization_config"):
-        raise InputError(
-            f"{path}: has quantization_config; quantised weights are not modelled: remove it to place the model in its "
-            "dtype, or give the model as module:function"
-        )
     return config
 
 
 def notes(text: str) -> tuple[str, ...]:
     """Returns the differences from the config of `hf:DIR`, a sentence each."""
-    directory, _ = parse(text)
-    if _read_config(Path(directory)).get("auto_map"):
-        return (f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'",)
-    return ()
+    directory, sizes = parse(text)
+    config = _read_config(Path(directory))
+    sentences = []
+    if config.get("auto_map"):
+        sentences.append(
+            f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'"
+        )
+    if (weights := weight_format(config, sizes.weights, text)) is not None:
+        sentences.append(f"{text}: weights are quantised, {weights.label}; {_arithmetic_of(weights)}")
+    names = config.get("architectures")
+    if "vision_config" in config and names:
+        import transformers
+
+        if leaves_out_images(getattr(transformers, names[0])):
+            sentences.append(
+                f"{text}: the step reads text alone; the image encoder's parameters take memory, and do no work"
+            )
+    return tuple(sentences)
+
+
+def has_quantised_weights(text: str) -> bool:
+    """Returns whether the weights of `hf:DIR` are quantised."""
+    directory, sizes = parse(text)
+    return weight_format(_read_config(Path(directory)), sizes.weights, text) is not None
+
+
+def _arithmetic_of(weights: WeightFormat) -> str:
+    names = {"": "the model's dtype", "int8": "int8", FLOAT8: "FP8 where a device has a rate for it, else in bfloat16"}
+    return f"products are computed in {names.get(weights.arithmetic, weights.arithmetic)}"
 
 
 # Transformers
 
 
-def _transformers_builder(config: dict[str, Any], sizes: Sizes, text: str, training: bool) -> Build:
+def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Callable[[], Any]:
+    """Returns a function that makes the model of a config, in the dtype that `sizes` or the config says."""
+    weights = weight_format(config, sizes.weights, text)
+    default = "float32" if weights is None else "bfloat16"  # no kernel multiplies quantised weights in float32
+    name = _check_dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text)
+    quick_check.check_names(config, text)  # at once: the imports below take seconds
     try:
         import transformers
     except ImportError:
@@ -119,30 +216,27 @@ def _transformers_builder(config: dict[str, Any], sizes: Sizes, text: str, train
         raise InputError(
             f"{error}; its auto_map names code, which is never run from a directory: give it as module:function"
         ) from None
-    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or "float32", text)
+    dtype = _dtype(name)
 
-    def build() -> tuple[Any, ...]:
-        import torch
+    def make() -> Any:
         from transformers.initialization import no_init_weights
 
         is_fake = _is_fake()
-        with _explained(text), quiet():
-            options = {"dtype": dtype, "attn_implementation": None}
-            if model_class._can_set_experts_implementation():
-                options["experts_implementation"] = "grouped_mm"
-            with contextlib.ExitStack() as stack:
-                if is_fake:
-                    stack.enter_context(no_init_weights())
-                    stack.enter_context(known_rates())
-                model = model_class._from_config(copy.deepcopy(parsed_config), **options)
+        options = {"dtype": dtype, "attn_implementation": None}
+        if model_class._can_set_experts_implementation():
+            options["experts_implementation"] = "grouped_mm"
+        with contextlib.ExitStack() as stack:
             if is_fake:
-                model.tie_weights()
-            model.train(training)
-            with torch.no_grad():
-                inputs = transformers_inputs(model, sizes, text, training=training)
-        return capturable(model), (), inputs
+                stack.enter_context(no_init_weights())
+                stack.enter_context(known_rates())
+            model = model_class._from_config(copy.deepcopy(parsed_config), **options)
+        if is_fake:
+            model.tie_weights()
+        if weights is not None:
+            setattr(model, ATTRIBUTE, weights.stored(model))
+        return model
 
-    return build
+    return make
 
 
 def _config_of(transformers: Any, config: dict[str, Any], text: str) -> Any:
@@ -156,6 +250,8 @@ def _config_of(transformers: Any, config: dict[str, Any], text: str) -> Any:
             f"{text}: model_type {kind!r} is unknown to Transformers {transformers.__version__}; {suggest(kind, kinds)}"
         )
     content = {key: value for key, value in config.items() if key not in _CHOICES}
+    if isinstance(content.get("text_config"), dict):
+        content["text_config"] = {key: value for key, value in content["text_config"].items() if key != QUANTISATION}
     parsed = transformers.CONFIG_MAPPING[kind].from_dict(content)
     for part in _parts_of(parsed):
         for name, value in _OFF.items():
@@ -206,13 +302,17 @@ def _bare_class(transformers: Any, config: Any, text: str) -> Any:
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
-def _dtype(name: Any, text: str) -> Any:
-    import torch
-
+def _check_dtype(name: Any, text: str) -> str:
     short = str(name).removeprefix("torch.")
     if short not in _DTYPES:
         raise InputError(f"{text}: dtype is {name!r}; {', '.join(_DTYPES)} are known")
-    return getattr(torch, short)
+    return short
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
 
 
 # Diffusers
@@ -224,13 +324,15 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
     except ImportError:
         raise InputError(f"{text}: its config is one of Diffusers; pip install diffusers") from None
     name = config["_class_name"]
+    if sizes.weights is not None:
+        raise InputError(f"{text}: weights is for models of Transformers; leave it out")
     if not isinstance(name, str) or name not in diffusers_inputs:
         raise InputError(
             f"{text}: _class_name is {name!r}; one of {', '.join(diffusers_inputs)} is expected, "
             "or give the model as module:function"
         )
     model_class = getattr(diffusers, name)
-    dtype = _dtype(sizes.dtype or config.get("torch_dtype") or "float32", text)
+    dtype = _dtype(_check_dtype(sizes.dtype or config.get("torch_dtype") or "float32", text))
 
     def build() -> tuple[Any, ...]:
         import torch

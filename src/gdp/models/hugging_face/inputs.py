@@ -7,28 +7,35 @@ from typing import Any
 
 from gdp.errors import InputError
 
-BATCH, SEQUENCE, IMAGE, DETECTION_IMAGE = 8, 512, 224, 800
+BATCH, SEQUENCE, IMAGE, DETECTION_IMAGE, CONTEXT = 8, 512, 224, 800, 4096
 SAMPLES = 16_000  # of sound a second
 
 # different models' names for the longest sequence, and for the size of their vocabulary
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_sequence_length", "n_ctx")
+_IMAGE_TOKENS = ("image_seq_length", "mm_tokens_per_image")
+# inputs of images whose content decides on shapes: sizes of grids, of crops
+_IMAGE_SHAPES = ("image_grid_thw", "image_sizes", "spatial_shapes", "aspect_ratio_ids", "pixel_attention_mask")
 _VOCABULARIES = ("vocab_size", "n_vocab", "decoder_vocab_size")
 _PROMPT = 77  # tokens of CLIP's text encoder, which diffusion models are conditioned on
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `dtype`; None:
-    default.
+    """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `dtype`, and `context`
+    (tokens of the cache in prefill and decode); None: default. `weights` is the format of quantised weights, in place
+    of that of the config.
 
     Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
-    for detection and 224 for other tasks; the config's type, else float32.
+    for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for its
+    prompt, that of a decode step for as many tokens as the model has positions, at most 4096 (llama.cpp's default).
     """
 
     batch: int = BATCH
     sequence: int | None = None
     image: int | None = None
     dtype: str | None = None
+    context: int | None = None
+    weights: str | None = None
 
     @classmethod
     def parse(cls, query: str, text: str) -> "Sizes":
@@ -41,7 +48,7 @@ class Sizes:
                 raise InputError(f"{text}: {part!r} is no size; NAME=VALUE with {', '.join(names)} is expected after ?")
             if name in values:
                 raise InputError(f"{text}: {name} is given twice; give it once")
-            if name == "dtype":
+            if name in ("dtype", "weights"):
                 values[name] = value
             elif value.isascii() and value.isdigit() and 0 < int(value) < 2**31:
                 values[name] = int(value)
@@ -52,9 +59,20 @@ class Sizes:
 
 def transformers_inputs(model: Any, sizes: Sizes, text: str, *, training: bool) -> dict[str, Any]:
     """Returns keyword inputs of `model`; for training with labels, where its class takes them."""
+    if sizes.context is not None:
+        raise InputError(f"{text}: context is the size of a cache; add --phase prefill or --phase decode")
     inputs = _Inputs(model, sizes, text).make(training)
     check_use(inputs, sizes, text)
     return inputs
+
+
+def serving_inputs(model: Any, sizes: Sizes, text: str, *, is_decode: bool) -> tuple[dict[str, Any], int]:
+    """Returns (inputs, context) of a prefill or decode step; see `kv_cache`. InputError for sizes that do not fit."""
+    inputs = _Inputs(model, sizes, text)
+    made = inputs.serve(is_decode)
+    if sizes.image is not None and "pixel_values" not in made[0]:
+        raise InputError(f"{text}: image is given, but the step reads text alone; leave it out")
+    return made
 
 
 def check_use(inputs: Mapping[str, Any], sizes: Sizes, text: str) -> None:
@@ -62,6 +80,12 @@ def check_use(inputs: Mapping[str, Any], sizes: Sizes, text: str) -> None:
     for name, value, users in (("sequence", sizes.sequence, _SEQUENCES), ("image", sizes.image, _IMAGES)):
         if value is not None and not users & inputs.keys():
             raise InputError(f"{text}: {name} is given, but the model reads {', '.join(inputs)}; leave it out")
+
+
+def leaves_out_images(model_class: Any) -> bool:
+    """Returns whether a model of text and images gets text alone: shapes depend on the sizes of its images."""
+    takes = inspect.signature(model_class.forward).parameters
+    return "input_ids" in takes and "pixel_values" in takes and not takes.keys().isdisjoint(_IMAGE_SHAPES)
 
 
 class _Inputs:
@@ -74,7 +98,8 @@ class _Inputs:
         self.dtype = model.dtype
 
     def make(self, training: bool) -> dict[str, Any]:
-        main = self.model.main_input_name
+        is_text = leaves_out_images(type(self.model))
+        main = "input_ids" if is_text else self.model.main_input_name
         inputs: dict[str, Any] = {}
         if main not in _MAKERS:
             raise InputError(
@@ -84,8 +109,12 @@ class _Inputs:
         for name in dict.fromkeys(
             (main, *(("input_ids", "pixel_values") if main in ("input_ids", "pixel_values") else ()))
         ):
-            if name in self.takes and (name == main or self._is_pair()):
+            if name in self.takes and (name == main or (self._is_pair() and not is_text)):
                 inputs[name] = _MAKERS[name](self)
+        if training and "token_type_ids" in self.takes and self._is_pair():  # Gemma 3: text or image
+            import torch
+
+            inputs["token_type_ids"] = torch.zeros(inputs["input_ids"].shape, dtype=torch.long)
         if "input_points" in self.takes:  # SAM: one prompt of one point
             inputs["input_points"] = self._uniform(self.sizes.batch, 1, 1, 2)
         labels = self._labels(inputs) if training else {}
@@ -95,6 +124,43 @@ class _Inputs:
         if training and "return_loss" in self.takes:
             inputs["return_loss"] = True
         return inputs | labels
+
+    def serve(self, is_decode: bool) -> tuple[dict[str, Any], int]:
+        """Returns the inputs of a prefill or decode step, and the places of the cache."""
+        if self.sizes.sequence is not None and is_decode and not self.config.is_encoder_decoder:
+            raise InputError(
+                f"{self.text}: sequence is given, but a decode step feeds one token; give the cache's size as context"
+            )
+        context = self.sizes.context
+        if self.config.is_encoder_decoder:
+            return self._serve_decoder(is_decode, self._places(CONTEXT if context is None else context))
+        if "input_ids" not in self.takes:
+            raise InputError(f"{self.text}: {self.task} reads no tokens, so it has no cache; leave out --phase")
+        if is_decode:
+            return {"input_ids": self._tokens(1)}, self._places(CONTEXT if context is None else context)
+        length = self._length() if context is None or self.sizes.sequence is not None else self._places(context)
+        context = length if context is None else self._places(context)
+        if length > context:
+            raise InputError(f"{self.text}: sequence is {length}, and context {context}; the cache holds the prompt")
+        inputs = {"input_ids": self._tokens(length)}
+        if "logits_to_keep" in self.takes:
+            inputs["logits_to_keep"] = 1  # the first token needs the last one's alone
+        return inputs, context
+
+    def _serve_decoder(self, is_decode: bool, context: int) -> tuple[dict[str, Any], int]:
+        """Returns the inputs of a decoder with an encoder: prefill runs the encoder, and the decoder on one token."""
+        inputs = {name: value for name, value in self.make(False).items() if name != "decoder_input_ids"}
+        inputs["decoder_input_ids"] = self._tokens(1)
+        return inputs, context
+
+    def _places(self, context: int) -> int:
+        """Returns the places of a cache. InputError for more than the model has positions, if they are given."""
+        longest = self._positions(self.config.get_text_config(decoder=True))
+        if longest is None or context <= longest:
+            return context
+        if self.sizes.context is None:
+            return longest
+        raise InputError(f"{self.text}: context is {context}; the model has {longest} positions")
 
     # -- inputs ----------------------------------------------------------------------------------------------------
 
@@ -175,8 +241,22 @@ class _Inputs:
     def _decoder_length(self) -> int:
         return self._length_of(self.config.get_text_config(decoder=True))
 
+    def _positions(self, config: Any) -> int | None:
+        return next((int(getattr(config, name)) for name in _LENGTHS if getattr(config, name, None)), None)
+
+    def _image_tokens(self) -> int:
+        """Returns the tokens that an image becomes, where it is a part of the text."""
+        if "pixel_values" not in self.takes or leaves_out_images(type(self.model)):
+            return 0
+        return next((int(getattr(self.config, name)) for name in _IMAGE_TOKENS if getattr(self.config, name, None)), 0)
+
     def _length_of(self, config: Any) -> int:
-        longest = next((int(getattr(config, name)) for name in _LENGTHS if getattr(config, name, None)), None)
+        longest, image_tokens = self._positions(config), self._image_tokens()
+        if image_tokens:
+            length = self.sizes.sequence or max(SEQUENCE, 2 * image_tokens)
+            if length < image_tokens:
+                raise InputError(f"{self.text}: sequence is {length}; an image alone has {image_tokens} tokens")
+            return length
         if self.sizes.sequence is None:
             return min(SEQUENCE, longest or SEQUENCE)
         if longest is not None and self.sizes.sequence > longest:

@@ -2,11 +2,16 @@
 
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
+
+from gdp.models.hugging_face.experts import routed_experts
+
+_NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"  # of `transformers.utils.import_utils.torch_compilable_check`
 
 
 def capturable(model: Any) -> Any:
@@ -32,7 +37,7 @@ def capturable(model: Any) -> Any:
     kind = type(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with Replaced(), quiet(), _one_sequence_each():
+        with Replaced(), quiet(), _one_sequence_each(), _unchecked(), routed_experts():
             return kind.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
@@ -48,6 +53,20 @@ def _one_sequence_each() -> Iterator[None]:
     """
     with _replaced("transformers.masking_utils", "find_packed_sequence_indices", lambda *args, **kwargs: None):
         yield
+
+
+@contextlib.contextmanager
+def _unchecked() -> Iterator[None]:
+    """Skips Transformers' checks of content, such as that a text has as many image tokens as its images need."""
+    before = os.environ.get(_NO_CHECKS)
+    os.environ[_NO_CHECKS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_CHECKS]
+        else:
+            os.environ[_NO_CHECKS] = before
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ _CALLS = names(
     custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call xla_call mlir_call run_state_call composite
     """
 )
+UNSHARDED = "shardings are left out: the graph is the unsharded program, with the arrays' whole sizes"
+
 _IDENTITIES = names(
     """
     stop_gradient name optimization_barrier sharding_constraint pvary pbroadcast device_put layout_constraint
@@ -33,6 +35,19 @@ def called_jaxpr(name: str, params: Mapping[str, Any]) -> Any:
 def opened(callee: Any) -> tuple[Any, Sequence[Any]]:
     """Returns (jaxpr, constants) of a jaxpr that is closed or not."""
     return (callee.jaxpr, callee.consts) if hasattr(callee, "consts") else (callee, ())
+
+
+def has_sharding(name: str, params: Mapping[str, Any]) -> bool:
+    """Returns whether an equation says which devices hold parts of its arrays: constraints, a jit with shardings."""
+    if name in ("sharding_constraint", "reshard"):
+        return True
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return any(is_sharded(sharding) for sharding in shardings)
+
+
+def is_sharded(sharding: Any) -> bool:
+    """Returns whether a JAX sharding, or None, splits an array over devices."""
+    return any(axis is not None for axis in getattr(sharding, "spec", None) or ())
 
 
 def is_identity(name: str) -> bool:

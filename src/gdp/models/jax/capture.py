@@ -15,6 +15,7 @@ from typing import Any
 from gdp.errors import InputError, first_line, suggest
 from gdp.graph import Graph
 from gdp.models.jax.assemble import JaxProgram, assemble
+from gdp.models.jax.calls import UNSHARDED, is_sharded
 from gdp.models.jax.recorder import JaxprRecorder
 from gdp.models.jax.stacked_arrays import stacked_arguments
 from gdp.models.jax.values import JaxValue
@@ -33,11 +34,15 @@ class JaxCapture:
     coverage: Coverage  # counts ops, not calls
     notes: tuple[str, ...]  # approximations, such as long loops, a sentence each
 
+    def __repr__(self) -> str:
+        """Returns the graph's `repr`."""
+        return f"JaxCapture({self.graph!r})"
+
 
 def capture_jax(
     function: Callable[..., Any],
     *args: Any,
-    name: str,
+    name: str | None = None,
     parameters: int | str | Sequence[int | str] | None = None,
     unroll_limit: int = UNROLL_LIMIT,
     **kwargs: Any,
@@ -60,6 +65,7 @@ def capture_jax(
 
     Raises InputError if JAX is missing, the function fails, takes decisions from arrays' content, or returns no arrays.
     """
+    name = getattr(function, "__name__", type(function).__name__) if name is None else name
     with _explained(name):
         import jax
     if not callable(function):
@@ -91,6 +97,8 @@ def capture_jax(
         raise InputError(f"{name}: the function returns no arrays; return what the step computes")
     function_name = getattr(function, "__name__", name)
     recorder = JaxprRecorder(function_name if function_name.isidentifier() else name, unroll_limit, _is_own)
+    if any(is_sharded(getattr(leaf, "sharding", None)) for leaf in leaves):
+        recorder.note(UNSHARDED)
     stacked = stacked_arguments(closed.jaxpr, unroll_limit)
     values: dict[int, JaxValue] = {}  # by leaf
     for (place, _), variable, is_stacked in zip(examples.items(), closed.jaxpr.invars, stacked, strict=True):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gdp.models.experts import share_hit
 from gdp.models.jax.calls import called_jaxpr, is_identity
 from gdp.models.jax.loops import known_number, trip_count
 from gdp.models.names import names
@@ -143,6 +144,9 @@ def _bytes_accessed(
     if name.startswith("scatter"):  # operand, indices, updates
         passes = 2 if name == "scatter" else 3
         return sum(bytes_read[1:2]) + passes * num_bytes(inputs[2])
+    if name.startswith("ragged_dot") and inputs[0].ndim == 2 and inputs[1].ndim == 3:  # weights of the groups hit
+        share = share_hit(int(inputs[1].shape[0]), int(inputs[0].shape[0]))
+        return sum(bytes_read) - math.floor(bytes_read[1] * (1 - share)) + written
     estimate = params.get("cost_estimate")
     if estimate is not None:
         return int(estimate.bytes_accessed)

@@ -16,7 +16,7 @@ from typing import Any
 
 from gdp.errors import InputError
 from gdp.models.jax import costs as costs
-from gdp.models.jax.calls import called_jaxpr, is_identity, opened
+from gdp.models.jax.calls import UNSHARDED, called_jaxpr, has_sharding, is_identity, opened
 from gdp.models.jax.loops import known_number
 from gdp.models.jax.stacked_arrays import index_jaxpr, part_aval, stack_jaxpr
 from gdp.models.jax.values import Constant, Equation, JaxOp, JaxValue, Scope
@@ -83,6 +83,10 @@ class JaxprRecorder:
         outputs = [variable.aval for variable in equation.outvars]
         if any(hasattr(value.aval, "inner_aval") for value in inputs) or any(hasattr(a, "inner_aval") for a in outputs):
             raise InputError(f"{name} works on an array that is changed in place (jax Ref); return new arrays instead")
+        if has_sharding(name, params):
+            self.note(UNSHARDED)
+        if name == "shard_map":
+            self.note("a shard_map (or pmap) is one op with the costs of all its shards")
         if is_identity(name) and len(inputs) == len(outputs):
             return inputs
         callee = called_jaxpr(name, params)
@@ -93,9 +97,9 @@ class JaxprRecorder:
         if name == "scan" and int(params["length"]) <= self.unroll_limit:
             return self._unrolled(params, inputs, outputs, scopes)
         if name == "scan":
-            self._note(f"a scan of {params['length']} iterations is one op; unroll_limit={params['length']} unrolls it")
+            self.note(f"a scan of {params['length']} iterations is one op; unroll_limit={params['length']} unrolls it")
         if name == "cond":
-            self._note("branches of a cond are one op with the costs of the most expensive one")
+            self.note("branches of a cond are one op with the costs of the most expensive one")
         return self._apply(equation.primitive, params, inputs, outputs, scopes)
 
     def _apply(
@@ -137,7 +141,7 @@ class JaxprRecorder:
         numbers = [self._number(value) if name == "while" else None for value in inputs]
         cost = costs.costs_of(name, params, avals, outputs, bytes_read, numbers)
         for loop in cost.open_loops:
-            self._note(f"{record.module}: the trip count of a {loop} loop is unknown; its body is counted once")
+            self.note(f"{record.module}: the trip count of a {loop} loop is unknown; its body is counted once")
         record.flops, record.bytes_accessed = cost.flops, cost.bytes_accessed
         record.how, record.unknown, record.open_loops = cost.how, cost.unknown, cost.open_loops
         values = [self._made_by(record, self._value(aval), append=False) for aval in outputs]
@@ -338,7 +342,8 @@ class JaxprRecorder:
             primitive, params, tuple(value.operand for value in inputs), tuple(value.number for value in outputs)
         )
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Adds a sentence to the notes, once."""
         self.notes[text] = None
 
     def _called(self, params: Mapping[str, Any], jaxpr: Any) -> list[Scope]:

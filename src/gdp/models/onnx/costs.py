@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdp.arrays import Content
+from gdp.models.experts import share_hit
 from gdp.models.names import names
 from gdp.models.onnx.file import DEFAULT_DOMAINS, TensorInfo
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN
@@ -92,7 +93,22 @@ def count_bytes(call: OnnxCall, distinct: list[TensorInfo]) -> int:
         tables = [value for value in inputs[2:5] if value is not None]
         rows = sum(min(value.num_bytes, call.out.num_bytes) for value in tables)
         return read - sum(value.num_bytes for value in tables) + rows + written
+    if name in ("MoE", "QMoE") and call.has(1):
+        return read - _unread_experts(call) + written
     return read + written
+
+
+def _unread_experts(call: OnnxCall) -> int:
+    """Returns the bytes of the weights of experts that no row is expected to be sent to (`gdp.models.experts`).
+
+    Weights, biases and scales have the experts as first dimension.
+    """
+    rows, experts = call.input(1).shape[:2]
+    per_row = int(call.attributes.get("k", 1))
+    weights = sum(
+        value.num_bytes for value in call.inputs[2:] if value is not None and value.shape and value.shape[0] == experts
+    )
+    return math.floor(weights * (1 - share_hit(experts, rows * per_row, per_row)))
 
 
 def dtype_of(call: OnnxCall) -> str:

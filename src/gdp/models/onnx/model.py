@@ -1,6 +1,7 @@
 """`read_onnx`: the graph of an ONNX file, one step of inference, from shapes alone."""
 
 import ast
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from gdp.models.names import UniqueNames
 from gdp.models.onnx.costs import OnnxCall
 from gdp.models.onnx.file import DEFAULT_DOMAINS, FLOAT, TensorInfo, read_model
 from gdp.models.onnx.nodes import GraphScope, ModelContext, OnnxOp
+from gdp.models.onnx.quantised import fuse_quantised
 from gdp.models.onnx.shapes import Dims, dims_of
 
 if TYPE_CHECKING:
@@ -42,13 +44,13 @@ def read_onnx(
 ) -> OnnxModel:
     """Returns the graph of one inference of the model in `path`; its weights are not read.
 
-    dims: sizes of symbolic dimensions, by name; all others are 1, as a note says. A dimension without a name is called
-        `input[axis]`.
+    dims: sizes of all symbolic dimensions of the inputs, by name. A dimension without a name is called `input[axis]`.
     name: of the graph; default: the file's name without `.onnx`.
     flops: by kind (`Conv`, `my.domain::Op`), functions from an `OnnxCall` to its FLOPs, before every formula here.
 
     InputError, one line, for a file that is damaged, too new for the installed `onnx`, or refers to data outside of its
-    directory, for a node that is not valid, and for names in `dims` that the model does not have.
+    directory, for a node that is not valid, for a symbolic dimension without a size, and for names in `dims` that the
+    model does not have.
     """
     path = Path(path)
     try:
@@ -65,10 +67,18 @@ def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Ca
     initialized = {tensor.name for tensor in model.graph.initializer}
     inputs = {item.name: _input(item, symbols, notes) for item in model.graph.input if item.name not in initialized}
     symbols.check_names()
-    if symbols.not_given:
-        notes.insert(0, f"dimensions taken as 1: {_listed(symbols.not_given)}; give others with --dim NAME=VALUE")
+    if missing := symbols.not_given:
+        options = " ".join(f"--dim {shlex.quote(f'{name}=')}N" for name in missing)
+        raise InputError(f"symbolic dimensions have no size: {', '.join(missing)}; add {options}")
     scope = GraphScope(context, model.graph)
     scope.run(inputs)
+    results = {scope.root(item.name) for item in model.graph.output}
+    scope.steps, num_products = fuse_quantised(scope.steps, results)
+    if num_products:
+        notes.append(
+            f"{num_products} products between QuantizeLinear and DequantizeLinear compute in int8, each with these as "
+            "one kernel, as ONNX Runtime, TensorRT and OpenVINO run them"
+        )
     if context.estimated:
         notes.append(
             f"shapes of the results of {_listed(context.estimated)} are not known from shapes alone; estimated"

@@ -40,6 +40,8 @@ class OnnxOp:
     bytes_accessed: int
     dtype: str
     resident_bytes: int = 0  # of initializers inside of its graphs
+    operands: tuple[str, ...] = ()  # the first inputs by place, "" where one is absent
+    read_dtype: str = ""  # of the first input
 
 
 @dataclass(eq=False)
@@ -253,8 +255,20 @@ class GraphScope:
             cost = ExecutionCost(flops, num_bytes, 0, dtype_of(whole))
         outputs = {name: value for name, value in zip(node.output, results.values, strict=True) if value is not None}
         inputs = list(dict.fromkeys(self.root(name) for name in distinct if not self.is_constant(name)))
+        first = call.inputs[0] if call.inputs else None
         self.steps.append(
-            OnnxOp(node, call.kind, inputs, outputs, cost.flops, cost.num_bytes, cost.dtype, cost.resident_bytes)
+            OnnxOp(
+                node,
+                call.kind,
+                inputs,
+                outputs,
+                cost.flops,
+                cost.num_bytes,
+                cost.dtype,
+                cost.resident_bytes,
+                tuple(self.root(name) if name else "" for name in node.input),
+                "" if first is None else first.dtype,
+            )
         )
 
 

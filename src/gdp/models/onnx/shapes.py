@@ -30,7 +30,7 @@ _MOST_BYTES = 2**62  # of one tensor
 
 @dataclass
 class Dims:
-    """Values of symbolic dimensions: the given ones, and 1 for all others."""
+    """Values of symbolic dimensions; those that are not given are 1 until `not_given` is asked for."""
 
     given: Mapping[str, int]
     names: dict[str, None] = field(default_factory=dict)  # the symbols of the inputs, in order

@@ -1,5 +1,6 @@
 """Builds a Graph and its Program from records: numbers, names, wholes and parts, groups, write-after-read tensors."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -7,7 +8,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.graph.write_after_read import write_after_read
 from gdp.models.names import UniqueNames
 from gdp.models.pytorch.program import Program, Ref, StepSource
-from gdp.models.pytorch.recorder import OpRecord, Recorder
+from gdp.models.pytorch.recorder import OpRecord, Recorder, ValueRecord
 from gdp.models.pytorch.strides import Layout, part_layout
 
 
@@ -77,6 +78,9 @@ def assemble(
         outputs=dict(outputs),
         loss=loss,
         gradients=dict(gradients),
+        state_keys={value: key for value, (key, _) in recorder.state_parts.items()},
+        state_copies={value: weight for value, (_, weight) in recorder.state_parts.items() if weight is not None},
+        refusal="; ".join(recorder.refusals),
     )
     return graph, program
 
@@ -139,7 +143,7 @@ class _Tensors:
                 Tensor(
                     producer=self.numbers[record.producer],
                     consumers=consumers,
-                    bytes=record.num_bytes if part is None else _part_bytes(part),
+                    bytes=record.num_bytes if part is None else _part_bytes(part, record),
                     resident=record.owner is not None and part is None,
                     keep=(value, part) in self.kept,
                     view_of=-1 if part is None else base,
@@ -157,15 +161,14 @@ class _Tensors:
             part = None if layout is None or layout.dtype != record.layout.dtype else part_layout(layout)
             if part is None:
                 return [None]
-            parts[part] = _part_bytes(part)
+            parts[part] = _part_bytes(part, record)
         return list(parts) if sum(parts.values()) < record.num_bytes else [None]
 
 
-def _part_bytes(part: Layout) -> int:
-    num_bytes = part.dtype.itemsize
-    for size in part.size:
-        num_bytes *= size
-    return num_bytes
+def _part_bytes(part: Layout, whole: ValueRecord) -> int:
+    """Returns the bytes of a part; of a weight that is stored in fewer bits, its share of them."""
+    num_bytes, in_full = (math.prod(layout.size) * layout.dtype.itemsize for layout in (part, whole.layout))
+    return num_bytes if in_full <= whole.num_bytes else -(-num_bytes * whole.num_bytes // in_full)
 
 
 def _groups(records: list[OpRecord]) -> list[int]:

@@ -1,15 +1,18 @@
 """Bytes that one call of an operator reads and writes, from the tensors involved.
 
 Each tensor read counts its distinct elements once, each tensor made or changed once more; a tensor changed in place is
-both read and written, unless it is overwritten. Lookups count the rows that they read or write, not the table.
+both read and written, unless it is overwritten. Lookups count the rows that they read or write, not the table. Grouped
+products read the weights of the experts that their rows are sent to (`gdp.models.experts`).
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tag, Tensor
 from torch._ops import OpOverload
 
+from gdp.models.experts import share_hit
 from gdp.models.names import names
 
 NO_BYTES = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
@@ -20,28 +23,7 @@ _ROW_WRITERS = names(
     """
 )
 _OVERWRITERS = frozenset({"copy_", "fill_", "zero_"})
-
-
-def bytes_accessed(
-    func: OpOverload, args: Sequence[Any], read: Sequence[Tensor], made: Sequence[Tensor], changed: Sequence[Tensor]
-) -> int:
-    """Returns the bytes of one call; `read` has each view once, including tensors that the call changes in place."""
-    name = func._schema.name.partition("::")[2]
-    if name in NO_BYTES:
-        return 0
-    bytes_read, bytes_made = sum(map(num_bytes, read)), sum(map(num_bytes, made))
-    bytes_changed = sum(map(num_bytes, changed))
-    if name in _ROW_READERS and read:
-        return bytes_read - num_bytes(read[0]) + 2 * bytes_made
-    if name in _ROW_WRITERS and read:
-        # (table, indices, values): values as large as rows written; without values, an index for each element
-        values = read[-1]
-        rows = num_bytes(values) if len(read) > 2 else values.numel() * changed[0].element_size()
-        is_adding = "add" in name or "reduce" in name or ("index_put" in name and tuple(args[3:4]) == (True,))
-        return bytes_read - bytes_changed + rows * (2 if is_adding else 1)
-    if changed and (name in _OVERWRITERS or Tag.nondeterministic_seeded in func.tags):
-        return bytes_read
-    return bytes_read + bytes_made + bytes_changed
+_GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"})
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -51,3 +33,46 @@ def num_bytes(tensor: Tensor) -> int:
         if stride == 0 and size > 1:
             count //= size
     return min(int(count) * tensor.element_size(), tensor.untyped_storage().nbytes()) if count else 0
+
+
+def is_grouped_product(func: OpOverload) -> bool:
+    """Returns whether `func` multiplies groups of rows with a matrix each."""
+    return func._schema.name.partition("::")[2] in _GROUPED
+
+
+def bytes_accessed(
+    func: OpOverload,
+    args: Sequence[Any],
+    read: Sequence[Tensor],
+    made: Sequence[Tensor],
+    changed: Sequence[Tensor],
+    *,
+    stored_bytes: Callable[[Tensor], int] = num_bytes,
+    per_token: int | None = None,
+) -> int:
+    """Returns the bytes of one call; `read` has each view once, including tensors that the call changes in place.
+
+    stored_bytes: the bytes of a tensor that is read; quantised weights have fewer than their elements say.
+    per_token: the number of experts that each token is sent to, if that is known.
+    """
+    name = func._schema.name.partition("::")[2]
+    if name in NO_BYTES:
+        return 0
+    bytes_read, bytes_made = sum(map(stored_bytes, read)), sum(map(num_bytes, made))
+    bytes_changed = sum(map(num_bytes, changed))
+    if name in _GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
+        weights = args[1]
+        share = share_hit(int(weights.shape[0]), int(args[0].shape[0]), per_token)
+        return bytes_read - math.floor(stored_bytes(weights) * (1 - share)) + bytes_made
+    if name in _ROW_READERS and read:
+        rows = -(-bytes_made * stored_bytes(read[0]) // max(1, num_bytes(read[0])))
+        return bytes_read - stored_bytes(read[0]) + rows + bytes_made
+    if name in _ROW_WRITERS and read:
+        # (table, indices, values): values as large as rows written; without values, an index for each element
+        values = read[-1]
+        rows = num_bytes(values) if len(read) > 2 else values.numel() * changed[0].element_size()
+        is_adding = "add" in name or "reduce" in name or ("index_put" in name and tuple(args[3:4]) == (True,))
+        return bytes_read - bytes_changed + rows * (2 if is_adding else 1)
+    if changed and (name in _OVERWRITERS or Tag.nondeterministic_seeded in func.tags):
+        return bytes_read
+    return bytes_read + bytes_made + bytes_changed

@@ -83,7 +83,11 @@ def _classify(func: OpOverload) -> tuple[str, Formula | None]:
         namespace, _, name = func._schema.name.partition("::")
         base = name[:-1] if name.endswith("_") else name
         entry = (UNKNOWN, None)
-        if namespace == "aten" and base in _FORMULAS:
+        if base in _FOREACH:  # of one tensor, see `Recorder`
+            entry = _FOREACH[base]
+        elif base.startswith("_foreach_"):
+            entry = (POINTWISE, None)
+        elif namespace == "aten" and base in _FORMULAS:
             entry = (FORMULA, _FORMULAS[base])
         elif func._schema.name in _LIBRARY_FORMULAS:
             entry = (FORMULA, _LIBRARY_FORMULAS[func._schema.name])
@@ -157,6 +161,11 @@ def _rnn_layer(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> 
     return int(2 * steps * (args[1].numel() + args[2].numel()))
 
 
+def _triangular_solve(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """a [.., n, n], b [.., n, m]: a product and a sum for each element of the triangle and column of b."""
+    return int(outputs[0].numel() * args[0].shape[-1])
+
+
 def _pairwise_distance(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     return 3 * outputs[0].numel() * int(args[0].shape[-1])
 
@@ -183,6 +192,11 @@ def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
 def _embedding_bag(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """table, indices: one addition per element looked up."""
     return int(args[1].numel() * args[0].shape[1])
+
+
+def _foreach_reduction(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """One tensor in a list: square and sum, or compare."""
+    return 2 * sum(int(tensor.numel()) for tensor in args[0])
 
 
 def _per_input(count: int, argument: int = 0) -> Formula:
@@ -244,6 +258,7 @@ def _constant_table() -> dict[str, Formula]:
         "native_dropout": out(3),  # draw, times mask, scale
         "glu addr": out(2),
         "glu_backward addcmul addcdiv": out(3),
+        "polar": out(4),  # cosine, sine, two products
         # four products, three sums
         "upsample_bilinear2d": out(7),
         "upsample_bilinear2d_backward": read(7),
@@ -285,6 +300,7 @@ _FORMULAS: dict[str, Formula] = {
     "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
     **dict.fromkeys(("scatter_add", "scatter_reduce", "index_add", "index_put", "_index_put_impl"), _scatter),
     "_cdist_forward": _pairwise_distance,
+    "linalg_solve_triangular": _triangular_solve,
     **dict.fromkeys(("sort", "argsort"), _sort),
     **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fourier),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
@@ -299,6 +315,13 @@ _LIBRARY_FORMULAS: dict[str, Formula] = {
     "transformers::grouped_mm_fallback_backward": _grouped_product_backward,
 }
 
+_FOREACH: dict[str, tuple[str, Formula | None]] = {
+    "_foreach_norm": (FORMULA, _foreach_reduction),
+    "_foreach_max": (FORMULA, _foreach_reduction),
+    "_foreach_copy": (MOVEMENT, None),
+    "_foreach_zero": (MOVEMENT, None),
+}
+
 _POINTWISE = names(
     """
     masked_fill hardtanh_backward elu_backward leaky_relu_backward hardswish_backward hardsigmoid_backward
@@ -307,7 +330,7 @@ _POINTWISE = names(
     normal random exponential geometric rand randn randint rand_like randn_like randperm arange linspace
     nll_loss_backward nll_loss2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
     adaptive_max_pool2d_backward celu selu gelu silu clamp_min clamp_max _conj_physical _foreach_add _foreach_mul
-    floor_divide
+    floor_divide polar
     """
 )
 
@@ -320,6 +343,6 @@ _MOVEMENT = names(
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d flip roll repeat repeat_interleave
     upsample_nearest1d upsample_nearest2d upsample_nearest3d pixel_shuffle pixel_unshuffle channel_shuffle im2col
     _reshape_copy split_with_sizes_copy view_copy expand_copy permute_copy tril_indices triu_indices set resize
-    nonzero_static index_fill masked_scatter contiguous
+    nonzero_static index_fill masked_scatter masked_scatter_backward contiguous
     """
 )

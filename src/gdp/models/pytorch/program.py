@@ -78,10 +78,13 @@ class Program:
     tensor_layouts: tuple[Layout | None, ...]  # [T] None: the whole value; else the part that a view covers
     layouts: Mapping[int, Layout]  # of each value, as it was made
     sources: Mapping[int, StepSource]  # by op
-    private: Mapping[int, tuple[int, ...]]  # by op: optimizer state, zero before the first step, kept between steps
+    private: Mapping[int, tuple[int, ...]]  # by op: optimizer state, kept between steps
     outputs: Mapping[str, Ref]  # the model's, by name
     loss: Ref | None
     gradients: Mapping[str, Ref]  # by parameter name, as the update reads them
+    state_keys: Mapping[int, str]  # of optimizer state, by value, as `torch.optim` calls it
+    state_copies: Mapping[int, Ref]  # by value: the parameter that it is a copy of; others are zero before a step
+    refusal: str = ""  # why the step cannot be executed
 
     def run(
         self,
@@ -110,6 +113,12 @@ class Program:
     @cached_property
     def _routines(self) -> dict[tuple[int, torch.device | None], Routine]:
         return {}
+
+    def set_learning_rate(self, op: int, learning_rate: float) -> None:
+        """Changes the learning rate of the update `op` on every device that it is prepared for."""
+        for (prepared, _), routine in self._routines.items():
+            if prepared == op:
+                routine.set_keyword("lr", learning_rate)
 
     @cached_property
     def num_draws(self) -> int:

@@ -13,9 +13,10 @@ write to a memory starts a new value. In-place operators fall in three cases:
 Writers of the first and third kind follow all readers of the old value, so that overwriting is safe.
 """
 
+import contextlib
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,17 +27,21 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gdp.errors import InputError
-from gdp.models.pytorch.bytes_accessed import bytes_accessed
+from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product, num_bytes
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
-from gdp.models.pytorch.optimizers import Optimizer
+from gdp.models.pytorch.optimizers import Rule, StatePart
 from gdp.models.pytorch.program import Call, Ref
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.strides import Layout
 from gdp.models.pytorch.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
+from gdp.models.stored_weights import StoredWeight
 
 aten = torch.ops.aten
+# types of grouped products that PyTorch computes and has no shapes for
+_UNKNOWN_TO_GROUPS = (torch.float32, torch.float16)
 _DEVICE_QUERY = torch.ops.prim.device.default
+_LISTS = "aten::_foreach_"  # of tensors, all treated alike
 
 
 @dataclass(eq=False, slots=True)
@@ -81,20 +86,34 @@ class _Memory:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators dispatched inside `with fake_mode, recorder:`; the caller sets `phase`."""
+    """Records the operators dispatched inside `with fake_mode, recorder:`.
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    The caller sets `phase`, or `finds_phases`: then an operator that autograd calls is backward, one that works on
+    gradients or an optimizer's state without recording gradients is update, and all others are forward.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, stored: Mapping[str, StoredWeight] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = fake_mode
+        self.stored = stored or {}  # by parameter name: weights that are stored in fewer bits
+        self._stored_memories: dict[int, StoredWeight] = {}
         self.phase = "forward"
         self.records: list[OpRecord] = []
         self.values: list[ValueRecord] = []
         self.covered: Counter[str] = Counter()
         self.uncovered: Counter[str] = Counter()
+        self.notes: dict[str, None] = {}  # approximations, a sentence each
         self.module_stack: list[str] = []
         self.last_module = ""
         self._memories: dict[int, _Memory] = {}
         self._names: dict[int, tuple[str, Tensor]] = {}  # by memory: plain attributes of modules, adopted when used
+        self.state_parts: dict[int, tuple[str, Ref | None]] = {}  # by value: key, the parameter that it starts as
+        self.refusals: dict[str, None] = {}  # reasons why the step cannot be executed
+        self.finds_phases = False  # else the caller sets `phase`
+        self.is_backward = False  # if it finds them: inside `backward`
+        self._homes: dict[int, str] = {}  # by memory: the module of a gradient, of optimizer state, or made of those
+        self._is_updating = False
+        self._update_states: dict[tuple[int, str], list[int]] = {}  # by parameter and optimizer: values
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a real tensor met on the way, its fake
         self._traits: dict[OpOverload, Traits] = {}
         self._modules_by_node: dict[int, str] = {}  # by autograd sequence number
@@ -117,6 +136,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = layout
             if tensor.numel() * itemsize != num_bytes or layout.offset:
                 whole = Layout((num_bytes // itemsize,), (1,), 0, tensor.dtype)
+            elif name in self.stored:
+                self._stored_memories[storage._cdata] = self.stored[name]
+                num_bytes = self.stored[name].num_bytes
             module = name.rpartition(".")[0] if kind != "input" else ""
             record = OpRecord(len(self.records), kind, module, "forward", name, source=kind, constant=constant)
             record.dtype = _dtype_name([tensor])
@@ -131,13 +153,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes that `tensor` is a plain attribute of a module: a buffer if an operator reads it."""
         self._names.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
 
-    def watch(self, module: nn.Module) -> list[Any]:
-        """Tracks the running module; returns the hooks' handles.
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Notes that the memory of a parameter's gradient belongs to the update of the parameter."""
+        assert parameter.grad is not None
+        home = self._parameter_modules.get(id(parameter), "")
+        self._homes[parameter.grad.untyped_storage()._cdata] = home
+
+    def add_state(self, tensor: Tensor, parameter: Tensor) -> None:
+        """Adds memory that an optimizer keeps beside a parameter; single numbers count no bytes."""
+        storage, owner = tensor.untyped_storage(), self.values[self.ref(parameter).value].owner
+        if storage._cdata in self._memories or owner is None:
+            return
+        num_bytes = storage.nbytes() if tensor.dim() else 0
+        self._new_value(storage, ValueRecord(owner, _layout(tensor), num_bytes, owner))
+        owner.resident_bytes += num_bytes
+        self._homes[storage._cdata] = self._parameter_modules.get(id(parameter), "")
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Makes all operators meanwhile update ones."""
+        self._is_updating = True
+        try:
+            yield
+        finally:
+            self._is_updating = False
+
+    def watch(self, module: nn.Module, prefix: str = "") -> list[Any]:
+        """Tracks the running module, its paths behind `prefix`; returns the hooks' handles.
 
         With hooks, nn.TransformerEncoderLayer and nn.MultiheadAttention do not use their fused kernels for inference.
         """
         handles: list[Any] = []
-        for path, part in module.named_modules():
+        for path, part in module.named_modules(prefix=prefix):
 
             def enter(_part: nn.Module, _args: Any, path: str = path) -> None:
                 self.module_stack.append(path)
@@ -161,6 +208,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func in LIFTS and type(args[0]) is not FakeTensor:
             return self._record_constant(func, args[0])
+        if func._schema.name.startswith(_LISTS) and any(len(item) > 1 for item in args if isinstance(item, list)):
+            return self._one_by_one(func, types, args, kwargs)
+        if self.finds_phases:
+            self.phase = self._current_phase(func, args)
         func = MATERIALISED.get(func, func)
         traits = self._traits.get(func)
         if traits is None:
@@ -168,7 +219,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args = self._all_fake(args)
         if kwargs:
             kwargs = dict(zip(kwargs, self._all_fake(tuple(kwargs.values())), strict=True))
-        module = self._locate()
+        module = self._locate(args)
         if traits.is_view:
             return func(*args, **kwargs)
 
@@ -176,7 +227,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         template = self._template(args, read)
         keyword_template = {key: self._template(value, read) for key, value in kwargs.items()} if kwargs else kwargs
         written = traits.written(args, kwargs)
-        result = func(*args, **kwargs)
+        if func is aten._grouped_mm.default and args[0].dtype in _UNKNOWN_TO_GROUPS:
+            halves = [item.to(torch.bfloat16) for item in args[:2]]
+            result = func(*halves, *args[2:], **kwargs).to(args[0].dtype)
+        else:
+            with _plain_types():
+                result = func(*args, **kwargs)
         if func is LSTM and torch.is_grad_enabled():  # without a kernel, the workspace has no size
             workspace = result[3].new_empty(workspace_bytes(args[0], hidden_size=args[10]))
             result = *result[:3], workspace
@@ -218,35 +274,67 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             distinct.setdefault((ref.value, ref.layout), tensor)
             record.reads.setdefault(ref.value, {})[ref.layout] = None
         record.dtype = _dtype_name((*made, *written, *distinct.values()))
-        record.bytes_accessed = bytes_accessed(func, args, list(distinct.values()), made, written)
+        if how == FORMULA:
+            record.dtype = self._stored_arithmetic(distinct.values()) or record.dtype
+        per_token = self._experts_per_token(record) if is_grouped_product(func) else None
+        record.bytes_accessed = bytes_accessed(
+            func,
+            args,
+            list(distinct.values()),
+            made,
+            written,
+            stored_bytes=self._stored_bytes if self._stored_memories else num_bytes,
+            per_token=per_token,
+        )
         record.outputs = [value for value in dict.fromkeys(returned) if value >= 0]
+        if self.phase == "update":
+            self._homes.update(dict.fromkeys(fresh, module))
         self._commit(record, written)
         return result
 
-    def record_update(self, name: str, parameter: Tensor, optimizer: Optimizer) -> Ref:
-        """Records the update of one parameter, in its memory, by its present gradient; returns that gradient."""
+    def record_update(self, name: str, parameter: Tensor, rule: Rule) -> Ref:
+        """Records the update of one parameter, in its memory, by its present gradient; returns that gradient.
+
+        The optimizer's state is made with the first update of the parameter by `rule` and kept for further ones.
+        """
         assert parameter.grad is not None
         weight, gradient = self.ref(parameter), self.ref(parameter.grad)
         owner = self.values[weight.value].owner
         assert owner is not None, "a parameter's memory is resident"
         module = self._parameter_modules.get(id(parameter), "")
-        record = OpRecord(len(self.records), optimizer.kind, module, "update", f"{name}.update")
+        record = OpRecord(len(self.records), rule.kind, module, "update", f"{name}.update")
         record.dtype = _dtype_name([parameter])
-        num_bytes = parameter.numel() * parameter.element_size()
-        layouts = [_layout(parameter)] * optimizer.num_moments
-        layouts += [Layout((), (), 0, torch.float32)] * bool(optimizer.num_moments)  # the number of steps taken
-        for layout in layouts:
-            self.values.append(ValueRecord(record, layout._replace(offset=0), num_bytes, owner))
-            record.private.append(len(self.values) - 1)
-        owner.resident_bytes += optimizer.num_moments * num_bytes
-        record.calls = optimizer.calls(weight, gradient, [Ref(value) for value in record.private])
-        record.flops = optimizer.flops_per_element * parameter.numel()
-        record.bytes_accessed = optimizer.passes * num_bytes
+        layout = _layout(parameter)
+        key = id(parameter), rule.name
+        if key not in self._update_states:
+            self._update_states[key] = self._new_state(rule.state(layout), weight, owner)
+        record.private = self._update_states[key]
+
+        def widened() -> int:
+            copy = layout._replace(offset=0, dtype=torch.float32)
+            self.values.append(ValueRecord(record, copy, 4 * parameter.numel(), None))
+            return len(self.values) - 1
+
+        record.calls = rule.calls(weight, gradient, [Ref(value) for value in record.private], widened)
+        record.flops = rule.flops(layout)
+        record.bytes_accessed = rule.bytes_accessed(layout, _layout(parameter.grad))
         record.reads = {weight.value: {None: None}}
         record.reads.setdefault(gradient.value, {})[gradient.layout] = None
         self._commit(record, [parameter])
         self.covered[FORMULA] += 1
+        if rule.refusal:
+            self.refusals[rule.refusal] = None
         return gradient
+
+    def _new_state(self, parts: Sequence[StatePart], weight: Ref, owner: OpRecord) -> list[int]:
+        """Adds the memory that an optimizer keeps beside a parameter; returns its values."""
+        values: list[int] = []
+        for part in parts:
+            values.append(len(self.values))
+            self.values.append(ValueRecord(owner, part.layout, part.num_bytes, owner))
+            self.state_parts[values[-1]] = part.key, weight if part.is_copy else None
+            owner.resident_bytes += part.num_bytes
+        return values
 
     def ref(self, tensor: Tensor) -> Ref:
         """Returns the value and layout of `tensor` at present."""
@@ -255,6 +343,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory = self._adopt(tensor)
         layout = _layout(tensor)
         return Ref(memory.value, None if layout == self.values[memory.value].layout else layout)
+
+    def _current_phase(self, func: OpOverload, args: tuple[Any, ...]) -> str:
+        if (self.is_backward or torch._C._current_autograd_node() is not None) and not self._is_updating:
+            return "backward"
+        is_late = not torch.is_grad_enabled() and self._home(args) is not None
+        is_average = func._schema.is_mutable and not torch.is_grad_enabled() and self._reads_updated(args)
+        return "update" if is_late or is_average or self._is_updating else "forward"
+
+    def _reads_updated(self, args: tuple[Any, ...]) -> bool:
+        """Returns whether an argument is a parameter that was updated in this step, as for an average of weights."""
+        tensors = [tensor for item in args for tensor in leaves(item) if tensor is not None]
+        memories = (self._memories.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        values = [self.values[memory.value] for memory in memories if memory is not None]
+        return any(value.owner is not None and value.producer.phase == "update" for value in values)
+
+    def _home(self, item: Any) -> str | None:
+        """Returns the module of the first gradient, or piece of optimizer state, among the arguments; None: no such."""
+        if isinstance(item, Tensor):
+            return self._homes.get(item.untyped_storage()._cdata)
+        if isinstance(item, (tuple, list)):
+            return next((home for part in item if (home := self._home(part)) is not None), None)
+        return None
+
+    def _one_by_one(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records an operator on lists as one op for each tensor: they may be on different devices."""
+        count = max(len(item) for item in args if isinstance(item, list))
+        results: list[Any] = []
+        for number in range(count):
+            one = tuple(item[number : number + 1] if isinstance(item, (list, tuple)) else item for item in args)
+            result = self.__torch_dispatch__(func, types, one, kwargs)
+            results += result if isinstance(result, (list, tuple)) else []
+        return results or None
 
     # -- parts of the above ----------------------------------------------------------------------------------------
 
@@ -327,6 +447,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 joined.reads.setdefault(value, {}).update(layouts)
         return joined
 
+    def _stored_bytes(self, tensor: Tensor) -> int:
+        """Returns the bytes that reading `tensor` takes: of a view of a quantised weight, its part of them."""
+        storage, count = tensor.untyped_storage(), num_bytes(tensor)
+        weight = self._stored_memories.get(storage._cdata)
+        return count if weight is None else -(-count * weight.num_bytes // max(1, storage.nbytes()))
+
+    def _stored_arithmetic(self, read: Iterable[Tensor]) -> str:
+        """Returns the type that a product with these operands is computed in because of quantised weights, or ""."""
+        weights = (self._stored_memories.get(tensor.untyped_storage()._cdata) for tensor in read)
+        return next((weight.arithmetic for weight in weights if weight is not None), "")
+
+    def _experts_per_token(self, record: OpRecord) -> int | None:
+        """Returns the number of experts that a token of a grouped product is sent to.
+
+        It is the `k` of the nearest `topk` that the groups' sizes are computed from; None if there is none.
+        """
+        waiting, seen = deque([record]), {record}
+        while waiting:
+            one = waiting.popleft()
+            for call in one.calls:
+                if call.func is aten.topk.default:
+                    return int(call.args[1])
+            for value in one.reads:
+                producer = self.values[value].producer
+                is_weight = self.values[value].owner is not None
+                if producer not in seen and producer is not _PENDING and not is_weight:
+                    seen.add(producer)
+                    waiting.append(producer)
+        return None
+
     def _new_value(self, storage: torch.UntypedStorage, value: ValueRecord) -> _Memory:
         self.values.append(value)
         memory = self._memories[storage._cdata] = _Memory(storage, len(self.values) - 1)
@@ -395,8 +545,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.records.append(record)
         return result
 
-    def _locate(self) -> str:
+    def _locate(self, args: tuple[Any, ...] = ()) -> str:
         """Returns the module of the operator being dispatched; a forward one passes it to its autograd node."""
+        if self.phase == "update" and (home := self._home(args)) is not None:
+            return home
         if self.module_stack or self.phase == "forward":
             module = self.last_module = self.module_stack[-1] if self.module_stack else ""
             node = torch._C._autograd._get_sequence_nr() - 1
@@ -420,6 +572,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module = self._modules_by_node.get(node, "")
         self.last_module = module
         return module
+
+
+def _plain_types() -> contextlib.AbstractContextManager[Any]:
+    """Returns a region without autocast, which has cast what the operator reads: its fake parts are no operators."""
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else contextlib.nullcontext()
 
 
 _PENDING = OpRecord(-1, "", "", "")

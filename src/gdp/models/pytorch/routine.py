@@ -33,6 +33,8 @@ class Routine:
         self._num_slots = 0
         self._inputs = [(tensor, self._add_input(tensor)) for tensor in program.inputs_of[op]]
         self._private = [(value, self._new_slot(value)) for value in program.private.get(op, ())]
+        copies = {value: ref for value, ref in program.state_copies.items() if ref.value in self._values}
+        self._copied = {value: self._reader(copies[value]) for value, _ in self._private if value in copies}
         self._calls = [_BoundCall(call, self) for call in program.calls[op]]
         self._outputs = [(tensor, self._reader(program.ref_of(tensor))) for tensor in program.outputs_of[op]]
 
@@ -44,6 +46,8 @@ class Routine:
         for value, slot in self._private:
             if value not in private:
                 private[value] = torch.zeros_like(empty(self.program.layouts[value], self.device))
+                if value in self._copied:
+                    private[value].copy_(self._copied[value](slots))
             slots[slot] = private[value]
         is_grad_enabled = torch.is_grad_enabled()
         try:
@@ -52,6 +56,11 @@ class Routine:
         finally:
             torch.set_grad_enabled(is_grad_enabled)
         return {tensor: read(slots) for tensor, read in self._outputs}
+
+    def set_keyword(self, key: str, value: Any) -> None:
+        """Changes an argument, such as the learning rate, of the calls that have it."""
+        for call in self._calls:
+            call.set_keyword(key, value)
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -132,6 +141,11 @@ class _BoundCall:
         self._read_args = [(at, read) for at, read in args if read is not None]
         self._read_kwargs = [(key, read) for key, read in kwargs if read is not None]
         self._made = routine.made_by(call)
+
+    def set_keyword(self, key: str, value: Any) -> None:
+        """Changes a constant argument, if the call has one of that name."""
+        if key in self._kwargs:
+            self._kwargs = {**self._kwargs, key: value}
 
     def run(self, slots: Slots, seed: int) -> None:
         args, kwargs, call = self._args.copy(), self._kwargs, self._call

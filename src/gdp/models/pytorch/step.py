@@ -4,9 +4,10 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +20,26 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from gdp.errors import InputError, first_line
+from gdp.errors import InputError, first_line, user_line
 from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
-from gdp.models.pytorch.optimizers import OPTIMIZERS
+from gdp.models.pytorch.cards import as_if_on_a_card
+from gdp.models.pytorch.checkpointing import NO_GRADIENT
+from gdp.models.pytorch.fake_copies import fake_memories
+from gdp.models.pytorch.notes import notes_of
+from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, Rule, named_rule, rules_of
+from gdp.models.pytorch.own_step import Step, has_own_step, record_module_step, record_own_step
 from gdp.models.pytorch.program import Program, Ref, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
+from gdp.models.pytorch.step_calls import building
+from gdp.models.stored_weights import stored_weights
 
 Loss = Callable[[Any], Tensor]
-OptimizerName = Literal["adam", "sgd"]
+OptimizerChoice = str | torch.optim.Optimizer
+"""A name of `--optimizer`, or an Adam, AdamW, SGD or Adafactor of `torch.optim` over the model's parameters."""
+
+RuleChoice = Callable[[str, Tensor], Rule | None]
+"""From a parameter's path, and itself, to the rule of its update; None: it is not updated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +47,9 @@ class StepOptions:
     """The options of `capture`."""
 
     training: bool = True
-    optimizer: OptimizerName = "adam"
+    optimizer: OptimizerChoice = "adam"
     loss: Loss | None = None
+    master_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,16 +74,23 @@ class Capture:
     graph: Graph
     program: Program
     coverage: Coverage
+    notes: tuple[str, ...] = ()  # what is left out, estimated or taken for granted, a sentence each
+
+    def __repr__(self) -> str:
+        """Returns the graph's `repr`, and the number of ops of unknown cost if there are any."""
+        unknown = f"; {self.coverage.num_unknown:,} calls of unknown cost" if self.coverage.num_unknown else ""
+        return f"Capture({self.graph!r}{unknown})"
 
 
 def capture(
-    model: nn.Module,
+    model: nn.Module | Step,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    name: str,
+    name: str | None = None,
     training: bool = True,
-    optimizer: OptimizerName = "adam",
+    optimizer: OptimizerChoice = "adam",
+    master_weights: bool = False,
     loss: Loss | None = None,
 ) -> Capture:
     """Records one step of `model(*args, **kwargs)`: forward, backward and update, or with `training=False` inference.
@@ -81,29 +101,44 @@ def capture(
 
     The loss is `loss(output)` if given; else the output's attribute or key `loss`; else the one float scalar among the
     outputs; else the sum of the means of the float outputs. In training the graph keeps the loss alone, in inference
-    the outputs. `optimizer` updates one parameter per op, with PyTorch's fused kernels and defaults.
+    the outputs. `optimizer`, a name of `gdp.models.pytorch.optimizers.OPTIMIZERS` or an optimizer over the model's
+    parameters, updates one parameter per op; `master_weights` keeps float32 copies of bfloat16 and float16 parameters.
+    `name` is by default that of the module's class.
 
     Gradients are ordinary tensors, from the op that makes them to the update, as with `zero_grad(set_to_none=True)`;
     `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
     number, is left out), those of a buffer its own.
 
+    `model` may be a step of the user's: a function of the arguments that runs forward, backward and its own optimizers,
+    or a module with `training_step(batch)` and `configure_optimizers()`. It is called twice and recorded the second
+    time; `optimizer`, `master_weights` and `loss` are its own. Its graph is placed, not executed.
+
     Raises InputError if the model fails or takes decisions from tensors' content, or if nothing in it can be trained.
     """
+    if not callable(model):
+        raise InputError(f"model is a {type(model).__name__}; a PyTorch module or a training step is expected")
+    if name is None:
+        name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "step")
     if isinstance(args, (Tensor, Mapping)):
         raise InputError(f"{name}: args is a {type(args).__name__}; a tuple of the model's arguments is expected")
     with _isolated():
         mode = FakeTensorMode()
+        options = StepOptions(training, optimizer, loss, master_weights)
+        if not isinstance(model, nn.Module) or is_own_step(model, options):
+            return _record_own(model, args, kwargs or {}, mode, name, options)
+        choice = rule_choice(options, model, name)
         with _explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
-        return _record(*step, mode, name, StepOptions(training, optimizer, loss))
+        return _noted(_record(*step, mode, name, options, choice), model)
 
 
 def capture_fn(
     build: Callable[[], tuple[Any, ...]],
     *,
-    name: str,
+    name: str | None = None,
     training: bool = True,
-    optimizer: OptimizerName = "adam",
+    optimizer: str = "adam",
+    master_weights: bool = False,
     loss: Loss | None = None,
 ) -> Capture:
     """Records one step of the model that `build()` returns: (module, args) or (module, args, kwargs); see `capture`.
@@ -111,7 +146,10 @@ def capture_fn(
     `build` runs under `FakeTensorMode`: it allocates nothing, not even initial parameters, and cannot read tensors'
     content.
     """
-    captured = capture_or_answer(build, name, StepOptions(training, optimizer, loss))
+    if not callable(build):
+        raise InputError(f"build is a {type(build).__name__}; a function that returns (module, args) is expected")
+    name = getattr(build, "__name__", type(build).__name__) if name is None else name
+    captured = capture_or_answer(build, name, StepOptions(training, optimizer, loss, master_weights))
     if not isinstance(captured, Capture):
         kind = type(captured).__name__
         raise InputError(f"{name}: build() returned {kind}; (module, args) or (module, args, kwargs) is expected")
@@ -121,16 +159,25 @@ def capture_fn(
 def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions) -> Capture | Any:
     """Returns what `capture_fn` does, or the answer of `build` itself if it is no PyTorch model with its inputs."""
     with _isolated():
-        mode = _BuildMode()
-        with _explained(name), _copies_allowed(), mode:
+        mode, optimizers = _BuildMode(), list[torch.optim.Optimizer]()
+        with _explained(name), _copies_allowed(), building(optimizers), mode:
             answer = build()
-        if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
+        if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not callable(answer[0]):
             return answer
         model, args, kwargs = answer if len(answer) == 3 else (*answer, {})
+        if is_own_step(model, options):
+            return _record_own(model, args, kwargs, mode, name, options, optimizers)
+        built = model
         if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
             with _explained(name):
                 model, args, kwargs = _fake_copies(model, args, kwargs, mode)
-        return _record(model, args, kwargs, mode, name, options)
+        recorded = _record(model, args, kwargs, mode, name, options, rule_choice(options, model, name))
+        return _noted(recorded, built)
+
+
+def _noted(captured: Capture, model: nn.Module) -> Capture:
+    """Adds notes on the `model` as the user gave it."""
+    return replace(captured, notes=(*captured.notes, *notes_of(model, set(captured.graph.kinds))))
 
 
 class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -158,10 +205,12 @@ def _record(
     mode: FakeTensorMode,
     name: str,
     options: StepOptions,
+    choice: RuleChoice,
 ) -> Capture:
-    if options.optimizer not in OPTIMIZERS:
-        raise InputError(f"{name}: optimizer is {options.optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
-    recorder = Recorder(mode)
+    stored = stored_weights(model)
+    if stored and options.training:
+        raise InputError(f"{name}: has quantised weights, which are for inference; give --inference (training=False)")
+    recorder = Recorder(mode, stored)
     parameters = dict(model.named_parameters())
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, parameter in model.named_parameters(remove_duplicate=False):
@@ -181,13 +230,14 @@ def _record(
         with mode, recorder, torch.set_grad_enabled(options.training), _explained(name, recorder):
             output = model(*args, **kwargs)
             if options.training:
-                value = pick_loss(output, options.loss, name)
+                value = _loss_of(output, options.loss, name, recorder)
                 recorder.phase = "backward"
                 value.backward()  # type: ignore[no-untyped-call]
                 recorder.phase = "update"
                 for path, parameter in parameters.items():
-                    if parameter.requires_grad and parameter.grad is not None:
-                        gradients[path] = recorder.record_update(path, parameter, OPTIMIZERS[options.optimizer])
+                    rule = choice(path, parameter)
+                    if parameter.requires_grad and parameter.grad is not None and rule is not None:
+                        gradients[path] = recorder.record_update(path, parameter, rule)
                 loss_ref = recorder.ref(value)
             outputs = {path: recorder.ref(tensor) for path, tensor in named_tensors(output, "")}
     finally:
@@ -199,12 +249,82 @@ def _record(
         raise InputError(
             f"{name}: no parameter gets a gradient from the loss; let one require it or capture with training=False"
         )
+    if options.master_weights and options.training and not any(parameters[path].dtype in HALF for path in gradients):
+        raise InputError(
+            f"{name}: master weights are float32 copies of bfloat16 and float16 parameters, and none of these is "
+            "trained here; leave them out, or give the model in bfloat16"
+        )
     graph, program = assemble(recorder, name, outputs, loss_ref, gradients)
+    if not options.training:
+        recorder.notes.pop(NO_GRADIENT, None)
+    return Capture(graph, program, _coverage(recorder), tuple(recorder.notes))
+
+
+def _coverage(recorder: Recorder) -> Coverage:
     covered = recorder.covered
-    coverage = Coverage(
+    return Coverage(
         MappingProxyType(dict(recorder.uncovered)), covered["formula"], covered["pointwise"], covered["movement"]
     )
-    return Capture(graph, program, coverage)
+
+
+def _loss_of(output: Any, loss: Loss | None, name: str, recorder: Recorder) -> Tensor:
+    """Returns what `pick_loss` does; the error names the cause where a checkpoint has cut off the gradients."""
+    try:
+        return pick_loss(output, loss, name)
+    except InputError:
+        if NO_GRADIENT in recorder.notes:
+            raise InputError(f"{name}: {NO_GRADIENT}") from None
+        raise
+
+
+def is_own_step(model: Any, options: StepOptions) -> bool:
+    """Returns whether `model` is a training step of the user's, instead of a module that gdp trains."""
+    return (options.training and has_own_step(model)) or (callable(model) and not isinstance(model, nn.Module))
+
+
+def _record_own(
+    model: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: FakeTensorMode,
+    name: str,
+    options: StepOptions,
+    built: Sequence[torch.optim.Optimizer] = (),
+) -> Capture:
+    """Captures a user's own step."""
+    if not options.training:
+        raise InputError(f"{name}: is a training step of your own; give its module for inference")
+    if options.optimizer != "adam" or options.master_weights or options.loss is not None:
+        raise InputError(f"{name}: is a training step of your own, which has its optimizers in it; leave others out")
+    explained = partial(_explained, name)
+    try:
+        if isinstance(model, nn.Module):
+            model = getattr(model, "_orig_mod", model)
+            recorder, outputs, calls = record_module_step(model, args, kwargs, mode, explained)
+        else:
+            recorder, outputs, calls = record_own_step(model, args, kwargs, mode, built, explained)
+    except InputError as error:
+        raise error if str(error).startswith(name) else InputError(f"{name}: {error}") from error
+    graph, program = assemble(recorder, name, outputs, None, {})
+    return Capture(graph, program, _coverage(recorder), (*recorder.notes, *calls.notes))
+
+
+def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice:
+    """Returns the rule of each parameter of `model`; InputError for an optimizer that is not known."""
+    optimizer = options.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if options.master_weights:
+            raise InputError(
+                f"{name}: master weights need the name of an optimizer; give one of {', '.join(OPTIMIZERS)}"
+            )
+        try:
+            rules = rules_of(optimizer, {id(parameter): path for path, parameter in model.named_parameters()})
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+        return lambda path, _parameter: rules.get(path)
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        raise InputError(f"{name}: optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
+    return named_rule(optimizer, master_weights=options.master_weights)
 
 
 def pick_loss(output: Any, loss: Loss | None, name: str) -> Tensor:
@@ -242,13 +362,7 @@ def _fake_copies(
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     state = [tensor for _, tensor in named_state(model)]
     inputs = [tensor for _, tensor in named_inputs(args, kwargs)]
-    memo: dict[int, Any] = {}
-    for tensors in (state, inputs):
-        by_memory: dict[Any, dict[int, Tensor]] = {}
-        for tensor in tensors:
-            by_memory.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), {})[id(tensor)] = tensor
-        for sharing in by_memory.values():
-            memo |= dict(zip(sharing, _fake_memory(list(sharing.values()), mode), strict=True))
+    memo = fake_memories(state, mode) | fake_memories(inputs, mode)
     return (
         copy.deepcopy(model, dict(memo)),
         copy.deepcopy(tuple(args), dict(memo)),
@@ -256,32 +370,18 @@ def _fake_copies(
     )
 
 
-def _fake_memory(tensors: list[Tensor], mode: FakeTensorMode) -> list[Tensor]:
-    """Returns fake tensors that overlap as these do, in memory of just the extent that they cover."""
-    start = min(tensor.storage_offset() for tensor in tensors)
-    extents = [
-        tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        for tensor in tensors
-        if tensor.numel()
-    ]
-    with mode, torch.no_grad():
-        memory = torch.empty(max(extents, default=start) - start, dtype=tensors[0].dtype)
-        fakes: list[Tensor] = []
-        for tensor in tensors:
-            fake = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start).detach()
-            if isinstance(tensor, nn.Parameter):
-                fakes.append(nn.Parameter(fake, tensor.requires_grad))
-            else:
-                fakes.append(fake.requires_grad_(tensor.requires_grad))
-    return fakes
-
-
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
     """Restores global state after a capture; a default device or inference mode does not reach it."""
     dtype = torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("cpu"),
+            as_if_on_a_card(),
+        ):
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -296,8 +396,8 @@ def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
-            f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have; "
-            "take that decision outside the model or from shapes"
+            f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have"
+            f"{user_line(error)}; {_decision_remedy(recorder)}"
         ) from error
     except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
         raise InputError(
@@ -306,7 +406,8 @@ def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise InputError(
-            f"{name}: {_place(recorder)}the model failed ({type(error).__name__}: {first_line(error)}); {_remedy(name)}"
+            f"{name}: {_place(recorder)}the model failed "
+            f"({type(error).__name__}: {first_line(error)}{user_line(error)}); {_remedy(name)}"
         ) from error
 
 
@@ -314,6 +415,12 @@ def _remedy(name: str) -> str:
     if name.startswith("hf:"):  # its inputs are not the user's
         return "correct config.json, try ?batch=1, or give the model with inputs of yours as package.module:function"
     return "check its arguments, and that it uses tensors' shapes only, not their content"
+
+
+def _decision_remedy(recorder: Recorder | None) -> str:
+    if recorder is not None and recorder.last_module.endswith("experts"):  # a loop over the experts that were hit
+        return "multiply groups of rows instead (Transformers: experts_implementation='grouped_mm')"
+    return "take that decision outside the model or from shapes"
 
 
 def _place(recorder: Recorder | None) -> str:

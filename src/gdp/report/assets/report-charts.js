@@ -1,4 +1,5 @@
 // Cards, placers, progress of the search, what-ifs and measured times: whatever of them is known.
+const NOT_FITTING = "repeating-linear-gradient(45deg, var(--bad) 0 2px, var(--line) 2px 6px)";
 const NOT_OK = { infeasible: "does not fit", failed: "no placement", skipped: "no time" };
 
 function cards() {
@@ -11,13 +12,11 @@ function cards() {
   const items = [
     [time(summary.step_ns), "step time"], ...against(timeOf("single"), "speed-up over the best single device"),
     ...(lacks ? [["—", "no single device can hold it"]] : []),
-    ...against(timeOf("expert"), "speed-up over the expert"), ...(best ? against(best.ns, `speed-up over the best baseline (${middle(best.name, 30)})`) : []),
-    [gap, `above the lower bound of ${time(summary.bound_ns)}, at most`],
+    ...against(timeOf("expert"), "speed-up over the paper's expert"), ...(best ? against(best.ns, `speed-up over the best baseline (${middle(best.name, 30)})`) : []),
+    [gap, summary.bound_ns ? `at most, above the lower bound of ${time(summary.bound_ns)} for this graph on these devices` : "lower bound 0: the distance to the optimum"],
   ];
   $("cards").replaceChildren(...items.map(([value, text]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, text))));
 }
-
-const placersHeight = timed => Math.max(70 + 26 * timed, 260);
 
 function placers() {
   const rows = summary.placers;
@@ -25,23 +24,14 @@ function placers() {
     $("placers-part").hidden = true;
     return;
   }
-  const timed = rows.filter(row => row.ns).sort((a, b) => b.ns - a.ns);
-  chart("placers", placersHeight(timed.length), () => ({
-    grid: { left: 92, right: 150, top: 26, bottom: 28 },
-    xAxis: { type: "value", min: 0, max: timed[0].ns, splitNumber: 3, ...axisLook(), axisLabel: { ...axisText(), hideOverlap: true, showMaxLabel: false, formatter: value => tick(value, timed[0].ns) } },
-    yAxis: { type: "category", data: timed.map(row => row.name), ...axisLook(), axisTick: { show: false },
-      axisLabel: { ...axisText(), color: css("--text"), width: 84, overflow: "truncate" } },
-    series: [{ type: "bar", barMaxWidth: 16, silent: true,
-      label: { show: true, position: "right", color: css("--text"),
-        formatter: item => [time(timed[item.dataIndex].ns), NOT_OK[timed[item.dataIndex].status]].filter(Boolean).join(", ") },
-      data: timed.map(row => ({ value: row.ns, itemStyle: row.status === "ok" ? { color: row.plan ? css("--plan") : css("--bar") }
-        : { color: css("--line"), decal: { symbol: "rect", dashArrayX: [1, 0], dashArrayY: [2, 4], rotation: -Math.PI / 4, color: css("--bad") } } })),
-      markLine: boundLine("xAxis", "end") }],
-  }));
+  const longest = Math.max(...rows.map(row => row.ns ?? 0), 1);
   const shown = [...rows].sort((a, b) => (a.status !== "ok") - (b.status !== "ok") || (a.ns ?? Infinity) - (b.ns ?? Infinity));
-  $("placers-table").replaceChildren(table([{ text: "placer" }, { text: "status" }, { text: "step time", number: true }, { text: "of the plan's", number: true }, { text: "seconds", number: true }],
-    shown.map(row => ({ chosen: row.plan, cells: [middle(row.name, 40), NOT_OK[row.status] ?? row.status, row.ns ? time(row.ns) : "–",
+  const colour = row => row.status !== "ok" ? NOT_FITTING : row.plan ? "var(--plan)" : "var(--bar)";
+  $("placers-table").replaceChildren(table([{ text: "placer" }, { text: "step time", number: true }, { text: "" }, { text: "of the plan's", number: true }, { text: "seconds", number: true }],
+    shown.map(row => ({ chosen: row.plan, cells: [middle(row.name, 40), row.ns ? time(row.ns) : "–",
+      element("div", { class: "outcome" }, row.ns ? bar(row.ns / longest, colour(row), summary.bound_ns / longest) : "", NOT_OK[row.status] ?? (row.status === "ok" ? "" : row.status)),
       row.ns ? (row.ns / Math.max(summary.step_ns, 1)).toFixed(3) : "–", row.seconds === null ? "–" : row.seconds.toFixed(2)] }))));
+  if (summary.bound_ns) $("placers-table").append(element("p", { class: "quiet" }, `The line in each bar is the lower bound, ${time(summary.bound_ns)}.`));
 }
 
 function progress() {
@@ -54,7 +44,7 @@ function progress() {
   const line = [...points.map(([seconds, ns]) => [seconds, ns]), [last, points[points.length - 1][1]]];
   const highest = Math.max(...line.map(point => point[1])), lowest = Math.min(summary.bound_ns || Infinity, ...line.map(point => point[1]));
   const pad = (highest - lowest || highest) * 0.08;
-  chart("progress", placersHeight(summary.placers.filter(row => row.ns).length), () => ({
+  chart("progress", Math.max(70 + 28 * summary.placers.length, 220), () => ({
     grid: { left: 76, right: 24, top: 26, bottom: 40 },
     xAxis: { type: "value", min: 0, max: last || 1, ...axisLook(), axisLabel: { ...axisText(), hideOverlap: true, showMaxLabel: false, formatter: value => `${digits(value, 2)} s` } },
     yAxis: { type: "value", min: Math.max(lowest - pad, 0), max: highest + pad, splitNumber: 4, ...axisLook(),
@@ -66,15 +56,22 @@ function progress() {
 }
 
 function advice() {
-  if (!summary.advice || !(summary.advice.what_ifs.length || summary.advice.sentences.length)) {
-    $("advice-part").hidden = true;
+  const place = $("advice");
+  if (!summary.advice) {
+    place.append(element("p", { class: "quiet" }, summary.reasons.length ? "Other machines are tried for plans that fit."
+      : "Not asked. gdp place tries other machines after its search (a device less, a device more, faster links, more memory) and shows them here, " +
+        "unless --no-advice is given; a plan file alone does not hold them."));
     return;
   }
-  $("advice").append(...summary.advice.sentences.map(sentence => element("p", {}, sentence)));
-  if (!summary.advice.what_ifs.length) return;
-  const rows = summary.advice.what_ifs.map(item => ({ cells: [item.change, middle(item.detail, 120), item.step_time_ns === null ? "does not fit" : time(item.step_time_ns),
+  const { what_ifs: whatIfs, sentences } = summary.advice;
+  const longest = Math.max(summary.step_ns, ...whatIfs.map(item => item.step_time_ns ?? 0), 1);
+  const rows = whatIfs.map(item => ({ cells: [element("div", {}, item.change, element("div", { class: "quiet" }, middle(item.detail, 120))),
+    item.step_time_ns === null ? "does not fit" : time(item.step_time_ns),
+    item.step_time_ns === null ? "" : bar(item.step_time_ns / longest, "var(--bar)", summary.step_ns / longest),
     item.step_time_ns === null ? "–" : (item.step_time_ns / Math.max(summary.step_ns, 1)).toFixed(3)] }));
-  $("advice").prepend(table([{ text: "change" }, { text: "" }, { text: "step time", number: true }, { text: "of the plan's", number: true }], rows));
+  if (rows.length) place.append(table([{ text: "change" }, { text: "step time", number: true }, { text: "" }, { text: "of the plan's", number: true }], rows));
+  place.append(...sentences.map(sentence => element("p", {}, sentence)));
+  if (!rows.length && !sentences.length) place.append(element("p", { class: "quiet" }, "No change of the machine was tried."));
 }
 
 function measured() {

@@ -20,8 +20,38 @@ function table(headings, rows) {
   const head = element("tr", {}, ...headings.map(heading => element("th", kind(heading), heading.text)));
   const body = rows.map(row => element("tr", row.chosen ? { class: "chosen" } : {},
     ...row.cells.map((cell, index) => element("td", kind(headings[index]), cell))));
-  return element("div", { class: "scroll" },
+  const scroll = element("div", { class: "scroll" },
     element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
+  const holder = element("div", { class: "holder" }, scroll);
+  scroll.addEventListener("scroll", () => showCut(holder), { passive: true });
+  widths.observe(scroll);
+  return holder;
+}
+
+// a shadow at each edge behind which a table goes on; one that is cut can be scrolled by keys
+function showCut(holder) {
+  const scroll = holder.firstChild, hidden = scroll.scrollWidth - scroll.clientWidth;
+  holder.classList.toggle("cut-right", hidden - scroll.scrollLeft > 2);
+  holder.classList.toggle("cut-left", hidden > 2 && scroll.scrollLeft > 2);
+  if (hidden > 2) scroll.setAttribute("tabindex", "0");
+  else scroll.removeAttribute("tabindex");
+}
+const widths = new ResizeObserver(entries => {
+  for (const entry of entries) showCut(entry.target.parentElement);
+});
+
+// a bar in a cell, `share` of the cell long
+function bar(share, colour, mark = null) {
+  const made = element("div", { class: "bar" }), part = element("i");
+  part.style.width = `${100 * Math.min(Math.max(share, 0), 1)}%`;
+  part.style.background = colour;
+  made.append(part);
+  if (mark !== null) {
+    const line = element("b");
+    line.style.left = `${100 * mark}%`;
+    made.append(line);
+  }
+  return made;
 }
 
 const middle = (text, length) =>
@@ -70,8 +100,8 @@ async function unpack(text) {
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
   const first = Math.ceil((8 + length) / 8) * 8;
   const kinds = { f8: Float64Array, i4: Int32Array, u1: Uint8Array };
-  const data = { names: header.names, kinds: header.kinds, modules: header.modules, phases: header.phases, lanes: header.lanes };
-  for (const [name, [kind, offset, size]] of Object.entries(header.columns)) {
+  const { columns, ...data } = header;
+  for (const [name, [kind, offset, size]] of Object.entries(columns)) {
     data[name] = new kinds[kind](buffer, first + offset, size);
   }
   return data;

@@ -1,5 +1,5 @@
 // The graph of modules: nodes coloured by device, from left to right as they run; a click opens a module.
-const MOST_NODES = 60, AT_FIRST = [8, 16], MOST_BUTTONS = 20, HEIGHT = 460;
+const MOST_NODES = 60, AT_FIRST = [8, 16], LAYERS_AT_FIRST = [26, 50], MOST_BUTTONS = 20;
 
 class GraphView {
   constructor(data, tree) {
@@ -15,8 +15,14 @@ class GraphView {
     this.closeAll();
     this.spread();
     this.build();
-    this.chart = chart("graph", HEIGHT, width => this.option(width));
+    this.chart = chart("graph", this.height, width => this.option(width));
     this.chart.on("click", event => event.dataType === "node" && this.toggle(this.nodes[event.dataIndex].node));
+  }
+
+  // as high as its bands of devices, few nodes less
+  get height() {
+    const devices = new Set(this.nodes.map(node => node.device)).size;
+    return Math.min(110 + Math.max(40 * devices, this.nodes.length > 6 ? 110 : 50), 460);
   }
 
   // what holds all else is always open
@@ -28,12 +34,15 @@ class GraphView {
     this.last = node;
   }
 
-  // opens the longest modules as long as few are seen
+  // opens what holds layers, then the longest modules, as long as few are seen
   spread() {
-    const most = AT_FIRST[Number(!isNarrow(innerWidth))];
+    const isWide = Number(!isNarrow(innerWidth)), holding = new Set();
+    for (const layer of this.data.layers) for (let end = layer.lastIndexOf("."); end > 0; end = layer.lastIndexOf(".", end - 1)) holding.add(layer.slice(0, end));
+    const most = node => (holding.has(node.path) ? LAYERS_AT_FIRST : AT_FIRST)[isWide];
     let seen = [...this.last.children.values()];
     for (;;) {
-      const next = seen.filter(node => node.children.size && seen.length + node.children.size - 1 <= most).sort((a, b) => b.ns - a.ns)[0];
+      const next = seen.filter(node => node.children.size && seen.length + node.children.size - 1 <= most(node))
+        .sort((a, b) => holding.has(b.path) - holding.has(a.path) || b.ns - a.ns)[0];
       if (!next) return;
       this.open.add(next);
       seen = [...seen.filter(node => node !== next), ...next.children.values()];
@@ -44,7 +53,9 @@ class GraphView {
     const focused = document.activeElement, hadFocus = $("graph-buttons").contains(focused), key = focused.dataset.path;
     action();
     this.build();
+    $("graph").style.height = `${this.height}px`;
     draw(this.chart);
+    this.chart.resize(); // draws too, so not before
     if (!hadFocus) return;
     const buttons = [...$("graph-buttons").querySelectorAll("button")];
     (buttons.find(button => button.dataset.path === key) ?? buttons[0]).focus();
@@ -75,7 +86,7 @@ class GraphView {
     // when a module runs on the way forward: the mean over its ops there, by their times; without any, over all
     const first = seen.map(() => [0, 0, 0, 0]);
     // of an open module only what is in none of its children
-    const parts = seen.map(node => Object.assign(new ModuleNode(node.name, this.open.has(node) ? `${node.path} itself` : node.path), { node }));
+    const parts = seen.map(node => Object.assign(new ModuleNode(node.name, this.open.has(node) ? `${node.path}: its own ops` : node.path), { node }));
     for (let op = 0; op < data.module.length; op++) {
       const number = numberOf[data.module[op]], totals = first[number], ns = data.finish[op] - data.start[op] + 1e-3;
       parts[number].add(data, op);
@@ -109,7 +120,7 @@ class GraphView {
     const most = Math.max(...this.nodes.map(node => node.ns), 1), widest = Math.max(...this.flows.map(flow => flow[1]), 1);
     // in pixels: each device has a band, in which neighbours stand at different heights
     const devices = [...new Set(this.nodes.map(node => node.device))].sort((a, b) => a - b);
-    const across = Math.max(this.nodes.length - 1, 1), band = (HEIGHT - 120) / devices.length;
+    const across = Math.max(this.nodes.length - 1, 1), band = (this.height - 110) / devices.length;
     const spots = this.nodes.map((node, at) => [at / across * (width - 150), band * (devices.indexOf(node.device) + [0.25, 0.75, 0.5, 1][at % 4])]);
     return {
       tooltip: { ...tipLook(), formatter: item => item.dataType === "edge" ? bytes(item.data.bytes) : this.nodeTip(this.nodes[item.dataIndex]) },

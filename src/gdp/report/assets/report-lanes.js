@@ -1,17 +1,67 @@
 // Rows of the timeline, and what is drawn of them: op by op where an op is a pixel wide, else one block a pixel.
-const DIM = 16; // added to a colour's number: not among what is searched for
+const DIM = 64; // added to a colour's number: not among what is searched for
 
-// [{name, isDevice, items, starts, ends, latest}]: items are numbers of ops or transfers, by start
-function lanes(data) {
-  const made = summary.devices.map((device, number) => {
+const BAND = 26, FOLDED_BAND = 32, MOST_CHANNELS = 64;
+
+// {rows, bands: names of the bands in which they are, band: height of one}: a row for each device, and one for each
+// channel or, folded, a low one under each device with what that device sends.
+// A row is {name, isDevice, items, starts, ends, latest, top, height}; items are numbers of ops or transfers, by start.
+function layOut(data, isFolded) {
+  const band = isFolded && data.lanes.length ? FOLDED_BAND : BAND;
+  const rows = summary.devices.map((device, number) => {
     const items = data.order.subarray(data.orderOffsets[number], data.orderOffsets[number + 1]);
-    return lane(device.name, true, items, data.start, data.finish);
+    return { ...lane(device.name, true, items, data.start, data.finish), top: band * number + 2, height: band === BAND ? 22 : 21 };
   });
+  const bands = summary.devices.map(device => device.name);
+  if (isFolded) {
+    const sent = summary.devices.map(() => []);
+    for (const transfer of [...data.sentStart.keys()].sort((a, b) => data.sentStart[a] - data.sentStart[b])) sent[data.from[transfer]].push(transfer);
+    sent.forEach((items, device) => items.length &&
+      rows.push({ ...lane(`from ${summary.devices[device].name}`, false, items, data.sentStart, data.sentEnd), top: band * device + 24, height: 6 }));
+    return { rows, bands, band };
+  }
+  const sizes = data.lanes.map((_, number) => data.laneOffsets[number + 1] - data.laneOffsets[number]);
+  const busiest = new Set([...sizes.keys()].sort((a, b) => sizes[b] - sizes[a]).slice(0, MOST_CHANNELS));
   data.lanes.forEach((name, number) => {
+    if (!busiest.has(number)) return;
     const items = data.laneTransfers.subarray(data.laneOffsets[number], data.laneOffsets[number + 1]);
-    made.push(lane(name, false, items, data.sentStart, data.sentEnd));
+    rows.push({ ...lane(name, false, items, data.sentStart, data.sentEnd), top: band * bands.length + 6, height: 14 });
+    bands.push(name);
   });
-  return made;
+  return { rows, bands, band };
+}
+
+// Stretches of a device's row with one label and colour: {starts, ends, labels, colours}; short idle times do not end one.
+function stretches(row, colourOf, labelOf) {
+  const starts = [], ends = [], labels = [], colours = [];
+  let last = -1;
+  for (let index = 0; index < row.items.length; index++) {
+    const op = row.items[index], from = row.starts[index], until = row.ends[index];
+    if (until === from) continue;
+    const label = labelOf(op), colour = colourOf(op);
+    if (last >= 0 && labels[last] === label && colours[last] === colour && from - ends[last] <= 0.1 * (ends[last] - starts[last])) ends[last] = until;
+    else {
+      last = starts.push(from) - 1;
+      ends.push(until);
+      labels.push(label);
+      colours.push(colour);
+    }
+  }
+  return { starts, ends, labels, colours };
+}
+
+// the names of the channels that a transfer occupies
+function channelsOf(data, transfer) {
+  if (!data.channelsOf) {
+    data.channelsOf = new Map();
+    data.lanes.forEach((name, number) => {
+      for (let at = data.laneOffsets[number]; at < data.laneOffsets[number + 1]; at++) {
+        const known = data.channelsOf.get(data.laneTransfers[at]);
+        data.channelsOf.set(data.laneTransfers[at], known ? `${known}, ${name}` : name);
+      }
+    });
+  }
+  return data.channelsOf.get(transfer) ?? "";
 }
 
 function lane(name, isDevice, items, from, until) {
@@ -35,14 +85,15 @@ function blocks(row, colourOf, low, high, offset, scale) {
     if (end && width <= 1 && list[end - 3] + list[end - 2] === x && Math.abs(list[end - 1] - share) < 0.15) list[end - 2] += width;
     else list.push(x, width, share);
   };
-  const busy = new Float64Array(2 * DIM);
+  const busy = new Float64Array(2 * DIM), touched = [];
   let pixel = -1, total = 0;
   const flush = () => {
     if (pixel < 0) return;
-    let most = 0;
-    for (let colour = 1; colour < busy.length; colour++) if (busy[colour] > busy[most]) most = colour;
+    let most = touched[0];
+    for (const colour of touched) if (busy[colour] > busy[most]) most = colour;
     put(most, pixel, 1, Math.min(1, Math.max(0.25, total)));
-    busy.fill(0);
+    for (const colour of touched) busy[colour] = 0;
+    touched.length = 0;
     total = 0;
     pixel = -1;
   };
@@ -61,6 +112,7 @@ function blocks(row, colourOf, low, high, offset, scale) {
       flush();
       pixel = here;
     }
+    if (busy[colour] === 0) touched.push(colour);
     busy[colour] += width + 1e-9;
     total += width;
   }

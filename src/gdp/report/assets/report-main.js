@@ -4,21 +4,23 @@ async function main() {
   theme.addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   cards();
-  progress(); // leaves its place to the placers where nothing is known of the search
-  placers();
   advice();
-  measured();
   const data = await unpack($("columns").textContent);
   $("columns").remove();
+  $("colour").append(...colourings(data).map(by => element("option", { value: by }, by)));
+  showLayers(data, (name, layers) => find(timeline, name, op => layers.has(data.layerOf[data.module[op]])));
   let memory = null;
   const timeline = new Timeline(data, view => memory?.zoomTo(view));
   controls(timeline);
   performance.mark("timeline-drawn");
   await new Promise(done => setTimeout(done)); // what is on the screen first is painted first
+  progress(); // leaves its place to the placers where nothing is known of the search
+  placers();
+  measured();
   memory = new MemoryChart(data);
   showPath(data, timeline);
   const tree = moduleTree(data);
-  showModules(tree, path => find(timeline, path));
+  showModules(tree, path => path === OUTSIDE ? find(timeline, path, op => data.modules[data.module[op]] === "") : find(timeline, path));
   const graph = new GraphView(data, tree);
   let timer = 0;
   let width = innerWidth;
@@ -38,9 +40,9 @@ function setTheme(name) {
   redraw();
 }
 
-function find(timeline, text) {
-  $("search").value = text;
-  timeline.search(text);
+function find(timeline, text, isWanted = null) {
+  $("search").value = $("search").dataset.last = text;
+  timeline.search(text, isWanted);
   $("timeline-section").scrollIntoView();
 }
 
@@ -48,6 +50,11 @@ function controls(timeline) {
   $("colour").addEventListener("change", event => {
     timeline.colour(event.target.value);
     timeline.redraw();
+  });
+  $("fold").hidden = !timeline.data.lanes.length;
+  $("fold").addEventListener("click", () => {
+    timeline.fold(!timeline.isFolded);
+    $("fold").setAttribute("aria-pressed", String(!timeline.isFolded));
   });
   const search = $("search");
   let timer = 0;

@@ -1,14 +1,81 @@
-// Memory of each device over the step, with what it may hold, and what is alive at each peak.
+// Memory of each device over the step, with what it may hold, and what is alive at each peak: lines of few devices,
+// which would cover one another where there are more; those have a row each.
+const MOST_LINES = 3, ROWS_TOP = 24;
+
 class MemoryChart {
   constructor(data) {
     this.data = data;
     this.view = [0, Math.max(summary.step_ns, 1)];
     this.highest = Math.max(...summary.devices.map(device => device.peak), 1);
     const upTo = $("up-to-limits");
-    upTo.checked = Math.max(...summary.devices.map(device => device.limit)) <= 4 * this.highest;
+    this.hasRows = summary.devices.length > MOST_LINES; // too low for limits far above
+    upTo.checked = Math.max(...summary.devices.map(device => device.limit)) <= (this.hasRows ? 2 : 4) * this.highest;
     upTo.addEventListener("change", () => draw(this.chart));
-    this.chart = chart("memory", 300, width => this.option(width));
+    this.row = summary.devices.length <= 8 ? 38 : summary.devices.length <= 16 ? 28 : 18;
+    this.raster = new Raster();
+    this.chart = chart("memory", this.hasRows ? 80 + this.row * summary.devices.length : 300, width => this.hasRows ? this.rowsOption(width) : this.option(width));
+    if (this.hasRows) {
+      const pixels = this.chart.getZr();
+      pixels.on("mousemove", event => this.hover(event));
+      pixels.on("globalout", hideTip);
+    }
     peakTables();
+  }
+
+  // the largest value that is drawn
+  get top() {
+    return 1.04 * ($("up-to-limits").checked ? Math.max(this.highest, ...summary.devices.map(device => device.limit)) : this.highest);
+  }
+
+  rowsOption(width) {
+    const left = leftOf(width), far = [...new Set(summary.devices.map(device => device.limit))].filter(limit => limit > this.top);
+    const scale = far.length ? `, the limit${far.length > 1 ? "s" : ""} of ${far.slice(0, 3).map(bytes).join(", ")} above it` : "";
+    return {
+      title: { text: `height of a row: ${bytes(this.top)}${isNarrow(width) ? "" : scale}`, left, top: 0, textStyle: { color: css("--quiet"), fontSize: 12, fontWeight: "normal" } },
+      grid: { left, right: 16, top: ROWS_TOP, height: this.row * summary.devices.length },
+      xAxis: { type: "value", min: this.view[0], max: this.view[1], splitNumber: isNarrow(width) ? 3 : 6, ...axisLook(),
+        axisLabel: { ...axisText(), hideOverlap: true, showMinLabel: false, showMaxLabel: false, formatter: value => tick(value, this.view[1] - this.view[0]) } },
+      yAxis: { type: "category", inverse: true, data: summary.devices.map((_, index) => String(index)), ...axisLook(), axisTick: { show: false },
+        splitLine: { show: true, lineStyle: { color: css("--line") } },
+        axisLabel: { ...axisText(), color: css("--text"), interval: 0, fontSize: isNarrow(width) ? 11 : 12, lineHeight: 14,
+          formatter: at => this.row >= 28 ? `${middle(summary.devices[at].name, isNarrow(width) ? 14 : 21)}\n${bytes(summary.devices[at].peak)}`
+            : middle(summary.devices[at].name, isNarrow(width) ? 14 : 21) } },
+      series: [{ type: "custom", data: [[0, Math.max(summary.step_ns, 1), 0]], encode: { x: [0, 1], y: 2 }, clip: true, silent: true, animation: false,
+        progressive: 0, renderItem: params => this.drawRows(params.coordSys) }],
+    };
+  }
+
+  // each column of pixels as high as the most memory that its device holds in that time
+  drawRows(area) {
+    const { memoryTimes, memoryBytes, memoryOffsets } = this.data, high = this.row - 5, { top, view } = this;
+    const width = (view[1] - view[0]) / area.width;
+    this.raster.begin(area.width, area.height);
+    summary.devices.forEach((device, number) => {
+      const bottom = this.row * (number + 1) - 1, colour = pixel(lineColour(number), 0.85);
+      const first = memoryOffsets[number], end = memoryOffsets[number + 1];
+      for (let column = 0, at = first; column < area.width; column++) {
+        const from = view[0] + column * width;
+        at = column ? at : Math.max(above(memoryTimes, from, first, end) - 1, first);
+        while (at + 1 < end && memoryTimes[at + 1] <= from) at++;
+        let most = memoryBytes[at];
+        while (at + 1 < end && memoryTimes[at + 1] < from + width) most = Math.max(most, memoryBytes[++at]);
+        const tall = high * most / top;
+        if (most) this.raster.rect(column, bottom - tall, 1, tall, colour);
+      }
+      if (device.limit <= top) this.raster.rect(0, bottom - high * device.limit / top, area.width, 1.5, pixel(css("--bad"), 1));
+    });
+    this.raster.end();
+    return { type: "image", silent: true, style: { image: this.raster.canvas, x: area.x, y: area.y, width: area.width, height: area.height } };
+  }
+
+  hover(event) {
+    const spot = [event.offsetX, event.offsetY], device = Math.floor((event.offsetY - ROWS_TOP) / this.row);
+    if (!this.chart.containPixel({ gridIndex: 0 }, spot) || !summary.devices[device]) return hideTip();
+    const { memoryTimes, memoryBytes, memoryOffsets } = this.data, ns = this.chart.convertFromPixel({ gridIndex: 0 }, spot)[0];
+    const at = Math.max(above(memoryTimes, ns, memoryOffsets[device], memoryOffsets[device + 1]) - 1, memoryOffsets[device]);
+    const { name, limit } = summary.devices[device];
+    showTip(facts(middle(name, 60), [["at", time(ns)], ["holds", `${bytes(memoryBytes[at])}, ${percent(memoryBytes[at] / Math.max(limit, 1))} of ${bytes(limit)}`]], ""),
+      event.event.clientX ?? event.event.zrX, event.event.clientY ?? event.event.zrY);
   }
 
   option(width) {
@@ -72,5 +139,6 @@ function peakTables() {
     const more = device.alive_more ? element("p", { class: "quiet" }, `and ${count(device.alive_more, "smaller one")}`) : "";
     return element("details", {}, element("summary", {}, `What ${middle(device.name, 60)} holds at its peak, ${bytes(device.peak)}`), listed, more);
   });
-  $("peaks").replaceChildren(table(headings, rows), ...details);
+  const all = details.length > MOST_LINES ? [element("details", {}, element("summary", {}, "What each device holds at its peak"), ...details)] : details;
+  $("peaks").replaceChildren(table(headings, rows), ...all);
 }

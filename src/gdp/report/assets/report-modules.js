@@ -1,3 +1,5 @@
+const OUTSIDE = "outside any module"; // ops of the model's own inputs, results and updates
+
 // The tree of modules, each with its time and the share that each device has of it.
 class ModuleNode {
   constructor(name, path) {
@@ -33,7 +35,7 @@ function moduleTree(data) {
   const root = new ModuleNode("", "");
   const leaf = data.modules.map(module => {
     let node = root;
-    const parts = module === "" ? ["(no module)"] : module.split(".").slice(0, 60);
+    const parts = module === "" ? [OUTSIDE] : module.split(".").slice(0, 60);
     for (const part of parts) {
       if (!node.children.has(part)) node.children.set(part, new ModuleNode(part, node.path ? `${node.path}.${part}` : part));
       node = node.children.get(part);
@@ -55,7 +57,7 @@ function moduleTree(data) {
 
 function showModules(tree, onSearch) {
   const total = Math.max(tree.root.ns, 1);
-  legend($("modules-legend"), summary.devices.map(device => device.name), summary.devices.map((_, number) => deviceColour(number)));
+  legend($("modules-legend"), summary.devices.map((device, number) => ({ name: device.name, colour: deviceColour(number) })));
   const fill = (place, node, level) => {
     const children = [...node.children.values()].sort((a, b) => b.ns - a.ns);
     for (const child of children.slice(0, 200)) place.append(moduleRow(child, level, total, fill, onSearch));

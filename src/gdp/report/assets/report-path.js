@@ -1,5 +1,5 @@
-// The critical path as a list: runs of ops of one module on one device, and transfers, with what each took.
-const PATH_FIRST = 12, PATH_PAGE = 100;
+// The critical path: sums by layer and by kind, and a list of runs of ops of one module on one device, and transfers, with what each took.
+const SUMS_FIRST = 10, PATH_FIRST = 12, PATH_PAGE = 100;
 const HATCHED = "repeating-linear-gradient(45deg, #8d95a3 0 3px, transparent 3px 6px)"; // no device's colour
 
 // [{from, until, isTransfer, device, label, items: [...]}]
@@ -21,6 +21,30 @@ function pathRuns(data) {
   return runs;
 }
 
+// [[name, {ns, number}]] longest first: what the path spends on ops of each name, and on transfers
+function pathSums(data, nameOf) {
+  const sums = new Map();
+  let ended = 0;
+  for (const number of data.path) {
+    const isTransfer = number < 0, item = isTransfer ? -1 - number : number;
+    const until = isTransfer ? data.arrival[item] : data.finish[item], name = isTransfer ? "transfers" : nameOf(item);
+    const entry = sums.get(name) ?? { ns: 0, number: 0 };
+    entry.ns += until - ended;
+    entry.number += 1;
+    sums.set(name, entry);
+    ended = until;
+  }
+  return [...sums].sort((a, b) => b[1].ns - a[1].ns);
+}
+
+function sumTable(title, sums) {
+  const step = Math.max(summary.step_ns, 1), longest = Math.max(sums[0]?.[1].ns ?? 0, 1);
+  const rows = sums.slice(0, SUMS_FIRST), rest = sums.slice(SUMS_FIRST);
+  if (rest.length) rows.push([`${count(rest.length, "other")}`, { ns: sum(rest.map(entry => entry[1].ns)), number: sum(rest.map(entry => entry[1].number)) }]);
+  return element("div", {}, element("h3", {}, title), table([{ text: "" }, { text: "", }, { text: "of the step", number: true }, { text: "time", number: true }, { text: "number", number: true }],
+    rows.map(([name, { ns, number }]) => ({ cells: [middle(name || "–", 36), bar(ns / longest, "var(--plan)"), percent(ns / step), time(ns), number.toLocaleString("en")] }))));
+}
+
 function showPath(data, timeline) {
   const runs = pathRuns(data), step = Math.max(summary.step_ns, 1);
   const shares = new Map();
@@ -30,19 +54,22 @@ function showPath(data, timeline) {
     entry.ns += run.until - run.from;
     shares.set(name, entry);
   }
-  const bar = element("div", { class: "split" });
+  const split = element("div", { class: "split" });
   const sorted = [...shares].sort((a, b) => b[1].ns - a[1].ns);
   for (const [, entry] of sorted) {
     const part = element("i");
     part.style.background = entry.colour;
     part.style.width = `${100 * entry.ns / step}%`;
-    bar.append(part);
+    split.append(part);
   }
   const named = element("div", { class: "legend" });
-  legend(named, sorted.map(([name, entry]) => `${middle(name, 30)} ${percent(entry.ns / step)}`), sorted.map(([, entry]) => entry.colour));
-  $("path-shares").replaceChildren(bar, named);
-  const order = element("select", { "aria-label": "Order of the critical path" }, element("option", { value: "length" }, "longest first"), element("option", { value: "time" }, "as it runs"));
-  const list = element("div"), more = element("button", { type: "button" }, "more");
+  legend(named, sorted.map(([name, { ns, colour }]) => ({ name: `${middle(name, 30)} ${percent(ns / step)}`, colour })));
+  $("path-shares").replaceChildren(split, named);
+  const hasLayers = data.layers.length > 1;
+  const partOf = hasLayers ? op => data.layers[data.layerOf[data.module[op]]] ?? "outside any layer" : op => data.modules[data.module[op]] || OUTSIDE;
+  $("path-sums").replaceChildren(sumTable(hasLayers ? "By layer" : "By module", pathSums(data, partOf)), sumTable("By kind", pathSums(data, op => data.kinds[data.kind[op]])));
+  const order = element("select", { "aria-label": "Order of the critical path" }, element("option", { value: "time" }, "as it runs"), element("option", { value: "length" }, "longest first"));
+  const list = element("div"), more = element("button", { type: "button", id: "path-more" }, "more");
   const longest = [...runs].sort((a, b) => (b.until - b.from) - (a.until - a.from));
   let listed, shown;
   const extend = number => {
@@ -57,11 +84,11 @@ function showPath(data, timeline) {
     shown = 0;
     extend(PATH_FIRST);
   };
-  order.value = runs.length <= PATH_FIRST ? "time" : "length";
   order.addEventListener("change", begin);
   more.addEventListener("click", () => extend(PATH_PAGE));
   const number = `${count(data.path.length, "op or transfer", "ops and transfers")} one after the other, in ${count(runs.length, "run")} of one module or way`;
-  $("path").replaceChildren(element("p", {}, number), element("div", { class: "tools" }, order), list, more);
+  const all = element("details", runs.length <= PATH_FIRST ? { open: "" } : {}, element("summary", {}, number), element("div", { class: "tools" }, order), list, more);
+  $("path").replaceChildren(all);
   begin();
 }
 

@@ -1,5 +1,5 @@
-// The timeline: a row for each device and each channel in use, over the step.
-const ROW = 26, TOP = 8, BOTTOM = 78, MOST_LANES = 64;
+// The timeline: a row for each device and what it sends, or each channel in use, over the step.
+const TOP = 8, BOTTOM = 78, MOST_LABELS = 600;
 
 // The blocks of all rows as one picture: thousands of them a frame are too many for shapes of their own.
 class Raster {
@@ -33,6 +33,16 @@ class Raster {
 
   end() {
     this.context.putImageData(this.image, 0, 0);
+    this.context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    this.context.font = "11px system-ui, sans-serif";
+    this.context.textAlign = "center";
+    this.context.textBaseline = "middle";
+  }
+
+  // after `end`
+  text(content, x, y, colour) {
+    this.context.fillStyle = colour;
+    this.context.fillText(content, x, y);
   }
 }
 
@@ -45,9 +55,7 @@ const pixel = (colour, share) => {
 class Timeline {
   constructor(data, onZoom) {
     this.data = data;
-    this.rows = lanes(data);
-    const busiest = this.rows.filter(row => !row.isDevice).sort((a, b) => b.items.length - a.items.length).slice(0, MOST_LANES);
-    this.rows = this.rows.filter(row => row.isDevice || busiest.includes(row));
+    Object.assign(this, layOut(data, true), { isFolded: true });
     this.step = Math.max(summary.step_ns, 1);
     this.view = [0, this.step];
     this.matches = null; // Uint8Array [N]: 1 where an op is searched for
@@ -55,30 +63,44 @@ class Timeline {
     this.chosen = null; // {row, index}
     this.onZoom = onZoom;
     this.raster = new Raster();
-    this.colour("module");
+    this.colour(colourings(data)[0]);
     this.place = $("timeline");
-    this.chart = chart("timeline", TOP + BOTTOM + ROW * this.rows.length, width => this.option(width));
+    this.chart = chart("timeline", this.height, width => this.option(width));
     this.chart.on("datazoom", () => this.zoomed());
     this.listen();
   }
 
+  get height() {
+    return TOP + BOTTOM + this.band * this.bands.length;
+  }
+
   colour(by) {
     this.colours = colouring(this.data, by);
-    legend($("legend"), this.colours.names, this.colours.colours);
+    this.stretches = null;
+    legend($("legend"), this.colours.names);
+  }
+
+  // one row for each channel, or what a device sends under its own row
+  fold(isFolded) {
+    if (this.chosen && !this.rows[this.chosen.row].isDevice) this.chosen = null;
+    Object.assign(this, layOut(this.data, isFolded), { isFolded });
+    this.place.style.height = `${this.height}px`;
+    draw(this.chart);
+    this.chart.resize(); // draws too, so not before
   }
 
   option(width) {
     const left = leftOf(width);
     this.inner = width - left - 16;
     return {
-      grid: { left, right: 16, top: TOP, height: ROW * this.rows.length },
+      grid: { left, right: 16, top: TOP, height: this.band * this.bands.length },
       xAxis: { type: "value", min: 0, max: this.step, splitNumber: isNarrow(width) ? 3 : 6, ...axisLook(),
         axisLabel: { ...axisText(), hideOverlap: true, formatter: value => tick(value, this.view[1] - this.view[0]) } },
-      yAxis: { type: "category", inverse: true, data: this.rows.map((_, index) => String(index)), ...axisLook(),
+      yAxis: { type: "category", inverse: true, data: this.bands.map((_, index) => String(index)), ...axisLook(),
         axisTick: { show: false }, splitLine: { show: true, lineStyle: { color: css("--line") } },
         axisLabel: { ...axisText(), color: css("--text"), interval: 0, fontSize: isNarrow(width) ? 11 : 12,
           width: left - 8, overflow: "truncate", ellipsis: "",
-          formatter: value => middle(this.rows[value].name, isNarrow(width) ? 14 : 21) } },
+          formatter: value => middle(this.bands[value], isNarrow(width) ? 14 : 21) } },
       dataZoom: [
         { type: "inside", filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: "shift",
           minValueSpan: 20, startValue: this.view[0], endValue: this.view[1], throttle: 16 },
@@ -98,11 +120,11 @@ class Timeline {
     const { of, colours } = this.colours, { sentBy } = this.data, matches = this.matches;
     const pixels = [...colours.map(colour => pixel(colour, 1)), ...Array(DIM - colours.length).fill(0), ...colours.map(colour => pixel(colour, 0.15))];
     this.raster.begin(area.width, area.height);
-    this.rows.forEach((row, number) => {
+    this.rows.forEach(row => {
       const colourOf = row.isDevice
         ? op => of[op] + (matches && !matches[op] ? DIM : 0)
         : sent => of[sentBy[sent]] + (matches && !matches[sentBy[sent]] ? DIM : 0);
-      const height = row.isDevice ? ROW - 4 : ROW - 12, bottom = ROW * (number + 0.5) + height / 2;
+      const height = row.height, bottom = row.top + height;
       for (const [colour, list] of blocks(row, colourOf, low, high, zero - area.x, scale)) {
         for (let at = 0; at < list.length; at += 3) {
           const tall = height * list[at + 2];
@@ -111,14 +133,33 @@ class Timeline {
       }
     });
     this.raster.end();
+    if (this.colours.label && !matches) this.write(low, high, zero - area.x, scale);
     const children = [{ type: "image", silent: true, style: { image: this.raster.canvas, x: area.x, y: area.y, width: area.width, height: area.height } }];
     if (this.chosen) {
       const row = this.rows[this.chosen.row], x = zero + scale * row.starts[this.chosen.index];
       const width = Math.max(scale * (row.ends[this.chosen.index] - row.starts[this.chosen.index]), 1);
       children.push({ type: "rect", silent: true, style: { fill: "none", stroke: css("--text"), lineWidth: 2 },
-        shape: { x: x - 1, y: area.y + ROW * this.chosen.row + 1, width: width + 2, height: ROW - 2 } });
+        shape: { x: x - 1, y: area.y + row.top - 1, width: width + 2, height: row.height + 2 } });
     }
     return { type: "group", children };
+  }
+
+  // labels on the stretches that are wide enough
+  write(low, high, offset, scale) {
+    const { of, colours, label } = this.colours;
+    this.stretches ??= this.rows.filter(row => row.isDevice).map(row => stretches(row, op => of[op], label));
+    const inks = colours.map(inkOn);
+    let left = MOST_LABELS;
+    this.stretches.forEach(({ starts, ends, labels, colours: numbers }, device) => {
+      const row = this.rows[device];
+      for (let at = above(ends, low); at < starts.length && starts[at] < high && left; at++) {
+        if (scale * (ends[at] - starts[at]) < 7 * labels[at].length + 5 || !labels[at]) continue;
+        const from = Math.max(starts[at], low), until = Math.min(ends[at], high);
+        if (scale * (until - from) < 7 * labels[at].length + 5) continue;
+        this.raster.text(labels[at], offset + scale * (from + until) / 2, row.top + row.height / 2 + 1, inks[numbers[at]]);
+        left--;
+      }
+    });
   }
 
   zoomed() {
@@ -164,9 +205,10 @@ class Timeline {
 
   hit(x, y) {
     if (!this.chart.containPixel({ gridIndex: 0 }, [x, y])) return null;
-    const [ns, row] = this.chart.convertFromPixel({ gridIndex: 0 }, [x, y]);
+    const [ns] = this.chart.convertFromPixel({ gridIndex: 0 }, [x, y]);
     const near = 3 * (this.view[1] - this.view[0]) / this.inner;
-    const index = row >= 0 && row < this.rows.length ? itemAt(this.rows[row], ns, near) : -1;
+    const row = this.rows.findIndex(one => y - TOP >= one.top - 1 && y - TOP < one.top + one.height + 1);
+    const index = row < 0 ? -1 : itemAt(this.rows[row], ns, near);
     return index < 0 ? null : { row, index };
   }
 
@@ -176,6 +218,7 @@ class Timeline {
       ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), "+": () => this.zoom(0.5), "=": () => this.zoom(0.5),
       "-": () => this.zoom(2), 0: () => this.zoomTo(0, this.step), Home: () => this.zoomTo(0, this.step),
       ArrowUp: () => this.chooseRow(-1), ArrowDown: () => this.chooseRow(1), "[": () => this.chooseNext(-1), "]": () => this.chooseNext(1),
+      c: () => $("fold").click(),
     };
     const action = actions[event.key];
     if (!action) return;
@@ -183,9 +226,11 @@ class Timeline {
     action();
   }
 
+  // the next row above or below that is not empty
   chooseRow(change) {
-    const row = this.chosen ? this.chosen.row + change : 0;
-    if (row < 0 || row >= this.rows.length || !this.rows[row].items.length) return;
+    const order = [...this.rows.keys()].filter(row => this.rows[row].items.length).sort((a, b) => this.rows[a].top - this.rows[b].top);
+    const row = order[this.chosen ? order.indexOf(this.chosen.row) + change : 0];
+    if (row === undefined) return;
     const at = this.chosen ? this.rows[this.chosen.row].starts[this.chosen.index] : this.view[0];
     this.choose(row, Math.min(Math.max(above(this.rows[row].starts, at) - 1, 0), this.rows[row].items.length - 1));
   }
@@ -216,10 +261,11 @@ class Timeline {
 
   describe({ row, index }) {
     const item = this.rows[row].items[index];
-    return this.rows[row].isDevice ? describeOp(this.data, item) : describeTransfer(this.data, item, this.rows[row].name);
+    return this.rows[row].isDevice ? describeOp(this.data, item) : describeTransfer(this.data, item);
   }
 
-  search(text) {
+  // of ops whose name, module or kind has `text` in it, or, if given, of those that `isWanted` takes
+  search(text, isWanted = null) {
     const data = this.data, wanted = text.trim().toLowerCase();
     this.matches = null;
     this.found = [];
@@ -228,7 +274,7 @@ class Timeline {
       const inModule = has(data.modules), inKind = has(data.kinds);
       this.matches = new Uint8Array(data.names.length);
       for (let op = 0; op < data.names.length; op++) {
-        if (inModule[data.module[op]] || inKind[data.kind[op]] || data.names[op].toLowerCase().includes(wanted)) {
+        if (isWanted ? isWanted(op) : inModule[data.module[op]] || inKind[data.kind[op]] || data.names[op].toLowerCase().includes(wanted)) {
           this.matches[op] = 1;
           this.found.push(op);
         }
@@ -257,7 +303,7 @@ function describeOp(data, op) {
   const device = summary.devices[data.device[op]].name;
   return facts(data.names[op], [
     ["kind", middle(data.kinds[data.kind[op]], 200)], ["module", middle(data.modules[data.module[op]], 200)],
-    ["phase", data.phases[data.phase[op]]], ["device", middle(device, 80)],
+    ["phase", data.phases[data.phase[op]]], ["micro-batch", data.microbatch.length && data.microbatch[op] >= 0 ? String(data.microbatch[op]) : ""], ["device", middle(device, 80)],
     ["time", `${time(data.finish[op] - data.start[op])}, from ${time(data.start[op])} to ${time(data.finish[op])}`],
     ["makes", data.made[op] ? bytes(data.made[op]) : ""], ["holds", data.resident[op] ? `${bytes(data.resident[op])} all step` : ""],
     ["FLOPs", data.flops[op] ? digits(data.flops[op], 3) : ""],
@@ -294,11 +340,11 @@ function freeBefore(data, op) {
   return data.freed[op];
 }
 
-function describeTransfer(data, sent, lane) {
+function describeTransfer(data, sent) {
   const op = data.sentBy[sent], waited = data.sentStart[sent] - data.finish[op], before = data.sentAfter[sent];
   return facts(`Output of ${data.names[op]}`, [
     ["way", `${middle(summary.devices[data.from[sent]].name, 80)} to ${middle(summary.devices[data.to[sent]].name, 80)}`],
-    ["bytes", bytes(data.sentBytes[sent])], ["channel", middle(lane, 80)],
+    ["bytes", bytes(data.sentBytes[sent])], ["channel", middle(channelsOf(data, sent), 80)],
     ["time", `${time(data.sentEnd[sent] - data.sentStart[sent])}, from ${time(data.sentStart[sent])}, there at ${time(data.arrival[sent])}`],
   ], before < 0 ? "Starts as soon as the tensor is made."
     : `Waited ${time(waited)} for the channel, behind the output of ${middle(data.names[data.sentBy[before]], 120)}.`);

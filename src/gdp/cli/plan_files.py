@@ -1,0 +1,125 @@
+"""The files that `gdp place` writes: their names, which spare plans of other graphs, and what became of them."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdp.cli.request import PlaceRequest
+from gdp.cli.shared import log
+from gdp.errors import InputError
+
+if TYPE_CHECKING:
+    from gdp.graph import Graph
+    from gdp.planning.plan_cache import KeptAnswer
+    from gdp.simulator.simulate import Simulation
+
+
+@dataclass(frozen=True)
+class PlanFiles:
+    """Names the files to write; None: not asked for. `written` has those that are whole."""
+
+    plan: Path
+    graph: Path | None
+    cluster: Path | None
+    report: Path | None
+    are_asked_for: bool  # by --out, which may overwrite
+    note: str = ""  # why names are numbered
+    written: list[Path] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, request: PlaceRequest) -> "PlanFiles":
+        """Returns the names for --out, or those in the current directory."""
+        out = request.out
+        if out is None:
+            # a graph with measured times, or costs of the user's, is nowhere else
+            is_elsewhere = request.times is None and request.reading.op_costs is None
+            return cls(Path("plan.json"), None if is_elsewhere else Path("graph.json.gz"), None, None, False)
+        return cls(out / "plan.json", out / "graph.json.gz", out / "cluster.json", out / "report.html", True)
+
+    def with_graph(self) -> "PlanFiles":
+        """Returns the same files with the graph, beside the plan."""
+        name = self.plan.name.replace("plan", "graph", 1) + ".gz"
+        return replace(self, graph=self.graph or self.plan.with_name(name))
+
+    def check(self) -> None:
+        """Raises InputError if one cannot be written."""
+        from gdp.cli import values
+
+        for path in filter(None, (self.plan, self.graph, self.cluster, self.report)):
+            values.check_writable(path)
+
+    def sparing_others(self, graph: "Graph") -> "PlanFiles":
+        """Returns names that overwrite nothing of another graph: plan-2.json, ... where the user named no directory."""
+        if self.are_asked_for:
+            return self
+        first: list[Path] = []
+        for number in count(1):
+            suffix = "" if number == 1 else f"-{number}"
+            plan = Path(f"plan{suffix}.json")
+            kept = None if self.graph is None else Path(f"graph{suffix}.json.gz")
+            others = _others(plan, kept, graph)
+            if not others:
+                break
+            first = others if number == 1 else first
+        note = ""
+        if number > 1:
+            verb = "is not of this graph and stays" if len(first) == 1 else "are not of this graph and stay"
+            note = f"gdp: note: {' and '.join(map(str, first))} {verb}; this plan will be {plan}"
+        return PlanFiles(plan, kept, None, None, False, note)
+
+    def write(self, answer: "KeptAnswer", simulation: "Simulation") -> InputError | None:
+        """Writes all of them, the plan first; returns the error that ended it, if any."""
+        from gdp.report.page import write_page
+        from gdp.report.page_data import PageData
+        from gdp.report.progress import StatusLine, live
+
+        if self.note:
+            log(self.note)
+        problem = simulation.problem
+        data = PageData(answer.plan, simulation, answer.progress, answer.advice)
+        steps: list[tuple[Path | None, Callable[[Path], None]]] = [
+            (self.plan, answer.plan.save),
+            (self.graph, problem.graph.save),
+            (self.cluster, problem.cluster.save),
+            (self.report, lambda path: write_page(path, data)),
+        ]
+        line = StatusLine("")
+        try:
+            with live(line):
+                for path, write in steps:
+                    if path is not None:
+                        line.say(f"writing {path}")
+                        write(path)
+                        self.written.append(path)
+        except InputError as error:
+            return error
+        return None
+
+    @property
+    def shown(self) -> list[Path]:
+        """The files that the answer names."""
+        return [path for path in self.written if path in (self.plan, self.report)]
+
+
+def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:
+    """Returns the files that are there and have something else than `graph` or a plan of it.
+
+    A plan with its own graph of the same name beside it, as with other costs or measured times, may be replaced.
+    """
+    from gdp.graph import Graph
+    from gdp.simulator.plan import Plan
+
+    planned, known = None, None
+    with contextlib.suppress(InputError):  # something else of the user's
+        planned = Plan.load(plan).graph
+    if kept is not None:
+        with contextlib.suppress(InputError):
+            known = Graph.load(kept)
+    if known is not None and known.name == graph.name and known.fingerprint == planned:
+        return []
+    others = [plan] if plan.exists() and planned != graph.fingerprint else []
+    is_other = kept is not None and kept.exists() and (known is None or known.fingerprint != graph.fingerprint)
+    return [*others, kept] if kept is not None and is_other else others

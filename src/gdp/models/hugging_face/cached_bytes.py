@@ -1,0 +1,90 @@
+"""The memory of a captured cache: its size, and its bytes where it is kept in another type than the model's."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from gdp.models.hugging_face.kv_cache import CacheRoom
+from gdp.models.pytorch.program import Call, Program, Ref
+from gdp.models.pytorch.step import Capture
+from gdp.models.pytorch.strides import Layout
+from gdp.models.serving import ServedStep, Serving
+
+_TOKENS = re.compile(r"(?:^|\.)(?:cross_)?(?:key|value|latent|index_key)_cache$")
+_STATES = re.compile(r"(?:^|\.)(?:conv|recurrent)_state_cache(?:_\d+)?$")
+_INPUTS = ("input.decoder_input_ids", "input.input_ids")
+
+
+def finish(captured: Capture, serving: Serving, room: CacheRoom) -> tuple[Capture, ServedStep]:
+    """Returns the capture with the cache in the type that `serving` asks for, and the facts of the step.
+
+    Keys, values and latents change their bytes: resident, read, written and sent. States keep the model's type.
+    """
+    program = captured.program
+    caches = [op for op, source in program.sources.items() if any(_TOKENS.search(name) for name in source.views)]
+    states = [op for op, source in program.sources.items() if any(_STATES.search(name) for name in source.views)]
+    if serving.cache_element_bytes is not None:
+        captured = _kept_in(captured, caches, serving.cache_element_bytes)
+    sources = {name: layout for source in program.sources.values() for name, layout in source.views.items()}
+    tokens = next(sources[name] for name in _INPUTS if name in sources)
+    num_sequences, num_tokens = tokens.size
+    cache_bytes = int(captured.graph.resident_bytes[[*caches, *states]].sum())
+    return captured, ServedStep(serving.phase, num_sequences, num_tokens, room.context, cache_bytes)
+
+
+def _kept_in(captured: Capture, caches: list[int], element_bytes: Fraction) -> Capture:
+    """Returns the capture with this many bytes for an element of the cache."""
+    graph, program = captured.graph, captured.program
+    resident, accessed = graph.resident_bytes.copy(), graph.bytes_accessed.copy()
+    sent = graph.tensor_bytes.copy()
+    members: dict[int, Fraction] = {}  # by value in the memory of a cache: the share of its bytes that is left
+    for op in caches:
+        value = program.tensor_values[program.sources[op].tensor]
+        members[value] = element_bytes / program.layouts[value].dtype.itemsize
+        resident[op] = math.ceil(int(resident[op]) * members[value])
+    for op, calls in enumerate(program.calls):
+        saved = Fraction(0)
+        for call in calls:
+            for value, layout in _distinct(call, program):
+                if value in members:
+                    saved += _view_bytes(layout) * (1 - members[value])
+            for old, new in call.writes:
+                if old in members:
+                    members[new] = members[old]
+        accessed[op] = max(0, math.ceil(int(accessed[op]) - saved))
+    for tensor, value in enumerate(program.tensor_values):
+        if value in members:
+            sent[tensor] = math.ceil(int(sent[tensor]) * members[value])
+    changed = replace(
+        graph, resident_bytes=_fixed(resident), bytes_accessed=_fixed(accessed), tensor_bytes=_fixed(sent)
+    )
+    return replace(captured, graph=changed, program=replace(program, graph=changed))
+
+
+def _distinct(call: Call, program: Program) -> Iterable[tuple[int, Layout]]:
+    """Returns the views that a call reads, each once, as `bytes_accessed` counts them."""
+    refs = dict.fromkeys(_refs((call.args, *call.kwargs.values())))
+    return [(ref.value, ref.layout or program.layouts[ref.value]) for ref in refs]
+
+
+def _refs(item: Any) -> Iterator[Ref]:
+    if isinstance(item, Ref):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            yield from _refs(part)
+
+
+def _view_bytes(layout: Layout) -> int:
+    sizes = (size for size, stride in zip(layout.size, layout.stride, strict=True) if stride or size == 1)
+    return math.prod(sizes) * layout.dtype.itemsize
+
+
+def _fixed(column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    column.setflags(write=False)
+    return column

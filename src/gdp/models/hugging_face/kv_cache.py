@@ -1,0 +1,443 @@
+"""The cache of a Transformers model: keys, values and states that are resident in the modules that read them.
+
+A probe, one short prefill, finds which module keeps which tensors. The tensors of the cache become buffers of these
+modules, so that the graph has a resident op for each beside its layer. The model runs with a cache object of
+Transformers over the buffers:
+
+- decode: each sequence feeds one token, written to the last place of the cache; attention reads all `context` places.
+  A layer with a sliding window of W tokens has min(W, context) places. A state (Mamba, linear attention) has one size.
+- prefill: a prompt meets an empty cache; its keys and values (of a window its last) are written there.
+
+Attention is that of serving kernels where the eager code of Transformers would copy the cache: grouped heads are not
+repeated, and latent attention (DeepSeek) decodes in the absorbed form, which reads the compressed latents once.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import cache_utils as transformers_cache
+from transformers.modeling_utils import AttentionInterface
+
+from gdp.errors import InputError
+
+cache_utils: Any = transformers_cache  # its classes are half typed
+Cache, DummyLayer = cache_utils.Cache, cache_utils.DummyLayer
+DynamicCache, EncoderDecoderCache = cache_utils.DynamicCache, cache_utils.EncoderDecoderCache
+
+_PROBE_TOKENS = 2
+_KNOWN = (
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    cache_utils.DynamicIndexedLayer,
+    cache_utils.LinearAttentionLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
+    DummyLayer,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """The places of a cache, and the number of them that are taken before the step."""
+
+    context: int
+    is_decode: bool
+
+    @property
+    def past(self) -> int:
+        """The tokens in the cache before the step."""
+        return self.context - 1 if self.is_decode else 0
+
+
+class ServedAttentionLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values [batch, heads, places, width] of a layer; a step writes its new tokens to the last places."""
+
+    def __init__(self, room: CacheRoom, keys: Tensor, values: Tensor, *, is_sliding: bool) -> None:
+        super().__init__()
+        self.room, self.keys, self.values, self.is_sliding = room, keys, values, is_sliding
+        self.indexer_keys: Tensor | None = None  # [batch, places, width] of sparse attention
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing: the buffers are there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes the new tokens; returns the keys and values that they attend to."""
+        return self._written(self.keys, key_states), self._written(self.values, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Writes the new keys of the indexer of sparse attention; returns all of them."""
+        assert self.indexer_keys is not None, "the probe found them"
+        return self._written(self.indexer_keys, indexer_key_states)
+
+    def _written(self, memory: Tensor, new: Tensor) -> Tensor:
+        if self.room.is_decode:
+            memory[..., memory.shape[-2] - new.shape[-2] :, :].copy_(new)
+            return memory
+        kept = min(memory.shape[-2], new.shape[-2])
+        memory[..., :kept, :].copy_(new[..., new.shape[-2] - kept :, :])
+        return new
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns the number of keys that a step attends to, and the position of the first."""
+        if not self.room.is_decode:
+            return query_length, 0
+        places = self.keys.shape[-2]
+        return places, self.room.context - places
+
+    def get_seq_length(self) -> int:
+        """Returns the number of tokens before the step; it stays the same, so that a step can be repeated."""
+        return self.room.past
+
+    def get_max_length(self) -> int:
+        """Returns the number of places."""
+        return self.keys.shape[-2]
+
+
+@dataclass(slots=True)
+class _Probed:
+    """The cache of a short prefill, and the module that updated each of its layers."""
+
+    cache: Any
+    owners: dict[int, str] = field(default_factory=dict)
+    output: Any = None
+
+
+def serve(model: Any, inputs: Mapping[str, Any], room: CacheRoom, text: str) -> dict[str, Any]:
+    """Returns `inputs` with a cache of that room; its memory is registered as buffers of the model's modules.
+
+    `inputs` are those of the step, `room` is that of the decoder's own attention. The model's forward pass then runs
+    with attention as serving kernels have it. InputError, with the layer, for a kind of cache that is not modelled.
+    """
+    is_encoder_decoder = bool(model.config.is_encoder_decoder)
+    own, cross = _probe(model, inputs, is_encoder_decoder, text)
+    layers = [_layer(model, own, index, room, text) for index in range(len(own.cache.layers))]
+    cache: Any = Cache(layers=layers)
+    if cross is not None:
+        read_only = [_cross_layer(model, cross, index, room) for index in range(len(cross.cache.layers))]
+        cache = EncoderDecoderCache(cache, Cache(layers=read_only))
+    for module in model.modules():
+        if hasattr(module, "latent_cache") and room.is_decode:
+            module.expand_kv = _joined_latents(module.latent_cache)
+    _attend_as_served(model, cache, room)
+    served = dict(inputs)
+    if cross is not None and room.is_decode:  # the encoder ran in the prefill
+        encoded = torch.zeros_like(own.output.encoder_last_hidden_state)
+        served = {"encoder_outputs": (encoded,), "decoder_input_ids": inputs["decoder_input_ids"]}
+    return served | {_argument(model): cache, "use_cache": True}
+
+
+def _argument(model: Any) -> str:
+    """Returns the name of the cache among the arguments of a model; Mamba has its own."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _probe(
+    model: Any, inputs: Mapping[str, Any], is_encoder_decoder: bool, text: str
+) -> tuple[_Probed, _Probed | None]:
+    caches = [_Probed(DynamicCache(config=model.config)) for _ in range(1 + is_encoder_decoder)]
+    whole: Any = EncoderDecoderCache(*(part.cache for part in caches)) if is_encoder_decoder else caches[0].cache
+    stack: list[str] = []
+    handles: list[Any] = []
+    for path, part in model.named_modules():
+
+        def enter(_part: nn.Module, _args: Any, path: str = path) -> None:
+            stack.append(path)
+
+        def leave(_part: nn.Module, _args: Any, _result: Any) -> None:
+            stack.pop()
+
+        handles.append(part.register_forward_pre_hook(enter, prepend=True))
+        handles.append(part.register_forward_hook(leave, always_call=True))
+    for probed in caches:
+        _watch(probed, stack)
+    short = dict(inputs)  # an encoder's whole input: the keys of its outputs are cached
+    if not is_encoder_decoder:
+        short["input_ids"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0], _PROBE_TOKENS)
+    try:
+        with torch.no_grad():
+            caches[0].output = model(**short, **{_argument(model): whole}, use_cache=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not caches[0].owners:
+        raise InputError(f"{text}: the model keeps no cache of keys and values; leave out --phase")
+    return caches[0], caches[1] if is_encoder_decoder else None
+
+
+def _watch(probed: _Probed, stack: list[str]) -> None:
+    """Notes the module that is running when a layer of the cache is first updated."""
+    cache = probed.cache
+    for name, position in (
+        ("update", 2),
+        ("update_conv_state", 1),
+        ("update_recurrent_state", 1),
+        ("update_indexer", 1),
+    ):
+        update = getattr(cache, name)
+
+        def noted(*args: Any, update: Any = update, position: int = position, **kwargs: Any) -> Any:
+            index = args[position] if len(args) > position else kwargs["layer_idx"]
+            probed.owners.setdefault(index, stack[-1])
+            return update(*args, **kwargs)
+
+        setattr(cache, name, noted)
+
+
+def _layer(model: Any, probed: _Probed, index: int, room: CacheRoom, text: str) -> Any:
+    """Returns the layer `index` of the cache, over buffers of the module that updates it."""
+    layer = probed.cache.layers[index]
+    if index not in probed.owners:
+        return DummyLayer()
+    path = probed.owners[index]
+    module = model.get_submodule(path)
+    if type(layer) not in _KNOWN:
+        raise InputError(
+            f"{text}: {path} keeps a {type(layer).__name__}, which this version does not model; leave out --phase"
+        )
+    served: Any = None
+    if getattr(layer, "keys", None) is not None:
+        window = getattr(layer, "sliding_window", None)
+        places = room.context if window is None else min(room.context, int(window))
+        served = ServedAttentionLayer(
+            room, *_memory(module, layer.keys, layer.values, places), is_sliding=window is not None
+        )
+        if getattr(layer, "indexer_keys", None) is not None:
+            memory = layer.indexer_keys.new_zeros(layer.indexer_keys.shape[0], places, layer.indexer_keys.shape[-1])
+            module.register_buffer("index_key_cache", memory, persistent=False)
+            served.indexer_keys = memory
+    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
+        states = _served_states(served)(layer.number_of_states, room)
+        for kind, tensors in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+            for number, state in tensors.items():
+                if state is None:
+                    continue
+                memory = torch.zeros_like(state)
+                name = f"{kind}_state_cache" + (f"_{number}" if number else "")
+                module.register_buffer(name, memory, persistent=False)
+                states.hold(kind, number, memory)
+        if served is not None:
+            states.attention = served
+        return states
+    return served
+
+
+def _memory(module: nn.Module, keys: Tensor, values: Tensor, places: int) -> tuple[Tensor, Tensor]:
+    """Registers memory for keys and values, of latent attention in one piece: its absorbed form reads both at once."""
+    batch, heads, _, width = keys.shape
+    if hasattr(module, "expand_kv") and heads == values.shape[1] == 1:
+        both = keys.new_zeros(batch, 1, places, width + values.shape[-1])
+        module.register_buffer("latent_cache", both, persistent=False)
+        return both[..., :width], both[..., width:]
+    key_memory = keys.new_zeros(batch, heads, places, width)
+    value_memory = values.new_zeros(batch, values.shape[1], places, values.shape[-1])
+    module.register_buffer("key_cache", key_memory, persistent=False)
+    module.register_buffer("value_cache", value_memory, persistent=False)
+    return key_memory, value_memory
+
+
+def _cross_layer(model: Any, probed: _Probed, index: int, room: CacheRoom) -> Any:
+    """Returns the keys and values of the encoder's outputs for a decoder layer: written in prefill, read in decode."""
+    layer = probed.cache.layers[index]
+    if index not in probed.owners:
+        return DummyLayer()
+    module = model.get_submodule(probed.owners[index])
+    memory = [torch.zeros_like(tensor) for tensor in (layer.keys, layer.values)]
+    for name, tensor in zip(("cross_key_cache", "cross_value_cache"), memory, strict=True):
+        module.register_buffer(name, tensor, persistent=False)
+    return ServedAttentionLayer(CacheRoom(memory[0].shape[-2], room.is_decode), *memory, is_sliding=False)
+
+
+# States of linear attention and state-space layers
+
+
+class ServedStateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
+    """States of one size over buffers: filled before a decode step, empty before a prefill."""
+
+    attention: Any = None
+
+    def __init__(self, number_of_states: int, room: CacheRoom) -> None:
+        super().__init__(number_of_states)
+        self.room = room
+
+    def hold(self, kind: str, number: int, memory: Tensor) -> None:
+        """Sets the memory of a state, `conv` or `recurrent`."""
+        self.dtype, self.device = memory.dtype, memory.device
+        if kind == "conv":
+            self.conv_states[number], self.is_conv_states_initialized[number] = memory, True
+            self.conv_kernel_size[number] = memory.shape[-1]
+        else:
+            self.recurrent_states[number], self.is_recurrent_states_initialized[number] = memory, True
+        self.begin()
+
+    def begin(self) -> None:
+        """Puts the layer as it is before a step."""
+        self.has_previous_state = dict.fromkeys(range(self.number_of_states), self.room.is_decode)
+
+
+class ServedHybridLayer(ServedStateLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """States, and keys and values, of a layer that has both."""
+
+    def __init__(self, number_of_states: int, room: CacheRoom) -> None:
+        cache_utils.CacheLayerMixin.__init__(self)
+        ServedStateLayer.__init__(self, number_of_states, room)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Updates keys and values."""
+        updated: tuple[Tensor, Tensor] = self.attention.update(key_states, value_states)
+        return updated
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns those of the attention."""
+        sizes: tuple[int, int] = self.attention.get_mask_sizes(query_length)
+        return sizes
+
+    def get_seq_length(self) -> int:
+        """Returns the number of tokens before the step."""
+        return self.room.past
+
+    def get_max_length(self) -> int:
+        """Returns the number of places for keys."""
+        return int(self.attention.get_max_length())
+
+
+def _served_states(attention: ServedAttentionLayer | None) -> type[ServedStateLayer]:
+    return ServedStateLayer if attention is None else ServedHybridLayer
+
+
+# Attention as serving kernels have it
+
+
+def _joined_latents(memory: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Returns a function in place of `expand_kv`, which hands the latents on as they are cached."""
+
+    def joined(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        return memory, memory
+
+    return joined
+
+
+def _absorbed(module: Any, query: Tensor, latents: Tensor, scaling: float) -> Tensor:
+    """Returns the attention [batch, 1, heads, width] of one token to latents [batch, 1, places, rank + rotary].
+
+    The projection from latents to keys is applied to the query, that to values to the result (DeepSeek-V2, arXiv
+    2405.04434, section 2.1.2). The product with the values covers the rotary part too, so that one operator reads the
+    latents once, as fused kernels do; these columns of the result are dropped.
+    """
+    rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
+    batch, heads = query.shape[:2]
+    weight = module.kv_b_proj.weight.view(heads, nope + width, rank)
+    inner = torch.bmm(query[:, :, 0, :nope].transpose(0, 1), weight[:, :nope])  # [heads, batch, rank]
+    absorbed = torch.cat((inner.transpose(0, 1).unsqueeze(2), query[..., nope:]), dim=-1)
+    result = functional.scaled_dot_product_attention(absorbed, latents, latents, scale=scaling, enable_gqa=True)
+    values = torch.bmm(result[:, :, 0, :rank].transpose(0, 1), weight[:, nope:].transpose(1, 2))
+    return values.transpose(0, 1).reshape(batch, 1, heads, width)
+
+
+def _grouped(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Returns eager attention of one token for each sequence to keys of grouped heads, without repeating them.
+
+    Scores are capped by `softcap` and share their softmax with a sink for each head, where the model has these.
+    """
+    batch, heads, _, width = query.shape
+    groups = key.shape[1]
+    packed = query.reshape(batch, groups, heads // groups, width)
+    scores = torch.matmul(packed, key.transpose(2, 3)) * (width**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    sink = s_aux if s_aux is not None else sinks
+    if sink is not None:
+        column = sink.reshape(1, groups, heads // groups, 1).expand(batch, -1, -1, -1).to(scores.dtype)
+        scores = torch.cat((scores, column), dim=-1)
+    shares = functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    if sink is not None:
+        shares = shares[..., :-1]
+    return torch.matmul(shares, value).reshape(batch, 1, heads, value.shape[-1])
+
+
+def _attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
+    """Makes the forward pass of `model` run with attention of serving kernels and the cache as before a step."""
+    original = AttentionInterface._global_mapping["sdpa"]
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        scaling: Any = kwargs.get("scaling")
+        if room.is_decode and key is value and hasattr(module, "latent_cache"):
+            return _absorbed(module, query, key, scaling), None
+        width = value.shape[-1]
+        if width < key.shape[-1] and not room.is_decode and hasattr(module, "latent_cache"):
+            # kernels of one width: Transformers pads values for flash attention, too
+            padded = functional.pad(value, (0, key.shape[-1] - width))
+            result, weights = original(module, query, key, padded, mask, *args, **kwargs)
+            return result[..., :width], weights
+        return original(module, query, key, value, mask, *args, **kwargs)
+
+    def attend_eagerly(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        options = {name: kwargs.get(name) for name in ("scaling", "softcap", "s_aux", "sinks")}
+        if hasattr(module, "sinks") and options["s_aux"] is None:
+            options["sinks"] = module.sinks
+        return _grouped(module, query, key, value, **options), None
+
+    kind = type(model)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _begin(cache, room)
+        functions = {"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})
+        masks = _without_masks() if room.is_decode else contextlib.nullcontext()
+        with _attention_functions(functions), masks:
+            return kind.forward(self, *args, **kwargs)
+
+    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _begin(cache: Any, room: CacheRoom) -> None:
+    """Puts the cache as it is before a step."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache.is_updated = dict.fromkeys(range(len(cache.cross_attention_cache)), room.is_decode)
+        cache = cache.self_attention_cache
+    for layer in cache.layers:
+        if isinstance(layer, ServedStateLayer):
+            layer.begin()
+
+
+@contextlib.contextmanager
+def _attention_functions(functions: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces functions of attention by name."""
+    mapping = AttentionInterface._global_mapping
+    before = dict(mapping)
+    mapping.update(functions)
+    try:
+        yield
+    finally:
+        mapping.clear()
+        mapping.update(before)
+
+
+@contextlib.contextmanager
+def _without_masks() -> Iterator[None]:
+    """Leaves out masks of a decode step: its one token sees every place of the cache."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    mapping = type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping
+    before = dict(mapping)
+    mapping.update({name: lambda *args, **kwargs: None for name in ("sdpa", "eager")})
+    try:
+        yield
+    finally:
+        mapping.clear()
+        mapping.update(before)

@@ -1,0 +1,142 @@
+"""A model's code that asks for a card runs as if there were one: its tensors stay on the CPU.
+
+`.to("cuda")`, `.cuda()`, `device="cuda"`, `pin_memory()`, `torch.set_default_device("cuda")` and `torch.autocast` of
+any device work without a GPU, so that one step serves both the capture and `gdp run` on CPUs. The costs of an op do not
+depend on the place where it was captured. Once the code has named a card, `torch.autocast("cpu")` is CUDA's as well:
+`torch.autocast(x.device.type)` means the card.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import autocast
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
+from torch.utils._device import DeviceContext
+
+from gdp.models.pytorch.autocast import cuda_autocast_on_cpu
+from gdp.models.pytorch.checkpointing import noting_cut_gradients
+from gdp.models.pytorch.flex_attention import flex_attention_as_operators
+
+CARDS = frozenset({"cuda", "xpu", "mps", "hpu", "npu", "xla", "mtia", "maia"})
+"""Types of devices that stand for a card; autocast has CUDA's lists for each."""
+
+_CPU = torch.device("cpu")
+_STAYS = frozenset(
+    getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "pin_memory") if hasattr(Tensor, name)
+)
+
+_DEVICE_POSITIONS = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the latter for `nn.Module.to`
+
+
+@contextlib.contextmanager
+def as_if_on_a_card() -> Iterator[None]:
+    """Makes code that asks for a card use the CPU, under fake tensors or with real ones, and casts as on a card."""
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(isinstance(mode, _OnCpu) for mode in stack):
+        yield
+        return
+    mode = _OnCpu()
+    init_autocast: Any = autocast.__init__
+    init_device_context: Any = DeviceContext.__init__
+    autocast_options: Any = checkpoint._get_autocast_kwargs
+
+    def init_autocast_as_on_a_card(self: autocast, device_type: str, *args: Any, **options: Any) -> None:
+        device_type = mode.autocast_device(device_type)
+        with patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False):
+            init_autocast(self, device_type, *args, **options)
+
+    def init_device_context_on_cpu(self: DeviceContext, device: Any) -> None:
+        init_device_context(self, mode.without_card(device))
+
+    def autocast_options_of_checkpoint(device_type: str = "cuda") -> Any:
+        on_card, on_cpu = autocast_options(device_type)
+        return on_card, on_card if mode.has_card else on_cpu  # a part runs again under autocast of both
+
+    replacements = (
+        (autocast, "__init__", init_autocast_as_on_a_card),
+        (DeviceContext, "__init__", init_device_context_on_cpu),
+        (checkpoint, "_get_autocast_kwargs", autocast_options_of_checkpoint),
+        (checkpoint.DefaultDeviceType, "_default_device_type", "cuda"),
+        (torch.utils, "swap_tensors", _swap_tensors),
+        (torch.cuda, "is_bf16_supported", lambda *args, **options: True),
+        (torch.cuda, "synchronize", lambda *args: None),
+        (torch.cuda, "set_device", lambda *args: None),
+    )
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(cuda_autocast_on_cpu())
+        undo.enter_context(flex_attention_as_operators())
+        undo.enter_context(noting_cut_gradients())
+        for owner, name, replacement in replacements:
+            undo.enter_context(patch.object(owner, name, replacement))
+        undo.callback(_restore_default_device, _default_device())
+        undo.enter_context(mode)
+        yield
+
+
+class _OnCpu(TorchFunctionMode):
+    """Replaces cards by the CPU in the arguments of PyTorch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_card = False  # the code has named one
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _STAYS:
+            self.has_card = self.has_card or func is not Tensor.pin_memory
+            return args[0]
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": self.without_card(kwargs["device"])}
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
+        position = _DEVICE_POSITIONS.get(func)
+        if position is not None and len(args) > position:
+            args = (*args[:position], self.without_card(args[position]), *args[position + 1 :])
+        return func(*args, **kwargs)
+
+    def without_card(self, device: Any) -> Any:
+        """Returns the CPU in place of a card; a number is the card of that number. Returns anything else as it is."""
+        if isinstance(device, torch.device):
+            is_card = device.type in CARDS
+        elif isinstance(device, str):
+            is_card = device.partition(":")[0] in CARDS
+        else:
+            is_card = isinstance(device, int) and not isinstance(device, bool)
+        self.has_card = self.has_card or is_card
+        return _CPU if is_card else device
+
+    def autocast_device(self, device_type: str) -> str:
+        """Returns the device whose lists `torch.autocast(device_type)` takes."""
+        self.has_card = self.has_card or device_type in CARDS
+        return "cuda" if self.has_card and device_type in CARDS | {"cpu"} else device_type
+
+
+_plain_swap_tensors: Any = torch.utils.swap_tensors
+
+
+def _swap_tensors(first: Tensor, second: Tensor) -> None:
+    """Gives the content of `second` to `first`, which `nn.Module.to` keeps: weights that are tied stay tied.
+
+    PyTorch's own function refuses fake tensors, as their mode refers to them.
+    """
+    if isinstance(first, FakeTensor):
+        first.data = second
+    else:
+        _plain_swap_tensors(first, second)
+
+
+def _default_device() -> Any:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _restore_default_device(before: Any) -> None:
+    """Sets the default device again, if the model's code has set another one."""
+    if _default_device() != before:
+        torch.set_default_device(before)

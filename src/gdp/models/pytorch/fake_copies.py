@@ -1,0 +1,39 @@
+"""Fake tensors that share memory as real ones do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def fake_memories(tensors: Sequence[Tensor], mode: FakeTensorMode) -> dict[int, Any]:
+    """Returns a fake tensor for each of `tensors`, by identity; those that overlap still do."""
+    memo: dict[int, Any] = {}
+    by_memory: dict[Any, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        by_memory.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), {})[id(tensor)] = tensor
+    for sharing in by_memory.values():
+        memo |= dict(zip(sharing, _fake_memory(list(sharing.values()), mode), strict=True))
+    return memo
+
+
+def _fake_memory(tensors: list[Tensor], mode: FakeTensorMode) -> list[Tensor]:
+    """Returns fake tensors that overlap as these do, in memory of just the extent that they cover."""
+    start = min(tensor.storage_offset() for tensor in tensors)
+    extents = [
+        tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        for tensor in tensors
+        if tensor.numel()
+    ]
+    with mode, torch.no_grad():
+        memory = torch.empty(max(extents, default=start) - start, dtype=tensors[0].dtype)
+        fakes: list[Tensor] = []
+        for tensor in tensors:
+            fake = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start).detach()
+            if isinstance(tensor, nn.Parameter):
+                fakes.append(nn.Parameter(fake, tensor.requires_grad))
+            else:
+                fakes.append(fake.requires_grad_(tensor.requires_grad))
+    return fakes

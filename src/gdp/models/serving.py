@@ -1,0 +1,132 @@
+"""A step of serving a decoder: the prefill of a prompt, or the decoding of one token for each sequence."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from typing import Any
+
+from gdp.errors import InputError, suggest
+
+PHASES = ("step", "prefill", "decode")
+
+# Blocks of llama.cpp hold 32 elements with their scales: ggml/src/ggml-common.h, `block_q8_0` and its kin
+ELEMENT_BYTES: Mapping[str, Fraction] = {
+    "float32": Fraction(4),
+    "f32": Fraction(4),
+    "bfloat16": Fraction(2),
+    "bf16": Fraction(2),
+    "float16": Fraction(2),
+    "f16": Fraction(2),
+    "fp8": Fraction(1),
+    "fp8_e4m3": Fraction(1),
+    "fp8_e5m2": Fraction(1),
+    "int8": Fraction(1),
+    "q8_0": Fraction(34, 32),
+    "q5_1": Fraction(24, 32),
+    "q5_0": Fraction(22, 32),
+    "q4_1": Fraction(20, 32),
+    "q4_0": Fraction(18, 32),
+    "iq4_nl": Fraction(18, 32),
+}
+"""Bytes of an element of a cache, by type."""
+
+_MOST_BYTES = 8  # of an element: float64
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Options for capturing a step of serving in place of a step of training or plain inference."""
+
+    phase: str = "step"
+    cache_element_bytes: Fraction | None = None  # of keys and values in the cache; None: the type of the model
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES:
+            raise InputError(f"--phase is {self.phase!r}; {', '.join(PHASES)} are known")
+        if self.cache_element_bytes is not None and not self.has_cache:
+            raise InputError("--kv-cache: only prefill and decode have a cache; add --phase prefill or --phase decode")
+
+    @classmethod
+    def parse(cls, phase: str, kv_cache: str | None) -> "Serving":
+        """Reads `--phase` and `--kv-cache`: bytes of an element, or a type. InputError for anything else."""
+        return cls(phase, None if kv_cache is None else _element_bytes(kv_cache))
+
+    @property
+    def has_cache(self) -> bool:
+        """True for prefill and decode."""
+        return self.phase != PHASES[0]
+
+    def words(self) -> list[str]:
+        """Returns the options as they are written on a command line."""
+        words = ["--phase", self.phase] if self.has_cache else []
+        return (
+            words if self.cache_element_bytes is None else [*words, "--kv-cache", str(float(self.cache_element_bytes))]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedStep:
+    """Facts of a captured step of serving that its time is told with."""
+
+    phase: str  # prefill or decode
+    num_sequences: int
+    num_tokens: int  # that each sequence feeds: its prompt, or 1
+    context: int  # tokens that the cache has room for, for each sequence
+    cache_bytes: int  # of keys, values and states, of all sequences
+
+    def to_document(self) -> dict[str, Any]:
+        """Returns the fields by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> "ServedStep":
+        """Reads what `to_document` returned. Raises KeyError, TypeError or ValueError for anything else."""
+        values = {field.name: document[field.name] for field in fields(cls)}
+        if values["phase"] not in PHASES[1:]:
+            raise ValueError(values["phase"])
+        return cls(str(values.pop("phase")), **{name: int(value) for name, value in values.items()})
+
+    def figures(self, step_time_ns: int) -> dict[str, Any]:
+        """Returns the facts with the time to the first token, or with tokens per second, for a step time."""
+        speed: dict[str, float | None] = {
+            "time_to_first_token_ns": step_time_ns,
+            "prompt_tokens_per_second": None,
+            "tokens_per_second": None,
+        }
+        per_second = self.num_sequences * self.num_tokens * 1e9 / step_time_ns if step_time_ns else None
+        if self.phase == "decode":
+            speed |= {"time_to_first_token_ns": None, "tokens_per_second": per_second}
+        else:
+            speed |= {"prompt_tokens_per_second": per_second}
+        return self.to_document() | speed
+
+    def sentence(self, step_time_ns: int) -> str:
+        """Returns the answer in words."""
+        figures = self.figures(step_time_ns)
+        plural = "" if self.num_sequences == 1 else "s"
+        cache = f"cache {self.cache_bytes / 1e9:,.4g} GB"
+        if self.phase == "decode":
+            each = step_time_ns / 1e6
+            return (
+                f"{figures['tokens_per_second'] or 0:,.4g} tokens per second: {self.num_sequences:,} sequence{plural}, "
+                f"a token each in {each:,.4g} ms at a context of {self.context:,}; {cache}"
+            )
+        return (
+            f"First token after {step_time_ns / 1e6:,.4g} ms: {self.num_sequences:,} prompt{plural} of "
+            f"{self.num_tokens:,} tokens, {figures['prompt_tokens_per_second'] or 0:,.4g} tokens per second; {cache}"
+        )
+
+
+def _element_bytes(text: str) -> Fraction:
+    if text.lower() in ELEMENT_BYTES:
+        return ELEMENT_BYTES[text.lower()]
+    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", text):
+        value = Fraction(text)
+        if 0 < value <= _MOST_BYTES:
+            return value
+        raise InputError(f"--kv-cache is {text}; more than 0 and at most {_MOST_BYTES} bytes per element are expected")
+    raise InputError(
+        f"--kv-cache is {text!r}; bytes per element (2, 1, 0.5625) or a type are expected; "
+        f"{suggest(text, tuple(ELEMENT_BYTES))}"
+    )

@@ -1,0 +1,107 @@
+"""Shows devices, links and other rows as tables in a terminal; imports nothing that places or simulates."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from gdp.cluster import Cluster, Device, Route
+from gdp.cluster.catalogue import KINDS, LINKS, DeviceKind
+from gdp.report.tables import digits, format_gib, new_table
+
+_FOLDED = 6  # routes that differ in names alone are one line from so many on
+
+
+def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
+    """Yields the devices of a cluster and its routes."""
+    devices = new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch")
+    for device in cluster.devices:
+        devices.add_row(
+            device.name,
+            device.kind,
+            *_figures(device),
+        )
+    yield devices
+    if cluster.num_devices == 1:
+        return
+    yield ""
+    routes = new_table("from", "to", ">bandwidth", ">latency", "channels")
+    for start, end, route, channels in _folded_routes(cluster):
+        rate, latency = digits(route.bytes_per_second / 1e9, 3), digits(route.latency_ns / 1e3, 3)
+        routes.add_row(start, end, f"{rate} GB/s", f"{latency} us", " ".join(channels) or "-")
+    yield routes
+
+
+def _folded_routes(cluster: Cluster) -> Iterator[tuple[str, str, Route, tuple[str, ...]]]:
+    """Yields routes with the names of their ends; many that differ in names alone, from all to all, are one."""
+    names = [device.name for device in cluster.devices]
+    alike: dict[tuple[int, int, tuple[str, ...]], list[tuple[int, int]]] = {}
+    for source, target in permutations(range(cluster.num_devices), 2):
+        route, ends = cluster.route(source, target), {names[source]: "FROM", names[target]: "TO"}
+        channels = tuple(sorted(_renamed(channel, ends) for channel in route.channels))
+        alike.setdefault((route.bytes_per_second, route.latency_ns, channels), []).append((source, target))
+    group_of = {pair: (channels, pairs) for (*_, channels), pairs in alike.items() for pair in pairs}
+    for source, target in permutations(range(cluster.num_devices), 2):
+        route, (channels, pairs) = cluster.route(source, target), group_of[source, target]
+        sources, targets = (sorted(set(ends)) for ends in zip(*pairs, strict=True))
+        is_product = set(pairs) == {(a, b) for a in sources for b in targets if a != b}
+        if len(pairs) < _FOLDED or not is_product:
+            yield names[source], names[target], route, route.channels
+        elif (source, target) == pairs[0]:
+            yield ", ".join(names[a] for a in sources), ", ".join(names[b] for b in targets), route, channels
+
+
+def _renamed(channel: str, names: Mapping[str, str]) -> str:
+    """Returns the channel with other names of devices: `gpu0.pcie.up` is `FROM.pcie.up`, `gpu0->gpu1` `FROM->TO`."""
+    if "->" in channel:
+        return "->".join(names.get(part, part) for part in channel.split("->"))
+    owner = next((name for name in names if channel.startswith(f"{name}.")), None)
+    return channel if owner is None else names[owner] + channel.removeprefix(owner)
+
+
+def _figures(device: Device | DeviceKind) -> tuple[str, str, str, str]:
+    return (
+        format_gib(device.memory_bytes),
+        f"{digits(device.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
+        f"{digits(device.memory_bytes_per_second / 1e9, 3)} GB/s",
+        f"{digits(device.launch_ns / 1e3, 3)} us",
+    )
+
+
+def kinds_report() -> Iterator[RenderableType]:
+    """Yields the built-in kinds of devices and links."""
+    kinds = new_table("kind", ">usable memory", ">float32", ">bandwidth", ">launch", "links")
+    for name, kind in KINDS.items():
+        kinds.add_row(
+            name,
+            *_figures(kind),
+            ", ".join(filter(None, (kind.port, kind.nvlink))),
+        )
+    yield kinds
+    yield ""
+    links = new_table("link", ">bandwidth", ">latency")
+    for link in LINKS.values():
+        rate, latency = digits(link.bytes_per_second / 1e9, 3), digits(link.latency_ns / 1e3, 3)
+        links.add_row(link.name, f"{rate} GB/s", f"{latency} us")
+    yield links
+    yield ""
+    yield Text(
+        "Combine them as in 4xp100-pcie-16g, 2xa100-sxm-80g+cpu-16core, 2x(4xl4-24g)@10gbit; or write a cluster file."
+    )
+
+
+def rows_report(rows: Sequence[Mapping[str, object]]) -> Iterator[RenderableType]:
+    """Yields a table of rows that have the same keys."""
+    if rows:
+        columns = list(rows[0])
+        table = new_table(*(f">{name}" if isinstance(rows[0][name], int | float) else name for name in columns))
+        for row in rows:
+            table.add_row(*(_cell(row.get(name)) for name in columns))
+        yield table
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return digits(value, 4)
+    return "-" if value is None else f"{value:,}" if type(value) is int else str(value)

@@ -1,0 +1,223 @@
+"""Layouts with streamed weights: which device computes and keeps what, and what the host sends when.
+
+The step is cut into windows, which devices compute in turns; `Turns` says how. A host holds the weights that are not
+kept where they are used, and its order says when it sends them: those of a window when the window `lag` before it
+begins. A gate is a small op at the end of a window that runs on the host, so that the host knows.
+
+    gpu0  |  window 0  | g0 |                |  window 2  | g2 |
+    gpu1                    |  window 1  | g1 |                 |  window 3  | ...
+    host  p0 p1          g0 p2            g1 p3            g2 p4     p: sends the weights of a window
+
+N ops, D devices, W windows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gdp.arrays import F64, I64, Bool
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import Simulation, simulate
+from gdp.units.forward_units import forward_units
+
+_NEVER = np.iinfo(np.int64).max
+_FITS = 6  # simulations at most to find the least shares streamed
+_CLOSE = 0.003  # of the memory limit: what fits as closely as this is not refined
+_FIRST, _RELEASE, _COMPUTE, _GATE = -(2**40), 0, 1, 3  # places in the host's order within a window
+_PLACES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Who computes when: `rounds` times each of `devices` in turn, each its share of the work."""
+
+    devices: tuple[int, ...]
+    parts: tuple[float, ...]  # of the work, by device; they sum to 1
+    rounds: int
+    is_gated: bool = True  # false: all is sent from the start, as fast as the links allow
+    keeps_first: bool = False  # the first window of each device needs no transfer
+    last: bool = False  # the weights that are used last are streamed, instead of an even share
+
+
+@dataclass(frozen=True, eq=False)
+class StreamLayout:
+    """The ops in the order of a step on one device, and what may be where."""
+
+    problem: Problem
+    host: int
+    fallback: Placement  # [N] where an op goes that is not allowed on the device whose turn it is
+    fixed: Bool  # [N] ops that are on their fallback in any case
+    order: I64  # [N] all ops in the order of their starts on one device
+    position: I64  # [N] in `order`
+    homes: I64  # [N] the position that decides in which window an op is
+    is_source: Bool  # [N]
+    streamable: I64  # [P] sources that hold weights, in the order of their first use
+    first_use: I64  # [P] positions
+    gate_cost_ns: F64  # [N] of running an op on the host, by position; infinite if it must not
+    passed_bytes: I64  # [N] of streamable weights first used up to each position
+
+    @classmethod
+    def of(cls, alone: Simulation, main: int, host: int, fixed: Bool) -> "StreamLayout | None":
+        """Derives the layout from a step with all on `main` where that is allowed; None if nothing may be streamed."""
+        problem, graph, fallback = alone.problem, alone.problem.graph, alone.placement.copy()
+        fallback[problem.allowed[:, host]] = host
+        order = np.argsort(alone.op_start_ns, kind="stable")
+        position = np.empty(graph.num_ops, np.int64)
+        position[order] = np.arange(graph.num_ops)
+        sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+        is_source = np.ones(graph.num_ops, np.bool_)
+        is_source[targets] = False
+        first = np.full(graph.num_ops, _NEVER, np.int64)
+        np.minimum.at(first, sources, position[targets])
+        may_move = problem.allowed[:, host] & (graph.groups < 0) & (problem.allowed.sum(axis=1) > 1) & ~fixed
+        streamable = np.flatnonzero(is_source & may_move & (graph.resident_bytes > 0) & (first < _NEVER))
+        streamable = streamable[np.argsort(first[streamable], kind="stable")]
+        if not len(streamable):
+            return None
+        unit = forward_units(problem)  # backward ops go where the forward ones are, and their weights
+        homes = np.full(graph.num_ops, _NEVER, np.int64)
+        np.minimum.at(homes, unit, np.where(is_source, first, position))
+        cost = _gate_costs(problem, host, may_move & ~is_source)[order]
+        held = np.zeros(graph.num_ops, np.int64)
+        np.add.at(held, first[streamable], graph.resident_bytes[streamable])
+        passed = np.cumsum(held)
+        return cls(
+            problem,
+            host,
+            fallback,
+            fixed,
+            order,
+            position,
+            homes[unit],
+            is_source,
+            streamable,
+            first[streamable],
+            cost,
+            passed,
+        )
+
+    def simulate(self, turns: Turns, streamed: F64) -> Simulation:
+        """Simulates the step with the shares `streamed` [D] of each device's weights on the host."""
+        ends, is_gate = self._windows(turns)
+        cycle = np.array(turns.devices)
+        wanted = cycle[np.searchsorted(ends, self.homes) % len(cycle)]
+        may = self.problem.allowed[np.arange(len(wanted)), wanted] & ~self.fixed
+        placement = np.where(may, wanted, self.fallback)
+        first_window = np.searchsorted(ends, self.first_use)
+        chosen = self._chosen(turns, streamed, placement, first_window)
+        sent = self.streamable[chosen]
+        placement[sent] = self.host
+        gates = self.order[ends[is_gate]]
+        placement[gates] = self.host
+        return simulate(self.problem, placement, order=self._orders(turns, placement, ends, sent, first_window[chosen]))
+
+    def fit(self, turns: Turns, guess: F64 | None = None) -> "Iterator[tuple[Simulation, F64]]":
+        """Yields steps, with their shares streamed [D], towards the least shares that fit; begins at `guess` [D].
+
+        Each share is corrected by what its device lacks or has left.
+        """
+        limits = self.problem.memory_limit_bytes
+        held = np.maximum(self._held(turns), 1)
+        shares = np.ones(len(limits)) if guess is None else guess.copy()
+        low, high = np.zeros(len(limits)), np.ones(len(limits))
+        mains = [device for device in turns.devices if device != self.host]
+        for _ in range(_FITS):
+            found = self.simulate(turns, shares)
+            yield found, shares
+            left = limits - found.peak_memory_bytes
+            lacks = left < 0
+            high = np.where(lacks, high, np.minimum(high, shares))
+            low = np.where(lacks, np.maximum(low, shares), low)
+            if all(lacks[device] and shares[device] >= 1 for device in mains):
+                return
+            is_close = ~lacks & ((left < _CLOSE * limits) | (shares <= 0))
+            if all(is_close[device] for device in mains):
+                return
+            aimed = shares - (left - _CLOSE / 2 * limits) / held
+            between = (aimed > low) & (aimed < high)
+            aimed = np.where(between, aimed, np.where(aimed <= low, low, (low + high) / 2))
+            aimed = np.where((aimed <= low) & (low > 0), (low + high) / 2, aimed)
+            aimed = np.clip(np.where(is_close, shares, aimed), 0.0, 1.0)
+            if np.array_equal(aimed[mains], shares[mains]):
+                return
+            shares = aimed
+
+    def _held(self, turns: Turns) -> I64:
+        """[D] bytes of the streamable weights by the device that computes with them."""
+        ends, _ = self._windows(turns)
+        users = np.array(turns.devices)[np.searchsorted(ends, self.first_use) % len(turns.devices)]
+        size = self.problem.graph.resident_bytes[self.streamable]
+        return np.bincount(users, size, self.problem.num_devices).astype(np.int64)
+
+    def _windows(self, turns: Turns) -> tuple[I64, Bool]:
+        """Returns the positions [W - 1] at which windows end, and whether the op there is a gate.
+
+        A window ends at the op that costs least as a gate, of those within half a window.
+        """
+        lengths = np.tile(turns.parts, turns.rounds) / turns.rounds * float(self.passed_bytes[-1])
+        borders = np.cumsum(lengths)
+        ends: list[int] = []
+        is_gate: list[bool] = []
+        for number, border in enumerate(borders[:-1].tolist()):
+            reach = min(lengths[number], lengths[number + 1]) / 2
+            start, end = np.searchsorted(self.passed_bytes, [border - reach, border + reach])
+            start = max(int(start), ends[-1] + 1 if ends else 0)
+            cost = self.gate_cost_ns[start:end]
+            if len(cost) and np.isfinite(cost).any():
+                ends.append(start + int(np.argmin(cost)))
+                is_gate.append(turns.is_gated)
+            else:  # no gate: what it would release is sent earlier
+                ends.append(max(int(np.searchsorted(self.passed_bytes, border)), ends[-1] if ends else 0))
+                is_gate.append(False)
+        return np.array(ends, np.int64), np.array(is_gate, np.bool_)
+
+    def _chosen(self, turns: Turns, streamed: F64, placement: Placement, window: I64) -> Bool:
+        """Selects [P] weights to stream, spread evenly by bytes: the rest is carried over (error diffusion)."""
+        size = self.problem.graph.resident_bytes[self.streamable]
+        device = placement[self.streamable]
+        if turns.last:
+            behind = np.cumsum(size[::-1])[::-1] - size
+            return np.asarray((behind < streamed[turns.devices[0]] * size.sum()) & (device != self.host), np.bool_)
+        chosen = np.zeros(len(size), np.bool_)
+        due = np.zeros(len(streamed))
+        is_first = window < len(turns.devices) if turns.keeps_first else np.zeros(len(size), np.bool_)
+        for number, (count, user) in enumerate(zip(size.tolist(), device.tolist(), strict=True)):
+            if user == self.host or (is_first[number] and streamed[user] < 1):
+                continue
+            due[user] += streamed[user] * count
+            if due[user] > count / 2:
+                chosen[number] = True
+                due[user] -= count
+        return chosen
+
+    def _orders(self, turns: Turns, placement: Placement, ends: I64, sent: I64, sent_for: I64) -> list[I64]:
+        """Returns the order of each device: that of positions, and on the host the releases and gates among it."""
+        window = np.searchsorted(ends, self.position)
+        place = window * _PLACES + _COMPUTE
+        is_end = np.zeros(len(place), np.bool_)
+        is_end[self.order[ends]] = True
+        place[is_end] += _GATE - _COMPUTE
+        place[self.is_source] = _FIRST
+        place[sent] = (sent_for - len(turns.devices)) * _PLACES + _RELEASE
+        rank = self.position.copy()
+        rank[sent] = np.arange(len(sent))
+        on_host = np.flatnonzero(placement == self.host)
+        orders = [self.order[placement[self.order] == device] for device in range(self.problem.num_devices)]
+        orders[self.host] = on_host[np.lexsort((rank[on_host], place[on_host]))]
+        return orders
+
+
+def _gate_costs(problem: Problem, host: int, may: Bool) -> F64:
+    """Estimates [N] the wait of the computing devices for an op on the host: transfers there and back, and the op."""
+    graph = problem.graph
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    moved = np.zeros(graph.num_ops)
+    np.add.at(moved, targets, graph.tensor_bytes[graph.edge_tensors].astype(np.float64))
+    np.add.at(moved, graph.producers, graph.tensor_bytes.astype(np.float64))
+    reads_state = np.zeros(graph.num_ops, np.bool_)
+    reads_state[targets[graph.resident_bytes[sources] > 0]] = True
+    others = [device for device in range(problem.num_devices) if device != host]
+    rate = max(problem.cluster.route(device, host).bytes_per_second for device in others)
+    cost = moved * 1e9 / rate + problem.op_time_ns[:, host]
+    return np.where(may & ~reads_state & (graph.resident_bytes == 0), cost, np.inf)
