@@ -123,7 +123,10 @@ def _pairs(rules: Rules, name: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(items, Iterable):
         raise InputError(f"{name} is {rules!r}; pairs (REGEX, DEVICE) are expected, such as {{'encoder': 'gpu0'}}")
     for item in items:
-        pair = tuple(item.rpartition("=")[::2] if isinstance(item, str) else item if isinstance(item, Iterable) else ())
+        if isinstance(item, str):
+            pair = tuple(item.rpartition("=")[::2]) if "=" in item else (item,)
+        else:
+            pair = tuple(item) if isinstance(item, Iterable) else ()
         if len(pair) != 2 or not all(isinstance(part, str) for part in pair) or not pair[1]:
             raise InputError(
                 f"{name} has {item!r}; (REGEX, DEVICE) or 'REGEX=DEVICE' is expected, such as ('encoder', 'gpu0')"
