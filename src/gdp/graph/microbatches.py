@@ -31,7 +31,7 @@ SHARED = -1
 _ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 _REPLICA = re.compile(r"(.+)@([1-9][0-9]{0,3})", re.DOTALL)
-_ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
 
 
 def accumulated(graph: Graph, num_microbatches: int, *, free_replicas: bool = False) -> Graph:
@@ -217,7 +217,7 @@ class _Accumulation:
                     Op(
                         name=f"{names[gradient]}@{microbatch}",
                         kind="aten.add_",
-                        flops=size // _ELEMENT_BYTES.get(producer.dtype, 4),
+                        flops=size // ELEMENT_BYTES.get(producer.dtype, 4),
                         bytes_accessed=3 * size,  # both are read, one is written
                         dtype=producer.dtype,
                         phase="backward",

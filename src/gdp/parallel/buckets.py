@@ -9,7 +9,6 @@ from gdp.arrays import Bool
 from gdp.graph import Graph
 
 BUCKET_BYTES = 25 * 2**20  # `bucket_cap_mb` of torch.nn.parallel.DistributedDataParallel
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.parallel.buckets import ELEMENT_BYTES, Bucket
+from gdp.graph.microbatches import ELEMENT_BYTES
+from gdp.parallel.buckets import Bucket
 from gdp.parallel.columns import Columns
 
 
