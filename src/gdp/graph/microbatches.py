@@ -32,6 +32,8 @@ _ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 _REPEATED = re.compile(r"(.+)@([1-9][0-9]{0,3})", re.DOTALL)
 _OF_REPLICA = re.compile(r"(.+?)(@[1-9][0-9]{0,3})?(?:#([1-9][0-9]{0,2}))?", re.DOTALL)
+RECOMPUTED = "!"
+"""What the name of a copy ends with that computes an op's results once more, for the backward pass."""
 COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
 """What the kinds of ops begin with that move data between replicas; not all replicas have the same ones."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
@@ -106,6 +108,13 @@ def _mark_microbatches(graph: Graph, names: list[str], ops: I64, microbatch: I64
         if not is_alike or (first is None and _ACCUMULATE not in base):
             return None
     return bases[1]
+
+
+def base_name(name: str) -> str:
+    """Returns the name of the op that `name` is a copy of, for a micro-batch, a replica or to recompute it."""
+    match = _OF_REPLICA.fullmatch(name)
+    assert match is not None, "the expression takes any name"
+    return match[1].removesuffix(RECOMPUTED)
 
 
 def replica_of(graph: Graph) -> I64:
@@ -208,7 +217,8 @@ class _Accumulation:
         by_update = np.zeros(graph.num_tensors, np.bool_)
         by_update[graph.edge_tensors[self.is_update[graph.consumers]]] = True
         added = by_update & self.is_replica[graph.producers] & (graph.tensor_bytes > 0)
-        self.gradients = {tensor: self._updates_by(tensor)[0] for tensor in np.flatnonzero(added).tolist()}
+        made_first = sorted(np.flatnonzero(added).tolist(), key=graph.producers.tolist().__getitem__)
+        self.gradients = {tensor: self._updates_by(tensor)[0] for tensor in made_first}
         self.ops: list[Op] = []
         self.number: dict[tuple[int, int], int] = {}  # by micro-batch and op
         self.adder: dict[tuple[int, int], int] = {}  # by micro-batch and gradient
