@@ -18,7 +18,15 @@ import typer
 from gdp.cli.bench import bench_app
 from gdp.cli.devices import devices_app
 from gdp.cli.export import export
-from gdp.cli.inputs import build_problem, check_checkpoint, check_placers, find_rivals, read_graph, split_rivals
+from gdp.cli.inputs import (
+    build_problem,
+    check_checkpoint,
+    check_placers,
+    find_rivals,
+    read_graph,
+    read_planned,
+    split_rivals,
+)
 from gdp.cli.options import (
     BudgetOption,
     CheckpointOption,
@@ -208,7 +216,7 @@ def simulate(
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
     constraints = limits.constraints(cluster)
-    problem = build_problem(read_graph(graph, reading).graph, cluster, constraints)
+    problem = build_problem(read_planned(graph, reading, read), cluster, constraints)
     warm_up(())
     from gdp.report import console, documents
     from gdp.report.progress import live

@@ -3,13 +3,15 @@
 one micro-batch --recompute--> --repeat (micro-batches)--> --copy, join by rings (replicas, ZeRO)--> step
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
+from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import accumulated, base_name, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
@@ -28,6 +30,7 @@ class Step:
     layout: Layout
     origin: I64  # [M] the op of the micro-batch that each is a copy of, or is to share a device with
     replica: I64  # [M]
+    places: I64 | None = None  # [N] that buckets do not cross; None: a replica has one
 
     @classmethod
     def of(
@@ -48,7 +51,28 @@ class Step:
         replicas = [steps[count] for count in layout.microbatches]
         all_places = None if places is None else [places[_origins(graph, replica)] for replica in replicas]
         whole = replicated(replicas, places=all_places, ring=ring, bucket_bytes=bucket_bytes)
-        return cls(whole, layout, _origins(graph, whole), replica_of(whole))
+        return cls(whole, layout, _origins(graph, whole), replica_of(whole), places)
+
+    def document(self) -> dict[str, Any]:
+        """Returns what it takes to cut the model so again, for a plan file."""
+        places = None if self.places is None else self.places.tolist()
+        return self.layout.document() | {"places": places}
+
+    @classmethod
+    def of_document(cls, read_part: Callable[[int], Graph], document: Mapping[str, Any]) -> "Step":
+        """Returns the step that `document` describes; `read_part(K)` returns that of 1/K of the batch.
+
+        InputError where it describes none of this model.
+        """
+        layout, places = Layout.of_document(document), document.get("places")
+        graph = read_part(layout.num_parts)
+        if places is None:
+            return cls.of(graph, layout)
+        if type(places) is not list or len(places) != graph.num_ops or not all(type(place) is int for place in places):
+            raise InputError(
+                f"layout: its places are not those of {graph.num_ops} ops of {graph.name!r}; place it anew"
+            )
+        return cls.of(graph, layout, places=np.array(places, np.int64))
 
     def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike) -> I64:
         """Returns the placement [M] of replicas that are placed alike.

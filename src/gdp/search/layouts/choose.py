@@ -312,7 +312,9 @@ def _choice(search: _Search, best: Trial, trials: list[Trial], estimates: list[E
         interrupted=clock.stop.is_set(),
         order=best.candidate.order,
     )
+    assert best.step is not None
     plan = plan_of(simulation, lower_bound(best.problem), "auto", search.seed, record)
+    plan = plan if best.is_whole else replace(plan, layout=best.step.document())
     known = {(trial.layout, trial.devices) for trial in trials}
     others = [
         Trial(e.arrangement.layout, e.arrangement.devices, ESTIMATED, e.step_time_ns, e.missing_bytes)
