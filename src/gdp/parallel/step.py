@@ -17,6 +17,7 @@ from gdp.graph.microbatches import accumulated, base_name, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import replicated
+from gdp.parallel.rings import Rings
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,8 @@ class Step:
     origin: I64  # [M] the op of the micro-batch that each is a copy of, or is to share a device with
     replica: I64  # [M]
     places: I64 | None = None  # [N] that buckets do not cross; None: a replica has one
+    ring: tuple[int, ...] | None = None  # [R] the order of replicas in rings; None: by number
+    hosts: tuple[int, ...] | None = None  # [R] for rings inside hosts and rings over them; None: rings over all
 
     @classmethod
     def of(
@@ -40,23 +43,34 @@ class Step:
         *,
         places: I64 | None = None,
         ring: Sequence[int] | None = None,
+        hosts: Sequence[int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> "Step":
         """Returns the step of `layout`, from the step `graph` of one micro-batch.
 
         `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
-        the order of replicas in rings. InputError where the layout does not suit the graph.
+        the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts.
+        InputError where the layout does not suit the graph.
         """
+        rings = Rings.of(layout.data, ring, hosts)
         steps = {count: accumulated(graph, count) for count in set(layout.microbatches)}
         replicas = [steps[count] for count in layout.microbatches]
-        all_places = None if places is None else [places[_origins(graph, replica)] for replica in replicas]
-        whole = replicated(replicas, places=all_places, ring=ring, bucket_bytes=bucket_bytes)
-        return cls(whole, layout, _origins(graph, whole), replica_of(whole), places)
+        own = None if places is None else places[_origins(graph, replicas[0])]
+        whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
+        return cls(
+            whole,
+            layout,
+            _origins(graph, whole),
+            replica_of(whole),
+            places,
+            None if ring is None else tuple(ring),
+            None if hosts is None else tuple(hosts),
+        )
 
     def document(self) -> dict[str, Any]:
         """Returns what it takes to cut the model so again, for a plan file."""
         places = None if self.places is None else self.places.tolist()
-        return self.layout.document() | {"places": places}
+        return self.layout.document() | {"places": places, "ring": _listed(self.ring), "hosts": _listed(self.hosts)}
 
     @classmethod
     def of_document(cls, read_part: Callable[[int], Graph], document: Mapping[str, Any]) -> "Step":
@@ -64,15 +78,11 @@ class Step:
 
         InputError where it describes none of this model.
         """
-        layout, places = Layout.of_document(document), document.get("places")
+        layout = Layout.of_document(document)
         graph = read_part(layout.num_parts)
-        if places is None:
-            return cls.of(graph, layout)
-        if type(places) is not list or len(places) != graph.num_ops or not all(type(place) is int for place in places):
-            raise InputError(
-                f"layout: its places are not those of {graph.num_ops} ops of {graph.name!r}; place it anew"
-            )
-        return cls.of(graph, layout, places=np.array(places, np.int64))
+        places = _numbers(document, "places", graph.num_ops)
+        ring, hosts = (_numbers(document, key, layout.data) for key in ("ring", "hosts"))
+        return cls.of(graph, layout, places=None if places is None else np.array(places), ring=ring, hosts=hosts)
 
     def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike) -> I64:
         """Returns the placement [M] of replicas that are placed alike.
@@ -81,6 +91,20 @@ class Step:
         place of each replica.
         """
         return np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
+
+
+def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:
+    return None if numbers is None else list(numbers)
+
+
+def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | None:
+    """Returns a list of `count` numbers at least 0, None where there is none; InputError for anything else."""
+    numbers = document.get(key)
+    if numbers is None:
+        return None
+    if type(numbers) is not list or len(numbers) != count or not all(type(n) is int and 0 <= n < 2**31 for n in numbers):
+        raise InputError(f"layout: {key} is not a list of {count} numbers; the plan is of another model, place it anew")
+    return numbers
 
 
 def _origins(graph: Graph, step: Graph) -> I64:
