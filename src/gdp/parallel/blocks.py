@@ -76,10 +76,14 @@ class Blocks:
         return np.where(self.graph.view_of >= 0, self.graph.view_of, np.arange(self.graph.num_tensors))
 
     @cached_property
+    def is_source(self) -> Bool:
+        """[N] parameters, buffers and inputs."""
+        return np.isin(np.array(self.graph.kinds), _SOURCES)
+
+    @cached_property
     def is_forward(self) -> Bool:
         """[N] the forward ops of blocks; what has no block, and parameters, buffers and inputs, are not among them."""
-        is_source = np.isin(np.array(self.graph.kinds), _SOURCES)
-        return (self.of_op >= 0) & (np.array(self.graph.phases) == "forward") & ~is_source
+        return (self.of_op >= 0) & (np.array(self.graph.phases) == "forward") & ~self.is_source
 
     @cached_property
     def is_backward(self) -> Bool:
@@ -99,14 +103,18 @@ class Blocks:
     def is_read(self) -> Bool:
         """[E] where the backward pass of a block reads an activation of it.
 
-        A backward op belongs to a block by its module, or because it reads what no forward op outside the block does.
+        A backward op belongs to a block by its module, or because it takes gradients to what no forward op outside the
+        block reads.
         """
         graph = self.graph
         block = self.of_op[graph.producers[graph.edge_tensors]]
         by_forward = ~self.is_backward[graph.consumers]
         is_output = np.zeros(graph.num_tensors, np.bool_)
         is_output[self.base[graph.edge_tensors[by_forward & (self.of_op[graph.consumers] != block)]]] = True
-        is_own = (self.of_op[graph.consumers] == block) | ~is_output[self.base[graph.edge_tensors]]
+        has_gradient = np.zeros(graph.num_ops, np.bool_)
+        has_gradient[graph.consumers[self.is_backward[graph.producers[graph.edge_tensors]]]] = True
+        is_inner = has_gradient[graph.consumers] & ~is_output[self.base[graph.edge_tensors]]
+        is_own = (self.of_op[graph.consumers] == block) | is_inner
         return self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own
 
     @cached_property
@@ -122,7 +130,7 @@ class Blocks:
         is_forward_pass = np.array(graph.phases) == "forward"
         writes = np.zeros(graph.num_ops, np.bool_)
         writes[graph.producers[is_resident & (graph.resident_bytes[graph.producers] == 0)]] = True
-        writes &= is_forward_pass
+        writes &= is_forward_pass & ~self.is_source
         written = graph.groups[writes & (graph.groups >= 0)]
         reads_written = np.zeros(graph.num_ops, np.bool_)
         reads_written[readers[is_resident[tensors] & np.isin(graph.groups[makers], written)]] = True

@@ -89,40 +89,38 @@ class _Rewrite:
 
     def build(self) -> Recomputation:
         graph, copied = self.graph, self.copied
-        tensors, consumers = self._edges()
-        producers = np.concatenate((self.number[graph.producers], self.copy_number[graph.producers[copied]]))
-        bases = graph.view_of[copied]
-        columns = {
-            "producers": producers,
-            "tensor_bytes": np.concatenate((graph.tensor_bytes, graph.tensor_bytes[copied])),
-            "is_resident": np.concatenate((graph.is_resident, np.zeros(len(copied), np.bool_))),
-            "is_kept": np.concatenate((graph.is_kept, np.zeros(len(copied), np.bool_))),
-            "view_of": np.concatenate((graph.view_of, np.where(bases >= 0, self.tensor_copy[bases], -1))),
-        }
-        makers, waiting = (np.concatenate(parts) for parts in zip(self._releases(tensors, consumers), strict=True))
-        rows = _rows(tensors, consumers, producers)
-        late = write_after_read(len(self.op_order), rows, self._overwrites())
-        makers = np.concatenate((makers, [row.producer for row in late for _ in row.consumers])).astype(np.int64)
-        waiting = np.concatenate((waiting, [op for row in late for op in row.consumers])).astype(np.int64)
-        makers, which = np.unique(makers, return_inverse=True)
-        count = len(makers)
-        for name, value in {"producers": makers, "tensor_bytes": 0, "is_resident": False, "view_of": -1}.items():
-            more = np.broadcast_to(np.asarray(value, columns[name].dtype), count)
-            columns[name] = np.concatenate((columns[name], more))
-        columns["is_kept"] = np.concatenate((columns["is_kept"], np.zeros(count, np.bool_)))
-        edges = np.unique(np.stack((len(producers) + which, waiting)), axis=1)
-        tensors, consumers = np.concatenate((tensors, edges[0])), np.concatenate((consumers, edges[1]))
-        order = np.lexsort((consumers, tensors))
-        counts = np.bincount(tensors, minlength=len(columns["producers"]))
         origin = np.concatenate((np.arange(graph.num_ops), self.copies))[self.op_order]
+        producers = np.concatenate((self.number[graph.producers], self.copy_number[graph.producers[copied]]))
+        tensors, consumers = self._edges()
+        makers, waiting = self._releases(tensors, consumers)
+        rows = [
+            Tensor(int(maker), (int(op),))
+            for maker, op in zip(
+                np.concatenate((producers[tensors], makers)), np.concatenate((consumers, waiting)), strict=True
+            )
+        ]
+        late = write_after_read(len(origin), rows, self._overwrites())
+        makers = np.concatenate((makers, np.array([row.producer for row in late for _ in row.consumers], np.int64)))
+        waiting = np.concatenate((waiting, np.array([op for row in late for op in row.consumers], np.int64)))
+        distinct, which = np.unique(makers, return_inverse=True)
+        pairs = np.unique(np.stack((len(producers) + which, waiting)), axis=1)
+        tensors, consumers = np.concatenate((tensors, pairs[0])), np.concatenate((consumers, pairs[1]))
+        order = np.lexsort((consumers, tensors))
+        tensor_origin = np.concatenate((np.arange(graph.num_tensors), copied, np.full(len(distinct), _NEW)))
+        is_old = np.arange(len(tensor_origin)) < graph.num_tensors
+        bases = np.where(tensor_origin >= 0, graph.view_of[tensor_origin], -1)
         step = Graph(
             name=graph.name,
             **self._op_columns(origin),
-            **columns,
-            consumer_offsets=np.concatenate(([0], np.cumsum(counts))),
+            producers=np.concatenate((producers, distinct)),
+            tensor_bytes=np.where(tensor_origin >= 0, graph.tensor_bytes[tensor_origin], 0),
+            is_resident=graph.is_resident[tensor_origin] & is_old,
+            is_kept=graph.is_kept[tensor_origin] & is_old,
+            view_of=np.where((bases >= 0) & ~is_old, self.tensor_copy[bases], bases),
+            consumer_offsets=np.concatenate(([0], np.cumsum(np.bincount(tensors, minlength=len(tensor_origin))))),
             consumers=consumers[order],
         )
-        return Recomputation(step, origin, np.concatenate((np.arange(graph.num_tensors), copied, np.full(count, _NEW))))
+        return Recomputation(step, origin, tensor_origin)
 
     def _op_columns(self, origin: I64) -> dict[str, Any]:
         """Returns the columns of all ops; an op that has a copy and no group gets one to share with it."""
@@ -163,18 +161,19 @@ class _Rewrite:
         alike = (graph.groups[self.makers] == graph.groups[self.readers]) & (graph.groups[self.readers] >= 0)
         return is_resident[graph.edge_tensors] & writes[self.readers] & alike
 
-    def _releases(self, tensors: I64, consumers: I64) -> list[tuple[I64, I64]]:
-        """Returns pairs of (ops, copies that wait for them), block by block: copies that read no other copy."""
+    def _releases(self, tensors: I64, consumers: I64) -> tuple[I64, I64]:
+        """Returns (ops, copies that wait for them): the copies are those that read no other copy."""
         blocks, num_tensors = self.blocks, self.graph.num_tensors
         can_start = np.zeros(len(self.op_order), np.bool_)
         can_start[self.copy_number[self.copies]] = True
         can_start[consumers[tensors >= num_tensors]] = False
-        pairs = []
+        makers, waiters = [], []
         for block, before in enumerate(blocks.releases(blocks.first_reader)):
             own = self.copy_number[self.copies[blocks.of_op[self.copies] == block]]
             waiting = own[can_start[own]]
-            pairs.append((np.repeat(self.number[before], len(waiting)), np.tile(waiting, len(before))))
-        return pairs
+            makers.append(np.repeat(self.number[before], len(waiting)))
+            waiters.append(np.tile(waiting, len(before)))
+        return np.concatenate(makers), np.concatenate(waiters)
 
     def _overwrites(self) -> list[tuple[int, int]]:
         """Returns pairs (copy, update): the copy reads a parameter, which the update overwrites."""
@@ -196,8 +195,3 @@ class _Rewrite:
             for writer in writers.get(tensor, ())
         ]
 
-
-def _rows(tensors: I64, consumers: I64, producers: I64) -> list[Tensor]:
-    """Returns a record for each edge, for a search of paths."""
-    makers = producers[tensors].tolist()
-    return [Tensor(maker, (op,)) for maker, op in zip(makers, consumers.tolist(), strict=True)]
