@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import Layout
-from gdp.parallel.recompute import recomputed
+from gdp.parallel.recompute import Recomputation, recomputed
 from gdp.parallel.step import Step
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -141,3 +142,83 @@ def test_copies_are_in_every_microbatch_of_every_replica() -> None:
     assert cut.graph.flops.sum() == without.flops.sum() + 3 * 3 * 2000
     peaks = simulate(Problem.build(without, cluster(2)), Step.of(graph, Layout((2, 1))).replica).peak_memory_bytes
     assert (simulation.peak_memory_bytes < peaks).all()
+
+
+@st.composite
+def training_steps(draw: st.DrawFn, *, reads_all: bool = False) -> Graph:
+    """Draws steps of 1 to 4 blocks; backward ops read all, or some, of what their forward ops read and made."""
+    counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    modules = [f"blocks.{block}" for block, count in enumerate([*counts, 1]) for _ in range(count)]
+    modules[-1] = "head"
+    num_forward = len(modules)
+    ops = [Op("input", "input", phase="forward")]
+    ops += [Op(f"f{i}", "op", int(rng.integers(9)), phase="forward", module=m) for i, m in enumerate(modules)]
+    read: list[set[int]] = []  # tensors that each op reads; op i makes tensors 2 i and 2 i + 1, a view of it
+    for op in range(1, num_forward):
+        earlier = rng.integers(max(0, op - 3), op, size=rng.integers(1, 3))
+        read.append({2 * int(maker) + int(rng.random() < 0.2) for maker in earlier})
+    used = {tensor // 2 for tensors in read for tensor in tensors}
+    read.append({2 * op for op in range(1, num_forward) if op not in used} or {2 * (num_forward - 1)})
+    read.insert(0, set())
+    for op in range(num_forward, 0, -1):
+        readers = [other for other in range(1, num_forward + 1) if any(tensor // 2 == op for tensor in read[other])]
+        gradients = {2 * (2 * num_forward + 1 - reader) for reader in readers}
+        saved = read[op] | {2 * op}
+        if not reads_all:
+            saved = {tensor for tensor in saved if rng.random() < 0.5}
+        ops.append(Op(f"f{op - 1}'", "op", int(rng.integers(9)), phase="backward", module=modules[op - 1]))
+        read.append(gradients | saved)
+    tensors = []
+    for tensor in range(2 * len(ops)):
+        consumers = tuple(op for op, inputs in enumerate(read) if tensor in inputs)
+        tensors.append(Tensor(tensor // 2, consumers, int(rng.integers(1, 9)), view_of=tensor - 1 if tensor % 2 else -1))
+    return Graph.build("random", ops, tensors)
+
+
+def inputs_of(graph: Graph) -> list[set[int]]:
+    """Returns by op the tensors that it reads."""
+    inputs: list[set[int]] = [set() for _ in range(graph.num_ops)]
+    for tensor, op in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True):
+        inputs[op].add(tensor)
+    return inputs
+
+
+@settings(max_examples=150, deadline=None)
+@given(training_steps())
+def test_every_op_reads_what_it_read_before_or_a_copy_of_it(graph: Graph) -> None:
+    """Copies come on top: other ops, their flops and results stay, and copies wait for a gradient."""
+    paths = list(dict.fromkeys(module for module in graph.modules if module.startswith("blocks")))
+    blocks = Blocks.of(graph, paths)
+    step = Recomputation.of(blocks)
+    again, before, after = step.graph, inputs_of(graph), inputs_of(step.graph)
+    is_copy = np.array([name.endswith("!") for name in again.op_names])
+    assert [name for name, copy in zip(again.op_names, is_copy, strict=True) if not copy] == list(graph.op_names)
+    assert again.flops[~is_copy].tolist() == graph.flops.tolist()
+    for op, origin in enumerate(step.op_origin.tolist()):
+        assert again.op_names[op].removesuffix("!") == graph.op_names[origin]
+        assert {int(step.tensor_origin[tensor]) for tensor in after[op]} - {-1} == before[origin]
+    # no backward op of a block reads an activation of it that is held since the forward pass
+    makers = again.producers[again.edge_tensors]
+    module = np.array(again.modules)
+    inside = module[makers] == module[again.consumers]
+    is_old = np.array([phase == "forward" for phase in again.phases])[makers]
+    is_late = (np.array(again.phases) == "backward")[again.consumers] & ~is_copy[again.consumers]
+    assert not (inside & is_old & is_late & np.char.startswith(module[makers], "blocks")).any()
+    simulation = simulate(Problem.build(again, cluster()), np.zeros(again.num_ops, int))
+    if is_copy.any():
+        gradient = [op for op, phase in enumerate(again.phases) if phase == "backward" and not is_copy[op]][0]
+        assert simulation.op_start_ns[is_copy].min() >= simulation.op_finish_ns[gradient]
+
+
+@settings(max_examples=150, deadline=None)
+@given(training_steps(reads_all=True))
+def test_memory_is_not_above_that_without_where_the_backward_pass_reads_all(graph: Graph) -> None:
+    """Each copy stands for a tensor that would be held: in the order of ops the peak cannot rise."""
+    paths = list(dict.fromkeys(module for module in graph.modules if module.startswith("blocks")))
+    again = recomputed(graph, paths)
+    peaks = [
+        simulate(Problem.build(g, cluster()), np.zeros(g.num_ops, int), order=[np.arange(g.num_ops)]).peak_memory_bytes[0]
+        for g in (graph, again)
+    ]
+    assert peaks[1] <= peaks[0]
