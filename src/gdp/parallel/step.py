@@ -16,6 +16,7 @@ from gdp.graph import Graph
 from gdp.graph.microbatches import accumulated, base_name, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.layout import Layout
+from gdp.parallel.recompute import recomputed
 from gdp.parallel.replicas import replicated
 from gdp.parallel.rings import Rings
 
@@ -53,7 +54,8 @@ class Step:
         InputError where the layout does not suit the graph.
         """
         rings = Rings.of(layout.data, ring, hosts)
-        steps = {count: accumulated(graph, count) for count in set(layout.microbatches)}
+        part = recomputed(graph, layout.recompute)
+        steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
         replicas = [steps[count] for count in layout.microbatches]
         own = None if places is None else places[_origins(graph, replicas[0])]
         whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
@@ -102,7 +104,11 @@ def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | N
     numbers = document.get(key)
     if numbers is None:
         return None
-    if type(numbers) is not list or len(numbers) != count or not all(type(n) is int and 0 <= n < 2**31 for n in numbers):
+    if (
+        type(numbers) is not list
+        or len(numbers) != count
+        or not all(type(n) is int and 0 <= n < 2**31 for n in numbers)
+    ):
         raise InputError(f"layout: {key} is not a list of {count} numbers; the plan is of another model, place it anew")
     return numbers
 
