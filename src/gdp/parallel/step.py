@@ -13,8 +13,9 @@ from gdp.arrays import I64
 from gdp.graph import Graph
 from gdp.graph.microbatches import accumulated, base_name, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
+from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout
-from gdp.parallel.replicas import replicated
+from gdp.parallel.replicas import joined, replicated
 from gdp.parallel.rings import Rings
 
 
@@ -48,6 +49,9 @@ class Step:
         InputError where the layout does not suit the graph.
         """
         rings = Rings.of(layout.data, ring, hosts)
+        if layout.zero == 3:
+            whole = _fully_sharded(graph, layout, places, rings)
+            return cls(whole, layout, _origins(graph, whole), replica_of(whole))
         steps = {count: accumulated(graph, count) for count in set(layout.microbatches)}
         replicas = [steps[count] for count in layout.microbatches]
         own = None if places is None else places[_origins(graph, replicas[0])]
@@ -61,6 +65,13 @@ class Step:
         place of each replica.
         """
         return np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
+
+
+def _fully_sharded(graph: Graph, layout: Layout, places: I64 | None, rings: Rings) -> Graph:
+    count = layout.microbatches[0]
+    sharded = FullyShardedStep.of(graph, layout.data, places)
+    replica = accumulated(sharded.graph, count)
+    return joined([replica] * layout.data, sharded.collectives, rings, sharded.releases(count))
 
 
 def _origins(graph: Graph, step: Graph) -> I64:
