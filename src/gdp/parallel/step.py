@@ -15,9 +15,10 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import accumulated, base_name, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
+from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout
 from gdp.parallel.recompute import recomputed
-from gdp.parallel.replicas import replicated
+from gdp.parallel.replicas import joined, replicated
 from gdp.parallel.rings import Rings
 
 
@@ -55,19 +56,27 @@ class Step:
         """
         rings = Rings.of(layout.data, ring, hosts)
         part = recomputed(graph, layout.recompute)
+        if layout.zero == 3:
+            whole = _fully_sharded(part, layout, None if places is None else places[_origins(graph, part)], rings)
+            return cls._of_whole(graph, whole, layout, places, ring, hosts)
         steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
         replicas = [steps[count] for count in layout.microbatches]
         own = None if places is None else places[_origins(graph, replicas[0])]
         whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
-        return cls(
-            whole,
-            layout,
-            _origins(graph, whole),
-            replica_of(whole),
-            places,
-            None if ring is None else tuple(ring),
-            None if hosts is None else tuple(hosts),
-        )
+        return cls._of_whole(graph, whole, layout, places, ring, hosts)
+
+    @classmethod
+    def _of_whole(
+        cls,
+        graph: Graph,
+        whole: Graph,
+        layout: Layout,
+        places: I64 | None,
+        ring: Sequence[int] | None,
+        hosts: Sequence[int] | None,
+    ) -> "Step":
+        order, where = (None if numbers is None else tuple(numbers) for numbers in (ring, hosts))
+        return cls(whole, layout, _origins(graph, whole), replica_of(whole), places, order, where)
 
     def document(self) -> dict[str, Any]:
         """Returns what it takes to cut the model so again, for a plan file."""
@@ -111,6 +120,13 @@ def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | N
     ):
         raise InputError(f"layout: {key} is not a list of {count} numbers; the plan is of another model, place it anew")
     return numbers
+
+
+def _fully_sharded(graph: Graph, layout: Layout, places: I64 | None, rings: Rings) -> Graph:
+    count = layout.microbatches[0]
+    sharded = FullyShardedStep.of(graph, layout.data, places)
+    replica = accumulated(sharded.graph, count)
+    return joined([replica] * layout.data, sharded.collectives, rings, sharded.releases(count))
 
 
 def _origins(graph: Graph, step: Graph) -> I64:
