@@ -18,6 +18,10 @@ class InputError(ValueError):
 class UnevenBatchError(InputError):
     """A batch that does not split into equal micro-batches."""
 
+    def __init__(self, message: str, batch_size: int | None = None) -> None:
+        super().__init__(message)
+        self.batch_size = batch_size  # samples of the batch, 1 for a step that is never split; None: not known
+
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's text, at most 200 characters of it; without a text its type's name."""
