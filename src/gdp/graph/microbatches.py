@@ -28,7 +28,7 @@ MAX_MICROBATCHES = 1024  # far beyond any use; a number with more digits is a ty
 SHARED = -1
 """The micro-batch number of ops that all micro-batches share: parameters, buffers, updates."""
 
-_ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
+ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 _REPEATED = re.compile(r"(.+)@([1-9][0-9]{0,3})", re.DOTALL)
 _OF_REPLICA = re.compile(r"(.+?)(@[1-9][0-9]{0,3})?(?:#([1-9][0-9]{0,2}))?", re.DOTALL)
@@ -105,7 +105,7 @@ def _mark_microbatches(graph: Graph, names: list[str], ops: I64, microbatch: I64
             microbatch[first] = 0
         copies = [number[f"{base}@{m}"] for m in bases] + ([] if first is None else [first])
         is_alike = len({(graph.kinds[op], graph.phases[op]) for op in copies}) == 1
-        if not is_alike or (first is None and _ACCUMULATE not in base):
+        if not is_alike or (first is None and ACCUMULATE not in base):
             return None
     return bases[1]
 
@@ -133,7 +133,7 @@ def replica_of(graph: Graph) -> I64:
         replica[op] = own = int(match[3] or 0)
         while len(alike) <= own:
             alike.append(set())
-        if not graph.kinds[op].startswith(COLLECTIVES) and _ACCUMULATE not in match[1]:
+        if not graph.kinds[op].startswith(COLLECTIVES) and ACCUMULATE not in match[1]:
             alike[own].add((match[1], graph.kinds[op], graph.phases[op]))
     return replica if all(others == alike[0] for others in alike) else np.zeros_like(replica)
 
@@ -315,7 +315,7 @@ class _Accumulation:
         """
         op_names, names = set(self.graph.op_names), {}
         for gradient, update in self.gradients.items():
-            stem = self.graph.op_names[update].removesuffix(".update") + _ACCUMULATE
+            stem = self.graph.op_names[update].removesuffix(".update") + ACCUMULATE
             name, count = stem, 1
             while name in op_names:
                 name, count = f"{stem}_{count}", count + 1
