@@ -14,6 +14,7 @@ from gdp.graph import Graph
 from gdp.graph.microbatches import accumulated, base_name, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.layout import Layout
+from gdp.parallel.recompute import recomputed
 from gdp.parallel.replicas import replicated
 
 
@@ -44,7 +45,8 @@ class Step:
         `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
         the order of replicas in rings. InputError where the layout does not suit the graph.
         """
-        steps = {count: accumulated(graph, count) for count in set(layout.microbatches)}
+        part = recomputed(graph, layout.recompute)
+        steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
         replicas = [steps[count] for count in layout.microbatches]
         all_places = None if places is None else [places[_origins(graph, replica)] for replica in replicas]
         whole = replicated(replicas, places=all_places, ring=ring, bucket_bytes=bucket_bytes)
