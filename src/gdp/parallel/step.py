@@ -16,6 +16,7 @@ from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.layout import Layout
 from gdp.parallel.recompute import recomputed
 from gdp.parallel.replicas import replicated
+from gdp.parallel.rings import Rings
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +39,21 @@ class Step:
         *,
         places: I64 | None = None,
         ring: Sequence[int] | None = None,
+        hosts: Sequence[int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> "Step":
         """Returns the step of `layout`, from the step `graph` of one micro-batch.
 
         `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
-        the order of replicas in rings. InputError where the layout does not suit the graph.
+        the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts.
+        InputError where the layout does not suit the graph.
         """
+        rings = Rings.of(layout.data, ring, hosts)
         part = recomputed(graph, layout.recompute)
         steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
         replicas = [steps[count] for count in layout.microbatches]
-        all_places = None if places is None else [places[_origins(graph, replica)] for replica in replicas]
-        whole = replicated(replicas, places=all_places, ring=ring, bucket_bytes=bucket_bytes)
+        own = None if places is None else places[_origins(graph, replicas[0])]
+        whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
         return cls(whole, layout, _origins(graph, whole), replica_of(whole))
 
     def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike) -> I64:
