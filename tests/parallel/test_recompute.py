@@ -172,7 +172,9 @@ def training_steps(draw: st.DrawFn, *, reads_all: bool = False) -> Graph:
     tensors = []
     for tensor in range(2 * len(ops)):
         consumers = tuple(op for op, inputs in enumerate(read) if tensor in inputs)
-        tensors.append(Tensor(tensor // 2, consumers, int(rng.integers(1, 9)), view_of=tensor - 1 if tensor % 2 else -1))
+        tensors.append(
+            Tensor(tensor // 2, consumers, int(rng.integers(1, 9)), view_of=tensor - 1 if tensor % 2 else -1)
+        )
     return Graph.build("random", ops, tensors)
 
 
@@ -218,7 +220,9 @@ def test_memory_is_not_above_that_without_where_the_backward_pass_reads_all(grap
     paths = list(dict.fromkeys(module for module in graph.modules if module.startswith("blocks")))
     again = recomputed(graph, paths)
     peaks = [
-        simulate(Problem.build(g, cluster()), np.zeros(g.num_ops, int), order=[np.arange(g.num_ops)]).peak_memory_bytes[0]
+        simulate(Problem.build(g, cluster()), np.zeros(g.num_ops, int), order=[np.arange(g.num_ops)]).peak_memory_bytes[
+            0
+        ]
         for g in (graph, again)
     ]
     assert peaks[1] <= peaks[0]

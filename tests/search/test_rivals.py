@@ -11,7 +11,7 @@ from gdp.cluster import Cluster
 from gdp.errors import UnevenBatchError
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
-from gdp.search.rivals.parts import Parts
+from gdp.search.rivals.parts import EqualParts
 from gdp.search.rivals.rivals import RivalQuestion, ddp, megatron, simulate_layout
 
 BATCH = 8
@@ -37,7 +37,7 @@ def machine(count: int, memory: str = "1GB") -> Cluster:
 
 
 def question(num_layers: int, cluster: Cluster) -> RivalQuestion:
-    return RivalQuestion(Parts(lambda num_parts: layered(num_layers, num_parts)), cluster)
+    return RivalQuestion(EqualParts(lambda num_parts: layered(num_layers, num_parts)), cluster)
 
 
 def test_ddp_of_two_devices_takes_its_passes_and_a_ring_of_two() -> None:
@@ -70,7 +70,7 @@ def test_a_rival_that_does_not_fit_says_by_how_much() -> None:
         asked.append(num_parts)
         return layered(4, num_parts)
 
-    step = ddp(RivalQuestion(Parts(source), machine(2, "21000B")))
+    step = ddp(RivalQuestion(EqualParts(source), machine(2, "21000B")))
     assert step.step_time_ns is None
     assert step.simulation is not None
     missing = int(step.simulation.peak_memory_bytes[0]) - 21_000

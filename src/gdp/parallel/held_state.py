@@ -81,7 +81,8 @@ class HeldState:
         for source, target in zip(sources[is_read].tolist(), graph.consumers[is_read].tolist(), strict=True):
             readers.setdefault(source, []).append(target)
         found = {
-            op: of_group.get(int(graph.groups[op]), readers.get(op)) for op in np.flatnonzero(self.is_parameter).tolist()
+            op: of_group.get(int(graph.groups[op]), readers.get(op))
+            for op in np.flatnonzero(self.is_parameter).tolist()
         }
         return {op: updates for op, updates in found.items() if updates}
 
@@ -113,7 +114,9 @@ class HeldState:
 
 
 def _cut_times(times: Any, count: int) -> Any:
-    return MappingProxyType({where: -(-ns // count) if ns > 0 else ns for where, ns in times.items()}) if times else times
+    return (
+        MappingProxyType({where: -(-ns // count) if ns > 0 else ns for where, ns in times.items()}) if times else times
+    )
 
 
 def joined_groups(graph: Graph, together: Sequence[Sequence[int]]) -> I64:

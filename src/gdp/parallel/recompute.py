@@ -194,4 +194,3 @@ class _Rewrite:
             for tensor, copy in zip(base[by_copy].tolist(), copies, strict=True)
             for writer in writers.get(tensor, ())
         ]
-

@@ -12,7 +12,7 @@ Source = Callable[[int], Graph]
 _PRIME = 1021  # the largest prime below MAX_MICROBATCHES: a batch that is no multiple of it tells its size in an error
 
 
-class Parts:
+class EqualParts:
     """The steps of equal parts of a batch."""
 
     def __init__(self, source: Source) -> None:

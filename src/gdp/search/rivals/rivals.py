@@ -10,7 +10,7 @@ give each replica as many micro-batches, on unequal devices too, and leave CPUs 
 P stages, D devices, N ops of a micro-batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.cluster import Cluster
+from gdp.cluster import Cluster, Device
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import RECOMPUTED, shared_ops
@@ -26,7 +26,7 @@ from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.step import Step
 from gdp.search.rivals.one_f_one_b import simulate_1f1b
-from gdp.search.rivals.parts import Parts
+from gdp.search.rivals.parts import EqualParts
 from gdp.search.rivals.stages import equal_stages
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
@@ -40,6 +40,7 @@ class RivalStep:
     layout: Layout | None
     simulation: Simulation | None
     reason: str = ""  # why there is no step that fits
+    num_tried: int = 0  # layouts that were simulated
 
     @property
     def fits(self) -> bool:
@@ -56,7 +57,7 @@ class RivalStep:
 class RivalQuestion:
     """The question to a rival: a batch in parts, and the devices."""
 
-    parts: Parts
+    parts: EqualParts
     cluster: Cluster
     constraints: Constraints | None = None
 
@@ -67,18 +68,38 @@ class RivalQuestion:
         return [number for number, kind in enumerate(kinds) if "cpu" not in kind] or list(range(len(kinds)))
 
     def simulate(self, graph: Graph, layout: Layout, stage: I64, grid: I64) -> Simulation:
-        """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`."""
-        return simulate_layout(graph, layout, self.cluster, stage, grid, self.constraints)
+        """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
+
+        Over hosts, the better of one ring over all and of rings inside and between them, as NCCL chooses.
+        """
+        names = [[device.name.rpartition(".")[0] for device in self._of(column)] for column in grid.T]
+        hosts = [np.unique(column, return_inverse=True)[1] for column in names]
+        sizes = np.bincount(hosts[0])
+        over_hosts = len(sizes) > 1 and len(set(sizes.tolist())) == 1 and sizes[0] > 1
+        ways = [None, hosts[0].tolist()] if over_hosts and all((own == hosts[0]).all() for own in hosts) else [None]
+        steps = [simulate_layout(graph, layout, self.cluster, stage, grid, self.constraints, hosts=way) for way in ways]
+        return min(steps, key=lambda step: (not step.feasible, step.step_time_ns))
+
+    def _of(self, numbers: I64) -> list[Device]:
+        return [self.cluster.devices[number] for number in numbers.tolist()]
 
 
 def simulate_layout(
-    graph: Graph, layout: Layout, cluster: Cluster, stage: I64, grid: I64, constraints: Constraints | None = None
+    graph: Graph,
+    layout: Layout,
+    cluster: Cluster,
+    stage: I64,
+    grid: I64,
+    constraints: Constraints | None = None,
+    *,
+    hosts: Sequence[int] | None = None,
 ) -> Simulation:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
 
-    `graph` is the step of one micro-batch, `stage` [N] its ops' stages. InputError where the layout does not suit it.
+    `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `hosts` [R] those of rings over hosts.
+    InputError where the layout does not suit the graph.
     """
-    step = Step.of(graph, layout, places=stage)
+    step = Step.of(graph, layout, places=stage, hosts=hosts)
     _check_modelled(step)
     problem = Problem.build(step.graph, cluster, constraints)
     return simulate_1f1b(problem, step.placement(stage, grid), stage[step.origin], step.replica)
@@ -86,8 +107,9 @@ def simulate_layout(
 
 def _check_modelled(step: Step) -> None:
     """Raises InputError for a step that does not do what its layout says: its time would be another one's."""
-    kinds, layout = step.graph.kinds, step.layout
-    if layout.zero and not any(kind.startswith(("reduce_scatter.", "all_gather.")) for kind in kinds):
+    graph, layout = step.graph, step.layout
+    gathers = {phase for kind, phase in zip(graph.kinds, graph.phases, strict=True) if kind.startswith("all_gather.")}
+    if (layout.zero and not gathers) or (layout.zero == 3 and "forward" not in gathers):
         raise InputError(f"zero={layout.zero} is not modelled for this graph; leave it out")
     if layout.recompute != NONE and not any(RECOMPUTED in name for name in step.graph.op_names):
         raise InputError("recomputation finds no block in this graph; leave recompute out")
@@ -114,7 +136,7 @@ def _accumulating(question: RivalQuestion, zero: int) -> RivalStep:
     if count == 1 and zero:
         return RivalStep(None, None, "one device has no replicas to cut state over")
     grid = np.array(question.devices)[:, None]
-    nearest = RivalStep(None, None, _uneven(question, count))
+    nearest, num_tried = RivalStep(None, None, _uneven(question, count)), 0
     for microbatches in question.parts.counts(count):
         graph = question.parts.graph(count * microbatches)
         assert graph is not None, "counts yields what there is"
@@ -123,12 +145,13 @@ def _accumulating(question: RivalQuestion, zero: int) -> RivalStep:
             simulation = question.simulate(graph, layout, np.zeros(graph.num_ops, np.int64), grid)
         except InputError as error:
             return RivalStep(layout, None, str(error))
+        num_tried += 1
         if simulation.feasible:
-            return RivalStep(layout, simulation)
+            return RivalStep(layout, simulation, num_tried=num_tried)
         nearest = _nearer(nearest, layout, simulation)
         if (_held_bytes(simulation) > simulation.problem.memory_limit_bytes).any():
             break  # parameters and optimizer state, of which more micro-batches free nothing
-    return nearest
+    return replace(nearest, num_tried=num_tried)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +174,8 @@ def megatron(question: RivalQuestion) -> RivalStep:
     device computes for longer than the best step takes are left out.
     """
     grids = sorted(_grids(question), key=lambda grid: (grid.excess_bytes > 0, grid.likely_ns, grid.excess_bytes))
-    best, best_ns, nearest = None, NEVER, RivalStep(None, None, _uneven(question, len(question.devices)))
+    num_tried, best, best_ns = 0, None, NEVER
+    nearest = RivalStep(None, None, _uneven(question, len(question.devices)))
     for grid in grids:
         if best is not None and (grid.excess_bytes or grid.bound_ns >= best_ns):
             continue
@@ -165,12 +189,13 @@ def megatron(question: RivalQuestion) -> RivalStep:
                 if nearest.simulation is None:
                     nearest = RivalStep(layout, None, str(error))
                 continue
+            num_tried += 1
             if simulation.feasible:
                 if simulation.step_time_ns < best_ns:
                     best, best_ns = RivalStep(layout, simulation), simulation.step_time_ns
                 break
             nearest = _nearer(nearest, layout, simulation)
-    return best or nearest
+    return replace(best or nearest, num_tried=num_tried)
 
 
 def _grids(question: RivalQuestion) -> Iterator[_Grid]:
