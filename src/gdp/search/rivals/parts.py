@@ -33,6 +33,13 @@ class EqualParts:
                 self._graphs[num_parts] = None
         return self._graphs[num_parts]
 
+    def exact(self, num_parts: int) -> Graph:
+        """Returns the step of one of `num_parts` parts; UnevenBatchError where they would not be equal."""
+        graph = self.graph(num_parts)
+        if graph is None:
+            raise UnevenBatchError(f"the batch has no {num_parts} equal parts", self._batch_size)
+        return graph
+
     @property
     def batch_size(self) -> int | None:
         """The samples of the batch; None where the source does not tell."""
