@@ -18,7 +18,15 @@ import typer
 from gdp.cli.bench import bench_app
 from gdp.cli.devices import devices_app
 from gdp.cli.export import export
-from gdp.cli.inputs import build_problem, check_checkpoint, check_placers, find_rivals, read_graph, split_rivals
+from gdp.cli.inputs import (
+    build_problem,
+    check_checkpoint,
+    check_placers,
+    check_rivals,
+    find_rivals,
+    read_graph,
+    split_rivals,
+)
 from gdp.cli.options import (
     BudgetOption,
     CheckpointOption,
@@ -147,6 +155,7 @@ def compare(
         names, rivals = split_rivals(model, placers, model_options.microbatches)
         check_placers(names)
         check_checkpoint(checkpoint, names)
+        check_rivals(rivals, model, reading)
     graph = read_graph(model, reading).graph
     title = f"{graph.name} on {cluster.name}"
     line, runs_left = progress.StatusLine(title), len(names) * seeds

@@ -115,20 +115,29 @@ def find_rivals(
     }
 
 
-def _parallel_steps(
-    names: Sequence[str], model: str, reading: "Reading", cluster: "Cluster", constraints: "Constraints"
-) -> "dict[str, Rival]":
-    from gdp.models.read import has_samples, read_part
-    from gdp.search.rivals.parts import EqualParts
-    from gdp.search.rivals.rivals import RIVALS, RivalQuestion
+def check_rivals(names: Sequence[str], model: str, reading: "Reading") -> None:
+    """Raises InputError for parallel steps where MODEL's batch cannot be split, before the graph is captured."""
+    from gdp.models.read import has_samples
+    from gdp.search.rivals.rivals import RIVALS
 
-    label = f"--placers {','.join(names)}"
+    label = f"--placers {','.join(name for name in names if name in RIVALS)}"
+    if not set(names) & set(RIVALS):
+        return
     if not has_samples(model):
         raise InputError(f"{label}: cuts the batch, and {model} is a file, whose batch cannot be split; name its model")
     if not reading.training:
         raise InputError(f"{label}: is a way to train; leave out --inference")
     if reading.microbatching.count > 1:
         raise InputError(f"{label}: chooses its own micro-batches; leave out --microbatches")
+
+
+def _parallel_steps(
+    names: Sequence[str], model: str, reading: "Reading", cluster: "Cluster", constraints: "Constraints"
+) -> "dict[str, Rival]":
+    from gdp.models.read import read_part
+    from gdp.search.rivals.parts import EqualParts
+    from gdp.search.rivals.rivals import RIVALS, RivalQuestion
+
     question = RivalQuestion(EqualParts(partial(read_part, model, reading)), cluster, constraints)
     return {name: partial(_ask, RIVALS[name], question) for name in names}
 
