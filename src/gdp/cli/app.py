@@ -22,6 +22,7 @@ from gdp.cli.inputs import (
     build_problem,
     check_checkpoint,
     check_placers,
+    check_rivals,
     find_rivals,
     read_graph,
     read_planned,
@@ -129,7 +130,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="A,B,...",
-            help="Placers to run. Default: the classical ones, auto, and for hf:DIR the modes of accelerate.",
+            help="Placers, and ddp, zero1, fsdp, megatron: MODEL as users train it on all accelerators. Default: the "
+            "classical placers, auto, and for hf:DIR the modes of accelerate.",
         ),
     ] = None,
     budget: BudgetOption = "30s",
@@ -154,11 +156,12 @@ def compare(
         names, rivals = split_rivals(model, placers, model_options.microbatches)
         check_placers(names)
         check_checkpoint(checkpoint, names)
+        check_rivals(rivals, model, reading)
     graph = read_graph(model, reading).graph
     title = f"{graph.name} on {cluster.name}"
     line, runs_left = progress.StatusLine(title), len(names) * seeds
     with progress.live(f"preparing {title}"):
-        modes = find_rivals(rivals, model, reading)
+        modes = find_rivals(rivals, model, reading, cluster, constraints)
     warm_up(names)
     from gdp.planning.compare import compare as run
     from gdp.report import console, documents

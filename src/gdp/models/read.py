@@ -157,7 +157,8 @@ def _read_jax(text: str, function: JaxFunction, reading: Reading, num_microbatch
     if num_microbatches > 1:
         raise UnevenBatchError(
             f"--microbatches: {text} is a JAX function, which is not split; gdp capture the step of one micro-batch, "
-            "and give that file"
+            "and give that file",
+            batch_size=1,
         )
     _check_update(reading, f"{text} is a JAX function, which has its optimizer in it or none")
     if reading.dtype:
@@ -330,7 +331,8 @@ def _first_microbatch(
         if not isinstance(module, nn.Module) or has_own_step(module):
             raise UnevenBatchError(
                 f"--microbatches: {name} is a training step of your own, which is not split; give its module with "
-                "--optimizer"
+                "--optimizer",
+                batch_size=1,
             )
         sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         if not sizes:

@@ -112,7 +112,8 @@ def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
     )
     for row in comparison.rows:
         times = [time_ns for time_ns in row.step_time_ns_by_seed if time_ns is not None]
-        above = row.step_time_ns / max(comparison.lower_bound_ns, 1) - 1 if row.step_time_ns is not None else None
+        has_bound = row.step_time_ns is not None and row.layout is None  # a layout is another graph
+        above = (row.step_time_ns or 0) / max(comparison.lower_bound_ns, 1) - 1 if has_bound else None
         table.add_row(
             row.placer,
             _status(row.status),
@@ -126,6 +127,11 @@ def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
         )
     yield table
     yield ""
+    for row in comparison.rows:
+        if row.layout is not None and row.step_time_ns is not None:
+            yield Text(f"{row.placer}: {row.layout}.")
+        elif row.reason:
+            yield Text(f"{row.placer}: {row.reason}{'' if row.layout is None else f' ({row.layout})'}.")
     yield Text(f"Lower bound {format_ms(comparison.lower_bound_ns)}. Step times are medians over seeds.")
 
 

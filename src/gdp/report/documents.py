@@ -91,6 +91,8 @@ def compare_document(graph: Graph, cluster: Cluster, comparison: Comparison, bud
                 "step_time_ns_by_seed": list(row.step_time_ns_by_seed),
                 "seconds": row.seconds,
                 "simulations": row.simulations,
+                "layout": None if row.layout is None else row.layout.document(),
+                "reason": row.reason or None,
             }
             for row in comparison.rows
         ],
