@@ -36,7 +36,7 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement) -> Simulat
     if len(orders) > 1:
         devices = placement[problem.microbatch >= 0]
         if len(np.unique(devices)) > step.layout.data:  # a pipeline
-            found.append(simulate_1f1b(problem, placement, _stages(step, placement), step.replica))
+            found.append(simulate_1f1b(problem, placement, _stages(step, placement), step.replica, levels[-1:]))
     return min(found, key=lambda simulation: (int(simulation.missing_bytes.sum()), simulation.step_time_ns))
 
 

@@ -25,6 +25,7 @@ from gdp.graph.microbatches import RECOMPUTED, shared_ops
 from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.step import Step
+from gdp.search.layouts.dispatch import levels_of
 from gdp.search.layouts.one_f_one_b import simulate_1f1b
 from gdp.search.rivals.parts import EqualParts
 from gdp.search.rivals.stages import equal_stages
@@ -102,7 +103,9 @@ def simulate_layout(
     step = Step.of(graph, layout, places=stage, hosts=hosts)
     _check_modelled(step)
     problem = Problem.build(step.graph, cluster, constraints)
-    return simulate_1f1b(problem, step.placement(stage, grid), stage[step.origin], step.replica)
+    placement = step.placement(stage, grid)
+    levels = levels_of(problem, step, placement)  # as PyTorch overlaps sums with the backward pass, or better
+    return simulate_1f1b(problem, placement, stage[step.origin], step.replica, levels)
 
 
 def _check_modelled(step: Step) -> None:
