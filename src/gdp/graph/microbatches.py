@@ -17,18 +17,21 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.graph.graph import Graph, Op, Tensor
+from gdp.graph.graph import Graph, Tensor
 
 MAX_MICROBATCHES = 1024  # far beyond any use; a number with more digits is a typing error
 SHARED = -1
 """The micro-batch number of ops that all micro-batches share: parameters, buffers, updates."""
 
 _ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
+_NO_TIMES: Any = MappingProxyType({})
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 _REPEATED = re.compile(r"(.+)@([1-9][0-9]{0,3})", re.DOTALL)
 _OF_REPLICA = re.compile(r"(.+?)(@[1-9][0-9]{0,3})?(?:#([1-9][0-9]{0,2}))?", re.DOTALL)
@@ -207,7 +210,10 @@ def _excerpt(
 
 
 class _Accumulation:
-    """Numbers shared sources, then the ops of each micro-batch and its sums, then updates; and connects them."""
+    """Numbers shared sources, then the ops of each micro-batch and its sums, then updates; and connects them.
+
+    G gradients, in the order in which they are made.
+    """
 
     def __init__(self, graph: Graph, num_microbatches: int, free_replicas: bool) -> None:
         self.graph, self.num_microbatches, self.free_replicas = graph, num_microbatches, free_replicas
@@ -216,76 +222,138 @@ class _Accumulation:
         self.writers = _buffer_writers(graph, self.is_replica)
         by_update = np.zeros(graph.num_tensors, np.bool_)
         by_update[graph.edge_tensors[self.is_update[graph.consumers]]] = True
-        added = by_update & self.is_replica[graph.producers] & (graph.tensor_bytes > 0)
-        made_first = sorted(np.flatnonzero(added).tolist(), key=graph.producers.tolist().__getitem__)
-        self.gradients = {tensor: self._updates_by(tensor)[0] for tensor in made_first}
-        self.ops: list[Op] = []
-        self.number: dict[tuple[int, int], int] = {}  # by micro-batch and op
-        self.adder: dict[tuple[int, int], int] = {}  # by micro-batch and gradient
-        self._number_ops()
+        added = np.flatnonzero(by_update & self.is_replica[graph.producers] & (graph.tensor_bytes > 0))
+        self.gradients = added[np.argsort(graph.producers[added], kind="stable")]  # [G]
+        reads = self.is_update[graph.consumers]  # each gradient's updates
+        tensors, updates = graph.edge_tensors[reads], graph.consumers[reads]
+        self.first_update = updates[np.searchsorted(tensors, self.gradients)]  # [G]
+        sources, replicas, late = map(np.flatnonzero, (self.is_source, self.is_replica, self.is_update))
+        num_sums = len(self.gradients)
+        stride = len(replicas) + num_sums
+        self.number = np.full((num_microbatches, graph.num_ops), -1)  # by micro-batch and op
+        self.number[0, sources] = np.arange(len(sources))
+        starts = len(sources) + np.arange(num_microbatches)[:, None] * stride - num_sums
+        starts[0] += num_sums  # sums begin with the second micro-batch
+        self.number[:, replicas] = starts + np.arange(len(replicas))
+        self.adder = starts + len(replicas) + np.arange(num_sums)  # [M, G] the first row is of no use
+        self.num_ops = len(sources) + num_microbatches * stride - num_sums + len(late)
+        self.number[0, late] = np.arange(self.num_ops - len(late), self.num_ops)
+        self.copied, self.repeated, self.late = sources, replicas, late
 
     def build(self) -> Graph:
-        graph = self.graph
-        tensors: list[Tensor] = []
-        for microbatch in range(self.num_microbatches):
-            number: dict[int, int] = {}
-            originals = [t for t in range(graph.num_tensors) if not microbatch or self.is_replica[graph.producers[t]]]
-            for position, tensor in enumerate(originals, len(tensors)):
-                number[tensor] = position
-            for tensor in originals:
-                row, base = graph.tensor(tensor), int(graph.view_of[tensor])
-                tensors.append(
-                    replace(
-                        row,
-                        producer=self.number[microbatch, row.producer],
-                        consumers=tuple(sorted(self._consumers(tensor, microbatch))),
-                        view_of=number[base] if base >= 0 else -1,
-                    )
-                )
-        last = self.num_microbatches - 1
-        for (microbatch, gradient), adder in self.adder.items():
-            readers = [self.adder[microbatch + 1, gradient]] if microbatch < last else self._final_readers(gradient)
-            tensors.append(Tensor(adder, tuple(readers), int(graph.tensor_bytes[gradient])))
-        for before, after in sorted(self._buffer_order().items()):
-            tensors.append(Tensor(before, tuple(sorted(after))))
-        return Graph.build(graph.name, self.ops, tensors)
+        """Returns the graph of all micro-batches."""
+        producers, tensor_columns = self._tensors()
+        edges = np.concatenate([tensors * self.num_ops + consumers for tensors, consumers in self._edges()])
+        edges.sort()
+        counts = np.bincount(edges // self.num_ops, minlength=len(producers))
+        return Graph(
+            name=self.graph.name,
+            **self._ops(),
+            producers=producers,
+            **tensor_columns,
+            consumer_offsets=np.concatenate(([0], np.cumsum(counts))),
+            consumers=edges % self.num_ops,
+        )
 
-    def _number_ops(self) -> None:
+    def _ops(self) -> dict[str, Any]:
+        """Returns the columns of ops."""
         graph, groups = self.graph, self._groups()
+        sizes = graph.tensor_bytes[self.gradients]
+        dtypes = [graph.dtypes[op] for op in graph.producers[self.gradients].tolist()]
+        element_bytes = np.array([ELEMENT_BYTES.get(dtype, 4) for dtype in dtypes], np.int64)
+        sums: dict[str, list[Any]] = {
+            "kinds": ["aten.add_"] * len(sizes),
+            "dtypes": dtypes,
+            "phases": ["backward"] * len(sizes),
+            "modules": [graph.modules[update] for update in self.first_update.tolist()],
+            "times_ns": [_NO_TIMES] * len(sizes),
+        }
+        later = self.num_microbatches - 1
+        columns: dict[str, Any] = {}
+        for name, of_sums in sums.items():
+            column = getattr(graph, name)
+            first, again, late = ([column[op] for op in ops.tolist()] for ops in self._parts())
+            columns[name] = (*first, *((again + of_sums) * later), *late)
+        first, again, late = ([graph.op_names[op] for op in ops.tolist()] for ops in self._parts())
+        stems = [*again, *self._sum_names()]
+        names = [f"{stem}@{microbatch}" for microbatch in range(1, later + 1) for stem in stems]
+        columns["op_names"] = (*first, *names, *late)
+        before, again, late = self._parts()
+        for name, per_sum in (
+            ("flops", sizes // element_bytes),
+            ("bytes_accessed", 3 * sizes),  # both are read, one is written
+        ):
+            figures = getattr(graph, name)
+            repeated = np.tile(np.concatenate((figures[again], per_sum)), later)
+            columns[name] = np.concatenate((figures[before], repeated, figures[late]))
+        none = np.zeros(len(sizes), np.int64)
+        own = self.free_replicas & (groups != groups[0])[:, again]
+        resident, of_sums = graph.resident_bytes, groups[0][self.first_update]
+        columns["resident_bytes"] = np.concatenate(
+            [resident[before], *(part for row in own[1:] for part in (resident[again] * row, none)), resident[late]]
+        )
+        columns["groups"] = np.concatenate(
+            [groups[0][before], *(part for row in groups[1:] for part in (row[again], of_sums)), groups[0][late]]
+        )
+        return columns
 
-        def add(op: int, microbatch: int) -> None:
-            self.number[microbatch, op] = len(self.ops)
-            row = graph.op(op)
-            if microbatch:
-                has_own_state = self.free_replicas and groups[microbatch][op] != groups[0][op]
-                resident_bytes = row.resident_bytes if has_own_state else 0
-                row = replace(row, name=f"{row.name}@{microbatch}", resident_bytes=resident_bytes)
-            self.ops.append(replace(row, group=int(groups[microbatch][op])))
+    def _parts(self) -> tuple[I64, I64, I64]:
+        """Returns the ops that come first, with those of the first micro-batch; those of each further one; updates."""
+        return np.concatenate((self.copied, self.repeated)), self.repeated, self.late
 
-        for op in np.flatnonzero(self.is_source).tolist():
-            add(op, 0)
-        names = self._sum_names()
+    def _tensors(self) -> tuple[I64, dict[str, Any]]:
+        """Returns producers and further columns: those of each micro-batch, then sums, then waits for buffers."""
+        graph, later = self.graph, self.num_microbatches - 1
+        self.again = np.flatnonzero(self.is_replica[graph.producers])
+        self.position = np.full((self.num_microbatches, graph.num_tensors), -1)  # by micro-batch and tensor
+        self.position[0] = np.arange(graph.num_tensors)
+        starts = graph.num_tensors + np.arange(later)[:, None] * len(self.again)
+        self.position[1:, self.again] = starts + np.arange(len(self.again))
+        self.buffer_order = sorted(self._buffer_order().items())
+        makers = graph.producers
+        producers = [self.number[0][makers], self.number[1:, makers[self.again]].reshape(-1)]
+        producers += [self.adder[1:].reshape(-1), np.array([before for before, _ in self.buffer_order], np.int64)]
+        num_waits, num_sums = len(self.buffer_order), later * len(self.gradients)
+        self.first_sum = graph.num_tensors + later * len(self.again)
+        self.first_wait = self.first_sum + num_sums
+        sizes = np.tile(graph.tensor_bytes[self.gradients], later)
+        columns: dict[str, Any] = {}
+        for name, of_sums in (("tensor_bytes", sizes), ("is_resident", None), ("is_kept", None)):
+            column = getattr(graph, name)
+            new = np.zeros(num_sums + num_waits, column.dtype)
+            if of_sums is not None:
+                new[:num_sums] = of_sums
+            columns[name] = np.concatenate((column, np.tile(column[self.again], later), new))
+        bases = graph.view_of[self.again]
+        views = np.where(bases >= 0, self.position[1:, bases], -1).reshape(-1)
+        columns["view_of"] = np.concatenate((graph.view_of, views, np.full(num_sums + num_waits, -1)))
+        return np.concatenate(producers), columns
+
+    def _edges(self) -> Iterator[tuple[I64, I64]]:
+        """Yields tensors and their consumers; all micro-batches consume a shared tensor."""
+        graph, last = self.graph, self.num_microbatches - 1
+        tensors, consumers = graph.edge_tensors, graph.consumers
+        is_gradient = np.zeros(graph.num_tensors, np.bool_)
+        is_gradient[self.gradients] = True
+        is_shared = ~self.is_replica[graph.producers[tensors]]
+        by_update = self.is_update[consumers]
+        yield tensors[is_shared & by_update], self.number[0][consumers[is_shared & by_update]]
+        own, late = ~is_shared & ~by_update, ~is_shared & by_update & ~is_gradient[tensors]
         for microbatch in range(self.num_microbatches):
-            for op in np.flatnonzero(self.is_replica).tolist():
-                add(op, microbatch)
-            for gradient, update in self.gradients.items() if microbatch else ():
-                self.adder[microbatch, gradient] = len(self.ops)
-                producer = graph.op(int(graph.producers[gradient]))
-                size = int(graph.tensor_bytes[gradient])
-                self.ops.append(
-                    Op(
-                        name=f"{names[gradient]}@{microbatch}",
-                        kind="aten.add_",
-                        flops=size // ELEMENT_BYTES.get(producer.dtype, 4),
-                        bytes_accessed=3 * size,  # both are read, one is written
-                        dtype=producer.dtype,
-                        phase="backward",
-                        module=graph.modules[update],
-                        group=int(groups[0][update]),
-                    )
-                )
-        for op in np.flatnonzero(self.is_update).tolist():
-            add(op, 0)
+            number, position = self.number[microbatch], self.position[microbatch]
+            yield tensors[is_shared & ~by_update], number[consumers[is_shared & ~by_update]]
+            yield position[tensors[own]], number[consumers[own]]
+            yield position[tensors[late]], self.number[0][consumers[late]]
+            yield position[self.gradients], self.adder[max(microbatch, 1)]
+        num_sums = len(self.gradients)
+        chained = self.first_sum + np.arange((last - 1) * num_sums)
+        yield chained, self.adder[2:].reshape(-1)
+        final = np.full(graph.num_tensors, -1)
+        final[self.gradients] = self.first_sum + (last - 1) * num_sums + np.arange(num_sums)
+        read = by_update & is_gradient[tensors]
+        yield final[tensors[read]], self.number[0][consumers[read]]
+        for tensor, (_, after) in enumerate(self.buffer_order, self.first_wait):
+            yield np.full(len(after), tensor), np.array(sorted(after), np.int64)
 
     def _groups(self) -> I64:
         """[M, N] the group of each replica."""
@@ -296,7 +364,7 @@ class _Accumulation:
             ungrouped = np.flatnonzero((groups < 0) & ~self.is_source)
             by_replica[:, ungrouped] = next_group + np.arange(len(ungrouped))
             return by_replica
-        ungrouped = np.unique([update for update in self.gradients.values() if groups[update] < 0]).astype(np.int64)
+        ungrouped = np.unique(self.first_update[groups[self.first_update] < 0])
         by_replica[:, ungrouped] = next_group + np.arange(len(ungrouped))
         next_group += len(ungrouped)
         owners = np.flatnonzero((groups < 0) & self.is_replica & (self.graph.resident_bytes > 0))  # weights, say
@@ -309,40 +377,19 @@ class _Accumulation:
             by_replica[microbatch, is_movable] += next_group * microbatch
         return by_replica
 
-    def _sum_names(self) -> dict[int, str]:
-        """Names the sums of gradients: `layers.0.weight.accumulate` for the gradient that `layers.0.weight.update`
+    def _sum_names(self) -> list[str]:
+        """Names the sums of gradients [G]: `layers.0.weight.accumulate` for the gradient that `layers.0.weight.update`
         reads.
         """
-        op_names, names = set(self.graph.op_names), {}
-        for gradient, update in self.gradients.items():
+        op_names, names = set(self.graph.op_names), []
+        for update in self.first_update.tolist():
             stem = self.graph.op_names[update].removesuffix(".update") + _ACCUMULATE
             name, count = stem, 1
             while name in op_names:
                 name, count = f"{stem}_{count}", count + 1
             op_names.add(name)
-            names[gradient] = name
+            names.append(name)
         return names
-
-    def _updates_by(self, tensor: int) -> list[int]:
-        """The updates among the consumers of `tensor`."""
-        return [op for op in self.graph.consumers_of(tensor).tolist() if self.is_update[op]]
-
-    def _final_readers(self, gradient: int) -> list[int]:
-        return sorted(self.number[0, update] for update in self._updates_by(gradient))
-
-    def _consumers(self, tensor: int, microbatch: int) -> Iterator[int]:
-        """Yields the consumers of the tensor that `microbatch` has for `tensor`; all replicas consume a shared one."""
-        is_shared = not self.is_replica[self.graph.producers[tensor]]
-        for op in self.graph.consumers_of(tensor).tolist():
-            if self.is_update[op]:
-                if tensor not in self.gradients:
-                    yield self.number[0, op]
-            elif is_shared:
-                yield from (self.number[other, op] for other in range(self.num_microbatches))
-            else:
-                yield self.number[microbatch, op]
-        if tensor in self.gradients:
-            yield self.adder[max(microbatch, 1), tensor]
 
     def _buffer_order(self) -> dict[int, set[int]]:
         """Maps each op to the ops that wait for it, so that buffers are overwritten in the order of micro-batches."""
@@ -352,10 +399,11 @@ class _Accumulation:
             readers = np.unique(graph.consumers[reads_buffer & self.is_replica[graph.consumers]]).tolist()
             users = sorted({*writers, *(op for op in readers if not _ignores_buffers(graph.kinds[op]))})
             for microbatch in range(1, self.num_microbatches):
+                before, later = self.number[microbatch - 1], self.number[microbatch]
                 for user in users:
-                    after[self.number[microbatch - 1, user]].update(self.number[microbatch, op] for op in writers)
+                    after[int(before[user])].update(later[writers].tolist())
                 for writer in writers:
-                    after[self.number[microbatch - 1, writer]].update(self.number[microbatch, op] for op in users)
+                    after[int(before[writer])].update(later[users].tolist())
         return after
 
 
