@@ -13,7 +13,6 @@ with an even part of their batch.
 N ops, T tensors of one micro-batch; M micro-batches.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
+from gdp.graph.copy_names import split_name
 from gdp.graph.graph import Graph, Tensor
 
 MAX_MICROBATCHES = 1024  # far beyond any use; a number with more digits is a typing error
@@ -33,8 +33,6 @@ SHARED = -1
 _ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
 _NO_TIMES: Any = MappingProxyType({})
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
-_REPEATED = re.compile(r"(.+)@([1-9][0-9]{0,3})", re.DOTALL)
-_OF_REPLICA = re.compile(r"(.+?)(@[1-9][0-9]{0,3})?(?:#([1-9][0-9]{0,2}))?", re.DOTALL)
 RECOMPUTED = "!"
 """What the name of a copy ends with that computes an op's results once more, for the backward pass."""
 COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
@@ -71,53 +69,49 @@ def microbatch_of(graph: Graph) -> I64:
     Names count only if, in each replica of the model, every op has a copy of its kind and phase for each micro-batch.
     """
     none = np.full(graph.num_ops, SHARED)
-    replica = replica_of(graph)
-    names = [
-        name.removesuffix(f"#{own}") if own else name
-        for name, own in zip(graph.op_names, replica.tolist(), strict=True)
-    ]
-    microbatch = none.copy()
-    repeated: set[str] = set()
-    for own in range(int(replica.max(initial=0)) + 1):
-        bases = _mark_microbatches(graph, names, np.flatnonzero(replica == own), microbatch)
-        if bases is None:
-            return none
-        repeated |= bases
-    if replica.any() and repeated:  # a replica with one micro-batch, beside others with several
-        for op, name in enumerate(names):
-            if microbatch[op] == SHARED and name in repeated:
-                microbatch[op] = 0
-    return microbatch
+    names, replica = graph.copy_names, replica_of(graph)
+    microbatch = np.where(names.replica == replica, names.microbatch, 0)
+    if not microbatch.any():
+        return none
+    num_bases = len(names.bases)
+    key = replica * num_bases + names.base  # of copies of an op in one replica of the model
+    is_later = microbatch > 0
+    num_keys = (int(replica.max()) + 1) * num_bases
+    copies = np.bincount(key[is_later], minlength=num_keys)
+    last = np.zeros(int(replica.max()) + 1, np.int64)
+    np.maximum.at(last, replica, microbatch)
+    is_repeated = copies > 0
+    lacks_one = copies != np.repeat(last, num_bases)
+    is_sum = np.tile([_ACCUMULATE in base for base in names.bases], len(last))
+    has_first = np.zeros(num_keys, np.bool_)
+    has_first[key[~is_later]] = True
+    if (is_repeated & (lacks_one | ~(has_first | is_sum))).any() or not _are_alike(graph, key, is_repeated):
+        return none
+    # a replica with one micro-batch, beside others with several, has the first one of what they repeat
+    of_any = is_repeated.reshape(len(last), num_bases).any(axis=0)
+    is_part = np.where(last[replica] > 0, is_repeated[key], of_any[names.base])
+    return np.where(is_part, microbatch, SHARED)
 
 
-def _mark_microbatches(graph: Graph, names: list[str], ops: I64, microbatch: I64) -> set[str] | None:
-    """Fills `microbatch` for `ops`, those of a replica of the model; returns what is repeated, None for other names."""
-    number = {names[op]: op for op in ops.tolist()}
-    bases = defaultdict[int, set[str]](set)
-    for name, op in number.items():
-        if match := _REPEATED.fullmatch(name):
-            microbatch[op] = int(match[2])
-            bases[int(match[2])].add(match[1])
-    if not bases:
-        return set()
-    if sorted(bases) != list(range(1, len(bases) + 1)) or any(bases[m] != bases[1] for m in bases):
-        return None
-    for base in bases[1]:
-        first = number.get(base)
-        if first is not None:
-            microbatch[first] = 0
-        copies = [number[f"{base}@{m}"] for m in bases] + ([] if first is None else [first])
-        is_alike = len({(graph.kinds[op], graph.phases[op]) for op in copies}) == 1
-        if not is_alike or (first is None and _ACCUMULATE not in base):
-            return None
-    return bases[1]
+def _are_alike(graph: Graph, key: I64, is_chosen: Bool) -> bool:
+    """Tells if ops of one `key` [N] have one kind and phase, for the keys that are chosen."""
+    sort = _sorts(graph)
+    ops = np.flatnonzero(is_chosen[key])
+    some = np.zeros(len(is_chosen), np.int64)
+    some[key[ops]] = sort[ops]
+    return bool((some[key[ops]] == sort[ops]).all())
+
+
+def _sorts(graph: Graph) -> I64:
+    """[ops] a number for each pair of a kind and a phase."""
+    numbers: dict[tuple[str, str], int] = {}
+    pairs = zip(graph.kinds, graph.phases, strict=True)
+    return np.fromiter((numbers.setdefault(pair, len(numbers)) for pair in pairs), np.int64, graph.num_ops)
 
 
 def base_name(name: str) -> str:
     """Returns the name of the op that `name` is a copy of, for a micro-batch, a replica or to recompute it."""
-    match = _OF_REPLICA.fullmatch(name)
-    assert match is not None, "the expression takes any name"
-    return match[1].removesuffix(RECOMPUTED)
+    return split_name(name)[0].removesuffix(RECOMPUTED)
 
 
 def replica_of(graph: Graph) -> I64:
@@ -126,19 +120,18 @@ def replica_of(graph: Graph) -> I64:
     Names count only if each replica has a copy, of its kind and phase, of every op of the first one, collectives and
     sums of gradients apart.
     """
-    replica = np.zeros(graph.num_ops, np.int64)
-    if not any("#" in name for name in graph.op_names):
+    names = graph.copy_names
+    replica = names.replica
+    if not replica.any():
         return replica
-    alike: list[set[tuple[str, str, str]]] = []
-    for op, name in enumerate(graph.op_names):
-        match = _OF_REPLICA.fullmatch(name)
-        assert match is not None, "the expression takes any name"
-        replica[op] = own = int(match[3] or 0)
-        while len(alike) <= own:
-            alike.append(set())
-        if not graph.kinds[op].startswith(COLLECTIVES) and _ACCUMULATE not in match[1]:
-            alike[own].add((match[1], graph.kinds[op], graph.phases[op]))
-    return replica if all(others == alike[0] for others in alike) else np.zeros_like(replica)
+    is_sum = np.array([_ACCUMULATE in base for base in names.bases])
+    is_collective = np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds])
+    counts = ~(is_sum[names.base] | is_collective)
+    sort = _sorts(graph)
+    code = sort * len(names.bases) + names.base
+    copies = [np.unique(code[counts & (replica == own)]) for own in range(int(replica.max()) + 1)]
+    is_alike = all(np.array_equal(own, copies[0]) for own in copies)
+    return replica if is_alike else np.zeros_like(replica)
 
 
 def count_microbatches(graph: Graph) -> int:

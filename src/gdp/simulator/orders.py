@@ -18,7 +18,7 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.graph import Graph
-from gdp.graph.microbatches import SHARED
+from gdp.graph.microbatches import COLLECTIVES, SHARED
 
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, B_LEVEL = "GPipe", "1F1B", "zero-bubble", "b-level"
 
@@ -55,12 +55,23 @@ def order_priority(order: str, graph: Graph, microbatch: I64, level_ns: I64) -> 
 
 
 def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
-    """[N] the backward ops whose results reach one update and nothing else: gradients of weights and their sums."""
+    """[N] the backward ops whose results reach one update and nothing else: gradients of weights and their sums.
+
+    A gradient that is summed over replicas counts as an update; what moves between replicas never waits.
+    """
     nothing, several = -1, -2
+    is_collective = np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds], np.bool_)
+    sources, targets, tensors = graph.producers[graph.edge_tensors], graph.consumers, graph.edge_tensors
+    is_summed = np.zeros(graph.num_tensors, np.bool_)
+    is_summed[tensors[is_collective[targets] & ~is_collective[sources] & is_backward[sources]]] = True
+    is_summed &= graph.tensor_bytes > 0  # others are waits
+    is_end = is_update | is_collective
     reached = np.where(is_update, np.arange(graph.num_ops), nothing).tolist()
-    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    own_end = np.where(is_summed, graph.num_ops + np.arange(graph.num_tensors), nothing)[tensors]
     order = np.argsort(-targets, kind="stable")  # ops are numbered topologically: consumers come before producers
-    for source, target in zip(sources[order].tolist(), targets[order].tolist(), strict=True):
-        if reached[target] not in (nothing, reached[source]) and not is_update[source]:
-            reached[source] = reached[target] if reached[source] == nothing else several
-    return is_backward & (np.array(reached, np.int64) >= 0)
+    edges = zip(sources[order].tolist(), targets[order].tolist(), own_end[order].tolist(), strict=True)
+    for source, target, end in edges:
+        end = reached[target] if end == nothing else end
+        if end not in (nothing, reached[source]) and not is_end[source]:
+            reached[source] = end if reached[source] == nothing else several
+    return is_backward & ~is_end & (np.array(reached, np.int64) >= 0)
