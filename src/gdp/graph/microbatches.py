@@ -80,7 +80,7 @@ def microbatch_of(graph: Graph) -> I64:
     copies = np.bincount(key[is_later], minlength=num_keys)
     last = np.zeros(int(replica.max()) + 1, np.int64)
     np.maximum.at(last, replica, microbatch)
-    is_repeated = copies > 0
+    is_repeated = np.asarray(copies > 0, np.bool_)
     lacks_one = copies != np.repeat(last, num_bases)
     is_sum = np.tile([_ACCUMULATE in base for base in names.bases], len(last))
     has_first = np.zeros(num_keys, np.bool_)
@@ -149,11 +149,7 @@ class Excerpt:
 
     @classmethod
     def of(cls, graph: Graph, microbatch: I64, count: int) -> "Excerpt":
-        """Takes the first `count` micro-batches, at least two; `microbatch` [ops] is the result of `microbatch_of`.
-
-        All replicas of the model have as many.
-        """
-        last = int(microbatch.max())
+        """Takes the first `count` micro-batches, at least two; `microbatch` [ops] is the result of `microbatch_of`."""
         ops = np.flatnonzero(microbatch < count)
         number = np.full(graph.num_ops, -1)
         number[ops] = np.arange(len(ops))
@@ -162,6 +158,9 @@ class Excerpt:
             for name, index in zip(graph.op_names, microbatch.tolist(), strict=True)
         ]
         by_name = {(bases[op], int(microbatch[op])): op for op in range(graph.num_ops)}
+        last: dict[str, int] = {}  # replicas of the model may have fewer than others
+        for base, index in by_name:
+            last[base] = max(index, last.get(base, index))
         twin = number.copy()
         for op in np.flatnonzero(number < 0).tolist():
             nearest = by_name.get((bases[op], int(microbatch[op]) % count), by_name.get((bases[op], 1)))
@@ -175,7 +174,7 @@ def _excerpt(
     microbatch: I64,
     number: I64,
     count: int,
-    last: int,
+    last: dict[str, int],
     bases: list[str],
     by_name: dict[tuple[str, int], int],
 ) -> Graph:
@@ -189,7 +188,7 @@ def _excerpt(
     rows: list[Tensor] = []
     position: dict[int, int] = {}
     for op in np.flatnonzero(number >= 0).tolist():
-        final = by_name.get((bases[op], last)) if microbatch[op] == count - 1 else None
+        final = by_name[bases[op], last[bases[op]]] if microbatch[op] == count - 1 else None
         for place, tensor in enumerate(tensors_of[op]):
             row = graph.tensor(tensor)
             consumers = {int(number[consumer]) for consumer in row.consumers if number[consumer] >= 0}
@@ -311,11 +310,11 @@ class _Accumulation:
         self.first_wait = self.first_sum + num_sums
         sizes = np.tile(graph.tensor_bytes[self.gradients], later)
         columns: dict[str, Any] = {}
-        for name, of_sums in (("tensor_bytes", sizes), ("is_resident", None), ("is_kept", None)):
+        for name in ("tensor_bytes", "is_resident", "is_kept"):
             column = getattr(graph, name)
             new = np.zeros(num_sums + num_waits, column.dtype)
-            if of_sums is not None:
-                new[:num_sums] = of_sums
+            if name == "tensor_bytes":
+                new[:num_sums] = sizes
             columns[name] = np.concatenate((column, np.tile(column[self.again], later), new))
         bases = graph.view_of[self.again]
         views = np.where(bases >= 0, self.position[1:, bases], -1).reshape(-1)
