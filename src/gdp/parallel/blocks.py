@@ -186,6 +186,29 @@ class Blocks:
             found.append(before)
         return found
 
+    @cached_property
+    def upstream(self) -> list[list[int]]:
+        """[B] the blocks from which gradients enter each block, through ops of itself and of no block."""
+        graph, is_backward = self.graph, self.is_backward
+        sources = graph.producers[graph.edge_tensors]
+        between = is_backward[sources] & is_backward[graph.consumers]
+        inputs: dict[int, list[int]] = {}
+        for source, target in zip(sources[between].tolist(), graph.consumers[between].tolist(), strict=True):
+            inputs.setdefault(target, []).append(source)
+        found = []
+        for block, ops in enumerate(self.releases(self.first_reader)):
+            reached, pending = set(ops[is_backward[ops]].tolist()), ops[is_backward[ops]].tolist()
+            blocks: dict[int, None] = {}
+            while pending:
+                op = pending.pop()
+                if (own := int(self.of_op[op])) not in (block, -1):
+                    blocks[own] = None
+                    continue
+                pending += (new := [item for item in inputs.get(op, ()) if item not in reached])
+                reached.update(new)
+            found.append(list(blocks))
+        return found
+
     def _first_of(self, is_read: Bool) -> I64:
         graph = self.graph
         first = np.full(len(self.paths), graph.num_ops)

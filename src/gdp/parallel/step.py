@@ -45,7 +45,7 @@ class Step:
         `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
         the order of replicas in rings. InputError where the layout does not suit the graph.
         """
-        part = recomputed(graph, layout.recompute)
+        part = recomputed(graph, layout.recompute, places=places)
         steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
         replicas = [steps[count] for count in layout.microbatches]
         all_places = None if places is None else [places[_origins(graph, replica)] for replica in replicas]
