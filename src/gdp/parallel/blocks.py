@@ -168,7 +168,7 @@ class Blocks:
     def first_reader(self) -> I64:
         """[B] the first backward op that reads activations of each block; -1: none."""
         graph = self.graph
-        return self._first_of(self.is_read & self.is_repeated[graph.producers[graph.edge_tensors]])
+        return self.first_of(self.is_read & self.is_repeated[graph.producers[graph.edge_tensors]])
 
     def releases(self, first_reader: I64) -> list[I64]:
         """[B] Returns the ops before which nothing of each block need be there.
@@ -209,7 +209,33 @@ class Blocks:
             found.append(list(blocks))
         return found
 
-    def _first_of(self, is_read: Bool) -> I64:
+    def held_bytes(self, chosen: Bool) -> int:
+        """Returns the bytes of tensors that are held for the backward pass if the blocks `chosen` [B] are recomputed.
+
+        They are those of the forward pass that backward ops or copies read; parameters and buffers are not counted.
+        """
+        graph, tensors = self.graph, self.graph.edge_tensors
+        makers = graph.producers[tensors]
+        in_chosen = np.append(chosen, False)[self.of_op]  # -1 is no block
+        is_moved = self.is_read & self.is_repeated[makers] & in_chosen[makers]
+        is_late = self.is_backward[graph.consumers] & ~is_moved
+        runs_again = self.is_repeated & in_chosen
+        is_inner = runs_again[makers] & self.is_activation[tensors] & (self.of_op[makers] == self.of_op[graph.consumers])
+        is_late |= runs_again[graph.consumers] & ~is_inner
+        held = np.unique(self.base[tensors[is_late & ~self.is_backward[makers]]])
+        return int(graph.tensor_bytes[held[~graph.is_resident[held]]].sum())
+
+    @cached_property
+    def copy_bytes(self) -> I64:
+        """[B] the bytes of all activations that are made again when a block is recomputed."""
+        graph = self.graph
+        is_copied = self.is_activation & self.is_repeated[graph.producers] & (graph.view_of < 0)
+        result = np.zeros(len(self.paths), np.int64)
+        np.add.at(result, self.of_op[graph.producers[is_copied]], graph.tensor_bytes[is_copied])
+        return result
+
+    def first_of(self, is_read: Bool) -> I64:
+        """[B] Returns the first op that reads tensors of each block on the edges `is_read` [E]; -1: none."""
         graph = self.graph
         first = np.full(len(self.paths), graph.num_ops)
         np.minimum.at(first, self.of_op[graph.producers[graph.edge_tensors[is_read]]], graph.consumers[is_read])
