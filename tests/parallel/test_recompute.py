@@ -1,4 +1,4 @@
-"""Recomputation: activations of a block are made twice, held once, and are the same; the hand case has its arithmetic."""
+"""Recomputation: activations of a block are made twice and not held between; hand cases show their arithmetic."""
 
 import numpy as np
 import pytest
@@ -184,7 +184,9 @@ def training_steps(draw: st.DrawFn, *, reads_all: bool = False) -> Graph:
     tensors = []
     for tensor in range(2 * len(ops)):
         consumers = tuple(op for op, inputs in enumerate(read) if tensor in inputs)
-        tensors.append(Tensor(tensor // 2, consumers, int(rng.integers(1, 9)), view_of=tensor - 1 if tensor % 2 else -1))
+        tensors.append(
+            Tensor(tensor // 2, consumers, int(rng.integers(1, 9)), view_of=tensor - 1 if tensor % 2 else -1)
+        )
     return Graph.build("random", ops, tensors)
 
 
@@ -218,7 +220,7 @@ def test_every_op_reads_what_it_read_before_or_a_copy_of_it(graph: Graph) -> Non
     assert not (inside & is_old & is_late & np.char.startswith(module[makers], "blocks")).any()
     simulation = simulate(Problem.build(again, cluster()), np.zeros(again.num_ops, int))
     if is_copy.any():
-        gradient = [op for op, phase in enumerate(again.phases) if phase == "backward" and not is_copy[op]][0]
+        gradient = next(op for op, phase in enumerate(again.phases) if phase == "backward" and not is_copy[op])
         assert simulation.op_start_ns[is_copy].min() >= simulation.op_finish_ns[gradient]
 
 
@@ -294,7 +296,7 @@ def test_a_transformer_holds_inputs_of_blocks_and_one_block() -> None:
     """Peaks are those of the arithmetic, within a tenth, whatever device runs its ops in which order."""
     # u = 16 x 128 x 64 x 4 bytes; a block needs again: norms 2u, mixed 3u, attention 1u, out 0, sum 1u, up and gelu 8u
     # the output of `out` is in the sum: it is made and freed. Inputs 6 x u (the last block's among them);
-    # gradients when gelu's is made: of the sum u and, of the gelu and of up, 4u + 4u; gelu's result is freed by then, -4u
+    # gradients when gelu's is made: of the sum u, of gelu and of up 4u + 4u; gelu's result is freed by then, -4u
     # 6u + 15u + 5u = 26u; statistics of norms and attention are below 2 %
     unit, graph = 16 * 128 * 64 * 4, transformer_step()
     again = recomputed(graph, "blocks")

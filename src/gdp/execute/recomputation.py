@@ -13,7 +13,9 @@ def with_copies(program: Program, step: Recomputation) -> Program:
 
     Copies draw what their originals draw, and write no buffers: batch normalisation is given no running statistics.
     """
-    number = {op: new for new, op in enumerate(step.op_origin.tolist()) if step.graph.op_names[new] == _name(program, op)}
+    number = {
+        op: new for new, op in enumerate(step.op_origin.tolist()) if step.graph.op_names[new] == _name(program, op)
+    }
     origins = step.tensor_origin.tolist()
     inputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
     outputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]

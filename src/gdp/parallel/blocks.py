@@ -83,12 +83,13 @@ class Blocks:
     @cached_property
     def is_forward(self) -> Bool:
         """[N] the forward ops of blocks; what has no block, and parameters, buffers and inputs, are not among them."""
-        return (self.of_op >= 0) & (np.array(self.graph.phases) == "forward") & ~self.is_source
+        is_forward = np.array([phase == "forward" for phase in self.graph.phases], np.bool_)
+        return np.asarray((self.of_op >= 0) & is_forward & ~self.is_source, np.bool_)
 
     @cached_property
     def is_backward(self) -> Bool:
         """[N] the backward ops of the whole model."""
-        return np.asarray(np.array(self.graph.phases) == "backward", np.bool_)
+        return np.array([phase == "backward" for phase in self.graph.phases], np.bool_)
 
     @cached_property
     def is_activation(self) -> Bool:
@@ -115,7 +116,7 @@ class Blocks:
         has_gradient[graph.consumers[self.is_backward[graph.producers[graph.edge_tensors]]]] = True
         is_inner = has_gradient[graph.consumers] & ~is_output[self.base[graph.edge_tensors]]
         is_own = (self.of_op[graph.consumers] == block) | is_inner
-        return self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own
+        return np.asarray(self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own, np.bool_)
 
     @cached_property
     def is_repeatable(self) -> Bool:
@@ -127,7 +128,7 @@ class Blocks:
         graph, tensors = self.graph, self.graph.edge_tensors
         makers, readers = graph.producers[tensors], graph.consumers
         is_resident = graph.is_resident[self.base]
-        is_forward_pass = np.array(graph.phases) == "forward"
+        is_forward_pass = np.array([phase == "forward" for phase in graph.phases], np.bool_)
         writes = np.zeros(graph.num_ops, np.bool_)
         writes[graph.producers[is_resident & (graph.resident_bytes[graph.producers] == 0)]] = True
         writes &= is_forward_pass & ~self.is_source
@@ -135,7 +136,8 @@ class Blocks:
         reads_written = np.zeros(graph.num_ops, np.bool_)
         reads_written[readers[is_resident[tensors] & np.isin(graph.groups[makers], written)]] = True
         normalises = np.array([_IGNORES_OLD_CONTENT in kind for kind in graph.kinds], np.bool_)
-        repeatable = self.is_forward & (graph.resident_bytes == 0) & (normalises | ~(writes | reads_written))
+        may_run = (graph.resident_bytes == 0) & (normalises | ~(writes | reads_written))
+        repeatable: Bool = np.asarray(self.is_forward & may_run, np.bool_)
         in_place = np.array([kind.endswith("_") for kind in graph.kinds], np.bool_) & is_forward_pass
         is_overwritten = np.zeros(graph.num_tensors, np.bool_)
         is_overwritten[self.base[tensors[in_place[readers] & (graph.tensor_bytes[tensors] > 0)]]] = True
@@ -220,7 +222,9 @@ class Blocks:
         is_moved = self.is_read & self.is_repeated[makers] & in_chosen[makers]
         is_late = self.is_backward[graph.consumers] & ~is_moved
         runs_again = self.is_repeated & in_chosen
-        is_inner = runs_again[makers] & self.is_activation[tensors] & (self.of_op[makers] == self.of_op[graph.consumers])
+        is_inner = (
+            runs_again[makers] & self.is_activation[tensors] & (self.of_op[makers] == self.of_op[graph.consumers])
+        )
         is_late |= runs_again[graph.consumers] & ~is_inner
         held = np.unique(self.base[tensors[is_late & ~self.is_backward[makers]]])
         return int(graph.tensor_bytes[held[~graph.is_resident[held]]].sum())

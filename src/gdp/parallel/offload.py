@@ -97,9 +97,7 @@ def _tensors(graph: Graph, leaves: Bool, carrier: I64, copy_of: dict[int, int], 
     return rows
 
 
-def _releases(
-    blocks: Blocks, order: list[int], first_reader: I64, moved: I64, number: I64
-) -> list[tuple[int, int]]:
+def _releases(blocks: Blocks, order: list[int], first_reader: I64, moved: I64, number: I64) -> list[tuple[int, int]]:
     """Returns pairs (op, copy that waits for it); `order` are the blocks as the backward pass takes them.
 
     A copy waits for the gradients that the block before its own needs, and for the backward ops of the one before that.

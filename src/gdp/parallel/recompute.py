@@ -7,8 +7,9 @@
 
 The copy of op `x` is called `x!`. It has the cost, the kind, the module and the device of `x`, and is a backward op.
 Copies begin once the first backward op that reads one has its gradients, and the backward ops of the block that these
-come from are done; else they would run with the forward pass, since devices are never idle. They read parameters, buffers and inputs of the block, whatever they depend on else is
-copied as well. T. Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
+come from are done; else they would run with the forward pass, since devices are never idle. They read parameters,
+buffers and inputs of the block, and copies of all else that they depend on. T. Chen et al., "Training deep nets with
+sublinear memory cost", arXiv 1604.06174.
 
 N ops, T tensors, E (tensor, consumer) pairs of the graph; C copies.
 """
@@ -165,7 +166,7 @@ class _Rewrite:
         writes = np.zeros(graph.num_ops, np.bool_)
         writes[graph.producers[is_resident & (graph.resident_bytes[graph.producers] == 0)]] = True
         alike = (graph.groups[self.makers] == graph.groups[self.readers]) & (graph.groups[self.readers] >= 0)
-        return is_resident[graph.edge_tensors] & writes[self.readers] & alike
+        return np.asarray(is_resident[graph.edge_tensors] & writes[self.readers] & alike, np.bool_)
 
     def _releases(self, tensors: I64, consumers: I64) -> tuple[I64, I64]:
         """Returns (ops, copies that wait for them): the copies are those that read no other copy."""
@@ -223,4 +224,3 @@ class _Rewrite:
             for tensor, copy in zip(base[by_copy].tolist(), copies, strict=True)
             for writer in writers.get(tensor, ())
         ]
-
