@@ -1,8 +1,12 @@
 """Copies of recomputation, run by worker threads, give the bits of the step without them."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from gdp import Cluster, Problem, simulate
 from gdp.execute.recomputation import with_copies
@@ -13,6 +17,48 @@ from gdp.parallel.blocks import Blocks
 from gdp.parallel.recompute import Recomputation
 from gdp.units.forward_units import forward_units
 from tiny_models import TINY
+
+
+class InPlace(nn.Module):
+    """Overwrites its input and counts in a buffer; what reads either cannot run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + 1.0
+        self.count += 1
+        x *= 2.0
+        return functional.gelu(self.linear(functional.gelu(y + x) * self.count))
+
+
+class Spectral(nn.Module):
+    """Improves an estimate of its norm, a buffer, in each pass, and divides by the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(self.linear(x))
+
+
+class Three(nn.Module):
+    """Three layers, run twice."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.first(x), self.first(x * 2.0)
+        for layer in self.layers:
+            a, b = layer(a), layer(b)
+        return (a.square() - b).mean()
+
 
 CLUSTER = Cluster.parse("3xp100-pcie-16g")
 
@@ -41,6 +87,17 @@ def test_recomputed_steps_give_the_same_bits(name: str) -> None:
         assert here.keys() == there.keys()
         for key in here:
             assert torch.equal(here[key], there[key]), key
+
+
+@pytest.mark.parametrize("layer", [InPlace, Spectral, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))])
+def test_layers_that_overwrite_what_they_read_give_the_same_bits(layer: Callable[[], nn.Module]) -> None:
+    model, args = Three(layer), (torch.randn(4, 8),)
+    found = capture(model, args, name="three")
+    step = Recomputation.of(Blocks.of(found.graph, "blocks"))
+    assert step.graph.num_ops > found.graph.num_ops
+    expected, results = (program.replay(model, args) for program in (found.program, with_copies(found.program, step)))
+    for here, there in ((results.gradients, expected.gradients), (results.state, expected.state)):
+        assert all(torch.equal(here[key], there[key]) for key in there)
 
 
 def test_backward_ops_follow_the_same_forward_ops_with_and_without_copies() -> None:
