@@ -55,7 +55,7 @@ class Step:
         InputError where the layout does not suit the graph.
         """
         rings = Rings.of(layout.data, ring, hosts)
-        part = recomputed(graph, layout.recompute)
+        part = recomputed(graph, layout.recompute, places=places)
         if layout.zero == 3:
             whole = _fully_sharded(part, layout, None if places is None else places[_origins(graph, part)], rings)
             return cls._of_whole(graph, whole, layout, places, ring, hosts)
