@@ -102,7 +102,7 @@ def test_megatron_takes_the_grid_that_trying_all_of_them_finds(num_layers: int, 
     for layout, stages in layouts(4, num_layers):
         graph = layered(num_layers, layout.num_parts)
         stage = np.array([int(module.partition(".")[2]) * stages // num_layers for module in graph.modules])
-        simulation = simulate_layout(graph, layout, cluster, stage, np.arange(4).reshape(-1, stages))
+        _, simulation = simulate_layout(graph, layout, cluster, stage, np.arange(4).reshape(-1, stages))
         if simulation.feasible:
             times[layout] = simulation.step_time_ns
     step = megatron(question(num_layers, cluster))
@@ -116,7 +116,7 @@ def test_stages_run_the_published_order() -> None:
     """Two stages, four micro-batches: stage p has at most 2 - p in flight, where priorities alone would start more."""
     graph = layered(2, 4)
     stage = np.array([int(module[-1]) for module in graph.modules])
-    simulation = simulate_layout(graph, Layout((4,), stages=2), machine(2), stage, np.array([[0, 1]]))
+    _, simulation = simulate_layout(graph, Layout((4,), stages=2), machine(2), stage, np.array([[0, 1]]))
     names = simulation.problem.graph.op_names
     orders = [
         [names[op].replace("f", "F").replace("b", "B") for op in ops.tolist() if names[op][0] in "fb"]

@@ -25,6 +25,7 @@ from gdp.cli.inputs import (
     check_rivals,
     find_rivals,
     read_graph,
+    read_planned,
     split_rivals,
 )
 from gdp.cli.options import (
@@ -218,7 +219,7 @@ def simulate(
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
     constraints = limits.constraints(cluster)
-    problem = build_problem(read_graph(graph, reading).graph, cluster, constraints)
+    problem = build_problem(read_planned(graph, reading, read), cluster, constraints)
     warm_up(())
     from gdp.report import console, documents
     from gdp.report.progress import live

@@ -191,7 +191,7 @@ def problem_of_plan(
     reading = model_options.reading()
     model_options.check_has_model(graph)
     cluster = Cluster.parse(_named_or_beside(path, devices, "cluster.json", "its devices", "--devices"))
-    source = read_graph(_named_or_beside(path, graph, "graph.json.gz", "its graph", "--graph"), reading).graph
+    source = read_planned(_named_or_beside(path, graph, "graph.json.gz", "its graph", "--graph"), reading, plan)
     try:
         plan.check_belongs(source, cluster)
     except InputError as error:
@@ -211,3 +211,19 @@ def check_spares_plan(option: str, path: Path, plan: Path) -> None:
     needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, "graph.json.gz", "cluster.json")}
     if os.path.realpath(path) in needed:
         raise InputError(f"{option} {path}: the plan needs that file; name another one")
+
+
+def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Graph":
+    """Reads the graph of MODEL that `plan` is of: cut as its layout says, unless MODEL is a file, which is whole."""
+    from gdp.models.read import has_samples, read_part
+
+    layout = plan.layout
+    if layout is None or not has_samples(text):
+        return read_graph(text, reading).graph
+    if reading.microbatching.count > 1:
+        raise InputError("--microbatches: the plan has its layout in it; leave the option out")
+    from gdp.parallel.step import Step
+    from gdp.report.progress import live
+
+    with live(f"reading {text} as the plan cuts it"):
+        return Step.of_document(partial(read_part, text, reading), layout).graph

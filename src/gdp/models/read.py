@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from gdp.models.pytorch import Capture
 
 
+_NO_PARTS = 2**40  # more than any batch has samples
+
+
 def read_model(text: str, reading: Reading | None = None) -> Model:
     """Returns the graph of `text`: a built-in workload, a `gdp-graph` or `.onnx` file, `hf:DIR` or
     `package.module:function`.
@@ -66,6 +69,17 @@ def read_part(text: str, reading: Reading, num_parts: int) -> Graph:
     """Reads MODEL with 1 / `num_parts` of its batch (a file: whole)."""
     text = with_prefix(text)
     return reading.finish(_read_one(text, reading, num_parts)).graph
+
+
+def batch_size(text: str, reading: Reading) -> int | None:
+    """Returns the number of samples in the batch of MODEL; None where it cannot be split."""
+    if not has_samples(text) or reading.serving.has_cache:
+        return None
+    try:
+        read_part(text, reading, _NO_PARTS)  # builds the model, and goes no further
+    except UnevenBatchError as error:
+        return error.batch_size
+    return None
 
 
 def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:

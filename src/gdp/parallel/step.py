@@ -3,19 +3,22 @@
 one micro-batch --recompute--> --repeat (micro-batches)--> --copy, join by rings (replicas, ZeRO)--> step
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
+from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import accumulated, base_name, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
+from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout
 from gdp.parallel.recompute import recomputed
-from gdp.parallel.replicas import replicated
+from gdp.parallel.replicas import joined, replicated
 from gdp.parallel.rings import Rings
 
 
@@ -30,6 +33,9 @@ class Step:
     layout: Layout
     origin: I64  # [M] the op of the micro-batch that each is a copy of, or is to share a device with
     replica: I64  # [M]
+    places: I64 | None = None  # [N] that buckets do not cross; None: a replica has one
+    ring: tuple[int, ...] | None = None  # [R] the order of replicas in rings; None: by number
+    hosts: tuple[int, ...] | None = None  # [R] for rings inside hosts and rings over them; None: rings over all
 
     @classmethod
     def of(
@@ -50,11 +56,44 @@ class Step:
         """
         rings = Rings.of(layout.data, ring, hosts)
         part = recomputed(graph, layout.recompute)
+        if layout.zero == 3:
+            whole = _fully_sharded(part, layout, None if places is None else places[_origins(graph, part)], rings)
+            return cls._of_whole(graph, whole, layout, places, ring, hosts)
         steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
         replicas = [steps[count] for count in layout.microbatches]
         own = None if places is None else places[_origins(graph, replicas[0])]
         whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
-        return cls(whole, layout, _origins(graph, whole), replica_of(whole))
+        return cls._of_whole(graph, whole, layout, places, ring, hosts)
+
+    @classmethod
+    def _of_whole(
+        cls,
+        graph: Graph,
+        whole: Graph,
+        layout: Layout,
+        places: I64 | None,
+        ring: Sequence[int] | None,
+        hosts: Sequence[int] | None,
+    ) -> "Step":
+        order, where = (None if numbers is None else tuple(numbers) for numbers in (ring, hosts))
+        return cls(whole, layout, _origins(graph, whole), replica_of(whole), places, order, where)
+
+    def document(self) -> dict[str, Any]:
+        """Returns what it takes to cut the model so again, for a plan file."""
+        places = None if self.places is None else self.places.tolist()
+        return self.layout.document() | {"places": places, "ring": _listed(self.ring), "hosts": _listed(self.hosts)}
+
+    @classmethod
+    def of_document(cls, read_part: Callable[[int], Graph], document: Mapping[str, Any]) -> "Step":
+        """Returns the step that `document` describes; `read_part(K)` returns that of 1/K of the batch.
+
+        InputError where it describes none of this model.
+        """
+        layout = Layout.of_document(document)
+        graph = read_part(layout.num_parts)
+        places = _numbers(document, "places", graph.num_ops)
+        ring, hosts = (_numbers(document, key, layout.data) for key in ("ring", "hosts"))
+        return cls.of(graph, layout, places=None if places is None else np.array(places), ring=ring, hosts=hosts)
 
     def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike) -> I64:
         """Returns the placement [M] of replicas that are placed alike.
@@ -63,6 +102,31 @@ class Step:
         place of each replica.
         """
         return np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
+
+
+def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:
+    return None if numbers is None else list(numbers)
+
+
+def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | None:
+    """Returns a list of `count` numbers at least 0, None where there is none; InputError for anything else."""
+    numbers = document.get(key)
+    if numbers is None:
+        return None
+    if (
+        type(numbers) is not list
+        or len(numbers) != count
+        or not all(type(n) is int and 0 <= n < 2**31 for n in numbers)
+    ):
+        raise InputError(f"layout: {key} is not a list of {count} numbers; the plan is of another model, place it anew")
+    return numbers
+
+
+def _fully_sharded(graph: Graph, layout: Layout, places: I64 | None, rings: Rings) -> Graph:
+    count = layout.microbatches[0]
+    sharded = FullyShardedStep.of(graph, layout.data, places)
+    replica = accumulated(sharded.graph, count)
+    return joined([replica] * layout.data, sharded.collectives, rings, sharded.releases(count))
 
 
 def _origins(graph: Graph, step: Graph) -> I64:

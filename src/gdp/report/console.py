@@ -45,7 +45,7 @@ def place_report(
         yield Text(serving, style="bold")
     for sentence in sentences.of_search(plan.search, simulation):
         yield Text(sentence)
-    yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, count))
+    yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, count, sentences.num_replicas(simulation)))
     if plan.search.baselines:
         yield ""
         yield _baselines(plan)
@@ -97,7 +97,8 @@ def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator
 def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterator[RenderableType]:
     """Yields the answer of `gdp simulate` for a plan with correct figures."""
     yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan.")
-    yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, sentences.num_microbatches(simulation)))
+    counts = sentences.num_microbatches(simulation), sentences.num_replicas(simulation)
+    yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, *counts))
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
     yield ""
     yield from device_report(simulation)

@@ -24,7 +24,7 @@ from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.search.auto import auto
 from gdp.search.candidate import Candidate
-from gdp.search.layouts.arrangement import Arrangement, arrangements, forced, more_microbatches
+from gdp.search.layouts.arrangement import Arrangement, arrangements, forced
 from gdp.search.layouts.dispatch import as_candidate, best_dispatch
 from gdp.search.layouts.estimate import Estimate, Estimator, with_less_memory
 from gdp.search.layouts.parts import Parts
@@ -35,10 +35,10 @@ from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 
-ESTIMATE_SHARE, SCREEN_SHARE = 0.15, 0.35  # of the budget: later no further arrangement is estimated, or simulated
+SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
 FINAL_SHARES = (0.4, 0.5)  # of the time left, for the first finalists; the best of all has what is left then
 MOST_SIMULATED = 10  # arrangements
-FAR = 1.3  # times the best: what is slower than that at least is neither placed nor simulated
+FAR = 1.1  # times the best: what is slower than that at least is neither placed nor simulated
 _SEARCHED_OPS = 120_000  # larger steps are not searched in whole
 OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", "estimated"
 
@@ -113,12 +113,12 @@ def choose(
     fits if any of them does. InputError for a layout that the batch or the devices do not allow.
     """
     cluster = Cluster.of(cluster)
+    _read_ahead(parts, cluster, layout)
     clock = Clock(Budget.of(budget), stop=stop)
     search = _Search(
         parts, cluster, constraints or Constraints(), clock, seed, num_threads, on_progress or (lambda trial: None)
     )
-    estimates = _estimates(search, layout)
-    trials = _simulated(search, estimates)
+    trials, estimates = _screened(search, layout)
     finalists = _finalists(search, trials, layout)
     searched = [
         _searched(search, trial, clock.part(share)) for trial, share in zip(finalists, FINAL_SHARES, strict=False)
@@ -130,64 +130,61 @@ def choose(
     return _choice(search, best, [*searched, *trials], estimates)
 
 
-def _estimates(search: _Search, layout: Layout | None) -> list[Estimate]:
-    """Returns estimates of all arrangements, those that fit first, the quicker ones first."""
+def _read_ahead(parts: Parts, cluster: Cluster, layout: Layout | None) -> None:
+    """Reads the steps that are needed in any case: reading a model is no search. InputError as `Parts.check` says."""
+    parts.exact(1)
+    if layout is not None:
+        parts.exact(layout.num_parts)
+        return
+    for count in range(cluster.num_devices, 1, -1):  # what is interpolated from, with the whole batch
+        if parts.divides(count):
+            parts.exact(count)
+            return
+
+
+def _screened(search: _Search, layout: Layout | None) -> tuple[list[Trial], list[Estimate]]:
+    """Simulates the promising arrangements in whole; returns these, and estimates of the others.
+
+    The most promising one goes on by one step: from arithmetic to an estimate, from an estimate to a simulation. One
+    that does not fit makes room for others of its kind that take less memory.
+    """
+    queue = _arithmetic(search, layout)
+    seen = {each.arrangement for each in queue}
+    trials: list[Trial] = []
+    while queue:
+        fitting_ns = min((trial.step_time_ns for trial in trials if not trial.key[0]), default=None)
+        is_over = len(trials) >= MOST_SIMULATED or search.clock.share_spent > SCREEN_SHARE
+        next_one = min(queue, key=_promise)
+        is_far = fitting_ns is not None and (next_one.missing_bytes or next_one.step_time_ns > FAR * fitting_ns)
+        if is_far or (is_over and fitting_ns is not None) or (trials and search.clock.stop.is_set()):
+            break
+        if next_one.missing_bytes and len(trials) >= MOST_SIMULATED:
+            break
+        queue.remove(next_one)
+        if len(next_one.places):
+            trials.append(_trial(search, next_one.arrangement, next_one.places))
+            continue
+        estimate = search.estimator.estimate(next_one.arrangement)
+        queue.append(estimate)
+        others = with_less_memory(estimate, search.parts.batch_size) if estimate.missing_bytes and not layout else []
+        queue += [search.estimator.least(other) for other in others if other not in seen]
+        seen.update(others)
+    return trials, sorted(queue, key=_promise)
+
+
+def _arithmetic(search: _Search, layout: Layout | None) -> list[Estimate]:
+    """Returns what arithmetic says of all arrangements, or of those of `layout`."""
     estimator, batch_size = search.estimator, search.parts.batch_size
     machine = estimator.machine
     if layout is not None:
-        search.parts.check(layout.num_parts)
-        ways = [] if layout.is_whole else forced(machine, layout, batch_size)
-        return sorted(map(estimator.estimate, ways), key=_promise)
-    num_devices = len(machine.usable)
-    for count in range(num_devices, 1, -1):  # what is interpolated from, with the whole batch
-        if search.parts.divides(count):
-            search.parts.exact(count)
-            break
-    found: list[Estimate] = []
-    for arrangement in sorted(arrangements(machine, batch_size), key=lambda way: way.num_places):
-        least = estimator.least(arrangement)
-        best_ns = min((each.step_time_ns for each in found if not each.missing_bytes), default=least.step_time_ns)
-        if least.step_time_ns > FAR * best_ns or (found and search.clock.share_spent > ESTIMATE_SHARE):
-            found.append(least)
-        else:
-            found += _with_variants(search, arrangement)
-    return sorted(found, key=_promise)
-
-
-def _with_variants(search: _Search, arrangement: Arrangement) -> list[Estimate]:
-    """Returns the estimate of an arrangement and, where it does not fit, of some that take less memory."""
-    estimator = search.estimator
-    found = [estimator.estimate(arrangement)]
-    if arrangement.layout.data > 1:
-        zero = replace(arrangement, layout=replace(arrangement.layout, zero=1))
-        found.append(estimator.estimate(zero))
-    narrow: Arrangement | None = arrangement
-    while narrow is not None and all(estimate.missing_bytes for estimate in found):
-        base = estimator.estimate(narrow)
-        found += [base, *map(estimator.estimate, with_less_memory(base))]
-        narrow = more_microbatches(narrow, search.parts.batch_size) if narrow.num_places == 1 else None
-    return found
+        return [] if layout.is_whole else [estimator.least(way) for way in forced(machine, layout, batch_size)]
+    ways = arrangements(machine, batch_size)
+    ways += [replace(way, layout=replace(way.layout, zero=1)) for way in ways if way.layout.data > 1]
+    return [estimator.least(way) for way in ways]
 
 
 def _promise(estimate: Estimate) -> tuple[bool, int]:
     return estimate.missing_bytes > 0, estimate.step_time_ns
-
-
-def _simulated(search: _Search, estimates: list[Estimate]) -> list[Trial]:
-    """Simulates the promising arrangements in whole, with constructive places."""
-    trials: list[Trial] = []
-    for estimate in estimates[: 2 * MOST_SIMULATED]:
-        fits = [trial for trial in trials if not trial.key[0]]
-        best_ns = min((trial.step_time_ns for trial in fits), default=0)
-        is_enough = len(trials) >= MOST_SIMULATED or search.clock.share_spent > SCREEN_SHARE
-        if fits and (is_enough or estimate.step_time_ns > FAR * best_ns):
-            break
-        if not len(estimate.places):
-            continue
-        if search.clock.stop.is_set() and trials:
-            break
-        trials.append(_trial(search, estimate.arrangement, estimate.places))
-    return trials
 
 
 def _trial(search: _Search, arrangement: Arrangement, places: I64) -> Trial:
@@ -312,7 +309,9 @@ def _choice(search: _Search, best: Trial, trials: list[Trial], estimates: list[E
         interrupted=clock.stop.is_set(),
         order=best.candidate.order,
     )
+    assert best.step is not None
     plan = plan_of(simulation, lower_bound(best.problem), "auto", search.seed, record)
+    plan = plan if best.is_whole else replace(plan, layout=best.step.document())
     known = {(trial.layout, trial.devices) for trial in trials}
     others = [
         Trial(e.arrangement.layout, e.arrangement.devices, ESTIMATED, e.step_time_ns, e.missing_bytes)

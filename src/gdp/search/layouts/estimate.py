@@ -17,10 +17,10 @@ from gdp.cluster.changes import only
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import BUCKET_BYTES, gradients_of
-from gdp.parallel.layout import NONE, Layout
+from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
-from gdp.search.layouts.arrangement import Arrangement, Machine
+from gdp.search.layouts.arrangement import Arrangement, Machine, more_microbatches
 from gdp.search.layouts.parts import Parts
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
@@ -91,7 +91,8 @@ class Estimator:
             fastest = list(devices)
             rate = (1 / np.maximum(figures.each_ns[fastest], 1)).sum()
             fill = count + (num_places - 1 if count > 1 else 0)
-            slowest_ns = max(slowest_ns, fill / rate + float(figures.once_ns[fastest].min()) / num_places)
+            once_ns = float(figures.once_ns[fastest].min()) / num_places / (layout.data if layout.zero else 1)
+            slowest_ns = max(slowest_ns, fill / rate + once_ns)
         return Estimate(arrangement, int(slowest_ns), 0, np.zeros(0, np.int64))
 
     def _candidates(self, arrangement: Arrangement) -> list[I64]:
@@ -117,6 +118,10 @@ class Estimator:
             share = spare // len(devices)
             lacks = simulation.peak_memory_bytes - share - self.limits_bytes[list(devices)]
             missing = max(missing, int(lacks.max()))
+        if layout.zero:  # updates are cut over replicas
+            slowest_ns -= (
+                int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // arrangement.num_places
+            )
         return Estimate(arrangement, slowest_ns + self._rings(arrangement, figures), max(missing, 0), places)
 
     def _replica(self, layout: Layout, devices: tuple[int, ...], count: int, places: I64) -> tuple[Simulation, I64]:
@@ -217,9 +222,12 @@ def _one_parameter(num_bytes: int) -> Graph:
     return Graph.build("ring", ops, tensors)
 
 
-def with_less_memory(estimate: Estimate) -> list[Arrangement]:
-    """Returns arrangements like that of `estimate` that take less memory, the quicker ones first."""
+def with_less_memory(estimate: Estimate, batch_size: int) -> list[Arrangement]:
+    """Returns arrangements like that of `estimate` that take less memory by one change each."""
     arrangement, layout = estimate.arrangement, estimate.arrangement.layout
-    zeros = [1, 2, 3] if layout.data > 1 and layout.is_even else [1, 2] if layout.data > 1 else []
-    changes = [{"zero": zero} for zero in zeros] + [{"recompute": "blocks", "zero": zero} for zero in [0, *zeros]]
-    return [replace(arrangement, layout=replace(layout, **change)) for change in changes]
+    layouts = [replace(layout, recompute=BLOCKS)] if layout.recompute == NONE else []
+    if layout.data > 1 and layout.zero < (3 if layout.is_even else 2):
+        layouts.append(replace(layout, zero=layout.zero + 1))
+    others = [replace(arrangement, layout=other) for other in layouts]
+    more = more_microbatches(arrangement, batch_size) if arrangement.num_places == 1 else None
+    return others if more is None else [more, *others]
