@@ -12,7 +12,7 @@ from gdp.errors import UnevenBatchError
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
 from gdp.search.rivals.parts import EqualParts
-from gdp.search.rivals.rivals import RivalQuestion, ddp, megatron, simulate_layout
+from gdp.search.rivals.rivals import RIVALS, RivalQuestion, RivalStep, ddp, megatron, simulate_layout
 
 BATCH = 8
 
@@ -76,6 +76,24 @@ def test_a_rival_that_does_not_fit_says_by_how_much() -> None:
     missing = int(step.simulation.peak_memory_bytes[0]) - 21_000
     assert step.reason == f"does not fit by {missing / 1024:.1f} KiB on d0"
     assert sorted(asked) == [2, 1021]
+
+
+def test_fsdp_fits_where_ddp_and_zero1_do_not() -> None:
+    """Of 24,000 bytes of state and 12,000 of gradients fsdp holds half, and two gathered blocks of 3,000 bytes."""
+
+    def small(num_parts: int) -> Graph:
+        graph = layered(4, num_parts)
+        return replace(graph, tensor_bytes=np.where(graph.tensor_bytes == 64_000 // num_parts, 8, graph.tensor_bytes))
+
+    def steps(memory: str) -> dict[str, RivalStep]:
+        asked = RivalQuestion(EqualParts(small), machine(2, memory))
+        return {name: rival(asked) for name, rival in RIVALS.items() if name != "megatron"}
+
+    peaks = {
+        name: int(step.simulation.peak_memory_bytes.max()) for name, step in steps("1GB").items() if step.simulation
+    }
+    assert peaks["ddp"] > peaks["zero1"] > 24_000 + 8 * 8 >= peaks["fsdp"] > 18_000
+    assert [name for name, step in steps("24100B").items() if step.fits] == ["fsdp"]
 
 
 def test_a_batch_without_equal_parts_has_no_step() -> None:
