@@ -12,7 +12,7 @@ from gdp.errors import UnevenBatchError
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
 from gdp.search.rivals.parts import EqualParts
-from gdp.search.rivals.rivals import RIVALS, RivalQuestion, RivalStep, ddp, megatron, simulate_layout
+from gdp.search.rivals.rivals import RIVALS, RivalQuestion, ddp, megatron, simulate_layout
 
 BATCH = 8
 
@@ -85,15 +85,9 @@ def test_fsdp_fits_where_ddp_and_zero1_do_not() -> None:
         graph = layered(4, num_parts)
         return replace(graph, tensor_bytes=np.where(graph.tensor_bytes == 64_000 // num_parts, 8, graph.tensor_bytes))
 
-    def steps(memory: str) -> dict[str, RivalStep]:
-        asked = RivalQuestion(EqualParts(small), machine(2, memory))
-        return {name: rival(asked) for name, rival in RIVALS.items() if name != "megatron"}
-
-    peaks = {
-        name: int(step.simulation.peak_memory_bytes.max()) for name, step in steps("1GB").items() if step.simulation
-    }
-    assert peaks["ddp"] > peaks["zero1"] > 24_000 + 8 * 8 >= peaks["fsdp"] > 18_000
-    assert [name for name, step in steps("24100B").items() if step.fits] == ["fsdp"]
+    # half of 36,000 and two blocks are 24,000; zero1 holds 12,000 of parameters, 6,000 of the rest, 12,000 of gradients
+    asked = RivalQuestion(EqualParts(small), machine(2, "24100B"))
+    assert [name for name in ("ddp", "zero1", "fsdp") if RIVALS[name](asked).fits] == ["fsdp"]
 
 
 def test_a_batch_without_equal_parts_has_no_step() -> None:

@@ -46,12 +46,27 @@ class Machine:
 
     time_ns: F64  # [D] of the whole step on the device alone
     kinds: I64  # [D] equal for devices that are alike, whose memory is too
+    hosts: I64 | None = None  # [D] equal for devices with quick links between them; None: all links are alike
 
     @property
     def usable(self) -> list[int]:
         """The devices that are fast enough to hold replicas, the faster ones first, else by number."""
         order = np.lexsort((np.arange(len(self.time_ns)), self.time_ns))
         return [int(d) for d in order if self.time_ns[d] * _SLOWEST <= self.time_ns.min()]
+
+    def hosts_of(self, arrangement: "Arrangement") -> tuple[int, ...] | None:
+        """Returns the host [R] of each replica, for rings inside hosts and over them; None where these are no use.
+
+        Each host has as many replicas, more than one, and each replica is on one host.
+        """
+        if self.hosts is None:
+            return None
+        found = [{int(self.hosts[device]) for device in devices} for devices in arrangement.devices]
+        if any(len(hosts) > 1 for hosts in found):
+            return None
+        hosts = tuple(min(own) for own in found)
+        counts = {hosts.count(host) for host in hosts}
+        return hosts if len(set(hosts)) > 1 and len(counts) == 1 and min(counts) > 1 else None
 
     def alike(self, devices: list[int]) -> bool:
         """Returns whether all of `devices` are of one kind."""

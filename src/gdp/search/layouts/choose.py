@@ -194,15 +194,19 @@ def _trial(search: _Search, arrangement: Arrangement, places: I64) -> Trial:
         estimator = Estimator(search.parts, search.cluster, search.constraints)
         places = estimator.estimate(arrangement).places
     layout, devices = arrangement.layout, arrangement.devices
-    step = Step.of(graph, layout, places=places if arrangement.num_places > 1 else None)
-    problem = Problem.build(step.graph, search.cluster, search.constraints)
-    placement = step.placement(places, devices)
-    search.clock.spend(1)
-    if problem.broken_constraints(placement):
-        trial = Trial(layout, devices, NOT_ALLOWED, 0, 0)
-    else:
+    hosts = search.estimator.machine.hosts_of(arrangement)
+    trials = []
+    for way in [None] if hosts is None else [None, hosts]:
+        step = Step.of(graph, layout, places=places if arrangement.num_places > 1 else None, hosts=way)
+        problem = Problem.build(step.graph, search.cluster, search.constraints)
+        placement = step.placement(places, devices)
+        search.clock.spend(1)
+        if problem.broken_constraints(placement):
+            trials.append(Trial(layout, devices, NOT_ALLOWED, 0, 0))
+            break
         candidate = as_candidate(best_dispatch(problem, step, placement))
-        trial = _with_candidate(Trial(layout, devices, OK, 0, 0, step, problem, None, places), candidate)
+        trials.append(_with_candidate(Trial(layout, devices, OK, 0, 0, step, problem, None, places), candidate))
+    trial = min(trials, key=lambda each: each.key)
     search.tell(trial)
     return trial
 

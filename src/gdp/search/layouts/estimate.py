@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from scipy.sparse.csgraph import connected_components
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
@@ -26,6 +27,7 @@ from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 
+_QUICKER = 2  # times the slowest link: links of one host
 _ENOUGH = 2  # micro-batches of a place that are simulated
 _STAGES = ("dp-stages", "contiguous")
 
@@ -70,7 +72,7 @@ class Estimator:
         times = Problem.build(self.parts.exact(1), self.cluster).op_time_ns
         alone = np.where((times < 0).any(axis=0), np.inf, np.maximum(times, 0).sum(axis=0))
         columns = np.concatenate((times, self.limits_bytes[None]))
-        return Machine(alone, np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1))
+        return Machine(alone, np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1), _hosts(self.cluster))
 
     @cached_property
     def limits_bytes(self) -> I64:
@@ -184,6 +186,16 @@ class Estimator:
         """Returns what ZeRO saves on a replica."""
         whole = figures.state_bytes * (layout.zero >= 1) + figures.parameter_bytes * (layout.zero == 3)
         return whole * (layout.data - 1) // layout.data
+
+
+def _hosts(cluster: Cluster) -> I64 | None:
+    """Returns the host [D] of each device, by links that are much quicker than the slowest; None: all are alike."""
+    rates = cluster.bytes_per_second + cluster.bytes_per_second.T
+    apart = rates[rates > 0]
+    if not len(apart) or apart.max() < _QUICKER * apart.min():
+        return None
+    is_near = (rates > np.sqrt(float(apart.min()) * float(apart.max()))) | np.eye(len(rates), dtype=np.bool_)
+    return np.asarray(connected_components(is_near, directed=False)[1], np.int64)
 
 
 def _seen(layout: Layout, count: int, num_places: int) -> int:

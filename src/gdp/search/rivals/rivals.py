@@ -25,7 +25,8 @@ from gdp.graph.microbatches import RECOMPUTED, shared_ops
 from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.step import Step
-from gdp.search.rivals.one_f_one_b import simulate_1f1b
+from gdp.search.layouts.dispatch import levels_of, program_levels
+from gdp.search.layouts.one_f_one_b import simulate_1f1b
 from gdp.search.rivals.parts import EqualParts
 from gdp.search.rivals.stages import equal_stages
 from gdp.simulator.constraints import Constraints, memory_limits
@@ -96,16 +97,21 @@ def simulate_layout(
     constraints: Constraints | None = None,
     *,
     hosts: Sequence[int] | None = None,
+    in_program_order: bool = False,
 ) -> SimulatedStep:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
 
     `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `hosts` [R] those of rings over hosts.
-    InputError where the layout does not suit the graph.
+    Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the layout does
+    not suit the graph.
     """
     step = Step.of(graph, layout, places=stage, hosts=hosts)
     _check_modelled(step)
     problem = Problem.build(step.graph, cluster, constraints)
-    return step, simulate_1f1b(problem, step.placement(stage, grid), stage[step.origin], step.replica)
+    placement = step.placement(stage, grid)
+    # as PyTorch overlaps sums with the backward pass, or better
+    levels = [program_levels(step)] if in_program_order else levels_of(problem, step, placement)
+    return step, simulate_1f1b(problem, placement, stage[step.origin], step.replica, levels)
 
 
 def _check_modelled(step: Step) -> None:

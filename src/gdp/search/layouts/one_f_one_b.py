@@ -9,6 +9,7 @@ D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clust
 M ops of a step, P stages.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,16 +23,22 @@ from gdp.simulator.simulate import Simulation, simulate
 _ACCUMULATE = ".accumulate"
 
 
-def simulate_1f1b(problem: Problem, placement: Placement, stage: I64, replica: I64) -> Simulation:
-    """Returns the step of `placement` [M] in the published schedule; without micro-batches by the b-level.
+def simulate_1f1b(
+    problem: Problem, placement: Placement, stage: I64, replica: I64, levels: Sequence[I64]
+) -> Simulation:
+    """Returns the step of `placement` [M] in the published schedule, in the best of `levels` [M] of ops.
 
-    `stage` and `replica` [M] are those of the ops.
+    `stage` and `replica` [M] are those of the ops. Without micro-batches ops start by the levels alone.
     """
     if problem.microbatch.max() < 1:
-        return simulate(problem, placement)
+        return _best(simulate(problem, placement, priority=level) for level in levels)
     limited = replace(problem, graph=_limited(problem, stage, replica))
-    priority = problem.priority(ONE_F_ONE_B, problem.b_level_ns)
-    return simulate(problem, placement, order=simulate(limited, placement, priority=priority).order)
+    orders = (simulate(limited, placement, priority=problem.priority(ONE_F_ONE_B, level)).order for level in levels)
+    return _best(simulate(problem, placement, order=order) for order in orders)
+
+
+def _best(simulations: Iterable[Simulation]) -> Simulation:
+    return min(simulations, key=lambda found: (int(found.missing_bytes.sum()), found.step_time_ns))
 
 
 def _limited(problem: Problem, stage: I64, replica: I64) -> Graph:
