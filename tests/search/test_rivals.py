@@ -12,7 +12,7 @@ from gdp.errors import UnevenBatchError
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
 from gdp.search.rivals.parts import EqualParts
-from gdp.search.rivals.rivals import RivalQuestion, ddp, megatron, simulate_layout
+from gdp.search.rivals.rivals import RIVALS, RivalQuestion, ddp, megatron, simulate_layout
 
 BATCH = 8
 
@@ -78,6 +78,18 @@ def test_a_rival_that_does_not_fit_says_by_how_much() -> None:
     assert sorted(asked) == [2, 1021]
 
 
+def test_fsdp_fits_where_ddp_and_zero1_do_not() -> None:
+    """Of 24,000 bytes of state and 12,000 of gradients fsdp holds half, and two gathered blocks of 3,000 bytes."""
+
+    def small(num_parts: int) -> Graph:
+        graph = layered(4, num_parts)
+        return replace(graph, tensor_bytes=np.where(graph.tensor_bytes == 64_000 // num_parts, 8, graph.tensor_bytes))
+
+    # half of 36,000 and two blocks are 24,000; zero1 holds 12,000 of parameters, 6,000 of the rest, 12,000 of gradients
+    asked = RivalQuestion(EqualParts(small), machine(2, "24100B"))
+    assert [name for name in ("ddp", "zero1", "fsdp") if RIVALS[name](asked).fits] == ["fsdp"]
+
+
 def test_a_batch_without_equal_parts_has_no_step() -> None:
     step = ddp(question(1, machine(3)))
     assert step.simulation is None
@@ -102,7 +114,7 @@ def test_megatron_takes_the_grid_that_trying_all_of_them_finds(num_layers: int, 
     for layout, stages in layouts(4, num_layers):
         graph = layered(num_layers, layout.num_parts)
         stage = np.array([int(module.partition(".")[2]) * stages // num_layers for module in graph.modules])
-        simulation = simulate_layout(graph, layout, cluster, stage, np.arange(4).reshape(-1, stages))
+        _, simulation = simulate_layout(graph, layout, cluster, stage, np.arange(4).reshape(-1, stages))
         if simulation.feasible:
             times[layout] = simulation.step_time_ns
     step = megatron(question(num_layers, cluster))
@@ -116,7 +128,7 @@ def test_stages_run_the_published_order() -> None:
     """Two stages, four micro-batches: stage p has at most 2 - p in flight, where priorities alone would start more."""
     graph = layered(2, 4)
     stage = np.array([int(module[-1]) for module in graph.modules])
-    simulation = simulate_layout(graph, Layout((4,), stages=2), machine(2), stage, np.array([[0, 1]]))
+    _, simulation = simulate_layout(graph, Layout((4,), stages=2), machine(2), stage, np.array([[0, 1]]))
     names = simulation.problem.graph.op_names
     orders = [
         [names[op].replace("f", "F").replace("b", "B") for op in ops.tolist() if names[op][0] in "fb"]

@@ -151,7 +151,7 @@ class MeasuredBenchmark(Benchmark):
             stage = equal_stages(Problem.build(graph, cluster), run.pipeline_parallel)
             assert stage is not None, "the layers are a multiple of the stages"
             grid = np.arange(run.gpus).reshape(run.data_parallel, run.pipeline_parallel)
-            simulation = simulate_layout(graph, run.layout, cluster, stage, grid)
+            _, simulation = simulate_layout(graph, run.layout, cluster, stage, grid, in_program_order=True)
             return {
                 "predicted_ms": simulation.step_time_ns / 1e6,
                 "missing_bytes": int(simulation.missing_bytes.max()),

@@ -4,10 +4,11 @@ Each model trains on each set of devices under `gdp.search.layouts.choose`, unde
 budget, and under the rivals of `gdp.search.rivals`. All are scored by one simulator, memory enforced.
 """
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,7 @@ from gdp.models import workloads
 from gdp.models.model import Reading
 from gdp.models.read import read_part
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
 from gdp.search.layouts.choose import choose
 from gdp.search.layouts.parts import Parts
@@ -165,9 +167,9 @@ class ParallelBenchmark(Benchmark):
                 "budget": str(self.budget) if method in (OPS, AUTO) else "",
                 "gdp_version": version("gdp-placement"),
             }
-            found[method] = rows.row(
-                f"{name}-{method}", settings, partial(_made, make, rows.directory / f"{name}-{method}")
-            )
+            path = rows.directory / f"{re.sub('[^0-9A-Za-z.-]+', '_', f'{name}-{method}')}.plan.json.gz"
+            found[method] = rows.row(f"{name}-{method}", settings, partial(_made, make, path))
+            _verify(found[method], path, question)
         ours = found.pop(AUTO)
         attempts = {**found, AUTO: ours}
         run = Run(ours["status"], ours["step_time_ns"], ours["seconds"], ours["seconds"], 0, 0, {})
@@ -185,19 +187,27 @@ class ParallelBenchmark(Benchmark):
         )
 
 
-def _made(make: Callable[[], _Attempt], stem: Path) -> dict[str, Any]:
-    """Returns an attempt as a row, whose plan was saved, read back and replayed on the graph of its layout."""
+def _made(make: Callable[[], _Attempt], path: Path) -> dict[str, Any]:
+    """Returns an attempt as a row; its plan is saved in `path`."""
     attempt = make()
     plan = attempt.plan
     if plan is not None:
-        problem = plan.problem
-        assert problem is not None, "the plan was made here"
-        path = stem.with_name(f"{stem.name.replace('/', '_').replace(':', '_')}.plan.json.gz")
         plan.save(path)
-        require_verified(path, Problem.build(problem.graph, problem.cluster), attempt.step_time_ns)
-    row = asdict(attempt) | {"bound_ns": 1 if plan is None else max(plan.lower_bound_ns, 1)}
+    row = asdict(replace(attempt, plan=None)) | {"bound_ns": 1 if plan is None else max(plan.lower_bound_ns, 1)}
     del row["plan"]
     return row
+
+
+def _verify(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> None:
+    """Raises RuntimeError unless the plan of a row that fits gives its figures again.
+
+    It is read back, and replayed on the graph that MODEL and its layout give.
+    """
+    if row["status"] != "ok":
+        return
+    document = Plan.load(path).layout
+    graph = question.parts.exact(1) if document is None else Step.of_document(question.parts.exact, document).graph
+    require_verified(path, Problem.build(graph, question.cluster), row["step_time_ns"])
 
 
 def _place_ops(question: RivalQuestion, budget: Budget) -> _Attempt:
@@ -233,4 +243,6 @@ def _ask(rival: str, question: RivalQuestion) -> _Attempt:
         return _Attempt("failed", None, layout, step.reason, seconds, None)
     if not step.fits:
         return _Attempt("infeasible", simulation.step_time_ns, layout, step.reason, seconds, None)
-    return _Attempt("ok", simulation.step_time_ns, layout, "", seconds, plan_of(simulation, 0, rival, 0))
+    assert step.step is not None, "it was simulated"
+    plan = replace(plan_of(simulation, 0, rival, 0), layout=step.step.document())
+    return _Attempt("ok", simulation.step_time_ns, layout, "", seconds, plan)

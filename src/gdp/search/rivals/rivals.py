@@ -25,13 +25,15 @@ from gdp.graph.microbatches import RECOMPUTED, shared_ops
 from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.step import Step
-from gdp.search.layouts.dispatch import levels_of
+from gdp.search.layouts.dispatch import levels_of, program_levels
 from gdp.search.layouts.one_f_one_b import simulate_1f1b
 from gdp.search.rivals.parts import EqualParts
 from gdp.search.rivals.stages import equal_stages
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation
+
+SimulatedStep = tuple[Step, Simulation]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,7 @@ class RivalStep:
     simulation: Simulation | None
     reason: str = ""  # why there is no step that fits
     num_tried: int = 0  # layouts that were simulated
+    step: Step | None = None  # that `simulation` is of
 
     @property
     def fits(self) -> bool:
@@ -68,7 +71,7 @@ class RivalQuestion:
         kinds = [device.kind.lower() for device in self.cluster.devices]
         return [number for number, kind in enumerate(kinds) if "cpu" not in kind] or list(range(len(kinds)))
 
-    def simulate(self, graph: Graph, layout: Layout, stage: I64, grid: I64) -> Simulation:
+    def simulate(self, graph: Graph, layout: Layout, stage: I64, grid: I64) -> SimulatedStep:
         """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
 
         Over hosts, the better of one ring over all and of rings inside and between them, as NCCL chooses.
@@ -79,7 +82,7 @@ class RivalQuestion:
         over_hosts = len(sizes) > 1 and len(set(sizes.tolist())) == 1 and sizes[0] > 1
         ways = [None, hosts[0].tolist()] if over_hosts and all((own == hosts[0]).all() for own in hosts) else [None]
         steps = [simulate_layout(graph, layout, self.cluster, stage, grid, self.constraints, hosts=way) for way in ways]
-        return min(steps, key=lambda step: (not step.feasible, step.step_time_ns))
+        return min(steps, key=lambda each: (not each[1].feasible, each[1].step_time_ns))
 
     def _of(self, numbers: I64) -> list[Device]:
         return [self.cluster.devices[number] for number in numbers.tolist()]
@@ -94,18 +97,21 @@ def simulate_layout(
     constraints: Constraints | None = None,
     *,
     hosts: Sequence[int] | None = None,
-) -> Simulation:
+    in_program_order: bool = False,
+) -> SimulatedStep:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
 
     `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `hosts` [R] those of rings over hosts.
-    InputError where the layout does not suit the graph.
+    Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the layout does
+    not suit the graph.
     """
     step = Step.of(graph, layout, places=stage, hosts=hosts)
     _check_modelled(step)
     problem = Problem.build(step.graph, cluster, constraints)
     placement = step.placement(stage, grid)
-    levels = levels_of(problem, step, placement)  # as PyTorch overlaps sums with the backward pass, or better
-    return simulate_1f1b(problem, placement, stage[step.origin], step.replica, levels)
+    # as PyTorch overlaps sums with the backward pass, or better
+    levels = [program_levels(step)] if in_program_order else levels_of(problem, step, placement)
+    return step, simulate_1f1b(problem, placement, stage[step.origin], step.replica, levels)
 
 
 def _check_modelled(step: Step) -> None:
@@ -145,12 +151,12 @@ def _accumulating(question: RivalQuestion, zero: int) -> RivalStep:
         assert graph is not None, "counts yields what there is"
         layout = Layout((microbatches,) * count, zero)
         try:
-            simulation = question.simulate(graph, layout, np.zeros(graph.num_ops, np.int64), grid)
+            step, simulation = question.simulate(graph, layout, np.zeros(graph.num_ops, np.int64), grid)
         except InputError as error:
             return RivalStep(layout, None, str(error))
         num_tried += 1
         if simulation.feasible:
-            return RivalStep(layout, simulation, num_tried=num_tried)
+            return RivalStep(layout, simulation, num_tried=num_tried, step=step)
         nearest = _nearer(nearest, layout, simulation)
         if (_held_bytes(simulation) > simulation.problem.memory_limit_bytes).any():
             break  # parameters and optimizer state, of which more micro-batches free nothing
@@ -187,7 +193,7 @@ def megatron(question: RivalQuestion) -> RivalStep:
         for recompute in (NONE, BLOCKS):
             layout = replace(grid.layout, recompute=recompute)
             try:
-                simulation = question.simulate(grid.graph, layout, grid.stage, grid.devices)
+                step, simulation = question.simulate(grid.graph, layout, grid.stage, grid.devices)
             except InputError as error:
                 if nearest.simulation is None:
                     nearest = RivalStep(layout, None, str(error))
@@ -195,7 +201,7 @@ def megatron(question: RivalQuestion) -> RivalStep:
             num_tried += 1
             if simulation.feasible:
                 if simulation.step_time_ns < best_ns:
-                    best, best_ns = RivalStep(layout, simulation), simulation.step_time_ns
+                    best, best_ns = RivalStep(layout, simulation, step=step), simulation.step_time_ns
                 break
             nearest = _nearer(nearest, layout, simulation)
     return replace(best or nearest, num_tried=num_tried)
