@@ -85,7 +85,8 @@ def microbatch_of(graph: Graph) -> I64:
     is_sum = np.tile([_ACCUMULATE in base for base in names.bases], len(last))
     has_first = np.zeros(num_keys, np.bool_)
     has_first[key[~is_later]] = True
-    if (is_repeated & (lacks_one | ~(has_first | is_sum))).any() or not _are_alike(graph, key, is_repeated):
+    is_odd = lacks_one | ~(has_first | np.array(is_sum, np.bool_))
+    if is_odd[is_repeated].any() or not _are_alike(graph, key, is_repeated):
         return none
     # a replica with one micro-batch, beside others with several, has the first one of what they repeat
     of_any = is_repeated.reshape(len(last), num_bases).any(axis=0)
@@ -262,22 +263,24 @@ class _Accumulation:
         }
         later = self.num_microbatches - 1
         columns: dict[str, Any] = {}
+        sums["op_names"] = self._sum_names()
         for name, of_sums in sums.items():
             column = getattr(graph, name)
-            first, again, late = ([column[op] for op in ops.tolist()] for ops in self._parts())
-            columns[name] = (*first, *((again + of_sums) * later), *late)
-        first, again, late = ([graph.op_names[op] for op in ops.tolist()] for ops in self._parts())
-        stems = [*again, *self._sum_names()]
-        names = [f"{stem}@{microbatch}" for microbatch in range(1, later + 1) for stem in stems]
-        columns["op_names"] = (*first, *names, *late)
+            first, each, last = ([column[op] for op in ops.tolist()] for ops in self._parts())
+            each += of_sums
+            if name == "op_names":
+                repeated = [f"{stem}@{microbatch}" for microbatch in range(1, later + 1) for stem in each]
+            else:
+                repeated = each * later
+            columns[name] = (*first, *repeated, *last)
         before, again, late = self._parts()
         for name, per_sum in (
             ("flops", sizes // element_bytes),
             ("bytes_accessed", 3 * sizes),  # both are read, one is written
         ):
             figures = getattr(graph, name)
-            repeated = np.tile(np.concatenate((figures[again], per_sum)), later)
-            columns[name] = np.concatenate((figures[before], repeated, figures[late]))
+            further = np.tile(np.concatenate((figures[again], per_sum)), later)
+            columns[name] = np.concatenate((figures[before], further, figures[late]))
         none = np.zeros(len(sizes), np.int64)
         own = self.free_replicas & (groups != groups[0])[:, again]
         resident, of_sums = graph.resident_bytes, groups[0][self.first_update]

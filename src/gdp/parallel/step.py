@@ -1,6 +1,7 @@
 """START HERE: from the graph of one micro-batch and a layout to the graph of the step.
 
-one micro-batch --recompute--> --repeat (micro-batches)--> --copy, join by rings (replicas, ZeRO)--> step
+one micro-batch --repeat--> micro-batches --first and last ops of exchanges--> a replica --copy, hops--> step
+with zero=3:    --first and last ops of exchanges--> --repeat--> a replica --copy, hops--> step
 """
 
 from collections.abc import Sequence
@@ -49,13 +50,15 @@ class Step:
         InputError where the layout does not suit the graph.
         """
         rings = Rings.of(layout.data, ring, hosts)
+        part = graph
+        of_part = None if places is None else places[_origins(graph, part)]
         if layout.zero == 3:
-            whole = _fully_sharded(graph, layout, places, rings)
-            return cls(whole, layout, _origins(graph, whole), replica_of(whole))
-        steps = {count: accumulated(graph, count) for count in set(layout.microbatches)}
-        replicas = [steps[count] for count in layout.microbatches]
-        own = None if places is None else places[_origins(graph, replicas[0])]
-        whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
+            whole = _fully_sharded(part, layout, of_part, rings)
+        else:
+            steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
+            replicas = [steps[count] for count in layout.microbatches]
+            own = None if of_part is None else of_part[_origins(part, replicas[0])]
+            whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
         return cls(whole, layout, _origins(graph, whole), replica_of(whole))
 
     def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike) -> I64:

@@ -46,7 +46,9 @@ def order_priority(order: str, graph: Graph, microbatch: I64, level_ns: I64) -> 
     position = np.unique(level_ns, return_inverse=True)[1].astype(np.int64)  # levels may be as large as int64
     priority = position if order == EXCHANGES_FIRST else _by_microbatch(order, graph, microbatch, position)
     is_collective = _is_collective(graph)
-    return priority + is_collective * (int(priority.max()) - int(priority.min()) + 1) if is_collective.any() else priority
+    return (
+        priority + is_collective * (int(priority.max()) - int(priority.min()) + 1) if is_collective.any() else priority
+    )
 
 
 def _by_microbatch(order: str, graph: Graph, microbatch: I64, position: I64) -> I64:
