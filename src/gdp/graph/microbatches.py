@@ -81,11 +81,11 @@ def microbatch_of(graph: Graph) -> I64:
     last = np.zeros(int(replica.max()) + 1, np.int64)
     np.maximum.at(last, replica, microbatch)
     is_repeated = np.asarray(copies > 0, np.bool_)
-    lacks_one = copies != np.repeat(last, num_bases)
+    lacks_one: Bool = copies != np.repeat(last, num_bases)
     is_sum = np.tile([_ACCUMULATE in base for base in names.bases], len(last))
     has_first = np.zeros(num_keys, np.bool_)
     has_first[key[~is_later]] = True
-    is_odd = lacks_one | ~(has_first | np.array(is_sum, np.bool_))
+    is_odd = np.asarray(lacks_one | ~(has_first | np.array(is_sum, np.bool_)), np.bool_)
     if is_odd[is_repeated].any() or not _are_alike(graph, key, is_repeated):
         return none
     # a replica with one micro-batch, beside others with several, has the first one of what they repeat
