@@ -81,15 +81,14 @@ def microbatch_of(graph: Graph) -> I64:
     last = np.zeros(int(replica.max()) + 1, np.int64)
     np.maximum.at(last, replica, microbatch)
     is_repeated = np.asarray(copies > 0, np.bool_)
-    lacks_one: Bool = copies != np.repeat(last, num_bases)
-    is_sum = np.tile([_ACCUMULATE in base for base in names.bases], len(last))
+    is_sum = np.tile(np.array([_ACCUMULATE in base for base in names.bases], np.bool_), len(last))
     has_first = np.zeros(num_keys, np.bool_)
     has_first[key[~is_later]] = True
-    is_odd = np.asarray(lacks_one | ~(has_first | np.array(is_sum, np.bool_)), np.bool_)
-    if is_odd[is_repeated].any() or not _are_alike(graph, key, is_repeated):
+    is_odd = np.logical_or(copies != np.repeat(last, num_bases), ~(has_first | is_sum))
+    if np.logical_and(is_odd, is_repeated).any() or not _are_alike(graph, key, is_repeated):
         return none
     # a replica with one micro-batch, beside others with several, has the first one of what they repeat
-    of_any = is_repeated.reshape(len(last), num_bases).any(axis=0)
+    of_any = np.asarray(is_repeated.reshape(len(last), num_bases).any(axis=0), np.bool_)
     is_part = np.where(last[replica] > 0, is_repeated[key], of_any[names.base])
     return np.where(is_part, microbatch, SHARED)
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
+from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import RECOMPUTED, accumulated, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
@@ -49,6 +50,8 @@ class Step:
         the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts.
         InputError where the layout does not suit the graph.
         """
+        if layout.data > 1 and replica_of(graph).any():
+            raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
         rings = Rings.of(layout.data, ring, hosts)
         part = graph
         of_part = None if places is None else places[_origins(graph, part)]
