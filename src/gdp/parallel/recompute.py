@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from gdp.arrays import I64, Bool
+from gdp.errors import InputError
 from gdp.graph import Graph, Tensor
-from gdp.graph.microbatches import RECOMPUTED
+from gdp.graph.microbatches import RECOMPUTED, count_microbatches
+from gdp.graph.recomputed import is_recomputed
 from gdp.graph.write_after_read import write_after_read
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import NONE
@@ -57,11 +59,19 @@ def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None
 
     Ops are renumbered, tensors of `graph` keep their numbers. What no backward op reads is not copied. Ops that write
     buffers are not run again (batch normalisation is, and writes nothing). `places` [N] as in `Recomputation.of`.
-    InputError for a path that is no module's.
+    InputError for a path that is no module's, and for a graph without a backward pass, with micro-batches, or with
+    copies.
     """
     if modules == NONE or not len(modules):
         return graph
-    return Recomputation.of(Blocks.of(graph, modules), places).graph
+    if is_recomputed(graph).any():
+        raise InputError(f"graph {graph.name!r}: recomputes already; leave recompute out")
+    if (count := count_microbatches(graph)) > 1:
+        raise InputError(f"graph {graph.name!r}: has {count} micro-batches; recompute is for the graph of one")
+    blocks = Blocks.of(graph, modules)
+    if not blocks.is_backward.any():
+        raise InputError(f"graph {graph.name!r}: has no backward pass to recompute for; leave recompute out")
+    return Recomputation.of(blocks, places).graph
 
 
 class _Rewrite:
