@@ -199,20 +199,18 @@ class _Rewrite:
         by block, what is recomputed for them. Ops that may lie on other devices than the copy are left out.
         """
         blocks, number, places = self.blocks, self.number, self.places
-        pairs = []
-        source_of = np.full(len(self.op_order), -1)
+        pairs: list[tuple[int, int]] = []
+        source_of = np.full(len(self.op_order), _NEW)
         source_of[self.copy_number[self.copies]] = self.copies
-        late = [np.flatnonzero(blocks.is_backward & (blocks.of_op == block)) for block in range(len(blocks.paths))]
-        roots: dict[int, list[int]] = {}
-        for copy in np.unique(waiting).tolist():
-            roots.setdefault(int(blocks.of_op[source_of[copy]]), []).append(copy)
+        roots = np.unique(waiting)
         for block, upstream in enumerate(blocks.upstream):
-            for op in (op for other in upstream for op in late[other].tolist()):
-                pairs += [
-                    (int(number[op]), copy)
-                    for copy in roots.get(block, ())
-                    if number[op] < copy and places[op] == places[source_of[copy]]
-                ]
+            own = roots[blocks.of_op[source_of[roots]] == block]
+            if not len(own):
+                continue
+            is_late = blocks.is_backward & np.isin(blocks.of_op, upstream) & (number < own[0])
+            is_late[self.makers[is_late[self.makers] & is_late[self.readers]]] = False  # implied by what reads them
+            for op in np.flatnonzero(is_late).tolist():
+                pairs += [(int(number[op]), copy) for copy in own[places[source_of[own]] == places[op]].tolist()]
         return pairs
 
     def _overwrites(self) -> list[tuple[int, int]]:
