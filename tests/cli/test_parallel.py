@@ -17,7 +17,7 @@ from torch import nn
 
 def build():
     layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4)]
-    return nn.Sequential(*layers), (torch.randn(4096, 512),)
+    return nn.Sequential(*layers), (torch.randn(65536, 512),)
 """
 
 

@@ -1,15 +1,22 @@
-"""Recomputation: activations of a block are made twice, held once, and are the same; the hand case has its arithmetic."""
+"""Recomputation: activations of a block are made twice and not held between; hand cases show their arithmetic."""
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.models.pytorch import capture
+from gdp.parallel.block_choice import blocks_to_recompute
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import Layout
+from gdp.parallel.offload import offloaded
 from gdp.parallel.recompute import Recomputation, recomputed
 from gdp.parallel.step import Step
 from gdp.simulator.problem import Problem
@@ -74,6 +81,12 @@ def step(graph: Graph) -> Simulation:
     return simulate(Problem.build(graph, cluster()), np.zeros(graph.num_ops, np.int64))
 
 
+def in_order(graph: Graph) -> Simulation:
+    """Runs ops as they are numbered, as PyTorch does."""
+    zeros = np.zeros(graph.num_ops, np.int64)
+    return simulate(Problem.build(graph, cluster()), zeros, order=[np.arange(graph.num_ops)])
+
+
 def test_a_chain_of_blocks_takes_the_time_of_its_copies_and_holds_one_block() -> None:
     """Three blocks hold 300 bytes of activations, recomputed 100 at a time."""
     # forward 3 x (2 + 1) ns, loss 1 ns, backward 3 x (2 + 4) ns                              = 28 ns
@@ -95,15 +108,14 @@ def test_a_chain_of_blocks_takes_the_time_of_its_copies_and_holds_one_block() ->
 
 
 def test_a_module_by_path_is_recomputed_alone() -> None:
+    """The copy is a backward op like its original; f1 is held no longer: 100 bytes less."""
     graph = blocks_of_two(3)
     again = recomputed(graph, ["blocks.1"])
     assert [name for name in again.op_names if name.endswith("!")] == ["f1!"]
     copy, source = again.ops["f1!"], again.ops["f1"]
     assert (copy.kind, copy.flops, copy.module, copy.phase) == (source.kind, source.flops, source.module, "backward")
     assert copy.group == source.group >= 0
-    assert step(again).peak_memory_bytes[0] == 250  # f1 less
-    # f1! must read w1 before it is overwritten: only f1', which reads f1!, is between the two
-    assert again.op_names.index("f1!") < again.op_names.index("g1'")
+    assert step(again).peak_memory_bytes[0] == 350 - 100
 
 
 @pytest.mark.parametrize("modules", ["none", ()])
@@ -191,8 +203,7 @@ def inputs_of(graph: Graph) -> list[set[int]]:
 def test_every_op_reads_what_it_read_before_or_a_copy_of_it(graph: Graph) -> None:
     """Copies come on top: other ops, their flops and results stay, and copies wait for a gradient."""
     paths = list(dict.fromkeys(module for module in graph.modules if module.startswith("blocks")))
-    blocks = Blocks.of(graph, paths)
-    step = Recomputation.of(blocks)
+    step = Recomputation.of(Blocks.of(graph, paths))
     again, before, after = step.graph, inputs_of(graph), inputs_of(step.graph)
     is_copy = np.array([name.endswith("!") for name in again.op_names])
     assert [name for name, copy in zip(again.op_names, is_copy, strict=True) if not copy] == list(graph.op_names)
@@ -209,7 +220,7 @@ def test_every_op_reads_what_it_read_before_or_a_copy_of_it(graph: Graph) -> Non
     assert not (inside & is_old & is_late & np.char.startswith(module[makers], "blocks")).any()
     simulation = simulate(Problem.build(again, cluster()), np.zeros(again.num_ops, int))
     if is_copy.any():
-        gradient = [op for op, phase in enumerate(again.phases) if phase == "backward" and not is_copy[op]][0]
+        gradient = next(op for op, phase in enumerate(again.phases) if phase == "backward" and not is_copy[op])
         assert simulation.op_start_ns[is_copy].min() >= simulation.op_finish_ns[gradient]
 
 
@@ -219,10 +230,146 @@ def test_memory_is_not_above_that_without_where_the_backward_pass_reads_all(grap
     """Each copy stands for a tensor that would be held: in the order of ops the peak cannot rise."""
     paths = list(dict.fromkeys(module for module in graph.modules if module.startswith("blocks")))
     again = recomputed(graph, paths)
-    peaks = [
-        simulate(Problem.build(g, cluster()), np.zeros(g.num_ops, int), order=[np.arange(g.num_ops)]).peak_memory_bytes[
-            0
-        ]
-        for g in (graph, again)
-    ]
-    assert peaks[1] <= peaks[0]
+    assert in_order(again).peak_memory_bytes[0] <= in_order(graph).peak_memory_bytes[0]
+
+
+def test_a_copy_reads_its_weight_before_the_update_overwrites_it() -> None:
+    """The gradient of w needs x alone, so that the update could come before f!."""
+    ops = [Op("x", "input", phase="forward"), Op("w", "parameter", phase="forward", resident_bytes=4, group=0)]
+    ops += [Op(f"{name}", "mm", 1000, phase="forward", module="a") for name in ("f", "g")]
+    ops += [Op("loss", "sum", 1000, phase="forward"), Op("loss'", "sum", 1000, phase="backward")]
+    ops += [Op(f"{name}'", "mm", 1000, phase="backward", module="a") for name in ("f", "g")]
+    ops += [Op("w.update", "sgd", phase="update", group=0), Op("v.update", "sgd", phase="update")]
+    tensors = [Tensor(0, (2, 6), 1), Tensor(1, (2, 8), 4, resident=True), Tensor(2, (3, 7), 100), Tensor(3, (4,), 1)]
+    tensors += [Tensor(4, (5,), 1), Tensor(5, (6, 7), 1), Tensor(6, (8,), 4), Tensor(7, (9,), 4)]
+    tensors += [Tensor(8, (), 4, resident=True)]
+    again = recomputed(Graph.build("weights", ops, tensors), ["a"])
+    assert [name for name in again.op_names if name.endswith("!")] == ["f!"]
+    number = again.op_numbers
+    waits = {(int(again.producers[t]), int(op)) for t, op in zip(again.edge_tensors, again.consumers, strict=True)}
+    assert (number["f!"], number["w.update"]) in waits
+
+
+class Block(nn.Module):
+    """A transformer layer of width 64; with dropout, its last op draws what the backward pass reads."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
+        self.mixed, self.out, self.up, self.down = (
+            nn.Linear(inputs * 64, outputs * 64) for inputs, outputs in ((1, 3), (1, 1), (1, 4), (4, 1))
+        )
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, steps, _ = x.shape
+        q, k, v = self.mixed(self.norms[0](x)).view(batch, steps, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        x = x + self.drop(self.out(mixed))
+        return x + self.drop(self.down(functional.gelu(self.up(self.norms[1](x)))))
+
+
+class Transformer(nn.Module):
+    """Six such layers, and a loss; their activations are as large as those of a long batch."""
+
+    def __init__(self, dropout: float = 0.0, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(6))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return x.square().mean()
+
+
+def transformer_step(dropout: float = 0.0, is_checkpointed: bool = False) -> Graph:
+    return capture(Transformer(dropout, is_checkpointed), (torch.zeros(16, 128, 64),), name="transformer").graph
+
+
+def activations(simulation: Simulation) -> int:
+    """Returns the peak without parameters and optimizer state."""
+    return int(simulation.peak_memory_bytes[0]) - int(simulation.problem.graph.resident_bytes.sum())
+
+
+def test_a_transformer_holds_inputs_of_blocks_and_one_block() -> None:
+    """Peaks are those of the arithmetic, within a tenth, whatever device runs its ops in which order."""
+    # u = 16 x 128 x 64 x 4 bytes; a block needs again: norms 2u, mixed 3u, attention 1u, out 0, sum 1u, up and gelu 8u
+    # the output of `out` is in the sum: it is made and freed. Inputs 6 x u (the last block's among them);
+    # gradients when gelu's is made: of the sum u, of gelu and of up 4u + 4u; gelu's result is freed by then, -4u
+    # 6u + 15u + 5u = 26u; statistics of norms and attention are below 2 %
+    unit, graph = 16 * 128 * 64 * 4, transformer_step()
+    again = recomputed(graph, "blocks")
+    assert activations(in_order(again)) == pytest.approx(26 * unit, rel=0.1)
+    assert activations(step(again)) == pytest.approx(26 * unit, rel=0.1)
+    assert activations(step(graph)) > 80 * unit  # 6 blocks of 15u
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_time_and_memory_are_those_of_torch_checkpoint(dropout: float) -> None:
+    """PyTorch recomputes the same, and with dropout the last product too, whose mask is drawn after it."""
+    ours, theirs = recomputed(transformer_step(dropout), "blocks"), transformer_step(dropout, is_checkpointed=True)
+    assert activations(in_order(ours)) == pytest.approx(activations(in_order(theirs)), rel=0.02)
+    last_product = 2 * 16 * 128 * 256 * 64 + 16 * 128 * 64  # of `down`, with its bias
+    assert theirs.flops.sum() - ours.flops.sum() == (6 * last_product if dropout else 0)
+    assert ours.bytes_accessed.sum() == pytest.approx(theirs.bytes_accessed.sum(), rel=0.05)
+    assert step(ours).step_time_ns <= step(theirs).step_time_ns
+
+
+def test_blocks_are_chosen_by_bytes_saved_per_time_and_no_more_than_needed() -> None:
+    """Block 1 holds as much as the others and takes a thousandth of the time: it comes first."""
+    graph = blocks_of_two(3)
+    times_ns = np.where([name == "f1" for name in graph.op_names], 1, 1000)
+    assert blocks_to_recompute(graph, times_ns, 0) == ()
+    assert blocks_to_recompute(graph, times_ns, 1) == ("blocks.1",)
+    assert blocks_to_recompute(graph, np.full(graph.num_ops, 7), 1) == ("blocks.0",)
+    # blocks 0 and 1 save 200 bytes from the loss on; when block 1 is there again, block 2 is gone: no more is held
+    assert blocks_to_recompute(graph, times_ns, 101) == ("blocks.0", "blocks.1")
+    assert blocks_to_recompute(graph, times_ns, 10**6) == ("blocks.0", "blocks.1", "blocks.2")
+    for modules, saved in ((("blocks.0",), 100), (("blocks.0", "blocks.1"), 200)):
+        assert step(recomputed(graph, modules)).peak_memory_bytes[0] == 350 - saved
+
+
+def test_activations_wait_on_the_host_and_are_back_in_time() -> None:
+    """Two of three blocks leave; on links as fast as the ops nothing waits for them."""
+    # f0 0-2 ns, f1 3-5, f2 6-8, loss 9-10, g2' 10-12, f2' 12-16, g1' 16-18; a transfer of 100 bytes takes 1 ns
+    # f1 is sent at 5 and comes back at 10, with the gradient that block 2 needs; f0 at 16, with that of block 1
+    # gpu while f2' runs: x, g0, g1, f2, f1, two gradients = 30 + 200 + 20 = 250 bytes; host: f0 and f1
+    graph = blocks_of_two(3)
+    away = offloaded(graph, "blocks", ["gpu"], least_bytes=50)
+    assert [name for name in away.op_names if name.endswith(".host")] == ["f1.host", "f0.host"]
+    problem = Problem.build(away, host_and_gpu())
+    is_host = np.array([kind == "host.copy" for kind in away.kinds])
+    assert not problem.allowed[is_host, 0].any()
+    simulation = simulate(problem, is_host.astype(np.int64))
+    assert simulation.step_time_ns == 28
+    assert simulation.peak_memory_bytes.tolist() == [250, 200]
+    start = dict(zip(away.op_names, simulation.op_start_ns.tolist(), strict=True))
+    assert (start["f1.host"], start["f0.host"]) == (10, 16)
+
+
+def host_and_gpu() -> Cluster:
+    """Returns a host beside the device, on links of 100 GB/s."""
+    figures = {"memory": "1TB", "flops": {"float32": 1e12}, "memory_bandwidth": "1TB/s", "launch": 0}
+    links = [{"from": "*", "to": "*", "bandwidth": "100GB/s", "latency": 0}]
+    devices = [{"name": name, "kind": name, **figures} for name in ("gpu", "host")]
+    return Cluster.from_document(
+        {"format": "gdp-cluster", "version": 1, "name": "test", "devices": devices, "links": links}
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(training_steps())
+def test_offloaded_steps_read_the_same_tensors(graph: Graph) -> None:
+    """Only what is read changes its way; every block but one of the backward pass may leave."""
+    paths = list(dict.fromkeys(module for module in graph.modules if module.startswith("blocks")))
+    away = offloaded(graph, paths, ["gpu"], least_bytes=1)
+    copies = [op for op, kind in enumerate(away.kinds) if kind == "host.copy"]
+    kept = [op for op in range(away.num_ops) if op not in copies]
+    assert [away.op_names[op] for op in kept] == list(graph.op_names)
+    before, after = inputs_of(graph), inputs_of(away)
+    for op, new in enumerate(kept):
+        sizes = sorted(int(graph.tensor_bytes[tensor]) for tensor in before[op])
+        found = [int(away.tensor_bytes[tensor]) for tensor in after[new]]
+        assert sorted(size for size in found if size) == sizes
+    assert simulate(Problem.build(away, host_and_gpu()), np.isin(np.arange(away.num_ops), copies) * 1).order

@@ -9,11 +9,12 @@ from tests.parallel.test_replicas import chain
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.microbatches import COLLECTIVES, accumulated, microbatch_of, replica_of
+from gdp.graph.microbatches import accumulated, microbatch_of, replica_of
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import replicated
 from gdp.parallel.rings import Rings
 from gdp.parallel.step import Step
+from gdp.simulator.orders import EXCHANGES_FIRST
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 
@@ -26,13 +27,12 @@ def hop_bytes(graph: Graph, exchange: str) -> int:
 
 def run(step: Step, *, exchanges_first: bool = False) -> Simulation:
     """Simulates replicas on a device each: 1e12 flop/s, 1 TB/s of memory, links of 1 GB/s with 10 us of latency."""
-    first = np.array([kind.startswith(COLLECTIVES) for kind in step.graph.kinds], np.int64)
     figures = {"memory": "1GB", "flops": {"float32": 1e12}, "memory_bandwidth": "1TB/s", "launch": 0}
     links = [{"from": "*", "to": "*", "bandwidth": "1GB/s", "latency": "10us"}]
     devices = [{"name": f"d{number}", "kind": "x", **figures} for number in range(step.layout.data)]
     document = {"format": "gdp-cluster", "version": 1, "name": "equal", "devices": devices, "links": links}
     problem = Problem.build(step.graph, Cluster.from_document(document))
-    return simulate(problem, step.replica, priority=first if exchanges_first else None)
+    return simulate(problem.in_order(EXCHANGES_FIRST) if exchanges_first else problem, step.replica)
 
 
 @settings(max_examples=60, deadline=None)

@@ -83,12 +83,13 @@ class Blocks:
     @cached_property
     def is_forward(self) -> Bool:
         """[N] the forward ops of blocks; what has no block, and parameters, buffers and inputs, are not among them."""
-        return (self.of_op >= 0) & (np.array(self.graph.phases) == "forward") & ~self.is_source
+        is_forward = np.array([phase == "forward" for phase in self.graph.phases], np.bool_)
+        return np.asarray((self.of_op >= 0) & is_forward & ~self.is_source, np.bool_)
 
     @cached_property
     def is_backward(self) -> Bool:
         """[N] the backward ops of the whole model."""
-        return np.asarray(np.array(self.graph.phases) == "backward", np.bool_)
+        return np.array([phase == "backward" for phase in self.graph.phases], np.bool_)
 
     @cached_property
     def is_activation(self) -> Bool:
@@ -115,7 +116,7 @@ class Blocks:
         has_gradient[graph.consumers[self.is_backward[graph.producers[graph.edge_tensors]]]] = True
         is_inner = has_gradient[graph.consumers] & ~is_output[self.base[graph.edge_tensors]]
         is_own = (self.of_op[graph.consumers] == block) | is_inner
-        return self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own
+        return np.asarray(self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own, np.bool_)
 
     @cached_property
     def is_repeatable(self) -> Bool:
@@ -127,7 +128,7 @@ class Blocks:
         graph, tensors = self.graph, self.graph.edge_tensors
         makers, readers = graph.producers[tensors], graph.consumers
         is_resident = graph.is_resident[self.base]
-        is_forward_pass = np.array(graph.phases) == "forward"
+        is_forward_pass = np.array([phase == "forward" for phase in graph.phases], np.bool_)
         writes = np.zeros(graph.num_ops, np.bool_)
         writes[graph.producers[is_resident & (graph.resident_bytes[graph.producers] == 0)]] = True
         writes &= is_forward_pass & ~self.is_source
@@ -135,7 +136,8 @@ class Blocks:
         reads_written = np.zeros(graph.num_ops, np.bool_)
         reads_written[readers[is_resident[tensors] & np.isin(graph.groups[makers], written)]] = True
         normalises = np.array([_IGNORES_OLD_CONTENT in kind for kind in graph.kinds], np.bool_)
-        repeatable = self.is_forward & (graph.resident_bytes == 0) & (normalises | ~(writes | reads_written))
+        may_run = (graph.resident_bytes == 0) & (normalises | ~(writes | reads_written))
+        repeatable: Bool = np.asarray(self.is_forward & may_run, np.bool_)
         in_place = np.array([kind.endswith("_") for kind in graph.kinds], np.bool_) & is_forward_pass
         is_overwritten = np.zeros(graph.num_tensors, np.bool_)
         is_overwritten[self.base[tensors[in_place[readers] & (graph.tensor_bytes[tensors] > 0)]]] = True
@@ -168,7 +170,7 @@ class Blocks:
     def first_reader(self) -> I64:
         """[B] the first backward op that reads activations of each block; -1: none."""
         graph = self.graph
-        return self._first_of(self.is_read & self.is_repeated[graph.producers[graph.edge_tensors]])
+        return self.first_of(self.is_read & self.is_repeated[graph.producers[graph.edge_tensors]])
 
     def releases(self, first_reader: I64) -> list[I64]:
         """[B] Returns the ops before which nothing of each block need be there.
@@ -186,7 +188,58 @@ class Blocks:
             found.append(before)
         return found
 
-    def _first_of(self, is_read: Bool) -> I64:
+    @cached_property
+    def upstream(self) -> list[list[int]]:
+        """[B] the blocks from which gradients enter each block, through ops of itself and of no block."""
+        graph, is_backward = self.graph, self.is_backward
+        sources = graph.producers[graph.edge_tensors]
+        between = is_backward[sources] & is_backward[graph.consumers]
+        inputs: dict[int, list[int]] = {}
+        for source, target in zip(sources[between].tolist(), graph.consumers[between].tolist(), strict=True):
+            inputs.setdefault(target, []).append(source)
+        found = []
+        for block, ops in enumerate(self.releases(self.first_reader)):
+            reached, pending = set(ops[is_backward[ops]].tolist()), ops[is_backward[ops]].tolist()
+            blocks: dict[int, None] = {}
+            while pending:
+                op = pending.pop()
+                if (own := int(self.of_op[op])) not in (block, -1):
+                    blocks[own] = None
+                    continue
+                pending += (new := [item for item in inputs.get(op, ()) if item not in reached])
+                reached.update(new)
+            found.append(list(blocks))
+        return found
+
+    def held_bytes(self, chosen: Bool) -> int:
+        """Returns the bytes of tensors that are held for the backward pass if the blocks `chosen` [B] are recomputed.
+
+        They are those of the forward pass that backward ops or copies read; parameters and buffers are not counted.
+        """
+        graph, tensors = self.graph, self.graph.edge_tensors
+        makers = graph.producers[tensors]
+        in_chosen = np.append(chosen, False)[self.of_op]  # -1 is no block
+        is_moved = self.is_read & self.is_repeated[makers] & in_chosen[makers]
+        is_late = self.is_backward[graph.consumers] & ~is_moved
+        runs_again = self.is_repeated & in_chosen
+        is_inner = (
+            runs_again[makers] & self.is_activation[tensors] & (self.of_op[makers] == self.of_op[graph.consumers])
+        )
+        is_late |= runs_again[graph.consumers] & ~is_inner
+        held = np.unique(self.base[tensors[is_late & ~self.is_backward[makers]]])
+        return int(graph.tensor_bytes[held[~graph.is_resident[held]]].sum())
+
+    @cached_property
+    def copy_bytes(self) -> I64:
+        """[B] the bytes of all activations that are made again when a block is recomputed."""
+        graph = self.graph
+        is_copied = self.is_activation & self.is_repeated[graph.producers] & (graph.view_of < 0)
+        result = np.zeros(len(self.paths), np.int64)
+        np.add.at(result, self.of_op[graph.producers[is_copied]], graph.tensor_bytes[is_copied])
+        return result
+
+    def first_of(self, is_read: Bool) -> I64:
+        """[B] Returns the first op that reads tensors of each block on the edges `is_read` [E]; -1: none."""
         graph = self.graph
         first = np.full(len(self.paths), graph.num_ops)
         np.minimum.at(first, self.of_op[graph.producers[graph.edge_tensors[is_read]]], graph.consumers[is_read])

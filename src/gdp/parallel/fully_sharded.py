@@ -88,7 +88,9 @@ class FullyShardedStep:
         number[others] = columns.copy_ops(graph, others, names, groups[others], resident_bytes=resident)
         number[state.is_update] = state.add_updates(columns, graph, count, groups)
         positions += [4 * others + 1, 4 * np.flatnonzero(state.is_update) + 1]
-        columns.copy_tensors(graph, number, tensor_bytes=state.cut_tensors(graph, count), is_edge=is_edge)
+        sizes = state.cut_tensors(graph, count)
+        sizes = np.where(state.is_parameter[graph.producers], -(-sizes // count), sizes)
+        columns.copy_tensors(graph, number, tensor_bytes=sizes, is_edge=is_edge)
 
         collectives: list[Collective] = []
         last_done: dict[int, int] = {}  # of each place: its gathers take turns, as on a stream

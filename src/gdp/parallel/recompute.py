@@ -6,9 +6,10 @@
       '--------------------------------------------> block! ---------> backward of the block
 
 The copy of op `x` is called `x!`. It has the cost, the kind, the module and the device of `x`, and is a backward op.
-Copies begin once the first backward op that reads one has its gradients; else they would run with the forward pass,
-since devices are never idle. They read parameters, buffers and inputs of the block, whatever they depend on else is
-copied as well. T. Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
+Copies begin once the first backward op that reads one has its gradients, and the backward ops of the block that these
+come from are done; else they would run with the forward pass, since devices are never idle. They read parameters,
+buffers and inputs of the block, and copies of all else that they depend on. T. Chen et al., "Training deep nets with
+sublinear memory cost", arXiv 1604.06174.
 
 N ops, T tensors, E (tensor, consumer) pairs of the graph; C copies.
 """
@@ -38,32 +39,38 @@ class Recomputation:
     tensor_origin: I64  # [S] the tensor of the given graph; -1: one that makes ops wait
 
     @classmethod
-    def of(cls, blocks: Blocks) -> "Recomputation":
-        """Returns the step in which all `blocks` are recomputed; the same graph if that saves nothing."""
+    def of(cls, blocks: Blocks, places: I64 | None = None) -> "Recomputation":
+        """Returns the step in which all `blocks` are recomputed; the same graph if that saves nothing.
+
+        `places` [N] are equal for ops that are sure to share a device, by default for all: copies do not wait for
+        gradients of weights in other places.
+        """
         copies = np.flatnonzero(blocks.is_repeated)
         if not len(copies):
             graph = blocks.graph
             return cls(graph, np.arange(graph.num_ops), np.arange(graph.num_tensors))
-        return _Rewrite(blocks, copies).build()
+        return _Rewrite(blocks, copies, places).build()
 
 
-def recomputed(graph: Graph, modules: str | Sequence[str]) -> Graph:
+def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None = None) -> Graph:
     """Returns the training step `graph` with blocks recomputed: NONE, BLOCKS or paths of modules.
 
     Ops are renumbered, tensors of `graph` keep their numbers. What no backward op reads is not copied. Ops that write
-    buffers are not run again (batch normalisation is, and writes nothing). InputError for a path that is no module's.
+    buffers are not run again (batch normalisation is, and writes nothing). `places` [N] as in `Recomputation.of`.
+    InputError for a path that is no module's.
     """
     if modules == NONE or not len(modules):
         return graph
-    return Recomputation.of(Blocks.of(graph, modules)).graph
+    return Recomputation.of(Blocks.of(graph, modules), places).graph
 
 
 class _Rewrite:
     """Numbers the copies, connects them, and makes them wait for gradients."""
 
-    def __init__(self, blocks: Blocks, copies: I64) -> None:
+    def __init__(self, blocks: Blocks, copies: I64, places: I64 | None) -> None:
         self.blocks, self.graph, self.copies = blocks, blocks.graph, copies
         graph = self.graph
+        self.places = np.zeros(graph.num_ops, np.int64) if places is None else places
         num_ops = graph.num_ops
         reader = blocks.first_reader[blocks.of_op[copies]]
         # in front of the first reader, and behind what they are copies of; both copies and readers keep their order
@@ -99,7 +106,7 @@ class _Rewrite:
                 np.concatenate((producers[tensors], makers)), np.concatenate((consumers, waiting)), strict=True
             )
         ]
-        late = write_after_read(len(origin), rows, self._overwrites())
+        late = write_after_read(len(origin), rows, self._overwrites() + self._late_gradients(waiting))
         makers = np.concatenate((makers, np.array([row.producer for row in late for _ in row.consumers], np.int64)))
         waiting = np.concatenate((waiting, np.array([op for row in late for op in row.consumers], np.int64)))
         distinct, which = np.unique(makers, return_inverse=True)
@@ -159,7 +166,7 @@ class _Rewrite:
         writes = np.zeros(graph.num_ops, np.bool_)
         writes[graph.producers[is_resident & (graph.resident_bytes[graph.producers] == 0)]] = True
         alike = (graph.groups[self.makers] == graph.groups[self.readers]) & (graph.groups[self.readers] >= 0)
-        return is_resident[graph.edge_tensors] & writes[self.readers] & alike
+        return np.asarray(is_resident[graph.edge_tensors] & writes[self.readers] & alike, np.bool_)
 
     def _releases(self, tensors: I64, consumers: I64) -> tuple[I64, I64]:
         """Returns (ops, copies that wait for them): the copies are those that read no other copy."""
@@ -174,6 +181,29 @@ class _Rewrite:
             makers.append(np.repeat(self.number[before], len(waiting)))
             waiters.append(np.tile(waiting, len(before)))
         return np.concatenate(makers), np.concatenate(waiters)
+
+    def _late_gradients(self, waiting: I64) -> list[tuple[int, int]]:
+        """Returns pairs (backward op, copy): the op is of the block that the copy's block gets its gradients from.
+
+        Gradients of weights are less urgent than copies: without these edges they would all run last and hold, block
+        by block, what is recomputed for them. Ops that may lie on other devices than the copy are left out.
+        """
+        blocks, number, places = self.blocks, self.number, self.places
+        pairs = []
+        source_of = np.full(len(self.op_order), -1)
+        source_of[self.copy_number[self.copies]] = self.copies
+        late = [np.flatnonzero(blocks.is_backward & (blocks.of_op == block)) for block in range(len(blocks.paths))]
+        roots: dict[int, list[int]] = {}
+        for copy in np.unique(waiting).tolist():
+            roots.setdefault(int(blocks.of_op[source_of[copy]]), []).append(copy)
+        for block, upstream in enumerate(blocks.upstream):
+            for op in (op for other in upstream for op in late[other].tolist()):
+                pairs += [
+                    (int(number[op]), copy)
+                    for copy in roots.get(block, ())
+                    if number[op] < copy and places[op] == places[source_of[copy]]
+                ]
+        return pairs
 
     def _overwrites(self) -> list[tuple[int, int]]:
         """Returns pairs (copy, update): the copy reads a parameter, which the update overwrites."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.microbatches import accumulated, base_name, replica_of
+from gdp.graph.microbatches import RECOMPUTED, accumulated, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout
@@ -55,7 +55,7 @@ class Step:
         InputError where the layout does not suit the graph.
         """
         rings = Rings.of(layout.data, ring, hosts)
-        part = recomputed(graph, layout.recompute)
+        part = recomputed(graph, layout.recompute, places=places)
         if layout.zero == 3:
             whole = _fully_sharded(part, layout, None if places is None else places[_origins(graph, part)], rings)
             return cls._of_whole(graph, whole, layout, places, ring, hosts)
@@ -133,8 +133,8 @@ def _origins(graph: Graph, step: Graph) -> I64:
     """Returns the ops [M] of `graph` that those of `step` are copies of; for sums and collectives one of the group."""
     if step is graph:
         return np.arange(graph.num_ops)
-    number = {name: op for op, name in enumerate(graph.op_names)}
-    origin = np.array([number.get(base_name(name), -1) for name in step.op_names], np.int64)
+    names, number = step.copy_names, graph.op_numbers
+    origin = np.array([number.get(name.removesuffix(RECOMPUTED), -1) for name in names.bases], np.int64)[names.base]
     groups = step.groups
     is_made = (origin < 0) & (groups >= 0)
     of_group = np.full(int(groups.max(initial=-1)) + 1, -1)

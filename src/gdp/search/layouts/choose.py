@@ -36,7 +36,8 @@ from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 
 SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
-FINAL_SHARES = (0.4, 0.5)  # of the time left, for the first finalists; the best of all has what is left then
+REPLICAS_SHARE, FINAL_SHARE = 0.15, 0.4  # of the time left, for a finalist of one device a replica, and for others
+NEAR = 1.3  # times the best: replicas of several devices may gain as much in a search
 MOST_SIMULATED = 10  # arrangements
 FAR = 1.1  # times the best: what is slower than that at least is neither placed nor simulated
 _SEARCHED_OPS = 120_000  # larger steps are not searched in whole
@@ -120,9 +121,7 @@ def choose(
     )
     trials, estimates = _screened(search, layout)
     finalists = _finalists(search, trials, layout)
-    searched = [
-        _searched(search, trial, clock.part(share)) for trial, share in zip(finalists, FINAL_SHARES, strict=False)
-    ]
+    searched = [_searched(search, trial, clock.part(_share(trial))) for trial in finalists]
     best = min([*searched, *trials], key=lambda trial: trial.key)
     if best.candidate is None:
         raise InputError(f"--parallel: no layout of {parts.exact(1).name!r} can be placed on {cluster.name!r}")
@@ -223,9 +222,15 @@ def _with_candidate(trial: Trial, candidate: Candidate) -> Trial:
 
 
 def _finalists(search: _Search, trials: list[Trial], layout: Layout | None) -> list[Trial]:
-    """Returns what is searched: the best trial, and op placement unless its bound says that it cannot win."""
+    """Returns what is searched: the best trial, the best with several devices a replica if it is near, and op placement
+    unless its bound says that it cannot win.
+    """
     best = min(trials, key=lambda trial: trial.key, default=None)
     chosen = [] if best is None or best.candidate is None else [best]
+    if best is not None and not best.key[0] and len(best.devices[0]) == 1:
+        others = [trial for trial in trials if len(trial.devices[0]) > 1 and not trial.key[0]]
+        near = [trial for trial in others if trial.step_time_ns < NEAR * best.step_time_ns]
+        chosen += sorted(near, key=lambda trial: trial.key)[:1]
     if layout is None or layout.is_whole:
         problem = Problem.build(search.parts.exact(1), search.cluster, search.constraints)
         bound_ns = lower_bound(problem)
@@ -234,6 +239,11 @@ def _finalists(search: _Search, trials: list[Trial], layout: Layout | None) -> l
             whole = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
             chosen.append(whole)
     return chosen
+
+
+def _share(trial: Trial) -> float:
+    """Returns the share of the time left for a finalist: replicas of one device each leave little to be found."""
+    return REPLICAS_SHARE if len(trial.devices[0]) == 1 else FINAL_SHARE
 
 
 def _searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
@@ -267,7 +277,7 @@ def _with_replica_searched(search: _Search, trial: Trial, clock: Clock) -> Trial
     limits = {search.cluster.devices[d].name: int(search.estimator.limits_bytes[d]) for d in devices}
     problem = Problem.build(step.graph, only(search.cluster, devices), Constraints(max_memory_bytes=limits))
     start = as_candidate(best_dispatch(problem, step, step.placement(trial.places, [range(len(devices))])))
-    found = _refined(search, problem, start, clock)
+    found = _refined(search, problem, start, clock, is_alone=False)
     places = np.empty_like(trial.places)
     places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
     if np.array_equal(places, trial.places):
@@ -287,13 +297,14 @@ def _with_whole_searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
     return min(trial, better, key=lambda each: each.key)
 
 
-def _refined(search: _Search, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
-    """Returns the best that a local search finds from `start`."""
+def _refined(search: _Search, problem: Problem, start: Candidate, clock: Clock, *, is_alone: bool = True) -> Candidate:
+    """Returns the best that a local search finds from `start`; unless `is_alone`, from other starts too."""
     question = Question.about(problem, seed=search.seed, num_threads=search.num_threads)
     reduction = question.reduction
     local = LocalSearch(reduction.problem, clock, seed=search.seed, num_threads=search.num_threads)
     priority = None if start.priority is None else reduction.restrict(start.priority)
-    local.start([Candidate(reduction.restrict(start.placement), priority=priority, order=start.order)], num_more=0)
+    first = Candidate(reduction.restrict(start.placement), priority=priority, order=start.order)
+    local.start([first], num_more=0 if is_alone else None)
     local.run()
     return min(start, as_candidate(question.replay(local.best).replay))
 

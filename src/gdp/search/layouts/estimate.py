@@ -21,15 +21,18 @@ from gdp.parallel.buckets import BUCKET_BYTES, gradients_of
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
+from gdp.placers.contiguous import folded_chain, module_chain, stages
 from gdp.search.layouts.arrangement import Arrangement, Machine, more_microbatches
 from gdp.search.layouts.parts import Parts
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
+from gdp.units.forward_units import forward_units
+from gdp.units.units import Units
 
 _QUICKER = 2  # times the slowest link: links of one host
 _ENOUGH = 2  # micro-batches of a place that are simulated
-_STAGES = ("dp-stages", "contiguous")
+_QUICK_OPS = 3_000  # in one micro-batch, for dynamic programming in about a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,7 @@ class Estimator:
             return [np.zeros(self.parts.exact(1).num_ops, np.int64)]
         if kinds not in self._places:
             problem = self._alone(self.parts.near(arrangement.layout.num_parts), arrangement.devices[0])
-            found = [CLASSICAL[name](problem, 0) for name in _STAGES]
-            self._places[kinds] = [places for places in found if places is not None]
+            self._places[kinds] = _constructed(problem)
         return self._places[kinds]
 
     def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
@@ -186,6 +188,20 @@ class Estimator:
         """Returns what ZeRO saves on a replica."""
         whole = figures.state_bytes * (layout.zero >= 1) + figures.parameter_bytes * (layout.zero == 3)
         return whole * (layout.data - 1) // layout.data
+
+
+def _constructed(problem: Problem) -> list[I64]:
+    """Returns contiguous stages [N] along several chains; the best by dynamic programming where that is quick."""
+    units = Units.of(problem, forward_units(problem))
+    devices = np.arange(problem.num_devices)
+    chains = [
+        folded_chain(problem, units),
+        *(module_chain(problem, units, whole_layers=whole) for whole in (True, False)),
+    ]
+    found = [units.place_allowed(stages(problem, units, chain, devices)) for chain in chains]
+    if problem.num_ops <= _QUICK_OPS and (best := CLASSICAL["dp-stages"](problem, 0)) is not None:
+        found.insert(0, best)
+    return list({places.tobytes(): places for places in found}.values())
 
 
 def _hosts(cluster: Cluster) -> I64 | None:
