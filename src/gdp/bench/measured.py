@@ -105,7 +105,7 @@ def _check(run: MeasuredRun, where: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PredictedRun:
     """A measured step and its simulation."""
 
     run: MeasuredRun
@@ -139,7 +139,7 @@ class MeasuredBenchmark(Benchmark):
             say(f"{run.name}: {predictions[-1].predicted_ms:.1f} ms, measured {run.iteration_ms:.1f} ms")
         return {"num_left_out": len(everything) - len(runs), **statistics(predictions), "predictions": predictions}
 
-    def _predict(self, run: MeasuredRun, graphs: "_Captures", rows: Rows) -> Prediction:
+    def _predict(self, run: MeasuredRun, graphs: "_Captures", rows: Rows) -> PredictedRun:
         facts = asdict(run) | {"card": self.card, "gdp_version": version("gdp-placement")}
 
         def make() -> dict[str, Any]:
@@ -153,7 +153,7 @@ class MeasuredBenchmark(Benchmark):
                 "missing_bytes": int(simulation.missing_bytes.max()),
             }
 
-        return Prediction(run, **rows.row(run.name, facts, make))
+        return PredictedRun(run, **rows.row(run.name, facts, make))
 
 
 class _Captures:
@@ -189,7 +189,7 @@ def _capture(run: MeasuredRun) -> Graph:
     return capture_fn(lambda: build(config, getattr(torch, DTYPE)), name=name, master_weights=True).graph
 
 
-def statistics(predictions: Sequence[Prediction]) -> dict[str, Any]:
+def statistics(predictions: Sequence[PredictedRun]) -> dict[str, Any]:
     """Returns errors, rank correlations and regrets of predictions, by name.
 
     Groups are rows that a user chooses between; those of one row have no correlation and no regret, those of two no
@@ -225,13 +225,13 @@ def statistics(predictions: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def _by_factor(predictions: Sequence[Prediction], name: str) -> dict[str, dict[str, Any]]:
+def _by_factor(predictions: Sequence[PredictedRun], name: str) -> dict[str, dict[str, Any]]:
     """Returns predicted over measured times by the value of one of the rows' columns."""
     groups = _grouped(predictions, lambda each: getattr(each.run, name))
     return {str(value): _of_part(groups[value]) for value in sorted(groups)}
 
 
-def _of_part(group: Sequence[Prediction]) -> dict[str, Any]:
+def _of_part(group: Sequence[PredictedRun]) -> dict[str, Any]:
     ratios = [each.ratio for each in group]
     return {
         "num_rows": len(group),
@@ -241,21 +241,23 @@ def _of_part(group: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def _grouped(predictions: Iterable[Prediction], key: Callable[[Prediction], Any]) -> Mapping[Any, list[Prediction]]:
-    groups = defaultdict[Any, list[Prediction]](list)
+def _grouped(
+    predictions: Iterable[PredictedRun], key: Callable[[PredictedRun], Any]
+) -> Mapping[Any, list[PredictedRun]]:
+    groups = defaultdict[Any, list[PredictedRun]](list)
     for prediction in predictions:
         groups[key(prediction)].append(prediction)
     return groups
 
 
-def _spearman(group: Sequence[Prediction]) -> float:
+def _spearman(group: Sequence[PredictedRun]) -> float:
     """Returns Spearman's rank correlation of predicted and measured times."""
     from scipy.stats import spearmanr
 
     return float(spearmanr([each.predicted_ms for each in group], [each.run.iteration_ms for each in group]).statistic)
 
 
-def _pooled(groups: Iterable[Sequence[Prediction]]) -> float:
+def _pooled(groups: Iterable[Sequence[PredictedRun]]) -> float:
     """Returns the correlation of ranks within groups, each counted from its group's middle, over all rows."""
     from scipy.stats import rankdata
 
@@ -267,7 +269,7 @@ def _pooled(groups: Iterable[Sequence[Prediction]]) -> float:
     return float(np.corrcoef(predicted, measured)[0, 1])
 
 
-def _regret(group: Sequence[Prediction]) -> float:
+def _regret(group: Sequence[PredictedRun]) -> float:
     """Returns how much slower, as measured, the layout of the shortest prediction is than the best one."""
     chosen = min(group, key=lambda each: each.predicted_ms)
     return chosen.run.iteration_ms / min(each.run.iteration_ms for each in group) - 1
