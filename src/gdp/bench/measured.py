@@ -68,7 +68,7 @@ class MeasuredRun:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """What a user chooses a layout for: the cards, the model and the batch."""
+        """The cards, the model and the batch, for which a user chooses a layout."""
         return self.gpus, self.hidden, self.heads, self.layers, self.sequence, self.global_batch
 
     @property
