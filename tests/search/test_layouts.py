@@ -14,8 +14,8 @@ from gdp.models.workloads import bert
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.search.layouts.arrangement import Machine, arrangements, forced
-from gdp.search.layouts.choose import OK, choose
+from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
+from gdp.search.layouts.choose import OK, choose_layout
 from gdp.search.layouts.parts import Parts
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
@@ -74,7 +74,7 @@ def parts_of(**sizes: int) -> Parts:
 def test_the_answer_is_no_slower_than_any_layout_and_verifies() -> None:
     """On four equal devices a chain of layers is fastest with a replica on each."""
     cluster = machine_of([1.0] * 4)
-    choice = choose(parts_of(), cluster, budget="2000sims")
+    choice = choose_layout(parts_of(), cluster, budget="2000sims")
     problem = choice.trial.problem
     assert problem is not None
     assert verify(problem, choice.plan) == []
@@ -90,8 +90,8 @@ def test_the_answer_is_no_slower_than_any_layout_and_verifies() -> None:
 
 def test_a_layout_that_is_forced_gives_the_same_step_time() -> None:
     cluster = machine_of([1.0] * 4, memory="200MB")
-    best = choose(parts_of(), cluster, budget="500sims")
-    again = choose(parts_of(), cluster, layout=best.trial.layout, budget="500sims")
+    best = choose_layout(parts_of(), cluster, budget="500sims")
+    again = choose_layout(parts_of(), cluster, layout=best.trial.layout, budget="500sims")
     assert again.plan.step_time_ns == best.plan.step_time_ns
     document = best.plan.layout
     assert document is not None
@@ -102,7 +102,7 @@ def test_a_layout_that_is_forced_gives_the_same_step_time() -> None:
 def test_unequal_devices_take_micro_batches_in_proportion() -> None:
     """A device twice as fast as each of two others takes half of the batch."""
     cluster = machine_of([2.0, 1.0, 1.0])
-    choice = choose(parts_of(), cluster, budget="500sims")
+    choice = choose_layout(parts_of(), cluster, budget="500sims")
     assert sorted(choice.trial.layout.microbatches)[-1] * 2 == choice.trial.layout.num_parts
     # 16 x 4 x 3 Gflop at 4 Tflop/s
     assert choice.plan.step_time_ns < 1.05 * 48e6
@@ -112,7 +112,9 @@ def test_tight_memory_is_kept_by_what_costs_least_time() -> None:
     """Weights of 3 x 4 MB fit; activations of 4 samples x 4 layers do not, and more micro-batches hold fewer."""
     parts = parts_of(held_bytes=10**6)
     # a replica of 4 samples holds 4 x 4 MB of activations at once, one of 2 samples 8 MB
-    roomy, tight = (choose(parts, machine_of([1.0] * 4, memory=size), budget="300sims") for size in ("1GB", "24MB"))
+    roomy, tight = (
+        choose_layout(parts, machine_of([1.0] * 4, memory=size), budget="300sims") for size in ("1GB", "24MB")
+    )
     assert max(roomy.plan.peak_memory_bytes) > 24 * 10**6 >= max(tight.plan.peak_memory_bytes)
     assert tight.plan.status == "ok"
     assert tight.plan.step_time_ns < 1.1 * roomy.plan.step_time_ns
@@ -121,7 +123,7 @@ def test_tight_memory_is_kept_by_what_costs_least_time() -> None:
 def test_a_pin_keeps_replicas_away() -> None:
     """With an op pinned to one device its replicas cannot be on others, and the step is not cut so."""
     pinned = Constraints(pins=(("w0", "d1"),))
-    choice = choose(parts_of(), machine_of([1.0] * 2), pinned, budget="300sims")
+    choice = choose_layout(parts_of(), machine_of([1.0] * 2), pinned, budget="300sims")
     assert choice.trial.layout.data == 1
     assert choice.plan.status == "ok"
 
@@ -152,7 +154,7 @@ def test_no_placement_of_any_layout_is_below_its_bound() -> None:
 
 
 def test_arrangements_use_groups_that_are_alike() -> None:
-    pairs = Machine(np.array([1.0, 2.0, 1.0, 2.0]), np.array([0, 1, 0, 1]))
+    pairs = DeviceSpeeds(np.array([1.0, 2.0, 1.0, 2.0]), np.array([0, 1, 0, 1]))
     found = {(way.layout.data, way.devices) for way in arrangements(pairs, 16)}
     assert (2, ((0, 1), (2, 3))) in found
     assert all(len({len(group) for group in groups}) == 1 for _, groups in found)
@@ -168,9 +170,9 @@ def test_arrangements_use_groups_that_are_alike() -> None:
 )
 def test_layouts_that_do_not_go_on_the_devices_are_refused(layout: Layout, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
-        forced(Machine(np.ones(4), np.zeros(4, int)), layout, 240)
+        forced(DeviceSpeeds(np.ones(4), np.zeros(4, int)), layout, 240)
 
 
 def test_a_batch_without_so_many_parts_is_refused_with_numbers_that_do() -> None:
     with pytest.raises(InputError, match=r"batch of 16 has no 3 equal micro-batches .*take 1, 2, 4, 8"):
-        choose(parts_of(), machine_of([1.0] * 3), layout=Layout((1,) * 3), budget="10sims")
+        choose_layout(parts_of(), machine_of([1.0] * 3), layout=Layout((1,) * 3), budget="10sims")

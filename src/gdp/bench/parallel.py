@@ -1,6 +1,6 @@
 """`gdp bench parallel`: our choice of a layout against op placement and the parallel steps that users run today.
 
-Each model trains on each set of devices under `gdp.search.layouts.choose`, under op placement by `auto` with the same
+Each model trains on each set of devices under `gdp.choose_layout`, under op placement by `auto` with the same
 budget, and under the rivals of `gdp.search.rivals`. All are scored by one simulator, memory enforced.
 """
 
@@ -29,7 +29,7 @@ from gdp.models.read import read_part
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
-from gdp.search.layouts.choose import choose
+from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.parts import Parts
 from gdp.search.place import place, plan_of
 from gdp.search.rivals.parts import EqualParts
@@ -223,7 +223,7 @@ def _choose(question: RivalQuestion, budget: Budget) -> _Attempt:
     batch_size = question.parts.batch_size
     if batch_size is None:
         raise InputError("bench parallel: the size of the batch is not known; name a model with a batch")
-    choice = choose(Parts(question.parts.exact, batch_size, whole), question.cluster, budget=budget)
+    choice = choose_layout(Parts(question.parts.exact, batch_size, whole), question.cluster, budget=budget)
     return _attempt(choice.plan, str(choice.trial.layout), began)
 
 

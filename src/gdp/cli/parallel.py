@@ -8,14 +8,13 @@ from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, print
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.graph import Graph
     from gdp.search.layouts.choose import Trial
-    from gdp.search.layouts.parts import Parts
 
 
 def place_parallel(request: PlaceRequest, text: str, sweep: str | None) -> int:
     """Answers `gdp place --parallel text`, which is not "none"; returns the exit status."""
     from gdp.parallel.layout import Layout
+    from gdp.search.layouts.parts import Parts
 
     layout = None if text == "auto" else Layout.parse(text)
     _check(request, sweep)
@@ -24,7 +23,7 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None) -> int:
     model = request.read()
     request.say_notes(model.graph)
     with request.named():
-        parts = _parts(request, model.graph)
+        parts = Parts.of_model(request.model, request.reading, model.graph)
         if layout is not None:
             parts.check(layout.num_parts)
     from gdp.cli.inputs import build_problem
@@ -40,9 +39,9 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None) -> int:
             line.say(f"{model.graph.name}: {trial.layout} {layouts.state(trial)}")
 
         with progress.live(line), request.named():
-            from gdp.search.layouts.choose import choose
+            from gdp.search.layouts.choose import choose_layout
 
-            choice = choose(
+            choice = choose_layout(
                 parts,
                 request.cluster,
                 request.constraints,
@@ -95,16 +94,3 @@ def _check(request: PlaceRequest, sweep: str | None) -> None:
     for name, is_given in others.items():
         if is_given:
             raise InputError(f"{name}: does not go with --parallel; leave one of them out")
-
-
-def _parts(request: PlaceRequest, whole: "Graph") -> "Parts":
-    from gdp.models.read import batch_size, read_part
-    from gdp.search.layouts.parts import Parts
-
-    samples = batch_size(request.model, request.reading)
-    if samples is None:
-        raise InputError(
-            f"--parallel: {request.model} has no batch that can be split; name a workload, hf:DIR or "
-            "module:function, or leave --parallel out"
-        )
-    return Parts(lambda count: read_part(request.model, request.reading, count), samples, whole)

@@ -46,7 +46,7 @@ OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What became of an arrangement; the op placement of the whole step has none."""
+    """The fate of an arrangement, or of op placement of the whole step."""
 
     layout: Layout
     devices: tuple[tuple[int, ...], ...]  # [R][P]
@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def key(self) -> tuple[bool, int]:
-        """What trials are compared by: those that fit first, then by time."""
+        """Figures to compare trials by: those that fit first, then by time."""
         return self.missing_bytes > 0 or self.status == NOT_ALLOWED, self.step_time_ns
 
 
@@ -80,8 +80,8 @@ class Choice:
 
 
 @dataclass(eq=False)
-class _Search:
-    """What all phases of a choice share."""
+class _Choosing:
+    """Holds the question and the means that all phases of a choice share."""
 
     parts: Parts
     cluster: Cluster
@@ -96,7 +96,7 @@ class _Search:
         self.estimator = Estimator(self.parts, self.cluster, self.constraints)
 
 
-def choose(
+def choose_layout(
     parts: Parts,
     cluster: Cluster | str,
     constraints: Constraints | None = None,
@@ -116,7 +116,7 @@ def choose(
     cluster = Cluster.of(cluster)
     _read_ahead(parts, cluster, layout)
     clock = Clock(Budget.of(budget), stop=stop)
-    search = _Search(
+    search = _Choosing(
         parts, cluster, constraints or Constraints(), clock, seed, num_threads, on_progress or (lambda trial: None)
     )
     trials, estimates = _screened(search, layout)
@@ -141,7 +141,7 @@ def _read_ahead(parts: Parts, cluster: Cluster, layout: Layout | None) -> None:
             return
 
 
-def _screened(search: _Search, layout: Layout | None) -> tuple[list[Trial], list[Estimate]]:
+def _screened(search: _Choosing, layout: Layout | None) -> tuple[list[Trial], list[Estimate]]:
     """Simulates the promising arrangements in whole; returns these, and estimates of the others.
 
     The most promising one goes on by one step: from arithmetic to an estimate, from an estimate to a simulation. One
@@ -171,7 +171,7 @@ def _screened(search: _Search, layout: Layout | None) -> tuple[list[Trial], list
     return trials, sorted(queue, key=_promise)
 
 
-def _arithmetic(search: _Search, layout: Layout | None) -> list[Estimate]:
+def _arithmetic(search: _Choosing, layout: Layout | None) -> list[Estimate]:
     """Returns what arithmetic says of all arrangements, or of those of `layout`."""
     estimator, batch_size = search.estimator, search.parts.batch_size
     machine = estimator.machine
@@ -186,7 +186,7 @@ def _promise(estimate: Estimate) -> tuple[bool, int]:
     return estimate.missing_bytes > 0, estimate.step_time_ns
 
 
-def _trial(search: _Search, arrangement: Arrangement, places: I64) -> Trial:
+def _trial(search: _Choosing, arrangement: Arrangement, places: I64) -> Trial:
     """Returns the step of an arrangement, simulated with these places of a replica's ops."""
     graph = search.parts.exact(arrangement.layout.num_parts)
     if len(places) != graph.num_ops:  # a sample alone may have other ops
@@ -221,7 +221,7 @@ def _with_candidate(trial: Trial, candidate: Candidate) -> Trial:
     )
 
 
-def _finalists(search: _Search, trials: list[Trial], layout: Layout | None) -> list[Trial]:
+def _finalists(search: _Choosing, trials: list[Trial], layout: Layout | None) -> list[Trial]:
     """Returns what is searched: the best trial, the best with several devices a replica if it is near, and op placement
     unless its bound says that it cannot win.
     """
@@ -246,7 +246,7 @@ def _share(trial: Trial) -> float:
     return REPLICAS_SHARE if len(trial.devices[0]) == 1 else FINAL_SHARE
 
 
-def _searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
+def _searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` after a search of one replica, and of the whole step in the time left."""
     assert trial.problem is not None
     assert trial.step is not None
@@ -268,7 +268,7 @@ def _searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
     return _with_whole_searched(search, trial, clock)
 
 
-def _with_replica_searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
+def _with_replica_searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` with places from a search in one replica, if they are better for all."""
     assert trial.places is not None
     layout, devices = trial.layout, trial.devices[0]
@@ -286,7 +286,7 @@ def _with_replica_searched(search: _Search, trial: Trial, clock: Clock) -> Trial
     return min(trial, other, key=lambda each: each.key)
 
 
-def _with_whole_searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
+def _with_whole_searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
     assert trial.problem is not None
     assert trial.candidate is not None
     if clock.is_up or trial.problem.num_ops > _SEARCHED_OPS:
@@ -297,7 +297,7 @@ def _with_whole_searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
     return min(trial, better, key=lambda each: each.key)
 
 
-def _refined(search: _Search, problem: Problem, start: Candidate, clock: Clock, *, is_alone: bool = True) -> Candidate:
+def _refined(search: _Choosing, problem: Problem, start: Candidate, clock: Clock, *, is_alone: bool = True) -> Candidate:
     """Returns the best that a local search finds from `start`; unless `is_alone`, from other starts too."""
     question = Question.about(problem, seed=search.seed, num_threads=search.num_threads)
     reduction = question.reduction
@@ -309,7 +309,7 @@ def _refined(search: _Search, problem: Problem, start: Candidate, clock: Clock, 
     return min(start, as_candidate(question.replay(local.best).replay))
 
 
-def _choice(search: _Search, best: Trial, trials: list[Trial], estimates: list[Estimate]) -> Choice:
+def _choice(search: _Choosing, best: Trial, trials: list[Trial], estimates: list[Estimate]) -> Choice:
     assert best.candidate is not None
     assert best.problem is not None
     clock = search.clock

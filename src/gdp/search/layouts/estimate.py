@@ -22,7 +22,7 @@ from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
-from gdp.search.layouts.arrangement import Arrangement, Machine, more_microbatches
+from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, more_microbatches
 from gdp.search.layouts.parts import Parts
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
@@ -37,7 +37,7 @@ _QUICK_OPS = 3_000  # in one micro-batch, for dynamic programming in about a sec
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an arrangement is expected to take; `places` [N] is where ops of a replica are."""
+    """Expected figures of an arrangement; `places` [N] is where ops of a replica are."""
 
     arrangement: Arrangement
     step_time_ns: int
@@ -70,12 +70,12 @@ class Estimator:
     _replicas: dict[object, tuple[Simulation, I64]] = field(default_factory=dict)
 
     @cached_property
-    def machine(self) -> Machine:
+    def machine(self) -> DeviceSpeeds:
         """The speed and the kind of each device."""
         times = Problem.build(self.parts.exact(1), self.cluster).op_time_ns
         alone = np.where((times < 0).any(axis=0), np.inf, np.maximum(times, 0).sum(axis=0))
         columns = np.concatenate((times, self.limits_bytes[None]))
-        return Machine(alone, np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1), _hosts(self.cluster))
+        return DeviceSpeeds(alone, np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1), _hosts(self.cluster))
 
     @cached_property
     def limits_bytes(self) -> I64:
