@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gdp.bench.measured import MeasuredBenchmark, MeasuredRun, Prediction, read_runs, statistics
+from gdp.bench.measured import MeasuredBenchmark, MeasuredRun, PredictedRun, read_runs, statistics
 from gdp.bench.parallel import AUTO, OPS, OTHERS, ParallelBenchmark
 from gdp.budget import Budget
 from gdp.errors import InputError
@@ -15,10 +15,10 @@ HEADER = (
 )
 
 
-def predictions(*times_ms: tuple[int, float, float]) -> list[Prediction]:
+def predictions(*times_ms: tuple[int, float, float]) -> list[PredictedRun]:
     """(Global batch, predicted, measured) of rows; those with the same batch are a group."""
     return [
-        Prediction(MeasuredRun(2, batch, 1, 64, 2, 2, 32, 1, 2, 1, measured), predicted, 0)
+        PredictedRun(MeasuredRun(2, batch, 1, 64, 2, 2, 32, 1, 2, 1, measured), predicted, 0)
         for batch, predicted, measured in times_ms
     ]
 

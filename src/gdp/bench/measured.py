@@ -1,12 +1,11 @@
 """`gdp bench measured`: predicted step times of GPT in given layouts, against step times that others measured.
 
 Each row of the file is a training step with its numbers of replicas, stages and micro-batches. The GPT of that size is
-captured from a GPT-2 config, in float16 with float32 master weights and Adam; the layout is the row's, with equal
+captured as Megatron computes it, in float16 with float32 master weights and Adam; the layout is the row's, with equal
 layers a stage, the 1F1B schedule and all layers recomputed. Nothing is fitted: devices and links are the built-in ones.
 """
 
 import csv
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +21,6 @@ from gdp.bench.rows import Rows
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models.model import Reading
-from gdp.models.read import read_model
 from gdp.parallel.layout import BLOCKS, Layout
 from gdp.search.rivals.rivals import simulate_layout
 from gdp.search.rivals.stages import equal_stages
@@ -71,7 +68,7 @@ class MeasuredRun:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """What a user chooses a layout for: the cards, the model and the batch."""
+        """The cards, the model and the batch, for which a user chooses a layout."""
         return self.gpus, self.hidden, self.heads, self.layers, self.sequence, self.global_batch
 
     @property
@@ -108,7 +105,7 @@ def _check(run: MeasuredRun, where: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PredictedRun:
     """A measured step and its simulation."""
 
     run: MeasuredRun
@@ -136,14 +133,13 @@ class MeasuredBenchmark(Benchmark):
             raise InputError(f"{self.runs}: no row has tensor_parallel 1; others are not modelled")
         runs.sort(key=lambda run: (run.hidden, run.layers, run.micro_batch, run.global_batch))
         predictions = []
-        with tempfile.TemporaryDirectory(prefix="gdp-configs-") as directory:
-            graphs = _Captures(Path(directory))
-            for run in runs:
-                predictions.append(self._predict(run, graphs, rows))
-                say(f"{run.name}: {predictions[-1].predicted_ms:.1f} ms, measured {run.iteration_ms:.1f} ms")
+        graphs = _Captures()
+        for run in runs:
+            predictions.append(self._predict(run, graphs, rows))
+            say(f"{run.name}: {predictions[-1].predicted_ms:.1f} ms, measured {run.iteration_ms:.1f} ms")
         return {"num_left_out": len(everything) - len(runs), **statistics(predictions), "predictions": predictions}
 
-    def _predict(self, run: MeasuredRun, graphs: "_Captures", rows: Rows) -> Prediction:
+    def _predict(self, run: MeasuredRun, graphs: "_Captures", rows: Rows) -> PredictedRun:
         facts = asdict(run) | {"card": self.card, "gdp_version": version("gdp-placement")}
 
         def make() -> dict[str, Any]:
@@ -157,38 +153,43 @@ class MeasuredBenchmark(Benchmark):
                 "missing_bytes": int(simulation.missing_bytes.max()),
             }
 
-        return Prediction(run, **rows.row(run.name, facts, make))
+        return PredictedRun(run, **rows.row(run.name, facts, make))
 
 
 class _Captures:
     """Graphs of one micro-batch, each captured once."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self) -> None:
         self._graphs: dict[tuple[int, ...], Graph] = {}
 
     def of(self, run: MeasuredRun) -> Graph:
         key = run.hidden, run.heads, run.layers, run.sequence, run.micro_batch
         if key not in self._graphs:
             self._graphs.clear()  # rows are sorted: none is asked for twice
-            config = {
-                "architectures": ["GPT2LMHeadModel"],
-                "model_type": "gpt2",
-                "n_embd": run.hidden,
-                "n_layer": run.layers,
-                "n_head": run.heads,
-                "n_positions": run.sequence,
-                "vocab_size": VOCABULARY,
-            }
-            path = self._directory / "-".join(map(str, key))
-            path.mkdir(exist_ok=True)
-            files.write_json(path / "config.json", config)
-            text = f"hf:{path}?batch={run.micro_batch}&sequence={run.sequence}"
-            self._graphs[key] = read_model(text, Reading(dtype=DTYPE, master_weights=True)).graph
+            self._graphs[key] = _capture(run)
         return self._graphs[key]
 
 
-def statistics(predictions: Sequence[Prediction]) -> dict[str, Any]:
+def _capture(run: MeasuredRun) -> Graph:
+    """Returns the step of one micro-batch, as Megatron computes it."""
+    import torch
+
+    from gdp.bench.megatron_gpt import MegatronGPTConfig, build
+    from gdp.models.pytorch import capture_fn
+
+    config = MegatronGPTConfig(
+        batch_size=run.micro_batch,
+        num_layers=run.layers,
+        num_steps=run.sequence,
+        hidden=run.hidden,
+        num_heads=run.heads,
+        vocabulary=VOCABULARY,
+    )
+    name = f"gpt-{run.layers}x{run.hidden}-b{run.micro_batch}"
+    return capture_fn(lambda: build(config, getattr(torch, DTYPE)), name=name, master_weights=True).graph
+
+
+def statistics(predictions: Sequence[PredictedRun]) -> dict[str, Any]:
     """Returns errors, rank correlations and regrets of predictions, by name.
 
     Groups are rows that a user chooses between; those of one row have no correlation and no regret, those of two no
@@ -224,13 +225,13 @@ def statistics(predictions: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def _by_factor(predictions: Sequence[Prediction], name: str) -> dict[str, dict[str, Any]]:
+def _by_factor(predictions: Sequence[PredictedRun], name: str) -> dict[str, dict[str, Any]]:
     """Returns predicted over measured times by the value of one of the rows' columns."""
     groups = _grouped(predictions, lambda each: getattr(each.run, name))
     return {str(value): _of_part(groups[value]) for value in sorted(groups)}
 
 
-def _of_part(group: Sequence[Prediction]) -> dict[str, Any]:
+def _of_part(group: Sequence[PredictedRun]) -> dict[str, Any]:
     ratios = [each.ratio for each in group]
     return {
         "num_rows": len(group),
@@ -240,21 +241,23 @@ def _of_part(group: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def _grouped(predictions: Iterable[Prediction], key: Callable[[Prediction], Any]) -> Mapping[Any, list[Prediction]]:
-    groups = defaultdict[Any, list[Prediction]](list)
+def _grouped(
+    predictions: Iterable[PredictedRun], key: Callable[[PredictedRun], Any]
+) -> Mapping[Any, list[PredictedRun]]:
+    groups = defaultdict[Any, list[PredictedRun]](list)
     for prediction in predictions:
         groups[key(prediction)].append(prediction)
     return groups
 
 
-def _spearman(group: Sequence[Prediction]) -> float:
+def _spearman(group: Sequence[PredictedRun]) -> float:
     """Returns Spearman's rank correlation of predicted and measured times."""
     from scipy.stats import spearmanr
 
     return float(spearmanr([each.predicted_ms for each in group], [each.run.iteration_ms for each in group]).statistic)
 
 
-def _pooled(groups: Iterable[Sequence[Prediction]]) -> float:
+def _pooled(groups: Iterable[Sequence[PredictedRun]]) -> float:
     """Returns the correlation of ranks within groups, each counted from its group's middle, over all rows."""
     from scipy.stats import rankdata
 
@@ -266,7 +269,7 @@ def _pooled(groups: Iterable[Sequence[Prediction]]) -> float:
     return float(np.corrcoef(predicted, measured)[0, 1])
 
 
-def _regret(group: Sequence[Prediction]) -> float:
+def _regret(group: Sequence[PredictedRun]) -> float:
     """Returns how much slower, as measured, the layout of the shortest prediction is than the best one."""
     chosen = min(group, key=lambda each: each.predicted_ms)
     return chosen.run.iteration_ms / min(each.run.iteration_ms for each in group) - 1

@@ -70,7 +70,7 @@ DEVICES = (
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What a method makes of a model on devices."""
+    """The step that a method finds for a model on devices."""
 
     status: str  # "ok", "infeasible" or "failed"
     step_time_ns: int | None
