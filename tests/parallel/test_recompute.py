@@ -211,7 +211,7 @@ def inputs_of(graph: Graph) -> list[set[int]]:
     return inputs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(training_steps())
 def test_every_op_reads_what_it_read_before_or_a_copy_of_it(graph: Graph) -> None:
     """Copies come on top: other ops, their flops and results stay, and copies wait for a gradient."""
@@ -237,7 +237,7 @@ def test_every_op_reads_what_it_read_before_or_a_copy_of_it(graph: Graph) -> Non
         assert simulation.op_start_ns[is_copy].min() >= simulation.op_finish_ns[gradient]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(training_steps(reads_all=True))
 def test_memory_is_not_above_that_without_where_the_backward_pass_reads_all(graph: Graph) -> None:
     """Each copy stands for a tensor that would be held: in the order of ops the peak cannot rise."""

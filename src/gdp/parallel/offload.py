@@ -104,12 +104,15 @@ def _releases(blocks: Blocks, order: list[int], first_reader: I64, moved: I64, n
     """
     graph, releases = blocks.graph, blocks.releases(first_reader)
     of_copy, copies = blocks.of_op[graph.producers[moved]], number[graph.num_ops :]
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     pairs = []
     for place, block in enumerate(order[1:]):
+        own = np.sort(copies[of_copy == block])
         makers = releases[order[place]]
-        if place:
-            own = np.flatnonzero(blocks.is_backward & (blocks.of_op == order[place - 1]))
-            makers = np.concatenate((makers, own))
+        if place and len(own):
+            is_late = blocks.is_backward & (blocks.of_op == order[place - 1]) & (number[: graph.num_ops] < own[0])
+            is_late[sources[is_late[sources] & is_late[targets]]] = False  # implied by what reads them
+            makers = np.concatenate((makers, np.flatnonzero(is_late)))
         for maker in number[makers].tolist():
-            pairs += [(maker, copy) for copy in copies[of_copy == block].tolist() if maker < copy]
+            pairs += [(maker, copy) for copy in own.tolist() if maker < copy]
     return pairs
