@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gdp.arrays import F64, I64, Bool
+from gdp.search.room import fallbacks, live_bytes
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
@@ -46,8 +47,8 @@ class StreamLayout:
 
     problem: Problem
     host: int
-    fallback: Placement  # [N] where an op goes that is not allowed on the device whose turn it is
-    fixed: Bool  # [N] ops that are on their fallback in any case
+    fallback: Placement  # [N] where an op goes that may not run on the device whose turn it is
+    may: Bool  # [N, D] devices that an op may run on in its turn: allowed, large enough, and the op is not fixed
     order: I64  # [N] all ops in the order of their starts on one device
     position: I64  # [N] in `order`
     homes: I64  # [N] the position that decides in which window an op is
@@ -58,10 +59,14 @@ class StreamLayout:
     passed_bytes: I64  # [N] of streamable weights first used up to each position
 
     @classmethod
-    def of(cls, alone: Simulation, main: int, host: int, fixed: Bool) -> "StreamLayout | None":
-        """Derives the layout from a step with all on `main` where that is allowed; None if nothing may be streamed."""
-        problem, graph, fallback = alone.problem, alone.problem.graph, alone.placement.copy()
-        fallback[problem.allowed[:, host]] = host
+    def of(cls, alone: Simulation, host: int, may: Bool, fixed: Bool) -> "StreamLayout | None":
+        """Derives the layout from a step with all on one device where it may be; None if nothing may be streamed.
+
+        `may` [N, D] is that of `roomy`; the ops `fixed` [N] stay on their fallback, the host if it may run them.
+        """
+        problem, graph = alone.problem, alone.problem.graph
+        fallback = fallbacks(problem, host, may)
+        fallback[fixed & problem.allowed[:, host]] = host
         order = np.argsort(alone.op_start_ns, kind="stable")
         position = np.empty(graph.num_ops, np.int64)
         position[order] = np.arange(graph.num_ops)
@@ -70,7 +75,7 @@ class StreamLayout:
         is_source[targets] = False
         first = np.full(graph.num_ops, _NEVER, np.int64)
         np.minimum.at(first, sources, position[targets])
-        may_move = problem.allowed[:, host] & (graph.groups < 0) & (problem.allowed.sum(axis=1) > 1) & ~fixed
+        may_move = may[:, host] & (graph.groups < 0) & (may.sum(axis=1) > 1) & ~fixed
         streamable = np.flatnonzero(is_source & may_move & (graph.resident_bytes > 0) & (first < _NEVER))
         streamable = streamable[np.argsort(first[streamable], kind="stable")]
         if not len(streamable):
@@ -86,10 +91,10 @@ class StreamLayout:
             problem,
             host,
             fallback,
-            fixed,
+            may & ~fixed[:, None],
             order,
             position,
-            homes[unit],
+            np.minimum(homes[unit], graph.num_ops - 1),
             is_source,
             streamable,
             first[streamable],
@@ -101,9 +106,7 @@ class StreamLayout:
         """Simulates the step with the shares `streamed` [D] of each device's weights on the host."""
         ends, is_gate = self._windows(turns)
         cycle = np.array(turns.devices)
-        wanted = cycle[np.searchsorted(ends, self.homes) % len(cycle)]
-        may = self.problem.allowed[np.arange(len(wanted)), wanted] & ~self.fixed
-        placement = np.where(may, wanted, self.fallback)
+        placement = self.placed(cycle[np.searchsorted(ends, self.homes) % len(cycle)])
         first_window = np.searchsorted(ends, self.first_use)
         chosen = self._chosen(turns, streamed, placement, first_window)
         sent = self.streamable[chosen]
@@ -111,6 +114,20 @@ class StreamLayout:
         gates = self.order[ends[is_gate]]
         placement[gates] = self.host
         return simulate(self.problem, placement, order=self._orders(turns, placement, ends, sent, first_window[chosen]))
+
+    def room_bytes(self, buffer: float) -> I64:
+        """Returns [D] the room for weights beside all else, less a share `buffer` of the memory limit."""
+        problem, is_fixed = self.problem, ~self.may.any(axis=1)
+        others = np.bincount(
+            self.fallback[is_fixed], problem.graph.resident_bytes[is_fixed], minlength=problem.num_devices
+        )
+        live = live_bytes(problem, self.position)[self.position]
+        working = np.where(self.may, live[:, None], 0).max(axis=0)
+        return np.floor(problem.memory_limit_bytes * (1 - buffer) - others - working).astype(np.int64)
+
+    def placed(self, wanted: Placement) -> Placement:
+        """Returns `wanted` [N], with the fallback of each op that may not be there."""
+        return np.where(self.may[np.arange(len(wanted)), wanted], wanted, self.fallback)
 
     def fit(self, turns: Turns, guess: F64 | None = None) -> "Iterator[tuple[Simulation, F64]]":
         """Yields steps, with their shares streamed [D], towards the least shares that fit; begins at `guess` [D].

@@ -17,6 +17,8 @@ from itertools import combinations
 import numpy as np
 
 from gdp.arrays import F64, Bool
+from gdp.search.filled_stages import fill_stages
+from gdp.search.room import fallbacks, roomy
 from gdp.search.stream_layout import StreamLayout, Turns
 from gdp.search.stream_shares import Demand, StreamShares, best_shares
 from gdp.simulator.problem import Problem
@@ -43,7 +45,10 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
 
     There are none if one device holds everything. Layouts that are far slower than `rival_ns` are not refined.
     """
-    descents = [_Descent(layout, shares) for layout, shares in _starts(problem)]
+    starts = _starts(problem)
+    for layout in {id(layout): layout for layout, _ in starts}.values():
+        yield from fill_stages(layout, layout.room_bytes(0.0))
+    descents = [_Descent(layout, shares) for layout, shares in starts]
     for rounds in _ROUNDS:
         for descent in descents:
             yield from descent.attempt(descent.turns(rounds), descent.streamed)
@@ -68,34 +73,34 @@ def _starts(problem: Problem) -> list[tuple[StreamLayout, StreamShares]]:
     times = np.where(problem.allowed, allowed_ns, allowed_ns.max(axis=1, keepdims=True))
     by_speed = np.argsort(times.sum(axis=0), kind="stable").tolist()  # what is not allowed somewhere counts as slow
     by_memory = np.argsort(-problem.memory_limit_bytes, kind="stable").tolist()
+    may = roomy(problem)
     hosts = list({kinds[host]: host for host in reversed(by_memory)}.values())[::-1]
     for host in hosts[:_NUM_HOSTS] if problem.num_devices > 1 else ():
         main = next(device for device in by_speed if device != host)
-        if not (problem.allowed[:, main] & problem.allowed[:, host]).any():
+        if not (may[:, main] & may[:, host]).any():
             continue
-        fallback = np.where(problem.allowed[:, host], host, np.argmax(problem.allowed, axis=1))
-        alone = simulate(problem, np.where(problem.allowed[:, main], main, fallback))
+        alone = simulate(problem, np.where(may[:, main], main, fallbacks(problem, host, may)))
         if alone.feasible:
-            if main == by_speed[0]:
+            if main == by_speed[0] and np.array_equal(may[:, main], problem.allowed[:, main]):
                 return []
             continue
         nothing = np.zeros(problem.num_ops, np.bool_)
-        if (layout := StreamLayout.of(alone, main, host, nothing)) is not None:
-            starts += [(layout, shares) for shares in _shares(layout, alone, main)]
+        if (layout := StreamLayout.of(alone, host, may, nothing)) is not None:
+            starts += [(layout, shares) for shares in _shares(layout, main)]
         tables = _tables(alone, main, host)
-        if tables.any() and (layout := StreamLayout.of(alone, main, host, tables)) is not None:
-            starts += [(layout, shares) for shares in _shares(layout, alone, main)[:1]]
+        if tables.any() and (layout := StreamLayout.of(alone, host, may, tables)) is not None:
+            starts += [(layout, shares) for shares in _shares(layout, main)[:1]]
     least_ns = min((shares.expected_ns for _, shares in starts), default=0.0)
     worth = [start for start in starts if not start[1].streams or start[1].expected_ns <= _WORTH * least_ns]
     return sorted(worth, key=lambda start: start[1].expected_ns)[: 2 * _NUM_SHARES]
 
 
-def _shares(layout: StreamLayout, alone: Simulation, main: int) -> list[StreamShares]:
+def _shares(layout: StreamLayout, main: int) -> list[StreamShares]:
     """Returns shares for the most promising sets of devices, the best one first, and for the device `main` alone."""
     problem, host = layout.problem, layout.host
-    cluster, demand = problem.cluster, _demand(layout, alone, main)
-    is_usual = alone.placement == main
-    able = [device for device in range(problem.num_devices) if problem.allowed[is_usual, device].mean() > 0.5]
+    cluster, demand = problem.cluster, _demand(layout, main)
+    is_usual = layout.may[:, main]
+    able = [device for device in range(problem.num_devices) if layout.may[is_usual, device].mean() > 0.5]
     best = best_shares(cluster, demand, host, able)
     if best is None:
         return []
@@ -133,22 +138,19 @@ def _evened(problem: Problem, host: int, shares: StreamShares) -> StreamShares:
     return replace(shares, parts=tuple(parts.tolist()))
 
 
-def _demand(layout: StreamLayout, alone: Simulation, main: int) -> Demand:
+def _demand(layout: StreamLayout, main: int) -> Demand:
     """Returns what the linear programme needs to know of a step."""
     problem, graph = layout.problem, layout.problem.graph
-    is_streamable = np.zeros(graph.num_ops, np.bool_)
-    is_streamable[layout.streamable] = True
-    held = np.where(is_streamable, 0, graph.resident_bytes)
-    others = np.bincount(layout.fallback, held, problem.num_devices)
-    working = alone.peak_memory_bytes[main] - graph.resident_bytes[alone.placement == main].sum()
-    room = problem.memory_limit_bytes * (1 - _BUFFER) - others - max(int(working), 0)
-    is_free = (alone.placement == main) & ~layout.fixed
-    times = np.where(problem.allowed, problem.op_time_ns, problem.op_time_ns[:, [main]])
-    spent = (alone.op_finish_ns - alone.op_start_ns)[~is_free].sum()
+    room = layout.room_bytes(_BUFFER)
+    is_free = layout.may[:, main]
+    every = np.arange(problem.num_ops)
+    fallback_ns = problem.op_time_ns[every, layout.fallback]
+    times = np.where(layout.may, problem.op_time_ns, fallback_ns[:, None])
+    spent = fallback_ns[~is_free].sum()
     return Demand(
-        int(graph.resident_bytes[layout.streamable].sum()),
+        int(graph.resident_bytes[layout.may.any(axis=1)].sum()),
         np.maximum(times, 0)[is_free].sum(axis=0) + spent,
-        room.astype(np.int64),
+        room,
     )
 
 

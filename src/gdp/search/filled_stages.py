@@ -1,0 +1,154 @@
+"""Stages that fill memories: for steps that are one chain of ops, where a device that is not full only costs time.
+
+    gpu1 full | gpu0 full | cpu: what is left | gpu2 full
+
+Such a step takes the sum of its stages' times: nothing runs at once, so balanced stages (`placers/contiguous.py`) gain
+nothing. Each device holds as much as fits, all but the slowest one of a sequence, which takes what is left. Sums of
+times along the chain rank all sequences of all sets of devices; only the best of them are simulated, and their cuts
+moved until memories are full.
+
+N ops, D devices, C cuts: a cut follows a weight, where least is transferred.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, permutations
+
+import numpy as np
+
+from gdp.arrays import F64, I64
+from gdp.search.stream_layout import StreamLayout
+from gdp.simulator.simulate import Simulation, simulate
+
+_MOST_SEQUENCES = 2000  # ranked
+_NUM_SEQUENCES = 4  # simulated,
+_WORTH = 1.1  # if their sum of times is at most so many times the least
+_ROUNDS = 5  # simulations at most to move the cuts of one
+
+
+@dataclass(frozen=True, eq=False)
+class _Chain:
+    """Sums along the order of ops, at each cut."""
+
+    positions: I64  # [C] of the last op before the cut, -1 for the first
+    held_bytes: I64  # [C] resident before the cut
+    spent_ns: I64  # [D, C] of all ops before the cut, on one device
+    moved_bytes: I64  # [C] over the cut
+
+    @classmethod
+    def of(cls, layout: StreamLayout) -> "_Chain":
+        problem, graph = layout.problem, layout.problem.graph
+        num_ops, every = graph.num_ops, np.arange(graph.num_ops)
+        is_free = layout.may.any(axis=1)
+        held = np.zeros(num_ops + 1, np.int64)
+        np.add.at(held, layout.homes + 1, np.where(is_free, graph.resident_bytes, 0))
+        fallback_ns = problem.op_time_ns[every, layout.fallback]
+        times = np.zeros((problem.num_devices, num_ops + 1), np.int64)
+        for device in range(problem.num_devices):
+            spent = np.where(layout.may[:, device], problem.op_time_ns[:, device], fallback_ns)
+            np.add.at(times[device], layout.homes + 1, np.maximum(spent, 0))
+        moved = _crossing(layout)
+        held = np.cumsum(held)
+        starts = np.flatnonzero(np.diff(held, prepend=-1))
+        ends = np.append(starts[1:], num_ops + 1)
+        cuts = np.array([first + int(np.argmin(moved[first:last])) for first, last in zip(starts, ends, strict=True)])
+        cuts[0], cuts[-1] = 0, num_ops
+        return cls(cuts - 1, held[cuts], np.cumsum(times, axis=1)[:, cuts], moved[cuts])
+
+    def ends(self, sequence: tuple[int, ...], rest: int, room_bytes: F64) -> list[int]:
+        """Returns the cut at which each stage of `sequence` ends; `rest` is the number of the stage between the full
+        ones."""
+        last = len(self.positions) - 1
+        ends = [last] * len(sequence)
+        begin = 0
+        for number in range(rest):
+            most = self.held_bytes[begin] + room_bytes[sequence[number]]
+            begin = ends[number] = max(int(np.searchsorted(self.held_bytes, most, side="right")) - 1, begin)
+        end = last
+        for number in range(len(sequence) - 1, rest, -1):
+            least = self.held_bytes[end] - room_bytes[sequence[number]]
+            end = max(min(int(np.searchsorted(self.held_bytes, least)), end), begin)
+            ends[number - 1] = end
+        return ends
+
+
+def fill_stages(layout: StreamLayout, room_bytes: I64) -> Iterator[Simulation]:
+    """Yields steps whose stages fill memories, the most promising ones first; `room_bytes` [D] is an estimate."""
+    chain = _Chain.of(layout)
+    ranked = sorted(_sequences(layout, chain, room_bytes), key=lambda each: each[0])
+    for expected_ns, sequence, rest in ranked[:_NUM_SEQUENCES]:
+        if expected_ns <= _WORTH * ranked[0][0]:
+            yield from _filled(layout, chain, sequence, rest, room_bytes)
+
+
+def _sequences(layout: StreamLayout, chain: _Chain, room_bytes: I64) -> list[tuple[float, tuple[int, ...], int]]:
+    """Returns the expected time of sequences of devices that hold everything, and which stage takes what is left."""
+    problem, cluster = layout.problem, layout.problem.cluster
+    total_ns = chain.spent_ns[:, -1]
+    able = [device for device in np.argsort(total_ns, kind="stable").tolist() if room_bytes[device] > 0]
+    alike = {device: (cluster.devices[device].kind, int(room_bytes[device])) for device in able}
+    found: list[tuple[float, tuple[int, ...], int]] = []
+    seen: set[tuple[object, ...]] = set()
+    every = (each for size in range(1, len(able) + 1) for each in permutations(able, size))
+    for sequence in islice(every, _MOST_SEQUENCES):
+        if (key := tuple(_links(layout, sequence)) + tuple(alike[device] for device in sequence)) in seen:
+            continue
+        seen.add(key)
+        rest = max(range(len(sequence)), key=lambda number: int(total_ns[sequence[number]]))
+        ends = chain.ends(sequence, rest, room_bytes.astype(np.float64))
+        begin, spent = 0, 0.0
+        for number, (device, end) in enumerate(zip(sequence, ends, strict=True)):
+            if chain.held_bytes[end] - chain.held_bytes[begin] > room_bytes[device]:
+                break
+            spent += float(chain.spent_ns[device, end] - chain.spent_ns[device, begin])
+            if number and end > begin:
+                route = cluster.route(sequence[number - 1], device)
+                spent += route.latency_ns + float(chain.moved_bytes[begin]) * 1e9 / route.bytes_per_second
+            begin = end
+        else:
+            found.append((spent, sequence, rest))
+    return found
+
+
+def _links(layout: StreamLayout, sequence: tuple[int, ...]) -> Iterator[int]:
+    for here, there in zip(sequence, sequence[1:], strict=False):
+        yield layout.problem.cluster.route(here, there).bytes_per_second
+
+
+def _filled(
+    layout: StreamLayout, chain: _Chain, sequence: tuple[int, ...], rest: int, room_bytes: I64
+) -> Iterator[Simulation]:
+    """Yields steps of one sequence, with room corrected by what its devices lack or have left."""
+    problem = layout.problem
+    limits = problem.memory_limit_bytes
+    room = room_bytes.astype(np.float64)
+    low, high = np.zeros(len(room)), np.full(len(room), np.inf)
+    tried: set[tuple[int, ...]] = set()
+    for _ in range(_ROUNDS):
+        ends = chain.ends(sequence, rest, room)
+        if tuple(ends) in tried:
+            return
+        tried.add(tuple(ends))
+        stage = np.searchsorted(chain.positions[ends[:-1]], layout.homes)
+        placement = layout.placed(np.array(sequence)[stage])
+        order = [layout.order[placement[layout.order] == device] for device in range(problem.num_devices)]
+        found = simulate(problem, placement, order=order)
+        yield found
+        left = limits - found.peak_memory_bytes
+        low = np.where(left >= 0, np.maximum(low, room), low)
+        high = np.where(left < 0, np.minimum(high, room), high)
+        aimed = room + left
+        room = np.where((aimed > low) & (aimed < high), aimed, np.where(left < 0, (low + high) / 2, room))
+
+
+def _crossing(layout: StreamLayout) -> I64:
+    """Returns [N + 1] the bytes of results that are used behind a cut before each position."""
+    graph = layout.problem.graph
+    first = layout.homes[graph.producers]
+    last = first.copy()
+    np.maximum.at(last, graph.edge_tensors, layout.homes[graph.consumers])
+    size = np.where(graph.is_resident, 0, graph.tensor_bytes)
+    change = np.zeros(graph.num_ops + 2, np.int64)
+    np.add.at(change, first + 1, size)
+    np.add.at(change, last + 1, -size)
+    return np.cumsum(change)[:-1]

@@ -1,0 +1,58 @@
+"""Room: which ops have room on which device, and how much memory a step needs beside its weights.
+
+Cards of one machine may differ tenfold in memory: a large table, or the ops of a large result, then go elsewhere.
+N ops, D devices.
+"""
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.simulator.problem import Placement, Problem
+
+
+def roomy(problem: Problem) -> Bool:
+    """Returns [N, D] the allowed devices whose memory holds an op's inputs and results at once.
+
+    A parameter goes where its first consumer may go, and a group where all of it may; what has no room anywhere may go
+    wherever it is allowed.
+    """
+    graph = problem.graph
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    needed = graph.resident_bytes + problem.simulator.arrays.memory.alloc_bytes
+    np.add.at(needed, targets, graph.tensor_bytes[graph.edge_tensors])
+    may = problem.allowed & (needed[:, None] <= problem.memory_limit_bytes)
+    is_source = np.ones(graph.num_ops, np.bool_)
+    is_source[targets] = False
+    first = np.full(graph.num_ops, graph.num_ops)
+    np.minimum.at(first, sources, targets)
+    held = np.flatnonzero(is_source & (first < graph.num_ops) & (graph.resident_bytes > 0))
+    may[held] &= may[first[held]]
+    whole = np.ones((int(graph.group_index.max()) + 1, problem.num_devices), np.bool_)
+    np.logical_and.at(whole, graph.group_index, may)
+    may = whole[graph.group_index]
+    return np.where(may.any(axis=1, keepdims=True), may, problem.allowed)
+
+
+def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
+    """Returns [N] where an op goes that has no room where it is wanted: the fastest device with room.
+
+    What is not allowed everywhere goes to `host`, if it may.
+    """
+    times = np.where(may, problem.op_time_ns, np.iinfo(np.int64).max)
+    found = np.where(problem.allowed.all(axis=1), np.argmin(times, axis=1), np.argmax(problem.allowed, axis=1))
+    return np.where(~problem.allowed.all(axis=1) & problem.allowed[:, host], host, found)
+
+
+def live_bytes(problem: Problem, position: I64) -> I64:
+    """Returns [N] what is in memory beside resident bytes when ops run one after the other, by `position` [N]."""
+    graph = problem.graph
+    last = position[graph.producers]
+    np.maximum.at(last, graph.edge_tensors, position[graph.consumers])
+    is_view = graph.view_of >= 0
+    np.maximum.at(last, graph.view_of[is_view], last[is_view])
+    last[graph.is_kept] = graph.num_ops - 1
+    size = np.where(is_view | graph.is_resident, 0, graph.tensor_bytes)
+    change = np.zeros(graph.num_ops + 1, np.int64)
+    np.add.at(change, position[graph.producers], size)
+    np.add.at(change, last + 1, -size)
+    return np.cumsum(change)[:-1]
