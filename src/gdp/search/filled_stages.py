@@ -10,7 +10,7 @@ moved until memories are full.
 N ops, D devices, C cuts: a cut follows a weight, where least is transferred.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, permutations
 
@@ -72,18 +72,23 @@ class _Chain:
         return ends
 
 
-def fill_stages(layout: StreamLayout, room_bytes: I64) -> Iterator[Simulation]:
-    """Yields steps whose stages fill memories, the most promising ones first; `room_bytes` [D] is an estimate."""
-    chain = _Chain.of(layout)
-    ranked = sorted(_sequences(layout, chain, room_bytes), key=lambda each: each[0])
-    for expected_ns, sequence, rest in ranked[:_NUM_SEQUENCES]:
+def fill_stages(layouts: Sequence[StreamLayout]) -> Iterator[Simulation]:
+    """Yields steps whose stages fill memories, those of the most promising sequences of devices first."""
+    chains = [(layout, _Chain.of(layout)) for layout in layouts]
+    ranked = [
+        (expected_ns, number, sequence, rest)
+        for number, (layout, chain) in enumerate(chains)
+        for expected_ns, sequence, rest in _sequences(layout, chain)
+    ]
+    ranked.sort()
+    for expected_ns, number, sequence, rest in ranked[:_NUM_SEQUENCES]:
         if expected_ns <= _WORTH * ranked[0][0]:
-            yield from _filled(layout, chain, sequence, rest, room_bytes)
+            yield from _filled(*chains[number], sequence, rest)
 
 
-def _sequences(layout: StreamLayout, chain: _Chain, room_bytes: I64) -> list[tuple[float, tuple[int, ...], int]]:
+def _sequences(layout: StreamLayout, chain: _Chain) -> list[tuple[float, tuple[int, ...], int]]:
     """Returns the expected time of sequences of devices that hold everything, and which stage takes what is left."""
-    problem, cluster = layout.problem, layout.problem.cluster
+    cluster, room_bytes = layout.problem.cluster, layout.room_bytes
     total_ns = chain.spent_ns[:, -1]
     able = [device for device in np.argsort(total_ns, kind="stable").tolist() if room_bytes[device] > 0]
     alike = {device: (cluster.devices[device].kind, int(room_bytes[device])) for device in able}
@@ -115,13 +120,11 @@ def _links(layout: StreamLayout, sequence: tuple[int, ...]) -> Iterator[int]:
         yield layout.problem.cluster.route(here, there).bytes_per_second
 
 
-def _filled(
-    layout: StreamLayout, chain: _Chain, sequence: tuple[int, ...], rest: int, room_bytes: I64
-) -> Iterator[Simulation]:
+def _filled(layout: StreamLayout, chain: _Chain, sequence: tuple[int, ...], rest: int) -> Iterator[Simulation]:
     """Yields steps of one sequence, with room corrected by what its devices lack or have left."""
     problem = layout.problem
     limits = problem.memory_limit_bytes
-    room = room_bytes.astype(np.float64)
+    room = layout.room_bytes.astype(np.float64)
     low, high = np.zeros(len(room)), np.full(len(room), np.inf)
     tried: set[tuple[int, ...]] = set()
     for _ in range(_ROUNDS):

@@ -43,8 +43,8 @@ def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
     return np.where(~problem.allowed.all(axis=1) & problem.allowed[:, host], host, found)
 
 
-def live_bytes(problem: Problem, position: I64) -> I64:
-    """Returns [N] what is in memory beside resident bytes when ops run one after the other, by `position` [N]."""
+def working_bytes(problem: Problem, position: I64, may: Bool) -> I64:
+    """Returns [D] the most that results take at once on a device that runs all that it may, by `position` [N]."""
     graph = problem.graph
     last = position[graph.producers]
     np.maximum.at(last, graph.edge_tensors, position[graph.consumers])
@@ -52,7 +52,13 @@ def live_bytes(problem: Problem, position: I64) -> I64:
     np.maximum.at(last, graph.view_of[is_view], last[is_view])
     last[graph.is_kept] = graph.num_ops - 1
     size = np.where(is_view | graph.is_resident, 0, graph.tensor_bytes)
-    change = np.zeros(graph.num_ops + 1, np.int64)
-    np.add.at(change, position[graph.producers], size)
-    np.add.at(change, last + 1, -size)
-    return np.cumsum(change)[:-1]
+    most = np.zeros(problem.num_devices, np.int64)
+    for device in range(problem.num_devices):
+        is_there = may[graph.producers, device]
+        np.logical_or.at(is_there, graph.edge_tensors, may[graph.consumers, device])
+        change = np.zeros(graph.num_ops + 1, np.int64)
+        np.add.at(change, position[graph.producers[is_there]], size[is_there])
+        np.add.at(change, last[is_there] + 1, -size[is_there])
+        live = np.cumsum(change)[position]
+        most[device] = live[may[:, device]].max(initial=0)
+    return most

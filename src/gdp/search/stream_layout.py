@@ -13,11 +13,12 @@ N ops, D devices, W windows.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from gdp.arrays import F64, I64, Bool
-from gdp.search.room import fallbacks, live_bytes
+from gdp.search.room import fallbacks, working_bytes
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
@@ -49,7 +50,7 @@ class StreamLayout:
     host: int
     fallback: Placement  # [N] where an op goes that may not run on the device whose turn it is
     may: Bool  # [N, D] devices that an op may run on in its turn: allowed, large enough, and the op is not fixed
-    order: I64  # [N] all ops in the order of their starts on one device
+    order: I64  # [N] all ops, one after the other
     position: I64  # [N] in `order`
     homes: I64  # [N] the position that decides in which window an op is
     is_source: Bool  # [N]
@@ -67,9 +68,7 @@ class StreamLayout:
         problem, graph = alone.problem, alone.problem.graph
         fallback = fallbacks(problem, host, may)
         fallback[fixed & problem.allowed[:, host]] = host
-        order = np.argsort(alone.op_start_ns, kind="stable")
-        position = np.empty(graph.num_ops, np.int64)
-        position[order] = np.arange(graph.num_ops)
+        order, position = _least_working(problem, np.argsort(alone.op_start_ns, kind="stable"), may)
         sources, targets = graph.producers[graph.edge_tensors], graph.consumers
         is_source = np.ones(graph.num_ops, np.bool_)
         is_source[targets] = False
@@ -115,15 +114,15 @@ class StreamLayout:
         placement[gates] = self.host
         return simulate(self.problem, placement, order=self._orders(turns, placement, ends, sent, first_window[chosen]))
 
-    def room_bytes(self, buffer: float) -> I64:
-        """Returns [D] the room for weights beside all else, less a share `buffer` of the memory limit."""
+    @cached_property
+    def room_bytes(self) -> I64:
+        """[D] the room for weights beside all else."""
         problem, is_fixed = self.problem, ~self.may.any(axis=1)
         others = np.bincount(
             self.fallback[is_fixed], problem.graph.resident_bytes[is_fixed], minlength=problem.num_devices
         )
-        live = live_bytes(problem, self.position)[self.position]
-        working = np.where(self.may, live[:, None], 0).max(axis=0)
-        return np.floor(problem.memory_limit_bytes * (1 - buffer) - others - working).astype(np.int64)
+        working = working_bytes(problem, self.position, self.may)
+        return problem.memory_limit_bytes - others.astype(np.int64) - working
 
     def placed(self, wanted: Placement) -> Placement:
         """Returns `wanted` [N], with the fallback of each op that may not be there."""
@@ -223,6 +222,19 @@ class StreamLayout:
         orders = [self.order[placement[self.order] == device] for device in range(self.problem.num_devices)]
         orders[self.host] = on_host[np.lexsort((rank[on_host], place[on_host]))]
         return orders
+
+
+def _least_working(problem: Problem, started: I64, may: Bool) -> tuple[I64, I64]:
+    """Returns `started` [N], or the graph's own order where that needs less memory, and the position [N] of each op.
+
+    Priorities start branches side by side, whose results then are all in memory; programs run one after the other.
+    """
+    own = np.arange(len(started))
+    position = np.empty_like(own)
+    position[started] = own
+    if working_bytes(problem, own, may).sum() < working_bytes(problem, position, may).sum():
+        return own, own
+    return started, position
 
 
 def _gate_costs(problem: Problem, host: int, may: Bool) -> F64:

@@ -16,7 +16,7 @@ from itertools import combinations
 
 import numpy as np
 
-from gdp.arrays import F64, Bool
+from gdp.arrays import F64, I64, Bool
 from gdp.search.filled_stages import fill_stages
 from gdp.search.room import fallbacks, roomy
 from gdp.search.stream_layout import StreamLayout, Turns
@@ -31,7 +31,7 @@ _MOST_SUBSETS = 4  # of up to so many devices all subsets are looked at
 _NUM_SHARES = 4  # so many of them are simulated,
 _WORTH = 1.5  # if the programme expects at most so many times the least step time
 _CLOSE, _FEWEST = 1.3, 3  # layouts at most so many times slower than the best one, and so many, are tried further
-_BUFFER = 0.03  # of a memory is for weights on their way, in the programme
+_BUFFER = 2  # weights, one in use and one on its way, have room on a device that weights are sent to
 _LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the host
 _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
@@ -46,8 +46,7 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
     There are none if one device holds everything. Layouts that are far slower than `rival_ns` are not refined.
     """
     starts = _starts(problem)
-    for layout in {id(layout): layout for layout, _ in starts}.values():
-        yield from fill_stages(layout, layout.room_bytes(0.0))
+    yield from fill_stages(list({id(layout): layout for layout, _ in starts}.values()))
     descents = [_Descent(layout, shares) for layout, shares in starts]
     for rounds in _ROUNDS:
         for descent in descents:
@@ -80,8 +79,8 @@ def _starts(problem: Problem) -> list[tuple[StreamLayout, StreamShares]]:
         if not (may[:, main] & may[:, host]).any():
             continue
         alone = simulate(problem, np.where(may[:, main], main, fallbacks(problem, host, may)))
-        if alone.feasible:
-            if main == by_speed[0] and np.array_equal(may[:, main], problem.allowed[:, main]):
+        if alone.feasible and np.array_equal(may[:, main], problem.allowed[:, main]):
+            if main == by_speed[0]:
                 return []
             continue
         nothing = np.zeros(problem.num_ops, np.bool_)
@@ -141,7 +140,6 @@ def _evened(problem: Problem, host: int, shares: StreamShares) -> StreamShares:
 def _demand(layout: StreamLayout, main: int) -> Demand:
     """Returns what the linear programme needs to know of a step."""
     problem, graph = layout.problem, layout.problem.graph
-    room = layout.room_bytes(_BUFFER)
     is_free = layout.may[:, main]
     every = np.arange(problem.num_ops)
     fallback_ns = problem.op_time_ns[every, layout.fallback]
@@ -150,8 +148,16 @@ def _demand(layout: StreamLayout, main: int) -> Demand:
     return Demand(
         int(graph.resident_bytes[layout.may.any(axis=1)].sum()),
         np.maximum(times, 0)[is_free].sum(axis=0) + spent,
-        room,
+        layout.room_bytes,
+        _BUFFER * _usual_bytes(graph.resident_bytes[layout.streamable]),
     )
+
+
+def _usual_bytes(size: I64) -> int:
+    """Returns the size that half of all bytes are in weights of at most that size."""
+    ascending = np.sort(size)
+    total = np.cumsum(ascending)
+    return int(ascending[np.searchsorted(total, total[-1] / 2)])
 
 
 def _tables(alone: Simulation, main: int, host: int) -> Bool:
