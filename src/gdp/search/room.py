@@ -10,17 +10,23 @@ from gdp.arrays import I64, Bool
 from gdp.simulator.problem import Placement, Problem
 
 
-def roomy(problem: Problem) -> Bool:
+def roomy(problem: Problem, most: float = 1.0) -> Bool:
     """Returns [N, D] the allowed devices whose memory holds an op's inputs and results at once.
 
-    A parameter goes where its first consumer may go, and a group where all of it may; what has no room anywhere may go
+    Inputs and results that are no weights take at most a share `most` of the memory, to leave room for weights. A
+    parameter goes where its first consumer may go, and a group where all of it may; what has no room anywhere may go
     wherever it is allowed.
     """
     graph = problem.graph
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
-    needed = graph.resident_bytes + problem.simulator.arrays.memory.alloc_bytes
-    np.add.at(needed, targets, graph.tensor_bytes[graph.edge_tensors])
-    may = problem.allowed & (needed[:, None] <= problem.memory_limit_bytes)
+    size, is_weight = graph.tensor_bytes[graph.edge_tensors], graph.is_resident[graph.edge_tensors]
+    passing = problem.simulator.arrays.memory.alloc_bytes.copy()
+    np.add.at(passing, targets, np.where(is_weight, 0, size))
+    weights = graph.resident_bytes.copy()
+    np.add.at(weights, targets, np.where(is_weight, size, 0))
+    limits = problem.memory_limit_bytes
+    has_room = ((passing + weights)[:, None] <= limits) & (passing[:, None] <= most * limits)
+    may = problem.allowed & has_room
     is_source = np.ones(graph.num_ops, np.bool_)
     is_source[targets] = False
     first = np.full(graph.num_ops, graph.num_ops)

@@ -12,7 +12,8 @@ then changes shares, windows and devices as long as steps get faster. The host i
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
+from math import ceil
 
 import numpy as np
 
@@ -31,6 +32,7 @@ _MOST_SUBSETS = 4  # of up to so many devices all subsets are looked at
 _NUM_SHARES = 4  # so many of them are simulated,
 _WORTH = 1.5  # if the programme expects at most so many times the least step time
 _CLOSE, _FEWEST = 1.3, 3  # layouts at most so many times slower than the best one, and so many, are tried further
+_PASSING = (1.0, 0.5, 0.25)  # of a memory, at most, are for inputs and results of an op, or it goes elsewhere
 _BUFFER = 2  # weights, one in use and one on its way, have room on a device that weights are sent to
 _LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the host
 _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
@@ -50,7 +52,8 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
     descents = [_Descent(layout, shares) for layout, shares in starts]
     for rounds in _ROUNDS:
         for descent in descents:
-            yield from descent.attempt(descent.turns(rounds), descent.streamed)
+            if (turns := descent.turns(rounds)) not in descent.tried:
+                yield from descent.attempt(turns, descent.streamed)
         descents.sort(key=lambda descent: descent.best_ns)
         close_ns = _CLOSE * descents[0].best_ns if descents else NEVER
         descents = [each for rank, each in enumerate(descents) if rank < _FEWEST or each.best_ns <= close_ns]
@@ -72,9 +75,10 @@ def _starts(problem: Problem) -> list[tuple[StreamLayout, StreamShares]]:
     times = np.where(problem.allowed, allowed_ns, allowed_ns.max(axis=1, keepdims=True))
     by_speed = np.argsort(times.sum(axis=0), kind="stable").tolist()  # what is not allowed somewhere counts as slow
     by_memory = np.argsort(-problem.memory_limit_bytes, kind="stable").tolist()
-    may = roomy(problem)
     hosts = list({kinds[host]: host for host in reversed(by_memory)}.values())[::-1]
-    for host in hosts[:_NUM_HOSTS] if problem.num_devices > 1 else ():
+    masks = {may.tobytes(): may for most in _PASSING for may in (roomy(problem, most),)}
+    nothing = np.zeros(problem.num_ops, np.bool_)
+    for host, may in product(hosts[:_NUM_HOSTS] if problem.num_devices > 1 else (), masks.values()):
         main = next(device for device in by_speed if device != host)
         if not (may[:, main] & may[:, host]).any():
             continue
@@ -83,7 +87,6 @@ def _starts(problem: Problem) -> list[tuple[StreamLayout, StreamShares]]:
             if main == by_speed[0]:
                 return []
             continue
-        nothing = np.zeros(problem.num_ops, np.bool_)
         if (layout := StreamLayout.of(alone, host, may, nothing)) is not None:
             starts += [(layout, shares) for shares in _shares(layout, main)]
         tables = _tables(alone, main, host)
@@ -183,13 +186,22 @@ class _Descent:
         self.best_ns = NEVER
         self._shares = shares
         self._best: tuple[Turns, F64] | None = None
-        self._tried: set[Turns] = set()
+        self.tried: set[Turns] = set()
+        weights = layout.problem.graph.resident_bytes[layout.streamable].sum()
+        windows = [  # two of a device are in its memory
+            2 * part * weights / layout.room_bytes[device]
+            for device, part in zip(shares.devices, shares.parts, strict=True)
+            if device != layout.host and layout.room_bytes[device] > 0
+        ]
+        self._fewest = ceil(max(windows, default=1.0))  # rounds
 
     def turns(self, rounds: int) -> Turns:
         """Returns the turns to begin from, with `rounds` of `_ROUNDS`."""
         shares = self._shares
         if rounds == 0:
             return Turns(shares.devices, shares.parts, 2, last=True)
+        if rounds > 1:
+            rounds = min(max(rounds, self._fewest), _MOST_ROUNDS)
         return Turns(shares.devices, shares.parts, rounds, is_gated=rounds > 1)
 
     @property
@@ -199,7 +211,7 @@ class _Descent:
 
     def attempt(self, turns: Turns, guess: F64 | None = None) -> Iterator[Simulation]:
         """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits."""
-        self._tried.add(turns)
+        self.tried.add(turns)
         for found, streamed in self.layout.fit(turns, guess):
             yield found
             if found.step_time_ns < self.best_ns and found.feasible:
@@ -226,7 +238,7 @@ class _Descent:
             while self._best is not None and self.best_ns < _GAIN * before:
                 before = self.best_ns
                 for turns in _changed(self._best[0], step):
-                    if turns not in self._tried:
+                    if turns not in self.tried:
                         yield from self.attempt(turns, self._best[1])
 
 
