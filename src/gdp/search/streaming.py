@@ -93,7 +93,8 @@ def _starts(problem: Problem) -> list[tuple[StreamLayout, StreamShares]]:
         if tables.any() and (layout := StreamLayout.of(alone, host, may, tables)) is not None:
             starts += [(layout, shares) for shares in _shares(layout, main)[:1]]
     least_ns = min((shares.expected_ns for _, shares in starts), default=0.0)
-    worth = [start for start in starts if not start[1].streams or start[1].expected_ns <= _WORTH * least_ns]
+    distinct = {(layout.host, shares): (layout, shares) for layout, shares in reversed(starts)}
+    worth = [start for start in distinct.values() if start[1].expected_ns <= _WORTH * least_ns]
     return sorted(worth, key=lambda start: start[1].expected_ns)[: 2 * _NUM_SHARES]
 
 
