@@ -12,17 +12,19 @@ N ops, D devices, C cuts: a cut follows a weight, where least is transferred.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, permutations
+from itertools import islice, pairwise, permutations, product
 
 import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.search.stream_layout import StreamLayout
+from gdp.simulator.problem import Placement
 from gdp.simulator.simulate import Simulation, simulate
 
 _MOST_SEQUENCES = 2000  # ranked
 _NUM_SEQUENCES = 4  # simulated,
 _WORTH = 1.1  # if their sum of times is at most so many times the least
+_NUM_BESIDE, _BESIDE = 2, (1.0, 0.5)  # devices of the best, and shares of their room, for ops beside the last stage
 _ROUNDS = 5  # simulations at most to move the cuts of one
 
 
@@ -84,6 +86,11 @@ def fill_stages(layouts: Sequence[StreamLayout]) -> Iterator[Simulation]:
     for expected_ns, number, sequence, rest in ranked[:_NUM_SEQUENCES]:
         if expected_ns <= _WORTH * ranked[0][0]:
             yield from _filled(*chains[number], sequence, rest)
+    for _, number, sequence, rest in ranked[:1]:
+        layout, chain = chains[number]
+        others = sorted(sequence[:rest] + sequence[rest + 1 :], key=lambda device: -int(chain.spent_ns[device, -1]))
+        for device, share in product(others[:_NUM_BESIDE], _BESIDE):
+            yield from _filled(layout, chain, sequence, rest, device, share)
 
 
 def _sequences(layout: StreamLayout, chain: _Chain) -> list[tuple[float, tuple[int, ...], int]]:
@@ -116,24 +123,33 @@ def _sequences(layout: StreamLayout, chain: _Chain) -> list[tuple[float, tuple[i
 
 
 def _links(layout: StreamLayout, sequence: tuple[int, ...]) -> Iterator[int]:
-    for here, there in zip(sequence, sequence[1:], strict=False):
+    for here, there in pairwise(sequence):
         yield layout.problem.cluster.route(here, there).bytes_per_second
 
 
-def _filled(layout: StreamLayout, chain: _Chain, sequence: tuple[int, ...], rest: int) -> Iterator[Simulation]:
-    """Yields steps of one sequence, with room corrected by what its devices lack or have left."""
+def _filled(
+    layout: StreamLayout, chain: _Chain, sequence: tuple[int, ...], rest: int, helper: int = -1, share: float = 0.0
+) -> Iterator[Simulation]:
+    """Yields steps of one sequence, with room corrected by what its devices lack or have left.
+
+    A `share` of the room of `helper` is for ops of the stage that takes what is left, which run beside others of it.
+    """
     problem = layout.problem
     limits = problem.memory_limit_bytes
     room = layout.room_bytes.astype(np.float64)
     low, high = np.zeros(len(room)), np.full(len(room), np.inf)
-    tried: set[tuple[int, ...]] = set()
+    tried: set[bytes] = set()
     for _ in range(_ROUNDS):
-        ends = chain.ends(sequence, rest, room)
-        if tuple(ends) in tried:
+        kept = room.copy()
+        kept[helper] *= 1 - share
+        ends = chain.ends(sequence, rest, kept)
+        wanted = np.array(sequence)[np.searchsorted(chain.positions[ends[:-1]], layout.homes)]
+        if share:
+            wanted = _with_help(layout, wanted, sequence[rest], helper, share * room[helper])
+        placement = layout.placed(wanted)
+        if placement.tobytes() in tried:
             return
-        tried.add(tuple(ends))
-        stage = np.searchsorted(chain.positions[ends[:-1]], layout.homes)
-        placement = layout.placed(np.array(sequence)[stage])
+        tried.add(placement.tobytes())
         order = [layout.order[placement[layout.order] == device] for device in range(problem.num_devices)]
         found = simulate(problem, placement, order=order)
         yield found
@@ -142,6 +158,39 @@ def _filled(layout: StreamLayout, chain: _Chain, sequence: tuple[int, ...], rest
         high = np.where(left < 0, np.minimum(high, room), high)
         aimed = room + left
         room = np.where((aimed > low) & (aimed < high), aimed, np.where(left < 0, (low + high) / 2, room))
+
+
+def _with_help(layout: StreamLayout, wanted: Placement, busy: int, helper: int, room_bytes: float) -> Placement:
+    """Returns `wanted` [N] with ops of `busy` on `helper` that end there while `busy` runs others in the meantime.
+
+    Such as one of two products of the same input, whose results are then multiplied.
+    """
+    problem, graph, cluster = layout.problem, layout.problem.graph, layout.problem.cluster
+    sources, targets, position = graph.producers[graph.edge_tensors], graph.consumers, layout.position
+    is_made = ~layout.is_source[sources]
+    begin, end = np.full(graph.num_ops, -1), np.full(graph.num_ops, graph.num_ops)
+    np.maximum.at(begin, targets[is_made], position[sources[is_made]])
+    np.minimum.at(end, sources, position[targets])
+    held = np.zeros(graph.num_ops, np.int64)
+    np.add.at(held, layout.homes, graph.resident_bytes)
+    rate = min(cluster.route(busy, helper).bytes_per_second, cluster.route(helper, busy).bytes_per_second)
+    latency_ns = cluster.route(busy, helper).latency_ns + cluster.route(helper, busy).latency_ns
+    moved = problem.simulator.arrays.memory.alloc_bytes.copy()
+    np.add.at(moved, targets[is_made], graph.tensor_bytes[graph.edge_tensors][is_made])
+    needed_ns = problem.op_time_ns[:, helper] + latency_ns + moved * 1e9 / rate
+    busy_ns = np.where((wanted == busy) & ~layout.is_source, problem.op_time_ns[:, busy], 0)[layout.order]
+    can = (wanted == busy) & layout.may[:, helper] & layout.may[:, busy] & ~layout.is_source
+    helped = np.zeros(graph.num_ops, np.bool_)
+    for op in layout.order[can[layout.order] & (held[position[layout.order]] > 0)].tolist():
+        here = position[op]
+        if held[here] > room_bytes or layout.homes[op] != here:
+            continue
+        meanwhile_ns = busy_ns[begin[op] + 1 : end[op]].sum() - busy_ns[here]
+        if needed_ns[op] <= meanwhile_ns:
+            helped[here] = True
+            busy_ns[here] = 0
+            room_bytes -= held[here]
+    return np.where(helped[layout.homes] & (wanted == busy), helper, wanted)
 
 
 def _crossing(layout: StreamLayout) -> I64:
