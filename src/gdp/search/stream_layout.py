@@ -101,8 +101,8 @@ class StreamLayout:
             passed,
         )
 
-    def simulate(self, turns: Turns, streamed: F64) -> Simulation:
-        """Simulates the step with the shares `streamed` [D] of each device's weights on the host."""
+    def arranged(self, turns: Turns, streamed: F64) -> tuple[Placement, list[I64]]:
+        """Returns placement and order with the shares `streamed` [D] of each device's weights on the host."""
         ends, is_gate = self._windows(turns)
         cycle = np.array(turns.devices)
         placement = self.placed(cycle[np.searchsorted(ends, self.homes) % len(cycle)])
@@ -112,7 +112,7 @@ class StreamLayout:
         placement[sent] = self.host
         gates = self.order[ends[is_gate]]
         placement[gates] = self.host
-        return simulate(self.problem, placement, order=self._orders(turns, placement, ends, sent, first_window[chosen]))
+        return placement, self._orders(turns, placement, ends, sent, first_window[chosen])
 
     @cached_property
     def room_bytes(self) -> I64:
@@ -138,9 +138,12 @@ class StreamLayout:
         shares = np.ones(len(limits)) if guess is None else guess.copy()
         low, high = np.zeros(len(limits)), np.ones(len(limits))
         mains = [device for device in turns.devices if device != self.host]
+        known: dict[bytes, Simulation] = {}
         for _ in range(_FITS):
-            found = self.simulate(turns, shares)
-            yield found, shares
+            placement, order = self.arranged(turns, shares)
+            if (found := known.get(placement.tobytes())) is None:
+                found = known[placement.tobytes()] = simulate(self.problem, placement, order=order)
+                yield found, shares
             left = limits - found.peak_memory_bytes
             lacks = left < 0
             high = np.where(lacks, high, np.minimum(high, shares))

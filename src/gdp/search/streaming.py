@@ -25,8 +25,9 @@ from gdp.search.stream_shares import Demand, StreamShares, best_shares
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
 
-# numbers of turns of each device, the most different ones first; 0: two turns, the weights used last are streamed
-_ROUNDS = (16, 1, 48, 0, 4, 24, 8, 96, 2)
+# numbers of turns of each device, the most different ones first, all but 1 raised to the least that memory allows;
+# 0: two turns, the weights used last are streamed
+_ROUNDS = (2, 16, 1, 0, 48, 4, 24, 8, 96)
 _NUM_HOSTS = 2  # the devices with the most memory that may be hosts
 _MOST_SUBSETS = 4  # of up to so many devices all subsets are looked at
 _NUM_SHARES = 4  # so many of them are simulated,
