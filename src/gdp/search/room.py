@@ -40,13 +40,30 @@ def roomy(problem: Problem, most: float = 1.0) -> Bool:
 
 
 def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
-    """Returns [N] where an op goes that has no room where it is wanted: the fastest device with room.
+    """Returns [N] where an op goes that has no room where it is wanted: all on one device, as far as they have room.
 
-    What is not allowed everywhere goes to `host`, if it may.
+    That device is the one with the least sum of op times and of transfers among these ops; where an op has no room
+    there, its fastest device has it. What is not allowed everywhere goes to `host`, if it may.
     """
-    times = np.where(may, problem.op_time_ns, np.iinfo(np.int64).max)
-    found = np.where(problem.allowed.all(axis=1), np.argmin(times, axis=1), np.argmax(problem.allowed, axis=1))
-    return np.where(~problem.allowed.all(axis=1) & problem.allowed[:, host], host, found)
+    graph, rates = problem.graph, problem.cluster.bytes_per_second
+    is_anywhere, every = problem.allowed.all(axis=1), np.arange(graph.num_ops)
+    fastest = np.argmin(np.where(may, problem.op_time_ns, np.iinfo(np.int64).max), axis=1)
+    fastest = np.where(is_anywhere, fastest, np.argmax(problem.allowed, axis=1))
+    is_displaced = is_anywhere & ~may.all(axis=1)
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    is_inner = is_displaced[sources] & is_displaced[targets]
+    sources, targets = sources[is_inner], targets[is_inner]
+    size = graph.tensor_bytes[graph.edge_tensors][is_inner].astype(np.float64)
+    best, least_ns = fastest, np.inf
+    for device in range(problem.num_devices):
+        placement = np.where(may[:, device] & is_displaced, device, fastest)
+        apart = placement[sources] != placement[targets]
+        here, there = placement[sources[apart]], placement[targets[apart]]
+        spent_ns = float(problem.op_time_ns[every, placement][is_displaced].sum())
+        spent_ns += float((size[apart] * 1e9 / rates[here, there]).sum())
+        if spent_ns < least_ns:
+            best, least_ns = placement, spent_ns
+    return np.where(~is_anywhere & problem.allowed[:, host], host, best)
 
 
 def working_bytes(problem: Problem, position: I64, may: Bool) -> I64:
