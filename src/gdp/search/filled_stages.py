@@ -74,23 +74,36 @@ class _Chain:
         return ends
 
 
-def fill_stages(layouts: Sequence[StreamLayout]) -> Iterator[Simulation]:
-    """Yields steps whose stages fill memories, those of the most promising sequences of devices first."""
-    chains = [(layout, _Chain.of(layout)) for layout in layouts]
-    ranked = [
-        (expected_ns, number, sequence, rest)
-        for number, (layout, chain) in enumerate(chains)
-        for expected_ns, sequence, rest in _sequences(layout, chain)
-    ]
-    ranked.sort()
-    for expected_ns, number, sequence, rest in ranked[:_NUM_SEQUENCES]:
-        if expected_ns <= _WORTH * ranked[0][0]:
-            yield from _filled(*chains[number], sequence, rest)
-    for _, number, sequence, rest in ranked[:1]:
-        layout, chain = chains[number]
-        others = sorted(sequence[:rest] + sequence[rest + 1 :], key=lambda device: -int(chain.spent_ns[device, -1]))
-        for device, share in product(others[:_NUM_BESIDE], _BESIDE):
-            yield from _filled(layout, chain, sequence, rest, device, share)
+@dataclass(frozen=True, eq=False)
+class Fill:
+    """A sequence of devices whose memories stages fill; the stage number `rest` takes what is left."""
+
+    layout: StreamLayout
+    chain: _Chain
+    expected_ns: float
+    sequence: tuple[int, ...]
+    rest: int
+
+
+def best_fills(layouts: Sequence[StreamLayout]) -> list[Fill]:
+    """Returns the most promising sequences of devices, the best one first; none where nothing fits."""
+    fills = []
+    for layout in layouts:
+        chain = _Chain.of(layout)
+        fills += [Fill(layout, chain, *sequence) for sequence in _sequences(layout, chain)]
+    fills.sort(key=lambda fill: fill.expected_ns)
+    return [fill for fill in fills[:_NUM_SEQUENCES] if fill.expected_ns <= _WORTH * fills[0].expected_ns]
+
+
+def fill_stages(fills: Sequence[Fill]) -> Iterator[Simulation]:
+    """Yields steps of `fills`, and of the first one with a device that computes beside the stage of what is left."""
+    for fill in fills:
+        yield from _filled(fill)
+    for fill in fills[:1]:
+        others = fill.sequence[: fill.rest] + fill.sequence[fill.rest + 1 :]
+        slow_first = sorted(others, key=lambda device: -int(fill.chain.spent_ns[device, -1]))
+        for device, share in product(slow_first[:_NUM_BESIDE], _BESIDE):
+            yield from _filled(fill, device, share)
 
 
 def _sequences(layout: StreamLayout, chain: _Chain) -> list[tuple[float, tuple[int, ...], int]]:
@@ -127,13 +140,12 @@ def _links(layout: StreamLayout, sequence: tuple[int, ...]) -> Iterator[int]:
         yield layout.problem.cluster.route(here, there).bytes_per_second
 
 
-def _filled(
-    layout: StreamLayout, chain: _Chain, sequence: tuple[int, ...], rest: int, helper: int = -1, share: float = 0.0
-) -> Iterator[Simulation]:
+def _filled(fill: Fill, helper: int = -1, share: float = 0.0) -> Iterator[Simulation]:
     """Yields steps of one sequence, with room corrected by what its devices lack or have left.
 
     A `share` of the room of `helper` is for ops of the stage that takes what is left, which run beside others of it.
     """
+    layout, chain, sequence, rest = fill.layout, fill.chain, fill.sequence, fill.rest
     problem = layout.problem
     limits = problem.memory_limit_bytes
     room = layout.room_bytes.astype(np.float64)

@@ -19,7 +19,7 @@ from math import ceil
 import numpy as np
 
 from gdp.arrays import F64, I64, Bool
-from gdp.search.filled_stages import fill_stages
+from gdp.search.filled_stages import best_fills, fill_stages
 from gdp.search.room import fallbacks, roomy
 from gdp.search.stream_layout import StreamLayout, Turns
 from gdp.search.stream_shares import Demand, StreamShares, best_shares
@@ -33,6 +33,7 @@ _NUM_HOSTS = 2  # the devices with the most memory that may be hosts
 _MOST_SUBSETS = 4  # of up to so many devices all subsets are looked at
 _NUM_SHARES = 4  # so many of them are simulated,
 _WORTH = 1.5  # if the programme expects at most so many times the least step time
+_LATE = 2.0  # stages with nothing sent are tried later if they seem to take so many times the least expected time
 _CLOSE, _FEWEST = 1.3, 3  # layouts at most so many times slower than the best one, and so many, are tried further
 _PASSING = (1.0, 0.5, 0.25)  # of a memory, at most, are for inputs and results of an op, or it goes elsewhere
 _BUFFER = 2  # weights, one in use and one on its way, have room on a device that weights are sent to
@@ -50,7 +51,11 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
     There are none if one device holds everything. Layouts that are far slower than `rival_ns` are not refined.
     """
     starts = _starts(problem)
-    yield from fill_stages(list({id(layout): layout for layout, _ in starts}.values()))
+    fills = best_fills(list({id(layout): layout for layout, _ in starts}.values()))
+    least_ns = min((shares.expected_ns for _, shares in starts), default=0.0)
+    is_late = bool(fills) and fills[0].expected_ns > _LATE * least_ns
+    if not is_late:
+        yield from fill_stages(fills)
     descents = [_Descent(layout, shares) for layout, shares in starts]
     for rounds in _ROUNDS:
         for descent in descents:
@@ -59,6 +64,8 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
         descents.sort(key=lambda descent: descent.best_ns)
         close_ns = _CLOSE * descents[0].best_ns if descents else NEVER
         descents = [each for rank, each in enumerate(descents) if rank < _FEWEST or each.best_ns <= close_ns]
+    if is_late:
+        yield from fill_stages(fills)
     for descent in descents:
         if descent.best_ns <= _WORTH * rival_ns:
             yield from descent.run()
