@@ -5,6 +5,8 @@ N ops, D devices.
 """
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from gdp.arrays import I64, Bool
 from gdp.simulator.problem import Placement, Problem
@@ -40,10 +42,10 @@ def roomy(problem: Problem, most: float = 1.0) -> Bool:
 
 
 def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
-    """Returns [N] where an op goes that has no room where it is wanted: all on one device, as far as they have room.
+    """Returns [N] where an op goes that has no room where it is wanted.
 
-    That device is the one with the least sum of op times and of transfers among these ops; where an op has no room
-    there, its fastest device has it. What is not allowed everywhere goes to `host`, if it may.
+    Such ops that follow each other go to one device, that with the least sum of op times and of transfers among them;
+    where an op has no room there, its fastest device has it. What is not allowed everywhere goes to `host`, if it may.
     """
     graph, rates = problem.graph, problem.cluster.bytes_per_second
     is_anywhere, every = problem.allowed.all(axis=1), np.arange(graph.num_ops)
@@ -54,15 +56,16 @@ def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
     is_inner = is_displaced[sources] & is_displaced[targets]
     sources, targets = sources[is_inner], targets[is_inner]
     size = graph.tensor_bytes[graph.edge_tensors][is_inner].astype(np.float64)
-    best, least_ns = fastest, np.inf
-    for device in range(problem.num_devices):
-        placement = np.where(may[:, device] & is_displaced, device, fastest)
-        apart = placement[sources] != placement[targets]
-        here, there = placement[sources[apart]], placement[targets[apart]]
-        spent_ns = float(problem.op_time_ns[every, placement][is_displaced].sum())
-        spent_ns += float((size[apart] * 1e9 / rates[here, there]).sum())
-        if spent_ns < least_ns:
-            best, least_ns = placement, spent_ns
+    edges = coo_array((np.ones(len(sources), np.bool_), (sources, targets)), shape=(graph.num_ops, graph.num_ops))
+    count, chain = connected_components(edges, directed=False)
+    choices = np.where(may & is_displaced[:, None], np.arange(problem.num_devices), fastest[:, None])  # [N, D]
+    spent_ns = np.empty((problem.num_devices, count))
+    for device, placement in enumerate(choices.T):
+        here, there = placement[sources], placement[targets]
+        moved_ns = np.where(here != there, size * 1e9 / np.maximum(rates[here, there], 1), 0.0)
+        spent_ns[device] = np.bincount(chain, problem.op_time_ns[every, placement], count)
+        spent_ns[device] += np.bincount(chain[sources], moved_ns, count)
+    best = choices[every, np.argmin(spent_ns, axis=0)[chain]]
     return np.where(~is_anywhere & problem.allowed[:, host], host, best)
 
 
