@@ -129,9 +129,9 @@ def test_a_card_half_as_fast_takes_turns_too_and_the_shares_follow_from_links_an
     assert alone is not None
     assert both is not None
     assert alone.step_time_ns >= 19 * 30 * MS
-    assert both.step_time_ns <= 410 * MS
+    assert both.step_time_ns <= 400 * MS
     num_layers = np.bincount(both.placement[1::3], minlength=3)
-    assert num_layers[0] > num_layers[1] > 4
+    assert num_layers[0] >= num_layers[1] > 4
 
 
 def test_where_links_are_slow_cards_are_full_and_the_slowest_device_takes_what_is_left() -> None:
