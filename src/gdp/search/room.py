@@ -51,7 +51,7 @@ def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
     is_anywhere, every = problem.allowed.all(axis=1), np.arange(graph.num_ops)
     fastest = np.argmin(np.where(may, problem.op_time_ns, np.iinfo(np.int64).max), axis=1)
     fastest = np.where(is_anywhere, fastest, np.argmax(problem.allowed, axis=1))
-    is_displaced = is_anywhere & ~may.all(axis=1)
+    is_displaced = np.asarray(is_anywhere & ~may.all(axis=1), np.bool_)
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     is_inner = is_displaced[sources] & is_displaced[targets]
     sources, targets = sources[is_inner], targets[is_inner]
@@ -66,7 +66,9 @@ def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
         spent_ns[device] = np.bincount(chain, problem.op_time_ns[every, placement], count)
         spent_ns[device] += np.bincount(chain[sources], moved_ns, count)
     best = choices[every, np.argmin(spent_ns, axis=0)[chain]]
-    return np.where(~is_anywhere & problem.allowed[:, host], host, best)
+    best = np.where(~is_anywhere & problem.allowed[:, host], host, best)
+    _, first = np.unique(graph.group_index, return_index=True)
+    return np.asarray(best[first[graph.group_index]], np.int64)  # a group stays together
 
 
 def working_bytes(problem: Problem, position: I64, may: Bool) -> I64:
