@@ -49,9 +49,10 @@ def auto(question: Question, clock: Clock) -> Solution:
     )
     if not classical.candidates:
         return Solution(None, classical.baselines)
-    answers = [*streamed(question, clock.part(STREAMING_SHARE), classical.best), *replayed_starts(question)]
+    streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
+    answers = replayed_starts(question)
     exact_answer = placed_exactly(question, clock, classical.best) if is_small else []
-    constructed = [*classical.candidates, *exact_answer]
+    constructed = [*classical.candidates, *exact_answer, *streaming]
     searched = search_from(question, clock, constructed)
     return Solution(best_of([*constructed, *answers], searched), classical.baselines)
 
@@ -62,9 +63,10 @@ def local_search(question: Question, clock: Clock) -> Solution:
     classical.run(_with_stages(question.problem, FEWEST), clock)
     if not classical.candidates:
         return Solution(None)
-    answers = [*streamed(question, clock.part(STREAMING_SHARE), classical.best), *replayed_starts(question)]
-    searched = search_from(question, clock, classical.candidates)
-    return Solution(best_of([*classical.candidates, *answers], searched))
+    streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
+    constructed, answers = [*classical.candidates, *streaming], replayed_starts(question)
+    searched = search_from(question, clock, constructed)
+    return Solution(best_of([*constructed, *answers], searched))
 
 
 def streamed(question: Question, clock: Clock, rival: Candidate | None) -> list[Candidate]:

@@ -13,10 +13,12 @@ N ops, D devices, W windows.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from gdp.arrays import F64, I64, Bool
+from gdp.search.room import fallbacks, working_bytes
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
@@ -46,9 +48,9 @@ class StreamLayout:
 
     problem: Problem
     host: int
-    fallback: Placement  # [N] where an op goes that is not allowed on the device whose turn it is
-    fixed: Bool  # [N] ops that are on their fallback in any case
-    order: I64  # [N] all ops in the order of their starts on one device
+    fallback: Placement  # [N] where an op goes that may not run on the device whose turn it is
+    may: Bool  # [N, D] devices that an op may run on in its turn: allowed, large enough, and the op is not fixed
+    order: I64  # [N] all ops, one after the other
     position: I64  # [N] in `order`
     homes: I64  # [N] the position that decides in which window an op is
     is_source: Bool  # [N]
@@ -58,19 +60,21 @@ class StreamLayout:
     passed_bytes: I64  # [N] of streamable weights first used up to each position
 
     @classmethod
-    def of(cls, alone: Simulation, main: int, host: int, fixed: Bool) -> "StreamLayout | None":
-        """Derives the layout from a step with all on `main` where that is allowed; None if nothing may be streamed."""
-        problem, graph, fallback = alone.problem, alone.problem.graph, alone.placement.copy()
-        fallback[problem.allowed[:, host]] = host
-        order = np.argsort(alone.op_start_ns, kind="stable")
-        position = np.empty(graph.num_ops, np.int64)
-        position[order] = np.arange(graph.num_ops)
+    def of(cls, alone: Simulation, host: int, may: Bool, fixed: Bool) -> "StreamLayout | None":
+        """Derives the layout from a step with all on one device where it may be; None if nothing may be streamed.
+
+        `may` [N, D] is that of `roomy`; the ops `fixed` [N] stay on their fallback, the host if it may run them.
+        """
+        problem, graph = alone.problem, alone.problem.graph
+        fallback = fallbacks(problem, host, may)
+        fallback[fixed & problem.allowed[:, host]] = host
+        order, position = _least_working(problem, np.argsort(alone.op_start_ns, kind="stable"), may)
         sources, targets = graph.producers[graph.edge_tensors], graph.consumers
         is_source = np.ones(graph.num_ops, np.bool_)
         is_source[targets] = False
         first = np.full(graph.num_ops, _NEVER, np.int64)
         np.minimum.at(first, sources, position[targets])
-        may_move = problem.allowed[:, host] & (graph.groups < 0) & (problem.allowed.sum(axis=1) > 1) & ~fixed
+        may_move = may[:, host] & (graph.groups < 0) & (may.sum(axis=1) > 1) & ~fixed
         streamable = np.flatnonzero(is_source & may_move & (graph.resident_bytes > 0) & (first < _NEVER))
         streamable = streamable[np.argsort(first[streamable], kind="stable")]
         if not len(streamable):
@@ -86,10 +90,10 @@ class StreamLayout:
             problem,
             host,
             fallback,
-            fixed,
+            may & ~fixed[:, None],
             order,
             position,
-            homes[unit],
+            np.minimum(homes[unit], graph.num_ops - 1),
             is_source,
             streamable,
             first[streamable],
@@ -97,20 +101,32 @@ class StreamLayout:
             passed,
         )
 
-    def simulate(self, turns: Turns, streamed: F64) -> Simulation:
-        """Simulates the step with the shares `streamed` [D] of each device's weights on the host."""
+    def arranged(self, turns: Turns, streamed: F64) -> tuple[Placement, list[I64]]:
+        """Returns placement and order with the shares `streamed` [D] of each device's weights on the host."""
         ends, is_gate = self._windows(turns)
         cycle = np.array(turns.devices)
-        wanted = cycle[np.searchsorted(ends, self.homes) % len(cycle)]
-        may = self.problem.allowed[np.arange(len(wanted)), wanted] & ~self.fixed
-        placement = np.where(may, wanted, self.fallback)
+        placement = self.placed(cycle[np.searchsorted(ends, self.homes) % len(cycle)])
         first_window = np.searchsorted(ends, self.first_use)
         chosen = self._chosen(turns, streamed, placement, first_window)
         sent = self.streamable[chosen]
         placement[sent] = self.host
         gates = self.order[ends[is_gate]]
         placement[gates] = self.host
-        return simulate(self.problem, placement, order=self._orders(turns, placement, ends, sent, first_window[chosen]))
+        return placement, self._orders(turns, placement, ends, sent, first_window[chosen])
+
+    @cached_property
+    def room_bytes(self) -> I64:
+        """[D] the room for weights beside all else."""
+        problem, is_fixed = self.problem, ~self.may.any(axis=1)
+        others = np.bincount(
+            self.fallback[is_fixed], problem.graph.resident_bytes[is_fixed], minlength=problem.num_devices
+        )
+        working = working_bytes(problem, self.position, self.may)
+        return problem.memory_limit_bytes - others.astype(np.int64) - working
+
+    def placed(self, wanted: Placement) -> Placement:
+        """Returns `wanted` [N], with the fallback of each op that may not be there."""
+        return np.where(self.may[np.arange(len(wanted)), wanted], wanted, self.fallback)
 
     def fit(self, turns: Turns, guess: F64 | None = None) -> "Iterator[tuple[Simulation, F64]]":
         """Yields steps, with their shares streamed [D], towards the least shares that fit; begins at `guess` [D].
@@ -122,9 +138,12 @@ class StreamLayout:
         shares = np.ones(len(limits)) if guess is None else guess.copy()
         low, high = np.zeros(len(limits)), np.ones(len(limits))
         mains = [device for device in turns.devices if device != self.host]
+        known: dict[bytes, Simulation] = {}
         for _ in range(_FITS):
-            found = self.simulate(turns, shares)
-            yield found, shares
+            placement, order = self.arranged(turns, shares)
+            if (found := known.get(placement.tobytes())) is None:
+                found = known[placement.tobytes()] = simulate(self.problem, placement, order=order)
+                yield found, shares
             left = limits - found.peak_memory_bytes
             lacks = left < 0
             high = np.where(lacks, high, np.minimum(high, shares))
@@ -206,6 +225,19 @@ class StreamLayout:
         orders = [self.order[placement[self.order] == device] for device in range(self.problem.num_devices)]
         orders[self.host] = on_host[np.lexsort((rank[on_host], place[on_host]))]
         return orders
+
+
+def _least_working(problem: Problem, started: I64, may: Bool) -> tuple[I64, I64]:
+    """Returns `started` [N], or the graph's own order where that needs less memory, and the position [N] of each op.
+
+    Priorities start branches side by side, whose results then are all in memory; programs run one after the other.
+    """
+    own = np.arange(len(started))
+    position = np.empty_like(own)
+    position[started] = own
+    if working_bytes(problem, own, may).sum() < working_bytes(problem, position, may).sum():
+        return own, own
+    return started, position
 
 
 def _gate_costs(problem: Problem, host: int, may: Bool) -> F64:

@@ -30,6 +30,7 @@ class Demand:
     weight_bytes: int  # of all weights that may be on any device
     work_ns: I64  # [D] of all parts on one device
     room_bytes: I64  # [D] for weights, beside what else is in memory
+    buffer_bytes: int = 0  # of it on each device that weights are sent to
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ def best_shares(
     """
     count, weight = len(devices), max(demand.weight_bytes, 1)
     work = demand.work_ns[list(devices)] / 1e9
-    room = np.maximum(demand.room_bytes, 0) / weight
+    taken = [demand.buffer_bytes if streams and device != host else 0 for device in range(len(demand.room_bytes))]
+    may_receive = streams & (demand.room_bytes >= taken)
+    room = np.maximum(np.where(may_receive, demand.room_bytes - taken, demand.room_bytes), 0) / weight
     channels: dict[str, F64] = {}  # [count] seconds of each for all weights, by the device that they go to
     for number, device in enumerate(devices):
         if device != host:
@@ -71,7 +74,8 @@ def best_shares(
             limits.append(float(room[device]))
     rows.append(np.concatenate((1.0 - on_host, on_host, [0.0])))
     limits.append(float(room[host]))
-    bounds = [(0.0, None)] * count + [(0.0, None if away and streams else 0.0) for away in on_host] + [(0.0, None)]
+    most = [None if device != host and may_receive[device] else 0.0 for device in devices]
+    bounds = [(0.0, None)] * count + [(0.0, share) for share in most] + [(0.0, None)]
     answer = linprog(
         np.concatenate((zeros, zeros, [1.0])),
         A_ub=np.array(rows),

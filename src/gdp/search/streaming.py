@@ -5,31 +5,38 @@ plan's order prevents it: `stream_layout.py` has the order and a picture. Severa
 while one computes, the links of the others are in use, and the memories of all hold weights that are not sent at all.
 Their shares of the work follow from speed, memory and links; a linear programme (`stream_shares.py`) gives them.
 
-Layouts from it with several numbers of windows are tried first, each with the least that has to be streamed. A descent
+Stages that fill memories, with nothing sent (`filled_stages.py`), come first: where links are slow they are best.
+Layouts with several numbers of windows are tried next, each with the least that has to be streamed. A descent
 then changes shares, windows and devices as long as steps get faster. The host itself computes where that pays.
 (ZeRO-Inference and FlexGen stream layer by layer to equal devices.) N ops, D devices.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
+from math import ceil
 
 import numpy as np
 
-from gdp.arrays import F64, Bool
+from gdp.arrays import F64, I64, Bool
+from gdp.search.filled_stages import best_fills, fill_stages
+from gdp.search.room import fallbacks, roomy
 from gdp.search.stream_layout import StreamLayout, Turns
 from gdp.search.stream_shares import Demand, StreamShares, best_shares
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
 
-# numbers of turns of each device, the most different ones first; 0: two turns, the weights used last are streamed
-_ROUNDS = (16, 1, 48, 0, 4, 24, 8, 96, 2)
+# numbers of turns of each device, the most different ones first, all but 1 raised to the least that memory allows;
+# 0: two turns, the weights used last are streamed
+_ROUNDS = (2, 16, 1, 0, 48, 4, 24, 8, 96)
 _NUM_HOSTS = 2  # the devices with the most memory that may be hosts
 _MOST_SUBSETS = 4  # of up to so many devices all subsets are looked at
 _NUM_SHARES = 4  # so many of them are simulated,
 _WORTH = 1.5  # if the programme expects at most so many times the least step time
+_LATE = 2.0  # stages with nothing sent are tried later if they seem to take so many times the least expected time
 _CLOSE, _FEWEST = 1.3, 3  # layouts at most so many times slower than the best one, and so many, are tried further
-_BUFFER = 0.03  # of a memory is for weights on their way, in the programme
+_PASSING = (1.0, 0.5, 0.25)  # of a memory, at most, are for inputs and results of an op, or it goes elsewhere
+_BUFFER = 2  # weights, one in use and one on its way, have room on a device that weights are sent to
 _LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the host
 _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
@@ -43,13 +50,22 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
 
     There are none if one device holds everything. Layouts that are far slower than `rival_ns` are not refined.
     """
-    descents = [_Descent(layout, shares) for layout, shares in _starts(problem)]
+    starts = _starts(problem)
+    fills = best_fills(list({id(layout): layout for layout, _ in starts}.values()))
+    least_ns = min((shares.expected_ns for _, shares in starts), default=0.0)
+    is_late = bool(fills) and fills[0].expected_ns > _LATE * least_ns
+    if not is_late:
+        yield from fill_stages(fills)
+    descents = [_Descent(layout, shares) for layout, shares in starts]
     for rounds in _ROUNDS:
         for descent in descents:
-            yield from descent.attempt(descent.turns(rounds), descent.streamed)
+            if (turns := descent.turns(rounds)) not in descent.tried:
+                yield from descent.attempt(turns, descent.streamed)
         descents.sort(key=lambda descent: descent.best_ns)
         close_ns = _CLOSE * descents[0].best_ns if descents else NEVER
         descents = [each for rank, each in enumerate(descents) if rank < _FEWEST or each.best_ns <= close_ns]
+    if is_late:
+        yield from fill_stages(fills)
     for descent in descents:
         if descent.best_ns <= _WORTH * rival_ns:
             yield from descent.run()
@@ -69,33 +85,34 @@ def _starts(problem: Problem) -> list[tuple[StreamLayout, StreamShares]]:
     by_speed = np.argsort(times.sum(axis=0), kind="stable").tolist()  # what is not allowed somewhere counts as slow
     by_memory = np.argsort(-problem.memory_limit_bytes, kind="stable").tolist()
     hosts = list({kinds[host]: host for host in reversed(by_memory)}.values())[::-1]
-    for host in hosts[:_NUM_HOSTS] if problem.num_devices > 1 else ():
+    masks = {may.tobytes(): may for most in _PASSING for may in (roomy(problem, most),)}
+    nothing = np.zeros(problem.num_ops, np.bool_)
+    for host, may in product(hosts[:_NUM_HOSTS] if problem.num_devices > 1 else (), masks.values()):
         main = next(device for device in by_speed if device != host)
-        if not (problem.allowed[:, main] & problem.allowed[:, host]).any():
+        if not (may[:, main] & may[:, host]).any():
             continue
-        fallback = np.where(problem.allowed[:, host], host, np.argmax(problem.allowed, axis=1))
-        alone = simulate(problem, np.where(problem.allowed[:, main], main, fallback))
-        if alone.feasible:
+        alone = simulate(problem, np.where(may[:, main], main, fallbacks(problem, host, may)))
+        if alone.feasible and np.array_equal(may[:, main], problem.allowed[:, main]):
             if main == by_speed[0]:
                 return []
             continue
-        nothing = np.zeros(problem.num_ops, np.bool_)
-        if (layout := StreamLayout.of(alone, main, host, nothing)) is not None:
-            starts += [(layout, shares) for shares in _shares(layout, alone, main)]
+        if (layout := StreamLayout.of(alone, host, may, nothing)) is not None:
+            starts += [(layout, shares) for shares in _shares(layout, main)]
         tables = _tables(alone, main, host)
-        if tables.any() and (layout := StreamLayout.of(alone, main, host, tables)) is not None:
-            starts += [(layout, shares) for shares in _shares(layout, alone, main)[:1]]
+        if tables.any() and (layout := StreamLayout.of(alone, host, may, tables)) is not None:
+            starts += [(layout, shares) for shares in _shares(layout, main)[:1]]
     least_ns = min((shares.expected_ns for _, shares in starts), default=0.0)
-    worth = [start for start in starts if not start[1].streams or start[1].expected_ns <= _WORTH * least_ns]
+    distinct = {(layout.host, shares): (layout, shares) for layout, shares in reversed(starts)}
+    worth = [start for start in distinct.values() if start[1].expected_ns <= _WORTH * least_ns]
     return sorted(worth, key=lambda start: start[1].expected_ns)[: 2 * _NUM_SHARES]
 
 
-def _shares(layout: StreamLayout, alone: Simulation, main: int) -> list[StreamShares]:
+def _shares(layout: StreamLayout, main: int) -> list[StreamShares]:
     """Returns shares for the most promising sets of devices, the best one first, and for the device `main` alone."""
     problem, host = layout.problem, layout.host
-    cluster, demand = problem.cluster, _demand(layout, alone, main)
-    is_usual = alone.placement == main
-    able = [device for device in range(problem.num_devices) if problem.allowed[is_usual, device].mean() > 0.5]
+    cluster, demand = problem.cluster, _demand(layout, main)
+    is_usual = layout.may[:, main]
+    able = [device for device in range(problem.num_devices) if layout.may[is_usual, device].mean() > 0.5]
     best = best_shares(cluster, demand, host, able)
     if best is None:
         return []
@@ -133,23 +150,27 @@ def _evened(problem: Problem, host: int, shares: StreamShares) -> StreamShares:
     return replace(shares, parts=tuple(parts.tolist()))
 
 
-def _demand(layout: StreamLayout, alone: Simulation, main: int) -> Demand:
+def _demand(layout: StreamLayout, main: int) -> Demand:
     """Returns what the linear programme needs to know of a step."""
     problem, graph = layout.problem, layout.problem.graph
-    is_streamable = np.zeros(graph.num_ops, np.bool_)
-    is_streamable[layout.streamable] = True
-    held = np.where(is_streamable, 0, graph.resident_bytes)
-    others = np.bincount(layout.fallback, held, problem.num_devices)
-    working = alone.peak_memory_bytes[main] - graph.resident_bytes[alone.placement == main].sum()
-    room = problem.memory_limit_bytes * (1 - _BUFFER) - others - max(int(working), 0)
-    is_free = (alone.placement == main) & ~layout.fixed
-    times = np.where(problem.allowed, problem.op_time_ns, problem.op_time_ns[:, [main]])
-    spent = (alone.op_finish_ns - alone.op_start_ns)[~is_free].sum()
+    is_free = layout.may[:, main]
+    every = np.arange(problem.num_ops)
+    fallback_ns = problem.op_time_ns[every, layout.fallback]
+    times = np.where(layout.may, problem.op_time_ns, fallback_ns[:, None])
+    spent = fallback_ns[~is_free].sum()
     return Demand(
-        int(graph.resident_bytes[layout.streamable].sum()),
+        int(graph.resident_bytes[layout.may.any(axis=1)].sum()),
         np.maximum(times, 0)[is_free].sum(axis=0) + spent,
-        room.astype(np.int64),
+        layout.room_bytes,
+        _BUFFER * _usual_bytes(graph.resident_bytes[layout.streamable]),
     )
+
+
+def _usual_bytes(size: I64) -> int:
+    """Returns the size that half of all bytes are in weights of at most that size."""
+    ascending = np.sort(size)
+    total = np.cumsum(ascending)
+    return int(ascending[np.searchsorted(total, total[-1] / 2)])
 
 
 def _tables(alone: Simulation, main: int, host: int) -> Bool:
@@ -175,13 +196,22 @@ class _Descent:
         self.best_ns = NEVER
         self._shares = shares
         self._best: tuple[Turns, F64] | None = None
-        self._tried: set[Turns] = set()
+        self.tried: set[Turns] = set()
+        weights = layout.problem.graph.resident_bytes[layout.streamable].sum()
+        windows = [  # two of a device are in its memory
+            2 * part * weights / layout.room_bytes[device]
+            for device, part in zip(shares.devices, shares.parts, strict=True)
+            if device != layout.host and layout.room_bytes[device] > 0
+        ]
+        self._fewest = ceil(max(windows, default=1.0))  # rounds
 
     def turns(self, rounds: int) -> Turns:
         """Returns the turns to begin from, with `rounds` of `_ROUNDS`."""
         shares = self._shares
         if rounds == 0:
             return Turns(shares.devices, shares.parts, 2, last=True)
+        if rounds > 1:
+            rounds = min(max(rounds, self._fewest), _MOST_ROUNDS)
         return Turns(shares.devices, shares.parts, rounds, is_gated=rounds > 1)
 
     @property
@@ -191,7 +221,7 @@ class _Descent:
 
     def attempt(self, turns: Turns, guess: F64 | None = None) -> Iterator[Simulation]:
         """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits."""
-        self._tried.add(turns)
+        self.tried.add(turns)
         for found, streamed in self.layout.fit(turns, guess):
             yield found
             if found.step_time_ns < self.best_ns and found.feasible:
@@ -218,7 +248,7 @@ class _Descent:
             while self._best is not None and self.best_ns < _GAIN * before:
                 before = self.best_ns
                 for turns in _changed(self._best[0], step):
-                    if turns not in self._tried:
+                    if turns not in self.tried:
                         yield from self.attempt(turns, self._best[1])
 
 
