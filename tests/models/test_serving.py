@@ -208,11 +208,20 @@ def test_the_answer_gives_tokens_per_second_and_the_time_to_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    common = ["--devices", "l4-24g", "--budget", "1sims", "--threads", "1", "--no-advice", "--json"]
+    common = ["--devices", "l4-24g", "--threads", "1"]
     answers = {}
     for phase in ("decode", "prefill"):
-        assert main(["place", tiny("llama", tmp_path / "llama", "&context=32"), "--phase", phase, *common]) == 0
+        step = [tiny("llama", tmp_path / "llama", "&context=32"), "--phase", phase, *common]
+        search = ["--budget", "1sims", "--json"]
+        assert main(["place", *step, *search, "--no-advice"]) == 0
         answers[phase] = json.loads(capsys.readouterr().out)
+        assert main(["simulate", *step[:-2], "--plan", answers[phase]["plan"], "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["serving"] == answers[phase]["serving"]
+        assert main(["compare", *step, *search, "--seeds", "1", "--placers", "single,accelerate-auto"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert [row["serving"] for row in rows] == [answers[phase]["serving"]] * 2  # one device
+    assert main(["place", *step, *search, "--sweep", "devices=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["serving"] == answers["prefill"]["serving"]
     decode, prefill = (answers[phase]["serving"] for phase in ("decode", "prefill"))
     assert decode["tokens_per_second"] == pytest.approx(2e9 / answers["decode"]["step_time_ns"])
     assert prefill["time_to_first_token_ns"] == answers["prefill"]["step_time_ns"]
@@ -253,6 +262,7 @@ BAD = [
     (["--kv-cache", "1"], "", "--kv-cache: only prefill and decode have a cache"),
     (["--phase", "decode", "--kv-cache", "0"], "", "--kv-cache is 0; more than 0 and at most 8"),
     (["--phase", "decode", "--kv-cache", "q9"], "", "--kv-cache is 'q9'; bytes per element"),
+    (["--phase", "decode", "--sweep", "microbatches=1,2"], "", "--sweep microbatches: .*leave out --phase"),
     (["--phase", "decode", "--microbatches", "2"], "", "--microbatches: .*leave out --phase"),
     (["--phase", "decode"], "&sequence=4", "sequence is given, but a decode step feeds one token"),
     (["--phase", "decode"], "&context=65", "context is 65; the model has 64 positions"),

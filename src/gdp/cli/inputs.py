@@ -104,6 +104,10 @@ def find_rivals(names: Sequence[str], model: str, reading: "Reading") -> "dict[s
 
     if reading.microbatching.count > 1:
         raise InputError(f"--placers {','.join(names)}: accelerate has no micro-batches; leave out --microbatches")
+    if reading.serving.has_cache:  # accelerate maps modules, which have no cache when it does
+        from gdp.models.hugging_face.build import without_context
+
+        model = without_context(model)
     module = accelerate_maps.module_of(model, training=reading.training, dtype=reading.dtype)
     return {
         name: partial(accelerate_maps.best_step, module, mode=name.removeprefix(accelerate_maps.PREFIX))

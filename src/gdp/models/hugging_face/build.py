@@ -77,6 +77,13 @@ def parse(text: str) -> tuple[str, Sizes]:
     return directory, Sizes.parse(query, text) if mark else Sizes()
 
 
+def without_context(text: str) -> str:
+    """Returns `hf:DIR?SIZES` without the size of its cache."""
+    directory, _, query = text.partition("?")
+    kept = "&".join(part for part in query.split("&") if not part.startswith("context="))
+    return f"{directory}?{kept}" if kept else directory
+
+
 def builder(text: str, *, training: bool = True) -> Build:
     """Returns a function that builds (module, args, kwargs) of `hf:DIR?SIZES`, for training with labels.
 
