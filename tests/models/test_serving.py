@@ -296,9 +296,13 @@ def test_only_transformers_models_with_a_cache_have_phases(tmp_path: Path) -> No
     ):
         with pytest.raises(InputError, match=message):
             read.read_model(text, Reading(training=False, serving=Serving("decode")))
-    config = {"architectures": ["ViTForImageClassification"], "model_type": "vit", "image_size": 16, "patch_size": 8}
-    with pytest.raises(InputError, match="reads no tokens, so it has no cache"):
-        build.ServedBuild(f"hf:{write(tmp_path, config)}", Serving("decode"))()
+    for kind, name, message in (
+        ("vit", "ViTForImageClassification", "reads no tokens, so it has no cache"),
+        ("bert", "BertForMaskedLM", "its tokens attend to later ones, so it has no cache"),
+    ):
+        config = {"architectures": [name], "model_type": kind, "hidden_size": 24, "num_hidden_layers": 1}
+        with pytest.raises(InputError, match=message):
+            build.ServedBuild(f"hf:{write(tmp_path, config)}", Serving("decode"))()
 
 
 def test_a_name_of_the_hub_gets_the_command_that_fetches_its_config() -> None:

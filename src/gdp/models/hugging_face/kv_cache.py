@@ -166,8 +166,11 @@ def _probe(
     finally:
         for handle in handles:
             handle.remove()
-    if not caches[0].owners:
+    owners = [model.get_submodule(path) for path in caches[0].owners.values()]
+    if not owners:
         raise InputError(f"{text}: the model keeps no cache of keys and values; leave out --phase")
+    if not any(getattr(owner, "is_causal", True) for owner in owners):  # BERT fills a cache if it is given one
+        raise InputError(f"{text}: its tokens attend to later ones, so it has no cache; leave out --phase")
     return caches[0], caches[1] if is_encoder_decoder else None
 
 
