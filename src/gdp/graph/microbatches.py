@@ -28,9 +28,14 @@ MAX_MICROBATCHES = 1024  # far beyond any use; a number with more digits is a ty
 SHARED = -1
 """The micro-batch number of ops that all micro-batches share: parameters, buffers, updates."""
 
-_ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
+ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
-_REPLICA = re.compile(r"(.+)@([1-9][0-9]{0,3})", re.DOTALL)
+_REPEATED = re.compile(r"(.+)@([1-9][0-9]{0,3})", re.DOTALL)
+_OF_REPLICA = re.compile(r"(.+?)(@[1-9][0-9]{0,3})?(?:#([1-9][0-9]{0,2}))?", re.DOTALL)
+RECOMPUTED = "!"
+"""What the name of a copy ends with that computes an op's results once more, for the backward pass."""
+COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
+"""What the kinds of ops begin with that move data between replicas; not all replicas have the same ones."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
 
 
@@ -60,27 +65,77 @@ def check_count(num_microbatches: int, where: str) -> None:
 def microbatch_of(graph: Graph) -> I64:
     """[ops] the micro-batch of each op, SHARED for ops that all share; all SHARED in a graph without micro-batches.
 
-    Names count only if every op has a replica of its kind and phase for each micro-batch.
+    Names count only if, in each replica of the model, every op has a copy of its kind and phase for each micro-batch.
     """
     none = np.full(graph.num_ops, SHARED)
-    number = {name: op for op, name in enumerate(graph.op_names)}
-    bases = defaultdict[int, set[str]](set)
+    replica = replica_of(graph)
+    names = [
+        name.removesuffix(f"#{own}") if own else name
+        for name, own in zip(graph.op_names, replica.tolist(), strict=True)
+    ]
     microbatch = none.copy()
+    repeated: set[str] = set()
+    for own in range(int(replica.max(initial=0)) + 1):
+        bases = _mark_microbatches(graph, names, np.flatnonzero(replica == own), microbatch)
+        if bases is None:
+            return none
+        repeated |= bases
+    if replica.any() and repeated:  # a replica with one micro-batch, beside others with several
+        for op, name in enumerate(names):
+            if microbatch[op] == SHARED and name in repeated:
+                microbatch[op] = 0
+    return microbatch
+
+
+def _mark_microbatches(graph: Graph, names: list[str], ops: I64, microbatch: I64) -> set[str] | None:
+    """Fills `microbatch` for `ops`, those of a replica of the model; returns what is repeated, None for other names."""
+    number = {names[op]: op for op in ops.tolist()}
+    bases = defaultdict[int, set[str]](set)
     for name, op in number.items():
-        if match := _REPLICA.fullmatch(name):
+        if match := _REPEATED.fullmatch(name):
             microbatch[op] = int(match[2])
             bases[int(match[2])].add(match[1])
-    if not bases or sorted(bases) != list(range(1, len(bases) + 1)) or any(bases[m] != bases[1] for m in bases):
-        return none
+    if not bases:
+        return set()
+    if sorted(bases) != list(range(1, len(bases) + 1)) or any(bases[m] != bases[1] for m in bases):
+        return None
     for base in bases[1]:
         first = number.get(base)
         if first is not None:
             microbatch[first] = 0
-        replicas = [number[f"{base}@{m}"] for m in bases] + ([] if first is None else [first])
-        is_alike = len({(graph.kinds[op], graph.phases[op]) for op in replicas}) == 1
-        if not is_alike or (first is None and _ACCUMULATE not in base):
-            return none
-    return microbatch
+        copies = [number[f"{base}@{m}"] for m in bases] + ([] if first is None else [first])
+        is_alike = len({(graph.kinds[op], graph.phases[op]) for op in copies}) == 1
+        if not is_alike or (first is None and ACCUMULATE not in base):
+            return None
+    return bases[1]
+
+
+def base_name(name: str) -> str:
+    """Returns the name of the op that `name` is a copy of, for a micro-batch, a replica or to recompute it."""
+    match = _OF_REPLICA.fullmatch(name)
+    assert match is not None, "the expression takes any name"
+    return match[1].removesuffix(RECOMPUTED)
+
+
+def replica_of(graph: Graph) -> I64:
+    """[ops] the replica of the model that each op is of; all 0 in a graph without replicas.
+
+    Names count only if each replica has a copy, of its kind and phase, of every op of the first one, collectives and
+    sums of gradients apart.
+    """
+    replica = np.zeros(graph.num_ops, np.int64)
+    if not any("#" in name for name in graph.op_names):
+        return replica
+    alike: list[set[tuple[str, str, str]]] = []
+    for op, name in enumerate(graph.op_names):
+        match = _OF_REPLICA.fullmatch(name)
+        assert match is not None, "the expression takes any name"
+        replica[op] = own = int(match[3] or 0)
+        while len(alike) <= own:
+            alike.append(set())
+        if not graph.kinds[op].startswith(COLLECTIVES) and ACCUMULATE not in match[1]:
+            alike[own].add((match[1], graph.kinds[op], graph.phases[op]))
+    return replica if all(others == alike[0] for others in alike) else np.zeros_like(replica)
 
 
 def count_microbatches(graph: Graph) -> int:
@@ -98,13 +153,16 @@ class Excerpt:
 
     @classmethod
     def of(cls, graph: Graph, microbatch: I64, count: int) -> "Excerpt":
-        """Takes the first `count` micro-batches, at least two; `microbatch` [ops] is the result of `microbatch_of`."""
+        """Takes the first `count` micro-batches, at least two; `microbatch` [ops] is the result of `microbatch_of`.
+
+        All replicas of the model have as many.
+        """
         last = int(microbatch.max())
         ops = np.flatnonzero(microbatch < count)
         number = np.full(graph.num_ops, -1)
         number[ops] = np.arange(len(ops))
         bases = [
-            name if index <= 0 else name.rpartition("@")[0]
+            name if index <= 0 else "".join(name.rpartition(f"@{index}")[::2])
             for name, index in zip(graph.op_names, microbatch.tolist(), strict=True)
         ]
         by_name = {(bases[op], int(microbatch[op])): op for op in range(graph.num_ops)}
@@ -159,7 +217,8 @@ class _Accumulation:
         by_update = np.zeros(graph.num_tensors, np.bool_)
         by_update[graph.edge_tensors[self.is_update[graph.consumers]]] = True
         added = by_update & self.is_replica[graph.producers] & (graph.tensor_bytes > 0)
-        self.gradients = {tensor: self._updates_by(tensor)[0] for tensor in np.flatnonzero(added).tolist()}
+        made_first = sorted(np.flatnonzero(added).tolist(), key=graph.producers.tolist().__getitem__)
+        self.gradients = {tensor: self._updates_by(tensor)[0] for tensor in made_first}
         self.ops: list[Op] = []
         self.number: dict[tuple[int, int], int] = {}  # by micro-batch and op
         self.adder: dict[tuple[int, int], int] = {}  # by micro-batch and gradient
@@ -256,7 +315,7 @@ class _Accumulation:
         """
         op_names, names = set(self.graph.op_names), {}
         for gradient, update in self.gradients.items():
-            stem = self.graph.op_names[update].removesuffix(".update") + _ACCUMULATE
+            stem = self.graph.op_names[update].removesuffix(".update") + ACCUMULATE
             name, count = stem, 1
             while name in op_names:
                 name, count = f"{stem}_{count}", count + 1

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
+from gdp.graph.layers import LayerPaths
 from gdp.planning.advice import Advice
 from gdp.report import sentences
 from gdp.report.advice import advice_document, advice_sentences
 from gdp.report.columns import pack
-from gdp.report.layers import LayerPaths
 from gdp.report.limits import Limits
 from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
 from gdp.report.tables import short, writable

@@ -12,7 +12,7 @@ import numpy as np
 from gdp.models.hugging_face.kv_cache import CacheRoom
 from gdp.models.pytorch.program import Call, Program, Ref
 from gdp.models.pytorch.step import Capture
-from gdp.models.pytorch.strides import Layout
+from gdp.models.pytorch.strides import StridedLayout
 from gdp.models.serving import ServedStep, Serving
 
 _TOKENS = re.compile(r"(?:^|\.)(?:cross_)?(?:key|value|latent|index_key)_cache$")
@@ -66,7 +66,7 @@ def _kept_in(captured: Capture, caches: list[int], element_bytes: Fraction) -> C
     return replace(captured, graph=changed, program=replace(program, graph=changed))
 
 
-def _distinct(call: Call, program: Program) -> Iterable[tuple[int, Layout]]:
+def _distinct(call: Call, program: Program) -> Iterable[tuple[int, StridedLayout]]:
     """Returns the views that a call reads, each once, as `bytes_accessed` counts them."""
     refs = dict.fromkeys(_refs((call.args, *call.kwargs.values())))
     return [(ref.value, ref.layout or program.layouts[ref.value]) for ref in refs]
@@ -80,7 +80,7 @@ def _refs(item: Any) -> Iterator[Ref]:
             yield from _refs(part)
 
 
-def _view_bytes(layout: Layout) -> int:
+def _view_bytes(layout: StridedLayout) -> int:
     sizes = (size for size, stride in zip(layout.size, layout.stride, strict=True) if stride or size == 1)
     return math.prod(sizes) * layout.dtype.itemsize
 

@@ -9,7 +9,7 @@ from gdp.graph.write_after_read import write_after_read
 from gdp.models.names import UniqueNames
 from gdp.models.pytorch.program import Program, Ref, StepSource
 from gdp.models.pytorch.recorder import OpRecord, Recorder, ValueRecord
-from gdp.models.pytorch.strides import Layout, part_layout
+from gdp.models.pytorch.strides import StridedLayout, part_layout
 
 
 def assemble(
@@ -102,8 +102,8 @@ class _Tensors:
 
     def __init__(self, recorder: Recorder, records: list[OpRecord], numbers: Mapping[OpRecord, int]) -> None:
         self.values, self.records, self.numbers = recorder.values, records, numbers
-        self.consumers: dict[int, dict[Layout | None, set[int]]] = defaultdict(lambda: defaultdict(set))
-        self.kept: set[tuple[int, Layout | None]] = set()
+        self.consumers: dict[int, dict[StridedLayout | None, set[int]]] = defaultdict(lambda: defaultdict(set))
+        self.kept: set[tuple[int, StridedLayout | None]] = set()
         for record in records:
             for value, layouts in record.reads.items():
                 for layout in self._parts(value, layouts):
@@ -119,9 +119,9 @@ class _Tensors:
         self.consumers[ref.value][part].update(())
         self.kept.add((ref.value, part))
 
-    def keys(self) -> list[tuple[int, Layout | None]]:
+    def keys(self) -> list[tuple[int, StridedLayout | None]]:
         """Returns (value, part) of each tensor: the whole before its parts, in the order of ops."""
-        keys: list[tuple[int, Layout | None]] = []
+        keys: list[tuple[int, StridedLayout | None]] = []
         for record in self.records:
             for value in record.outputs:
                 parts = self.consumers.get(value, {})
@@ -151,12 +151,12 @@ class _Tensors:
             )
         return rows
 
-    def _parts(self, value: int, layouts: Iterable[Layout | None]) -> list[Layout | None]:
+    def _parts(self, value: int, layouts: Iterable[StridedLayout | None]) -> list[StridedLayout | None]:
         """Returns the tensors that an op needs for these views of a value: the whole, or parts that are smaller
         together.
         """
         record = self.values[value]
-        parts: dict[Layout | None, int] = {}  # in the order read, so that equal captures number tensors equally
+        parts: dict[StridedLayout | None, int] = {}  # in the order read, so that equal captures number tensors equally
         for layout in layouts:
             part = None if layout is None or layout.dtype != record.layout.dtype else part_layout(layout)
             if part is None:
@@ -165,7 +165,7 @@ class _Tensors:
         return list(parts) if sum(parts.values()) < record.num_bytes else [None]
 
 
-def _part_bytes(part: Layout, whole: ValueRecord) -> int:
+def _part_bytes(part: StridedLayout, whole: ValueRecord) -> int:
     """Returns the bytes of a part; of a weight that is stored in fewer bits, its share of them."""
     num_bytes, in_full = (math.prod(layout.size) * layout.dtype.itemsize for layout in (part, whole.layout))
     return num_bytes if in_full <= whole.num_bytes else -(-num_bytes * whole.num_bytes // in_full)

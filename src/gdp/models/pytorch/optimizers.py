@@ -17,7 +17,7 @@ from torch.optim._adafactor import adafactor
 
 from gdp.errors import InputError
 from gdp.models.pytorch.program import Call, Ref
-from gdp.models.pytorch.strides import Layout
+from gdp.models.pytorch.strides import StridedLayout
 
 aten = torch.ops.aten
 Widened = Callable[[], int]
@@ -35,7 +35,7 @@ class StatePart:
     """A tensor that an optimizer keeps for a parameter: zero before the first step, or a copy of the parameter."""
 
     key: str  # as in the state of `torch.optim`
-    layout: Layout
+    layout: StridedLayout
     is_copy: bool = False
 
     @property
@@ -52,18 +52,18 @@ class UpdateRule:
     kind: str = "aten._fused_sgd_"  # of the ops
     options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the kernel
 
-    def state(self, weight: Layout) -> list[StatePart]:
+    def state(self, weight: StridedLayout) -> list[StatePart]:
         """Returns the tensors kept for a parameter, in the order that `calls` takes them."""
         return [StatePart("momentum_buffer", dense(weight))] if self.options["momentum"] else []
 
-    def flops(self, weight: Layout) -> int:
+    def flops(self, weight: StridedLayout) -> int:
         """Returns the floating point operations of an update."""
         # scale, subtract; momentum: scale, add; Nesterov: scale, add; decay: scale, add
         return (2 + 2 * sum(bool(self.options[key]) for key in ("momentum", "nesterov", "weight_decay"))) * numel(
             weight
         )
 
-    def bytes_accessed(self, weight: Layout, gradient: Layout) -> int:
+    def bytes_accessed(self, weight: StridedLayout, gradient: StridedLayout) -> int:
         """Returns the bytes of an update: weight and state are read and written once, the gradient is read."""
         return num_bytes(gradient) + 2 * num_bytes(weight) + 2 * sum(part.num_bytes for part in self.state(weight))
 
@@ -85,13 +85,13 @@ class AdamRule(UpdateRule):
 
     __slots__ = ()
 
-    def state(self, weight: Layout) -> list[StatePart]:
+    def state(self, weight: StridedLayout) -> list[StatePart]:
         """Returns two moments, with AMSGrad the largest second one, and the number of steps."""
         keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(self.options["amsgrad"])
-        count = StatePart(COUNT, Layout((), (), 0, torch.float32))
+        count = StatePart(COUNT, StridedLayout((), (), 0, torch.float32))
         return [*(StatePart(key, dense(weight)) for key in keys), count]
 
-    def flops(self, weight: Layout) -> int:
+    def flops(self, weight: StridedLayout) -> int:
         """Returns 13 for each element, 2 more with weight decay, 1 more with AMSGrad."""
         # mean m + a (g - m) 3; square b v + (1 - b) g g 4; root, over correction, plus eps 3; divide, scale, subtract 3
         return (13 + 2 * bool(self.options["weight_decay"]) + bool(self.options["amsgrad"])) * numel(weight)
@@ -109,26 +109,26 @@ class AdafactorRule(UpdateRule):
 
     __slots__ = ()
 
-    def state(self, weight: Layout) -> list[StatePart]:
+    def state(self, weight: StridedLayout) -> list[StatePart]:
         """Returns row and column factors of matrices, and of stacks of matrices; the second moment of vectors."""
         size, dtype = weight.size, weight.dtype
         if len(size) < 2:
-            return [StatePart("variance", dense(weight)), StatePart(COUNT, Layout((), (), 0, torch.float32))]
+            return [StatePart("variance", dense(weight)), StatePart(COUNT, StridedLayout((), (), 0, torch.float32))]
         rows, columns = (*size[:-1], 1), (*size[:-2], 1, size[-1])
         return [
             StatePart("row_var", contiguous(rows, dtype)),
             StatePart("col_var", contiguous(columns, dtype)),
-            StatePart(COUNT, Layout((), (), 0, torch.float32)),
+            StatePart(COUNT, StridedLayout((), (), 0, torch.float32)),
         ]
 
-    def flops(self, weight: Layout) -> int:
+    def flops(self, weight: StridedLayout) -> int:
         """Returns 15 for each element of a matrix, 13 of a vector; factors are left out."""
         # norms of weight, rows, columns and update 8; outer product 2; clamp, root, scale 3; scale, add 2
         # or norms of weight and update 4; square 1; average 3; clamp, root, scale 3; scale, add 2
         decay = 2 if self.options["weight_decay"] else 0
         return ((15 if len(weight.size) > 1 else 13) + decay) * numel(weight)
 
-    def bytes_accessed(self, weight: Layout, gradient: Layout) -> int:
+    def bytes_accessed(self, weight: StridedLayout, gradient: StridedLayout) -> int:
         """Returns the bytes of PyTorch's loop, in passes over memory of the parameter's size; factors are left out."""
         # read the weight 1, the gradient 2; outer product 1; clamp 2, root 2, scale 3, norm 1, add 3
         # or read the weight 1; square 2; average 3, copy 2; clamp 2, root 2, scale 3, norm 1, add 3
@@ -154,7 +154,7 @@ class EightBitAdamRule(UpdateRule):
 
     __slots__ = ()
 
-    def state(self, weight: Layout) -> list[StatePart]:
+    def state(self, weight: StridedLayout) -> list[StatePart]:
         """Returns two moments and their scales."""
         if numel(weight) < _MIN_8BIT_ELEMENTS:
             return [StatePart(key, dense(weight._replace(dtype=torch.float32))) for key in ("state1", "state2")]
@@ -162,7 +162,7 @@ class EightBitAdamRule(UpdateRule):
         moments = [StatePart(key, dense(weight._replace(dtype=torch.uint8))) for key in ("state1", "state2")]
         return [*moments, StatePart("absmax1", scales), StatePart("absmax2", scales)]
 
-    def flops(self, weight: Layout) -> int:
+    def flops(self, weight: StridedLayout) -> int:
         """Returns those of Adam, and for each moment a product to read it, a maximum and a quotient to write it."""
         quantising = 6 if numel(weight) >= _MIN_8BIT_ELEMENTS else 0
         return (13 + 2 * bool(self.options["weight_decay"]) + quantising) * numel(weight)
@@ -201,16 +201,16 @@ class MasterWeights:
         """Returns why the update cannot be executed; "" if it can be."""
         return self.rule.refusal
 
-    def state(self, weight: Layout) -> list[StatePart]:
+    def state(self, weight: StridedLayout) -> list[StatePart]:
         """Returns the copy, then the state of the rule for a float32 parameter."""
         master = dense(weight._replace(dtype=torch.float32))
         return [StatePart(MASTER, master, is_copy=True), *self.rule.state(master)]
 
-    def flops(self, weight: Layout) -> int:
+    def flops(self, weight: StridedLayout) -> int:
         """Returns the operations of the rule, and two conversions."""
         return self.rule.flops(weight) + 2 * numel(weight)
 
-    def bytes_accessed(self, weight: Layout, gradient: Layout) -> int:
+    def bytes_accessed(self, weight: StridedLayout, gradient: StridedLayout) -> int:
         """Returns the bytes of the rule on the copy, and those of the parameter written."""
         return self.rule.bytes_accessed(weight._replace(dtype=torch.float32), gradient) + num_bytes(weight)
 
@@ -228,23 +228,23 @@ class MasterWeights:
 Rule = UpdateRule | MasterWeights
 
 
-def dense(layout: Layout) -> Layout:
+def dense(layout: StridedLayout) -> StridedLayout:
     """Returns `layout` at the start of memory of its own."""
     return layout._replace(offset=0)
 
 
-def contiguous(size: tuple[int, ...], dtype: torch.dtype) -> Layout:
+def contiguous(size: tuple[int, ...], dtype: torch.dtype) -> StridedLayout:
     """Returns the layout of a contiguous tensor."""
     strides = tuple(math.prod(max(length, 1) for length in size[axis + 1 :]) for axis in range(len(size)))
-    return Layout(size, strides, 0, dtype)
+    return StridedLayout(size, strides, 0, dtype)
 
 
-def numel(layout: Layout) -> int:
+def numel(layout: StridedLayout) -> int:
     """Returns the number of elements."""
     return math.prod(layout.size)
 
 
-def num_bytes(layout: Layout) -> int:
+def num_bytes(layout: StridedLayout) -> int:
     """Returns the bytes of the elements."""
     return numel(layout) * layout.dtype.itemsize
 

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.pytorch.routine import Routine
-from gdp.models.pytorch.strides import Layout, empty, view_of
+from gdp.models.pytorch.strides import StridedLayout, empty, view_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Ref:
     """An argument: a value as its op made it (`layout` None), or a view of it."""
 
     value: int
-    layout: Layout | None = None
+    layout: StridedLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class StepSource:
 
     kind: str  # parameter, buffer, input
     tensor: int
-    views: Mapping[str, Layout]  # by name: tied parameters are several names of one memory
+    views: Mapping[str, StridedLayout]  # by name: tied parameters are several names of one memory
     constant: Tensor | None = None  # content of a buffer that no module holds
 
 
@@ -75,8 +75,8 @@ class Program:
     inputs_of: tuple[tuple[int, ...], ...]  # [N] tensors with content that the op consumes
     outputs_of: tuple[tuple[int, ...], ...]  # [N] tensors with content that the op produces
     tensor_values: tuple[int, ...]  # [T] -1: a control tensor, nothing to ship
-    tensor_layouts: tuple[Layout | None, ...]  # [T] None: the whole value; else the part that a view covers
-    layouts: Mapping[int, Layout]  # of each value, as it was made
+    tensor_layouts: tuple[StridedLayout | None, ...]  # [T] None: the whole value; else the part that a view covers
+    layouts: Mapping[int, StridedLayout]  # of each value, as it was made
     sources: Mapping[int, StepSource]  # by op
     private: Mapping[int, tuple[int, ...]]  # by op: optimizer state, kept between steps
     outputs: Mapping[str, Ref]  # the model's, by name

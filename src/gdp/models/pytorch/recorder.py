@@ -33,7 +33,7 @@ from gdp.models.pytorch.optimizers import Rule, StatePart
 from gdp.models.pytorch.program import Call, Ref
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
-from gdp.models.pytorch.strides import Layout
+from gdp.models.pytorch.strides import StridedLayout
 from gdp.models.pytorch.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
 from gdp.models.stored_weights import StoredWeight
 
@@ -54,7 +54,7 @@ class OpRecord:
     phase: str
     name: str = ""  # "": to be made from module and kind
     calls: list[Call] = field(default_factory=list)
-    reads: dict[int, dict[Layout | None, None]] = field(default_factory=dict)
+    reads: dict[int, dict[StridedLayout | None, None]] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
     overwrites: list[int] = field(default_factory=list)  # values whose earlier readers come first
     owners: list["OpRecord"] = field(default_factory=list)  # sources with memory on the same device
@@ -64,7 +64,7 @@ class OpRecord:
     resident_bytes: int = 0
     dtype: str = "float32"
     source: str = ""  # parameter, buffer, input or ""
-    views: dict[str, Layout] = field(default_factory=dict)
+    views: dict[str, StridedLayout] = field(default_factory=dict)
     constant: Tensor | None = None
 
 
@@ -73,7 +73,7 @@ class ValueRecord:
     """The content of a memory between two writes."""
 
     producer: OpRecord
-    layout: Layout
+    layout: StridedLayout
     num_bytes: int
     owner: OpRecord | None  # the source whose resident memory it is in
     readers: list[OpRecord] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             itemsize = tensor.element_size()
             whole = layout
             if tensor.numel() * itemsize != num_bytes or layout.offset:
-                whole = Layout((num_bytes // itemsize,), (1,), 0, tensor.dtype)
+                whole = StridedLayout((num_bytes // itemsize,), (1,), 0, tensor.dtype)
             elif name in self.stored:
                 self._stored_memories[storage._cdata] = self.stored[name]
                 num_bytes = self.stored[name].num_bytes
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.covered[how] += 1
         record = OpRecord(len(self.records), traits.kind, module, self.phase, calls=calls, flops=flops)
-        distinct: dict[tuple[int, Layout | None], Tensor] = {}
+        distinct: dict[tuple[int, StridedLayout | None], Tensor] = {}
         for ref, tensor in read:
             distinct.setdefault((ref.value, ref.layout), tensor)
             record.reads.setdefault(ref.value, {})[ref.layout] = None
@@ -588,8 +588,8 @@ def _has_real(item: Any) -> bool:
     return isinstance(item, (list, tuple)) and any(map(_has_real, item))
 
 
-def _layout(tensor: Tensor) -> Layout:
-    return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+def _layout(tensor: Tensor) -> StridedLayout:
+    return StridedLayout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 def _dtype_name(tensors: Iterable[Tensor]) -> str:

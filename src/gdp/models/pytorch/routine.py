@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gdp.models.pytorch.replacements import function_for
-from gdp.models.pytorch.strides import Layout, as_recorded, compact_strides, empty, part_layout, view_of
+from gdp.models.pytorch.strides import StridedLayout, as_recorded, compact_strides, empty, part_layout, view_of
 
 if TYPE_CHECKING:
     from gdp.models.pytorch.program import Call, Program, Ref
@@ -29,7 +29,7 @@ class Routine:
     def __init__(self, program: "Program", op: int, device: torch.device | None = None) -> None:
         self.program, self.device = program, device
         self._values: dict[int, int] = {}  # slot of each value that is whole
-        self._parts: dict[int, dict[Layout | None, int]] = {}  # slot of each part of a value
+        self._parts: dict[int, dict[StridedLayout | None, int]] = {}  # slot of each part of a value
         self._num_slots = 0
         self._inputs = [(tensor, self._add_input(tensor)) for tensor in program.inputs_of[op]]
         self._private = [(value, self._new_slot(value)) for value in program.private.get(op, ())]
@@ -77,11 +77,11 @@ class Routine:
         self._num_slots += 1
         return slot
 
-    def made_by(self, call: "Call") -> list[tuple[int, Layout] | None]:
+    def made_by(self, call: "Call") -> list[tuple[int, StridedLayout] | None]:
         """Returns, for each tensor that `call` returns, the slot to keep it in and its layout, or None."""
         for old, new in call.writes:
             self._values[new] = self._values[old]
-        made: list[tuple[int, Layout] | None] = []
+        made: list[tuple[int, StridedLayout] | None] = []
         for value in call.outputs:
             is_new = value >= 0 and value not in self._values
             made.append((self._new_slot(value), self.program.layouts[value]) if is_new else None)

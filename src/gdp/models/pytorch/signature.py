@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gdp.models.pytorch.program import Call, Program, Ref
-from gdp.models.pytorch.strides import Layout
+from gdp.models.pytorch.strides import StridedLayout
 
 LIBRARY = f"torch {torch.__version__}"
 """The library whose kernels a time was measured with."""
@@ -42,11 +42,11 @@ def _argument(program: Program, item: Any) -> str:
     if isinstance(item, (list, tuple)):
         return f"[{', '.join(_argument(program, part) for part in item)}]"
     if isinstance(item, Tensor):
-        return _layout(Layout(tuple(item.shape), item.stride(), 0, item.dtype))
+        return _layout(StridedLayout(tuple(item.shape), item.stride(), 0, item.dtype))
     return str(item)
 
 
-def _layout(layout: Layout) -> str:
+def _layout(layout: StridedLayout) -> str:
     text = f"{str(layout.dtype).removeprefix('torch.')}{list(layout.size)}"
     dense, step = [], 1
     for size in reversed(layout.size):

@@ -1,4 +1,4 @@
-"""Layout: the place of a tensor in its memory, and the views and copies made from it."""
+"""StridedLayout: the place of a tensor in its memory, and the views and copies made from it."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Layout(NamedTuple):
+class StridedLayout(NamedTuple):
     """The place of a tensor in its memory, in elements of `dtype`."""
 
     size: tuple[int, ...]
@@ -15,7 +15,7 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
-def empty(layout: Layout, device: torch.device | None = None, *, is_pinned: bool = False) -> Tensor:
+def empty(layout: StridedLayout, device: torch.device | None = None, *, is_pinned: bool = False) -> Tensor:
     """Returns uninitialised memory of this layout; if pinned, a GPU copies from and to it while the host goes on."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
     num_elements = layout.offset + (span if 0 not in layout.size else 0)
@@ -35,7 +35,7 @@ def fill(memory: Tensor, content: Tensor, *, non_blocking: bool = False) -> Tens
     return memory.copy_(content, non_blocking=non_blocking)
 
 
-def view_of(whole: Tensor, made: Layout, view: Layout | None) -> Tensor:
+def view_of(whole: Tensor, made: StridedLayout, view: StridedLayout | None) -> Tensor:
     """Returns the part `view` of the memory of `whole`, which was made with the layout `made`; None is all of it."""
     if view is None or view == made:
         return whole
@@ -45,7 +45,7 @@ def view_of(whole: Tensor, made: Layout, view: Layout | None) -> Tensor:
     return empty_view.set_(whole.untyped_storage(), view.offset, view.size, view.stride)
 
 
-def part_layout(view: Layout) -> Layout | None:
+def part_layout(view: StridedLayout) -> StridedLayout | None:
     """Returns the memory that `view` covers, in the fewest dimensions, outermost first; None if it overlaps itself.
 
     Views of one part with different shapes (a chunk, the chunk split into heads) have the same `part_layout`.
@@ -60,10 +60,12 @@ def part_layout(view: Layout) -> Layout | None:
             merged[-1] = (stride, merged[-1][1] * size)
         else:
             merged.append((stride, size))
-    return Layout(tuple(size for _, size in merged), tuple(stride for stride, _ in merged), view.offset, view.dtype)
+    return StridedLayout(
+        tuple(size for _, size in merged), tuple(stride for stride, _ in merged), view.offset, view.dtype
+    )
 
 
-def compact_strides(view: Layout, part: Layout) -> tuple[int, ...]:
+def compact_strides(view: StridedLayout, part: StridedLayout) -> tuple[int, ...]:
     """Returns the strides of `view` in a contiguous copy of the `part` that it covers."""
     compact, step = {}, 1
     for size, stride in zip(reversed(part.size), reversed(part.stride), strict=True):
@@ -79,7 +81,7 @@ def compact_strides(view: Layout, part: Layout) -> tuple[int, ...]:
     return tuple(stride_in_copy(size, stride) for size, stride in zip(view.size, view.stride, strict=True))
 
 
-def as_recorded(tensor: Tensor, layout: Layout) -> Tensor:
+def as_recorded(tensor: Tensor, layout: StridedLayout) -> Tensor:
     """Returns `tensor` in the layout of the capture, from which views are made; other kernels may differ."""
     if tensor.stride() == layout.stride or tuple(tensor.shape) != layout.size:
         return tensor

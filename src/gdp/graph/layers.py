@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gdp.graph import Graph
+from gdp.graph.graph import Graph
 
 _SOURCES = ("parameter", "buffer", "constant", "input")  # they stand first in a graph, whichever layer reads them
 _NUMBERED = re.compile(r"(?:^|(?<=\.))([0-9]{1,9})(?=\.|$)")

@@ -3,7 +3,7 @@
 import pytest
 
 from gdp.graph import Graph, Op
-from gdp.report.layers import LayerPaths
+from gdp.graph.layers import LayerPaths
 
 _CASES = {
     "two lists": (

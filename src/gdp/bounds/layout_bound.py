@@ -1,0 +1,63 @@
+"""A bound on the step time of any layout of a batch: replicas, micro-batches, ZeRO, recomputation, any placement.
+
+However a batch is cut, its flops are computed and each op reads and writes at least what it does for the whole batch.
+Shared out over devices, without launches, transfers or one op waiting for another, the work takes at least
+
+    T >= sum over ops of min over devices of y[d] * time[op, d]        for any weights y >= 0 that sum to 1
+
+where time[op, d] is the larger of flops and bytes at the device's rates: pieces of an op sum to at least that. N ops, D
+devices.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from gdp.arrays import F64, I64
+from gdp.cluster import Cluster
+from gdp.graph import Graph
+from gdp.graph.microbatches import shared_ops
+from gdp.simulator.costs import op_times
+
+_ROUNDS = 60  # of the ascent over weights
+
+
+def layout_bound(steps: Mapping[int, Graph], cluster: Cluster) -> int:
+    """Returns the ns that no layout takes less than on `cluster`.
+
+    `steps` has the step of 1/K of the batch by K; the whole batch is K of them, with one update, and the least of all
+    counts, since a small part may have other kernels. Measured times of ops say nothing about parts of them: with any,
+    the bound is 0.
+    """
+    if any(any(graph.times_ns) for graph in steps.values()):
+        return 0
+    return min(_shared_out(_work_ns(graph, num_parts, cluster)) for num_parts, graph in steps.items())
+
+
+def _work_ns(graph: Graph, num_parts: int, cluster: Cluster) -> I64:
+    """Returns the work [N, D] of all parts, without launches."""
+    launches = np.array([device.launch_ns for device in cluster.devices], np.int64)
+    times = op_times(graph, cluster)
+    work_ns = np.maximum(times - np.where(times > 0, launches, 0) - 1, 0)  # rounded up once: less than 1 ns
+    _, is_update = shared_ops(graph)
+    return np.asarray(np.where(is_update[:, None], work_ns, work_ns * num_parts), np.int64)
+
+
+def _shared_out(work_ns: I64) -> int:
+    """Returns the least load of the most loaded device, from below, over all ways to share `work_ns` [N, D] out."""
+    rates = 1.0 / np.maximum(work_ns.sum(axis=0), 1)
+    weights = rates / rates.sum()
+    best = 0.0
+    for turn in range(_ROUNDS):
+        best = max(best, _value(work_ns, weights))
+        chosen = np.argmin(work_ns * weights, axis=1)
+        loads = np.bincount(chosen, work_ns[np.arange(len(work_ns)), chosen], work_ns.shape[1])
+        step = 0.5 / (turn + 1)
+        weights = weights * np.exp(step * (loads / max(loads.max(), 1.0) - 1.0))
+        weights /= weights.sum()
+    return math.floor(best * (1 - 1e-9))
+
+
+def _value(work_ns: I64, weights: F64) -> float:
+    return float((work_ns * weights).min(axis=1).sum())

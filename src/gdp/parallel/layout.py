@@ -1,0 +1,151 @@
+"""Layouts: how one step is cut over devices, in the words of `--parallel`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gdp.errors import InputError, suggest
+from gdp.graph.microbatches import check_count
+
+MAX_REPLICAS = 64  # as many as there may be devices
+NONE, BLOCKS = "none", "blocks"  # what is recomputed
+_KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute")
+_HELP = "such as data=4,microbatches=8,zero=1,recompute=blocks,stages=2"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Cuts a step into replicas of the model and micro-batches; R replicas.
+
+    All micro-batches have the same number of samples: the batch is cut into `num_parts`. `stages` is a constraint on
+    the placement: the blocks of a replica lie on so many devices in order. InputError for numbers that make no sense.
+    """
+
+    microbatches: tuple[int, ...] = (1,)  # [R] of each replica
+    zero: int = 0  # 1: optimizer state is cut over replicas, 2: gradients as well, 3: parameters as well
+    recompute: str | tuple[str, ...] = NONE  # NONE, BLOCKS, or paths of modules
+    stages: int | None = None  # None: ops are placed freely
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.data <= MAX_REPLICAS:
+            raise InputError(f"data is {self.data}; 1 to {MAX_REPLICAS} replicas are expected")
+        for count in self.microbatches:
+            check_count(count, "microbatches")
+        if self.zero not in (0, 1, 2, 3):
+            raise InputError(f"zero is {self.zero}; 0, 1, 2 or 3 is expected")
+        if self.zero and self.data == 1:
+            raise InputError(f"zero={self.zero} cuts state over replicas, and there is one; add data=2 or more")
+        if self.zero == 3 and not self.is_even:
+            raise InputError("zero=3 gathers parameters for all replicas at once; give each as many micro-batches")
+        if self.stages is not None and self.stages < 1:
+            raise InputError(f"stages is {self.stages}; at least 1 is expected")
+
+    @property
+    def data(self) -> int:
+        """The number of replicas."""
+        return len(self.microbatches)
+
+    @property
+    def num_parts(self) -> int:
+        """The number of micro-batches of all replicas, into which the batch is cut."""
+        return sum(self.microbatches)
+
+    @property
+    def is_even(self) -> bool:
+        """True if all replicas have as many micro-batches."""
+        return len(set(self.microbatches)) == 1
+
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing is cut: the step as captured."""
+        return self == Layout(stages=self.stages)
+
+    def document(self) -> dict[str, Any]:
+        """Returns the layout as in `--json` and in plan files."""
+        counts = self.microbatches
+        return {
+            "data": self.data,
+            "tensor": 1,
+            "stages": self.stages,
+            "microbatches": counts[0] if self.is_even else list(counts),
+            "zero": self.zero,
+            "recompute": self.recompute if isinstance(self.recompute, str) else list(self.recompute),
+        }
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> "Layout":
+        """Returns the layout that `document` describes; InputError for anything else."""
+        try:
+            counts, modules = document["microbatches"], document["recompute"]
+            if document["tensor"] != 1:
+                raise InputError(f"layout: tensor is {document['tensor']!r}; 1 is expected")
+            return cls(
+                tuple(map(int, counts)) if isinstance(counts, list) else (int(counts),) * int(document["data"]),
+                int(document["zero"]),
+                modules if isinstance(modules, str) else tuple(map(str, modules)),
+                None if document["stages"] is None else int(document["stages"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"layout: {dict(document)!r} is none; {_HELP} makes one") from None
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Reads `data=4,microbatches=8`; unequal counts are `microbatches=3:1:1`, modules `recompute=encoder:head`.
+
+        InputError, with the remedy, for anything else.
+        """
+        values: dict[str, str] = {}
+        for part in text.split(","):
+            key, equals, value = part.strip().partition("=")
+            if not equals or not value:
+                raise InputError(f"--parallel: {part.strip()!r} is no KEY=VALUE; auto, none or {_HELP} is expected")
+            if key not in _KEYS:
+                raise InputError(f"--parallel: {key!r} is unknown; {suggest(key, _KEYS)}")
+            if key in values:
+                raise InputError(f"--parallel: {key} is given twice; leave one out")
+            values[key] = value
+        if _integer(values, "tensor", 1) != 1:
+            raise InputError("--parallel: tensor parallelism is not supported; leave tensor out")
+        counts = tuple(_number("microbatches", item) for item in values.get("microbatches", "1").split(":"))
+        data = _integer(values, "data", len(counts))
+        if not 1 <= data <= MAX_REPLICAS:
+            raise InputError(f"--parallel: data is {data}; 1 to {MAX_REPLICAS} replicas are expected")
+        if len(counts) not in (1, data):
+            raise InputError(
+                f"--parallel: microbatches has {len(counts)} numbers for {data} replicas; one, or one each, is expected"
+            )
+        recompute = values.get("recompute", NONE)
+        try:
+            return cls(
+                counts if len(counts) == data else counts * data,
+                _integer(values, "zero", 0),
+                recompute if recompute in (NONE, BLOCKS) else tuple(recompute.split(":")),
+                _integer(values, "stages", 0) if "stages" in values else None,
+            )
+        except InputError as error:
+            raise InputError(f"--parallel: {error}") from None
+
+    def __str__(self) -> str:
+        """Returns the layout as `--parallel` takes it: `data=4,microbatches=2,zero=1`; `none` for the whole step."""
+        counts = self.microbatches
+        parts = [f"data={self.data}"] if self.data > 1 else []
+        parts += [f"stages={self.stages}"] if self.stages is not None else []
+        parts += [f"microbatches={':'.join(map(str, counts[:1] if self.is_even else counts))}"] * (max(counts) > 1)
+        parts += [f"zero={self.zero}"] if self.zero else []
+        if self.recompute != NONE:
+            modules = self.recompute
+            parts.append(f"recompute={modules if isinstance(modules, str) else ':'.join(modules)}")
+        return ",".join(parts) or NONE
+
+
+def _integer(values: Mapping[str, str], key: str, default: int) -> int:
+    return _number(key, values[key]) if key in values else default
+
+
+def _number(key: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise InputError(f"--parallel: {key} is {text!r}; a whole number is expected")
+    return int(text)

@@ -1,0 +1,183 @@
+"""Arrangements: layouts on devices. Which ones a batch and a machine allow.
+
+4 equal cards    data=4   [0] [1] [2] [3]        a replica a card
+                 data=2   [0 1] [2 3]            each replica in two places: a pipeline, or ops side by side
+                 data=1   [0 1 2 3]
+unequal cards    data=3, microbatches=3:1:1      in proportion to speed
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+
+from gdp.arrays import F64, I64
+from gdp.errors import InputError
+from gdp.parallel.layout import Layout
+
+_SLOWEST = 0.02  # of the fastest device's speed: slower ones, such as CPUs beside cards, hold no replicas
+_MOST_MICROBATCHES = 64  # a replica; more pay for their launches
+_MICROBATCHES_A_PLACE = (1, 2, 4, 8, 16)  # of a pipeline: the bubble is 1/2 to 1/17 of the step
+_SPLITS = 6  # ways to share a batch out over unequal devices
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A layout, and the devices of each replica in the order of its places; R replicas, P places."""
+
+    layout: Layout
+    devices: tuple[tuple[int, ...], ...]  # [R][P]
+
+    @property
+    def num_places(self) -> int:
+        """The number of devices of a replica."""
+        return len(self.devices[0])
+
+    @property
+    def all_devices(self) -> tuple[int, ...]:
+        """The devices that are used."""
+        return tuple(chain.from_iterable(self.devices))
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """What a choice of layouts knows about devices. D devices."""
+
+    time_ns: F64  # [D] of the whole step on the device alone
+    kinds: I64  # [D] equal for devices that are alike, whose memory is too
+
+    @property
+    def usable(self) -> list[int]:
+        """The devices that are fast enough to hold replicas, the faster ones first, else by number."""
+        order = np.lexsort((np.arange(len(self.time_ns)), self.time_ns))
+        return [int(d) for d in order if self.time_ns[d] * _SLOWEST <= self.time_ns.min()]
+
+    def alike(self, devices: list[int]) -> bool:
+        """Returns whether all of `devices` are of one kind."""
+        return len({int(self.kinds[device]) for device in devices}) == 1
+
+
+def arrangements(machine: Machine, batch_size: int) -> list[Arrangement]:
+    """Returns what the devices and a batch of `batch_size` samples allow, without ZeRO and recomputation.
+
+    The whole step in one replica without micro-batches, which is op placement, is none of them.
+    """
+    usable = machine.usable
+    found: dict[Arrangement, None] = {}
+    for count in _counts(len(usable)):
+        devices = sorted(usable[:count])
+        ways = _even(machine, devices, batch_size) if count > 1 else iter(())
+        if count > 1 and (not machine.alike(devices) or batch_size % count):
+            ways = chain(ways, _in_proportion(machine, devices, batch_size))
+        found |= dict.fromkeys(ways)
+    return list(found)
+
+
+def forced(machine: Machine, layout: Layout, batch_size: int) -> list[Arrangement]:
+    """Returns the ways to put `layout` on the devices; InputError where there is none.
+
+    A layout with unequal micro-batches gives the most to the fastest device, whatever the order of its numbers is.
+    """
+    usable = machine.usable
+    places = layout.stages
+    if layout.data * (places or 1) > len(usable):
+        what = f"{layout.data} replicas" + ("" if places is None else f" of {places} stages each")
+        raise InputError(f"--parallel: {what} on {len(usable)} devices; take fewer, or give more devices")
+    if not layout.is_even:
+        if places not in (None, 1):
+            raise InputError("--parallel: unequal micro-batches are for replicas of one device each; leave stages out")
+        return [Arrangement(layout, tuple((device,) for device in usable[: layout.data]))]
+    found = [
+        Arrangement(layout, groups)
+        for size in ([places] if places else range(len(usable) // layout.data, 0, -1))
+        for groups in _groups(machine, sorted(usable[: size * layout.data]), layout.data)
+    ]
+    if not found:
+        raise InputError(
+            f"--parallel: {len(usable)} devices have no {layout.data} groups that are alike; take another data="
+        )
+    return found
+
+
+def _counts(num_devices: int) -> list[int]:
+    """Returns the numbers of devices to use: all, and halves of it."""
+    counts = {num_devices, num_devices // 2, num_devices // 4}
+    return sorted((count for count in counts if count > 0), reverse=True)
+
+
+def _even(machine: Machine, devices: list[int], batch_size: int) -> Iterator[Arrangement]:
+    """Yields replicas that are alike, with as many micro-batches each."""
+    for data in (count for count in range(1, len(devices) + 1) if len(devices) % count == 0):
+        if batch_size % data:
+            continue
+        for groups in _groups(machine, devices, data):
+            for microbatches in _microbatches(len(groups[0]), batch_size // data):
+                if data * microbatches > 1:
+                    yield Arrangement(Layout((microbatches,) * data), groups)
+
+
+def _groups(machine: Machine, devices: list[int], data: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yields ways to cut `devices` into `data` groups of the same kinds: neighbours together, or far apart."""
+    size = len(devices) // data
+    if machine.alike(devices):
+        yield tuple(tuple(devices[start : start + size]) for start in range(0, data * size, size))
+        if size > 1 and data > 1:
+            yield tuple(tuple(devices[start::data]) for start in range(data))
+        return
+    by_kind: dict[int, list[int]] = {}
+    for device in devices:
+        by_kind.setdefault(int(machine.kinds[device]), []).append(device)
+    if any(len(same) % data for same in by_kind.values()) or data == 1:
+        if data == 1:
+            yield (tuple(devices),)
+        return
+    parts = {kind: len(same) // data for kind, same in by_kind.items()}
+    yield tuple(
+        tuple(chain.from_iterable(same[d * parts[kind] : (d + 1) * parts[kind]] for kind, same in by_kind.items()))
+        for d in range(data)
+    )
+
+
+def _microbatches(num_places: int, samples: int) -> list[int]:
+    """Returns numbers of micro-batches that divide the `samples` of a replica."""
+    if num_places == 1:
+        return [1]
+    wanted = {1, *(factor * num_places for factor in _MICROBATCHES_A_PLACE)}
+    divisors = [count for count in range(1, min(samples, _MOST_MICROBATCHES) + 1) if samples % count == 0]
+    return sorted({min(divisors, key=lambda count: abs(count - want)) for want in wanted})
+
+
+def more_microbatches(arrangement: Arrangement, batch_size: int) -> Arrangement | None:
+    """Returns the arrangement with the next larger number of micro-batches, which takes less memory; None: no more."""
+    counts, parts = arrangement.layout.microbatches, arrangement.layout.num_parts
+    for factor in range(2, _MOST_MICROBATCHES // max(counts) + 1):
+        if batch_size % (parts * factor) == 0:
+            many = tuple(factor * count for count in counts)
+            return replace(arrangement, layout=replace(arrangement.layout, microbatches=many))
+    return None
+
+
+def _in_proportion(machine: Machine, devices: list[int], batch_size: int) -> Iterator[Arrangement]:
+    """Yields replicas of one device each, with micro-batches in proportion to speed: the best few of all numbers."""
+    ways: dict[Arrangement, float] = {}
+    by_speed = sorted(devices, key=lambda device: machine.time_ns[device])
+    for parts in (count for count in range(2, min(batch_size, _MOST_MICROBATCHES) + 1) if batch_size % count == 0):
+        shares = _shared_out(machine.time_ns[by_speed], parts)
+        used = [(device, count) for device, count in zip(by_speed, shares, strict=True) if count]
+        if len(used) < 2:
+            continue
+        slowest_ns = max(machine.time_ns[device] * count / parts for device, count in used)
+        layout = Layout(tuple(count for _, count in used))
+        ways.setdefault(Arrangement(layout, tuple((device,) for device, _ in used)), float(slowest_ns))
+    best = sorted(ways, key=lambda way: (ways[way], way.layout.num_parts))
+    yield from best[:_SPLITS]
+
+
+def _shared_out(time_ns: F64, parts: int) -> list[int]:
+    """Returns how many of `parts` each device takes, so that the slowest is done as early as can be."""
+    counts = [0] * len(time_ns)
+    for _ in range(parts):  # the next one to whoever is done with it first
+        first = min(range(len(counts)), key=lambda device: (counts[device] + 1) * time_ns[device])
+        counts[first] += 1
+    return counts

@@ -1,0 +1,59 @@
+"""Parts of a batch as steps: what a model's step is with 1/K of its samples, for any K that divides the batch."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.parallel.interpolation import have_same_ops, interpolated
+
+
+class Parts:
+    """Reads steps of parts of the batch, each once; others are interpolated from two that were read."""
+
+    def __init__(self, read: Callable[[int], Graph], batch_size: int, whole: Graph | None = None) -> None:
+        """`read(K)` returns the step of 1/K of `batch_size` samples; `whole` is the one of all, if it is there."""
+        self.batch_size = batch_size
+        self._read_part = read
+        self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
+        self._near: dict[int, Graph] = {}
+
+    @property
+    def read(self) -> Mapping[int, Graph]:
+        """The steps that were read, by the number of parts."""
+        return MappingProxyType(self._exact)
+
+    def exact(self, num_parts: int) -> Graph:
+        """Returns the step of one of `num_parts`, as captured. InputError if they would differ in size."""
+        self.check(num_parts)
+        if num_parts not in self._exact:
+            self._exact[num_parts] = self._read_part(num_parts)
+        return self._exact[num_parts]
+
+    def near(self, num_parts: int) -> Graph:
+        """Returns the step of one of `num_parts`, exact where it was read and for the first two that are asked."""
+        self.check(num_parts)
+        known = self._exact.get(num_parts) or self._near.get(num_parts)
+        if known is not None:
+            return known
+        pair = sorted(self._exact)[:1] + sorted(self._exact)[-1:]
+        if len(self._exact) < 2 or not have_same_ops(self._exact[pair[0]], self._exact[pair[1]]):
+            return self.exact(num_parts)
+        sizes = [self.batch_size // parts for parts in (*pair, num_parts)]
+        graph = interpolated(self._exact[pair[0]], sizes[0], self._exact[pair[1]], sizes[1], sizes[2])
+        self._near[num_parts] = graph
+        return graph
+
+    def divides(self, num_parts: int) -> bool:
+        """Returns whether the batch has so many equal parts."""
+        return num_parts >= 1 and self.batch_size % num_parts == 0
+
+    def check(self, num_parts: int) -> None:
+        """Raises InputError, with numbers that would do, where the batch has not so many equal parts."""
+        if not self.divides(num_parts):
+            whole = [count for count in range(1, self.batch_size + 1) if self.batch_size % count == 0]
+            near = sorted(sorted(whole, key=lambda count: abs(count - num_parts))[:4])
+            raise InputError(
+                f"--parallel: a batch of {self.batch_size} has no {num_parts} equal micro-batches over all replicas; "
+                f"take {', '.join(map(str, near))}"
+            )

@@ -1,0 +1,45 @@
+"""Layouts: words to a layout and back, one line for what makes no sense."""
+
+import pytest
+
+from gdp.errors import InputError
+from gdp.parallel.layout import Layout
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data=4",
+        "data=3,microbatches=3:1:1",
+        "stages=2,microbatches=8,recompute=blocks",
+        "data=2,zero=1,recompute=a.b:c",
+    ],
+)
+def test_words_and_documents_come_back(text: str) -> None:
+    layout = Layout.parse(text)
+    assert str(layout) == text
+    assert Layout.of_document(layout.document()) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("none", "is no KEY=VALUE"),
+        ("data=0", "data is 0"),
+        ("data=x", "whole number"),
+        ("data=65", "1 to 64"),
+        ("zero=1", "there is one; add data=2"),
+        ("data=2,zero=4", "0, 1, 2 or 3"),
+        ("data=3,microbatches=2:1", "2 numbers for 3 replicas"),
+        ("data=2,microbatches=2:1,zero=3", "as many micro-batches"),
+        ("data=2,data=2", "given twice"),
+        ("dta=2", "did you mean data"),
+        ("tensor=2", "not supported"),
+        ("microbatches=0", "microbatches is 0"),
+        ("stages=0", "stages is 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(text: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem) as error:
+        Layout.parse(text)
+    assert "\n" not in str(error.value)
