@@ -17,7 +17,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models import read
-from gdp.models.hugging_face import build, kv_cache
+from gdp.models.hugging_face import build, cache_layers
 from gdp.models.model import Reading
 from gdp.models.serving import ServedStep, Serving
 from gdp.simulator.problem import Problem
@@ -312,4 +312,4 @@ def test_a_name_of_the_hub_gets_the_command_that_fetches_its_config() -> None:
 
 def test_a_room_knows_the_tokens_before_its_step() -> None:
     """A decode step adds the last token of the context; a prefill starts empty."""
-    assert (kv_cache.CacheRoom(9, True).past, kv_cache.CacheRoom(9, False).past) == (8, 0)
+    assert (cache_layers.CacheRoom(9, True).past, cache_layers.CacheRoom(9, False).past) == (8, 0)
