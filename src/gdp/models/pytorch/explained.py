@@ -45,11 +45,11 @@ def _remedy(name: str) -> str:
 
 
 def _decision_remedy(recorder: Recorder | None) -> str:
-    if recorder is not None and recorder.last_module.endswith("experts"):  # a loop over the experts that were hit
+    if recorder is not None and recorder.running.last.endswith("experts"):  # a loop over the experts that were hit
         return "multiply groups of rows instead (Transformers: experts_implementation='grouped_mm')"
     return "take that decision outside the model or from shapes"
 
 
 def _place(recorder: Recorder | None) -> str:
-    where = recorder.last_module if recorder is not None else ""
+    where = recorder.running.last if recorder is not None else ""
     return f"in module {where!r}, " if where else ""

@@ -217,7 +217,7 @@ def _record(
             recorder.name_attribute(path, tensor)
     for path, tensor in named_inputs(args, kwargs):
         recorder.add_source("input", path, tensor)
-    handles = recorder.watch(model)
+    handles = recorder.running.watch(model)
     gradients: dict[str, Ref] = {}
     loss_ref: Ref | None = None
     try:
