@@ -244,7 +244,7 @@ def test_a_layer_may_keep_its_cache_on_the_cpu_and_attend_there(tmp_path: Path) 
 DECODERS = (
     "whisper-small", "t5-base", "llama-70b", "mixtral-8x7b", "mamba-130m", "qwen3-30b-a3b", "mistral-7b", "gemma-3-27b",
     "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "phi-4", "gpt2", "qwen2.5-vl-7b", "llava-1.5-7b", "bart-large",
-    "qwen3-next-80b", "llama-4-scout",
+    "qwen3-next-80b", "llama-4-scout", "qwen3-8b", "smollm3-3b",
 )  # fmt: skip
 
 

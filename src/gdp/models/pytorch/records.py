@@ -1,4 +1,4 @@
-"""What is recorded of a step: its ops, and the values that they read and make."""
+"""The ops and values that are recorded of a step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
