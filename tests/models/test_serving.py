@@ -298,7 +298,8 @@ def test_only_transformers_models_with_a_cache_have_phases(tmp_path: Path) -> No
             read.read_model(text, Reading(training=False, serving=Serving("decode")))
     for kind, name, message in (
         ("vit", "ViTForImageClassification", "reads no tokens, so it has no cache"),
-        ("bert", "BertForMaskedLM", "its tokens attend to later ones, so it has no cache"),
+        ("clip", "CLIPModel", "CLIPModel takes no cache"),
+        ("bert", "BertModel", "its tokens attend to later ones, so it has no cache"),
     ):
         config = {"architectures": [name], "model_type": kind, "hidden_size": 24, "num_hidden_layers": 1}
         with pytest.raises(InputError, match=message):
