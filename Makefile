@@ -6,18 +6,23 @@ MODEL ?= gnmt-4
 DEVICES ?= 4xp100-pcie-16g
 BUDGET ?= 30s
 
+# where it is set, every process compiles the modules that it imports anew: 3 s of each that loads PyTorch
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 PLACING := .venv/placing
 TESTING := .venv/testing
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
-.PHONY: place test test-long lint docs clean
+.PHONY: place test test-long lint kernels docs clean
 
 place: $(PLACING)
 	@$(BIN)/gdp place $(MODEL) --devices $(DEVICES) --budget $(BUDGET)
 	@echo "The plan is in $(CURDIR)"
 
-test: lint
+# kernels are compiled on one core while the other checks types, so that the workers of tests find them
+test: $(TESTING)
+	@$(MAKE) --no-print-directory --jobs 2 lint kernels
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile
 
 test-long: $(TESTING)
@@ -28,6 +33,9 @@ lint: $(TESTING)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+kernels: $(TESTING)
+	$(BIN)/python -c 'from gdp.planning.warm_up import warm_up; warm_up(("auto", "exact", "gdp-zero-shot"))'
 
 docs: $(TESTING)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

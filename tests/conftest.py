@@ -1,7 +1,12 @@
 """What all tests share."""
 
+import os
+
 import pytest
 from hypothesis import settings
+
+# one worker a core: more threads would wait for each other, most of them in the many small models of these tests
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # time is that of the machine: no claim of these tests
 settings.register_profile("gdp", deadline=None)

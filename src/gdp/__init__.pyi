@@ -18,11 +18,15 @@ from .models.pytorch.step import Capture as Capture
 from .models.pytorch.step import capture as capture
 from .models.pytorch.step import capture_fn as capture_fn
 from .models.read import load as load
+from .parallel.layout import Layout as Layout
 from .planning.advice import Advice as Advice
 from .planning.advice import advise as advise
 from .planning.compare import Comparison as Comparison
 from .planning.compare import compare as compare
 from .report.timeline import Timeline as Timeline
+from .search.layouts.choose import Choice as Choice
+from .search.layouts.choose import choose_layout as choose_layout
+from .search.layouts.parts import Parts as Parts
 from .search.place import Progress as Progress
 from .search.place import place as place
 from .simulator.constraints import Constraints as Constraints

@@ -318,7 +318,8 @@ def test_compare_json_has_a_row_for_each_placer_with_a_time_for_each_seed(run: R
     answer = json.loads(out)
     assert [row["placer"] for row in answer["rows"]] == ["single", "auto"]
     for row in answer["rows"]:
-        assert list(row) == ["placer", "status", "step_time_ns", "step_time_ns_by_seed", "seconds", "simulations"]
+        figures = ["placer", "status", "step_time_ns", "step_time_ns_by_seed", "seconds", "simulations"]
+        assert list(row) == [*figures, "layout", "reason"]
         assert row["status"] == "ok"
         assert len(row["step_time_ns_by_seed"]) == 2
         assert min(row["step_time_ns_by_seed"]) == row["step_time_ns"] >= answer["lower_bound_ns"]
@@ -326,6 +327,31 @@ def test_compare_json_has_a_row_for_each_placer_with_a_time_for_each_seed(run: R
     assert status == 0
     assert re.search(r"^single +ok ", out, re.MULTILINE)
     assert run(*args, "--max-memory", "gpu0=1", "--max-memory", "gpu1=1")[0] == 3
+
+
+TINY = """
+import torch
+from torch import nn
+
+def training():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), (torch.zeros(8, 64),)
+"""
+
+
+def test_compare_has_a_row_with_its_layout_for_each_way_to_train(run: Run) -> None:
+    """On two equal cards DDP has a replica a card; three cards have no equal parts of 8 samples, which is said."""
+    Path("cli_tiny.py").write_text(TINY)
+    args = ["compare", "cli_tiny:training", "--placers", "single,ddp,megatron", "--budget", "100sims", "--seeds", "1"]
+    status, out, _ = run(*args, "--devices", DEVICES, "--json")
+    assert status == 0
+    rows = {row["placer"]: row for row in json.loads(out)["rows"]}
+    assert rows["ddp"]["layout"]["data"] == 2
+    assert rows["megatron"]["layout"]["stages"] in (1, 2)
+    assert rows["megatron"]["step_time_ns"] <= rows["ddp"]["step_time_ns"]
+    assert rows["single"]["layout"] is None
+    status, out, _ = run(*args, "--devices", "3xp100-pcie-16g")
+    assert status == 0
+    assert "ddp: a batch of 8 has no 3 equal parts." in out
 
 
 def test_simulate_derives_a_plans_figures_anew(run: Run) -> None:
@@ -556,6 +582,18 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
         ["accelerate-x", "accelerate-auto"],
     ),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--placers", "auto,auto"], ["each once"]),
+    (
+        ["compare", "graph.json.gz", "--devices", DEVICES, "--placers", "auto,ddp"],
+        ["--placers ddp", "graph.json.gz is a file", "name its model"],
+    ),
+    (
+        ["compare", "rnnlm-2", "--devices", DEVICES, "--placers", "ddp", "--inference"],
+        ["--placers ddp", "leave out --inference"],
+    ),
+    (
+        ["compare", "rnnlm-2", "--devices", DEVICES, "--placers", "ddp", "--microbatches", "2"],
+        ["--placers ddp", "leave out --microbatches"],
+    ),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--forbid", "conv=gpu0"], ["matches no op's kind"]),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--seeds", "0"], ["--seeds"]),
     (["capture", "graph.json.gz", "--out", "again.json"], ["is a gdp-graph file already"]),

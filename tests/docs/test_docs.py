@@ -25,8 +25,8 @@ RECORDS = [
     *sorted((DOCS / "results").glob("*.md")),
 ]  # their commands are parsed
 RUN = [page for page in PAGES if page not in RECORDS]
-LONG = {"tutorial.md", "exports.md", "models-onnx.md", "models-op-costs.md", "models-transformers.md"} | {
-    page.name for page in (DOCS / "howto").glob("*.md") if page.name != "onnx.md"
+LONG = {"exports.md", "tutorial.md"} | {
+    page.name for page in (*DOCS.glob("models-*.md"), *DOCS.glob("howto/*.md")) if page.name != "onnx.md"
 }
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?=[\s`=\]'\",):;|/]|\.\s|$)")
 OF_OTHER_TOOLS = {  # options of torchrun, vLLM, Megatron-LM and pip

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,14 @@ def test_a_file_is_read_as_it_is() -> None:
     assert read.load("graph.json.gz").name == "tiny"
 
 
-def test_a_second_run_reads_the_cache_without_importing_pytorch() -> None:
+def test_a_second_run_reads_the_cache_without_importing_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture, captured = read._capture, []
+
+    def captured_once(*args: Any) -> Any:
+        captured.append(captured[0] if captured else capture(*args))
+        return captured[0]
+
+    monkeypatch.setattr(read, "_capture", captured_once)
     first = read_model(WORKLOAD)
     (entry,) = Path("cache/gdp/graphs").iterdir()
     code = (
@@ -99,6 +107,7 @@ def test_a_second_run_reads_the_cache_without_importing_pytorch() -> None:
         entry.write_bytes(damaged)
         assert read_model(WORKLOAD).graph.fingerprint == first.graph.fingerprint
         assert entry.read_bytes() == whole
+    assert len(captured) == 5
 
 
 def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pytest.MonkeyPatch) -> None:

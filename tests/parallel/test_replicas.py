@@ -84,7 +84,7 @@ def test_buckets_close_when_they_are_full_and_do_not_cross_places() -> None:
         whole = replicated([graph] * 2, bucket_bytes=bucket_bytes)
         assert whole.kinds.count("all_reduce.done") == 2 * expected
     places = np.array([i % 4 // 2 for i in range(8)] + [1, 1, 0, 0] + [0, 0, 1, 1])
-    whole = replicated([graph] * 2, places=[places, places])
+    whole = replicated([graph] * 2, places=places)
     assert whole.kinds.count("all_reduce.done") == 4
     group = dict(zip(whole.op_names, whole.groups.tolist(), strict=True))
     assert group["w0"] == group["w1.update"] != group["w2"] == group["w3"]

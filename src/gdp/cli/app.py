@@ -18,7 +18,16 @@ import typer
 from gdp.cli.bench import bench_app
 from gdp.cli.devices import devices_app
 from gdp.cli.export import export
-from gdp.cli.inputs import build_problem, check_checkpoint, check_placers, find_rivals, read_graph, split_rivals
+from gdp.cli.inputs import (
+    build_problem,
+    check_checkpoint,
+    check_placers,
+    check_rivals,
+    find_rivals,
+    read_graph,
+    read_planned,
+    split_rivals,
+)
 from gdp.cli.options import (
     BudgetOption,
     CheckpointOption,
@@ -121,7 +130,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="A,B,...",
-            help="Placers to run. Default: the classical ones, auto, and for hf:DIR the modes of accelerate.",
+            help="Placers, and ddp, zero1, fsdp, megatron: MODEL as users train it on all accelerators. Default: the "
+            "classical placers, auto, and for hf:DIR the modes of accelerate.",
         ),
     ] = None,
     budget: BudgetOption = "30s",
@@ -146,12 +156,13 @@ def compare(
         names, rivals = split_rivals(model, placers, model_options.microbatches)
         check_placers(names)
         check_checkpoint(checkpoint, names)
+        check_rivals(rivals, model, reading)
     source = read_graph(model, reading)
     graph = source.graph
     title = f"{graph.name} on {cluster.name}"
     line, runs_left = progress.StatusLine(title), len(names) * seeds
     with progress.live(f"preparing {title}"):
-        modes = find_rivals(rivals, model, reading)
+        modes = find_rivals(rivals, model, reading, cluster, constraints)
     warm_up(names)
     from gdp.planning.compare import compare as run
     from gdp.report import console, documents
@@ -209,7 +220,7 @@ def simulate(
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
     constraints = limits.constraints(cluster)
-    source = read_graph(graph, reading)
+    source = read_planned(graph, reading, read)
     problem = build_problem(source.graph, cluster, constraints)
     warm_up(())
     from gdp.report import console, documents

@@ -259,6 +259,46 @@ def bench_execution(
     return _answer(benchmark, out, rows, json)
 
 
+@bench_app.command("parallel")
+def bench_parallel(
+    models: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Workloads and hf:CONFIG, or all thirty. Default: three.")
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="DEVICES each, or all eight. Default: two.")
+    ] = None,
+    budget: BudgetOption = "30s",
+    out: OutOption = None,
+    rows: RowsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Our choice of a layout against op placement, DDP, ZeRO 1, FSDP and Megatron's grids."""
+    from gdp.bench.parallel import ALL, DEVICES, MODELS, ParallelBenchmark
+    from gdp.budget import Budget
+
+    default = ParallelBenchmark()
+    benchmark = ParallelBenchmark(
+        budget=Budget.parse(budget),
+        models=MODELS if models == ALL else _names(models, default.models),
+        devices=DEVICES if devices == ALL else _names(devices, default.devices),
+    )
+    return _answer(benchmark, out, rows, json)
+
+
+@bench_app.command("measured")
+def bench_measured(
+    runs: Annotated[Path, typer.Option(metavar="CSV", help="Measured steps: sizes, ways to be parallel, a time.")],
+    card: Annotated[str, typer.Option(metavar="KIND", help="The cards that they ran on.")] = "a100-sxm-40g",
+    out: OutOption = None,
+    rows: RowsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Step times of GPT in given layouts, against those that others measured."""
+    from gdp.bench.measured import MeasuredBenchmark
+
+    return _answer(MeasuredBenchmark(runs=runs, card=card), out, rows, json)
+
+
 def _names(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the names in `A,B,...`."""
     return default if text is None else tuple(name.strip() for name in text.split(","))

@@ -17,6 +17,7 @@ from gdp.cli.options import (
     with_options,
 )
 from gdp.cli.shared import NOTHING_FITS, OK, fail, print_json, show, warm_up
+from gdp.errors import InputError
 
 _TARGETS = "hf-device-map, torch-pipelining, onnxruntime, openvino, llama-cpp, vllm or megatron."
 
@@ -47,6 +48,8 @@ def export(
     values.check_writable(path)
     check_spares_plan("--out", path, plan)
     read = Plan.load(plan)
+    if read.layout is not None and (read.layout.get("data") != 1 or read.layout.get("recompute") != "none"):
+        raise InputError(f"{plan}: has replicas or recomputed blocks, which no target takes; place without --parallel")
     problem = problem_of_plan(plan, read, graph, devices, model_options, limits)
     target.read_units(problem)  # a plan that cannot be exported is better known now
     warm_up(())

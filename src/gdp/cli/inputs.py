@@ -1,7 +1,7 @@
 """Reads and checks the inputs of commands: graphs, plans, placers, checkpoints."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.models.model import Model, Reading
     from gdp.planning.compare import Rival
+    from gdp.search.rivals.rivals import RivalQuestion, RivalStep
     from gdp.simulator.constraints import Constraints
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
@@ -77,12 +78,13 @@ def check_placers(names: Iterable[str]) -> None:
 
 
 def split_rivals(model: str, placers: str | None, microbatches: int) -> tuple[list[str], list[str]]:
-    """Returns (placers of gdp, modes of accelerate) that `--placers` names.
+    """Returns (placers of gdp, rivals: modes of accelerate and parallel steps) that `--placers` names.
 
     The modes are among the defaults for Transformers models, except with micro-batches: accelerate has none.
     """
     from gdp.export.accelerate_maps import NAMES, PREFIX
     from gdp.planning.compare import DEFAULT_PLACERS
+    from gdp.search.rivals.rivals import RIVALS
 
     if placers is None:
         has_rivals = model.startswith("hf:") and microbatches == 1 and find_spec("accelerate") is not None
@@ -93,11 +95,59 @@ def split_rivals(model: str, placers: str | None, microbatches: int) -> tuple[li
             raise InputError(f"placer {name!r} is unknown; of accelerate there are {', '.join(NAMES)}")
     if len(set(names)) < len(names):
         raise InputError(f"--placers {placers}: name each once")
-    return [name for name in names if name not in NAMES], [name for name in names if name in NAMES]
+    rivals = (*NAMES, *RIVALS)
+    return [name for name in names if name not in rivals], [name for name in names if name in rivals]
 
 
-def find_rivals(names: Sequence[str], model: str, reading: "Reading") -> "dict[str, Rival]":
-    """Returns the modes `names` of accelerate for MODEL, which must be a PyTorch model of one batch."""
+def find_rivals(
+    names: Sequence[str], model: str, reading: "Reading", cluster: "Cluster", constraints: "Constraints"
+) -> "dict[str, Rival]":
+    """Returns the rivals `names` for MODEL: modes of accelerate, and the parallel steps of other tools.
+
+    The modes need a PyTorch model of one batch, the parallel steps a training step whose batch can be split.
+    """
+    from gdp.search.rivals.rivals import RIVALS
+
+    parallel = [name for name in names if name in RIVALS]
+    return {
+        **_accelerate_modes([name for name in names if name not in RIVALS], model, reading),
+        **(_parallel_steps(parallel, model, reading, cluster, constraints) if parallel else {}),
+    }
+
+
+def check_rivals(names: Sequence[str], model: str, reading: "Reading") -> None:
+    """Raises InputError for parallel steps where MODEL's batch cannot be split, before the graph is captured."""
+    from gdp.models.read import has_samples
+    from gdp.search.rivals.rivals import RIVALS
+
+    label = f"--placers {','.join(name for name in names if name in RIVALS)}"
+    if not set(names) & set(RIVALS):
+        return
+    if not has_samples(model):
+        raise InputError(f"{label}: cuts the batch, and {model} is a file, whose batch cannot be split; name its model")
+    if not reading.training:
+        raise InputError(f"{label}: is a way to train; leave out --inference")
+    if reading.microbatching.count > 1:
+        raise InputError(f"{label}: chooses its own micro-batches; leave out --microbatches")
+
+
+def _parallel_steps(
+    names: Sequence[str], model: str, reading: "Reading", cluster: "Cluster", constraints: "Constraints"
+) -> "dict[str, Rival]":
+    from gdp.models.read import read_part
+    from gdp.search.rivals.parts import EqualParts
+    from gdp.search.rivals.rivals import RIVALS, RivalQuestion
+
+    question = RivalQuestion(EqualParts(partial(read_part, model, reading)), cluster, constraints)
+    return {name: partial(_ask, RIVALS[name], question) for name in names}
+
+
+def _ask(rival: "Callable[[RivalQuestion], RivalStep]", question: "RivalQuestion", problem: "Problem") -> "RivalStep":
+    """Returns the rival's step of the batch that `problem` is the graph of."""
+    return rival(question)
+
+
+def _accelerate_modes(names: Sequence[str], model: str, reading: "Reading") -> "dict[str, Rival]":
     if not names:
         return {}
     from gdp.export import accelerate_maps
@@ -145,7 +195,7 @@ def problem_of_plan(
     reading = model_options.reading()
     model_options.check_has_model(graph)
     cluster = Cluster.parse(_named_or_beside(path, devices, "cluster.json", "its devices", "--devices"))
-    source = read_graph(_named_or_beside(path, graph, "graph.json.gz", "its graph", "--graph"), reading).graph
+    source = read_planned(_named_or_beside(path, graph, "graph.json.gz", "its graph", "--graph"), reading, plan).graph
     try:
         plan.check_belongs(source, cluster)
     except InputError as error:
@@ -165,3 +215,20 @@ def check_spares_plan(option: str, path: Path, plan: Path) -> None:
     needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, "graph.json.gz", "cluster.json")}
     if os.path.realpath(path) in needed:
         raise InputError(f"{option} {path}: the plan needs that file; name another one")
+
+
+def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
+    """Reads the graph of MODEL that `plan` is of: cut as its layout says, unless MODEL is a file, which is whole."""
+    from gdp.models.model import Model
+    from gdp.models.read import has_samples, read_part
+
+    layout = plan.layout
+    if layout is None or not has_samples(text):
+        return read_graph(text, reading)
+    if reading.microbatching.count > 1:
+        raise InputError("--microbatches: the plan has its layout in it; leave the option out")
+    from gdp.parallel.step import Step
+    from gdp.report.progress import live
+
+    with live(f"reading {text} as the plan cuts it"):
+        return Model(Step.of_document(partial(read_part, text, reading), layout).graph, {}, is_captured=True)

@@ -22,6 +22,7 @@ from gdp.cli.options import (
     ThreadsOption,
     with_options,
 )
+from gdp.cli.parallel import place_parallel
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
@@ -58,6 +59,13 @@ def place(
         ),
     ] = None,
     model_options: ReadingOptions,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYOUT",
+            help="How the step is cut: none, auto, or data=4,microbatches=8,zero=1,recompute=blocks,stages=2.",
+        ),
+    ] = "none",
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -126,6 +134,8 @@ def place(
         )
         check_placers([placer])
         check_checkpoint(checkpoint, [placer])
+    if parallel != "none":
+        return place_parallel(request, parallel, sweep)
     if table is not None:
         table.check(cluster)
         return sweep_place(request, table)

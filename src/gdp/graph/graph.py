@@ -17,6 +17,7 @@ import numpy as np
 from gdp import files, notebook
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError, prefixed
+from gdp.graph.copy_names import CopyNames
 from gdp.graph.views import GraphSource, OpView
 
 PHASES = ("forward", "backward", "update", "")
@@ -188,6 +189,11 @@ class Graph:
     def op_numbers(self) -> Mapping[str, int]:
         """The number of each op by its name."""
         return {name: number for number, name in enumerate(self.op_names)}
+
+    @cached_property
+    def copy_names(self) -> CopyNames:
+        """The parts of the names of ops: of which op, micro-batch and replica each may be a copy."""
+        return CopyNames.of(self.op_names)
 
     @cached_property
     def _op_columns(self) -> tuple[Sequence[Any], ...]:

@@ -13,25 +13,26 @@ with an even part of their batch.
 N ops, T tensors of one micro-batch; M micro-batches.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.graph.graph import Graph, Op, Tensor
+from gdp.graph.copy_names import split_name
+from gdp.graph.graph import Graph, Tensor
 
 MAX_MICROBATCHES = 1024  # far beyond any use; a number with more digits is a typing error
 SHARED = -1
 """The micro-batch number of ops that all micro-batches share: parameters, buffers, updates."""
 
 ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
+_NO_TIMES: Any = MappingProxyType({})
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
-_REPEATED = re.compile(r"(.+)@([1-9][0-9]{0,3})", re.DOTALL)
-_OF_REPLICA = re.compile(r"(.+?)(@[1-9][0-9]{0,3})?(?:#([1-9][0-9]{0,2}))?", re.DOTALL)
 RECOMPUTED = "!"
 """What the name of a copy ends with that computes an op's results once more, for the backward pass."""
 COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
@@ -68,53 +69,49 @@ def microbatch_of(graph: Graph) -> I64:
     Names count only if, in each replica of the model, every op has a copy of its kind and phase for each micro-batch.
     """
     none = np.full(graph.num_ops, SHARED)
-    replica = replica_of(graph)
-    names = [
-        name.removesuffix(f"#{own}") if own else name
-        for name, own in zip(graph.op_names, replica.tolist(), strict=True)
-    ]
-    microbatch = none.copy()
-    repeated: set[str] = set()
-    for own in range(int(replica.max(initial=0)) + 1):
-        bases = _mark_microbatches(graph, names, np.flatnonzero(replica == own), microbatch)
-        if bases is None:
-            return none
-        repeated |= bases
-    if replica.any() and repeated:  # a replica with one micro-batch, beside others with several
-        for op, name in enumerate(names):
-            if microbatch[op] == SHARED and name in repeated:
-                microbatch[op] = 0
-    return microbatch
+    names, replica = graph.copy_names, replica_of(graph)
+    microbatch = np.where(names.replica == replica, names.microbatch, 0)
+    if not microbatch.any():
+        return none
+    num_bases = len(names.bases)
+    key = replica * num_bases + names.base  # of copies of an op in one replica of the model
+    is_later = microbatch > 0
+    num_keys = (int(replica.max()) + 1) * num_bases
+    copies = np.bincount(key[is_later], minlength=num_keys)
+    last = np.zeros(int(replica.max()) + 1, np.int64)
+    np.maximum.at(last, replica, microbatch)
+    is_repeated = np.asarray(copies > 0, np.bool_)
+    is_sum = np.tile(np.array([ACCUMULATE in base for base in names.bases], np.bool_), len(last))
+    has_first = np.zeros(num_keys, np.bool_)
+    has_first[key[~is_later]] = True
+    is_odd = np.logical_or(copies != np.repeat(last, num_bases), ~(has_first | is_sum))
+    if np.logical_and(is_odd, is_repeated).any() or not _are_alike(graph, key, is_repeated):
+        return none
+    # a replica with one micro-batch, beside others with several, has the first one of what they repeat
+    of_any = np.asarray(is_repeated.reshape(len(last), num_bases).any(axis=0), np.bool_)
+    is_part = np.where(last[replica] > 0, is_repeated[key], of_any[names.base])
+    return np.where(is_part, microbatch, SHARED)
 
 
-def _mark_microbatches(graph: Graph, names: list[str], ops: I64, microbatch: I64) -> set[str] | None:
-    """Fills `microbatch` for `ops`, those of a replica of the model; returns what is repeated, None for other names."""
-    number = {names[op]: op for op in ops.tolist()}
-    bases = defaultdict[int, set[str]](set)
-    for name, op in number.items():
-        if match := _REPEATED.fullmatch(name):
-            microbatch[op] = int(match[2])
-            bases[int(match[2])].add(match[1])
-    if not bases:
-        return set()
-    if sorted(bases) != list(range(1, len(bases) + 1)) or any(bases[m] != bases[1] for m in bases):
-        return None
-    for base in bases[1]:
-        first = number.get(base)
-        if first is not None:
-            microbatch[first] = 0
-        copies = [number[f"{base}@{m}"] for m in bases] + ([] if first is None else [first])
-        is_alike = len({(graph.kinds[op], graph.phases[op]) for op in copies}) == 1
-        if not is_alike or (first is None and ACCUMULATE not in base):
-            return None
-    return bases[1]
+def _are_alike(graph: Graph, key: I64, is_chosen: Bool) -> bool:
+    """Tells if ops of one `key` [N] have one kind and phase, for the keys that are chosen."""
+    sort = _sorts(graph)
+    ops = np.flatnonzero(is_chosen[key])
+    some = np.zeros(len(is_chosen), np.int64)
+    some[key[ops]] = sort[ops]
+    return bool((some[key[ops]] == sort[ops]).all())
+
+
+def _sorts(graph: Graph) -> I64:
+    """[ops] a number for each pair of a kind and a phase."""
+    numbers: dict[tuple[str, str], int] = {}
+    pairs = zip(graph.kinds, graph.phases, strict=True)
+    return np.fromiter((numbers.setdefault(pair, len(numbers)) for pair in pairs), np.int64, graph.num_ops)
 
 
 def base_name(name: str) -> str:
     """Returns the name of the op that `name` is a copy of, for a micro-batch, a replica or to recompute it."""
-    match = _OF_REPLICA.fullmatch(name)
-    assert match is not None, "the expression takes any name"
-    return match[1].removesuffix(RECOMPUTED)
+    return split_name(name)[0].removesuffix(RECOMPUTED)
 
 
 def replica_of(graph: Graph) -> I64:
@@ -123,19 +120,18 @@ def replica_of(graph: Graph) -> I64:
     Names count only if each replica has a copy, of its kind and phase, of every op of the first one, collectives and
     sums of gradients apart.
     """
-    replica = np.zeros(graph.num_ops, np.int64)
-    if not any("#" in name for name in graph.op_names):
+    names = graph.copy_names
+    replica = names.replica
+    if not replica.any():
         return replica
-    alike: list[set[tuple[str, str, str]]] = []
-    for op, name in enumerate(graph.op_names):
-        match = _OF_REPLICA.fullmatch(name)
-        assert match is not None, "the expression takes any name"
-        replica[op] = own = int(match[3] or 0)
-        while len(alike) <= own:
-            alike.append(set())
-        if not graph.kinds[op].startswith(COLLECTIVES) and ACCUMULATE not in match[1]:
-            alike[own].add((match[1], graph.kinds[op], graph.phases[op]))
-    return replica if all(others == alike[0] for others in alike) else np.zeros_like(replica)
+    is_sum = np.array([ACCUMULATE in base for base in names.bases])
+    is_collective = np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds])
+    counts = ~(is_sum[names.base] | is_collective)
+    sort = _sorts(graph)
+    code = sort * len(names.bases) + names.base
+    copies = [np.unique(code[counts & (replica == own)]) for own in range(int(replica.max()) + 1)]
+    is_alike = all(np.array_equal(own, copies[0]) for own in copies)
+    return replica if is_alike else np.zeros_like(replica)
 
 
 def count_microbatches(graph: Graph) -> int:
@@ -153,11 +149,7 @@ class Excerpt:
 
     @classmethod
     def of(cls, graph: Graph, microbatch: I64, count: int) -> "Excerpt":
-        """Takes the first `count` micro-batches, at least two; `microbatch` [ops] is the result of `microbatch_of`.
-
-        All replicas of the model have as many.
-        """
-        last = int(microbatch.max())
+        """Takes the first `count` micro-batches, at least two; `microbatch` [ops] is the result of `microbatch_of`."""
         ops = np.flatnonzero(microbatch < count)
         number = np.full(graph.num_ops, -1)
         number[ops] = np.arange(len(ops))
@@ -166,6 +158,9 @@ class Excerpt:
             for name, index in zip(graph.op_names, microbatch.tolist(), strict=True)
         ]
         by_name = {(bases[op], int(microbatch[op])): op for op in range(graph.num_ops)}
+        last: dict[str, int] = {}  # replicas of the model may have fewer than others
+        for base, index in by_name:
+            last[base] = max(index, last.get(base, index))
         twin = number.copy()
         for op in np.flatnonzero(number < 0).tolist():
             nearest = by_name.get((bases[op], int(microbatch[op]) % count), by_name.get((bases[op], 1)))
@@ -179,7 +174,7 @@ def _excerpt(
     microbatch: I64,
     number: I64,
     count: int,
-    last: int,
+    last: dict[str, int],
     bases: list[str],
     by_name: dict[tuple[str, int], int],
 ) -> Graph:
@@ -193,7 +188,7 @@ def _excerpt(
     rows: list[Tensor] = []
     position: dict[int, int] = {}
     for op in np.flatnonzero(number >= 0).tolist():
-        final = by_name.get((bases[op], last)) if microbatch[op] == count - 1 else None
+        final = by_name[bases[op], last[bases[op]]] if microbatch[op] == count - 1 else None
         for place, tensor in enumerate(tensors_of[op]):
             row = graph.tensor(tensor)
             consumers = {int(number[consumer]) for consumer in row.consumers if number[consumer] >= 0}
@@ -207,7 +202,10 @@ def _excerpt(
 
 
 class _Accumulation:
-    """Numbers shared sources, then the ops of each micro-batch and its sums, then updates; and connects them."""
+    """Numbers shared sources, then the ops of each micro-batch and its sums, then updates; and connects them.
+
+    G gradients, in the order in which they are made.
+    """
 
     def __init__(self, graph: Graph, num_microbatches: int, free_replicas: bool) -> None:
         self.graph, self.num_microbatches, self.free_replicas = graph, num_microbatches, free_replicas
@@ -216,76 +214,140 @@ class _Accumulation:
         self.writers = _buffer_writers(graph, self.is_replica)
         by_update = np.zeros(graph.num_tensors, np.bool_)
         by_update[graph.edge_tensors[self.is_update[graph.consumers]]] = True
-        added = by_update & self.is_replica[graph.producers] & (graph.tensor_bytes > 0)
-        made_first = sorted(np.flatnonzero(added).tolist(), key=graph.producers.tolist().__getitem__)
-        self.gradients = {tensor: self._updates_by(tensor)[0] for tensor in made_first}
-        self.ops: list[Op] = []
-        self.number: dict[tuple[int, int], int] = {}  # by micro-batch and op
-        self.adder: dict[tuple[int, int], int] = {}  # by micro-batch and gradient
-        self._number_ops()
+        added = np.flatnonzero(by_update & self.is_replica[graph.producers] & (graph.tensor_bytes > 0))
+        self.gradients = added[np.argsort(graph.producers[added], kind="stable")]  # [G]
+        reads = self.is_update[graph.consumers]  # each gradient's updates
+        tensors, updates = graph.edge_tensors[reads], graph.consumers[reads]
+        self.first_update = updates[np.searchsorted(tensors, self.gradients)]  # [G]
+        sources, replicas, late = map(np.flatnonzero, (self.is_source, self.is_replica, self.is_update))
+        num_sums = len(self.gradients)
+        stride = len(replicas) + num_sums
+        self.number = np.full((num_microbatches, graph.num_ops), -1)  # by micro-batch and op
+        self.number[0, sources] = np.arange(len(sources))
+        starts = len(sources) + np.arange(num_microbatches)[:, None] * stride - num_sums
+        starts[0] += num_sums  # sums begin with the second micro-batch
+        self.number[:, replicas] = starts + np.arange(len(replicas))
+        self.adder = starts + len(replicas) + np.arange(num_sums)  # [M, G] the first row is of no use
+        self.num_ops = len(sources) + num_microbatches * stride - num_sums + len(late)
+        self.number[0, late] = np.arange(self.num_ops - len(late), self.num_ops)
+        self.copied, self.repeated, self.late = sources, replicas, late
 
     def build(self) -> Graph:
-        graph = self.graph
-        tensors: list[Tensor] = []
-        for microbatch in range(self.num_microbatches):
-            number: dict[int, int] = {}
-            originals = [t for t in range(graph.num_tensors) if not microbatch or self.is_replica[graph.producers[t]]]
-            for position, tensor in enumerate(originals, len(tensors)):
-                number[tensor] = position
-            for tensor in originals:
-                row, base = graph.tensor(tensor), int(graph.view_of[tensor])
-                tensors.append(
-                    replace(
-                        row,
-                        producer=self.number[microbatch, row.producer],
-                        consumers=tuple(sorted(self._consumers(tensor, microbatch))),
-                        view_of=number[base] if base >= 0 else -1,
-                    )
-                )
-        last = self.num_microbatches - 1
-        for (microbatch, gradient), adder in self.adder.items():
-            readers = [self.adder[microbatch + 1, gradient]] if microbatch < last else self._final_readers(gradient)
-            tensors.append(Tensor(adder, tuple(readers), int(graph.tensor_bytes[gradient])))
-        for before, after in sorted(self._buffer_order().items()):
-            tensors.append(Tensor(before, tuple(sorted(after))))
-        return Graph.build(graph.name, self.ops, tensors)
+        """Returns the graph of all micro-batches."""
+        producers, tensor_columns = self._tensors()
+        edges = np.concatenate([tensors * self.num_ops + consumers for tensors, consumers in self._edges()])
+        edges.sort()
+        counts = np.bincount(edges // self.num_ops, minlength=len(producers))
+        return Graph(
+            name=self.graph.name,
+            **self._ops(),
+            producers=producers,
+            **tensor_columns,
+            consumer_offsets=np.concatenate(([0], np.cumsum(counts))),
+            consumers=edges % self.num_ops,
+        )
 
-    def _number_ops(self) -> None:
+    def _ops(self) -> dict[str, Any]:
+        """Returns the columns of ops."""
         graph, groups = self.graph, self._groups()
+        sizes = graph.tensor_bytes[self.gradients]
+        dtypes = [graph.dtypes[op] for op in graph.producers[self.gradients].tolist()]
+        element_bytes = np.array([ELEMENT_BYTES.get(dtype, 4) for dtype in dtypes], np.int64)
+        sums: dict[str, list[Any]] = {
+            "kinds": ["aten.add_"] * len(sizes),
+            "dtypes": dtypes,
+            "phases": ["backward"] * len(sizes),
+            "modules": [graph.modules[update] for update in self.first_update.tolist()],
+            "times_ns": [_NO_TIMES] * len(sizes),
+        }
+        later = self.num_microbatches - 1
+        columns: dict[str, Any] = {}
+        sums["op_names"] = self._sum_names()
+        for name, of_sums in sums.items():
+            column = getattr(graph, name)
+            first, each, last = ([column[op] for op in ops.tolist()] for ops in self._parts())
+            each += of_sums
+            if name == "op_names":
+                repeated = [f"{stem}@{microbatch}" for microbatch in range(1, later + 1) for stem in each]
+            else:
+                repeated = each * later
+            columns[name] = (*first, *repeated, *last)
+        before, again, late = self._parts()
+        for name, per_sum in (
+            ("flops", sizes // element_bytes),
+            ("bytes_accessed", 3 * sizes),  # both are read, one is written
+        ):
+            figures = getattr(graph, name)
+            further = np.tile(np.concatenate((figures[again], per_sum)), later)
+            columns[name] = np.concatenate((figures[before], further, figures[late]))
+        none = np.zeros(len(sizes), np.int64)
+        own = self.free_replicas & (groups != groups[0])[:, again]
+        resident, of_sums = graph.resident_bytes, groups[0][self.first_update]
+        columns["resident_bytes"] = np.concatenate(
+            [resident[before], *(part for row in own[1:] for part in (resident[again] * row, none)), resident[late]]
+        )
+        columns["groups"] = np.concatenate(
+            [groups[0][before], *(part for row in groups[1:] for part in (row[again], of_sums)), groups[0][late]]
+        )
+        return columns
 
-        def add(op: int, microbatch: int) -> None:
-            self.number[microbatch, op] = len(self.ops)
-            row = graph.op(op)
-            if microbatch:
-                has_own_state = self.free_replicas and groups[microbatch][op] != groups[0][op]
-                resident_bytes = row.resident_bytes if has_own_state else 0
-                row = replace(row, name=f"{row.name}@{microbatch}", resident_bytes=resident_bytes)
-            self.ops.append(replace(row, group=int(groups[microbatch][op])))
+    def _parts(self) -> tuple[I64, I64, I64]:
+        """Returns the ops that come first, with those of the first micro-batch; those of each further one; updates."""
+        return np.concatenate((self.copied, self.repeated)), self.repeated, self.late
 
-        for op in np.flatnonzero(self.is_source).tolist():
-            add(op, 0)
-        names = self._sum_names()
+    def _tensors(self) -> tuple[I64, dict[str, Any]]:
+        """Returns producers and further columns: those of each micro-batch, then sums, then waits for buffers."""
+        graph, later = self.graph, self.num_microbatches - 1
+        self.again = np.flatnonzero(self.is_replica[graph.producers])
+        self.position = np.full((self.num_microbatches, graph.num_tensors), -1)  # by micro-batch and tensor
+        self.position[0] = np.arange(graph.num_tensors)
+        starts = graph.num_tensors + np.arange(later)[:, None] * len(self.again)
+        self.position[1:, self.again] = starts + np.arange(len(self.again))
+        self.buffer_order = sorted(self._buffer_order().items())
+        makers = graph.producers
+        producers = [self.number[0][makers], self.number[1:, makers[self.again]].reshape(-1)]
+        producers += [self.adder[1:].reshape(-1), np.array([before for before, _ in self.buffer_order], np.int64)]
+        num_waits, num_sums = len(self.buffer_order), later * len(self.gradients)
+        self.first_sum = graph.num_tensors + later * len(self.again)
+        self.first_wait = self.first_sum + num_sums
+        sizes = np.tile(graph.tensor_bytes[self.gradients], later)
+        columns: dict[str, Any] = {}
+        for name in ("tensor_bytes", "is_resident", "is_kept"):
+            column = getattr(graph, name)
+            new = np.zeros(num_sums + num_waits, column.dtype)
+            if name == "tensor_bytes":
+                new[:num_sums] = sizes
+            columns[name] = np.concatenate((column, np.tile(column[self.again], later), new))
+        bases = graph.view_of[self.again]
+        views = np.where(bases >= 0, self.position[1:, bases], -1).reshape(-1)
+        columns["view_of"] = np.concatenate((graph.view_of, views, np.full(num_sums + num_waits, -1)))
+        return np.concatenate(producers), columns
+
+    def _edges(self) -> Iterator[tuple[I64, I64]]:
+        """Yields tensors and their consumers; all micro-batches consume a shared tensor."""
+        graph, last = self.graph, self.num_microbatches - 1
+        tensors, consumers = graph.edge_tensors, graph.consumers
+        is_gradient = np.zeros(graph.num_tensors, np.bool_)
+        is_gradient[self.gradients] = True
+        is_shared = ~self.is_replica[graph.producers[tensors]]
+        by_update = self.is_update[consumers]
+        yield tensors[is_shared & by_update], self.number[0][consumers[is_shared & by_update]]
+        own, late = ~is_shared & ~by_update, ~is_shared & by_update & ~is_gradient[tensors]
         for microbatch in range(self.num_microbatches):
-            for op in np.flatnonzero(self.is_replica).tolist():
-                add(op, microbatch)
-            for gradient, update in self.gradients.items() if microbatch else ():
-                self.adder[microbatch, gradient] = len(self.ops)
-                producer = graph.op(int(graph.producers[gradient]))
-                size = int(graph.tensor_bytes[gradient])
-                self.ops.append(
-                    Op(
-                        name=f"{names[gradient]}@{microbatch}",
-                        kind="aten.add_",
-                        flops=size // ELEMENT_BYTES.get(producer.dtype, 4),
-                        bytes_accessed=3 * size,  # both are read, one is written
-                        dtype=producer.dtype,
-                        phase="backward",
-                        module=graph.modules[update],
-                        group=int(groups[0][update]),
-                    )
-                )
-        for op in np.flatnonzero(self.is_update).tolist():
-            add(op, 0)
+            number, position = self.number[microbatch], self.position[microbatch]
+            yield tensors[is_shared & ~by_update], number[consumers[is_shared & ~by_update]]
+            yield position[tensors[own]], number[consumers[own]]
+            yield position[tensors[late]], self.number[0][consumers[late]]
+            yield position[self.gradients], self.adder[max(microbatch, 1)]
+        num_sums = len(self.gradients)
+        chained = self.first_sum + np.arange((last - 1) * num_sums)
+        yield chained, self.adder[2:].reshape(-1)
+        final = np.full(graph.num_tensors, -1)
+        final[self.gradients] = self.first_sum + (last - 1) * num_sums + np.arange(num_sums)
+        read = by_update & is_gradient[tensors]
+        yield final[tensors[read]], self.number[0][consumers[read]]
+        for tensor, (_, after) in enumerate(self.buffer_order, self.first_wait):
+            yield np.full(len(after), tensor), np.array(sorted(after), np.int64)
 
     def _groups(self) -> I64:
         """[M, N] the group of each replica."""
@@ -296,7 +358,7 @@ class _Accumulation:
             ungrouped = np.flatnonzero((groups < 0) & ~self.is_source)
             by_replica[:, ungrouped] = next_group + np.arange(len(ungrouped))
             return by_replica
-        ungrouped = np.unique([update for update in self.gradients.values() if groups[update] < 0]).astype(np.int64)
+        ungrouped = np.unique(self.first_update[groups[self.first_update] < 0])
         by_replica[:, ungrouped] = next_group + np.arange(len(ungrouped))
         next_group += len(ungrouped)
         owners = np.flatnonzero((groups < 0) & self.is_replica & (self.graph.resident_bytes > 0))  # weights, say
@@ -309,40 +371,19 @@ class _Accumulation:
             by_replica[microbatch, is_movable] += next_group * microbatch
         return by_replica
 
-    def _sum_names(self) -> dict[int, str]:
-        """Names the sums of gradients: `layers.0.weight.accumulate` for the gradient that `layers.0.weight.update`
+    def _sum_names(self) -> list[str]:
+        """Names the sums of gradients [G]: `layers.0.weight.accumulate` for the gradient that `layers.0.weight.update`
         reads.
         """
-        op_names, names = set(self.graph.op_names), {}
-        for gradient, update in self.gradients.items():
+        op_names, names = set(self.graph.op_names), []
+        for update in self.first_update.tolist():
             stem = self.graph.op_names[update].removesuffix(".update") + ACCUMULATE
             name, count = stem, 1
             while name in op_names:
                 name, count = f"{stem}_{count}", count + 1
             op_names.add(name)
-            names[gradient] = name
+            names.append(name)
         return names
-
-    def _updates_by(self, tensor: int) -> list[int]:
-        """The updates among the consumers of `tensor`."""
-        return [op for op in self.graph.consumers_of(tensor).tolist() if self.is_update[op]]
-
-    def _final_readers(self, gradient: int) -> list[int]:
-        return sorted(self.number[0, update] for update in self._updates_by(gradient))
-
-    def _consumers(self, tensor: int, microbatch: int) -> Iterator[int]:
-        """Yields the consumers of the tensor that `microbatch` has for `tensor`; all replicas consume a shared one."""
-        is_shared = not self.is_replica[self.graph.producers[tensor]]
-        for op in self.graph.consumers_of(tensor).tolist():
-            if self.is_update[op]:
-                if tensor not in self.gradients:
-                    yield self.number[0, op]
-            elif is_shared:
-                yield from (self.number[other, op] for other in range(self.num_microbatches))
-            else:
-                yield self.number[microbatch, op]
-        if tensor in self.gradients:
-            yield self.adder[max(microbatch, 1), tensor]
 
     def _buffer_order(self) -> dict[int, set[int]]:
         """Maps each op to the ops that wait for it, so that buffers are overwritten in the order of micro-batches."""
@@ -352,10 +393,11 @@ class _Accumulation:
             readers = np.unique(graph.consumers[reads_buffer & self.is_replica[graph.consumers]]).tolist()
             users = sorted({*writers, *(op for op in readers if not _ignores_buffers(graph.kinds[op]))})
             for microbatch in range(1, self.num_microbatches):
+                before, later = self.number[microbatch - 1], self.number[microbatch]
                 for user in users:
-                    after[self.number[microbatch - 1, user]].update(self.number[microbatch, op] for op in writers)
+                    after[int(before[user])].update(later[writers].tolist())
                 for writer in writers:
-                    after[self.number[microbatch - 1, writer]].update(self.number[microbatch, op] for op in users)
+                    after[int(before[writer])].update(later[users].tolist())
         return after
 
 

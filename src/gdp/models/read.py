@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from gdp.models.pytorch import Capture
 
 
+_NO_PARTS = 2**40  # more than any batch has samples
+
+
 def read_model(text: str, reading: Reading | None = None) -> Model:
     """Returns the graph of `text`: a built-in workload, a `gdp-graph` or `.onnx` file, `hf:DIR` or
     `package.module:function`.
@@ -66,6 +69,17 @@ def read_part(text: str, reading: Reading, num_parts: int) -> Graph:
     """Reads MODEL with 1 / `num_parts` of its batch (a file: whole)."""
     text = with_prefix(text)
     return reading.finish(_read_one(text, reading, num_parts)).graph
+
+
+def batch_size(text: str, reading: Reading) -> int | None:
+    """Returns the number of samples in the batch of MODEL; None where it cannot be split."""
+    if not has_samples(text) or reading.serving.has_cache:
+        return None
+    try:
+        read_part(text, reading, _NO_PARTS)  # builds the model, and goes no further
+    except UnevenBatchError as error:
+        return error.batch_size
+    return None
 
 
 def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
@@ -143,7 +157,8 @@ def _read_jax(text: str, function: JaxFunction, reading: Reading, num_microbatch
     if num_microbatches > 1:
         raise UnevenBatchError(
             f"--microbatches: {text} is a JAX function, which is not split; gdp capture the step of one micro-batch, "
-            "and give that file"
+            "and give that file",
+            batch_size=1,
         )
     _check_update(reading, f"{text} is a JAX function, which has its optimizer in it or none")
     if reading.dtype:
@@ -316,7 +331,8 @@ def _first_microbatch(
         if not isinstance(module, nn.Module) or has_own_step(module):
             raise UnevenBatchError(
                 f"--microbatches: {name} is a training step of your own, which is not split; give its module with "
-                "--optimizer"
+                "--optimizer",
+                batch_size=1,
             )
         sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         if not sizes:

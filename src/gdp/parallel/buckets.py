@@ -1,6 +1,6 @@
 """Buckets: gradients of a replica, joined in the order in which backward makes them, as PyTorch's DDP does."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,10 @@ class Bucket:
     names: tuple[str, ...]  # of the first update that reads each gradient: the same in all replicas
     num_bytes: int
     dtype: str
+
+    def updates(self, gradients: Mapping[str, Gradient]) -> list[int]:
+        """Returns the ops that wait for the bucket, each once; `gradients` are those of a replica."""
+        return list(dict.fromkeys(op for name in self.names for op in gradients[name].updates))
 
 
 def gradients_of(graph: Graph, is_update: Bool) -> dict[str, Gradient]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64
+from gdp.arrays import I64, Bool
 from gdp.graph import Graph
 
 _NO_TIMES: Any = MappingProxyType({})
@@ -37,37 +37,49 @@ class Columns:
             self._ops[name].append(np.broadcast_to(np.asarray(block.get(name, default), np.int64), count))
         return self._numbered(count)
 
-    def copy_ops(self, graph: Graph, ops: I64, names: Sequence[str], groups: I64) -> I64:
-        """Adds `ops` of `graph` under other names and groups [len(ops)]; returns their numbers."""
+    def copy_ops(self, graph: Graph, ops: I64, names: Sequence[str], groups: I64, **changed: Any) -> I64:
+        """Adds `ops` of `graph` under other names and groups [len(ops)]; returns their numbers.
+
+        `changed` are further columns of the copies [len(ops)] that differ from those of `graph`.
+        """
         chosen = ops.tolist()
-        for name in _TEXTS[1:]:
-            column = getattr(graph, name)
-            self._ops[name] += [column[op] for op in chosen]
-        self._ops["op_names"] += names
-        for name in _FIGURES[:-1]:
-            self._ops[name].append(getattr(graph, name)[ops])
-        self._ops["groups"].append(groups)
+        new = {"op_names": names, "groups": groups, **changed}
+        for name in _TEXTS:
+            column = new.get(name)
+            self._ops[name] += [getattr(graph, name)[op] for op in chosen] if column is None else column
+        for name in _FIGURES:
+            column = new.get(name)
+            self._ops[name].append(getattr(graph, name)[ops] if column is None else column)
         return self._numbered(len(chosen))
 
-    def add_tensors(self, producers: I64, tensor_bytes: npt.ArrayLike, *, is_resident: bool = False) -> I64:
-        """Adds tensors [T] of these ops and returns their numbers."""
+    def add_tensors(
+        self, producers: I64, tensor_bytes: npt.ArrayLike, *, is_resident: bool = False, view_of: I64 | None = None
+    ) -> I64:
+        """Adds tensors [T] of these ops and returns their numbers; `view_of` [T] is -1 or the number of the base."""
         count = len(producers)
         columns = {
             "producers": producers,
             "tensor_bytes": np.broadcast_to(np.asarray(tensor_bytes, np.int64), count),
             "is_resident": np.full(count, is_resident),
             "is_kept": np.zeros(count, np.bool_),
-            "view_of": np.full(count, -1),
+            "view_of": np.full(count, -1) if view_of is None else view_of,
         }
         return self._add_tensors(columns)
 
-    def copy_tensors(self, graph: Graph, number: I64) -> I64:
-        """Adds all tensors of `graph` with their consumers; `number` [N] are its ops'. Returns the tensors' numbers."""
+    def copy_tensors(
+        self, graph: Graph, number: I64, *, tensor_bytes: I64 | None = None, is_edge: Bool | None = None
+    ) -> I64:
+        """Adds all tensors of `graph` with their consumers; `number` [N] are its ops'. Returns the tensors' numbers.
+
+        `tensor_bytes` [T] are other sizes; `is_edge` [E] tells the consumers that are copied, by default all.
+        """
         first = self.num_tensors
         view_of = np.where(graph.view_of >= 0, graph.view_of + first, -1)
         columns = {name: getattr(graph, name) for name in ("tensor_bytes", "is_resident", "is_kept")}
-        tensors = self._add_tensors(columns | {"producers": number[graph.producers], "view_of": view_of})
-        self.add_edges(tensors[graph.edge_tensors], number[graph.consumers])
+        columns |= {"producers": number[graph.producers], "view_of": view_of}
+        tensors = self._add_tensors(columns if tensor_bytes is None else columns | {"tensor_bytes": tensor_bytes})
+        edges = slice(None) if is_edge is None else is_edge
+        self.add_edges(tensors[graph.edge_tensors[edges]], number[graph.consumers[edges]])
         return tensors
 
     def add_edges(self, tensors: I64, consumers: I64) -> None:
@@ -79,15 +91,25 @@ class Columns:
         distinct, which = np.unique(producers, return_inverse=True)
         self.add_edges(self.add_tensors(distinct, 0)[which], consumers)
 
-    def build(self, name: str) -> Graph:
-        """Returns the graph; InputError where it is none."""
-        tensors = np.concatenate([tensors for tensors, _ in self._edges])
-        consumers = np.concatenate([consumers for _, consumers in self._edges])
-        order = np.lexsort((consumers, tensors))
-        counts = np.bincount(tensors, minlength=self.num_tensors)
+    def build(self, name: str, position: I64 | None = None) -> Graph:
+        """Returns the graph; InputError where it is none.
+
+        `position` [M] orders the ops anew; those of one position keep the order in which they were added.
+        """
         columns: dict[str, Any] = {column: tuple(self._ops[column]) for column in _TEXTS}
         columns |= {column: np.concatenate(self._ops[column]) for column in _FIGURES}
         columns |= {column: np.concatenate(self._tensors[column]) for column in _OF_TENSORS}
+        tensors = np.concatenate([tensors for tensors, _ in self._edges])
+        consumers = np.concatenate([consumers for _, consumers in self._edges])
+        if position is not None:
+            order = np.argsort(position, kind="stable")
+            number = np.empty(self.num_ops, np.int64)
+            number[order] = np.arange(self.num_ops)
+            texts = {column: tuple(map(columns[column].__getitem__, order.tolist())) for column in _TEXTS}
+            columns |= texts | {column: columns[column][order] for column in _FIGURES}
+            columns["producers"], consumers = number[columns["producers"]], number[consumers]
+        order = np.lexsort((consumers, tensors))
+        counts = np.bincount(tensors, minlength=self.num_tensors)
         offsets = np.concatenate(([0], np.cumsum(counts)))
         return Graph(name=name, **columns, consumer_offsets=offsets, consumers=consumers[order])
 

@@ -1,4 +1,4 @@
-"""Replicas: a step on several parts of the batch, with a copy of all parameters each and sums of gradients between.
+"""Replicas: a step on several parts of the batch, with a copy of all parameters each and exchanges between.
 
     forward, backward    -- gradients --.                   .--> updates
     forward#1, backward#1 -- gradients -+--> rings of buckets +--> updates#1
@@ -6,7 +6,7 @@
 The replica d of op `x` is called `x#d`, the first one `x`. N ops of a replica, R replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,78 +16,91 @@ from gdp.graph import Graph
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import BUCKET_BYTES, buckets_of, gradients_of
 from gdp.parallel.columns import Columns
-from gdp.parallel.rings import add_ring, suffix
+from gdp.parallel.rings import DONE, READY, Collective, Rings, add_exchange, suffix
+from gdp.parallel.sums import Sums
 
 
 def replicated(
     replicas: Sequence[Graph],
     *,
-    places: Sequence[I64] | None = None,
-    ring: Sequence[int] | None = None,
+    zero: int = 0,
+    places: I64 | None = None,
+    rings: Rings | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Graph:
     """Returns the step of all `replicas`: graphs of one model whose numbers of micro-batches may differ.
 
-    `places` [R][N] are equal for ops of a replica that are sure to share a device, by default for all of them: a bucket
-    does not cross them, and the parameters of a bucket are one group. `ring` [R] is the order of replicas in rings.
-    InputError where the graphs have no gradients, or not the same ones.
+    With `zero` 1 or 2 optimizer state and updates are cut over replicas. `places` [N] of the first replica are equal
+    for ops that are sure to share a device, by default for all of them: a bucket does not cross them, and the
+    parameters of a bucket are one group. InputError where the graphs have no gradients, or not the same ones.
     """
     if len(replicas) == 1:
         return replicas[0]
-    count = len(replicas)
-    places = [np.zeros(graph.num_ops, np.int64) for graph in replicas] if places is None else places
-    ring = range(count) if ring is None else ring
-    is_update = [shared_ops(graph)[1] for graph in replicas]
-    gradients = [gradients_of(graph, late) for graph, late in zip(replicas, is_update, strict=True)]
-    if not gradients[0]:
-        raise InputError(f"graph {replicas[0].name!r}: has no gradients to sum over replicas; capture a training step")
-    for graph, others in zip(replicas, gradients, strict=True):
-        if {name: item.num_bytes for name, item in others.items()} != {n: g.num_bytes for n, g in gradients[0].items()}:
-            raise InputError(f"graph {graph.name!r}: its gradients are not those of {replicas[0].name!r}")
-    buckets = buckets_of(gradients[0], places[0].tolist(), bucket_bytes)
+    first = replicas[0]
+    gradients = gradients_of(first, shared_ops(first)[1])
+    if not gradients:
+        raise InputError(f"graph {first.name!r}: has no gradients to sum over replicas; capture a training step")
+    of_first = [0] * first.num_ops if places is None else places.tolist()
+    buckets = buckets_of(gradients, of_first, bucket_bytes)
+    sums = Sums(buckets, len(replicas), zero)
+    inserted = {id(graph): sums.insert(graph) for graph in {id(graph): graph for graph in replicas}.values()}
+    collectives = inserted[id(first)][1]
+    return joined([inserted[id(graph)][0] for graph in replicas], collectives, rings or Rings.of(len(replicas)))
 
-    groups, next_group = [], 0
-    for graph, own in zip(replicas, gradients, strict=True):
-        joined = _joined_groups(
-            graph, [[op for name in bucket.names for op in own[name].updates] for bucket in buckets]
-        )
-        groups.append(np.where(joined >= 0, joined + next_group, -1))
-        next_group = int(groups[-1].max()) + 1
 
-    columns = Columns()
-    numbers = [np.empty(graph.num_ops, np.int64) for graph in replicas]
+def joined(
+    replicas: Sequence[Graph],
+    collectives: Sequence[Collective],
+    rings: Rings,
+    releases: Sequence[tuple[str, str]] = (),
+) -> Graph:
+    """Returns the step of `replicas`, each with the first and last ops of `collectives`, and the hops between.
 
-    def copy(replica: int, ops: I64) -> None:
-        graph = replicas[replica]
-        names = [graph.op_names[op] + suffix(replica) for op in ops.tolist()]
-        numbers[replica][ops] = columns.copy_ops(graph, ops, names, groups[replica][ops])
-
-    for replica in range(count):
-        copy(replica, np.flatnonzero(~is_update[replica]))
-    ends: list[tuple[I64, I64]] = []
-    for index, bucket in enumerate(buckets):
-        owners = [gradients[replica][bucket.names[0]].updates[0] for replica in range(count)]
-        of_bucket = [int(groups[replica][owner]) for replica, owner in enumerate(owners)]
-        ends.append(add_ring(columns, bucket, f"all_reduce.{index}", of_bucket, ring))
-    for replica in range(count):
-        copy(replica, np.flatnonzero(is_update[replica]))
+    All replicas have the same exchanges in the same order; those of micro-batch m end in `@m`. `releases` are names
+    of ops and of ops which wait for them; a `{}` in them stands for the ends of names of a replica.
+    """
+    by_label = {collective.label: collective for collective in collectives}
+    columns, numbers = Columns(), []
+    next_group = 0
+    groups, positions, instances = [], [], []
     for replica, graph in enumerate(replicas):
+        own_groups = np.where(graph.groups >= 0, graph.groups + next_group, -1)
+        next_group = int(own_groups.max()) + 1
+        everything = np.arange(graph.num_ops)
+        names = graph.op_names if not replica else [name + suffix(replica) for name in graph.op_names]
+        numbers.append(columns.copy_ops(graph, everything, names, own_groups))
         columns.copy_tensors(graph, numbers[replica])
-        own = gradients[replica]
-        for bucket, (ready, done) in zip(buckets, ends, strict=True):
-            made = numbers[replica][np.unique([own[name].producer for name in bucket.names])]
-            columns.control(made, np.full(len(made), ready[replica]))
-            waiting = numbers[replica][np.unique([op for name in bucket.names for op in own[name].updates])]
-            columns.control(np.full(len(waiting), done[replica]), waiting)
-    return columns.build(replicas[0].name)
+        own = _instances(graph, by_label)
+        ends = np.array([done for _, done in own.values()], np.int64)
+        positions.append(2 * np.searchsorted(ends, everything, side="right"))
+        groups.append(own_groups)
+        instances.append(own)
+        if list(own) != list(instances[0]):
+            raise InputError(f"graph {graph.name!r}: its replicas differ in what they exchange, or in its order")
+    for place, (label, microbatch) in enumerate(instances[0]):
+        first, last = np.array([own[label, microbatch] for own in instances], np.int64).T
+        before = columns.num_ops
+        end_groups = np.array([own[op] for own, op in zip(groups, first.tolist(), strict=True)])
+        ready, done = (
+            np.array([number[op] for number, op in zip(numbers, ops.tolist(), strict=True)]) for ops in (first, last)
+        )
+        add_exchange(columns, by_label[label], microbatch, (ready, done), end_groups, rings)
+        positions.append(np.full(columns.num_ops - before, 2 * place + 1))
+    for replica, graph in enumerate(replicas):
+        pairs = [[graph.op_numbers[name] for name in names] for names in releases]
+        sources, targets = numbers[replica][np.array(pairs, np.int64).reshape(-1, 2)].T
+        columns.control(sources, targets)
+    return columns.build(replicas[0].name, np.concatenate(positions))
 
 
-def _joined_groups(graph: Graph, together: Sequence[Sequence[int]]) -> I64:
-    """Returns the groups [N] of `graph`, where the groups of each list of ops are one, and each list has one."""
-    groups = graph.groups.copy()
-    for ops in together:
-        own = np.unique(groups[ops])
-        number = int(groups.max()) + 1
-        groups[ops] = number
-        groups[np.isin(groups, own[own >= 0])] = number
-    return groups
+def _instances(graph: Graph, by_label: Mapping[str, Collective]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Returns the first and last op of each exchange and micro-batch ("" or `@m`), in the order of last ops."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    done_kinds = {f"{collective.exchange}.{DONE}" for collective in by_label.values()}
+    for op, (name, kind) in enumerate(zip(graph.op_names, graph.kinds, strict=True)):
+        if kind in done_kinds:
+            stem, _, microbatch = name.partition("@")
+            label = stem.removesuffix(f".{DONE}")
+            end = f"@{microbatch}" if microbatch else ""
+            found[label, end] = graph.op_numbers[f"{label}.{READY}{end}"], op
+    return found

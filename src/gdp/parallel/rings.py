@@ -1,69 +1,186 @@
-"""Rings: sums over replicas, in chunks that go round.
+"""Rings: exchanges between replicas, in chunks that go round.
 
-A bucket is cut into R chunks, and chunk k starts at position k of the ring. For 3 replicas and chunk 0:
+A bucket is cut into R chunks, and chunk k starts at position k of the ring. The sum of 3 replicas, chunk 0:
 
     position 0   ready ----.                    .---> copy ----.
     position 1             '---> add ----.      |              '---> copy
     position 2                           '---> add (the sum)
 
-The other chunks do the same from positions 1 and 2 at the same time. Sums are made in the memory of the gradients: a
-hop takes memory where it arrives and nowhere else. P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms
-for clusters of workstations", JPDC 2009.
+The other chunks do the same from positions 1 and 2 at the same time. A reduce-scatter ends with the sums, an all-gather
+is the copies alone. Sums are made in the memory of the gradients: a hop takes memory where it arrives and nowhere else.
+P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+
+Over hosts, rings inside each host sum and cut a bucket first; replicas of one rank in their hosts then form rings of
+their own for the chunks; and chunks go round inside each host again. As many bytes move, few of them between hosts.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.errors import InputError
 from gdp.graph.microbatches import ELEMENT_BYTES
-from gdp.parallel.buckets import Bucket
 from gdp.parallel.columns import Columns
 
+READY, DONE = "ready", "done"
 
-def add_ring(
-    columns: Columns, bucket: Bucket, label: str, groups: Sequence[int], ring: Sequence[int]
-) -> tuple[I64, I64]:
-    """Adds the all-reduce of `bucket` over R replicas; returns (ops that begin it [R], ops that end it [R]).
 
-    What makes a replica's gradients complete is to be before its first op, its updates after the other one. `label`
-    begins the ops' names, `groups` [R] are those of the replicas' ops, `ring` [R] is the order of replicas.
-    """
-    count = len(ring)
-    chunk_bytes = -(-bucket.num_bytes // count)
-    replica_at = np.array(ring, np.int64)
-    group_of = np.array(groups, np.int64)
-    places = np.arange(count)
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """An exchange of R replicas: from an op `LABEL.ready` to an op `LABEL.done` of each."""
 
-    def add(kind: str, replicas: I64, chunks: I64 | None = None, **costs: int) -> I64:
-        middle = [""] * len(replicas) if chunks is None else [f".{chunk}" for chunk in chunks.tolist()]
+    label: str  # begins with the kind of exchange: all_reduce.3, reduce_scatter.0, all_gather.7
+    num_bytes: int  # of the bucket, whole
+    dtype: str
+    phase: str
+
+    @property
+    def exchange(self) -> str:
+        """The kind of exchange: `all_reduce`, `reduce_scatter` or `all_gather`."""
+        return self.label.partition(".")[0]
+
+    def add_ends(self, columns: Columns, group: int) -> tuple[int, int]:
+        """Adds the first and the last op of one replica to `columns`; returns their numbers."""
+        first, last = (
+            columns.add_ops(
+                [f"{self.label}.{end}"],
+                f"{self.exchange}.{end}",
+                dtypes=self.dtype,
+                phases=self.phase,
+                groups=group,
+            )
+            for end in (READY, DONE)
+        )
+        return int(first[0]), int(last[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """The rings of R replicas: one over all, or rings inside hosts and rings over hosts."""
+
+    levels: tuple[I64, ...]  # [rings, replicas in order] each; inner rings come first
+
+    @classmethod
+    def of(cls, num_replicas: int, order: Sequence[int] | None = None, hosts: Sequence[int] | None = None) -> "Rings":
+        """Returns one ring in the `order` [R] of replicas, by default as numbered; with `hosts` [R], rings over hosts.
+
+        InputError where the hosts do not have as many replicas each.
+        """
+        ring = np.arange(num_replicas) if order is None else np.array(order, np.int64)
+        if not np.array_equal(np.sort(ring), np.arange(num_replicas)):
+            raise InputError(f"ring {ring.tolist()}: the replicas 0 to {num_replicas - 1} are expected, each once")
+        if hosts is None:
+            return cls((ring[None, :],))
+        host_of = np.array(hosts, np.int64)[ring]
+        sizes = Counter(host_of.tolist())
+        if len(set(sizes.values())) != 1:
+            raise InputError(
+                f"rings over hosts: the hosts have {', '.join(map(str, sizes.values()))} replicas; as many on each are "
+                "expected, or one ring over all"
+            )
+        inside = np.stack([ring[host_of == host] for host in sizes])
+        return cls((inside, np.ascontiguousarray(inside.T)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """An exchange under construction. `ready`, `done` and `groups` [R] are those of replicas."""
+
+    columns: Columns
+    collective: Collective
+    microbatch: str  # what names end with before the replica: "" or @m
+    ready: I64
+    done: I64
+    groups: I64
+    waits: list[tuple[I64, I64]]  # ops and the ops that wait for them
+
+    def add(self, step: str, receivers: I64, chunks: I64 | None = None, *, within: str = "", **costs: int) -> I64:
+        """Adds an op at each of `receivers` [G, n]; returns their numbers [G, n]."""
+        replicas = receivers.reshape(-1)
+        middle = [""] * len(replicas) if chunks is None else [f".{chunk}" for chunk in chunks.reshape(-1).tolist()]
         names = [
-            f"{label}.{kind}{chunk}{suffix(replica)}" for chunk, replica in zip(middle, replicas.tolist(), strict=True)
+            f"{self.collective.label}.{within}{step}{chunk}{self.microbatch}{suffix(replica)}"
+            for chunk, replica in zip(middle, replicas.tolist(), strict=True)
         ]
-        figures = {"dtypes": bucket.dtype, "phases": "backward", "modules": "", "groups": group_of[replicas], **costs}
-        return columns.add_ops(names, f"all_reduce.{kind}", **figures)
+        figures = {"dtypes": self.collective.dtype, "phases": self.collective.phase, "groups": self.groups[replicas]}
+        kind = f"{self.collective.exchange}.{step}"
+        return self.columns.add_ops(names, kind, **figures, **costs).reshape(receivers.shape)
 
-    ready = np.empty(count, np.int64)
-    ready[replica_at] = add("ready", replica_at)
-    flops = -(-chunk_bytes // ELEMENT_BYTES.get(bucket.dtype, 4))
-    last = ready[replica_at]  # [R] of each chunk, the op that has it
-    for hop in range(1, count):
-        receivers = replica_at[(places + hop) % count]
-        sums = add("add", receivers, places, flops=flops, bytes_accessed=3 * chunk_bytes)
-        columns.add_edges(columns.add_tensors(last, chunk_bytes, is_resident=True), sums)
-        columns.control(ready[receivers], sums)
-        last = sums
-    final = np.empty((count, count), np.int64)  # [replica, chunk] the op after which the replica has the chunk's sum
-    final[replica_at[(places + count - 1) % count], places] = last
-    for hop in range(count, 2 * count - 1):
-        receivers = replica_at[(places + hop) % count]
-        copies = add("copy", receivers, places)
-        columns.add_edges(columns.add_tensors(last, chunk_bytes, is_resident=True), copies)
-        final[receivers, places] = last = copies
-    done = np.empty(count, np.int64)
-    done[replica_at] = add("done", replica_at)
-    columns.control(final.reshape(-1), np.repeat(done, count))
-    return ready, done
+    def hop(self, sources: I64, targets: I64, chunk_bytes: int) -> None:
+        """Sends a chunk from each of `sources` [G, n] to each of `targets` [G, n]."""
+        tensors = self.columns.add_tensors(sources.reshape(-1), chunk_bytes, is_resident=True)
+        self.columns.add_edges(tensors, targets.reshape(-1))
+
+    def wait(self, sources: I64, targets: I64) -> None:
+        """Makes `targets` wait for `sources`."""
+        self.waits.append((sources.reshape(-1), targets.reshape(-1)))
+
+    def reduce(self, members: I64, start: I64, chunk_bytes: int, within: str) -> I64:
+        """Sums chunks along rings `members` [G, n]; returns the op [R] after which each replica has the sum of one."""
+        count = members.shape[1]
+        chunks = np.broadcast_to(np.arange(count), members.shape)
+        flops = -(-chunk_bytes // ELEMENT_BYTES.get(self.collective.dtype, 4))
+        last, receivers = start[members], members
+        for _ in range(1, count):
+            receivers = np.roll(receivers, -1, axis=1)
+            sums = self.add("add", receivers, chunks, within=within, flops=flops, bytes_accessed=3 * chunk_bytes)
+            self.hop(last, sums, chunk_bytes)
+            self.wait(start[receivers], sums)
+            last = sums
+        final = np.empty_like(start)
+        final[receivers] = last
+        return final
+
+    def gather(self, members: I64, start: I64, chunk_bytes: int, within: str) -> list[tuple[I64, I64]]:
+        """Sends the chunk that each replica has after `start` [R] along rings `members` [G, n].
+
+        Returns ops after which chunks are there, and the replicas where they are: for every replica all of its chunks.
+        """
+        count = members.shape[1]
+        chunks = np.broadcast_to((np.arange(count) + 1) % count, members.shape)  # as `reduce` leaves them
+        last, receivers = start[members], members
+        arrived = [(last, receivers)]
+        for _ in range(1, count):
+            receivers = np.roll(receivers, -1, axis=1)
+            copies = self.add("copy", receivers, chunks, within=within)
+            self.hop(last, copies, chunk_bytes)
+            last = copies
+            arrived.append((last, receivers))
+        return arrived
+
+    def build(self, rings: Rings) -> None:
+        """Adds the hops between the first and the last ops."""
+        levels, sizes = rings.levels, [self.collective.num_bytes]
+        for members in levels:
+            sizes.append(-(-sizes[-1] // members.shape[1]))  # the chunks of a level are cut at the next
+        labels = ["host.", ""] if len(levels) == 2 else [""]
+        start = self.ready
+        if self.collective.exchange != "all_gather":
+            for members, size, label in zip(levels, sizes[1:], labels, strict=True):
+                start = self.reduce(members, start, size, label)
+        if self.collective.exchange == "reduce_scatter":
+            self.wait(start, self.done)
+        else:
+            for level in reversed(range(len(levels))):
+                arrived = self.gather(levels[level], start, sizes[level + 1], labels[level])
+                start = self.add("joined", np.arange(len(self.ready))) if level else self.done
+                for ops, replicas in arrived:
+                    self.wait(ops, start[replicas])
+        sources, targets = (np.concatenate(ops) for ops in zip(*self.waits, strict=True))
+        self.columns.control(sources, targets)
+
+
+def add_exchange(
+    columns: Columns, collective: Collective, microbatch: str, ends: tuple[I64, I64], groups: I64, rings: Rings
+) -> None:
+    """Adds the hops of `collective` over R replicas between its `ends`: first ops [R] and last ops [R] of replicas.
+
+    `microbatch` is "" or `@m`, `groups` [R] are those of the replicas' ops.
+    """
+    _Exchange(columns, collective, microbatch, *ends, groups, []).build(rings)
 
 
 def suffix(replica: int) -> str:

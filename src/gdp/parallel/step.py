@@ -1,20 +1,26 @@
 """START HERE: from the graph of one micro-batch and a layout to the graph of the step.
 
-one micro-batch --recompute--> --repeat (micro-batches)--> --copy, join by rings (replicas, ZeRO)--> step
+one micro-batch --recompute, repeat--> micro-batches --ends of exchanges--> a replica --copy, hops--> step
+with zero=3:    --recompute, ends of exchanges--> --repeat--> a replica --copy, hops--> step
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
+from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.microbatches import accumulated, base_name, replica_of
+from gdp.graph.microbatches import RECOMPUTED, accumulated, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
+from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout
-from gdp.parallel.replicas import replicated
+from gdp.parallel.recompute import recomputed
+from gdp.parallel.replicas import joined, replicated
+from gdp.parallel.rings import Rings
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +34,9 @@ class Step:
     layout: Layout
     origin: I64  # [M] the op of the micro-batch that each is a copy of, or is to share a device with
     replica: I64  # [M]
+    places: I64 | None = None  # [N] that buckets do not cross; None: a replica has one
+    ring: tuple[int, ...] | None = None  # [R] the order of replicas in rings; None: by number
+    hosts: tuple[int, ...] | None = None  # [R] for rings inside hosts and rings over them; None: rings over all
 
     @classmethod
     def of(
@@ -37,18 +46,46 @@ class Step:
         *,
         places: I64 | None = None,
         ring: Sequence[int] | None = None,
+        hosts: Sequence[int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> "Step":
         """Returns the step of `layout`, from the step `graph` of one micro-batch.
 
         `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
-        the order of replicas in rings. InputError where the layout does not suit the graph.
+        the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts.
+        InputError where the layout does not suit the graph.
         """
-        steps = {count: accumulated(graph, count) for count in set(layout.microbatches)}
-        replicas = [steps[count] for count in layout.microbatches]
-        all_places = None if places is None else [places[_origins(graph, replica)] for replica in replicas]
-        whole = replicated(replicas, places=all_places, ring=ring, bucket_bytes=bucket_bytes)
-        return cls(whole, layout, _origins(graph, whole), replica_of(whole))
+        if layout.data > 1 and replica_of(graph).any():
+            raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
+        rings = Rings.of(layout.data, ring, hosts)
+        part = recomputed(graph, layout.recompute, places=places)
+        of_part = None if places is None else places[_origins(graph, part)]
+        if layout.zero == 3:
+            whole = _fully_sharded(part, layout, of_part, rings)
+        else:
+            steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
+            replicas = [steps[count] for count in layout.microbatches]
+            own = None if of_part is None else of_part[_origins(part, replicas[0])]
+            whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
+        order, where = (None if numbers is None else tuple(numbers) for numbers in (ring, hosts))
+        return cls(whole, layout, _origins(graph, whole), replica_of(whole), places, order, where)
+
+    def document(self) -> dict[str, Any]:
+        """Returns what it takes to cut the model so again, for a plan file."""
+        places = None if self.places is None else self.places.tolist()
+        return self.layout.document() | {"places": places, "ring": _listed(self.ring), "hosts": _listed(self.hosts)}
+
+    @classmethod
+    def of_document(cls, read_part: Callable[[int], Graph], document: Mapping[str, Any]) -> "Step":
+        """Returns the step that `document` describes; `read_part(K)` returns that of 1/K of the batch.
+
+        InputError where it describes none of this model.
+        """
+        layout = Layout.of_document(document)
+        graph = read_part(layout.num_parts)
+        places = _numbers(document, "places", graph.num_ops)
+        ring, hosts = (_numbers(document, key, layout.data) for key in ("ring", "hosts"))
+        return cls.of(graph, layout, places=None if places is None else np.array(places), ring=ring, hosts=hosts)
 
     def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike) -> I64:
         """Returns the placement [M] of replicas that are placed alike.
@@ -59,12 +96,37 @@ class Step:
         return np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
 
 
+def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:
+    return None if numbers is None else list(numbers)
+
+
+def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | None:
+    """Returns a list of `count` numbers at least 0, None where there is none; InputError for anything else."""
+    numbers = document.get(key)
+    if numbers is None:
+        return None
+    if (
+        type(numbers) is not list
+        or len(numbers) != count
+        or not all(type(n) is int and 0 <= n < 2**31 for n in numbers)
+    ):
+        raise InputError(f"layout: {key} is not a list of {count} numbers; the plan is of another model, place it anew")
+    return numbers
+
+
+def _fully_sharded(graph: Graph, layout: Layout, places: I64 | None, rings: Rings) -> Graph:
+    count = layout.microbatches[0]
+    sharded = FullyShardedStep.of(graph, layout.data, places)
+    replica = accumulated(sharded.graph, count)
+    return joined([replica] * layout.data, sharded.collectives, rings, sharded.releases(count))
+
+
 def _origins(graph: Graph, step: Graph) -> I64:
     """Returns the ops [M] of `graph` that those of `step` are copies of; for sums and collectives one of the group."""
     if step is graph:
         return np.arange(graph.num_ops)
-    number = {name: op for op, name in enumerate(graph.op_names)}
-    origin = np.array([number.get(base_name(name), -1) for name in step.op_names], np.int64)
+    names, number = step.copy_names, graph.op_numbers
+    origin = np.array([number.get(name.removesuffix(RECOMPUTED), -1) for name in names.bases], np.int64)[names.base]
     groups = step.groups
     is_made = (origin < 0) & (groups >= 0)
     of_group = np.full(int(groups.max(initial=-1)) + 1, -1)

@@ -13,8 +13,10 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import GraphSource
+from gdp.parallel.layout import Layout
 from gdp.placers import CLASSICAL
 from gdp.search.question import Question
+from gdp.search.rivals.rivals import RivalStep
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
 from gdp.simulator.problem import Problem
@@ -23,8 +25,8 @@ from gdp.units.reduction import reduce
 
 DEFAULT_PLACERS = (*CLASSICAL, "auto")
 
-Rival = Callable[[Problem], Simulation | None]
-"""From a problem to the step of another tool's placement; None: it has no answer."""
+Rival = Callable[[Problem], Simulation | RivalStep | None]
+"""From a problem to the step of another tool's placement, or of its layout of the same batch; None: no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class PlacerRow:
     step_time_ns_by_seed: tuple[int | None, ...]  # None where it is not "ok"
     seconds: float  # mean over seeds
     simulations: int  # mean over seeds
+    layout: Layout | None = None  # of a rival that cuts the batch; None: a placement of the graph as it is
+    reason: str = ""  # why a rival that cuts the batch has no step time
 
     @property
     def step_time_ns(self) -> int | None:
@@ -136,6 +140,9 @@ def _rival_row(name: str, rival: Rival, problem: Problem) -> PlacerRow:
     began = time.perf_counter()
     found = rival(problem)
     seconds = time.perf_counter() - began
+    if isinstance(found, RivalStep):
+        status = "ok" if found.fits else "failed" if found.simulation is None else "infeasible"
+        return PlacerRow(name, status, (found.step_time_ns,), seconds, found.num_tried, found.layout, found.reason)
     if found is None:
         return PlacerRow(name, "failed", (None,), seconds, 0)
     if not found.feasible:

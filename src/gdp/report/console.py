@@ -46,7 +46,7 @@ def place_report(
         yield Text(serving, style="bold")
     for sentence in sentences.of_search(plan.search, simulation):
         yield Text(sentence)
-    yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, count))
+    yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, count, sentences.num_replicas(simulation)))
     if plan.search.baselines:
         yield ""
         yield _baselines(plan)
@@ -102,7 +102,8 @@ def simulate_report(
     yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan.")
     if served is not None:
         yield Text(served.sentence(simulation.step_time_ns), style="bold")
-    yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, sentences.num_microbatches(simulation)))
+    counts = sentences.num_microbatches(simulation), sentences.num_replicas(simulation)
+    yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, *counts))
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
     yield ""
     yield from device_report(simulation)
@@ -125,7 +126,8 @@ def compare_report(comparison: Comparison, served: ServedStep | None = None) -> 
     )
     for row in comparison.rows:
         times = [time_ns for time_ns in row.step_time_ns_by_seed if time_ns is not None]
-        above = row.step_time_ns / max(comparison.lower_bound_ns, 1) - 1 if row.step_time_ns is not None else None
+        has_bound = row.step_time_ns is not None and row.layout is None  # a layout is another graph
+        above = (row.step_time_ns or 0) / max(comparison.lower_bound_ns, 1) - 1 if has_bound else None
         table.add_row(
             row.placer,
             _status(row.status),
@@ -140,6 +142,11 @@ def compare_report(comparison: Comparison, served: ServedStep | None = None) -> 
         )
     yield table
     yield ""
+    for row in comparison.rows:
+        if row.layout is not None and row.step_time_ns is not None:
+            yield Text(f"{row.placer}: {row.layout}.")
+        elif row.reason:
+            yield Text(f"{row.placer}: {row.reason}{'' if row.layout is None else f' ({row.layout})'}.")
     yield Text(f"Lower bound {format_ms(comparison.lower_bound_ns)}. Step times are medians over seeds.")
     if served is not None and best_ns is not None:
         yield Text(served.sentence(best_ns))

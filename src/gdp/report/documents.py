@@ -104,6 +104,8 @@ def compare_document(
                 "step_time_ns_by_seed": list(row.step_time_ns_by_seed),
                 "seconds": row.seconds,
                 "simulations": row.simulations,
+                "layout": None if row.layout is None else row.layout.document(),
+                "reason": row.reason or None,
             }
             | serving_entry(served, row.step_time_ns)
             for row in comparison.rows

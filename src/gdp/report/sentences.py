@@ -8,6 +8,7 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
+from gdp.graph.microbatches import replica_of
 from gdp.report.tables import digits, format_gib, format_ms
 from gdp.search.solvers import SOLVERS
 from gdp.simulator.plan import Baseline, Plan, Search
@@ -37,12 +38,14 @@ def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
     return f"Step time {format_ms(step_time_ns)}" + (": " + ", ".join(against) if against else "")
 
 
-def of_bound(step_time_ns: int, bound_ns: int, count: int = 1) -> str:
+def of_bound(step_time_ns: int, bound_ns: int, count: int = 1, replicas: int = 1) -> str:
     """Returns a sentence on the largest possible distance to the optimum of a graph with `count` micro-batches."""
     if bound_ns == 0 and step_time_ns > 0:
         return "Lower bound 0: the distance to the optimum is unknown."
     above = 100 * (step_time_ns / bound_ns - 1) if bound_ns else 0.0
     batch = "is not split" if count <= 1 else f"is split into {count} micro-batches"
+    if replicas > 1:
+        batch = f"is split over {replicas} replicas"
     return (
         f"Lower bound {format_ms(bound_ns)} of any placement of this graph, whose batch {batch}: the plan is at most "
         f"{digits(above, 3)} % above the optimum."
@@ -74,6 +77,11 @@ def lacking(cluster: Cluster, missing_bytes: I64) -> str:
 def num_microbatches(simulation: Simulation) -> int:
     """Returns the number of micro-batches of the step."""
     return int(simulation.problem.microbatch.max()) + 1
+
+
+def num_replicas(simulation: Simulation) -> int:
+    """Returns the number of replicas of the model."""
+    return int(replica_of(simulation.problem.graph).max()) + 1
 
 
 def of_held_memory(graph: Graph) -> Iterator[str]:

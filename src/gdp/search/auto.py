@@ -74,7 +74,7 @@ def streamed(question: Question, clock: Clock, rival: Candidate | None) -> list[
     """
     fastest: Simulation | None = None
     rival_ns = rival.step_time_ns if rival is not None and rival.fits else NEVER
-    for simulation in stream_weights(question.problem, rival_ns) if len(question.problem.orders) == 1 else ():
+    for simulation in stream_weights(question.problem, rival_ns) if question.problem.microbatch.max() < 1 else ():
         clock.spend(1)
         if simulation.feasible and (fastest is None or simulation.step_time_ns < fastest.step_time_ns):
             fastest = simulation
@@ -153,7 +153,7 @@ def best_of(answers: Sequence[Candidate], searched: Candidate) -> Candidate:
 
 def _with_stages(problem: Problem, names: Sequence[str]) -> Sequence[str]:
     """Returns `names`, with exact pipeline stages where there are micro-batches."""
-    return names if len(problem.orders) == 1 else (*names, "dp-stages")
+    return names if problem.microbatch.max() < 1 else (*names, "dp-stages")
 
 
 def _reduced(question: Question, start: Candidate) -> Candidate:

@@ -57,7 +57,7 @@ def solve(name: str, question: Question, clock: Clock) -> Solution:
 def _in_good_order(question: Question) -> Question:
     """Returns the question in the order of micro-batches in which contiguous stages do best."""
     problem = question.problem
-    if len(problem.orders) == 1:
+    if problem.microbatch.max() < 1:
         return question
     units = Units.of(problem, forward_units(problem))
     chain = folded_chain(problem, units)

@@ -10,6 +10,9 @@ Y. Huang et al., "GPipe", NeurIPS 2019; 1F1B: D. Narayanan et al., "PipeDream", 
 zero-bubble: P. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Here devices are never idle
 while an op is ready, so 1F1B has more micro-batches in flight than its authors' schedule with its fixed warm-up.
 
+With replicas, ops that move data between them go before all others: they take next to no time, and other devices wait
+for them. Without micro-batches this is the order "exchanges first", the b-level otherwise.
+
 The default priority of the machine model, the b-level, runs an op for all micro-batches before the next op: the first
 micro-batch leaves a stage nearly as late as the last.
 """
@@ -18,15 +21,16 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.graph import Graph
-from gdp.graph.microbatches import SHARED
+from gdp.graph.microbatches import COLLECTIVES, SHARED
 
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, B_LEVEL = "GPipe", "1F1B", "zero-bubble", "b-level"
+EXCHANGES_FIRST = "exchanges first"
 
 
 def orders_for(graph: Graph, microbatch: I64) -> tuple[str, ...]:
-    """The orders that are worth trying for a graph: none but the b-level without micro-batches."""
+    """The orders that are worth trying for a graph: without micro-batches and replicas none but the b-level."""
     if microbatch.max() < 1:
-        return (B_LEVEL,)
+        return (EXCHANGES_FIRST, B_LEVEL) if _is_collective(graph).any() else (B_LEVEL,)
     if "backward" not in graph.phases:
         return (GPIPE, B_LEVEL)
     return (ONE_F_ONE_B, ZERO_BUBBLE, GPIPE, B_LEVEL)
@@ -39,10 +43,19 @@ def order_priority(order: str, graph: Graph, microbatch: I64, level_ns: I64) -> 
     """
     if order == B_LEVEL:
         return level_ns
+    position = np.unique(level_ns, return_inverse=True)[1].astype(np.int64)  # levels may be as large as int64
+    priority = position if order == EXCHANGES_FIRST else _by_microbatch(order, graph, microbatch, position)
+    is_collective = _is_collective(graph)
+    if not is_collective.any():
+        return priority
+    return np.asarray(priority + is_collective * (int(priority.max()) - int(priority.min()) + 1), np.int64)
+
+
+def _by_microbatch(order: str, graph: Graph, microbatch: I64, position: I64) -> I64:
+    """[N] the priority by phase, then micro-batch, then `position` [N]."""
     is_backward = np.array([phase == "backward" for phase in graph.phases], np.bool_)
     is_update = np.array([phase == "update" for phase in graph.phases], np.bool_)
     is_first = ~is_backward if order == GPIPE else is_backward
-    position = np.unique(level_ns, return_inverse=True)[1].astype(np.int64)  # levels may be as large as int64
     num_levels = int(position.max()) + 1
     latest = int(microbatch.max())
     turn = np.where(microbatch == SHARED, latest + 1, latest - microbatch)
@@ -54,13 +67,29 @@ def order_priority(order: str, graph: Graph, microbatch: I64, level_ns: I64) -> 
     return np.asarray(np.where(is_update, position - num_levels, priority), np.int64)
 
 
+def _is_collective(graph: Graph) -> Bool:
+    """[N] the ops that move data between replicas."""
+    return np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds], np.bool_)
+
+
 def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
-    """[N] the backward ops whose results reach one update and nothing else: gradients of weights and their sums."""
+    """[N] the backward ops whose results reach one update and nothing else: gradients of weights and their sums.
+
+    A gradient that is summed over replicas counts as an update; what moves between replicas never waits.
+    """
     nothing, several = -1, -2
+    is_collective = _is_collective(graph)
+    sources, targets, tensors = graph.producers[graph.edge_tensors], graph.consumers, graph.edge_tensors
+    is_summed = np.zeros(graph.num_tensors, np.bool_)
+    is_summed[tensors[is_collective[targets] & ~is_collective[sources] & is_backward[sources]]] = True
+    is_summed &= graph.tensor_bytes > 0  # others are waits
+    is_end = is_update | is_collective
     reached = np.where(is_update, np.arange(graph.num_ops), nothing).tolist()
-    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    own_end = np.where(is_summed, graph.num_ops + np.arange(graph.num_tensors), nothing)[tensors]
     order = np.argsort(-targets, kind="stable")  # ops are numbered topologically: consumers come before producers
-    for source, target in zip(sources[order].tolist(), targets[order].tolist(), strict=True):
-        if reached[target] not in (nothing, reached[source]) and not is_update[source]:
-            reached[source] = reached[target] if reached[source] == nothing else several
-    return is_backward & (np.array(reached, np.int64) >= 0)
+    edges = zip(sources[order].tolist(), targets[order].tolist(), own_end[order].tolist(), strict=True)
+    for source, target, end in edges:
+        end = reached[target] if end == nothing else end
+        if end not in (nothing, reached[source]) and not is_end[source]:
+            reached[source] = end if reached[source] == nothing else several
+    return is_backward & ~is_end & (np.array(reached, np.int64) >= 0)

@@ -80,6 +80,7 @@ class Plan:
     gdp_version: str
     search: Search | None = None
     problem: "Problem | None" = None
+    layout: Mapping[str, Any] | None = None  # how the step is cut (`gdp.parallel.Step.document`); None: it is not
 
     def __repr__(self) -> str:
         """Returns `Plan(13.203 ms on 2 of 3 devices by auto, at most 3.2% above the lower bound)`."""
@@ -224,7 +225,7 @@ class Plan:
             "placer": self.placer,
             "seed": self.seed,
             "gdp_version": self.gdp_version,
-        }
+        } | ({} if self.layout is None else {"layout": dict(self.layout)})
 
     def save(self, path: str | Path) -> None:
         """Write a `gdp-plan` file, atomically; gzip if `path` ends in `.gz`."""
@@ -243,7 +244,7 @@ class Plan:
     def from_document(cls, document: object) -> "Plan":
         """The plan of a `gdp-plan` document; strict."""
         content = files.require_header(document, FORMAT, VERSION)
-        files.require_keys(content, "plan", _PLAN_FIELDS, set(_PLAN_FIELDS))
+        files.require_keys(content, "plan", _PLAN_FIELDS, set(_PLAN_FIELDS) - {"layout"})
         num_ops, num_devices = len(content["placement"]), len(content["devices"])
         for op, device in enumerate(content["placement"]):
             if not 0 <= device < num_devices:
@@ -277,6 +278,7 @@ class Plan:
             placer=content["placer"],
             seed=content["seed"],
             gdp_version=content["gdp_version"],
+            layout=content.get("layout"),
         )
 
     def check_belongs(self, graph: Graph, cluster: Cluster) -> None:
@@ -321,6 +323,11 @@ def _is_sizes(value: object) -> bool:
     return type(value) is list and all(files.is_size(item) for item in value)
 
 
+def _is_layout(value: object) -> bool:
+    """an object, as --parallel writes it"""
+    return type(value) is dict
+
+
 _PLAN_FIELDS = {
     "format": files.is_string,
     "version": files.is_size,
@@ -335,4 +342,5 @@ _PLAN_FIELDS = {
     "placer": files.is_string,
     "seed": files.is_size,
     "gdp_version": files.is_string,
+    "layout": _is_layout,
 }

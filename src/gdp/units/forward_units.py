@@ -11,6 +11,7 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.compiled import inner, kernel
+from gdp.graph.recomputed import is_recomputed
 from gdp.simulator.problem import Problem
 from gdp.units.grouping import roots_of
 
@@ -22,15 +23,16 @@ def forward_units(problem: Problem) -> I64:
     A backward op joins the unit (a parameter with its update) that takes all its results, directly or through other
     such ops, unless these results are much smaller than its inputs; else the latest forward op whose result it uses,
     else the latest backward op that it follows, else a parameter that it uses, each time in its module, one inside or
-    around it. Units only join if they may go to the same devices.
+    around it. Units only join if they may go to the same devices. A copy that recomputes a forward op counts as it.
     """
     graph, arrays = problem.graph, problem.simulator.arrays
-    is_backward = np.array([phase in ("backward", "update") for phase in graph.phases], np.bool_)
+    is_copy = is_recomputed(graph)
+    is_backward = np.array([phase in ("backward", "update") for phase in graph.phases], np.bool_) & ~is_copy
     numbers = {path: number for number, path in enumerate(dict.fromkeys(graph.modules))}
     module = np.fromiter((numbers[path] for path in graph.modules), np.int64, problem.num_ops)
     inner = containers(graph.modules)
     parent = np.array([_enclosing(path, numbers, inner) for path in numbers], np.int64)
-    parts = _Parts(is_backward, _has_home(problem), problem.graph.group_index, module, parent)
+    parts = _Parts(is_backward, is_copy, _has_home(problem), problem.graph.group_index, module, parent)
     takers, follows = np.full((2, problem.num_ops), -1)
     _find_leaders(arrays, parts, takers, follows)
     follows[problem.microbatch > 0] = -1  # replicas go where the first one goes, unless they are free
@@ -80,6 +82,7 @@ class _Parts(NamedTuple):
     """Phases, groups and modules of ops. M modules."""
 
     is_backward: Bool  # [N]
+    is_copy: Bool  # [N] that wait for backward ops, but take no result of theirs
     is_grouped: Bool  # [N]
     unit: I64  # [N]
     module: I64  # [N]
@@ -99,7 +102,7 @@ def _is_inside(parent, module, outer):
 def _find_leaders(arrays, parts, takers, leaders):
     """Fills `leaders` [N] with the op that each op follows, and `takers` [N] with an op of the one group that takes all
     results of each ungrouped backward op; -1 stays where there is none."""
-    is_backward, is_grouped, unit, module, parent = parts
+    is_backward, is_copy, is_grouped, unit, module, parent = parts
     tensor_offsets, consumer_offsets, consumers = arrays[2:5]
     copy_bytes, _, input_offsets, inputs, input_producers = arrays[11][4:]
     num_ops = len(module)
@@ -114,6 +117,8 @@ def _find_leaders(arrays, parts, takers, leaders):
             output_bytes += copy_bytes[tensor]
             for index in range(consumer_offsets[tensor], consumer_offsets[tensor + 1]):
                 consumer = np.int64(consumers[index])
+                if is_copy[consumer]:
+                    continue
                 other = consumer if is_grouped[consumer] else takers[consumer]
                 is_split |= other < 0 or (taker >= 0 and unit[other] != unit[taker])
                 taker = other

@@ -41,11 +41,12 @@ class Arrangement:
 
 
 @dataclass(frozen=True, eq=False)
-class Machine:
-    """What a choice of layouts knows about devices. D devices."""
+class DeviceSpeeds:
+    """Speeds, kinds and hosts of devices, all that a choice of layouts asks of them. D devices."""
 
     time_ns: F64  # [D] of the whole step on the device alone
     kinds: I64  # [D] equal for devices that are alike, whose memory is too
+    hosts: I64 | None = None  # [D] equal for devices with quick links between them; None: all links are alike
 
     @property
     def usable(self) -> list[int]:
@@ -53,12 +54,26 @@ class Machine:
         order = np.lexsort((np.arange(len(self.time_ns)), self.time_ns))
         return [int(d) for d in order if self.time_ns[d] * _SLOWEST <= self.time_ns.min()]
 
+    def hosts_of(self, arrangement: "Arrangement") -> tuple[int, ...] | None:
+        """Returns the host [R] of each replica, for rings inside hosts and over them; None where these are no use.
+
+        Each host has as many replicas, more than one, and each replica is on one host.
+        """
+        if self.hosts is None:
+            return None
+        found = [{int(self.hosts[device]) for device in devices} for devices in arrangement.devices]
+        if any(len(hosts) > 1 for hosts in found):
+            return None
+        hosts = tuple(min(own) for own in found)
+        counts = {hosts.count(host) for host in hosts}
+        return hosts if len(set(hosts)) > 1 and len(counts) == 1 and min(counts) > 1 else None
+
     def alike(self, devices: list[int]) -> bool:
         """Returns whether all of `devices` are of one kind."""
         return len({int(self.kinds[device]) for device in devices}) == 1
 
 
-def arrangements(machine: Machine, batch_size: int) -> list[Arrangement]:
+def arrangements(machine: DeviceSpeeds, batch_size: int) -> list[Arrangement]:
     """Returns what the devices and a batch of `batch_size` samples allow, without ZeRO and recomputation.
 
     The whole step in one replica without micro-batches, which is op placement, is none of them.
@@ -74,7 +89,7 @@ def arrangements(machine: Machine, batch_size: int) -> list[Arrangement]:
     return list(found)
 
 
-def forced(machine: Machine, layout: Layout, batch_size: int) -> list[Arrangement]:
+def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arrangement]:
     """Returns the ways to put `layout` on the devices; InputError where there is none.
 
     A layout with unequal micro-batches gives the most to the fastest device, whatever the order of its numbers is.
@@ -106,7 +121,7 @@ def _counts(num_devices: int) -> list[int]:
     return sorted((count for count in counts if count > 0), reverse=True)
 
 
-def _even(machine: Machine, devices: list[int], batch_size: int) -> Iterator[Arrangement]:
+def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int) -> Iterator[Arrangement]:
     """Yields replicas that are alike, with as many micro-batches each."""
     for data in (count for count in range(1, len(devices) + 1) if len(devices) % count == 0):
         if batch_size % data:
@@ -117,7 +132,7 @@ def _even(machine: Machine, devices: list[int], batch_size: int) -> Iterator[Arr
                     yield Arrangement(Layout((microbatches,) * data), groups)
 
 
-def _groups(machine: Machine, devices: list[int], data: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+def _groups(machine: DeviceSpeeds, devices: list[int], data: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yields ways to cut `devices` into `data` groups of the same kinds: neighbours together, or far apart."""
     size = len(devices) // data
     if machine.alike(devices):
@@ -158,7 +173,7 @@ def more_microbatches(arrangement: Arrangement, batch_size: int) -> Arrangement 
     return None
 
 
-def _in_proportion(machine: Machine, devices: list[int], batch_size: int) -> Iterator[Arrangement]:
+def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int) -> Iterator[Arrangement]:
     """Yields replicas of one device each, with micro-batches in proportion to speed: the best few of all numbers."""
     ways: dict[Arrangement, float] = {}
     by_speed = sorted(devices, key=lambda device: machine.time_ns[device])

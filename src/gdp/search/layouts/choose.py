@@ -24,7 +24,7 @@ from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.search.auto import auto
 from gdp.search.candidate import Candidate
-from gdp.search.layouts.arrangement import Arrangement, arrangements, forced, more_microbatches
+from gdp.search.layouts.arrangement import Arrangement, arrangements, forced
 from gdp.search.layouts.dispatch import as_candidate, best_dispatch
 from gdp.search.layouts.estimate import Estimate, Estimator, with_less_memory
 from gdp.search.layouts.parts import Parts
@@ -35,17 +35,18 @@ from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 
-ESTIMATE_SHARE, SCREEN_SHARE = 0.15, 0.35  # of the budget: later no further arrangement is estimated, or simulated
-FINAL_SHARES = (0.4, 0.5)  # of the time left, for the first finalists; the best of all has what is left then
+SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
+REPLICAS_SHARE, FINAL_SHARE = 0.15, 0.4  # of the time left, for a finalist of one device a replica, and for others
+NEAR = 1.3  # times the best: replicas of several devices may gain as much in a search
 MOST_SIMULATED = 10  # arrangements
-FAR = 1.3  # times the best: what is slower than that at least is neither placed nor simulated
+FAR = 1.1  # times the best: what is slower than that at least is neither placed nor simulated
 _SEARCHED_OPS = 120_000  # larger steps are not searched in whole
 OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", "estimated"
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What became of an arrangement; the op placement of the whole step has none."""
+    """The fate of an arrangement, or of op placement of the whole step."""
 
     layout: Layout
     devices: tuple[tuple[int, ...], ...]  # [R][P]
@@ -64,7 +65,7 @@ class Trial:
 
     @property
     def key(self) -> tuple[bool, int]:
-        """What trials are compared by: those that fit first, then by time."""
+        """Figures to compare trials by: those that fit first, then by time."""
         return self.missing_bytes > 0 or self.status == NOT_ALLOWED, self.step_time_ns
 
 
@@ -79,8 +80,8 @@ class Choice:
 
 
 @dataclass(eq=False)
-class _Search:
-    """What all phases of a choice share."""
+class _Choosing:
+    """Holds the question and the means that all phases of a choice share."""
 
     parts: Parts
     cluster: Cluster
@@ -95,7 +96,7 @@ class _Search:
         self.estimator = Estimator(self.parts, self.cluster, self.constraints)
 
 
-def choose(
+def choose_layout(
     parts: Parts,
     cluster: Cluster | str,
     constraints: Constraints | None = None,
@@ -113,16 +114,14 @@ def choose(
     fits if any of them does. InputError for a layout that the batch or the devices do not allow.
     """
     cluster = Cluster.of(cluster)
+    _read_ahead(parts, cluster, layout)
     clock = Clock(Budget.of(budget), stop=stop)
-    search = _Search(
+    search = _Choosing(
         parts, cluster, constraints or Constraints(), clock, seed, num_threads, on_progress or (lambda trial: None)
     )
-    estimates = _estimates(search, layout)
-    trials = _simulated(search, estimates)
+    trials, estimates = _screened(search, layout)
     finalists = _finalists(search, trials, layout)
-    searched = [
-        _searched(search, trial, clock.part(share)) for trial, share in zip(finalists, FINAL_SHARES, strict=False)
-    ]
+    searched = [_searched(search, trial, clock.part(_share(trial))) for trial in finalists]
     best = min([*searched, *trials], key=lambda trial: trial.key)
     if best.candidate is None:
         raise InputError(f"--parallel: no layout of {parts.exact(1).name!r} can be placed on {cluster.name!r}")
@@ -130,82 +129,83 @@ def choose(
     return _choice(search, best, [*searched, *trials], estimates)
 
 
-def _estimates(search: _Search, layout: Layout | None) -> list[Estimate]:
-    """Returns estimates of all arrangements, those that fit first, the quicker ones first."""
+def _read_ahead(parts: Parts, cluster: Cluster, layout: Layout | None) -> None:
+    """Reads the steps that are needed in any case: reading a model is no search. InputError as `Parts.check` says."""
+    parts.exact(1)
+    if layout is not None:
+        parts.exact(layout.num_parts)
+        return
+    for count in range(cluster.num_devices, 1, -1):  # what is interpolated from, with the whole batch
+        if parts.divides(count):
+            parts.exact(count)
+            return
+
+
+def _screened(search: _Choosing, layout: Layout | None) -> tuple[list[Trial], list[Estimate]]:
+    """Simulates the promising arrangements in whole; returns these, and estimates of the others.
+
+    The most promising one goes on by one step: from arithmetic to an estimate, from an estimate to a simulation. One
+    that does not fit makes room for others of its kind that take less memory.
+    """
+    queue = _arithmetic(search, layout)
+    seen = {each.arrangement for each in queue}
+    trials: list[Trial] = []
+    while queue:
+        fitting_ns = min((trial.step_time_ns for trial in trials if not trial.key[0]), default=None)
+        is_over = len(trials) >= MOST_SIMULATED or search.clock.share_spent > SCREEN_SHARE
+        next_one = min(queue, key=_promise)
+        is_far = fitting_ns is not None and (next_one.missing_bytes or next_one.step_time_ns > FAR * fitting_ns)
+        if is_far or (is_over and fitting_ns is not None) or (trials and search.clock.stop.is_set()):
+            break
+        if next_one.missing_bytes and len(trials) >= MOST_SIMULATED:
+            break
+        queue.remove(next_one)
+        if len(next_one.places):
+            trials.append(_trial(search, next_one.arrangement, next_one.places))
+            continue
+        estimate = search.estimator.estimate(next_one.arrangement)
+        queue.append(estimate)
+        others = with_less_memory(estimate, search.parts.batch_size) if estimate.missing_bytes and not layout else []
+        queue += [search.estimator.least(other) for other in others if other not in seen]
+        seen.update(others)
+    return trials, sorted(queue, key=_promise)
+
+
+def _arithmetic(search: _Choosing, layout: Layout | None) -> list[Estimate]:
+    """Returns what arithmetic says of all arrangements, or of those of `layout`."""
     estimator, batch_size = search.estimator, search.parts.batch_size
     machine = estimator.machine
     if layout is not None:
-        search.parts.check(layout.num_parts)
-        ways = [] if layout.is_whole else forced(machine, layout, batch_size)
-        return sorted(map(estimator.estimate, ways), key=_promise)
-    num_devices = len(machine.usable)
-    for count in range(num_devices, 1, -1):  # what is interpolated from, with the whole batch
-        if search.parts.divides(count):
-            search.parts.exact(count)
-            break
-    found: list[Estimate] = []
-    for arrangement in sorted(arrangements(machine, batch_size), key=lambda way: way.num_places):
-        least = estimator.least(arrangement)
-        best_ns = min((each.step_time_ns for each in found if not each.missing_bytes), default=least.step_time_ns)
-        if least.step_time_ns > FAR * best_ns or (found and search.clock.share_spent > ESTIMATE_SHARE):
-            found.append(least)
-        else:
-            found += _with_variants(search, arrangement)
-    return sorted(found, key=_promise)
-
-
-def _with_variants(search: _Search, arrangement: Arrangement) -> list[Estimate]:
-    """Returns the estimate of an arrangement and, where it does not fit, of some that take less memory."""
-    estimator = search.estimator
-    found = [estimator.estimate(arrangement)]
-    if arrangement.layout.data > 1:
-        zero = replace(arrangement, layout=replace(arrangement.layout, zero=1))
-        found.append(estimator.estimate(zero))
-    narrow: Arrangement | None = arrangement
-    while narrow is not None and all(estimate.missing_bytes for estimate in found):
-        base = estimator.estimate(narrow)
-        found += [base, *map(estimator.estimate, with_less_memory(base))]
-        narrow = more_microbatches(narrow, search.parts.batch_size) if narrow.num_places == 1 else None
-    return found
+        return [] if layout.is_whole else [estimator.least(way) for way in forced(machine, layout, batch_size)]
+    ways = arrangements(machine, batch_size)
+    ways += [replace(way, layout=replace(way.layout, zero=1)) for way in ways if way.layout.data > 1]
+    return [estimator.least(way) for way in ways]
 
 
 def _promise(estimate: Estimate) -> tuple[bool, int]:
     return estimate.missing_bytes > 0, estimate.step_time_ns
 
 
-def _simulated(search: _Search, estimates: list[Estimate]) -> list[Trial]:
-    """Simulates the promising arrangements in whole, with constructive places."""
-    trials: list[Trial] = []
-    for estimate in estimates[: 2 * MOST_SIMULATED]:
-        fits = [trial for trial in trials if not trial.key[0]]
-        best_ns = min((trial.step_time_ns for trial in fits), default=0)
-        is_enough = len(trials) >= MOST_SIMULATED or search.clock.share_spent > SCREEN_SHARE
-        if fits and (is_enough or estimate.step_time_ns > FAR * best_ns):
-            break
-        if not len(estimate.places):
-            continue
-        if search.clock.stop.is_set() and trials:
-            break
-        trials.append(_trial(search, estimate.arrangement, estimate.places))
-    return trials
-
-
-def _trial(search: _Search, arrangement: Arrangement, places: I64) -> Trial:
+def _trial(search: _Choosing, arrangement: Arrangement, places: I64) -> Trial:
     """Returns the step of an arrangement, simulated with these places of a replica's ops."""
     graph = search.parts.exact(arrangement.layout.num_parts)
     if len(places) != graph.num_ops:  # a sample alone may have other ops
         estimator = Estimator(search.parts, search.cluster, search.constraints)
         places = estimator.estimate(arrangement).places
     layout, devices = arrangement.layout, arrangement.devices
-    step = Step.of(graph, layout, places=places if arrangement.num_places > 1 else None)
-    problem = Problem.build(step.graph, search.cluster, search.constraints)
-    placement = step.placement(places, devices)
-    search.clock.spend(1)
-    if problem.broken_constraints(placement):
-        trial = Trial(layout, devices, NOT_ALLOWED, 0, 0)
-    else:
+    hosts = search.estimator.machine.hosts_of(arrangement)
+    trials = []
+    for way in [None] if hosts is None else [None, hosts]:
+        step = Step.of(graph, layout, places=places if arrangement.num_places > 1 else None, hosts=way)
+        problem = Problem.build(step.graph, search.cluster, search.constraints)
+        placement = step.placement(places, devices)
+        search.clock.spend(1)
+        if problem.broken_constraints(placement):
+            trials.append(Trial(layout, devices, NOT_ALLOWED, 0, 0))
+            break
         candidate = as_candidate(best_dispatch(problem, step, placement))
-        trial = _with_candidate(Trial(layout, devices, OK, 0, 0, step, problem, None, places), candidate)
+        trials.append(_with_candidate(Trial(layout, devices, OK, 0, 0, step, problem, None, places), candidate))
+    trial = min(trials, key=lambda each: each.key)
     search.tell(trial)
     return trial
 
@@ -221,10 +221,16 @@ def _with_candidate(trial: Trial, candidate: Candidate) -> Trial:
     )
 
 
-def _finalists(search: _Search, trials: list[Trial], layout: Layout | None) -> list[Trial]:
-    """Returns what is searched: the best trial, and op placement unless its bound says that it cannot win."""
+def _finalists(search: _Choosing, trials: list[Trial], layout: Layout | None) -> list[Trial]:
+    """Returns what is searched: the best trial, the best with several devices a replica if it is near, and op placement
+    unless its bound says that it cannot win.
+    """
     best = min(trials, key=lambda trial: trial.key, default=None)
     chosen = [] if best is None or best.candidate is None else [best]
+    if best is not None and not best.key[0] and len(best.devices[0]) == 1:
+        others = [trial for trial in trials if len(trial.devices[0]) > 1 and not trial.key[0]]
+        near = [trial for trial in others if trial.step_time_ns < NEAR * best.step_time_ns]
+        chosen += sorted(near, key=lambda trial: trial.key)[:1]
     if layout is None or layout.is_whole:
         problem = Problem.build(search.parts.exact(1), search.cluster, search.constraints)
         bound_ns = lower_bound(problem)
@@ -235,7 +241,12 @@ def _finalists(search: _Search, trials: list[Trial], layout: Layout | None) -> l
     return chosen
 
 
-def _searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
+def _share(trial: Trial) -> float:
+    """Returns the share of the time left for a finalist: replicas of one device each leave little to be found."""
+    return REPLICAS_SHARE if len(trial.devices[0]) == 1 else FINAL_SHARE
+
+
+def _searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` after a search of one replica, and of the whole step in the time left."""
     assert trial.problem is not None
     assert trial.step is not None
@@ -257,7 +268,7 @@ def _searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
     return _with_whole_searched(search, trial, clock)
 
 
-def _with_replica_searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
+def _with_replica_searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` with places from a search in one replica, if they are better for all."""
     assert trial.places is not None
     layout, devices = trial.layout, trial.devices[0]
@@ -266,7 +277,7 @@ def _with_replica_searched(search: _Search, trial: Trial, clock: Clock) -> Trial
     limits = {search.cluster.devices[d].name: int(search.estimator.limits_bytes[d]) for d in devices}
     problem = Problem.build(step.graph, only(search.cluster, devices), Constraints(max_memory_bytes=limits))
     start = as_candidate(best_dispatch(problem, step, step.placement(trial.places, [range(len(devices))])))
-    found = _refined(search, problem, start, clock)
+    found = _refined(search, problem, start, clock, is_alone=False)
     places = np.empty_like(trial.places)
     places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
     if np.array_equal(places, trial.places):
@@ -275,7 +286,7 @@ def _with_replica_searched(search: _Search, trial: Trial, clock: Clock) -> Trial
     return min(trial, other, key=lambda each: each.key)
 
 
-def _with_whole_searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
+def _with_whole_searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
     assert trial.problem is not None
     assert trial.candidate is not None
     if clock.is_up or trial.problem.num_ops > _SEARCHED_OPS:
@@ -286,18 +297,19 @@ def _with_whole_searched(search: _Search, trial: Trial, clock: Clock) -> Trial:
     return min(trial, better, key=lambda each: each.key)
 
 
-def _refined(search: _Search, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
-    """Returns the best that a local search finds from `start`."""
+def _refined(search: _Choosing, problem: Problem, start: Candidate, clock: Clock, *, is_alone: bool = True) -> Candidate:
+    """Returns the best that a local search finds from `start`; unless `is_alone`, from other starts too."""
     question = Question.about(problem, seed=search.seed, num_threads=search.num_threads)
     reduction = question.reduction
     local = LocalSearch(reduction.problem, clock, seed=search.seed, num_threads=search.num_threads)
     priority = None if start.priority is None else reduction.restrict(start.priority)
-    local.start([Candidate(reduction.restrict(start.placement), priority=priority, order=start.order)], num_more=0)
+    first = Candidate(reduction.restrict(start.placement), priority=priority, order=start.order)
+    local.start([first], num_more=0 if is_alone else None)
     local.run()
     return min(start, as_candidate(question.replay(local.best).replay))
 
 
-def _choice(search: _Search, best: Trial, trials: list[Trial], estimates: list[Estimate]) -> Choice:
+def _choice(search: _Choosing, best: Trial, trials: list[Trial], estimates: list[Estimate]) -> Choice:
     assert best.candidate is not None
     assert best.problem is not None
     clock = search.clock
@@ -312,7 +324,9 @@ def _choice(search: _Search, best: Trial, trials: list[Trial], estimates: list[E
         interrupted=clock.stop.is_set(),
         order=best.candidate.order,
     )
+    assert best.step is not None
     plan = plan_of(simulation, lower_bound(best.problem), "auto", search.seed, record)
+    plan = plan if best.is_whole else replace(plan, layout=best.step.document())
     known = {(trial.layout, trial.devices) for trial in trials}
     others = [
         Trial(e.arrangement.layout, e.arrangement.devices, ESTIMATED, e.step_time_ns, e.missing_bytes)

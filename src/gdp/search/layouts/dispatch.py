@@ -13,6 +13,7 @@ from gdp.arrays import I64, Bool
 from gdp.graph.microbatches import ACCUMULATE, COLLECTIVES, base_name
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
+from gdp.search.layouts.one_f_one_b import simulate_1f1b
 from gdp.simulator.longest_paths import communication_levels
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -25,16 +26,37 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement) -> Simulat
 
     `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it.
     """
-    levels = [problem.b_level_ns]
-    if step.layout.data > 1:
-        levels += [_sums_first(step, communication_levels(problem, placement)), _program_levels(step)]
+    levels = levels_of(problem, step, placement)
     orders = problem.orders
     if problem.num_ops > _LARGE:
         orders, levels = orders[:2], levels[-2:]
-    found = (
+    found = [
         simulate(problem, placement, priority=problem.priority(order, level)) for order in orders for level in levels
-    )
+    ]
+    if len(orders) > 1:
+        devices = placement[problem.microbatch >= 0]
+        if len(np.unique(devices)) > step.layout.data:  # a pipeline
+            found.append(simulate_1f1b(problem, placement, _stages(step, placement), step.replica, levels[-1:]))
     return min(found, key=lambda simulation: (int(simulation.missing_bytes.sum()), simulation.step_time_ns))
+
+
+def levels_of(problem: Problem, step: Step, placement: Placement) -> list[I64]:
+    """Returns the levels of ops [M] that are worth trying, besides the b-level those that overlap sums with passes."""
+    if step.layout.data == 1:
+        return [problem.b_level_ns]
+    return [problem.b_level_ns, _sums_first(step, communication_levels(problem, placement)), program_levels(step)]
+
+
+def _stages(step: Step, placement: Placement) -> I64:
+    """Returns the stage [M] of each op: the place of its device among those of its replica, by their first ops."""
+    stages = np.zeros(len(placement), np.int64)
+    for replica in range(step.layout.data):
+        own = np.flatnonzero((step.replica == replica) & (np.array(step.graph.phases) == "forward"))
+        used, first = np.unique(placement[own], return_index=True)
+        order = {int(device): turn for turn, device in enumerate(used[np.argsort(own[first])])}
+        ops = np.flatnonzero(step.replica == replica)
+        stages[ops] = [order.get(int(device), 0) for device in placement[ops]]
+    return stages
 
 
 def as_candidate(simulation: Simulation) -> Candidate:
@@ -48,7 +70,7 @@ def _sums_first(step: Step, level_ns: I64) -> I64:
     return np.where(_is_collective(step), level_ns + level_ns.max() + 1, level_ns)
 
 
-def _program_levels(step: Step) -> I64:
+def program_levels(step: Step) -> I64:
     """Returns levels [M] by which ops start in the order of the program, and sums over replicas first.
 
     Sums of gradients over micro-batches follow what they add.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from scipy.sparse.csgraph import connected_components
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
@@ -17,22 +18,26 @@ from gdp.cluster.changes import only
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import BUCKET_BYTES, gradients_of
-from gdp.parallel.layout import NONE, Layout
+from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
-from gdp.search.layouts.arrangement import Arrangement, Machine
+from gdp.placers.contiguous import folded_chain, module_chain, stages
+from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, more_microbatches
 from gdp.search.layouts.parts import Parts
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
+from gdp.units.forward_units import forward_units
+from gdp.units.units import Units
 
+_QUICKER = 2  # times the slowest link: links of one host
 _ENOUGH = 2  # micro-batches of a place that are simulated
-_STAGES = ("dp-stages", "contiguous")
+_QUICK_OPS = 3_000  # in one micro-batch, for dynamic programming in about a second
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an arrangement is expected to take; `places` [N] is where ops of a replica are."""
+    """Expected figures of an arrangement; `places` [N] is where ops of a replica are."""
 
     arrangement: Arrangement
     step_time_ns: int
@@ -65,12 +70,12 @@ class Estimator:
     _replicas: dict[object, tuple[Simulation, I64]] = field(default_factory=dict)
 
     @cached_property
-    def machine(self) -> Machine:
+    def machine(self) -> DeviceSpeeds:
         """The speed and the kind of each device."""
         times = Problem.build(self.parts.exact(1), self.cluster).op_time_ns
         alone = np.where((times < 0).any(axis=0), np.inf, np.maximum(times, 0).sum(axis=0))
         columns = np.concatenate((times, self.limits_bytes[None]))
-        return Machine(alone, np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1))
+        return DeviceSpeeds(alone, np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1), _hosts(self.cluster))
 
     @cached_property
     def limits_bytes(self) -> I64:
@@ -91,7 +96,8 @@ class Estimator:
             fastest = list(devices)
             rate = (1 / np.maximum(figures.each_ns[fastest], 1)).sum()
             fill = count + (num_places - 1 if count > 1 else 0)
-            slowest_ns = max(slowest_ns, fill / rate + float(figures.once_ns[fastest].min()) / num_places)
+            once_ns = float(figures.once_ns[fastest].min()) / num_places / (layout.data if layout.zero else 1)
+            slowest_ns = max(slowest_ns, fill / rate + once_ns)
         return Estimate(arrangement, int(slowest_ns), 0, np.zeros(0, np.int64))
 
     def _candidates(self, arrangement: Arrangement) -> list[I64]:
@@ -101,8 +107,7 @@ class Estimator:
             return [np.zeros(self.parts.exact(1).num_ops, np.int64)]
         if kinds not in self._places:
             problem = self._alone(self.parts.near(arrangement.layout.num_parts), arrangement.devices[0])
-            found = [CLASSICAL[name](problem, 0) for name in _STAGES]
-            self._places[kinds] = [places for places in found if places is not None]
+            self._places[kinds] = _constructed(problem)
         return self._places[kinds]
 
     def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
@@ -117,6 +122,10 @@ class Estimator:
             share = spare // len(devices)
             lacks = simulation.peak_memory_bytes - share - self.limits_bytes[list(devices)]
             missing = max(missing, int(lacks.max()))
+        if layout.zero:  # updates are cut over replicas
+            slowest_ns -= (
+                int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // arrangement.num_places
+            )
         return Estimate(arrangement, slowest_ns + self._rings(arrangement, figures), max(missing, 0), places)
 
     def _replica(self, layout: Layout, devices: tuple[int, ...], count: int, places: I64) -> tuple[Simulation, I64]:
@@ -181,6 +190,30 @@ class Estimator:
         return whole * (layout.data - 1) // layout.data
 
 
+def _constructed(problem: Problem) -> list[I64]:
+    """Returns contiguous stages [N] along several chains; the best by dynamic programming where that is quick."""
+    units = Units.of(problem, forward_units(problem))
+    devices = np.arange(problem.num_devices)
+    chains = [
+        folded_chain(problem, units),
+        *(module_chain(problem, units, whole_layers=whole) for whole in (True, False)),
+    ]
+    found = [units.place_allowed(stages(problem, units, chain, devices)) for chain in chains]
+    if problem.num_ops <= _QUICK_OPS and (best := CLASSICAL["dp-stages"](problem, 0)) is not None:
+        found.insert(0, best)
+    return list({places.tobytes(): places for places in found}.values())
+
+
+def _hosts(cluster: Cluster) -> I64 | None:
+    """Returns the host [D] of each device, by links that are much quicker than the slowest; None: all are alike."""
+    rates = cluster.bytes_per_second + cluster.bytes_per_second.T
+    apart = rates[rates > 0]
+    if not len(apart) or apart.max() < _QUICKER * apart.min():
+        return None
+    is_near = (rates > np.sqrt(float(apart.min()) * float(apart.max()))) | np.eye(len(rates), dtype=np.bool_)
+    return np.asarray(connected_components(is_near, directed=False)[1], np.int64)
+
+
 def _seen(layout: Layout, count: int, num_places: int) -> int:
     """Returns the number of micro-batches of a replica to simulate, of `count`."""
     return min(count, _ENOUGH * num_places)
@@ -217,9 +250,12 @@ def _one_parameter(num_bytes: int) -> Graph:
     return Graph.build("ring", ops, tensors)
 
 
-def with_less_memory(estimate: Estimate) -> list[Arrangement]:
-    """Returns arrangements like that of `estimate` that take less memory, the quicker ones first."""
+def with_less_memory(estimate: Estimate, batch_size: int) -> list[Arrangement]:
+    """Returns arrangements like that of `estimate` that take less memory by one change each."""
     arrangement, layout = estimate.arrangement, estimate.arrangement.layout
-    zeros = [1, 2, 3] if layout.data > 1 and layout.is_even else [1, 2] if layout.data > 1 else []
-    changes = [{"zero": zero} for zero in zeros] + [{"recompute": "blocks", "zero": zero} for zero in [0, *zeros]]
-    return [replace(arrangement, layout=replace(layout, **change)) for change in changes]
+    layouts = [replace(layout, recompute=BLOCKS)] if layout.recompute == NONE else []
+    if layout.data > 1 and layout.zero < (3 if layout.is_even else 2):
+        layouts.append(replace(layout, zero=layout.zero + 1))
+    others = [replace(arrangement, layout=other) for other in layouts]
+    more = more_microbatches(arrangement, batch_size) if arrangement.num_places == 1 else None
+    return others if more is None else [more, *others]

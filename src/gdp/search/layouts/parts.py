@@ -5,6 +5,8 @@ from types import MappingProxyType
 
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.models.model import Reading
+from gdp.models.read import batch_size, read_part
 from gdp.parallel.interpolation import have_same_ops, interpolated
 
 
@@ -17,6 +19,21 @@ class Parts:
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
         self._near: dict[int, Graph] = {}
+
+    @classmethod
+    def of_model(cls, text: str, reading: Reading | None = None, whole: Graph | None = None) -> "Parts":
+        """Returns the parts of MODEL: a built-in workload, `hf:DIR` or `module:function`, as the command line takes it.
+
+        InputError where it has no batch that can be split.
+        """
+        reading = reading or Reading()
+        samples = batch_size(text, reading)
+        if samples is None or samples < 2:
+            raise InputError(
+                f"--parallel: {text} has no batch that can be split; name a workload, hf:DIR or module:function with "
+                "several samples, or leave --parallel out"
+            )
+        return cls(lambda num_parts: read_part(text, reading, num_parts), samples, whole)
 
     @property
     def read(self) -> Mapping[int, Graph]:

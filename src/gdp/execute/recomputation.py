@@ -1,0 +1,68 @@
+"""Executes recomputation: a copy of an op makes the calls of the op once more, with the same random numbers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gdp.models.pytorch.program import Call, Program, Ref
+from gdp.parallel.recompute import Recomputation
+
+
+def with_copies(program: Program, step: Recomputation) -> Program:
+    """Returns the program of the graph of `step`, a recomputation of the graph of `program`.
+
+    Copies draw what their originals draw, and write no buffers: batch normalisation is given no running statistics.
+    """
+    number = {
+        op: new for new, op in enumerate(step.op_origin.tolist()) if step.graph.op_names[new] == _name(program, op)
+    }
+    origins = step.tensor_origin.tolist()
+    inputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
+    outputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
+    values = tuple(program.tensor_values[origin] if origin >= 0 else -1 for origin in origins)
+    for tensor, value in enumerate(values):
+        if value >= 0:
+            outputs_of[int(step.graph.producers[tensor])].append(tensor)
+            for op in step.graph.consumers_of(tensor).tolist():
+                inputs_of[op].append(tensor)
+    calls = []
+    for op, origin in enumerate(step.op_origin.tolist()):
+        own = program.calls[origin]
+        if number[origin] != op:
+            own = tuple(_without_state(own, {values[tensor] for tensor in inputs_of[op]}))
+        calls.append(own)
+    return replace(
+        program,
+        graph=step.graph,
+        calls=tuple(calls),
+        inputs_of=tuple(map(tuple, inputs_of)),
+        outputs_of=tuple(map(tuple, outputs_of)),
+        tensor_values=values,
+        tensor_layouts=tuple(program.tensor_layouts[origin] if origin >= 0 else None for origin in origins),
+        sources={number[op]: source for op, source in program.sources.items()},
+        private={number[op]: state for op, state in program.private.items()},
+    )
+
+
+def _name(program: Program, op: int) -> str:
+    return program.graph.op_names[op]
+
+
+def _without_state(calls: tuple[Call, ...], known: set[int]) -> Iterator[Call]:
+    """Yields the calls of a copy; what they would overwrite that the copy is not given is None to them."""
+    for call in calls:
+        unknown = {old for old, _ in call.writes if old not in known}
+        known |= {new for old, new in call.writes if old in known} | {value for value in call.outputs if value >= 0}
+        if not unknown:
+            yield call
+            continue
+
+        def given(item: Any, unknown: set[int] = unknown) -> Any:
+            return None if type(item) is Ref and item.value in unknown else item
+
+        yield replace(
+            call,
+            args=tuple(map(given, call.args)),
+            kwargs={key: given(item) for key, item in call.kwargs.items()},
+            writes=tuple((old, new) for old, new in call.writes if old not in unknown),
+        )

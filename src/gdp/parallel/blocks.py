@@ -1,0 +1,249 @@
+"""Blocks: parts of a model whose forward ops run again for the backward pass, or whose activations leave the device.
+
+A block is a module with all that is below it. Its backward pass reads results of its forward ops (activations) and of
+others (inputs). N ops, T tensors, E (tensor, consumer) pairs, B blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.errors import InputError, suggest
+from gdp.graph import Graph
+from gdp.graph.layers import LayerPaths
+from gdp.parallel.layout import BLOCKS
+
+_SOURCES = ("parameter", "buffer", "constant", "input")
+_IGNORES_OLD_CONTENT = "batch_norm"  # in training: it updates running statistics, and computes from the batch's own
+
+
+def block_paths(graph: Graph, modules: str | Sequence[str]) -> list[str]:
+    """Returns the paths of the blocks that `modules` names: BLOCKS, the layers of `LayerPaths`, or paths of modules.
+
+    A path inside another one is left out. InputError, with near names, for a path that no forward op is below, and
+    for a model without layers.
+    """
+    computing = {
+        module
+        for module, phase, kind in zip(graph.modules, graph.phases, graph.kinds, strict=True)
+        if phase == "forward" and kind not in _SOURCES
+    }
+    known = dict.fromkeys(prefix for module in sorted(computing) for prefix in _prefixes(module))
+    if modules == BLOCKS:
+        layers = LayerPaths.of(graph)
+        paths = [name for name, of_list in zip(layers.names, layers.lists, strict=True) if of_list and name in known]
+        if not paths:
+            raise InputError(
+                f"recompute=blocks: {graph.name!r} has no list of layers that compute; name modules, recompute=PATH; "
+                f"known: {', '.join(list(known)[:8]) or 'none'}"
+            )
+        return paths
+    paths = [modules] if isinstance(modules, str) else list(dict.fromkeys(modules))
+    for path in paths:
+        if path not in known:
+            raise InputError(f"recompute: {graph.name!r} has no module {path!r}; {suggest(path, list(known))}")
+    return [path for path in paths if not set(_prefixes(path)[:-1]) & set(paths)]
+
+
+def _prefixes(path: str) -> list[str]:
+    """Returns the paths that lead to `path`, outermost first, `path` last; none for the root."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of a training step, and what their backward passes read of their forward passes."""
+
+    graph: Graph
+    paths: tuple[str, ...]  # [B]
+    of_op: I64  # [N] by module: the block of each op, forward and backward; -1: none
+
+    @classmethod
+    def of(cls, graph: Graph, modules: str | Sequence[str]) -> "Blocks":
+        """Finds the blocks that `modules` names; see `block_paths` for errors."""
+        paths = block_paths(graph, modules)
+        number = {path: block for block, path in enumerate(paths)}
+        by_module = {
+            module: next((number[path] for path in _prefixes(module) if path in number), -1)
+            for module in set(graph.modules)
+        }
+        return cls(graph, tuple(paths), np.array([by_module[module] for module in graph.modules], np.int64))
+
+    @cached_property
+    def base(self) -> I64:
+        """[T] the tensor whose memory each is in: itself, or what it is a view of."""
+        return np.where(self.graph.view_of >= 0, self.graph.view_of, np.arange(self.graph.num_tensors))
+
+    @cached_property
+    def is_source(self) -> Bool:
+        """[N] parameters, buffers and inputs."""
+        return np.isin(np.array(self.graph.kinds), _SOURCES)
+
+    @cached_property
+    def is_forward(self) -> Bool:
+        """[N] the forward ops of blocks; what has no block, and parameters, buffers and inputs, are not among them."""
+        is_forward = np.array([phase == "forward" for phase in self.graph.phases], np.bool_)
+        return np.asarray((self.of_op >= 0) & is_forward & ~self.is_source, np.bool_)
+
+    @cached_property
+    def is_backward(self) -> Bool:
+        """[N] the backward ops of the whole model."""
+        return np.array([phase == "backward" for phase in self.graph.phases], np.bool_)
+
+    @cached_property
+    def is_activation(self) -> Bool:
+        """[T] results of a block's forward ops which the step need not hold: neither resident nor kept to its end."""
+        graph = self.graph
+        is_held = np.zeros(graph.num_tensors, np.bool_)
+        is_held[self.base[graph.is_kept]] = True
+        is_held |= graph.is_resident | (graph.tensor_bytes == 0)
+        return self.is_forward[graph.producers] & ~is_held[self.base] & ~is_held
+
+    @cached_property
+    def is_read(self) -> Bool:
+        """[E] where the backward pass of a block reads an activation of it.
+
+        A backward op belongs to a block by its module, or because it takes gradients to what no forward op outside the
+        block reads.
+        """
+        graph = self.graph
+        block = self.of_op[graph.producers[graph.edge_tensors]]
+        by_forward = ~self.is_backward[graph.consumers]
+        is_output = np.zeros(graph.num_tensors, np.bool_)
+        is_output[self.base[graph.edge_tensors[by_forward & (self.of_op[graph.consumers] != block)]]] = True
+        has_gradient = np.zeros(graph.num_ops, np.bool_)
+        has_gradient[graph.consumers[self.is_backward[graph.producers[graph.edge_tensors]]]] = True
+        is_inner = has_gradient[graph.consumers] & ~is_output[self.base[graph.edge_tensors]]
+        is_own = (self.of_op[graph.consumers] == block) | is_inner
+        return np.asarray(self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own, np.bool_)
+
+    @cached_property
+    def is_repeatable(self) -> Bool:
+        """[N] the forward ops of blocks that compute the same when they run again, without writing what stays.
+
+        Not among them are ops that write buffers, batch normalisation apart, or read what another op overwrites: a
+        buffer, or a tensor that an operator in place (`aten.add_`) changes, unless it runs again as well.
+        """
+        graph, tensors = self.graph, self.graph.edge_tensors
+        makers, readers = graph.producers[tensors], graph.consumers
+        is_resident = graph.is_resident[self.base]
+        is_forward_pass = np.array([phase == "forward" for phase in graph.phases], np.bool_)
+        writes = np.zeros(graph.num_ops, np.bool_)
+        writes[graph.producers[is_resident & (graph.resident_bytes[graph.producers] == 0)]] = True
+        writes &= is_forward_pass & ~self.is_source
+        written = graph.groups[writes & (graph.groups >= 0)]
+        reads_written = np.zeros(graph.num_ops, np.bool_)
+        reads_written[readers[is_resident[tensors] & np.isin(graph.groups[makers], written)]] = True
+        normalises = np.array([_IGNORES_OLD_CONTENT in kind for kind in graph.kinds], np.bool_)
+        may_run = (graph.resident_bytes == 0) & (normalises | ~(writes | reads_written))
+        repeatable: Bool = np.asarray(self.is_forward & may_run, np.bool_)
+        in_place = np.array([kind.endswith("_") for kind in graph.kinds], np.bool_) & is_forward_pass
+        is_overwritten = np.zeros(graph.num_tensors, np.bool_)
+        is_overwritten[self.base[tensors[in_place[readers] & (graph.tensor_bytes[tensors] > 0)]]] = True
+        needs_copy = is_overwritten[self.base[tensors]] & ~is_resident[tensors]
+        needs_copy &= self.is_forward[readers]
+        while True:  # as deep as chains of such operators are
+            has_copy = repeatable[makers] & (self.of_op[makers] == self.of_op[readers]) & self.is_activation[tensors]
+            lost = np.unique(readers[needs_copy & ~has_copy])
+            if not repeatable[lost].any():
+                return repeatable
+            repeatable[lost] = False
+
+    @cached_property
+    def is_repeated(self) -> Bool:
+        """[N] the forward ops that run again: those whose results backward passes read, and what these are made of."""
+        graph, tensors = self.graph, self.graph.edge_tensors
+        makers = graph.producers[tensors]
+        can_pull = self.is_activation[tensors] & self.is_repeatable[makers]
+        repeated = np.zeros(graph.num_ops, np.bool_)
+        repeated[makers[self.is_read & can_pull]] = True
+        inside = can_pull & (self.of_op[makers] == self.of_op[graph.consumers]) & self.is_repeatable[graph.consumers]
+        sources, targets = makers[inside], graph.consumers[inside]
+        order = np.argsort(-targets, kind="stable")  # ops are numbered topologically: consumers come before producers
+        flags = repeated.tolist()
+        for source, target in zip(sources[order].tolist(), targets[order].tolist(), strict=True):
+            flags[source] = flags[source] or flags[target]
+        return np.array(flags, np.bool_)
+
+    @cached_property
+    def first_reader(self) -> I64:
+        """[B] the first backward op that reads activations of each block; -1: none."""
+        graph = self.graph
+        return self.first_of(self.is_read & self.is_repeated[graph.producers[graph.edge_tensors]])
+
+    def releases(self, first_reader: I64) -> list[I64]:
+        """[B] Returns the ops before which nothing of each block need be there.
+
+        They make the gradients that the op `first_reader` [B] takes; where it takes none, the release is the block's
+        last forward op before it. Empty without a reader.
+        """
+        graph, found = self.graph, []
+        sources = graph.producers[graph.edge_tensors]
+        for block, reader in enumerate(first_reader.tolist()):
+            before = np.unique(sources[(graph.consumers == reader) & self.is_backward[sources]])
+            if reader >= 0 and not len(before):
+                before = np.flatnonzero(self.is_forward & (self.of_op == block))
+                before = before[before < reader][-1:]
+            found.append(before)
+        return found
+
+    @cached_property
+    def upstream(self) -> list[list[int]]:
+        """[B] the blocks from which gradients enter each block, through ops of itself and of no block."""
+        graph, is_backward = self.graph, self.is_backward
+        sources = graph.producers[graph.edge_tensors]
+        between = is_backward[sources] & is_backward[graph.consumers]
+        inputs: dict[int, list[int]] = {}
+        for source, target in zip(sources[between].tolist(), graph.consumers[between].tolist(), strict=True):
+            inputs.setdefault(target, []).append(source)
+        found = []
+        for block, ops in enumerate(self.releases(self.first_reader)):
+            reached, pending = set(ops[is_backward[ops]].tolist()), ops[is_backward[ops]].tolist()
+            blocks: dict[int, None] = {}
+            while pending:
+                op = pending.pop()
+                if (own := int(self.of_op[op])) not in (block, -1):
+                    blocks[own] = None
+                    continue
+                pending += (new := [item for item in inputs.get(op, ()) if item not in reached])
+                reached.update(new)
+            found.append(list(blocks))
+        return found
+
+    def held_bytes(self, chosen: Bool) -> int:
+        """Returns the bytes of tensors that are held for the backward pass if the blocks `chosen` [B] are recomputed.
+
+        They are those of the forward pass that backward ops or copies read; parameters and buffers are not counted.
+        """
+        graph, tensors = self.graph, self.graph.edge_tensors
+        makers = graph.producers[tensors]
+        in_chosen = np.append(chosen, False)[self.of_op]  # -1 is no block
+        is_moved = self.is_read & self.is_repeated[makers] & in_chosen[makers]
+        is_late = self.is_backward[graph.consumers] & ~is_moved
+        runs_again = self.is_repeated & in_chosen
+        is_inner = (
+            runs_again[makers] & self.is_activation[tensors] & (self.of_op[makers] == self.of_op[graph.consumers])
+        )
+        is_late |= runs_again[graph.consumers] & ~is_inner
+        held = np.unique(self.base[tensors[is_late & ~self.is_backward[makers]]])
+        return int(graph.tensor_bytes[held[~graph.is_resident[held]]].sum())
+
+    @cached_property
+    def copy_bytes(self) -> I64:
+        """[B] the bytes of all activations that are made again when a block is recomputed."""
+        graph = self.graph
+        is_copied = self.is_activation & self.is_repeated[graph.producers] & (graph.view_of < 0)
+        result = np.zeros(len(self.paths), np.int64)
+        np.add.at(result, self.of_op[graph.producers[is_copied]], graph.tensor_bytes[is_copied])
+        return result
+
+    def first_of(self, is_read: Bool) -> I64:
+        """[B] Returns the first op that reads tensors of each block on the edges `is_read` [E]; -1: none."""
+        graph = self.graph
+        first = np.full(len(self.paths), graph.num_ops)
+        np.minimum.at(first, self.of_op[graph.producers[graph.edge_tensors[is_read]]], graph.consumers[is_read])
+        return np.where(first < graph.num_ops, first, -1)

@@ -1,0 +1,145 @@
+"""State that replicas have in common: parameters, optimizer state, and the updates that write them.
+
+N ops and T tensors of one replica, R replicas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.graph import Graph
+from gdp.graph.microbatches import shared_ops
+from gdp.parallel.columns import Columns
+
+_NO_PARAMETERS = ("buffer", "constant", "input")  # kinds of sources
+
+
+@dataclass(frozen=True, eq=False)
+class HeldState:
+    """The ops of a graph that hold or change parameters.
+
+    A parameter with optimizer state has more resident bytes than its own tensors. Sources that updates alone read are
+    optimizer state as well. Weights that an op holds which computes are neither: every replica has all of them.
+    """
+
+    is_late: Bool  # [N] updates and what follows them
+    is_update: Bool  # [N] updates, and what other updates wait for
+    is_parameter: Bool  # [N] sources that forward or backward ops read, or that hold a parameter which nothing reads
+    is_state: Bool  # [N] sources that updates alone read
+    own_bytes: I64  # [N] bytes of a parameter itself, without optimizer state
+
+    @classmethod
+    def of(cls, graph: Graph) -> "HeldState":
+        """Finds the state of `graph`, a step of one replica."""
+        is_source, is_late = shared_ops(graph)
+        is_update = np.array([phase == "update" for phase in graph.phases], np.bool_)
+        sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+        while True:
+            more = is_update.copy()
+            more[sources[is_update[targets] & is_late[sources]]] = True
+            if (more == is_update).all():
+                break
+            is_update = more
+        is_candidate = is_source & np.array([kind not in _NO_PARAMETERS for kind in graph.kinds], np.bool_)
+        is_candidate &= graph.resident_bytes > 0
+        is_read, is_updated = np.zeros((2, graph.num_ops), np.bool_)
+        is_read[sources[~is_late[targets]]] = True
+        is_updated[sources[is_update[targets]]] = True
+        is_parameter = is_candidate & (is_read | ~is_updated)
+        own = np.zeros(graph.num_ops, np.int64)
+        held = np.flatnonzero(graph.is_resident)
+        np.add.at(own, graph.producers[held], graph.tensor_bytes[held])
+        own = np.where(own > 0, np.minimum(own, graph.resident_bytes), graph.resident_bytes)
+        return cls(is_late, is_update, is_parameter, is_candidate & ~is_parameter, np.where(is_parameter, own, 0))
+
+    def cut_resident(self, graph: Graph, count: int, *, with_parameters: bool) -> I64:
+        """Returns the resident bytes [N] of one of `count` replicas that share optimizer state, or parameters too."""
+        whole = np.where(with_parameters | self.is_state, 0, self.own_bytes)
+        cut = whole - (whole - graph.resident_bytes) // count
+        return np.where(self.is_parameter | self.is_state, cut, graph.resident_bytes)
+
+    def cut_tensors(self, graph: Graph, count: int) -> I64:
+        """Returns the bytes [T] of tensors where each of `count` replicas updates a part of the parameters."""
+        leaves = graph.is_kept | graph.is_resident | ~self.is_update[graph.producers]
+        leaves[graph.edge_tensors[~self.is_update[graph.consumers]]] = True
+        return np.where(leaves, graph.tensor_bytes, -(-graph.tensor_bytes // count))
+
+    def writers(self, graph: Graph) -> dict[int, list[int]]:
+        """Returns the updates of each parameter: those in its group, else those that read it."""
+        updates = np.flatnonzero(self.is_update)
+        of_group: dict[int, list[int]] = {}
+        for op, group in zip(updates.tolist(), graph.groups[updates].tolist(), strict=True):
+            if group >= 0:
+                of_group.setdefault(group, []).append(op)
+        sources = graph.producers[graph.edge_tensors]
+        is_read = self.is_parameter[sources] & self.is_update[graph.consumers]
+        readers: dict[int, list[int]] = {}
+        for source, target in zip(sources[is_read].tolist(), graph.consumers[is_read].tolist(), strict=True):
+            readers.setdefault(source, []).append(target)
+        found = {
+            op: of_group.get(int(graph.groups[op]), readers.get(op))
+            for op in np.flatnonzero(self.is_parameter).tolist()
+        }
+        return {op: updates for op, updates in found.items() if updates}
+
+    def followers(self, graph: Graph, updates: Sequence[int]) -> list[int]:
+        """Returns the ops that are no updates and take what `updates` make."""
+        chosen = np.zeros(graph.num_ops, np.bool_)
+        chosen[list(updates)] = True
+        is_edge = chosen[graph.producers[graph.edge_tensors]] & ~self.is_update[graph.consumers]
+        result: list[int] = np.unique(graph.consumers[is_edge]).tolist()
+        return result
+
+    def add_updates(self, columns: Columns, graph: Graph, count: int, groups: I64) -> I64:
+        """Adds the updates of a replica, with an R-th of their work each, R being `count`; returns their numbers.
+
+        Optimizers treat parameters as flat arrays, as FSDP's and DeepSpeed's do: an R-th is rounded up for each op.
+        What they need of whole parameters, such as norms, would be summed over replicas; those few bytes are left out.
+        """
+        ops = np.flatnonzero(self.is_update)
+        chosen = ops.tolist()
+        return columns.copy_ops(
+            graph,
+            ops,
+            [graph.op_names[op] for op in chosen],
+            groups[ops],
+            flops=-(-graph.flops[ops] // count),
+            bytes_accessed=-(-graph.bytes_accessed[ops] // count),
+            times_ns=[_cut_times(graph.times_ns[op], count) for op in chosen],
+        )
+
+
+def _cut_times(times: Any, count: int) -> Any:
+    return (
+        MappingProxyType({where: -(-ns // count) if ns > 0 else ns for where, ns in times.items()}) if times else times
+    )
+
+
+def joined_groups(graph: Graph, together: Sequence[Sequence[int]]) -> I64:
+    """Returns the groups [N] of `graph`, where the groups of each list of ops are one, and each list has one."""
+    parent: dict[int, int] = {}
+
+    def root(group: int) -> int:
+        while parent.setdefault(group, group) != group:
+            parent[group] = parent[parent[group]]
+            group = parent[group]
+        return group
+
+    groups = graph.groups.copy()
+    following = int(groups.max(initial=-1)) + 1
+    for ops in together:
+        chosen = np.array(ops, np.int64)
+        alone = chosen[groups[chosen] < 0]
+        groups[alone] = following
+        first = root(int(groups[chosen[0]]))
+        for group in np.unique(groups[chosen]).tolist():
+            parent[root(group)] = first
+        following += 1
+    renamed = np.arange(following)
+    for group in parent:
+        renamed[group] = root(group)
+    return np.where(groups >= 0, renamed[groups], -1)

@@ -1,0 +1,115 @@
+"""Offload: activations of blocks wait on the host for the backward pass.
+
+    gpu   f ---> g ---> ... backward of the next block ---> g' ---> f'
+          | activation            . released                ^
+    host  '-------------------> copy -----------------------'
+
+The activation of op `f` is sent to the host when it is made, and to the ops that read it after the op `f.host` there,
+of kind `host.copy`. It starts with the gradients that the block before needs in the backward pass: so a block's
+activations come back while that one runs. The op takes no time; it cannot run on accelerators (time -1 there).
+
+N ops, T tensors, E (tensor, consumer) pairs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.errors import InputError
+from gdp.graph import Graph, Op, Tensor
+from gdp.graph.write_after_read import write_after_read
+from gdp.models.names import UniqueNames
+from gdp.parallel.blocks import Blocks
+from gdp.parallel.layout import NONE
+
+KIND = "host.copy"
+LEAST_BYTES = 2**20  # a smaller tensor takes longer to start on its way than to be sent: 10 us of latency at 32 GB/s
+
+
+def offloaded(
+    graph: Graph, modules: str | Sequence[str], accelerators: Sequence[str], *, least_bytes: int = LEAST_BYTES
+) -> Graph:
+    """Returns the training step `graph` in which activations of blocks wait on the host: NONE, BLOCKS or paths.
+
+    `accelerators` are the names or kinds of all devices that are no host; tensors below `least_bytes` stay. The block
+    that the backward pass begins with stays too, since it is wanted at once. InputError for a path that is no module's,
+    and without accelerators.
+    """
+    if modules == NONE or not len(modules):
+        return graph
+    if not accelerators:
+        raise InputError("offload: no accelerators are given; activations leave nothing if all devices are hosts")
+    blocks = Blocks.of(graph, modules)
+    tensors, consumers = graph.edge_tensors, graph.consumers
+    first_reader = blocks.first_of(blocks.is_read)
+    order = [block for block in np.argsort(first_reader).tolist() if first_reader[block] >= 0]
+    leaves = blocks.is_read & (graph.tensor_bytes >= least_bytes)[blocks.base[tensors]]
+    leaves &= np.isin(blocks.of_op[graph.producers[tensors]], order[1:])
+    moved = np.unique(tensors[leaves])
+    moved = moved[(graph.view_of[moved] < 0) | ~np.isin(graph.view_of[moved], moved)]  # a view comes with its base
+    is_moved = np.isin(np.arange(graph.num_tensors), moved)
+    carrier = np.where(is_moved, np.arange(graph.num_tensors), blocks.base)
+    first = np.full(graph.num_tensors, graph.num_ops)
+    np.minimum.at(first, carrier[tensors[leaves]], consumers[leaves])
+    place = np.concatenate((2 * np.arange(graph.num_ops) + 1, 2 * first[moved]))
+    op_order = np.argsort(place, kind="stable")
+    number = np.empty(len(op_order), np.int64)
+    number[op_order] = np.arange(len(op_order))
+    copy_of = dict(zip(moved.tolist(), number[graph.num_ops :].tolist(), strict=True))
+    rows = _tensors(graph, leaves, carrier, copy_of, number)
+    pairs = _releases(blocks, order, first_reader, moved, number)
+    rows += write_after_read(len(op_order), rows, pairs)
+    elsewhere = dict.fromkeys(accelerators, -1)
+    names, ops = UniqueNames(), list(graph.ops)
+    for name in graph.op_names:
+        names.of(name)
+    ops += [
+        Op(names.of(f"{source.name}.host"), KIND, phase="backward", module=source.module, time_ns=elsewhere)
+        for source in (ops[op] for op in graph.producers[moved].tolist())
+    ]
+    return Graph.build(graph.name, [ops[op] for op in op_order.tolist()], rows)
+
+
+def _tensors(graph: Graph, leaves: Bool, carrier: I64, copy_of: dict[int, int], number: I64) -> list[Tensor]:
+    """Returns the tensors of `graph`, then what the copies send back; consumers on edges that `leaves` [E] get that."""
+    staying: list[list[int]] = [[] for _ in range(graph.num_tensors)]
+    sent: dict[int, dict[int, list[int]]] = {tensor: {tensor: []} for tensor in copy_of}
+    for tensor, op, goes in zip(
+        graph.edge_tensors.tolist(), number[graph.consumers].tolist(), leaves.tolist(), strict=True
+    ):
+        if goes:
+            sent[int(carrier[tensor])].setdefault(tensor, []).append(op)
+        else:
+            staying[tensor].append(op)
+    for tensor, op in copy_of.items():
+        staying[tensor].append(op)
+    rows = [
+        replace(graph.tensor(tensor), producer=int(number[graph.producers[tensor]]), consumers=tuple(sorted(ops)))
+        for tensor, ops in enumerate(staying)
+    ]
+    for whole, parts in sent.items():
+        base = len(rows)
+        for tensor, ops in parts.items():
+            size, view_of = int(graph.tensor_bytes[tensor]), -1 if tensor == whole else base
+            rows.append(Tensor(copy_of[whole], tuple(sorted(ops)), size, view_of=view_of))
+    return rows
+
+
+def _releases(blocks: Blocks, order: list[int], first_reader: I64, moved: I64, number: I64) -> list[tuple[int, int]]:
+    """Returns pairs (op, copy that waits for it); `order` are the blocks as the backward pass takes them.
+
+    A copy waits for the gradients that the block before its own needs, and for the backward ops of the one before that.
+    """
+    graph, releases = blocks.graph, blocks.releases(first_reader)
+    of_copy, copies = blocks.of_op[graph.producers[moved]], number[graph.num_ops :]
+    pairs = []
+    for place, block in enumerate(order[1:]):
+        makers = releases[order[place]]
+        if place:
+            own = np.flatnonzero(blocks.is_backward & (blocks.of_op == order[place - 1]))
+            makers = np.concatenate((makers, own))
+        for maker in number[makers].tolist():
+            pairs += [(maker, copy) for copy in copies[of_copy == block].tolist() if maker < copy]
+    return pairs

@@ -1,0 +1,105 @@
+"""Shows the choice of a layout: in words, as a table of what was looked at, as JSON."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.report.tables import format_gib, format_ms, new_table
+from gdp.search.layouts.choose import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Choice, Trial
+
+_MOST_ROWS = 12  # of the table; all are in --json
+_SHARDED = {1: "optimizer state", 2: "optimizer state and gradients", 3: "parameters, gradients and optimizer state"}
+
+
+def in_words(layout: Layout, num_places: int) -> str:
+    """Returns `4 replicas of the model, one device each, 2 micro-batches each`."""
+    counts = layout.microbatches
+    if layout.is_whole:
+        return "one copy of the model, its ops placed one by one"
+    parts = ["one copy of the model" if layout.data == 1 else f"{layout.data} replicas of the model"]
+    where = "one device" if num_places == 1 else f"{num_places} devices"
+    parts.append(f"on {where}{' each' if layout.data > 1 else ''}")
+    if max(counts) > 1:
+        each = " each" if layout.data > 1 and layout.is_even else ""
+        numbers = str(counts[0]) if layout.is_even else ", ".join(map(str, counts))
+        parts.append(f"in {numbers} micro-batches{each}")
+    text = " ".join(parts)
+    if layout.zero:
+        text += f", {_SHARDED[layout.zero]} cut over them (ZeRO {layout.zero})"
+    if layout.recompute != NONE:
+        modules = layout.recompute
+        text += f", {'all blocks' if modules == BLOCKS else ', '.join(modules)} recomputed in the backward pass"
+    return text
+
+
+def state(trial: Trial) -> str:
+    """Returns the step time of a trial, or why it has none."""
+    if trial.status == NOT_ALLOWED:
+        return "not allowed by a constraint"
+    lacking = f", {format_gib(trial.missing_bytes)} too much" if trial.missing_bytes else ""
+    return f"{format_ms(trial.step_time_ns)}{lacking}"
+
+
+def limit(trial: Trial) -> str:
+    """Returns what keeps a layout from being faster, or from being used, in a few words."""
+    if trial.status == NOT_ALLOWED:
+        return "a pin or --forbid keeps its replicas from their devices"
+    if trial.status == ESTIMATED:
+        return f"would lack about {format_gib(trial.missing_bytes)}" if trial.missing_bytes else "estimated"
+    assert trial.candidate is not None
+    simulation = trial.candidate.replay
+    devices = simulation.problem.cluster.devices
+    if trial.status == DOES_NOT_FIT:
+        lacking = int(simulation.missing_bytes.argmax())
+        return f"does not fit by {format_gib(int(simulation.missing_bytes[lacking]))} on {devices[lacking].name}"
+    busiest = int(simulation.busy_fraction.argmax())
+    return f"{devices[busiest].name} computes for {simulation.busy_fraction[busiest]:.0%} of it"
+
+
+def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iterator[RenderableType]:
+    """Yields the layout in words, a table of layouts, and the report of its plan."""
+    trial, bound_ns = choice.trial, choice.layout_bound_ns
+    words = in_words(trial.layout, len(trial.devices[0]))
+    yield Text(f"Best layout: {words} (--parallel {trial.layout})", style="bold")
+    if bound_ns:
+        above = trial.step_time_ns / bound_ns - 1
+        yield Text(
+            f"No layout of this batch on these devices takes less than {format_ms(bound_ns)}: "
+            f"this plan is at most {above:.1%} above."
+        )
+    table = new_table("layout", ">replica on", ">step time", ">fullest device", "limit")
+    for row in choice.trials[:_MOST_ROWS]:
+        fullest = "-"
+        if row.candidate is not None:
+            fullest = format_gib(int(row.candidate.replay.peak_memory_bytes.max()))
+        count = len(row.devices[0])
+        time = "-" if row.status == NOT_ALLOWED else f"{'~' * (row.status == ESTIMATED)}{format_ms(row.step_time_ns)}"
+        where = f"{count} device{'s' * (count > 1)}"
+        table.add_row(str(row.layout), where, time, fullest, limit(row), style="bold" if row is trial else None)
+    yield table
+    if len(choice.trials) > _MOST_ROWS:
+        yield Text(f"and {len(choice.trials) - _MOST_ROWS} more that are slower or do not fit")
+    yield ""
+    yield from plan_report
+
+
+def choice_document(choice: Choice) -> dict[str, Any]:
+    """Returns `layout`, `layouts` and the bound of any layout, for `--json`."""
+    return {
+        "layout": choice.trial.layout.document(),
+        "layout_bound_ns": choice.layout_bound_ns,
+        "layouts": [
+            {
+                "layout": row.layout.document(),
+                "devices_per_replica": len(row.devices[0]),
+                "status": row.status,
+                "step_time_ns": row.step_time_ns,
+                "peak_memory_bytes": None if row.candidate is None else row.candidate.replay.peak_memory_bytes.tolist(),
+                "limit": limit(row),
+            }
+            for row in choice.trials
+        ],
+    }

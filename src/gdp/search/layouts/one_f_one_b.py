@@ -1,0 +1,81 @@
+"""The published 1F1B schedule: stage p of P has at most P - p micro-batches in flight.
+
+    stage 0 of 2   F0 F1 B0 F2 B1 F3 B2 B3
+    stage 1 of 2      F0 B0 F1 B1 F2 B2 F3 B3
+
+By priorities alone a stage would start a further forward pass whenever it waits. So the order of ops is found on the
+graph with a control edge from the backward pass of each micro-batch to the forward pass that takes its place.
+D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021.
+M ops of a step, P stages.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.graph import Graph
+from gdp.simulator.orders import ONE_F_ONE_B
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import Simulation, simulate
+
+_ACCUMULATE = ".accumulate"
+
+
+def simulate_1f1b(
+    problem: Problem, placement: Placement, stage: I64, replica: I64, levels: Sequence[I64]
+) -> Simulation:
+    """Returns the step of `placement` [M] in the published schedule, in the best of `levels` [M] of ops.
+
+    `stage` and `replica` [M] are those of the ops. Without micro-batches ops start by the levels alone.
+    """
+    if problem.microbatch.max() < 1:
+        return _best(simulate(problem, placement, priority=level) for level in levels)
+    limited = replace(problem, graph=_limited(problem, stage, replica))
+    orders = (simulate(limited, placement, priority=problem.priority(ONE_F_ONE_B, level)).order for level in levels)
+    return _best(simulate(problem, placement, order=order) for order in orders)
+
+
+def _best(simulations: Iterable[Simulation]) -> Simulation:
+    return min(simulations, key=lambda found: (int(found.missing_bytes.sum()), found.step_time_ns))
+
+
+def _limited(problem: Problem, stage: I64, replica: I64) -> Graph:
+    """Returns the graph with the control edges that limit the micro-batches in flight."""
+    graph, microbatch = problem.graph, problem.microbatch
+    count, num_stages = int(microbatch.max()) + 1, int(stage.max()) + 1
+    phases, names = np.array(graph.phases), np.array([_ACCUMULATE in name for name in graph.op_names])
+    turn = (replica * num_stages + stage) * count + microbatch
+    is_own = microbatch >= 0
+    is_backward = is_own & (phases == "backward") & ~names
+    last_backward = np.full(int(turn.max()) + 1, -1)
+    np.maximum.at(last_backward, turn[is_backward], np.flatnonzero(is_backward))
+
+    sources = graph.producers[graph.edge_tensors]
+    is_inside = is_own[sources] & is_own[graph.consumers] & (turn[sources] == turn[graph.consumers])
+    is_entry = is_own & (phases != "backward") & (phases != "update")
+    is_entry[graph.consumers[is_inside]] = False
+    in_flight = num_stages - stage
+    entries = np.flatnonzero(is_entry & (microbatch >= in_flight))
+    frees = last_backward[turn[entries] - in_flight[entries]]
+    return _with_controls(graph, frees[frees >= 0], entries[frees >= 0])
+
+
+def _with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
+    """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`."""
+    order = np.lexsort((consumers, producers))
+    distinct, counts = np.unique(producers, return_counts=True)
+    added = len(distinct)
+    offsets = graph.consumer_offsets[-1] + np.cumsum(counts)
+    nothing = np.zeros(added, np.bool_)
+    return replace(
+        graph,
+        producers=np.concatenate((graph.producers, distinct)),
+        tensor_bytes=np.concatenate((graph.tensor_bytes, np.zeros(added, np.int64))),
+        is_resident=np.concatenate((graph.is_resident, nothing)),
+        is_kept=np.concatenate((graph.is_kept, nothing)),
+        view_of=np.concatenate((graph.view_of, np.full(added, -1))),
+        consumer_offsets=np.concatenate((graph.consumer_offsets, offsets)),
+        consumers=np.concatenate((graph.consumers, consumers[order])),
+    )

@@ -1,0 +1,287 @@
+"""START HERE: the parallel steps that users run today, chosen without our search and scored by the same simulator.
+
+    ddp        torch.nn.parallel.DistributedDataParallel: a replica a device, buckets of 25 MB
+    zero1      the same with the optimizer's state cut over the replicas (ZeroRedundancyOptimizer, DeepSpeed stage 1)
+    fsdp       torch.distributed.fsdp: parameters cut over the replicas as well, gathered block by block
+    megatron   the best grid of data x pipeline with equal layers a stage, 1F1B, with or without full recomputation
+
+The first three accumulate gradients over the fewest micro-batches that fit in memory, as users raise that number. All
+give each replica as many micro-batches, on unequal devices too, and leave CPUs beside accelerators idle. R replicas,
+P stages, D devices, N ops of a micro-batch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.cluster import Cluster, Device
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.graph.microbatches import RECOMPUTED, shared_ops
+from gdp.notebook import size
+from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.step import Step
+from gdp.search.layouts.dispatch import levels_of, program_levels
+from gdp.search.layouts.one_f_one_b import simulate_1f1b
+from gdp.search.rivals.parts import EqualParts
+from gdp.search.rivals.stages import equal_stages
+from gdp.simulator.constraints import Constraints, memory_limits
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import NEVER, Simulation
+
+SimulatedStep = tuple[Step, Simulation]
+
+
+@dataclass(frozen=True, eq=False)
+class RivalStep:
+    """The best step of a rival; the one nearest to fitting if none fits, and none at all if there is none."""
+
+    layout: Layout | None
+    simulation: Simulation | None
+    reason: str = ""  # why there is no step that fits
+    num_tried: int = 0  # layouts that were simulated
+    step: Step | None = None  # that `simulation` is of
+
+    @property
+    def fits(self) -> bool:
+        """True if memory and all other constraints are respected."""
+        return self.simulation is not None and self.simulation.feasible
+
+    @property
+    def step_time_ns(self) -> int | None:
+        """The step time; None where nothing fits."""
+        return self.simulation.step_time_ns if self.fits and self.simulation is not None else None
+
+
+@dataclass(frozen=True, eq=False)
+class RivalQuestion:
+    """The question to a rival: a batch in parts, and the devices."""
+
+    parts: EqualParts
+    cluster: Cluster
+    constraints: Constraints | None = None
+
+    @cached_property
+    def devices(self) -> list[int]:
+        """The accelerators, by number; all devices if there is none."""
+        kinds = [device.kind.lower() for device in self.cluster.devices]
+        return [number for number, kind in enumerate(kinds) if "cpu" not in kind] or list(range(len(kinds)))
+
+    def simulate(self, graph: Graph, layout: Layout, stage: I64, grid: I64) -> SimulatedStep:
+        """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
+
+        Over hosts, the better of one ring over all and of rings inside and between them, as NCCL chooses.
+        """
+        names = [[device.name.rpartition(".")[0] for device in self._of(column)] for column in grid.T]
+        hosts = [np.unique(column, return_inverse=True)[1] for column in names]
+        sizes = np.bincount(hosts[0])
+        over_hosts = len(sizes) > 1 and len(set(sizes.tolist())) == 1 and sizes[0] > 1
+        ways = [None, hosts[0].tolist()] if over_hosts and all((own == hosts[0]).all() for own in hosts) else [None]
+        steps = [simulate_layout(graph, layout, self.cluster, stage, grid, self.constraints, hosts=way) for way in ways]
+        return min(steps, key=lambda each: (not each[1].feasible, each[1].step_time_ns))
+
+    def _of(self, numbers: I64) -> list[Device]:
+        return [self.cluster.devices[number] for number in numbers.tolist()]
+
+
+def simulate_layout(
+    graph: Graph,
+    layout: Layout,
+    cluster: Cluster,
+    stage: I64,
+    grid: I64,
+    constraints: Constraints | None = None,
+    *,
+    hosts: Sequence[int] | None = None,
+    in_program_order: bool = False,
+) -> SimulatedStep:
+    """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
+
+    `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `hosts` [R] those of rings over hosts.
+    Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the layout does
+    not suit the graph.
+    """
+    step = Step.of(graph, layout, places=stage, hosts=hosts)
+    _check_modelled(step)
+    problem = Problem.build(step.graph, cluster, constraints)
+    placement = step.placement(stage, grid)
+    # as PyTorch overlaps sums with the backward pass, or better
+    levels = [program_levels(step)] if in_program_order else levels_of(problem, step, placement)
+    return step, simulate_1f1b(problem, placement, stage[step.origin], step.replica, levels)
+
+
+def _check_modelled(step: Step) -> None:
+    """Raises InputError for a step that does not do what its layout says: its time would be another one's."""
+    graph, layout = step.graph, step.layout
+    gathers = {phase for kind, phase in zip(graph.kinds, graph.phases, strict=True) if kind.startswith("all_gather.")}
+    if (layout.zero and not gathers) or (layout.zero == 3 and "forward" not in gathers):
+        raise InputError(f"zero={layout.zero} is not modelled for this graph; leave it out")
+    if layout.recompute != NONE and not any(RECOMPUTED in name for name in step.graph.op_names):
+        raise InputError("recomputation finds no block in this graph; leave recompute out")
+
+
+def ddp(question: RivalQuestion) -> RivalStep:
+    """Returns the step of DistributedDataParallel."""
+    return _accumulating(question, zero=0)
+
+
+def zero1(question: RivalQuestion) -> RivalStep:
+    """Returns the step of data parallelism with the optimizer's state cut over replicas."""
+    return _accumulating(question, zero=1)
+
+
+def fsdp(question: RivalQuestion) -> RivalStep:
+    """Returns the step of fully sharded data parallelism."""
+    return _accumulating(question, zero=3)
+
+
+def _accumulating(question: RivalQuestion, zero: int) -> RivalStep:
+    """Returns the step with a replica a device and the fewest micro-batches that fit."""
+    count = len(question.devices)
+    if count == 1 and zero:
+        return RivalStep(None, None, "one device has no replicas to cut state over")
+    grid = np.array(question.devices)[:, None]
+    nearest, num_tried = RivalStep(None, None, _uneven(question, count)), 0
+    for microbatches in question.parts.counts(count):
+        graph = question.parts.graph(count * microbatches)
+        assert graph is not None, "counts yields what there is"
+        layout = Layout((microbatches,) * count, zero)
+        try:
+            step, simulation = question.simulate(graph, layout, np.zeros(graph.num_ops, np.int64), grid)
+        except InputError as error:
+            return RivalStep(layout, None, str(error))
+        num_tried += 1
+        if simulation.feasible:
+            return RivalStep(layout, simulation, num_tried=num_tried, step=step)
+        nearest = _nearer(nearest, layout, simulation)
+        if (_held_bytes(simulation) > simulation.problem.memory_limit_bytes).any():
+            break  # parameters and optimizer state, of which more micro-batches free nothing
+    return replace(nearest, num_tried=num_tried)
+
+
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """A grid of data x pipeline, with a bound on its step."""
+
+    layout: Layout
+    graph: Graph
+    stage: I64  # [N]
+    devices: I64  # [R, P]
+    bound_ns: int  # no step of the grid is shorter: what its busiest device computes
+    likely_ns: float  # the bound and the bubble
+    excess_bytes: int  # what parameters and optimizer state alone pass the memory limit by
+
+
+def megatron(question: RivalQuestion) -> RivalStep:
+    """Returns the best step over all grids, micro-batches and both ways to map replicas to devices.
+
+    A grid is simulated with recomputation where it does not fit without: that only adds work. Grids whose busiest
+    device computes for longer than the best step takes are left out.
+    """
+    grids = sorted(_grids(question), key=lambda grid: (grid.excess_bytes > 0, grid.likely_ns, grid.excess_bytes))
+    num_tried, best, best_ns = 0, None, NEVER
+    nearest = RivalStep(None, None, _uneven(question, len(question.devices)))
+    for grid in grids:
+        if best is not None and (grid.excess_bytes or grid.bound_ns >= best_ns):
+            continue
+        if grid.excess_bytes and nearest.simulation is not None:
+            break  # the others hold more
+        for recompute in (NONE, BLOCKS):
+            layout = replace(grid.layout, recompute=recompute)
+            try:
+                step, simulation = question.simulate(grid.graph, layout, grid.stage, grid.devices)
+            except InputError as error:
+                if nearest.simulation is None:
+                    nearest = RivalStep(layout, None, str(error))
+                continue
+            num_tried += 1
+            if simulation.feasible:
+                if simulation.step_time_ns < best_ns:
+                    best, best_ns = RivalStep(layout, simulation, step=step), simulation.step_time_ns
+                break
+            nearest = _nearer(nearest, layout, simulation)
+    return replace(best or nearest, num_tried=num_tried)
+
+
+def _grids(question: RivalQuestion) -> Iterator[_Grid]:
+    num_devices = len(question.devices)
+    for num_replicas in range(1, num_devices + 1):
+        if num_devices % num_replicas:
+            continue
+        num_stages = num_devices // num_replicas
+        for microbatches in question.parts.counts(num_replicas):
+            graph = question.parts.graph(num_replicas * microbatches)
+            assert graph is not None, "counts yields what there is"
+            problem = Problem.build(graph, question.cluster)
+            stage = equal_stages(problem, num_stages)
+            if stage is None:
+                break
+            layout = Layout((microbatches,) * num_replicas, stages=num_stages)
+            for devices in _device_grids(question, num_replicas, num_stages):
+                yield _bounded(question, problem, layout, stage, devices)
+
+
+def _bounded(question: RivalQuestion, problem: Problem, layout: Layout, stage: I64, devices: I64) -> _Grid:
+    graph, count = problem.graph, layout.microbatches[0]
+    is_source, is_update = shared_ops(graph)
+    times = np.where(is_source | is_update, 1, count)[:, None] * np.maximum(problem.op_time_ns, 0)
+    num_stages = devices.shape[1]
+    busy_ns = np.zeros(devices.shape, np.int64)
+    held = np.zeros(num_stages, np.int64)
+    for number in range(num_stages):
+        ops = stage == number
+        busy_ns[:, number] = times[ops].sum(axis=0)[devices[:, number]]
+        held[number] = graph.resident_bytes[ops].sum()
+    bound_ns = int(busy_ns.max())
+    limits = memory_limits(question.cluster, question.constraints or Constraints())
+    excess = int(np.maximum(held - limits[devices], 0).sum())
+    bubble = (num_stages - 1) / count
+    return _Grid(layout, graph, stage, devices, bound_ns, bound_ns * (1 + bubble), excess)
+
+
+def _device_grids(question: RivalQuestion, num_replicas: int, num_stages: int) -> list[I64]:
+    """Returns the grids [R, P] of devices: the stages of a replica side by side, and the replicas of a stage.
+
+    The second is Megatron's order of ranks. They differ only where devices or routes do.
+    """
+    devices = np.array(question.devices)
+    inner = devices.reshape(num_replicas, num_stages)
+    outer = devices.reshape(num_stages, num_replicas).T
+    cluster = question.cluster
+    apart = ~np.eye(len(devices), dtype=np.bool_)
+    routes = [table[np.ix_(devices, devices)][apart] for table in (cluster.latency_ns, cluster.bytes_per_second)]
+    kinds = {cluster.devices[number].kind for number in devices.tolist()}
+    is_uniform = len(kinds) == 1 and all(len(np.unique(values)) <= 1 for values in routes)
+    return [inner] if is_uniform or np.array_equal(inner, outer) else [inner, outer]
+
+
+def _held_bytes(simulation: Simulation) -> I64:
+    """[D] Returns the bytes of parameters and optimizer state."""
+    graph, count = simulation.problem.graph, simulation.problem.num_devices
+    return np.bincount(simulation.placement, graph.resident_bytes, count).astype(np.int64)
+
+
+def _uneven(question: RivalQuestion, count: int) -> str:
+    batch = question.parts.batch_size
+    return f"a batch of {batch} has no {count} equal parts" if batch else f"the batch has no {count} equal parts"
+
+
+def _nearer(nearest: RivalStep, layout: Layout, simulation: Simulation) -> RivalStep:
+    """Returns the step that lacks less memory, with what it lacks on the fullest device."""
+    before = nearest.simulation
+    if before is not None and before.missing_bytes.max() <= simulation.missing_bytes.max():
+        return nearest
+    device = int(np.argmax(simulation.missing_bytes))
+    missing = int(simulation.missing_bytes[device])
+    name = simulation.problem.cluster.devices[device].name
+    reason = f"does not fit by {size(missing)} on {name}" if missing else simulation.reasons[0]
+    return RivalStep(layout, simulation, reason)
+
+
+RIVALS: Mapping[str, Callable[[RivalQuestion], RivalStep]] = MappingProxyType(
+    {"ddp": ddp, "zero1": zero1, "fsdp": fsdp, "megatron": megatron}
+)

@@ -1,0 +1,81 @@
+"""gdp place --parallel: a layout with its plan, derived anew from the model; what makes no sense is refused."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gdp.cli import main
+from gdp.report import progress
+from gdp.simulator.plan import Plan
+
+DEVICES = "4xp100-pcie-16g"
+SOURCE = """
+import torch
+from torch import nn
+
+def build():
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*layers), (torch.randn(65536, 512),)
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a model that replicas serve well."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(progress, "LOG_SECONDS", 1e6)
+    Path("wide.py").write_text(SOURCE)
+    return tmp_path
+
+
+def test_the_plan_of_the_best_layout_is_derived_anew_from_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["wide:build", "--devices", DEVICES]
+    assert main(["place", *command, "--parallel", "auto", "--budget", "300sims", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["layout"]["data"] == 4
+    assert answer["layout_bound_ns"] <= answer["step_time_ns"]
+    assert {"layout", "status", "step_time_ns", "peak_memory_bytes", "limit"} <= set(answer["layouts"][0])
+    assert main(["simulate", *command, "--plan", "plan.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_ns"] == answer["step_time_ns"]
+    text = "data=4" + (f",zero={answer['layout']['zero']}" if answer["layout"]["zero"] else "")
+    assert main(["place", *command, "--parallel", text, "--budget", "300sims"]) == 0
+    out = capsys.readouterr().out
+    assert "4 replicas of the model on one device each" in out
+    assert f"--parallel {text})" in out
+    assert Plan.load("plan.json").step_time_ns == answer["step_time_ns"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--parallel", "data=3"], "no 3 equal micro-batches"),
+        (["--parallel", "data=8"], "8 replicas on 4 devices"),
+        (["--parallel", "zero=1"], "add data=2"),
+        (["--parallel", "data=2,stages=3"], "2 replicas of 3 stages each on 4 devices"),
+        (["--parallel", "data=2,recompute=nowhere"], "nowhere"),
+        (["--parallel", "tensor=2"], "not supported"),
+        (["--parallel", "best"], "auto, none or such as"),
+        (["--parallel", "auto", "--microbatches", "2"], "--parallel microbatches=M"),
+        (["--parallel", "auto", "--inference"], "layouts cut training steps"),
+        (["--parallel", "auto", "--placer", "metis"], "--placer"),
+        (["--parallel", "auto", "--sweep", "devices=1..2"], "--sweep"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(
+    options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["place", "wide:build", "--devices", DEVICES, "--budget", "20sims", *options]) == 2
+    printed = capsys.readouterr()
+    lines = printed.err.strip().splitlines()
+    assert problem in lines[-1]
+    assert [line for line in lines if "error" in line] == lines[-1:]
+    assert sorted(os.listdir()) == ["wide.py"] or set(os.listdir()) == {"wide.py", "cache", "__pycache__"}
+
+
+def test_a_graph_file_has_no_batch_to_split(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", "wide:build", "--out", "graph.json.gz"]) == 0
+    assert main(["place", "graph.json.gz", "--devices", DEVICES, "--parallel", "auto"]) == 2
+    assert "no batch that can be split" in capsys.readouterr().err

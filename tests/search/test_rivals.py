@@ -1,0 +1,141 @@
+"""Rivals: the parallel steps of other tools, each as the textbook has it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.parallel.test_replicas import chain
+
+from gdp.cluster import Cluster
+from gdp.errors import UnevenBatchError
+from gdp.graph import Graph
+from gdp.parallel.layout import Layout
+from gdp.search.rivals.parts import EqualParts
+from gdp.search.rivals.rivals import RIVALS, RivalQuestion, ddp, megatron, simulate_layout
+
+BATCH = 8
+
+
+def layered(num_layers: int, num_parts: int, size: int = 3000) -> Graph:
+    """The chain with a list of layers, and 1 / `num_parts` of the samples of a batch of 8."""
+    if BATCH % num_parts:
+        raise UnevenBatchError(f"a batch of {BATCH} has no {num_parts} equal parts", BATCH)
+    graph = chain([size] * num_layers)
+    modules = [f"layers.{name.partition('.')[0][1:]}" for name in graph.op_names]
+    is_activation = ~graph.is_resident & (graph.tensor_bytes == 1000)
+    sizes = np.where(is_activation, 64_000 // num_parts, graph.tensor_bytes)
+    return replace(graph, modules=tuple(modules), flops=BATCH * graph.flops // num_parts, tensor_bytes=sizes)
+
+
+def machine(count: int, memory: str = "1GB") -> Cluster:
+    figures = {"memory": memory, "flops": {"float32": 1e12}, "memory_bandwidth": "1TB/s", "launch": 0}
+    devices = [{"name": f"d{number}", "kind": "x", **figures} for number in range(count)]
+    links = [{"from": "*", "to": "*", "bandwidth": "1GB/s", "latency": "10us"}]
+    document = {"format": "gdp-cluster", "version": 1, "name": "equal", "devices": devices, "links": links}
+    return Cluster.from_document(document)
+
+
+def question(num_layers: int, cluster: Cluster) -> RivalQuestion:
+    return RivalQuestion(EqualParts(lambda num_parts: layered(num_layers, num_parts)), cluster)
+
+
+def test_ddp_of_two_devices_takes_its_passes_and_a_ring_of_two() -> None:
+    """The step is half the batch's passes, two hops, one sum and the update."""
+    # one layer of 3,000 bytes, a batch of 8 in two halves, 1e12 flop/s, 1 GB/s with 10 us of latency
+    #   forward 4 us and backward 8 us for 4 samples             12,000 ns
+    #   2 hops of 1,500 bytes          2 x (1,500 + 10,000) =    23,000 ns
+    #   1 sum, 4,500 bytes at 1 TB/s, rounded up                      5 ns
+    #   update of 1 byte                                              1 ns
+    step = ddp(question(1, machine(2)))
+    assert step.layout == Layout((1, 1))
+    assert step.step_time_ns == 12_000 + 23_000 + 5 + 1
+
+
+def test_ddp_raises_micro_batches_until_the_step_fits() -> None:
+    """Without a byte of what one micro-batch takes it is two, with half the activations each."""
+    whole = ddp(question(4, machine(2)))
+    assert whole.layout == Layout((1, 1))
+    assert whole.simulation is not None
+    step = ddp(question(4, machine(2, f"{whole.simulation.peak_memory_bytes.max() - 1}B")))
+    assert step.layout == Layout((2, 2))
+    assert step.fits
+
+
+def test_a_rival_that_does_not_fit_says_by_how_much() -> None:
+    """Parameters with optimizer state take 4 x 2 x 3,000 bytes, 3,000 more than the device has: no try is lost on M."""
+    asked: list[int] = []
+
+    def source(num_parts: int) -> Graph:
+        asked.append(num_parts)
+        return layered(4, num_parts)
+
+    step = ddp(RivalQuestion(EqualParts(source), machine(2, "21000B")))
+    assert step.step_time_ns is None
+    assert step.simulation is not None
+    missing = int(step.simulation.peak_memory_bytes[0]) - 21_000
+    assert step.reason == f"does not fit by {missing / 1024:.1f} KiB on d0"
+    assert sorted(asked) == [2, 1021]
+
+
+def test_fsdp_fits_where_ddp_and_zero1_do_not() -> None:
+    """Of 24,000 bytes of state and 12,000 of gradients fsdp holds half, and two gathered blocks of 3,000 bytes."""
+
+    def small(num_parts: int) -> Graph:
+        graph = layered(4, num_parts)
+        return replace(graph, tensor_bytes=np.where(graph.tensor_bytes == 64_000 // num_parts, 8, graph.tensor_bytes))
+
+    # half of 36,000 and two blocks are 24,000; zero1 holds 12,000 of parameters, 6,000 of the rest, 12,000 of gradients
+    asked = RivalQuestion(EqualParts(small), machine(2, "24100B"))
+    assert [name for name in ("ddp", "zero1", "fsdp") if RIVALS[name](asked).fits] == ["fsdp"]
+
+
+def test_a_batch_without_equal_parts_has_no_step() -> None:
+    step = ddp(question(1, machine(3)))
+    assert step.simulation is None
+    assert step.reason == "a batch of 8 has no 3 equal parts"
+
+
+def layouts(num_devices: int, num_layers: int) -> Iterator[tuple[Layout, int]]:
+    for stages in range(1, num_devices + 1):
+        if num_devices % stages or num_layers % stages:
+            continue
+        replicas = num_devices // stages
+        for count in range(1, BATCH + 1):
+            if BATCH % (replicas * count) == 0:
+                yield Layout((count,) * replicas, stages=stages), stages
+
+
+@pytest.mark.parametrize("num_layers", [4, 6, 3])
+@pytest.mark.parametrize("memory", ["1GB", "70KB"])
+def test_megatron_takes_the_grid_that_trying_all_of_them_finds(num_layers: int, memory: str) -> None:
+    cluster = machine(4, memory)
+    times = {}
+    for layout, stages in layouts(4, num_layers):
+        graph = layered(num_layers, layout.num_parts)
+        stage = np.array([int(module.partition(".")[2]) * stages // num_layers for module in graph.modules])
+        _, simulation = simulate_layout(graph, layout, cluster, stage, np.arange(4).reshape(-1, stages))
+        if simulation.feasible:
+            times[layout] = simulation.step_time_ns
+    step = megatron(question(num_layers, cluster))
+    assert step.step_time_ns == min(times.values(), default=None)
+    if times:
+        assert step.layout is not None
+        assert times[step.layout] == step.step_time_ns
+
+
+def test_stages_run_the_published_order() -> None:
+    """Two stages, four micro-batches: stage p has at most 2 - p in flight, where priorities alone would start more."""
+    graph = layered(2, 4)
+    stage = np.array([int(module[-1]) for module in graph.modules])
+    _, simulation = simulate_layout(graph, Layout((4,), stages=2), machine(2), stage, np.array([[0, 1]]))
+    names = simulation.problem.graph.op_names
+    orders = [
+        [names[op].replace("f", "F").replace("b", "B") for op in ops.tolist() if names[op][0] in "fb"]
+        for ops in simulation.order
+    ]
+    passes = [[f"{name[0]}{(name.partition('@')[2] or '0')}" for name in order] for order in orders]
+    assert passes == [
+        ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"],
+        ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"],
+    ]
