@@ -41,7 +41,7 @@ def recorded(family: str, num_microbatches: int) -> Graph:
         for number, tensors in enumerate(inputs):
             for place, tensor in enumerate(tensors):
                 recorder.add_source("input", f"input.{number}.{place}", tensor)
-        recorder.watch(model)
+        recorder.running.watch(model)
         losses = {}
         with mode, recorder, torch.enable_grad():
             for number, tensors in enumerate(inputs):

@@ -19,9 +19,9 @@ from gdp.bench import model_configs
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models import read
+from gdp.models.pytorch.loss import pick_loss
 from gdp.models.pytorch.program import named_tensors
 from gdp.models.pytorch.replacements import function_for
-from gdp.models.pytorch.step import pick_loss
 
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 TEXT = {"vocab_size": 30, "max_position_embeddings": 8}

@@ -17,7 +17,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models import read
-from gdp.models.hugging_face import build, kv_cache
+from gdp.models.hugging_face import build, cache_layers
 from gdp.models.model import Reading
 from gdp.models.serving import ServedStep, Serving
 from gdp.simulator.problem import Problem
@@ -208,11 +208,20 @@ def test_the_answer_gives_tokens_per_second_and_the_time_to_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    common = ["--devices", "l4-24g", "--budget", "1sims", "--threads", "1", "--no-advice", "--json"]
+    common = ["--devices", "l4-24g", "--threads", "1"]
     answers = {}
     for phase in ("decode", "prefill"):
-        assert main(["place", tiny("llama", tmp_path / "llama", "&context=32"), "--phase", phase, *common]) == 0
+        step = [tiny("llama", tmp_path / "llama", "&context=32"), "--phase", phase, *common]
+        search = ["--budget", "1sims", "--json"]
+        assert main(["place", *step, *search, "--no-advice"]) == 0
         answers[phase] = json.loads(capsys.readouterr().out)
+        assert main(["simulate", *step[:-2], "--plan", answers[phase]["plan"], "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["serving"] == answers[phase]["serving"]
+        assert main(["compare", *step, *search, "--seeds", "1", "--placers", "single,accelerate-auto"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert [row["serving"] for row in rows] == [answers[phase]["serving"]] * 2  # one device
+    assert main(["place", *step, *search, "--sweep", "devices=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["serving"] == answers["prefill"]["serving"]
     decode, prefill = (answers[phase]["serving"] for phase in ("decode", "prefill"))
     assert decode["tokens_per_second"] == pytest.approx(2e9 / answers["decode"]["step_time_ns"])
     assert prefill["time_to_first_token_ns"] == answers["prefill"]["step_time_ns"]
@@ -235,7 +244,7 @@ def test_a_layer_may_keep_its_cache_on_the_cpu_and_attend_there(tmp_path: Path) 
 DECODERS = (
     "whisper-small", "t5-base", "llama-70b", "mixtral-8x7b", "mamba-130m", "qwen3-30b-a3b", "mistral-7b", "gemma-3-27b",
     "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "phi-4", "gpt2", "qwen2.5-vl-7b", "llava-1.5-7b", "bart-large",
-    "qwen3-next-80b", "llama-4-scout",
+    "qwen3-next-80b", "llama-4-scout", "qwen3-8b", "smollm3-3b",
 )  # fmt: skip
 
 
@@ -253,6 +262,7 @@ BAD = [
     (["--kv-cache", "1"], "", "--kv-cache: only prefill and decode have a cache"),
     (["--phase", "decode", "--kv-cache", "0"], "", "--kv-cache is 0; more than 0 and at most 8"),
     (["--phase", "decode", "--kv-cache", "q9"], "", "--kv-cache is 'q9'; bytes per element"),
+    (["--phase", "decode", "--sweep", "microbatches=1,2"], "", "--sweep microbatches: .*leave out --phase"),
     (["--phase", "decode", "--microbatches", "2"], "", "--microbatches: .*leave out --phase"),
     (["--phase", "decode"], "&sequence=4", "sequence is given, but a decode step feeds one token"),
     (["--phase", "decode"], "&context=65", "context is 65; the model has 64 positions"),
@@ -286,9 +296,14 @@ def test_only_transformers_models_with_a_cache_have_phases(tmp_path: Path) -> No
     ):
         with pytest.raises(InputError, match=message):
             read.read_model(text, Reading(training=False, serving=Serving("decode")))
-    config = {"architectures": ["ViTForImageClassification"], "model_type": "vit", "image_size": 16, "patch_size": 8}
-    with pytest.raises(InputError, match="reads no tokens, so it has no cache"):
-        build.ServedBuild(f"hf:{write(tmp_path, config)}", Serving("decode"))()
+    for kind, name, message in (
+        ("vit", "ViTForImageClassification", "reads no tokens, so it has no cache"),
+        ("clip", "CLIPModel", "CLIPModel takes no cache"),
+        ("bert", "BertModel", "its tokens attend to later ones, so it has no cache"),
+    ):
+        config = {"architectures": [name], "model_type": kind, "hidden_size": 24, "num_hidden_layers": 1}
+        with pytest.raises(InputError, match=message):
+            build.ServedBuild(f"hf:{write(tmp_path, config)}", Serving("decode"))()
 
 
 def test_a_name_of_the_hub_gets_the_command_that_fetches_its_config() -> None:
@@ -298,4 +313,4 @@ def test_a_name_of_the_hub_gets_the_command_that_fetches_its_config() -> None:
 
 def test_a_room_knows_the_tokens_before_its_step() -> None:
     """A decode step adds the last token of the context; a prefill starts empty."""
-    assert (kv_cache.CacheRoom(9, True).past, kv_cache.CacheRoom(9, False).past) == (8, 0)
+    assert (cache_layers.CacheRoom(9, True).past, cache_layers.CacheRoom(9, False).past) == (8, 0)

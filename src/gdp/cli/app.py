@@ -157,7 +157,8 @@ def compare(
         check_placers(names)
         check_checkpoint(checkpoint, names)
         check_rivals(rivals, model, reading)
-    graph = read_graph(model, reading).graph
+    source = read_graph(model, reading)
+    graph = source.graph
     title = f"{graph.name} on {cluster.name}"
     line, runs_left = progress.StatusLine(title), len(names) * seeds
     with progress.live(f"preparing {title}"):
@@ -187,9 +188,9 @@ def compare(
             stop=stop,
         )
     if json:
-        print_json(documents.compare_document(graph, cluster, comparison, str(limit)))
+        print_json(documents.compare_document(graph, cluster, comparison, str(limit), source.served))
     else:
-        show(console.compare_report(comparison))
+        show(console.compare_report(comparison, source.served))
     if comparison.interrupted:
         return INTERRUPTED
     if all(row.step_time_ns is None for row in comparison.rows):
@@ -219,7 +220,8 @@ def simulate(
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
     constraints = limits.constraints(cluster)
-    problem = build_problem(read_planned(graph, reading, read), cluster, constraints)
+    source = read_planned(graph, reading, read)
+    problem = build_problem(source.graph, cluster, constraints)
     warm_up(())
     from gdp.report import console, documents
     from gdp.report.progress import live
@@ -239,9 +241,9 @@ def simulate(
     if wrong:
         raise InputError(f"{plan}: the figures are not those of the plan: {', '.join(wrong)}; place the graph anew")
     if json:
-        print_json(documents.simulate_document(read, simulation, bound_ns))
+        print_json(documents.simulate_document(read, simulation, bound_ns, source.served))
     else:
-        show(console.simulate_report(read, simulation, bound_ns))
+        show(console.simulate_report(read, simulation, bound_ns, source.served))
     return OK if simulation.feasible else fail(f"does not fit: {'; '.join(simulation.reasons)}", NOTHING_FITS)
 
 

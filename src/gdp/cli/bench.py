@@ -125,12 +125,12 @@ def bench_simulator(
 
 @bench_app.command("capture")
 def bench_capture(
-    models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all fifteen.")] = None,
+    models: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all.")] = None,
     out: OutOption = None,
     rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Ops, seconds and memory of captures of published models from their configs."""
+    """Ops, seconds and memory of captured steps of published models, from their configs."""
     from gdp.bench.capture import NAMES, CaptureBenchmark
 
     return _answer(CaptureBenchmark(models=_names(models, NAMES)), out, rows, json)

@@ -154,6 +154,10 @@ def _accelerate_modes(names: Sequence[str], model: str, reading: "Reading") -> "
 
     if reading.microbatching.count > 1:
         raise InputError(f"--placers {','.join(names)}: accelerate has no micro-batches; leave out --microbatches")
+    if reading.serving.has_cache:  # accelerate maps modules, which have no cache when it does
+        from gdp.models.hugging_face.build import without_context
+
+        model = without_context(model)
     module = accelerate_maps.module_of(model, training=reading.training, dtype=reading.dtype)
     return {
         name: partial(accelerate_maps.best_step, module, mode=name.removeprefix(accelerate_maps.PREFIX))
@@ -191,7 +195,7 @@ def problem_of_plan(
     reading = model_options.reading()
     model_options.check_has_model(graph)
     cluster = Cluster.parse(_named_or_beside(path, devices, "cluster.json", "its devices", "--devices"))
-    source = read_planned(_named_or_beside(path, graph, "graph.json.gz", "its graph", "--graph"), reading, plan)
+    source = read_planned(_named_or_beside(path, graph, "graph.json.gz", "its graph", "--graph"), reading, plan).graph
     try:
         plan.check_belongs(source, cluster)
     except InputError as error:
@@ -213,17 +217,18 @@ def check_spares_plan(option: str, path: Path, plan: Path) -> None:
         raise InputError(f"{option} {path}: the plan needs that file; name another one")
 
 
-def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Graph":
+def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
     """Reads the graph of MODEL that `plan` is of: cut as its layout says, unless MODEL is a file, which is whole."""
+    from gdp.models.model import Model
     from gdp.models.read import has_samples, read_part
 
     layout = plan.layout
     if layout is None or not has_samples(text):
-        return read_graph(text, reading).graph
+        return read_graph(text, reading)
     if reading.microbatching.count > 1:
         raise InputError("--microbatches: the plan has its layout in it; leave the option out")
     from gdp.parallel.step import Step
     from gdp.report.progress import live
 
     with live(f"reading {text} as the plan cuts it"):
-        return Step.of_document(partial(read_part, text, reading), layout).graph
+        return Model(Step.of_document(partial(read_part, text, reading), layout).graph, {}, is_captured=True)

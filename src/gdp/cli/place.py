@@ -200,9 +200,14 @@ def _place(request: PlaceRequest) -> int:
         written = files.plan if is_written else None
         print_json(
             documents.place_document(
-                placed.graph, request.cluster, plan, written, advice=answer.advice, would_fit=would_fit
+                placed.graph,
+                request.cluster,
+                plan,
+                written,
+                advice=answer.advice,
+                would_fit=would_fit,
+                served=source.served,
             )
-            | ({} if source.served is None else {"serving": source.served.figures(plan.step_time_ns)})
         )
     elif fits:
         command = _next_command(request, files) if is_written else ""
@@ -348,6 +353,7 @@ def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event)
     changes: list[str] = []
     if request.with_advice:
         count = request.reading.microbatching.count
+        can_accumulate = request.can_split and request.reading.training
         budget = request.budget.part(_ADVICE_SHARE)
         with live(StatusLine("nothing fits; looking for changes with which it would", budget.seconds)):
             changes = changes_that_fit(
@@ -356,7 +362,7 @@ def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event)
                 request.constraints,
                 budget=budget,
                 part_of=(lambda parts: request.read_split(count, parts)) if request.can_split else None,
-                split_in=(lambda factor: request.read_split(count * factor)) if request.can_split else None,
+                split_in=(lambda factor: request.read_split(count * factor)) if can_accumulate else None,
                 stop=stop,
             )
     return changes

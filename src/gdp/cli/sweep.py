@@ -24,15 +24,22 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
         raise InputError(f"--sweep {MICROBATCHES}: --microbatches {count} contradicts it; drop one")
     if sweep.what == MICROBATCHES and not request.can_split:
         raise InputError(f"--sweep {MICROBATCHES}: {request.model} has no batch to split; name the model itself")
+    if sweep.what == MICROBATCHES and not request.reading.training:
+        option = "--phase" if request.reading.serving.has_cache else "--inference"
+        raise InputError(f"--sweep {MICROBATCHES}: gradients are accumulated in training; leave out {option}")
     if request.out is not None:
         values.check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
     common = {"budget": request.budget, **request.keywords}
     rows: list[SweepRow] = []
+    served = None
     with progress.stop_on_interrupt() as stop:
         if sweep.what == DEVICES:
-            graph = request.read().graph
+            source = request.read()
+            served = source.served
             warm_up()
-            answers = sweep_devices(graph, request.cluster, sweep.values, request.constraints, stop=stop, **common)
+            answers = sweep_devices(
+                source.graph, request.cluster, sweep.values, request.constraints, stop=stop, **common
+            )
         else:
             warm_up()
             answers = sweep_microbatches(
@@ -56,9 +63,9 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
     if not interrupted and all(row.plan is None for row in rows):
         raise InputError(f"--sweep: {rows[0].note}")
     if request.json:
-        print_json(advice.sweep_document(sweep.what, rows, request.out))
+        print_json(advice.sweep_document(sweep.what, rows, request.out, served))
     else:
-        show(advice.sweep_report(sweep.what, rows))
+        show(advice.sweep_report(sweep.what, rows, served))
     if interrupted:
         return INTERRUPTED
     if not any(row.is_ok for row in rows):

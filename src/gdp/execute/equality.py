@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Program, Replay
 from gdp.models.pytorch.cards import as_if_on_a_card
+from gdp.models.pytorch.loss import Loss, pick_loss
 from gdp.models.pytorch.program import named_state, named_tensors
-from gdp.models.pytorch.step import Loss, pick_loss
 
 
 @dataclass(frozen=True, slots=True)

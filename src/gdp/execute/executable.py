@@ -11,7 +11,8 @@ from gdp.errors import InputError
 from gdp.execute.worker import ExecutionError
 from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, Program, capture
-from gdp.models.pytorch.step import Loss, OptimizerChoice, StepOptions, rule_choice
+from gdp.models.pytorch.loss import Loss
+from gdp.models.pytorch.step import OptimizerChoice, StepOptions, rule_choice
 from gdp.models.read import builder_of, check_runnable
 from gdp.models.user_function import printing_to_stderr
 

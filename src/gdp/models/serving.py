@@ -87,6 +87,15 @@ class ServedStep:
             raise ValueError(values["phase"])
         return cls(str(values.pop("phase")), **{name: int(value) for name, value in values.items()})
 
+    def per_second(self, step_time_ns: int) -> float | None:
+        """Returns the tokens that all sequences feed per second; None for a step that takes no time."""
+        return self.num_sequences * self.num_tokens * 1e9 / step_time_ns if step_time_ns else None
+
+    def rate_text(self, step_time_ns: int | None) -> str:
+        """Returns tokens per second in words; `-` without a step time."""
+        rate = None if step_time_ns is None else self.per_second(step_time_ns)
+        return "-" if rate is None else _digits(rate)
+
     def figures(self, step_time_ns: int) -> dict[str, Any]:
         """Returns the facts with the time to the first token, or with tokens per second, for a step time."""
         speed: dict[str, float | None] = {
@@ -94,7 +103,7 @@ class ServedStep:
             "prompt_tokens_per_second": None,
             "tokens_per_second": None,
         }
-        per_second = self.num_sequences * self.num_tokens * 1e9 / step_time_ns if step_time_ns else None
+        per_second = self.per_second(step_time_ns)
         if self.phase == "decode":
             speed |= {"time_to_first_token_ns": None, "tokens_per_second": per_second}
         else:
@@ -103,19 +112,29 @@ class ServedStep:
 
     def sentence(self, step_time_ns: int) -> str:
         """Returns the answer in words."""
-        figures = self.figures(step_time_ns)
         plural = "" if self.num_sequences == 1 else "s"
-        cache = f"cache {self.cache_bytes / 1e9:,.4g} GB"
+        cache = f"cache {_digits(self.cache_bytes / 1e9)} GB"
         if self.phase == "decode":
-            each = step_time_ns / 1e6
             return (
-                f"{figures['tokens_per_second'] or 0:,.4g} tokens per second: {self.num_sequences:,} sequence{plural}, "
-                f"a token each in {each:,.4g} ms at a context of {self.context:,}; {cache}"
+                f"{self.rate_text(step_time_ns)} tokens per second: {self.num_sequences:,} sequence{plural}, "
+                f"a token each in {_digits(step_time_ns / 1e6)} ms at a context of {self.context:,}; {cache}"
             )
         return (
-            f"First token after {step_time_ns / 1e6:,.4g} ms: {self.num_sequences:,} prompt{plural} of "
-            f"{self.num_tokens:,} tokens, {figures['prompt_tokens_per_second'] or 0:,.4g} tokens per second; {cache}"
+            f"First token after {_digits(step_time_ns / 1e6)} ms: {self.num_sequences:,} prompt{plural} of "
+            f"{self.num_tokens:,} tokens, {self.rate_text(step_time_ns)} tokens per second; {cache}"
         )
+
+
+def serving_entry(served: ServedStep | None, step_time_ns: int | None) -> dict[str, Any]:
+    """Returns the key `serving` of an answer in JSON: {} for no served step, None in it without a step time."""
+    if served is None:
+        return {}
+    return {"serving": None if step_time_ns is None else served.figures(step_time_ns)}
+
+
+def _digits(value: float) -> str:
+    """Returns `value` with four significant digits, whole ones in full: `11,390`."""
+    return f"{value:.4g}" if value < 1000 else f"{float(f'{value:.4g}'):,.0f}"
 
 
 def _element_bytes(text: str) -> Fraction:

@@ -8,6 +8,7 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
+from gdp.models.serving import ServedStep, serving_entry
 from gdp.planning.advice import AS_FAST, Advice
 from gdp.planning.sweep import SweepRow
 from gdp.report.tables import format_gib, format_ms, new_table
@@ -59,24 +60,29 @@ def sweep_line(what: str, row: SweepRow) -> str:
     return f"{what} {row.value}: {_outcome(row)}"
 
 
-def sweep_report(what: str, rows: Sequence[SweepRow]) -> Iterator[RenderableType]:
-    """Yields the table of `--sweep`, the fastest in bold, and the smallest value that is about as fast."""
+def sweep_report(what: str, rows: Sequence[SweepRow], served: ServedStep | None = None) -> Iterator[RenderableType]:
+    """Yields the table of `--sweep`, the fastest in bold, and the smallest value that is about as fast.
+
+    The rows of a `served` step tell its speed.
+    """
     times = {row.value: row.plan.step_time_ns for row in rows if row.is_ok and row.plan is not None}
     first_ns, best_ns = next(iter(times.values()), 0), min(times.values(), default=0)
     first = next(iter(times), "")
+    speed = () if served is None else (">tokens per second",)
     table = new_table(
-        f">{what}", ">step time", f">speed-up over {first}", ">gap", ">busy", ">fullest device", "order", "note"
+        f">{what}", ">step time", *speed, f">speed-up over {first}", ">gap", ">busy", ">fullest device", "order", "note"
     )
     for row in rows:
         plan = row.plan
         if plan is None or plan.search is None or row.cluster is None or not row.is_ok:
-            table.add_row(str(row.value), "-", "-", "-", "-", "-", "-", _outcome(row))
+            table.add_row(str(row.value), "-", *("-" for _ in speed), "-", "-", "-", "-", "-", _outcome(row))
             continue
         used = np.bincount(plan.placement, minlength=row.cluster.num_devices) > 0
         note = "" if used.all() else f"uses {int(used.sum())}"
         table.add_row(
             str(row.value),
             format_ms(plan.step_time_ns),
+            *(() if served is None else (served.rate_text(plan.step_time_ns),)),
             f"{first_ns / max(plan.step_time_ns, 1):.2f}",
             f"{plan.gap:.1%}",
             f"{plan.search.busy_fraction[used].mean():.0%}",
@@ -92,8 +98,10 @@ def sweep_report(what: str, rows: Sequence[SweepRow]) -> Iterator[RenderableType
         yield Text(f"The fewest {what} within 1 % of the fastest: {enough}.")
 
 
-def sweep_document(what: str, rows: Sequence[SweepRow], out: Path | None) -> dict[str, Any]:
-    """Returns the rows of a sweep as in `--json`."""
+def sweep_document(
+    what: str, rows: Sequence[SweepRow], out: Path | None, served: ServedStep | None = None
+) -> dict[str, Any]:
+    """Returns the rows of a sweep as in `--json`; those of a `served` step tell its speed."""
     return {
         "sweep": what,
         "rows": [
@@ -107,6 +115,7 @@ def sweep_document(what: str, rows: Sequence[SweepRow], out: Path | None) -> dic
                 "plan": str(out / f"{what}-{row.value}" / "plan.json") if out is not None and row.is_ok else None,
                 "note": row.note,
             }
+            | serving_entry(served, row.plan.step_time_ns if row.plan is not None and row.is_ok else None)
             for row in rows
         ],
     }

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph
+from gdp.models.serving import ServedStep
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
 from gdp.report import sentences
@@ -94,9 +95,13 @@ def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator
             yield Text(sentence)
 
 
-def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterator[RenderableType]:
+def simulate_report(
+    plan: Plan, simulation: Simulation, bound_ns: int, served: ServedStep | None = None
+) -> Iterator[RenderableType]:
     """Yields the answer of `gdp simulate` for a plan with correct figures."""
     yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan.")
+    if served is not None:
+        yield Text(served.sentence(simulation.step_time_ns), style="bold")
     counts = sentences.num_microbatches(simulation), sentences.num_replicas(simulation)
     yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, *counts))
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")
@@ -104,11 +109,20 @@ def simulate_report(plan: Plan, simulation: Simulation, bound_ns: int) -> Iterat
     yield from device_report(simulation)
 
 
-def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
-    """Yields the table of `gdp compare`: medians over seeds, the best in bold."""
+def compare_report(comparison: Comparison, served: ServedStep | None = None) -> Iterator[RenderableType]:
+    """Yields the table of `gdp compare`: medians over seeds, the best in bold; the speed of a `served` step too."""
     best_ns = min((row.step_time_ns for row in comparison.rows if row.step_time_ns is not None), default=None)
+    speed = () if served is None else (">tokens per second",)
     table = new_table(
-        "placer", "status", ">step time", ">best seed", ">worst seed", ">above bound", ">seconds", ">simulations"
+        "placer",
+        "status",
+        ">step time",
+        *speed,
+        ">best seed",
+        ">worst seed",
+        ">above bound",
+        ">seconds",
+        ">simulations",
     )
     for row in comparison.rows:
         times = [time_ns for time_ns in row.step_time_ns_by_seed if time_ns is not None]
@@ -118,6 +132,7 @@ def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
             row.placer,
             _status(row.status),
             format_ms(row.step_time_ns),
+            *(() if served is None else (served.rate_text(row.step_time_ns),)),
             format_ms(min(times, default=None)),
             format_ms(max(times, default=None)),
             "-" if above is None else f"{above:.1%}",
@@ -133,6 +148,8 @@ def compare_report(comparison: Comparison) -> Iterator[RenderableType]:
         elif row.reason:
             yield Text(f"{row.placer}: {row.reason}{'' if row.layout is None else f' ({row.layout})'}.")
     yield Text(f"Lower bound {format_ms(comparison.lower_bound_ns)}. Step times are medians over seeds.")
+    if served is not None and best_ns is not None:
+        yield Text(served.sentence(best_ns))
 
 
 def capture_report(graph: Graph, unknown_costs: Mapping[str, int], path: str) -> Iterator[RenderableType]:

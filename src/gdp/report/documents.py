@@ -9,6 +9,7 @@ from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import count_microbatches
+from gdp.models.serving import ServedStep, serving_entry
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
 from gdp.report.advice import advice_document
@@ -44,7 +45,14 @@ def _gap(step_time_ns: int, bound_ns: int) -> float | None:
 
 
 def place_document(
-    graph: Graph, cluster: Cluster, plan: Plan, path: Path | None, *, advice: Advice | None, would_fit: Sequence[str]
+    graph: Graph,
+    cluster: Cluster,
+    plan: Plan,
+    path: Path | None,
+    *,
+    advice: Advice | None,
+    would_fit: Sequence[str],
+    served: ServedStep | None = None,
 ) -> dict[str, Any]:
     """Returns the answer of `gdp place --json`.
 
@@ -74,11 +82,16 @@ def place_document(
         "under_noise": None if noisy is None else asdict(noisy),
         "advice": None if advice is None else advice_document(advice),
         "would_fit": list(would_fit),
-    } | ({"op_times": count_time_sources(graph, cluster)} if any(graph.times_ns) else {})
+    } | (
+        ({"op_times": count_time_sources(graph, cluster)} if any(graph.times_ns) else {})
+        | serving_entry(served, plan.step_time_ns)
+    )
 
 
-def compare_document(graph: Graph, cluster: Cluster, comparison: Comparison, budget: str) -> dict[str, Any]:
-    """Returns the answer of `gdp compare --json`."""
+def compare_document(
+    graph: Graph, cluster: Cluster, comparison: Comparison, budget: str, served: ServedStep | None = None
+) -> dict[str, Any]:
+    """Returns the answer of `gdp compare --json`; each row of a `served` step tells its speed."""
     return {
         "graph": graph_document(graph),
         "cluster": cluster_document(cluster),
@@ -94,13 +107,16 @@ def compare_document(graph: Graph, cluster: Cluster, comparison: Comparison, bud
                 "layout": None if row.layout is None else row.layout.document(),
                 "reason": row.reason or None,
             }
+            | serving_entry(served, row.step_time_ns)
             for row in comparison.rows
         ],
         "lower_bound_ns": comparison.lower_bound_ns,
     }
 
 
-def simulate_document(plan: Plan, simulation: Simulation, bound_ns: int) -> dict[str, Any]:
+def simulate_document(
+    plan: Plan, simulation: Simulation, bound_ns: int, served: ServedStep | None = None
+) -> dict[str, Any]:
     """Returns the answer of `gdp simulate --json`: figures of the replay, and the bound derived anew."""
     problem = simulation.problem
     return {
@@ -116,4 +132,4 @@ def simulate_document(plan: Plan, simulation: Simulation, bound_ns: int) -> dict
         "busy_fraction": simulation.busy_fraction.tolist(),
         "feasible": simulation.feasible,
         "reasons": simulation.reasons,
-    }
+    } | serving_entry(served, simulation.step_time_ns)

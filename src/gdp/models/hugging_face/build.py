@@ -42,7 +42,7 @@ from gdp.models.stored_weights import ATTRIBUTE
 from gdp.models.user_function import Build
 
 if TYPE_CHECKING:
-    from gdp.models.hugging_face.kv_cache import CacheRoom
+    from gdp.models.hugging_face.cache_layers import CacheRoom
 
 # keys of a config that choose downloaded or missing kernels, weights or code; and dtypes, which builds take separately
 _CHOICES = (
@@ -75,6 +75,13 @@ def parse(text: str) -> tuple[str, Sizes]:
     if not directory:
         raise InputError(f"{text!r}: names no directory; hf:DIR with a config.json in it is expected")
     return directory, Sizes.parse(query, text) if mark else Sizes()
+
+
+def without_context(text: str) -> str:
+    """Returns `hf:DIR?SIZES` without the size of its cache."""
+    directory, _, query = text.partition("?")
+    kept = "&".join(part for part in query.split("&") if not part.startswith("context="))
+    return f"{directory}?{kept}" if kept else directory
 
 
 def builder(text: str, *, training: bool = True) -> Build:
@@ -123,13 +130,14 @@ class ServedBuild:
         import torch
 
         from gdp.models.hugging_face import kv_cache
+        from gdp.models.hugging_face.cache_layers import CacheRoom
 
         with _explained(self.text), quiet():
             model = capturable(self._make())
             model.train(False)
             with torch.no_grad():
                 inputs, context = serving_inputs(model, self.sizes, self.text, is_decode=self.is_decode)
-                self.room = kv_cache.CacheRoom(context, self.is_decode)
+                self.room = CacheRoom(context, self.is_decode)
                 if hasattr(model.config, "vision_config") and not leaves_out_images(type(model)):
                     self.notes = (f"{self.text}: the prompt is text alone; images are not encoded in this step",)
                 return model, (), kv_cache.serve(model, inputs, self.room, self.text)

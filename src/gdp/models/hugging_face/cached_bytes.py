@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.models.hugging_face.kv_cache import CacheRoom
+from gdp.models.hugging_face.cache_layers import CacheRoom
 from gdp.models.pytorch.program import Call, Program, Ref
 from gdp.models.pytorch.step import Capture
 from gdp.models.pytorch.strides import StridedLayout

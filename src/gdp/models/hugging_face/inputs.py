@@ -15,6 +15,7 @@ _LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "m
 _IMAGE_TOKENS = ("image_seq_length", "mm_tokens_per_image")
 # inputs of images whose content decides on shapes: sizes of grids, of crops
 _IMAGE_SHAPES = ("image_grid_thw", "image_sizes", "spatial_shapes", "aspect_ratio_ids", "pixel_attention_mask")
+_CACHES = ("past_key_values", "cache_params")  # parameters of a forward pass
 _VOCABULARIES = ("vocab_size", "n_vocab", "decoder_vocab_size")
 _PROMPT = 77  # tokens of CLIP's text encoder, which diffusion models are conditioned on
 
@@ -132,10 +133,13 @@ class _Inputs:
                 f"{self.text}: sequence is given, but a decode step feeds one token; give the cache's size as context"
             )
         context = self.sizes.context
+        tokens = "decoder_input_ids" if self.config.is_encoder_decoder else "input_ids"
+        if tokens not in self.takes:
+            raise InputError(f"{self.text}: {self.task} reads no tokens, so it has no cache; leave out --phase")
+        if self.takes.isdisjoint(_CACHES):
+            raise InputError(f"{self.text}: {self.task} takes no cache of a kind that is known; leave out --phase")
         if self.config.is_encoder_decoder:
             return self._serve_decoder(is_decode, self._places(CONTEXT if context is None else context))
-        if "input_ids" not in self.takes:
-            raise InputError(f"{self.text}: {self.task} reads no tokens, so it has no cache; leave out --phase")
         if is_decode:
             return {"input_ids": self._tokens(1)}, self._places(CONTEXT if context is None else context)
         length = self._length() if context is None or self.sizes.sequence is not None else self._places(context)

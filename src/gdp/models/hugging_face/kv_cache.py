@@ -7,26 +7,26 @@ Transformers over the buffers:
 - decode: each sequence feeds one token, written to the last place of the cache; attention reads all `context` places.
   A layer with a sliding window of W tokens has min(W, context) places. A state (Mamba, linear attention) has one size.
 - prefill: a prompt meets an empty cache; its keys and values (of a window its last) are written there.
-
-Attention is that of serving kernels where the eager code of Transformers would copy the cache: grouped heads are not
-repeated, and latent attention (DeepSeek) decodes in the absorbed form, which reads the compressed latents once.
 """
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import cache_utils as transformers_cache
-from transformers.modeling_utils import AttentionInterface
 
 from gdp.errors import InputError
+from gdp.models.hugging_face.cache_layers import (
+    CacheRoom,
+    ServedAttentionLayer,
+    ServedHybridLayer,
+    ServedStateLayer,
+    cache_utils,
+)
+from gdp.models.hugging_face.served_attention import attend_as_served, joined_latents
 
-cache_utils: Any = transformers_cache  # its classes are half typed
 Cache, DummyLayer = cache_utils.Cache, cache_utils.DummyLayer
 DynamicCache, EncoderDecoderCache = cache_utils.DynamicCache, cache_utils.EncoderDecoderCache
 
@@ -40,64 +40,6 @@ _KNOWN = (
     cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
     DummyLayer,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CacheRoom:
-    """The places of a cache, and the number of them that are taken before the step."""
-
-    context: int
-    is_decode: bool
-
-    @property
-    def past(self) -> int:
-        """The tokens in the cache before the step."""
-        return self.context - 1 if self.is_decode else 0
-
-
-class ServedAttentionLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values [batch, heads, places, width] of a layer; a step writes its new tokens to the last places."""
-
-    def __init__(self, room: CacheRoom, keys: Tensor, values: Tensor, *, is_sliding: bool) -> None:
-        super().__init__()
-        self.room, self.keys, self.values, self.is_sliding = room, keys, values, is_sliding
-        self.indexer_keys: Tensor | None = None  # [batch, places, width] of sparse attention
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the buffers are there."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes the new tokens; returns the keys and values that they attend to."""
-        return self._written(self.keys, key_states), self._written(self.values, value_states)
-
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Writes the new keys of the indexer of sparse attention; returns all of them."""
-        assert self.indexer_keys is not None, "the probe found them"
-        return self._written(self.indexer_keys, indexer_key_states)
-
-    def _written(self, memory: Tensor, new: Tensor) -> Tensor:
-        if self.room.is_decode:
-            memory[..., memory.shape[-2] - new.shape[-2] :, :].copy_(new)
-            return memory
-        kept = min(memory.shape[-2], new.shape[-2])
-        memory[..., :kept, :].copy_(new[..., new.shape[-2] - kept :, :])
-        return new
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the number of keys that a step attends to, and the position of the first."""
-        if not self.room.is_decode:
-            return query_length, 0
-        places = self.keys.shape[-2]
-        return places, self.room.context - places
-
-    def get_seq_length(self) -> int:
-        """Returns the number of tokens before the step; it stays the same, so that a step can be repeated."""
-        return self.room.past
-
-    def get_max_length(self) -> int:
-        """Returns the number of places."""
-        return self.keys.shape[-2]
 
 
 @dataclass(slots=True)
@@ -124,8 +66,8 @@ def serve(model: Any, inputs: Mapping[str, Any], room: CacheRoom, text: str) -> 
         cache = EncoderDecoderCache(cache, Cache(layers=read_only))
     for module in model.modules():
         if hasattr(module, "latent_cache") and room.is_decode:
-            module.expand_kv = _joined_latents(module.latent_cache)
-    _attend_as_served(model, cache, room)
+            module.expand_kv = joined_latents(module.latent_cache)
+    attend_as_served(model, cache, room)
     served = dict(inputs)
     if cross is not None and room.is_decode:  # the encoder ran in the prefill
         encoded = torch.zeros_like(own.output.encoder_last_hidden_state)
@@ -166,8 +108,11 @@ def _probe(
     finally:
         for handle in handles:
             handle.remove()
-    if not caches[0].owners:
+    owners = [model.get_submodule(path) for path in caches[0].owners.values()]
+    if not owners:
         raise InputError(f"{text}: the model keeps no cache of keys and values; leave out --phase")
+    if not any(getattr(owner, "is_causal", True) for owner in owners):  # BERT fills a cache if it is given one
+        raise InputError(f"{text}: its tokens attend to later ones, so it has no cache; leave out --phase")
     return caches[0], caches[1] if is_encoder_decoder else None
 
 
@@ -254,190 +199,5 @@ def _cross_layer(model: Any, probed: _Probed, index: int, room: CacheRoom) -> An
     return ServedAttentionLayer(CacheRoom(memory[0].shape[-2], room.is_decode), *memory, is_sliding=False)
 
 
-# States of linear attention and state-space layers
-
-
-class ServedStateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
-    """States of one size over buffers: filled before a decode step, empty before a prefill."""
-
-    attention: Any = None
-
-    def __init__(self, number_of_states: int, room: CacheRoom) -> None:
-        super().__init__(number_of_states)
-        self.room = room
-
-    def hold(self, kind: str, number: int, memory: Tensor) -> None:
-        """Sets the memory of a state, `conv` or `recurrent`."""
-        self.dtype, self.device = memory.dtype, memory.device
-        if kind == "conv":
-            self.conv_states[number], self.is_conv_states_initialized[number] = memory, True
-            self.conv_kernel_size[number] = memory.shape[-1]
-        else:
-            self.recurrent_states[number], self.is_recurrent_states_initialized[number] = memory, True
-        self.begin()
-
-    def begin(self) -> None:
-        """Puts the layer as it is before a step."""
-        self.has_previous_state = dict.fromkeys(range(self.number_of_states), self.room.is_decode)
-
-
-class ServedHybridLayer(ServedStateLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """States, and keys and values, of a layer that has both."""
-
-    def __init__(self, number_of_states: int, room: CacheRoom) -> None:
-        cache_utils.CacheLayerMixin.__init__(self)
-        ServedStateLayer.__init__(self, number_of_states, room)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Updates keys and values."""
-        updated: tuple[Tensor, Tensor] = self.attention.update(key_states, value_states)
-        return updated
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns those of the attention."""
-        sizes: tuple[int, int] = self.attention.get_mask_sizes(query_length)
-        return sizes
-
-    def get_seq_length(self) -> int:
-        """Returns the number of tokens before the step."""
-        return self.room.past
-
-    def get_max_length(self) -> int:
-        """Returns the number of places for keys."""
-        return int(self.attention.get_max_length())
-
-
 def _served_states(attention: ServedAttentionLayer | None) -> type[ServedStateLayer]:
     return ServedStateLayer if attention is None else ServedHybridLayer
-
-
-# Attention as serving kernels have it
-
-
-def _joined_latents(memory: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Returns a function in place of `expand_kv`, which hands the latents on as they are cached."""
-
-    def joined(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        return memory, memory
-
-    return joined
-
-
-def _absorbed(module: Any, query: Tensor, latents: Tensor, scaling: float) -> Tensor:
-    """Returns the attention [batch, 1, heads, width] of one token to latents [batch, 1, places, rank + rotary].
-
-    The projection from latents to keys is applied to the query, that to values to the result (DeepSeek-V2, arXiv
-    2405.04434, section 2.1.2). The product with the values covers the rotary part too, so that one operator reads the
-    latents once, as fused kernels do; these columns of the result are dropped.
-    """
-    rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
-    batch, heads = query.shape[:2]
-    weight = module.kv_b_proj.weight.view(heads, nope + width, rank)
-    inner = torch.bmm(query[:, :, 0, :nope].transpose(0, 1), weight[:, :nope])  # [heads, batch, rank]
-    absorbed = torch.cat((inner.transpose(0, 1).unsqueeze(2), query[..., nope:]), dim=-1)
-    result = functional.scaled_dot_product_attention(absorbed, latents, latents, scale=scaling, enable_gqa=True)
-    values = torch.bmm(result[:, :, 0, :rank].transpose(0, 1), weight[:, nope:].transpose(1, 2))
-    return values.transpose(0, 1).reshape(batch, 1, heads, width)
-
-
-def _grouped(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Returns eager attention of one token for each sequence to keys of grouped heads, without repeating them.
-
-    Scores are capped by `softcap` and share their softmax with a sink for each head, where the model has these.
-    """
-    batch, heads, _, width = query.shape
-    groups = key.shape[1]
-    packed = query.reshape(batch, groups, heads // groups, width)
-    scores = torch.matmul(packed, key.transpose(2, 3)) * (width**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    sink = s_aux if s_aux is not None else sinks
-    if sink is not None:
-        column = sink.reshape(1, groups, heads // groups, 1).expand(batch, -1, -1, -1).to(scores.dtype)
-        scores = torch.cat((scores, column), dim=-1)
-    shares = functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    if sink is not None:
-        shares = shares[..., :-1]
-    return torch.matmul(shares, value).reshape(batch, 1, heads, value.shape[-1])
-
-
-def _attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
-    """Makes the forward pass of `model` run with attention of serving kernels and the cache as before a step."""
-    original = AttentionInterface._global_mapping["sdpa"]
-
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        scaling: Any = kwargs.get("scaling")
-        if room.is_decode and key is value and hasattr(module, "latent_cache"):
-            return _absorbed(module, query, key, scaling), None
-        width = value.shape[-1]
-        if width < key.shape[-1] and not room.is_decode and hasattr(module, "latent_cache"):
-            # kernels of one width: Transformers pads values for flash attention, too
-            padded = functional.pad(value, (0, key.shape[-1] - width))
-            result, weights = original(module, query, key, padded, mask, *args, **kwargs)
-            return result[..., :width], weights
-        return original(module, query, key, value, mask, *args, **kwargs)
-
-    def attend_eagerly(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        options = {name: kwargs.get(name) for name in ("scaling", "softcap", "s_aux", "sinks")}
-        if hasattr(module, "sinks") and options["s_aux"] is None:
-            options["sinks"] = module.sinks
-        return _grouped(module, query, key, value, **options), None
-
-    kind = type(model)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _begin(cache, room)
-        functions = {"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})
-        masks = _without_masks() if room.is_decode else contextlib.nullcontext()
-        with _attention_functions(functions), masks:
-            return kind.forward(self, *args, **kwargs)
-
-    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-def _begin(cache: Any, room: CacheRoom) -> None:
-    """Puts the cache as it is before a step."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache.is_updated = dict.fromkeys(range(len(cache.cross_attention_cache)), room.is_decode)
-        cache = cache.self_attention_cache
-    for layer in cache.layers:
-        if isinstance(layer, ServedStateLayer):
-            layer.begin()
-
-
-@contextlib.contextmanager
-def _attention_functions(functions: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces functions of attention by name."""
-    mapping = AttentionInterface._global_mapping
-    before = dict(mapping)
-    mapping.update(functions)
-    try:
-        yield
-    finally:
-        mapping.clear()
-        mapping.update(before)
-
-
-@contextlib.contextmanager
-def _without_masks() -> Iterator[None]:
-    """Leaves out masks of a decode step: its one token sees every place of the cache."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    mapping = type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping
-    before = dict(mapping)
-    mapping.update({name: lambda *args, **kwargs: None for name in ("sdpa", "eager")})
-    try:
-        yield
-    finally:
-        mapping.clear()
-        mapping.update(before)

@@ -81,7 +81,7 @@ def _recorded(
         recorder.finds_phases = True
         _add_sources(recorder, parts, calls, args, kwargs)
         for prefix, module in parts.modules.items():
-            for handle in recorder.watch(module, prefix):
+            for handle in recorder.running.watch(module, prefix):
                 undo.callback(handle.remove)
         calls.recorder = recorder
         recorder.refusals[_REFUSAL] = None

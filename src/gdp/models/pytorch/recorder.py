@@ -14,27 +14,30 @@ Writers of the first and third kind follow all readers of the old value, so that
 """
 
 import contextlib
-from bisect import bisect_right
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gdp.errors import InputError
-from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product, num_bytes
+from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
 from gdp.models.pytorch.optimizers import Rule, StatePart
 from gdp.models.pytorch.program import Call, Ref
+from gdp.models.pytorch.recorded_costs import StoredMemories, experts_per_token
+from gdp.models.pytorch.records import PENDING, OpRecord, ValueRecord, dtype_name, layout_of
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
+from gdp.models.pytorch.running_module import RunningModule
 from gdp.models.pytorch.strides import StridedLayout
-from gdp.models.pytorch.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
+from gdp.models.pytorch.traits import LIFTS, MATERIALISED, Traits, traits_of
+from gdp.models.pytorch.writes import joined, maker_to_join
 from gdp.models.stored_weights import StoredWeight
 
 aten = torch.ops.aten
@@ -42,41 +45,6 @@ aten = torch.ops.aten
 _UNKNOWN_TO_GROUPS = (torch.float32, torch.float16)
 _DEVICE_QUERY = torch.ops.prim.device.default
 _LISTS = "aten::_foreach_"  # of tensors, all treated alike
-
-
-@dataclass(eq=False, slots=True)
-class OpRecord:
-    """An op being recorded. `reads`: by value, the layouts read, in order; None among them is the value as made."""
-
-    position: int
-    kind: str
-    module: str
-    phase: str
-    name: str = ""  # "": to be made from module and kind
-    calls: list[Call] = field(default_factory=list)
-    reads: dict[int, dict[StridedLayout | None, None]] = field(default_factory=dict)
-    outputs: list[int] = field(default_factory=list)
-    overwrites: list[int] = field(default_factory=list)  # values whose earlier readers come first
-    owners: list["OpRecord"] = field(default_factory=list)  # sources with memory on the same device
-    private: list[int] = field(default_factory=list)
-    flops: int = 0
-    bytes_accessed: int = 0
-    resident_bytes: int = 0
-    dtype: str = "float32"
-    source: str = ""  # parameter, buffer, input or ""
-    views: dict[str, StridedLayout] = field(default_factory=dict)
-    constant: Tensor | None = None
-
-
-@dataclass(eq=False, slots=True)
-class ValueRecord:
-    """The content of a memory between two writes."""
-
-    producer: OpRecord
-    layout: StridedLayout
-    num_bytes: int
-    owner: OpRecord | None  # the source whose resident memory it is in
-    readers: list[OpRecord] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -96,15 +64,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = fake_mode
         self.stored = stored or {}  # by parameter name: weights that are stored in fewer bits
-        self._stored_memories: dict[int, StoredWeight] = {}
+        self._stored_memories = StoredMemories()
         self.phase = "forward"
         self.records: list[OpRecord] = []
         self.values: list[ValueRecord] = []
         self.covered: Counter[str] = Counter()
         self.uncovered: Counter[str] = Counter()
         self.notes: dict[str, None] = {}  # approximations, a sentence each
-        self.module_stack: list[str] = []
-        self.last_module = ""
+        self.running = RunningModule()
         self._memories: dict[int, _Memory] = {}
         self._names: dict[int, tuple[str, Tensor]] = {}  # by memory: plain attributes of modules, adopted when used
         self.state_parts: dict[int, tuple[str, Ref | None]] = {}  # by value: key, the parameter that it starts as
@@ -116,10 +83,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._update_states: dict[tuple[int, str], list[int]] = {}  # by parameter and optimizer: values
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a real tensor met on the way, its fake
         self._traits: dict[OpOverload, Traits] = {}
-        self._modules_by_node: dict[int, str] = {}  # by autograd sequence number
-        self._nodes: list[int] = []
-        self._last_node = -1
-        self._parameter_modules: dict[int, str] = {}
         self._num_draws = 0
         self._num_constants = 0
 
@@ -128,7 +91,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add_source(self, kind: str, name: str, tensor: Tensor, constant: Tensor | None = None) -> None:
         """Adds `tensor` as the memory, or part of it, of a parameter, buffer or input, under one of its names."""
         storage = tensor.untyped_storage()
-        layout = _layout(tensor)
+        layout = layout_of(tensor)
         memory = self._memories.get(storage._cdata)
         if memory is None:
             num_bytes = storage.nbytes()
@@ -137,11 +100,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.numel() * itemsize != num_bytes or layout.offset:
                 whole = StridedLayout((num_bytes // itemsize,), (1,), 0, tensor.dtype)
             elif name in self.stored:
-                self._stored_memories[storage._cdata] = self.stored[name]
+                self._stored_memories.add(storage, self.stored[name])
                 num_bytes = self.stored[name].num_bytes
             module = name.rpartition(".")[0] if kind != "input" else ""
             record = OpRecord(len(self.records), kind, module, "forward", name, source=kind, constant=constant)
-            record.dtype = _dtype_name([tensor])
+            record.dtype = dtype_name([tensor])
             record.resident_bytes = num_bytes if kind != "input" else 0
             self.records.append(record)
             memory = self._new_value(
@@ -156,7 +119,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add_gradient(self, parameter: Tensor) -> None:
         """Notes that the memory of a parameter's gradient belongs to the update of the parameter."""
         assert parameter.grad is not None
-        home = self._parameter_modules.get(id(parameter), "")
+        home = self.running.of_parameter(parameter)
         self._homes[parameter.grad.untyped_storage()._cdata] = home
 
     def add_state(self, tensor: Tensor, parameter: Tensor) -> None:
@@ -165,9 +128,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata in self._memories or owner is None:
             return
         num_bytes = storage.nbytes() if tensor.dim() else 0
-        self._new_value(storage, ValueRecord(owner, _layout(tensor), num_bytes, owner))
+        self._new_value(storage, ValueRecord(owner, layout_of(tensor), num_bytes, owner))
         owner.resident_bytes += num_bytes
-        self._homes[storage._cdata] = self._parameter_modules.get(id(parameter), "")
+        self._homes[storage._cdata] = self.running.of_parameter(parameter)
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
@@ -177,26 +140,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._is_updating = False
-
-    def watch(self, module: nn.Module, prefix: str = "") -> list[Any]:
-        """Tracks the running module, its paths behind `prefix`; returns the hooks' handles.
-
-        With hooks, nn.TransformerEncoderLayer and nn.MultiheadAttention do not use their fused kernels for inference.
-        """
-        handles: list[Any] = []
-        for path, part in module.named_modules(prefix=prefix):
-
-            def enter(_part: nn.Module, _args: Any, path: str = path) -> None:
-                self.module_stack.append(path)
-
-            def leave(_part: nn.Module, _args: Any, _result: Any) -> None:
-                self.module_stack.pop()
-
-            handles.append(part.register_forward_pre_hook(enter, prepend=True))
-            handles.append(part.register_forward_hook(leave, always_call=True))
-            for _, parameter in part.named_parameters(recurse=False):
-                self._parameter_modules.setdefault(id(parameter), path)
-        return handles
 
     # -- operators -------------------------------------------------------------------------------------------------
 
@@ -248,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise InputError(f"{traits.kind}{where}: makes a {tensor.layout} tensor; have it dense (sparse=False)")
             storage = tensor.untyped_storage()
             if storage._cdata not in self._memories:
-                self._new_value(storage, ValueRecord(_PENDING, _layout(tensor), storage.nbytes(), None))
+                self._new_value(storage, ValueRecord(PENDING, layout_of(tensor), storage.nbytes(), None))
                 fresh[storage._cdata] = tensor
             returned.append(self._memories[storage._cdata].value if storage._cdata in fresh else -1)
         made = list(fresh.values())
@@ -273,17 +216,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for ref, tensor in read:
             distinct.setdefault((ref.value, ref.layout), tensor)
             record.reads.setdefault(ref.value, {})[ref.layout] = None
-        record.dtype = _dtype_name((*made, *written, *distinct.values()))
+        record.dtype = dtype_name((*made, *written, *distinct.values()))
         if how == FORMULA:
-            record.dtype = self._stored_arithmetic(distinct.values()) or record.dtype
-        per_token = self._experts_per_token(record) if is_grouped_product(func) else None
+            record.dtype = self._stored_memories.arithmetic(distinct.values()) or record.dtype
+        per_token = experts_per_token(self.values, record) if is_grouped_product(func) else None
         record.bytes_accessed = bytes_accessed(
             func,
             args,
             list(distinct.values()),
             made,
             written,
-            stored_bytes=self._stored_bytes if self._stored_memories else num_bytes,
+            stored_bytes=self._stored_memories.num_bytes,
             per_token=per_token,
         )
         record.outputs = [value for value in dict.fromkeys(returned) if value >= 0]
@@ -301,10 +244,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weight, gradient = self.ref(parameter), self.ref(parameter.grad)
         owner = self.values[weight.value].owner
         assert owner is not None, "a parameter's memory is resident"
-        module = self._parameter_modules.get(id(parameter), "")
+        module = self.running.of_parameter(parameter)
         record = OpRecord(len(self.records), rule.kind, module, "update", f"{name}.update")
-        record.dtype = _dtype_name([parameter])
-        layout = _layout(parameter)
+        record.dtype = dtype_name([parameter])
+        layout = layout_of(parameter)
         key = id(parameter), rule.name
         if key not in self._update_states:
             self._update_states[key] = self._new_state(rule.state(layout), weight, owner)
@@ -317,7 +260,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         record.calls = rule.calls(weight, gradient, [Ref(value) for value in record.private], widened)
         record.flops = rule.flops(layout)
-        record.bytes_accessed = rule.bytes_accessed(layout, _layout(parameter.grad))
+        record.bytes_accessed = rule.bytes_accessed(layout, layout_of(parameter.grad))
         record.reads = {weight.value: {None: None}}
         record.reads.setdefault(gradient.value, {})[gradient.layout] = None
         self._commit(record, [parameter])
@@ -341,7 +284,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = self._memories.get(tensor.untyped_storage()._cdata)
         if memory is None:
             memory = self._adopt(tensor)
-        layout = _layout(tensor)
+        layout = layout_of(tensor)
         return Ref(memory.value, None if layout == self.values[memory.value].layout else layout)
 
     def _current_phase(self, func: OpOverload, args: tuple[Any, ...]) -> str:
@@ -380,9 +323,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _commit(self, record: OpRecord, written: Sequence[Tensor]) -> None:
         """Appends `record`, or joins it with the maker of the memory that it writes (see the module's docstring)."""
-        layouts = {tensor.untyped_storage()._cdata: _layout(tensor) for tensor in written}
+        layouts = {tensor.untyped_storage()._cdata: layout_of(tensor) for tensor in written}
         overwritten = list(layouts)
-        maker = self._maker_to_join(record, overwritten)
+        maker = maker_to_join(self.values, record, [self._memories[address].value for address in overwritten])
         new_values: list[tuple[int, int]] = []
         for address in overwritten:
             memory = self._memories[address]
@@ -401,7 +344,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if new_values:
             record.calls[-1] = replace(record.calls[-1], writes=tuple(new_values))
         if maker is not None:
-            record = self._joined(maker, record)
+            record = joined(self.values, self.records, maker, record)
         else:
             self.records.append(record)
         for value in record.outputs:
@@ -411,76 +354,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not readers or readers[-1] is not record:
                 readers.append(record)
 
-    def _maker_to_join(self, record: OpRecord, overwritten: list[int]) -> OpRecord | None:
-        if len(overwritten) != 1 or record.outputs or record.phase == "update":
-            return None
-        value = self._memories[overwritten[0]].value
-        old = self.values[value]
-        maker = old.producer
-        if old.owner is not None or maker.source or old.readers or maker.phase != record.phase:
-            return None
-        can_wait = not maker.reads and maker.outputs == [value]
-        return maker if can_wait or self._is_available(record, maker) else None
-
-    def _is_available(self, record: OpRecord, maker: OpRecord) -> bool:
-        """Returns whether `record` could run at the place of `maker`: all that it reads is made there or before."""
-        return all(self.values[value].producer.position <= maker.position for value in record.reads)
-
-    def _joined(self, maker: OpRecord, writer: OpRecord) -> OpRecord:
-        """Joins two ops into one, at the maker's place, or at the writer's if that reads values made in between."""
-        joined = maker
-        old = writer.calls[-1].writes[0][0]
-        if not self._is_available(writer, maker):
-            joined = OpRecord(writer.position, maker.kind, maker.module, maker.phase, dtype=maker.dtype)
-            joined.outputs, maker.outputs = maker.outputs, []
-            joined.flops, joined.bytes_accessed = maker.flops, maker.bytes_accessed
-            joined.calls, maker.calls = maker.calls, []
-            self.records.append(joined)
-        if maker.kind in BLANKS:
-            joined.kind, joined.module, joined.dtype = writer.kind, writer.module, writer.dtype
-        joined.calls += writer.calls
-        joined.outputs = [value for value in joined.outputs if value != old] + writer.outputs
-        joined.flops += writer.flops
-        joined.bytes_accessed += writer.bytes_accessed
-        for value, layouts in writer.reads.items():
-            if self.values[value].producer is not maker:
-                joined.reads.setdefault(value, {}).update(layouts)
-        return joined
-
-    def _stored_bytes(self, tensor: Tensor) -> int:
-        """Returns the bytes that reading `tensor` takes: of a view of a quantised weight, its part of them."""
-        storage, count = tensor.untyped_storage(), num_bytes(tensor)
-        weight = self._stored_memories.get(storage._cdata)
-        return count if weight is None else -(-count * weight.num_bytes // max(1, storage.nbytes()))
-
-    def _stored_arithmetic(self, read: Iterable[Tensor]) -> str:
-        """Returns the type that a product with these operands is computed in because of quantised weights, or ""."""
-        weights = (self._stored_memories.get(tensor.untyped_storage()._cdata) for tensor in read)
-        return next((weight.arithmetic for weight in weights if weight is not None), "")
-
-    def _experts_per_token(self, record: OpRecord) -> int | None:
-        """Returns the number of experts that a token of a grouped product is sent to.
-
-        It is the `k` of the nearest `topk` that the groups' sizes are computed from; None if there is none.
-        """
-        waiting, seen = deque([record]), {record}
-        while waiting:
-            one = waiting.popleft()
-            for call in one.calls:
-                if call.func is aten.topk.default:
-                    return int(call.args[1])
-            for value in one.reads:
-                producer = self.values[value].producer
-                is_weight = self.values[value].owner is not None
-                if producer not in seen and producer is not _PENDING and not is_weight:
-                    seen.add(producer)
-                    waiting.append(producer)
-        return None
-
     def _new_value(self, storage: torch.UntypedStorage, value: ValueRecord) -> _Memory:
         self.values.append(value)
         memory = self._memories[storage._cdata] = _Memory(storage, len(self.values) - 1)
-        if value.producer is not _PENDING:
+        if value.producer is not PENDING:
             value.producer.outputs.append(memory.value)
         return memory
 
@@ -523,7 +400,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _filled(self, traits: Traits, args: tuple[Any, ...], made: Tensor, value: int, seed: int) -> list[Call]:
         """Returns calls that replace `zeros_like` and its kin, which read only the shape of their argument."""
-        layout = _layout(made)
+        layout = layout_of(made)
         options = {"dtype": made.dtype, "device": made.device}
         calls = [Call(aten.empty_strided.default, (layout.size, layout.stride), options, (value,))]
         if traits.fill is not None:
@@ -537,41 +414,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = result.untyped_storage()
         if storage._cdata not in self._memories:
             record = OpRecord(len(self.records), "aten.lift_fresh", self._locate(), self.phase)
-            self._new_value(storage, ValueRecord(record, _layout(result), storage.nbytes(), None))
+            self._new_value(storage, ValueRecord(record, layout_of(result), storage.nbytes(), None))
             with _disable_current_modes():
                 copy = content.detach().clone()  # its own: fake tensors may compute on `content` in place
             record.calls = [Call(aten.clone.default, (copy,), {}, (len(self.values) - 1,))]
-            record.dtype, record.bytes_accessed = _dtype_name([result]), storage.nbytes()
+            record.dtype, record.bytes_accessed = dtype_name([result]), storage.nbytes()
             self.records.append(record)
         return result
 
     def _locate(self, args: tuple[Any, ...] = ()) -> str:
-        """Returns the module of the operator being dispatched; a forward one passes it to its autograd node."""
+        """Returns the module of the operator being dispatched."""
         if self.phase == "update" and (home := self._home(args)) is not None:
             return home
-        if self.module_stack or self.phase == "forward":
-            module = self.last_module = self.module_stack[-1] if self.module_stack else ""
-            node = torch._C._autograd._get_sequence_nr() - 1
-            if node != self._last_node:
-                self._last_node = node
-                if node not in self._modules_by_node:
-                    self._modules_by_node[node] = module
-                    self._nodes.append(node)
-            return module
-        current = torch._C._current_autograd_node()
-        if current is None:
-            return self.last_module
-        parameter = getattr(current, "variable", None)
-        if parameter is not None:
-            module = self._parameter_modules.get(id(parameter), self.last_module)
-        else:
-            node = current._sequence_nr()
-            if node not in self._modules_by_node:  # numbers have gaps: the nearest earlier node
-                nearest = bisect_right(self._nodes, node) - 1
-                node = self._nodes[nearest] if nearest >= 0 else -1
-            module = self._modules_by_node.get(node, "")
-        self.last_module = module
-        return module
+        return self.running.locate(is_forward=self.phase == "forward")
 
 
 def _plain_types() -> contextlib.AbstractContextManager[Any]:
@@ -579,22 +434,7 @@ def _plain_types() -> contextlib.AbstractContextManager[Any]:
     return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else contextlib.nullcontext()
 
 
-_PENDING = OpRecord(-1, "", "", "")
-
-
 def _has_real(item: Any) -> bool:
     if isinstance(item, Tensor):
         return not isinstance(item, FakeTensor)
     return isinstance(item, (list, tuple)) and any(map(_has_real, item))
-
-
-def _layout(tensor: Tensor) -> StridedLayout:
-    return StridedLayout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-
-def _dtype_name(tensors: Iterable[Tensor]) -> str:
-    """Returns the type of an op's arithmetic: of the first float tensor that it makes, writes or reads; else int64."""
-    for tensor in tensors:
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            return str(tensor.dtype).removeprefix("torch.")
-    return "int64"

@@ -11,21 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from gdp.errors import InputError, first_line, user_line
+from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.models.pytorch.checkpointing import NO_GRADIENT
+from gdp.models.pytorch.explained import explained
 from gdp.models.pytorch.fake_copies import fake_memories
+from gdp.models.pytorch.loss import Loss, pick_loss
 from gdp.models.pytorch.notes import notes_of
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, Rule, named_rule, rules_of
 from gdp.models.pytorch.own_step import Step, has_own_step, record_module_step, record_own_step
@@ -34,7 +29,6 @@ from gdp.models.pytorch.recorder import Recorder
 from gdp.models.pytorch.step_calls import building
 from gdp.models.stored_weights import stored_weights
 
-Loss = Callable[[Any], Tensor]
 OptimizerChoice = str | torch.optim.Optimizer
 """A name of `--optimizer`, or an Adam, AdamW, SGD or Adafactor of `torch.optim` over the model's parameters."""
 
@@ -127,7 +121,7 @@ def capture(
         if not isinstance(model, nn.Module) or is_own_step(model, options):
             return _record_own(model, args, kwargs or {}, mode, name, options)
         choice = rule_choice(options, model, name)
-        with _explained(name):
+        with explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
         return _noted(_record(*step, mode, name, options, choice), model)
 
@@ -160,7 +154,7 @@ def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions)
     """Returns what `capture_fn` does, or the answer of `build` itself if it is no PyTorch model with its inputs."""
     with _isolated():
         mode, optimizers = _BuildMode(), list[torch.optim.Optimizer]()
-        with _explained(name), _copies_allowed(), building(optimizers), mode:
+        with explained(name), _copies_allowed(), building(optimizers), mode:
             answer = build()
         if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not callable(answer[0]):
             return answer
@@ -169,7 +163,7 @@ def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions)
             return _record_own(model, args, kwargs, mode, name, options, optimizers)
         built = model
         if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
-            with _explained(name):
+            with explained(name):
                 model, args, kwargs = _fake_copies(model, args, kwargs, mode)
         recorded = _record(model, args, kwargs, mode, name, options, rule_choice(options, model, name))
         return _noted(recorded, built)
@@ -223,11 +217,11 @@ def _record(
             recorder.name_attribute(path, tensor)
     for path, tensor in named_inputs(args, kwargs):
         recorder.add_source("input", path, tensor)
-    handles = recorder.watch(model)
+    handles = recorder.running.watch(model)
     gradients: dict[str, Ref] = {}
     loss_ref: Ref | None = None
     try:
-        with mode, recorder, torch.set_grad_enabled(options.training), _explained(name, recorder):
+        with mode, recorder, torch.set_grad_enabled(options.training), explained(name, recorder):
             output = model(*args, **kwargs)
             if options.training:
                 value = _loss_of(output, options.loss, name, recorder)
@@ -296,13 +290,13 @@ def _record_own(
         raise InputError(f"{name}: is a training step of your own; give its module for inference")
     if options.optimizer != "adam" or options.master_weights or options.loss is not None:
         raise InputError(f"{name}: is a training step of your own, which has its optimizers in it; leave others out")
-    explained = partial(_explained, name)
+    explain = partial(explained, name)
     try:
         if isinstance(model, nn.Module):
             model = getattr(model, "_orig_mod", model)
-            recorder, outputs, calls = record_module_step(model, args, kwargs, mode, explained)
+            recorder, outputs, calls = record_module_step(model, args, kwargs, mode, explain)
         else:
-            recorder, outputs, calls = record_own_step(model, args, kwargs, mode, built, explained)
+            recorder, outputs, calls = record_own_step(model, args, kwargs, mode, built, explain)
     except InputError as error:
         raise error if str(error).startswith(name) else InputError(f"{name}: {error}") from error
     graph, program = assemble(recorder, name, outputs, None, {})
@@ -325,34 +319,6 @@ def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise InputError(f"{name}: optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
     return named_rule(optimizer, master_weights=options.master_weights)
-
-
-def pick_loss(output: Any, loss: Loss | None, name: str) -> Tensor:
-    """Returns the loss that `capture` takes of a model's output; InputError, naming the model `name`, without one."""
-    value = loss(output) if loss is not None else _default_loss(output, name)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        kind = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"{name}: the loss is {kind}; a scalar tensor is expected, let loss= return one")
-    if not value.requires_grad:
-        raise InputError(f"{name}: the loss requires no gradient; unfreeze parameters or capture with training=False")
-    return value
-
-
-def _default_loss(output: Any, name: str) -> Tensor:
-    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(value, Tensor):
-        return value
-    tensors = [tensor for _, tensor in named_tensors(output, "")]
-    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.requires_grad]
-    if not floats:
-        raise InputError(f"{name}: no output requires a gradient; unfreeze parameters or capture with training=False")
-    scalars = [tensor for tensor in floats if tensor.dim() == 0]
-    if len(scalars) == 1:
-        return scalars[0]
-    total = floats[0].mean()
-    for tensor in floats[1:]:
-        total = total + tensor.mean()
-    return total
 
 
 def _fake_copies(
@@ -385,44 +351,3 @@ def _isolated() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-
-
-@contextlib.contextmanager
-def _explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
-    """Turns errors of the model into InputErrors with the running module and the remedy."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise InputError(
-            f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have"
-            f"{user_line(error)}; {_decision_remedy(recorder)}"
-        ) from error
-    except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
-        raise InputError(
-            f"{name}: {_place(recorder)}{first_line(error)} has no fake implementation; "
-            "register one with torch.library.register_fake"
-        ) from error
-    except Exception as error:
-        raise InputError(
-            f"{name}: {_place(recorder)}the model failed "
-            f"({type(error).__name__}: {first_line(error)}{user_line(error)}); {_remedy(name)}"
-        ) from error
-
-
-def _remedy(name: str) -> str:
-    if name.startswith("hf:"):  # its inputs are not the user's
-        return "correct config.json, try ?batch=1, or give the model with inputs of yours as package.module:function"
-    return "check its arguments, and that it uses tensors' shapes only, not their content"
-
-
-def _decision_remedy(recorder: Recorder | None) -> str:
-    if recorder is not None and recorder.last_module.endswith("experts"):  # a loop over the experts that were hit
-        return "multiply groups of rows instead (Transformers: experts_implementation='grouped_mm')"
-    return "take that decision outside the model or from shapes"
-
-
-def _place(recorder: Recorder | None) -> str:
-    where = recorder.last_module if recorder is not None else ""
-    return f"in module {where!r}, " if where else ""

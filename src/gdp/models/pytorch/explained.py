@@ -1,0 +1,55 @@
+"""Errors of a model while it is captured, as InputErrors with the running module and the remedy."""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from gdp.errors import InputError, first_line, user_line
+from gdp.models.pytorch.recorder import Recorder
+
+
+@contextlib.contextmanager
+def explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
+    """Turns errors of the model into InputErrors with the running module and the remedy."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InputError(
+            f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have"
+            f"{user_line(error)}; {_decision_remedy(recorder)}"
+        ) from error
+    except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
+        raise InputError(
+            f"{name}: {_place(recorder)}{first_line(error)} has no fake implementation; "
+            "register one with torch.library.register_fake"
+        ) from error
+    except Exception as error:
+        raise InputError(
+            f"{name}: {_place(recorder)}the model failed "
+            f"({type(error).__name__}: {first_line(error)}{user_line(error)}); {_remedy(name)}"
+        ) from error
+
+
+def _remedy(name: str) -> str:
+    if name.startswith("hf:"):  # its inputs are not the user's
+        return "correct config.json, try ?batch=1, or give the model with inputs of yours as package.module:function"
+    return "check its arguments, and that it uses tensors' shapes only, not their content"
+
+
+def _decision_remedy(recorder: Recorder | None) -> str:
+    if recorder is not None and recorder.running.last.endswith("experts"):  # a loop over the experts that were hit
+        return "multiply groups of rows instead (Transformers: experts_implementation='grouped_mm')"
+    return "take that decision outside the model or from shapes"
+
+
+def _place(recorder: Recorder | None) -> str:
+    where = recorder.running.last if recorder is not None else ""
+    return f"in module {where!r}, " if where else ""

@@ -1,0 +1,61 @@
+"""The ops and values that are recorded of a step."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gdp.models.pytorch.program import Call
+from gdp.models.pytorch.strides import StridedLayout
+
+
+@dataclass(eq=False, slots=True)
+class OpRecord:
+    """An op being recorded. `reads`: by value, the layouts read, in order; None among them is the value as made."""
+
+    position: int
+    kind: str
+    module: str
+    phase: str
+    name: str = ""  # "": to be made from module and kind
+    calls: list[Call] = field(default_factory=list)
+    reads: dict[int, dict[StridedLayout | None, None]] = field(default_factory=dict)
+    outputs: list[int] = field(default_factory=list)
+    overwrites: list[int] = field(default_factory=list)  # values whose earlier readers come first
+    owners: list["OpRecord"] = field(default_factory=list)  # sources with memory on the same device
+    private: list[int] = field(default_factory=list)
+    flops: int = 0
+    bytes_accessed: int = 0
+    resident_bytes: int = 0
+    dtype: str = "float32"
+    source: str = ""  # parameter, buffer, input or ""
+    views: dict[str, StridedLayout] = field(default_factory=dict)
+    constant: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class ValueRecord:
+    """The content of a memory between two writes."""
+
+    producer: OpRecord
+    layout: StridedLayout
+    num_bytes: int
+    owner: OpRecord | None  # the source whose resident memory it is in
+    readers: list[OpRecord] = field(default_factory=list)
+
+
+PENDING = OpRecord(-1, "", "", "")
+"""Stands for the op of a value until that is recorded."""
+
+
+def layout_of(tensor: Tensor) -> StridedLayout:
+    """Returns sizes, strides, offset and type of a tensor in its memory."""
+    return StridedLayout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+def dtype_name(tensors: Iterable[Tensor]) -> str:
+    """Returns the type of an op's arithmetic: of the first float tensor that it makes, writes or reads; else int64."""
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            return str(tensor.dtype).removeprefix("torch.")
+    return "int64"
