@@ -31,7 +31,7 @@ class InPlace(nn.Module):
         y = x + 1.0
         self.count += 1
         x *= 2.0
-        return functional.gelu(self.linear(functional.gelu(y + x) * self.count))
+        return functional.gelu(self.linear(functional.gelu(y + x) * self.count.clone()))
 
 
 class Spectral(nn.Module):

@@ -134,9 +134,22 @@ def test_a_module_that_is_not_there_is_refused_with_near_names(modules: list[str
 
 
 def test_blocks_of_a_model_without_layers_are_refused() -> None:
-    graph = Graph.build("flat", [Op("a", "mm", phase="forward", module="a")], [])
-    with pytest.raises(InputError, match="no list of layers; name modules"):
+    """Layers of parameters alone, as JAX programs without scopes have them, are none."""
+    ops = [Op(f"w{i}", "parameter", phase="forward", module=f"layers.{i}") for i in range(2)]
+    graph = Graph.build("flat", [*ops, Op("a", "mm", phase="forward", module="a")], [Tensor(0, (2,)), Tensor(1, (2,))])
+    with pytest.raises(InputError, match="no list of layers that compute; name modules, recompute=PATH; known: a"):
         recomputed(graph, "blocks")
+
+
+def test_a_graph_that_has_no_backward_pass_or_was_rewritten_is_refused() -> None:
+    forward = Graph.build("f", [Op("a", "mm", phase="forward", module="a")], [])
+    for graph, problem in (
+        (forward, "no backward pass"),
+        (recomputed(blocks_of_two(3), "blocks"), "recomputes already"),
+        (Step.of(blocks_of_two(3), Layout((2,))).graph, "has 2 micro-batches"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            recomputed(graph, [graph.modules[-1] or "blocks.0"])
 
 
 def test_copies_are_in_every_microbatch_of_every_replica() -> None:

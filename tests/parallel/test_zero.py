@@ -130,3 +130,9 @@ def test_uneven_hosts_are_refused() -> None:
 def test_other_gradients_are_refused() -> None:
     with pytest.raises(InputError, match="not those of the other"):
         replicated([chain([10, 20]), accumulated(chain([10, 30]), 2)])
+
+
+def test_replicas_are_made_once() -> None:
+    whole = Step.of(chain([10]), Layout((1, 1))).graph
+    with pytest.raises(InputError, match="has replicas already"):
+        Step.of(whole, Layout((1, 1)))

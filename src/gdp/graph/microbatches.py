@@ -81,14 +81,14 @@ def microbatch_of(graph: Graph) -> I64:
     last = np.zeros(int(replica.max()) + 1, np.int64)
     np.maximum.at(last, replica, microbatch)
     is_repeated = np.asarray(copies > 0, np.bool_)
-    lacks_one = copies != np.repeat(last, num_bases)
-    is_sum = np.tile([ACCUMULATE in base for base in names.bases], len(last))
+    is_sum = np.tile(np.array([ACCUMULATE in base for base in names.bases], np.bool_), len(last))
     has_first = np.zeros(num_keys, np.bool_)
     has_first[key[~is_later]] = True
-    if (is_repeated & (lacks_one | ~(has_first | is_sum))).any() or not _are_alike(graph, key, is_repeated):
+    is_odd = np.logical_or(copies != np.repeat(last, num_bases), ~(has_first | is_sum))
+    if np.logical_and(is_odd, is_repeated).any() or not _are_alike(graph, key, is_repeated):
         return none
     # a replica with one micro-batch, beside others with several, has the first one of what they repeat
-    of_any = is_repeated.reshape(len(last), num_bases).any(axis=0)
+    of_any = np.asarray(is_repeated.reshape(len(last), num_bases).any(axis=0), np.bool_)
     is_part = np.where(last[replica] > 0, is_repeated[key], of_any[names.base])
     return np.where(is_part, microbatch, SHARED)
 
@@ -262,22 +262,24 @@ class _Accumulation:
         }
         later = self.num_microbatches - 1
         columns: dict[str, Any] = {}
+        sums["op_names"] = self._sum_names()
         for name, of_sums in sums.items():
             column = getattr(graph, name)
-            first, again, late = ([column[op] for op in ops.tolist()] for ops in self._parts())
-            columns[name] = (*first, *((again + of_sums) * later), *late)
-        first, again, late = ([graph.op_names[op] for op in ops.tolist()] for ops in self._parts())
-        stems = [*again, *self._sum_names()]
-        names = [f"{stem}@{microbatch}" for microbatch in range(1, later + 1) for stem in stems]
-        columns["op_names"] = (*first, *names, *late)
+            first, each, last = ([column[op] for op in ops.tolist()] for ops in self._parts())
+            each += of_sums
+            if name == "op_names":
+                repeated = [f"{stem}@{microbatch}" for microbatch in range(1, later + 1) for stem in each]
+            else:
+                repeated = each * later
+            columns[name] = (*first, *repeated, *last)
         before, again, late = self._parts()
         for name, per_sum in (
             ("flops", sizes // element_bytes),
             ("bytes_accessed", 3 * sizes),  # both are read, one is written
         ):
             figures = getattr(graph, name)
-            repeated = np.tile(np.concatenate((figures[again], per_sum)), later)
-            columns[name] = np.concatenate((figures[before], repeated, figures[late]))
+            further = np.tile(np.concatenate((figures[again], per_sum)), later)
+            columns[name] = np.concatenate((figures[before], further, figures[late]))
         none = np.zeros(len(sizes), np.int64)
         own = self.free_replicas & (groups != groups[0])[:, again]
         resident, of_sums = graph.resident_bytes, groups[0][self.first_update]

@@ -26,19 +26,22 @@ def block_paths(graph: Graph, modules: str | Sequence[str]) -> list[str]:
     A path inside another one is left out. InputError, with near names, for a path that no forward op is below, and
     for a model without layers.
     """
-    if modules == BLOCKS:
-        layers = LayerPaths.of(graph)
-        paths = [name for name, of_list in zip(layers.names, layers.lists, strict=True) if of_list]
-        if not paths:
-            raise InputError(f"recompute=blocks: {graph.name!r} has no list of layers; name modules, recompute=PATH")
-        return paths
-    paths = [modules] if isinstance(modules, str) else list(dict.fromkeys(modules))
     computing = {
         module
         for module, phase, kind in zip(graph.modules, graph.phases, graph.kinds, strict=True)
         if phase == "forward" and kind not in _SOURCES
     }
     known = dict.fromkeys(prefix for module in sorted(computing) for prefix in _prefixes(module))
+    if modules == BLOCKS:
+        layers = LayerPaths.of(graph)
+        paths = [name for name, of_list in zip(layers.names, layers.lists, strict=True) if of_list and name in known]
+        if not paths:
+            raise InputError(
+                f"recompute=blocks: {graph.name!r} has no list of layers that compute; name modules, recompute=PATH; "
+                f"known: {', '.join(list(known)[:8]) or 'none'}"
+            )
+        return paths
+    paths = [modules] if isinstance(modules, str) else list(dict.fromkeys(modules))
     for path in paths:
         if path not in known:
             raise InputError(f"recompute: {graph.name!r} has no module {path!r}; {suggest(path, list(known))}")

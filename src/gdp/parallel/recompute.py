@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from gdp.arrays import I64, Bool
+from gdp.errors import InputError
 from gdp.graph import Graph, Tensor
-from gdp.graph.microbatches import RECOMPUTED
+from gdp.graph.microbatches import RECOMPUTED, count_microbatches
+from gdp.graph.recomputed import is_recomputed
 from gdp.graph.write_after_read import write_after_read
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import NONE
@@ -57,11 +59,19 @@ def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None
 
     Ops are renumbered, tensors of `graph` keep their numbers. What no backward op reads is not copied. Ops that write
     buffers are not run again (batch normalisation is, and writes nothing). `places` [N] as in `Recomputation.of`.
-    InputError for a path that is no module's.
+    InputError for a path that is no module's, and for a graph without a backward pass, with micro-batches, or with
+    copies.
     """
     if modules == NONE or not len(modules):
         return graph
-    return Recomputation.of(Blocks.of(graph, modules), places).graph
+    if is_recomputed(graph).any():
+        raise InputError(f"graph {graph.name!r}: recomputes already; leave recompute out")
+    if (count := count_microbatches(graph)) > 1:
+        raise InputError(f"graph {graph.name!r}: has {count} micro-batches; recompute is for the graph of one")
+    blocks = Blocks.of(graph, modules)
+    if not blocks.is_backward.any():
+        raise InputError(f"graph {graph.name!r}: has no backward pass to recompute for; leave recompute out")
+    return Recomputation.of(blocks, places).graph
 
 
 class _Rewrite:
@@ -189,20 +199,18 @@ class _Rewrite:
         by block, what is recomputed for them. Ops that may lie on other devices than the copy are left out.
         """
         blocks, number, places = self.blocks, self.number, self.places
-        pairs = []
-        source_of = np.full(len(self.op_order), -1)
+        pairs: list[tuple[int, int]] = []
+        source_of = np.full(len(self.op_order), _NEW)
         source_of[self.copy_number[self.copies]] = self.copies
-        late = [np.flatnonzero(blocks.is_backward & (blocks.of_op == block)) for block in range(len(blocks.paths))]
-        roots: dict[int, list[int]] = {}
-        for copy in np.unique(waiting).tolist():
-            roots.setdefault(int(blocks.of_op[source_of[copy]]), []).append(copy)
+        roots = np.unique(waiting)
         for block, upstream in enumerate(blocks.upstream):
-            for op in (op for other in upstream for op in late[other].tolist()):
-                pairs += [
-                    (int(number[op]), copy)
-                    for copy in roots.get(block, ())
-                    if number[op] < copy and places[op] == places[source_of[copy]]
-                ]
+            own = roots[blocks.of_op[source_of[roots]] == block]
+            if not len(own):
+                continue
+            is_late = blocks.is_backward & np.isin(blocks.of_op, upstream) & (number < own[0])
+            is_late[self.makers[is_late[self.makers] & is_late[self.readers]]] = False  # implied by what reads them
+            for op in np.flatnonzero(is_late).tolist():
+                pairs += [(int(number[op]), copy) for copy in own[places[source_of[own]] == places[op]].tolist()]
         return pairs
 
     def _overwrites(self) -> list[tuple[int, int]]:

@@ -40,7 +40,8 @@ def replicated(
     gradients = gradients_of(first, shared_ops(first)[1])
     if not gradients:
         raise InputError(f"graph {first.name!r}: has no gradients to sum over replicas; capture a training step")
-    buckets = buckets_of(gradients, np.zeros(first.num_ops, np.int64) if places is None else places, bucket_bytes)
+    of_first = [0] * first.num_ops if places is None else places.tolist()
+    buckets = buckets_of(gradients, of_first, bucket_bytes)
     sums = Sums(buckets, len(replicas), zero)
     inserted = {id(graph): sums.insert(graph) for graph in {id(graph): graph for graph in replicas}.values()}
     collectives = inserted[id(first)][1]

@@ -1,6 +1,7 @@
 """START HERE: from the graph of one micro-batch and a layout to the graph of the step.
 
-one micro-batch --recompute--> --repeat (micro-batches)--> --copy, join by rings (replicas, ZeRO)--> step
+one micro-batch --recompute, repeat--> micro-batches --ends of exchanges--> a replica --copy, hops--> step
+with zero=3:    --recompute, ends of exchanges--> --repeat--> a replica --copy, hops--> step
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,27 +55,18 @@ class Step:
         the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts.
         InputError where the layout does not suit the graph.
         """
+        if layout.data > 1 and replica_of(graph).any():
+            raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
         rings = Rings.of(layout.data, ring, hosts)
         part = recomputed(graph, layout.recompute, places=places)
+        of_part = None if places is None else places[_origins(graph, part)]
         if layout.zero == 3:
-            whole = _fully_sharded(part, layout, None if places is None else places[_origins(graph, part)], rings)
-            return cls._of_whole(graph, whole, layout, places, ring, hosts)
-        steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
-        replicas = [steps[count] for count in layout.microbatches]
-        own = None if places is None else places[_origins(graph, replicas[0])]
-        whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
-        return cls._of_whole(graph, whole, layout, places, ring, hosts)
-
-    @classmethod
-    def _of_whole(
-        cls,
-        graph: Graph,
-        whole: Graph,
-        layout: Layout,
-        places: I64 | None,
-        ring: Sequence[int] | None,
-        hosts: Sequence[int] | None,
-    ) -> "Step":
+            whole = _fully_sharded(part, layout, of_part, rings)
+        else:
+            steps = {count: accumulated(part, count) for count in set(layout.microbatches)}
+            replicas = [steps[count] for count in layout.microbatches]
+            own = None if of_part is None else of_part[_origins(part, replicas[0])]
+            whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
         order, where = (None if numbers is None else tuple(numbers) for numbers in (ring, hosts))
         return cls(whole, layout, _origins(graph, whole), replica_of(whole), places, order, where)
 

@@ -297,7 +297,9 @@ def _with_whole_searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial
     return min(trial, better, key=lambda each: each.key)
 
 
-def _refined(search: _Choosing, problem: Problem, start: Candidate, clock: Clock, *, is_alone: bool = True) -> Candidate:
+def _refined(
+    search: _Choosing, problem: Problem, start: Candidate, clock: Clock, *, is_alone: bool = True
+) -> Candidate:
     """Returns the best that a local search finds from `start`; unless `is_alone`, from other starts too."""
     question = Question.about(problem, seed=search.seed, num_threads=search.num_threads)
     reduction = question.reduction
