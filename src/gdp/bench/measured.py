@@ -87,7 +87,8 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     runs = []
     for row in reader:
         try:
-            run = MeasuredRun(*(int(row[name]) for name in _COUNTS), float(row[_TIME]))  # type: ignore[arg-type]
+            values: dict[str, Any] = {name: int(row[name]) for name in _COUNTS}
+            run = MeasuredRun(**values, iteration_ms=float(row[_TIME]))
         except (TypeError, ValueError):
             raise InputError(f"{path}: line {reader.line_num}: whole numbers and a time in ms are expected") from None
         _check(run, f"{path}: line {reader.line_num}")
@@ -213,15 +214,7 @@ def statistics(predictions: Sequence[PredictedRun]) -> dict[str, Any]:
         "correlation": float(np.median(correlations)) if correlations else None,
         "pooled_correlation": _pooled(choices) if correlations else None,
         "regret": {"mean": float(np.mean(regrets)), "worst": max(regrets)} if regrets else None,
-        "factors": {
-            name: {
-                str(value): _of_part(group)
-                for value, group in sorted(
-                    _grouped(predictions, lambda each, name=name: getattr(each.run, name)).items()
-                )
-            }
-            for name in _FACTORS
-        },
+        "factors": {name: _by_factor(predictions, name) for name in _FACTORS},
     }
 
 
