@@ -71,7 +71,8 @@ def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iter
             f"this plan is at most {above:.1%} above."
         )
     table = new_table("layout", ">replica on", ">step time", ">fullest device", "limit")
-    for row in choice.trials[:_MOST_ROWS]:
+    rows = list({(str(row.layout), len(row.devices[0])): row for row in reversed(choice.trials)}.values())[::-1]
+    for row in rows[:_MOST_ROWS]:
         fullest = "-"
         if row.candidate is not None:
             fullest = format_gib(int(row.candidate.replay.peak_memory_bytes.max()))
@@ -80,8 +81,8 @@ def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iter
         where = f"{count} device{'s' * (count > 1)}"
         table.add_row(str(row.layout), where, time, fullest, limit(row), style="bold" if row is trial else None)
     yield table
-    if len(choice.trials) > _MOST_ROWS:
-        yield Text(f"and {len(choice.trials) - _MOST_ROWS} more that are slower or do not fit")
+    if len(rows) > _MOST_ROWS:
+        yield Text(f"and {len(rows) - _MOST_ROWS} more that are slower or do not fit")
     yield ""
     yield from plan_report
 

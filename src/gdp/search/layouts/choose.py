@@ -203,7 +203,7 @@ def _trial(search: _Choosing, arrangement: Arrangement, places: I64) -> Trial:
         if problem.broken_constraints(placement):
             trials.append(Trial(layout, devices, NOT_ALLOWED, 0, 0))
             break
-        candidate = as_candidate(best_dispatch(problem, step, placement))
+        candidate = best_dispatch(problem, step, placement)
         trials.append(_with_candidate(Trial(layout, devices, OK, 0, 0, step, problem, None, places), candidate))
     trial = min(trials, key=lambda each: each.key)
     search.tell(trial)
@@ -260,7 +260,7 @@ def _searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
         if solution.best is None:
             return replace(trial, status=NOT_ALLOWED)
         best = solution.best
-        found = _with_candidate(trial, replace(as_candidate(best.replay), order=best.order))
+        found = _with_candidate(trial, as_candidate(best.replay, best.order))
         search.tell(found)
         return found
     if len(trial.devices[0]) > 1 and len(trial.devices) > 1:
@@ -276,7 +276,7 @@ def _with_replica_searched(search: _Choosing, trial: Trial, clock: Clock) -> Tri
     step = Step.of(graph, Layout((layout.microbatches[0],), recompute=layout.recompute))
     limits = {search.cluster.devices[d].name: int(search.estimator.limits_bytes[d]) for d in devices}
     problem = Problem.build(step.graph, only(search.cluster, devices), Constraints(max_memory_bytes=limits))
-    start = as_candidate(best_dispatch(problem, step, step.placement(trial.places, [range(len(devices))])))
+    start = best_dispatch(problem, step, step.placement(trial.places, [range(len(devices))]))
     found = _refined(search, problem, start, clock, is_alone=False)
     places = np.empty_like(trial.places)
     places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
@@ -308,7 +308,7 @@ def _refined(
     first = Candidate(reduction.restrict(start.placement), priority=priority, order=start.order)
     local.start([first], num_more=0 if is_alone else None)
     local.run()
-    return min(start, as_candidate(question.replay(local.best).replay))
+    return min(start, as_candidate(question.replay(local.best).replay, start.order))
 
 
 def _choice(search: _Choosing, best: Trial, trials: list[Trial], estimates: list[Estimate]) -> Choice:

@@ -1,50 +1,53 @@
 """Dispatch: in which order devices start the ops of a step with replicas.
 
 The b-level of the machine model knows nothing of rings: gradients, which only an update waits for, would be made last,
-and the rings after them would run when nothing is left to compute. So sums over replicas go first, and ops run by the
-longest path with transfers, or as the program has them, which is how PyTorch overlaps them. The best of all is taken.
+and the rings after them would run when nothing is left to compute. So ops also run by the longest path with transfers,
+and as the program has them, which is how PyTorch overlaps sums with the backward pass. The best of all is taken.
 """
 
 from dataclasses import replace
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64
 from gdp.graph.microbatches import ACCUMULATE, COLLECTIVES, base_name
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.layouts.one_f_one_b import simulate_1f1b
 from gdp.simulator.longest_paths import communication_levels
+from gdp.simulator.orders import B_LEVEL, ONE_F_ONE_B
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 
 _LARGE = 60_000  # ops, of which few orders are tried
 
 
-def best_dispatch(problem: Problem, step: Step, placement: Placement) -> Simulation:
+def best_dispatch(problem: Problem, step: Step, placement: Placement) -> Candidate:
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
 
     `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it.
     """
     levels = levels_of(problem, step, placement)
-    orders = problem.orders
+    orders = [order for order in problem.orders if order != B_LEVEL]
     if problem.num_ops > _LARGE:
         orders, levels = orders[:2], levels[-2:]
+    ways = [(order, level) for order in orders for level in levels] + [(B_LEVEL, problem.b_level_ns)]
     found = [
-        simulate(problem, placement, priority=problem.priority(order, level)) for order in orders for level in levels
+        as_candidate(simulate(problem, placement, priority=problem.priority(order, level)), order)
+        for order, level in ways
     ]
-    if len(orders) > 1:
-        devices = placement[problem.microbatch >= 0]
-        if len(np.unique(devices)) > step.layout.data:  # a pipeline
-            found.append(simulate_1f1b(problem, placement, _stages(step, placement), step.replica, levels[-1:]))
-    return min(found, key=lambda simulation: (int(simulation.missing_bytes.sum()), simulation.step_time_ns))
+    if problem.microbatch.max() > 0 and len(np.unique(placement[problem.microbatch >= 0])) > step.layout.data:
+        published = simulate_1f1b(problem, placement, _stages(step, placement), step.replica, levels[-1:])
+        found.append(as_candidate(published, ONE_F_ONE_B))
+    return min(found)
 
 
 def levels_of(problem: Problem, step: Step, placement: Placement) -> list[I64]:
-    """Returns the levels of ops [M] that are worth trying, besides the b-level those that overlap sums with passes."""
-    if step.layout.data == 1:
+    """Returns the levels of ops [M] that are worth trying besides the b-level, which is the first."""
+    if len(np.unique(placement)) == 1:
         return [problem.b_level_ns]
-    return [problem.b_level_ns, _sums_first(step, communication_levels(problem, placement)), program_levels(step)]
+    levels = [problem.b_level_ns, communication_levels(problem, placement)]
+    return [*levels, program_levels(step)] if step.layout.data > 1 else levels
 
 
 def _stages(step: Step, placement: Placement) -> I64:
@@ -59,19 +62,14 @@ def _stages(step: Step, placement: Placement) -> I64:
     return stages
 
 
-def as_candidate(simulation: Simulation) -> Candidate:
-    """Returns the candidate that `simulation` is, with a priority that runs it again."""
+def as_candidate(simulation: Simulation, order: str = B_LEVEL) -> Candidate:
+    """Returns the candidate that `simulation` is, with a priority that runs it again; `order` is its name."""
     figures = Figures(int(simulation.missing_bytes.sum()), simulation.step_time_ns)
-    return replace(Candidate.start(simulation), figures=figures, simulation=simulation)
-
-
-def _sums_first(step: Step, level_ns: I64) -> I64:
-    """Returns the levels [M] with ops that move data between replicas before all others."""
-    return np.where(_is_collective(step), level_ns + level_ns.max() + 1, level_ns)
+    return replace(Candidate.start(simulation), figures=figures, order=order, simulation=simulation)
 
 
 def program_levels(step: Step) -> I64:
-    """Returns levels [M] by which ops start in the order of the program, and sums over replicas first.
+    """Returns levels [M] by which ops start in the order of the program, and moves between replicas first.
 
     Sums of gradients over micro-batches follow what they add.
     """
@@ -84,8 +82,5 @@ def program_levels(step: Step) -> I64:
     into = into[np.argsort(targets[into], kind="stable")]
     for source, target in zip(sources[into].tolist(), targets[into].tolist(), strict=True):
         position[target] = max(position[target], position[source])
-    return np.where(_is_collective(step), made_last + 1, made_last - np.array(position, np.int64))
-
-
-def _is_collective(step: Step) -> Bool:
-    return np.array([kind.startswith(COLLECTIVES) for kind in step.graph.kinds], np.bool_)
+    is_collective = np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds], np.bool_)
+    return np.where(is_collective, made_last + 1, made_last - np.array(position, np.int64))
