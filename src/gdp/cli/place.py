@@ -213,13 +213,23 @@ def _place(request: PlaceRequest) -> int:
         command = _next_command(request, files) if is_written else ""
         shown = " and ".join(str(path) for path in files.shown)
         told = "" if source.served is None else source.served.sentence(plan.step_time_ns)
-        show(console.place_report(plan, simulation, source.unknown_costs, shown, command, answer.advice, serving=told))
+        unknown, hint = source.unknown_costs, _hint(request)
+        show(console.place_report(plan, simulation, unknown, shown, command, answer.advice, serving=told, hint=hint))
     if failure is not None:
         good = ", ".join(map(str, files.written))
         return fail(f"error: {failure}; {f'whole: {good}' if good else 'nothing was written'}", BAD_INPUT)
     if not fits:
         fail(console.nothing_fits(plan, request.cluster, would_fit), NOTHING_FITS)
     return INTERRUPTED if interrupted else OK if fits else NOTHING_FITS
+
+
+def _hint(request: PlaceRequest) -> str:
+    """Returns what else may be faster: one copy of a model whose batch can be split is rarely the best."""
+    is_whole = request.reading.training and request.reading.microbatching.count == 1
+    several = request.cluster.num_devices > 1 and request.placer == "auto" and request.target is None
+    if not (is_whole and several and request.can_split):
+        return ""
+    return "This places one copy of the model; with a batch that can be split, --parallel auto also tries several."
 
 
 def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
