@@ -90,10 +90,11 @@ def test_fsdp_fits_where_ddp_and_zero1_do_not() -> None:
     assert [name for name in ("ddp", "zero1", "fsdp") if RIVALS[name](asked).fits] == ["fsdp"]
 
 
-def test_a_batch_without_equal_parts_has_no_step() -> None:
+def test_a_batch_without_equal_parts_leaves_a_device_out() -> None:
+    """A batch of 8 has no three equal parts: two devices take it, as if there were no third."""
     step = ddp(question(1, machine(3)))
-    assert step.simulation is None
-    assert step.reason == "a batch of 8 has no 3 equal parts"
+    assert step.layout == Layout((1, 1))
+    assert step.step_time_ns == ddp(question(1, machine(2))).step_time_ns
 
 
 def layouts(num_devices: int, num_layers: int) -> Iterator[tuple[Layout, int]]:

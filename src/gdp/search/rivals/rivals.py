@@ -30,6 +30,7 @@ from gdp.search.layouts.one_f_one_b import simulate_1f1b
 from gdp.search.rivals.parts import EqualParts
 from gdp.search.rivals.stages import equal_stages
 from gdp.simulator.constraints import Constraints, memory_limits
+from gdp.simulator.costs import op_times
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation
 
@@ -70,6 +71,12 @@ class RivalQuestion:
         """The accelerators, by number; all devices if there is none."""
         kinds = [device.kind.lower() for device in self.cluster.devices]
         return [number for number, kind in enumerate(kinds) if "cpu" not in kind] or list(range(len(kinds)))
+
+    @cached_property
+    def by_speed(self) -> I64:
+        """The accelerators by number, the faster ones first."""
+        times_ns = op_times(self.parts.exact(1), self.cluster)[:, self.devices].clip(0).sum(axis=0)
+        return np.array(self.devices)[np.argsort(times_ns, kind="stable")]
 
     def simulate(self, graph: Graph, layout: Layout, stage: I64, grid: I64) -> SimulatedStep:
         """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
@@ -140,11 +147,17 @@ def fsdp(question: RivalQuestion) -> RivalStep:
 
 
 def _accumulating(question: RivalQuestion, zero: int) -> RivalStep:
-    """Returns the step with a replica a device and the fewest micro-batches that fit."""
+    """Returns the step with a replica a device and the fewest micro-batches that fit.
+
+    Where the batch has no equal part for each device, some devices are left out, the slowest first.
+    """
     count = len(question.devices)
     if count == 1 and zero:
         return RivalStep(None, None, "one device has no replicas to cut state over")
-    grid = np.array(question.devices)[:, None]
+    while count > 2 and question.parts.graph(count) is None:
+        count -= 1
+    is_all = count == len(question.devices)
+    grid = (np.array(question.devices) if is_all else np.sort(question.by_speed[:count]))[:, None]
     nearest, num_tried = RivalStep(None, None, _uneven(question, count)), 0
     for microbatches in question.parts.counts(count):
         graph = question.parts.graph(count * microbatches)
