@@ -176,3 +176,20 @@ def test_layouts_that_do_not_go_on_the_devices_are_refused(layout: Layout, probl
 def test_a_batch_without_so_many_parts_is_refused_with_numbers_that_do() -> None:
     with pytest.raises(InputError, match=r"batch of 16 has no 3 equal micro-batches .*take 1, 2, 4, 8"):
         choose_layout(parts_of(), machine_of([1.0] * 3), layout=Layout((1,) * 3), budget="10sims")
+
+
+def test_a_sample_alone_may_have_other_ops() -> None:
+    """Copies that a batch needs are none of one sample: places of ops are those of the step that is cut."""
+
+    def read(num_parts: int) -> Graph:
+        whole = layers(num_parts)
+        if num_parts < BATCH:
+            return whole
+        ops = [whole.op(op) for op in range(whole.num_ops)]
+        tensors = [whole.tensor(tensor) for tensor in range(whole.num_tensors)]
+        return Graph.build("one", [*ops, Op("more", "mm", flops=1, phase="forward")], tensors)
+
+    choice = choose_layout(Parts(read, BATCH), machine_of([1.0] * 4, memory="20MB"), budget="200sims")
+    assert choice.plan.status == "ok"
+    layout = Layout((BATCH // 4,) * 4)
+    assert choose_layout(Parts(read, BATCH), machine_of([1.0] * 4), layout=layout, budget="50sims").plan.status == "ok"

@@ -66,7 +66,7 @@ class Estimator:
     constraints: Constraints
     _figures: dict[tuple[int, str | tuple[str, ...]], PartFigures] = field(default_factory=dict)
     _rings_ns: dict[tuple[int, ...], int] = field(default_factory=dict)
-    _places: dict[tuple[int, ...], list[I64]] = field(default_factory=dict)
+    _places: dict[tuple[tuple[str, ...], tuple[int, ...]], list[I64]] = field(default_factory=dict)
     _replicas: dict[object, tuple[Simulation, I64]] = field(default_factory=dict)
 
     @cached_property
@@ -102,13 +102,14 @@ class Estimator:
 
     def _candidates(self, arrangement: Arrangement) -> list[I64]:
         """Returns places [N] of a replica's ops, the same for all numbers of micro-batches."""
+        graph = self.parts.near(arrangement.layout.num_parts)
         kinds = tuple(int(self.machine.kinds[device]) for device in arrangement.devices[0])
         if len(kinds) == 1:
-            return [np.zeros(self.parts.exact(1).num_ops, np.int64)]
-        if kinds not in self._places:
-            problem = self._alone(self.parts.near(arrangement.layout.num_parts), arrangement.devices[0])
-            self._places[kinds] = _constructed(problem)
-        return self._places[kinds]
+            return [np.zeros(graph.num_ops, np.int64)]
+        key = graph.op_names, kinds
+        if key not in self._places:
+            self._places[key] = _constructed(self._alone(graph, arrangement.devices[0]))
+        return self._places[key]
 
     def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
         layout = arrangement.layout
@@ -152,7 +153,7 @@ class Estimator:
         """Returns sums over one micro-batch of `layout`."""
         key = layout.num_parts, layout.recompute
         if key not in self._figures:
-            graph = Step.of(self.parts.near(layout.num_parts), Layout(recompute=layout.recompute)).graph
+            graph = Step.of(self.parts.rough(layout.num_parts), Layout(recompute=layout.recompute)).graph
             self._figures[key] = _figures(graph, Problem.build(graph, self.cluster).op_time_ns)
         return self._figures[key]
 

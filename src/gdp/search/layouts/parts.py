@@ -1,6 +1,7 @@
 """Parts of a batch as steps: what a model's step is with 1/K of its samples, for any K that divides the batch."""
 
 from collections.abc import Callable, Mapping
+from itertools import combinations
 from types import MappingProxyType
 
 from gdp.errors import InputError
@@ -18,7 +19,7 @@ class Parts:
         self.batch_size = batch_size
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
-        self._near: dict[int, Graph] = {}
+        self._rough: dict[int, Graph] = {}
 
     @classmethod
     def of_model(cls, text: str, reading: Reading | None = None, whole: Graph | None = None) -> "Parts":
@@ -48,18 +49,29 @@ class Parts:
         return self._exact[num_parts]
 
     def near(self, num_parts: int) -> Graph:
-        """Returns the step of one of `num_parts`, exact where it was read and for the first two that are asked."""
+        """Returns the step of one of `num_parts`: `rough`, but for one sample as captured, which may have other ops."""
+        return self.exact(num_parts) if num_parts == self.batch_size else self.rough(num_parts)
+
+    def rough(self, num_parts: int) -> Graph:
+        """Returns the step of one of `num_parts`, as captured where it was read and for the first two that are asked."""
         self.check(num_parts)
-        known = self._exact.get(num_parts) or self._near.get(num_parts)
+        known = self._exact.get(num_parts) or self._rough.get(num_parts)
         if known is not None:
             return known
-        pair = sorted(self._exact)[:1] + sorted(self._exact)[-1:]
-        if len(self._exact) < 2 or not have_same_ops(self._exact[pair[0]], self._exact[pair[1]]):
+        pair = self._pair()
+        if pair is None:
             return self.exact(num_parts)
         sizes = [self.batch_size // parts for parts in (*pair, num_parts)]
         graph = interpolated(self._exact[pair[0]], sizes[0], self._exact[pair[1]], sizes[1], sizes[2])
-        self._near[num_parts] = graph
+        self._rough[num_parts] = graph
         return graph
+
+    def _pair(self) -> tuple[int, int] | None:
+        """Returns two numbers of parts, read and far apart, whose steps have the same ops; None: there are none."""
+        for one, other in sorted(combinations(sorted(self._exact), 2), key=lambda pair: pair[0] / pair[1]):
+            if have_same_ops(self._exact[one], self._exact[other]):
+                return one, other
+        return None
 
     def divides(self, num_parts: int) -> bool:
         """Returns whether the batch has so many equal parts."""
