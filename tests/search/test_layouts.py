@@ -15,7 +15,7 @@ from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
-from gdp.search.layouts.choose import OK, choose_layout
+from gdp.search.layouts.choose import DOES_NOT_FIT, NOT_ALLOWED, OK, choose_layout
 from gdp.search.layouts.parts import Parts
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
@@ -193,3 +193,54 @@ def test_a_sample_alone_may_have_other_ops() -> None:
     assert choice.plan.status == "ok"
     layout = Layout((BATCH // 4,) * 4)
     assert choose_layout(Parts(read, BATCH), machine_of([1.0] * 4), layout=layout, budget="50sims").plan.status == "ok"
+
+
+@pytest.mark.parametrize("layout", [Layout((4,), stages=3), Layout((2, 2), stages=2), Layout((1,), stages=4)])
+def test_blocks_of_a_replica_are_on_its_stages_in_order(layout: Layout) -> None:
+    """No search moves ops out of their stages: forward passes go from device to device, backward passes back."""
+    choice = choose_layout(parts_of(), machine_of([1.0] * 4), layout=layout, budget="300sims")
+    step, stages = choice.trial.step, choice.trial.layout.stages
+    assert step is not None
+    assert choice.trial.layout == layout
+    for replica, devices in enumerate(choice.trial.devices):
+        assert len(set(devices)) == stages
+        turn = {device: stage for stage, device in enumerate(devices)}
+        for end, is_back in ((".f", False), (".b", True)):
+            own = [op for op in range(step.graph.num_ops) if step.replica[op] == replica]
+            named = {step.graph.op_names[op]: turn[int(choice.plan.placement[op])] for op in own}
+            first = [named[name] for i in range(LAYERS) for name in named if name.split("#")[0] == f"layers.{i}{end}"]
+            assert first == sorted(first), is_back
+            assert set(first) == set(turn.values())
+
+
+def test_a_part_that_the_model_fails_with_leaves_other_layouts() -> None:
+    """Batch normalisation of a single sample is an error of PyTorch, and none of other layouts."""
+
+    def read(count: int) -> Graph:
+        if count in (2, BATCH):
+            raise InputError("the model failed")
+        return layers(count)
+
+    choice = choose_layout(Parts(read, BATCH), machine_of([1.0] * 2), budget="300sims")
+    assert choice.plan.status == "ok"
+    assert choice.trial.layout.num_parts not in (2, BATCH)
+    refused = [trial for trial in choice.trials if trial.reason]
+    assert {trial.layout.num_parts for trial in refused} == {2, BATCH}
+    with pytest.raises(InputError, match="the model failed"):
+        choose_layout(Parts(read, BATCH), machine_of([1.0] * 2), layout=Layout((1, 1)), budget="10sims")
+
+
+def test_the_fastest_device_has_the_most_micro_batches() -> None:
+    """Whatever the order of the numbers: `microbatches=1:1:2` on a device twice as fast as two others."""
+    machine = DeviceSpeeds(np.array([1.0, 2.0, 2.0]), np.array([0, 1, 1]))
+    assert forced(machine, Layout((1, 1, 2)), BATCH)[0].devices == ((1,), (2,), (0,))
+    assert forced(machine, Layout((1, 1)), BATCH)[0].devices == ((0,), (1,))
+
+
+def test_what_does_not_fit_is_better_than_what_is_not_allowed() -> None:
+    """A pin keeps replicas from devices, which takes no time and lacks no memory; the answer lacks memory instead."""
+    pinned = Constraints(pins=(("w0", "d1"),))
+    choice = choose_layout(parts_of(), machine_of([1.0] * 2, memory="4MB"), pinned, budget="50sims")
+    assert {trial.status for trial in choice.trials} >= {NOT_ALLOWED, DOES_NOT_FIT}
+    assert choice.plan.status == "infeasible"
+    assert choice.trial.missing_bytes > 0

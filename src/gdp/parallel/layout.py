@@ -59,7 +59,7 @@ class Layout:
     @property
     def is_whole(self) -> bool:
         """True if nothing is cut: the step as captured."""
-        return self == Layout(stages=self.stages)
+        return self == Layout()
 
     def document(self) -> dict[str, Any]:
         """Returns the layout as in `--json` and in plan files."""

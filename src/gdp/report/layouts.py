@@ -1,8 +1,11 @@
 """Shows the choice of a layout: in words, as a table of what was looked at, as JSON."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from textwrap import shorten
 from typing import Any
 
+import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -11,6 +14,7 @@ from gdp.report.tables import format_gib, format_ms, new_table
 from gdp.search.layouts.choose import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Choice, Trial
 
 _MOST_ROWS = 12  # of the table; all are in --json
+_MOST_REASON = 120  # characters of an error in the table
 _SHARDED = {1: "optimizer state", 2: "optimizer state and gradients", 3: "parameters, gradients and optimizer state"}
 
 
@@ -21,6 +25,7 @@ def in_words(layout: Layout, num_places: int) -> str:
         return "one copy of the model, its ops placed one by one"
     parts = ["one copy of the model" if layout.data == 1 else f"{layout.data} replicas of the model"]
     where = "one device" if num_places == 1 else f"{num_places} devices"
+    where += " in stages" if layout.stages is not None and num_places > 1 else ""
     parts.append(f"on {where}{' each' if layout.data > 1 else ''}")
     if max(counts) > 1:
         each = " each" if layout.data > 1 and layout.is_even else ""
@@ -38,7 +43,7 @@ def in_words(layout: Layout, num_places: int) -> str:
 def state(trial: Trial) -> str:
     """Returns the step time of a trial, or why it has none."""
     if trial.status == NOT_ALLOWED:
-        return "not allowed by a constraint"
+        return shorten(trial.reason, _MOST_REASON) or "not allowed by a constraint"
     lacking = f", {format_gib(trial.missing_bytes)} too much" if trial.missing_bytes else ""
     return f"{format_ms(trial.step_time_ns)}{lacking}"
 
@@ -46,7 +51,7 @@ def state(trial: Trial) -> str:
 def limit(trial: Trial) -> str:
     """Returns what keeps a layout from being faster, or from being used, in a few words."""
     if trial.status == NOT_ALLOWED:
-        return "a pin or --forbid keeps its replicas from their devices"
+        return shorten(trial.reason, _MOST_REASON) or "a pin or --forbid keeps its replicas from their devices"
     if trial.status == ESTIMATED:
         return f"would lack about {format_gib(trial.missing_bytes)}" if trial.missing_bytes else "estimated"
     assert trial.candidate is not None
@@ -57,6 +62,16 @@ def limit(trial: Trial) -> str:
         return f"does not fit by {format_gib(int(simulation.missing_bytes[lacking]))} on {devices[lacking].name}"
     busiest = int(simulation.busy_fraction.argmax())
     return f"{devices[busiest].name} computes for {simulation.busy_fraction[busiest]:.0%} of it"
+
+
+def num_moved(trial: Trial) -> int:
+    """Returns the number of ops that a search put on devices of other replicas than their own."""
+    if trial.candidate is None or trial.step is None or trial.is_whole:
+        return 0
+    is_own = np.zeros((trial.layout.data, trial.candidate.replay.problem.num_devices), np.bool_)
+    for replica, devices in enumerate(trial.devices):
+        is_own[replica, list(devices)] = True
+    return int((~is_own[trial.step.replica, trial.candidate.replay.placement]).sum())
 
 
 def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iterator[RenderableType]:
@@ -81,6 +96,11 @@ def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iter
         where = f"{count} device{'s' * (count > 1)}"
         table.add_row(str(row.layout), where, time, fullest, limit(row), style="bold" if row is trial else None)
     yield table
+    if moved := num_moved(trial):
+        each = replace(trial.layout, stages=len(trial.devices[0]))
+        yield Text(
+            f"The search put {moved:,} ops on devices of other replicas; --parallel {each} keeps each on its own."
+        )
     if len(rows) > _MOST_ROWS:
         yield Text(f"and {len(rows) - _MOST_ROWS} more that are slower or do not fit")
     yield ""
@@ -91,6 +111,7 @@ def choice_document(choice: Choice) -> dict[str, Any]:
     """Returns `layout`, `layouts` and the bound of any layout, for `--json`."""
     return {
         "layout": choice.trial.layout.document(),
+        "moved_ops": num_moved(choice.trial),
         "layout_bound_ns": choice.layout_bound_ns,
         "layouts": [
             {

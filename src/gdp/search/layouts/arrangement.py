@@ -93,6 +93,7 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
     """Returns the ways to put `layout` on the devices; InputError where there is none.
 
     A layout with unequal micro-batches gives the most to the fastest device, whatever the order of its numbers is.
+    Replicas of one device each may be on unlike devices; of several, the groups are alike.
     """
     usable = machine.usable
     places = layout.stages
@@ -102,15 +103,19 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
     if not layout.is_even:
         if places not in (None, 1):
             raise InputError("--parallel: unequal micro-batches are for replicas of one device each; leave stages out")
-        return [Arrangement(layout, tuple((device,) for device in usable[: layout.data]))]
+        by_count = np.argsort(-np.array(layout.microbatches), kind="stable").argsort()
+        return [Arrangement(layout, tuple((usable[turn],) for turn in by_count.tolist()))]
     found = [
         Arrangement(layout, groups)
         for size in ([places] if places else range(len(usable) // layout.data, 0, -1))
         for groups in _groups(machine, sorted(usable[: size * layout.data]), layout.data)
     ]
+    if not found and places in (None, 1):
+        found = [Arrangement(layout, tuple((device,) for device in sorted(usable[: layout.data])))]
     if not found:
         raise InputError(
-            f"--parallel: {len(usable)} devices have no {layout.data} groups that are alike; take another data="
+            f"--parallel: {len(usable)} devices have no {layout.data} groups of {places} that are alike; "
+            "take another data=, or stages=1"
         )
     return found
 

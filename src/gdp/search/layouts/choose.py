@@ -7,9 +7,12 @@ Estimates are made from one replica, and cheap; steps are simulated in whole wit
 given to the best few, first in one replica, whose places are mapped to all, then in the whole step.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -41,6 +44,7 @@ NEAR = 1.3  # times the best: replicas of several devices may gain as much in a 
 MOST_SIMULATED = 10  # arrangements
 FAR = 1.1  # times the best: what is slower than that at least is neither placed nor simulated
 _SEARCHED_OPS = 120_000  # larger steps are not searched in whole
+_T = TypeVar("_T")
 OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", "estimated"
 
 
@@ -57,6 +61,7 @@ class Trial:
     problem: Problem | None = None
     candidate: Candidate | None = None
     places: I64 | None = None  # [N] of a replica's ops
+    reason: str = ""  # why it is not allowed; "": by a constraint
 
     @property
     def is_whole(self) -> bool:
@@ -64,9 +69,10 @@ class Trial:
         return self.layout.is_whole
 
     @property
-    def key(self) -> tuple[bool, int]:
-        """Figures to compare trials by: those that fit first, then by time."""
-        return self.missing_bytes > 0 or self.status == NOT_ALLOWED, self.step_time_ns
+    def key(self) -> tuple[int, int, int]:
+        """Figures to compare trials by: those that fit first, by time; then by what is missing; the impossible last."""
+        rank = 2 if self.status == NOT_ALLOWED else int(self.missing_bytes > 0)
+        return rank, self.missing_bytes, self.step_time_ns
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +96,24 @@ class _Choosing:
     seed: int
     num_threads: int | None
     tell: Callable[[Trial], None]
+    refused: dict[Arrangement, str] = field(default_factory=dict)  # and why
     estimator: Estimator = field(init=False)
 
     def __post_init__(self) -> None:
         self.estimator = Estimator(self.parts, self.cluster, self.constraints)
+
+    def attempt(self, action: Callable[[], _T], way: Arrangement, layout: Layout | None) -> _T | None:
+        """Returns what `action` does; None where the model has no such part or cannot be cut so.
+
+        With a `layout`, which is asked for, the InputError goes on.
+        """
+        try:
+            return action()
+        except InputError as error:
+            if layout is not None:
+                raise
+            self.refused[way] = str(error)
+            return None
 
 
 def choose_layout(
@@ -124,7 +144,11 @@ def choose_layout(
     searched = [_searched(search, trial, clock.part(_share(trial))) for trial in finalists]
     best = min([*searched, *trials], key=lambda trial: trial.key)
     if best.candidate is None:
-        raise InputError(f"--parallel: no layout of {parts.exact(1).name!r} can be placed on {cluster.name!r}")
+        asked = "no layout" if layout is None else str(layout)
+        raise InputError(
+            f"--parallel: {asked} of {parts.exact(1).name!r} can be placed on {cluster.name!r} under these constraints; "
+            "leave out pins and --forbid, or take another layout"
+        )
     best = _searched(search, best, clock.part(1.0))
     return _choice(search, best, [*searched, *trials], estimates)
 
@@ -137,8 +161,9 @@ def _read_ahead(parts: Parts, cluster: Cluster, layout: Layout | None) -> None:
         return
     for count in range(cluster.num_devices, 1, -1):  # what is interpolated from, with the whole batch
         if parts.divides(count):
-            parts.exact(count)
-            return
+            with contextlib.suppress(InputError):  # a layer may fail with so few samples
+                parts.exact(count)
+                return
 
 
 def _screened(search: _Choosing, layout: Layout | None) -> tuple[list[Trial], list[Estimate]]:
@@ -160,26 +185,35 @@ def _screened(search: _Choosing, layout: Layout | None) -> tuple[list[Trial], li
         if next_one.missing_bytes and len(trials) >= MOST_SIMULATED:
             break
         queue.remove(next_one)
+        way = next_one.arrangement
         if len(next_one.places):
-            trials.append(_trial(search, next_one.arrangement, next_one.places))
+            trial = search.attempt(partial(_trial, search, way, next_one.places), way, layout)
+            trials += [] if trial is None else [trial]
             continue
-        estimate = search.estimator.estimate(next_one.arrangement)
+        estimate = search.attempt(partial(search.estimator.estimate, way), way, layout)
+        if estimate is None:
+            continue
         queue.append(estimate)
         others = with_less_memory(estimate, search.parts.batch_size) if estimate.missing_bytes and not layout else []
-        queue += [search.estimator.least(other) for other in others if other not in seen]
+        queue += _least(search, [other for other in others if other not in seen], layout)
         seen.update(others)
     return trials, sorted(queue, key=_promise)
 
 
 def _arithmetic(search: _Choosing, layout: Layout | None) -> list[Estimate]:
     """Returns what arithmetic says of all arrangements, or of those of `layout`."""
-    estimator, batch_size = search.estimator, search.parts.batch_size
-    machine = estimator.machine
+    machine, batch_size = search.estimator.machine, search.parts.batch_size
     if layout is not None:
-        return [] if layout.is_whole else [estimator.least(way) for way in forced(machine, layout, batch_size)]
+        return [] if layout.is_whole else _least(search, forced(machine, layout, batch_size), layout)
     ways = arrangements(machine, batch_size)
     ways += [replace(way, layout=replace(way.layout, zero=1)) for way in ways if way.layout.data > 1]
-    return [estimator.least(way) for way in ways]
+    return _least(search, ways, layout)
+
+
+def _least(search: _Choosing, ways: Sequence[Arrangement], layout: Layout | None) -> list[Estimate]:
+    """Returns what arithmetic says of `ways`, but of those that the model does not allow."""
+    estimates = [search.attempt(partial(search.estimator.least, way), way, layout) for way in ways]
+    return [estimate for estimate in estimates if estimate is not None]
 
 
 def _promise(estimate: Estimate) -> tuple[bool, int]:
@@ -250,7 +284,8 @@ def _searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` after a search of one replica, and of the whole step in the time left."""
     assert trial.problem is not None
     assert trial.step is not None
-    if clock.is_up and trial.candidate is not None:
+    is_cut_in_stages = trial.layout.stages is not None  # a search would move ops out of their stages
+    if trial.candidate is not None and (clock.is_up or is_cut_in_stages):
         return trial
     if trial.is_whole and trial.candidate is None:
         question = Question.about(
@@ -337,4 +372,7 @@ def _choice(search: _Choosing, best: Trial, trials: list[Trial], estimates: list
     ]
     distinct = {(trial.layout, trial.devices): trial for trial in sorted([best, *trials], key=lambda t: t.key)[::-1]}
     ranked = sorted(distinct.values(), key=lambda trial: trial.key)
-    return Choice(plan, best, (*ranked, *others), layout_bound(search.parts.read, search.cluster))
+    refused = [
+        Trial(way.layout, way.devices, NOT_ALLOWED, 0, 0, reason=reason) for way, reason in search.refused.items()
+    ]
+    return Choice(plan, best, (*ranked, *others, *refused), layout_bound(search.parts.read, search.cluster))

@@ -15,6 +15,7 @@ from scipy.sparse.csgraph import connected_components
 from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
+from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import BUCKET_BYTES, gradients_of
@@ -109,7 +110,16 @@ class Estimator:
         key = graph.op_names, kinds
         if key not in self._places:
             self._places[key] = _constructed(self._alone(graph, arrangement.devices[0]))
-        return self._places[key]
+        found = self._places[key]
+        if arrangement.layout.stages is None:
+            return found
+        found = [places for places in found if is_in_stages(graph, places, len(kinds))]
+        if not found:
+            raise InputError(
+                f"stages={len(kinds)}: {graph.name!r} has no such stages of which each only takes from those before it; "
+                "take fewer, or leave stages out"
+            )
+        return found
 
     def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
         layout = arrangement.layout
@@ -203,6 +213,15 @@ def _constructed(problem: Problem) -> list[I64]:
     if problem.num_ops <= _QUICK_OPS and (best := CLASSICAL["dp-stages"](problem, 0)) is not None:
         found.insert(0, best)
     return list({places.tobytes(): places for places in found}.values())
+
+
+def is_in_stages(graph: Graph, places: I64, num_stages: int) -> bool:
+    """Returns whether `places` [N] are stages: all are used, and forward tensors never go to an earlier one."""
+    is_forward = np.array([phase == "forward" for phase in graph.phases], np.bool_)
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    is_passed = is_forward[sources] & is_forward[targets]
+    is_used = len(np.unique(places[is_forward])) == num_stages
+    return is_used and bool((places[sources] <= places[targets])[is_passed].all())
 
 
 def _hosts(cluster: Cluster) -> I64 | None:

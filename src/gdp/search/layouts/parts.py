@@ -20,6 +20,7 @@ class Parts:
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
         self._rough: dict[int, Graph] = {}
+        self._failures: dict[int, InputError] = {}
 
     @classmethod
     def of_model(cls, text: str, reading: Reading | None = None, whole: Graph | None = None) -> "Parts":
@@ -42,10 +43,19 @@ class Parts:
         return MappingProxyType(self._exact)
 
     def exact(self, num_parts: int) -> Graph:
-        """Returns the step of one of `num_parts`, as captured. InputError if they would differ in size."""
+        """Returns the step of one of `num_parts`, as captured.
+
+        InputError if they would differ in size, or if the model fails with so few samples.
+        """
         self.check(num_parts)
+        if num_parts in self._failures:
+            raise self._failures[num_parts]
         if num_parts not in self._exact:
-            self._exact[num_parts] = self._read_part(num_parts)
+            try:
+                self._exact[num_parts] = self._read_part(num_parts)
+            except InputError as error:
+                self._failures[num_parts] = error
+                raise
         return self._exact[num_parts]
 
     def near(self, num_parts: int) -> Graph:
@@ -53,7 +63,7 @@ class Parts:
         return self.exact(num_parts) if num_parts == self.batch_size else self.rough(num_parts)
 
     def rough(self, num_parts: int) -> Graph:
-        """Returns the step of one of `num_parts`, as captured where it was read and for the first two that are asked."""
+        """Returns the step of one of `num_parts`, as captured where it was read and for the first two asked for."""
         self.check(num_parts)
         known = self._exact.get(num_parts) or self._rough.get(num_parts)
         if known is not None:
