@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gdp.errors import InputError
+from gdp.execute.executor import PlanExecutor
 from gdp.models.pytorch import Capture, capture
 from gdp.models.pytorch.fused_attention import NOTE
 from gdp.models.pytorch.replacements import ATTENTION, ATTENTION_BACKWARD, function_for
@@ -160,3 +162,15 @@ def test_passes_on_a_gpu_and_on_a_cpu_agree() -> None:
     output, *_, of_value = results[0]
     torch.testing.assert_close((gradient * output).sum(), (of_value * value).sum(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(results[0], results[1])
+
+
+def test_passes_that_draw_other_numbers_are_refused() -> None:
+    """A plan with the passes of an attention with dropout on a CPU and a GPU is not executed; on two CPUs it is."""
+    program = captured(Attention(torch.bfloat16, 0.1), torch.bfloat16).program
+    backward = program.graph.kinds.index(f"{FUSED}_backward")
+    assert list(program.redrawn_attention()) == [(backward, program.graph.kinds.index(FUSED))]
+    order = [[op for op in range(program.graph.num_ops) if op != backward], [backward]]
+    cpu = torch.device("cpu")
+    PlanExecutor(program, order, [cpu, cpu])
+    with pytest.raises(InputError, match="is on cuda and that on cpu, which draws other numbers; pin both"):
+        PlanExecutor(program, order, [cpu, torch.device("cuda", 0)])
