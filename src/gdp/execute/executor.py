@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gdp.arrays import I64
+from gdp.errors import InputError
 from gdp.execute.script import Script, scripts
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Worker
 from gdp.models.pytorch import Program
@@ -34,15 +35,29 @@ class StepRecord:
 
 
 class PlanExecutor:
-    """A program placed on devices that run its ops in `order` [D]; a context manager."""
+    """A program placed on `devices` [D] that run its ops in `order` [D]; a context manager.
 
-    def __init__(self, program: Program, order: Sequence[npt.ArrayLike]) -> None:
+    InputError if the two passes of an attention with dropout are on a CPU and a GPU, which draw other numbers.
+    """
+
+    def __init__(self, program: Program, order: Sequence[npt.ArrayLike], devices: Sequence[torch.device]) -> None:
         self.program, self.order = program, order
         self.num_steps = 0
         self._scripts = scripts(program, order)
         self._retaining_scripts: tuple[Script, ...] = ()
         self._home = {task.op: device for device, script in enumerate(self._scripts) for task in script}
         self._threads_before = torch.get_num_threads()
+        self._check_dropout(devices)
+
+    def _check_dropout(self, devices: Sequence[torch.device]) -> None:
+        names = self.program.graph.op_names
+        for op, forward in self.program.redrawn_attention():
+            here, there = (devices[self._home[number]].type for number in (op, forward))
+            if here != there:
+                raise InputError(
+                    f"{names[op]}: attention with dropout draws again what {names[forward]} drew, but is on {here} and "
+                    f"that on {there}, which draws other numbers; pin both to one device"
+                )
 
     def _requests(
         self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int | None

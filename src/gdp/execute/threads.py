@@ -55,7 +55,7 @@ class ThreadExecutor(PlanExecutor):
     """
 
     def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
-        super().__init__(program, order)
+        super().__init__(program, order, [target.device for target in targets])
         self.targets = tuple(targets)
         lanes = [lane_of(target, program.memory_for) for target in targets]
         self._inboxes: list[SimpleQueue[Parcel | None]] = [SimpleQueue() for _ in targets]

@@ -87,7 +87,7 @@ class ProcessExecutor(PlanExecutor):
         timeout_seconds: float = 600.0,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        super().__init__(program, order)
+        super().__init__(program, order, [target.device for target in ranks.targets])
         self.ranks, self._rank = ranks, ranks.rank
         self._check_same()
         self._traffic = traffic_of(self._scripts)

@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 from gdp.models.pytorch.autocast import cuda_autocast_on_cpu
 from gdp.models.pytorch.checkpointing import noting_cut_gradients
 from gdp.models.pytorch.flex_attention import flex_attention_as_operators
+from gdp.models.pytorch.fused_attention import attention_as_on_a_card
 
 CARDS = frozenset({"cuda", "xpu", "mps", "hpu", "npu", "xla", "mtia", "maia"})
 """Types of devices that stand for a card; autocast has CUDA's lists for each."""
@@ -71,6 +72,7 @@ def as_if_on_a_card() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.enter_context(cuda_autocast_on_cpu())
         undo.enter_context(flex_attention_as_operators())
+        undo.enter_context(attention_as_on_a_card())
         undo.enter_context(noting_cut_gradients())
         for owner, name, replacement in replacements:
             undo.enter_context(patch.object(owner, name, replacement))

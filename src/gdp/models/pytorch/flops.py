@@ -140,14 +140,20 @@ def _convolution_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[T
 
 
 def _attention(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """query, key, value [.., length, width]: two products and a softmax (5) for all pairs, causal or not."""
-    return _attention_pairs(args) * (2 * int(args[0].shape[-1]) + 2 * int(args[2].shape[-1]) + 5)
+    """query, key, value [.., length, width], dropout: two products and a softmax (5) for all pairs, causal or not.
+
+    With dropout, a draw, the mask and the scale are 3 more.
+    """
+    dropout = 3 if len(args) > 3 and args[3] else 0
+    return _attention_pairs(args) * (2 * int(args[0].shape[-1]) + 2 * int(args[2].shape[-1]) + 5 + dropout)
 
 
 def _attention_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """grad, query, key, value: scores again, gradients of value, scores, query and key; softmax 5, its backward 4."""
-    query, value = args[1], args[3]
-    return _attention_pairs(args[1:]) * (6 * int(query.shape[-1]) + 4 * int(value.shape[-1]) + 9)
+    """grad, query, key, value, out, sums, dropout: scores again, gradients of value, scores, query and key; softmax 5,
+    its backward 4. With dropout, a draw, and mask and scale of the shares and of their gradients are 5 more.
+    """
+    query, value, dropout = args[1], args[3], 5 if args[6] else 0
+    return _attention_pairs(args[1:]) * (6 * int(query.shape[-1]) + 4 * int(value.shape[-1]) + 9 + dropout)
 
 
 def _attention_pairs(args: Args) -> int:

@@ -6,7 +6,7 @@ stride and offset. When an op is ready, the memory that it overwrites is no long
 tensors order every earlier reader before it.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.models.pytorch.replacements import ATTENTION_BACKWARD
 from gdp.models.pytorch.routine import Routine
 from gdp.models.pytorch.strides import StridedLayout, empty, view_of
 
@@ -124,6 +125,14 @@ class Program:
     def num_draws(self) -> int:
         """The number of calls that draw random numbers: their seeds are below it."""
         return max((call.seed for calls in self.calls for call in calls), default=-1) + 1
+
+    def redrawn_attention(self) -> Iterator[tuple[int, int]]:
+        """Yields (op of a backward pass of attention with dropout, the op whose random numbers it draws again)."""
+        for op, calls in enumerate(self.calls):
+            sums = {call.args[5].value for call in calls if call.func is ATTENTION_BACKWARD and call.seed >= 0}
+            for tensor in self.inputs_of[op]:
+                if self.tensor_values[tensor] in sums:
+                    yield op, int(self.graph.producers[tensor])
 
     @cached_property
     def result_tensors(self) -> frozenset[int]:

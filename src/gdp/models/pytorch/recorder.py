@@ -84,6 +84,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a real tensor met on the way, its fake
         self._traits: dict[OpOverload, Traits] = {}
         self._num_draws = 0
+        self._seeds: dict[int, int] = {}  # by value: of the call that drew random numbers for it
         self._num_constants = 0
 
     # -- sources ---------------------------------------------------------------------------------------------------
@@ -202,6 +203,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if traits.draws(args, kwargs):
             seed = self._num_draws
             self._num_draws += 1
+            self._seeds.update(dict.fromkeys(returned, seed))
+        elif traits.draws_again(args, kwargs):
+            seed = next((self._seeds[ref.value] for ref in reversed(template) if _is_in(ref, self._seeds)), -1)
         if traits.reads_shape_only and made:
             calls, read = self._filled(traits, args, made[0], returned[0], seed), []
         else:
@@ -432,6 +436,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _plain_types() -> contextlib.AbstractContextManager[Any]:
     """Returns a region without autocast, which has cast what the operator reads: its fake parts are no operators."""
     return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else contextlib.nullcontext()
+
+
+def _is_in(item: Any, values: Mapping[int, Any]) -> bool:
+    return isinstance(item, Ref) and item.value in values
 
 
 def _has_real(item: Any) -> bool:

@@ -5,6 +5,8 @@ public functions replace them, so that PyTorch finds the device's own kernels; a
 again and differentiates it. A plan may put the two passes on different devices: tensors that only the CPU's backward
 pass reads (attention's logarithms of sums, an LSTM's workspace) are zeros when another device makes them, and the CPU's
 backward pass computes them again when it is given zeros.
+
+Dropout in attention is drawn once more by the backward pass, from the same seed: see `Recorder`.
 """
 
 import math
@@ -67,8 +69,20 @@ def _attention_backward(grad_out: Tensor, *args: Any, **options: Any) -> Sequenc
     return _gradients(lambda *leaves: _attention(*leaves, *others, **options), inputs, (grad_out,))
 
 
+def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+    run = ATTENTION if _is_plain(query, value, args) else _attention
+    return run(query, key, value, *args, **options)
+
+
+def _is_plain(query: Tensor, value: Tensor, others: Sequence[Any]) -> bool:
+    """Returns whether the CPU's kernel computes the attention: it has no dropout, and values as wide as queries."""
+    return not (others and others[0]) and query.shape[-1] == value.shape[-1]
+
+
 def _attention_backward_on_cpu(grad_out: Tensor, *args: Any, **options: Any) -> Any:
     inputs, (output, logsumexp), others = args[:3], args[3:5], args[5:]
+    if not _is_plain(inputs[0], inputs[2], others):
+        return _attention_backward(grad_out, *args, **options)
     if not logsumexp.any():
         output, logsumexp = ATTENTION(*inputs, *others, **options)
     return ATTENTION_BACKWARD(grad_out, *inputs, output, logsumexp, *others, **options)
@@ -146,6 +160,7 @@ _ELSEWHERE: Mapping[OpOverload, Callable[..., Any]] = {
     LAYER_NORM_BACKWARD: _layer_norm_backward,
 }
 _ON_CPU: Mapping[OpOverload, Callable[..., Any]] = {
+    ATTENTION: _attention_on_cpu,
     ATTENTION_BACKWARD: _attention_backward_on_cpu,
     LSTM_BACKWARD: _lstm_backward_on_cpu,
 }

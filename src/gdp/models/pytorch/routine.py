@@ -156,7 +156,7 @@ class _BoundCall:
         if torch.is_grad_enabled() != call.is_grad_enabled:
             torch.set_grad_enabled(call.is_grad_enabled)
         if call.seed >= 0:
-            result = _seeded(call, args, kwargs, self._device, call.seed + seed)
+            result = _seeded(self._func, call, args, kwargs, self._device, call.seed + seed)
         else:
             result = self._func(*args, **kwargs)
         made = self._made
@@ -178,10 +178,12 @@ def leaves(result: Any) -> list[Tensor | None]:
     return [result] if result is None or isinstance(result, Tensor) else []
 
 
-def _seeded(call: "Call", args: Any, kwargs: dict[str, Any], device: torch.device | None, seed: int) -> Any:
+def _seeded(
+    func: Callable[..., Any], call: "Call", args: Any, kwargs: dict[str, Any], device: torch.device | None, seed: int
+) -> Any:
     if any(argument.name == "generator" for argument in call.func._schema.arguments):
         own = torch.Generator(device or "cpu").manual_seed(seed)
-        return call.func(*args, **(kwargs | {"generator": own}))
+        return func(*args, **(kwargs | {"generator": own}))
     generator = torch.default_generator
     if device is not None and device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
@@ -189,6 +191,6 @@ def _seeded(call: "Call", args: Any, kwargs: dict[str, Any], device: torch.devic
         state = generator.get_state()
         try:
             generator.manual_seed(seed)
-            return call.func(*args, **kwargs)
+            return func(*args, **kwargs)
         finally:
             generator.set_state(state)

@@ -65,8 +65,13 @@ class Traits:
 
     def draws(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Does the call draw random numbers?"""
-        if self.dropout < 0 or not self.is_random:
-            return self.is_random
+        return self.is_random and (self.dropout < 0 or self._drops(args, kwargs))
+
+    def draws_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Does the call, of a backward pass, draw the random numbers of the forward pass once more?"""
+        return not self.is_random and self.dropout >= 0 and self._drops(args, kwargs)
+
+    def _drops(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return bool(args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p"))
 
 

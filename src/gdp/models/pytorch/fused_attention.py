@@ -1,0 +1,116 @@
+"""`scaled_dot_product_attention` in half types, captured as the fused operator that cards run.
+
+On a CPU, PyTorch computes attention with dropout, with values of another width than the keys or with unusual masks by
+plain products, in float32 for the half types. Cards have fused kernels for these in the type of the inputs. So while a
+step is captured, such calls are the CPU's fused operator; `replacements.py` has what executes them. Attention in
+float32 and float64 is left to PyTorch.
+
+The conditions are those that CUDA's flash and memory-efficient kernels share, in
+`aten/src/ATen/native/transformers/sdp_utils_cpp.h` and `cuda/sdp_utils.cpp` of PyTorch 2.13.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from gdp.models.pytorch.replacements import ATTENTION
+
+NOTE = (
+    "attention in half types with a mask that needs a gradient is captured as products in float32, as CPUs compute it; "
+    "the memory-efficient kernel of a card takes less time and memory"
+)
+
+_COMPOSITE = torch.ops.aten.scaled_dot_product_attention.default
+_HALF = (torch.bfloat16, torch.float16)
+_WIDTH_MULTIPLE = 8  # `minimum_gemm_alignment` of half types; flash attention pads, but needs equal widths
+
+
+@contextlib.contextmanager
+def attention_as_on_a_card() -> Iterator[None]:
+    """Makes attention on fake tensors in half types the fused operator; the process has one such region at a time."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with contextlib.ExitStack() as undo:
+        undo.callback(library._destroy)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+            library.impl(ATTENTION._schema.name.removeprefix("aten::"), _shapes, "Meta")
+        yield
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Computes what `scaled_dot_product_attention` does."""
+    if not _has_kernel(query, key, value, attn_mask, is_causal, enable_gqa):
+        return _COMPOSITE.decompose(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:  # as PyTorch converts it for its kernels
+            shown, hidden = (torch.scalar_tensor(number, dtype=query.dtype) for number in (0.0, float("-inf")))
+            attn_mask = torch.where(attn_mask, shown, hidden)
+        if attn_mask.dim() != 2:
+            attn_mask = attn_mask.expand(*(1,) * (4 - attn_mask.dim()), *attn_mask.shape)
+    output: Tensor = ATTENTION(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output
+
+
+def _has_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> bool:
+    """Returns whether a card runs this call, of a capture in a half type, by a fused kernel of that type."""
+    inputs = query, key, value
+    if not all(isinstance(tensor, FakeTensor) and tensor.dtype is query.dtype for tensor in inputs):
+        return False
+    if query.dtype not in _HALF or any(tensor.dim() != 4 or not tensor.numel() for tensor in inputs):
+        return False
+    cuda: Any = torch.backends.cuda
+    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
+        return False
+    batch, heads, length, width = query.shape
+    _, key_heads, num_keys, value_width = value.shape
+    are_alike = key.shape == (batch, key_heads, num_keys, width) and value.shape[0] == batch
+    has_heads = heads % key_heads == 0 if enable_gqa else heads == key_heads
+    has_widths = width == value_width or width % _WIDTH_MULTIPLE == value_width % _WIDTH_MULTIPLE == 0
+    if not (are_alike and has_heads and has_widths and all(tensor.stride(-1) == 1 for tensor in inputs)):
+        return False
+    if mask is None:
+        return True
+    limits = (batch, heads, length, num_keys)[-mask.dim() :]
+    fits = 2 <= mask.dim() <= 4 and all(size in (1, limit) for size, limit in zip(mask.shape, limits, strict=True))
+    if is_causal or not fits or mask.dtype not in (torch.bool, query.dtype):
+        return False
+    if mask.requires_grad and torch.is_grad_enabled():
+        _note(NOTE)
+        return False
+    return True
+
+
+def _note(note: str) -> None:
+    for mode in _get_current_dispatch_mode_stack():
+        if hasattr(mode, "notes"):  # the recorder of a capture
+            mode.notes[note] = None
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Returns the output and the logarithms of sums without content; PyTorch's own takes all widths for equal."""
+    batch, heads, length, width = query.shape
+    sums = torch.promote_types(query.dtype, torch.float32)
+    is_equal = value.shape[-1] == width
+    output = torch.empty_like(query) if is_equal else query.new_empty(batch, heads, length, value.shape[-1])
+    return output, query.new_empty((batch, length, heads), dtype=sums).transpose(1, 2)
