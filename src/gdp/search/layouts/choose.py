@@ -146,7 +146,7 @@ def choose_layout(
     if best.candidate is None:
         asked = "no layout" if layout is None else str(layout)
         raise InputError(
-            f"--parallel: {asked} of {parts.exact(1).name!r} can be placed on {cluster.name!r} under these constraints; "
+            f"--parallel: {asked} of {parts.exact(1).name!r} fits {cluster.name!r} under these constraints; "
             "leave out pins and --forbid, or take another layout"
         )
     best = _searched(search, best, clock.part(1.0))
