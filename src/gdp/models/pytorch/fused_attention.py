@@ -2,8 +2,8 @@
 
 On a CPU, PyTorch computes attention with dropout, with values of another width than the keys or with unusual masks by
 plain products, in float32 for the half types. Cards have fused kernels for these in the type of the inputs. So while a
-step is captured, such calls are the CPU's fused operator; `replacements.py` has what executes them. Attention in
-float32 and float64 is left to PyTorch.
+step is captured, such calls are the CPU's fused operator; `replacements.py` has what executes them. With real tensors
+the CPU's kernel computes what it can. Attention in float32 and float64 is left to PyTorch.
 
 The conditions are those that CUDA's flash and memory-efficient kernels share, in
 `aten/src/ATen/native/transformers/sdp_utils_cpp.h` and `cuda/sdp_utils.cpp` of PyTorch 2.13.
@@ -11,7 +11,7 @@ The conditions are those that CUDA's flash and memory-efficient kernels share, i
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,21 +19,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from gdp.models.pytorch.replacements import ATTENTION
+from gdp.models.pytorch.replacements import ATTENTION, is_plain
 
 NOTE = (
-    "attention in half types with a mask that needs a gradient is captured as products in float32, as CPUs compute it; "
-    "the memory-efficient kernel of a card takes less time and memory"
+    "attention in half types with a mask that needs a gradient is captured as products of that type and a softmax; the "
+    "memory-efficient kernel of a card takes less time and memory"
 )
 
-_COMPOSITE = torch.ops.aten.scaled_dot_product_attention.default
+_computed: Callable[..., Tensor] = torch.ops.aten.scaled_dot_product_attention.default.decompose  # as PyTorch does
 _HALF = (torch.bfloat16, torch.float16)
 _WIDTH_MULTIPLE = 8  # `minimum_gemm_alignment` of half types; flash attention pads, but needs equal widths
 
 
 @contextlib.contextmanager
 def attention_as_on_a_card() -> Iterator[None]:
-    """Makes attention on fake tensors in half types the fused operator; the process has one such region at a time."""
+    """Makes attention in half types the fused operator; the process has one such region at a time."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with contextlib.ExitStack() as undo:
         undo.callback(library._destroy)
@@ -57,9 +57,12 @@ def _attention(
 ) -> Tensor:
     """Computes what `scaled_dot_product_attention` does."""
     if not _has_kernel(query, key, value, attn_mask, is_causal, enable_gqa):
-        return _COMPOSITE.decompose(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return _computed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        _note(NOTE)
+        return _products(query, key, value, attn_mask, dropout_p, scale)
+    if not isinstance(query, FakeTensor) and not is_plain(query, value, dropout_p):  # the CPU's kernel refuses it
+        return _computed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None:
         if attn_mask.dtype is torch.bool:  # as PyTorch converts it for its kernels
             shown, hidden = (torch.scalar_tensor(number, dtype=query.dtype) for number in (0.0, float("-inf")))
@@ -70,14 +73,24 @@ def _attention(
     return output
 
 
+def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, scale: float | None) -> Tensor:
+    """Computes attention by products in the type of the inputs, in the capture and without one."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    scores = torch.matmul(query * (query.shape[-1] ** -0.5 if scale is None else scale), key.transpose(-2, -1)) + mask
+    shares = torch.dropout(torch._safe_softmax(scores, -1), dropout, train=dropout > 0.0)
+    return torch.matmul(shares, value)
+
+
 def _has_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> bool:
-    """Returns whether a card runs this call, of a capture in a half type, by a fused kernel of that type."""
+    """Returns whether a card runs this call, in a half type, by a fused kernel of that type."""
     inputs = query, key, value
-    if not all(isinstance(tensor, FakeTensor) and tensor.dtype is query.dtype for tensor in inputs):
+    if query.dtype not in _HALF or any(tensor.dtype is not query.dtype for tensor in inputs):
         return False
-    if query.dtype not in _HALF or any(tensor.dim() != 4 or not tensor.numel() for tensor in inputs):
+    if any(tensor.dim() != 4 or not tensor.numel() for tensor in inputs):
         return False
     cuda: Any = torch.backends.cuda
     if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
@@ -93,12 +106,7 @@ def _has_kernel(
         return True
     limits = (batch, heads, length, num_keys)[-mask.dim() :]
     fits = 2 <= mask.dim() <= 4 and all(size in (1, limit) for size, limit in zip(mask.shape, limits, strict=True))
-    if is_causal or not fits or mask.dtype not in (torch.bool, query.dtype):
-        return False
-    if mask.requires_grad and torch.is_grad_enabled():
-        _note(NOTE)
-        return False
-    return True
+    return fits and not is_causal and mask.dtype in (torch.bool, query.dtype)
 
 
 def _note(note: str) -> None:

@@ -70,18 +70,18 @@ def _attention_backward(grad_out: Tensor, *args: Any, **options: Any) -> Sequenc
 
 
 def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-    run = ATTENTION if _is_plain(query, value, args) else _attention
+    run = ATTENTION if is_plain(query, value, *args[:1]) else _attention
     return run(query, key, value, *args, **options)
 
 
-def _is_plain(query: Tensor, value: Tensor, others: Sequence[Any]) -> bool:
+def is_plain(query: Tensor, value: Tensor, dropout: float = 0.0) -> bool:
     """Returns whether the CPU's kernel computes the attention: it has no dropout, and values as wide as queries."""
-    return not (others and others[0]) and query.shape[-1] == value.shape[-1]
+    return not dropout and query.shape[-1] == value.shape[-1]
 
 
 def _attention_backward_on_cpu(grad_out: Tensor, *args: Any, **options: Any) -> Any:
     inputs, (output, logsumexp), others = args[:3], args[3:5], args[5:]
-    if not _is_plain(inputs[0], inputs[2], others):
+    if not is_plain(inputs[0], inputs[2], *others[:1]):
         return _attention_backward(grad_out, *args, **options)
     if not logsumexp.any():
         output, logsumexp = ATTENTION(*inputs, *others, **options)
