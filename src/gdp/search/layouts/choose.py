@@ -144,9 +144,9 @@ def choose_layout(
     searched = [_searched(search, trial, clock.part(_share(trial))) for trial in finalists]
     best = min([*searched, *trials], key=lambda trial: trial.key)
     if best.candidate is None:
-        asked = "no layout" if layout is None else str(layout)
+        asked = "no layout" if layout is None else f"no {layout}"
         raise InputError(
-            f"--parallel: {asked} of {parts.exact(1).name!r} can be placed on {cluster.name!r} under these constraints; "
+            f"--parallel: constraints let {asked} of {parts.exact(1).name!r} be placed on {cluster.name!r}; "
             "leave out pins and --forbid, or take another layout"
         )
     best = _searched(search, best, clock.part(1.0))
