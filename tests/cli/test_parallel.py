@@ -19,6 +19,22 @@ def build():
     layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4)]
     return nn.Sequential(*layers), (torch.randn(65536, 512),)
 """
+ODD = """
+import torch
+from torch import nn
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
+
+    def forward(self, x):
+        y = self.layers(x)
+        return (y @ y.T).sum()
+
+def build():
+    return Odd(), (torch.randn(8, 16),)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +95,20 @@ def test_a_graph_file_has_no_batch_to_split(capsys: pytest.CaptureFixture[str]) 
     assert main(["capture", "wide:build", "--out", "graph.json.gz"]) == 0
     assert main(["place", "graph.json.gz", "--devices", DEVICES, "--parallel", "auto"]) == 2
     assert "no batch that can be split" in capsys.readouterr().err
+
+
+def test_notes_say_what_a_cut_step_does_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four replicas of 8 samples: normalised by 2, and rows of another dimension are not the same step.
+
+    X @ X.T of 8 x 16 has 2 * 8 * 8 * 16 flops, that of 2 x 16 four times 2 * 2 * 2 * 16, a quarter.
+    """
+    Path("odd.py").write_text(ODD)
+    command = ["odd:build", "--devices", DEVICES, "--optimizer", "sgd"]
+    assert main(["place", *command, "--parallel", "data=4,stages=1", "--budget", "10sims"]) == 0
+    printed = capsys.readouterr()
+    assert "batch normalisation sees 2 samples at a time instead of 8" in printed.err
+    assert "draws of dropout differ" in printed.err
+    assert "of the flops of the whole step" in printed.err
+    following = printed.out.strip().splitlines()[-1].removeprefix("Next: gdp ")
+    assert "--optimizer sgd" in following
+    assert main(following.split()) == 0

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
-from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, print_json, show, warm_up
+from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None) -> int:
             files = files.sparing_others(simulation.problem.graph)
             failure = files.write(KeptAnswer(plan, None, ()), simulation)
         interrupted = stop.is_set()
+    if ":" in request.model and trial.layout.num_parts > 1:
+        log(f"gdp: note: {request.model}: parts of the batch are parts of inputs along their first dimension")
+    for note in layouts.notes(trial, parts):
+        log(f"gdp: note: {request.model}: {note}")
     written = files.plan if fits and files.plan in files.written else None
     if request.json:
         document = documents.place_document(
@@ -69,7 +73,7 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None) -> int:
         print_json(document | layouts.choice_document(choice))
     elif fits:
         shown = " and ".join(str(path) for path in files.shown)
-        command = f"gdp simulate {request.model} --devices {request.devices} --plan {files.plan}" if written else ""
+        command = files.next_command(request) if written else ""
         show(layouts.choice_report(choice, console.place_report(plan, simulation, model.unknown_costs, shown, command)))
     if failure is not None:
         return fail(f"error: {failure}", BAD_INPUT)

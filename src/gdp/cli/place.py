@@ -1,6 +1,5 @@
 """Finds the best plan, with advice on the machine: `gdp place`."""
 
-import shlex
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -210,7 +209,7 @@ def _place(request: PlaceRequest) -> int:
             )
         )
     elif fits:
-        command = _next_command(request, files) if is_written else ""
+        command = files.next_command(request) if is_written else ""
         shown = " and ".join(str(path) for path in files.shown)
         told = "" if source.served is None else source.served.sentence(plan.step_time_ns)
         unknown, hint = source.unknown_costs, _hint(request)
@@ -376,26 +375,3 @@ def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event)
                 stop=stop,
             )
     return changes
-
-
-def _next_command(request: PlaceRequest, files: PlanFiles) -> str:
-    # the devices of this machine may have changed by then
-    placed_on = str(files.cluster) if files.cluster is not None and request.is_local else request.devices
-    model = str(files.graph or request.model)
-    if request.target is None:
-        command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(files.plan)]
-    else:
-        command = ["gdp", "export", str(files.plan), "--to", request.target.name, *request.target.options]
-        command += [] if request.out is not None else ["--graph", model, "--devices", placed_on]
-    command += request.limits.words()
-    if files.graph is None:
-        reading = request.reading
-        if reading.microbatching.count > 1:
-            command += ["--microbatches", str(reading.microbatching.count)]
-            command += ["--free-replicas"] * reading.microbatching.free_replicas
-        command += reading.serving.words() or ["--inference"] * (not reading.training)
-        command += ["--optimizer", reading.optimizer] if reading.optimizer != "adam" else []
-        command += ["--master-weights"] * reading.master_weights
-        command += ["--dtype", reading.dtype] if reading.dtype else []
-        command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
-    return shlex.join(command)

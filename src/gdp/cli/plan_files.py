@@ -1,6 +1,7 @@
 """The files that `gdp place` writes: their names, which spare plans of other graphs, and what became of them."""
 
 import contextlib
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -102,6 +103,29 @@ class PlanFiles:
     def shown(self) -> list[Path]:
         """The files that the answer names."""
         return [path for path in self.written if path in (self.plan, self.report)]
+
+    def next_command(self, request: PlaceRequest) -> str:
+        """Returns the command to go on with: of the plan, with the options that its graph needs."""
+        # the devices of this machine may have changed by then
+        placed_on = str(self.cluster) if self.cluster is not None and request.is_local else request.devices
+        model = str(self.graph or request.model)
+        if request.target is None:
+            command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(self.plan)]
+        else:
+            command = ["gdp", "export", str(self.plan), "--to", request.target.name, *request.target.options]
+            command += [] if request.out is not None else ["--graph", model, "--devices", placed_on]
+        command += request.limits.words()
+        if self.graph is None:
+            reading = request.reading
+            if reading.microbatching.count > 1:
+                command += ["--microbatches", str(reading.microbatching.count)]
+                command += ["--free-replicas"] * reading.microbatching.free_replicas
+            command += reading.serving.words() or ["--inference"] * (not reading.training)
+            command += ["--optimizer", reading.optimizer] if reading.optimizer != "adam" else []
+            command += ["--master-weights"] * reading.master_weights
+            command += ["--dtype", reading.dtype] if reading.dtype else []
+            command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
+        return shlex.join(command)
 
 
 def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:

@@ -39,8 +39,9 @@ from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 
 SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
-REPLICAS_SHARE, FINAL_SHARE = 0.15, 0.4  # of the time left, for a finalist of one device a replica, and for others
-NEAR = 1.3  # times the best: replicas of several devices may gain as much in a search
+# of the time left, for op placement, then for replicas of one device each, and for others
+WHOLE_SHARE, REPLICAS_SHARE, FINAL_SHARE = 0.5, 0.15, 0.4
+NEAR, NEARLY = 1.3, 1.08  # times the best: as much may replicas of several devices, and of one, gain in a search
 MOST_SIMULATED = 10  # arrangements
 FAR = 1.1  # times the best: what is slower than that at least is neither placed nor simulated
 _SEARCHED_OPS = 120_000  # larger steps are not searched in whole
@@ -140,13 +141,15 @@ def choose_layout(
         parts, cluster, constraints or Constraints(), clock, seed, num_threads, on_progress or (lambda trial: None)
     )
     trials, estimates = _screened(search, layout)
-    finalists = _finalists(search, trials, layout)
-    searched = [_searched(search, trial, clock.part(_share(trial))) for trial in finalists]
+    searched: list[Trial] = []
+    for trial in _finalists(search, trials, layout):
+        if not _is_hopeless(trial, [*searched, *trials]):
+            searched.append(_searched(search, trial, clock.part(_share(trial))))
     best = min([*searched, *trials], key=lambda trial: trial.key)
     if best.candidate is None:
-        asked = "no layout" if layout is None else str(layout)
+        asked = "no layout" if layout is None else f"no {layout}"
         raise InputError(
-            f"--parallel: {asked} of {parts.exact(1).name!r} fits {cluster.name!r} under these constraints; "
+            f"--parallel: constraints let {asked} of {parts.exact(1).name!r} be placed on {cluster.name!r}; "
             "leave out pins and --forbid, or take another layout"
         )
     best = _searched(search, best, clock.part(1.0))
@@ -271,12 +274,21 @@ def _finalists(search: _Choosing, trials: list[Trial], layout: Layout | None) ->
         if best is None or best.key[0] or bound_ns < best.step_time_ns:
             step = Step.of(problem.graph, Layout())
             whole = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
-            chosen.append(whole)
+            chosen.insert(0, whole)
     return chosen
+
+
+def _is_hopeless(trial: Trial, others: list[Trial]) -> bool:
+    """Returns whether no search of `trial` is likely to make it faster than the best of `others`."""
+    best = min(others, key=lambda each: each.key, default=trial)
+    gain = NEARLY if len(trial.devices[0]) == 1 else NEAR
+    return not best.key[0] and trial.step_time_ns > gain * best.step_time_ns
 
 
 def _share(trial: Trial) -> float:
     """Returns the share of the time left for a finalist: replicas of one device each leave little to be found."""
+    if trial.is_whole:
+        return WHOLE_SHARE
     return REPLICAS_SHARE if len(trial.devices[0]) == 1 else FINAL_SHARE
 
 
@@ -326,7 +338,7 @@ def _with_whole_searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial
     assert trial.candidate is not None
     if clock.is_up or trial.problem.num_ops > _SEARCHED_OPS:
         return trial
-    found = _refined(search, trial.problem, trial.candidate, clock)
+    found = _refined(search, trial.problem, trial.candidate, clock, is_alone=not trial.is_whole)
     better = _with_candidate(trial, found)
     search.tell(better)
     return min(trial, better, key=lambda each: each.key)

@@ -116,7 +116,7 @@ class Estimator:
         found = [places for places in found if is_in_stages(graph, places, len(kinds))]
         if not found:
             raise InputError(
-                f"stages={len(kinds)}: {graph.name!r} has no stages of which each only takes from those before it; "
+                f"stages={len(kinds)}: {graph.name!r} has no stages that only take from those before them; "
                 "take fewer, or leave stages out"
             )
         return found
