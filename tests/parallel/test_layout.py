@@ -43,3 +43,11 @@ def test_what_makes_no_sense_is_refused_in_one_line(text: str, problem: str) -> 
     with pytest.raises(InputError, match=problem) as error:
         Layout.parse(text)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("change", [{"microbatches": 1.5}, {"data": True}, {"zero": "1"}, {"sharding": 2}])
+def test_a_document_with_other_keys_or_kinds_of_values_is_refused(change: dict[str, object]) -> None:
+    document = Layout((1, 1), zero=1).document()
+    assert Layout.of_document(document) == Layout((1, 1), zero=1)
+    with pytest.raises(InputError, match="layout: "):
+        Layout.of_document(document | change)

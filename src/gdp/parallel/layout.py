@@ -11,6 +11,7 @@ from gdp.graph.microbatches import check_count
 MAX_REPLICAS = 64  # as many as there may be devices
 NONE, BLOCKS = "none", "blocks"  # what is recomputed
 _KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute")
+_BESIDE = ("places", "ring", "hosts")  # what `Step.document` has besides the layout
 _HELP = "such as data=4,microbatches=8,zero=1,recompute=blocks,stages=2"
 
 
@@ -78,6 +79,12 @@ class Layout:
         """Returns the layout that `document` describes; InputError for anything else."""
         try:
             counts, modules = document["microbatches"], document["recompute"]
+            numbers = [document["data"], document["zero"], *(counts if isinstance(counts, list) else [counts])]
+            numbers += [] if document["stages"] is None else [document["stages"]]
+            if unknown := sorted(set(document) - {*_KEYS, *_BESIDE}):
+                raise InputError(f"layout: unknown keys {', '.join(map(repr, unknown))}; leave them out")
+            if any(type(number) is not int for number in numbers):
+                raise TypeError
             if document["tensor"] != 1:
                 raise InputError(f"layout: tensor is {document['tensor']!r}; 1 is expected")
             return cls(
