@@ -209,7 +209,10 @@ def _arithmetic(search: _Choosing, layout: Layout | None) -> list[Estimate]:
     if layout is not None:
         return [] if layout.is_whole else _least(search, forced(machine, layout, batch_size), layout)
     ways = arrangements(machine, batch_size)
-    ways += [replace(way, layout=replace(way.layout, zero=1)) for way in ways if way.layout.data > 1]
+    replicas = [way for way in ways if way.layout.data > 1]
+    cut = [way for way in replicas if way.num_places == 1 and way.layout.is_even]
+    ways += [replace(way, layout=replace(way.layout, zero=1)) for way in replicas]
+    ways += [replace(way, layout=replace(way.layout, zero=3)) for way in cut]  # sums overlap the passes of each block
     return _least(search, ways, layout)
 
 
