@@ -339,7 +339,7 @@ def training():
 
 
 def test_compare_has_a_row_with_its_layout_for_each_way_to_train(run: Run) -> None:
-    """On two equal cards DDP has a replica a card; of three it leaves one out, which have no equal parts of 8 samples."""
+    """On two equal cards DDP has a replica a card; of three it leaves one out: 8 samples have no three equal parts."""
     Path("cli_tiny.py").write_text(TINY)
     args = ["compare", "cli_tiny:training", "--placers", "single,ddp,megatron", "--budget", "100sims", "--seeds", "1"]
     status, out, _ = run(*args, "--devices", DEVICES, "--json")
