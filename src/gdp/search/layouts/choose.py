@@ -229,9 +229,8 @@ def _promise(estimate: Estimate) -> tuple[bool, int]:
 def _trial(search: _Choosing, arrangement: Arrangement, places: I64) -> Trial:
     """Returns the step of an arrangement, simulated with these places of a replica's ops."""
     graph = search.parts.exact(arrangement.layout.num_parts)
-    if len(places) != graph.num_ops:  # a sample alone may have other ops
-        estimator = Estimator(search.parts, search.cluster, search.constraints)
-        places = estimator.estimate(arrangement).places
+    if len(places) != graph.num_ops:  # few samples may have other ops than those that places were found for
+        places = search.estimator.estimate(arrangement).places
     layout, devices = arrangement.layout, arrangement.devices
     hosts = search.estimator.machine.hosts_of(arrangement)
     trials = []

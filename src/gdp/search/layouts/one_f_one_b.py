@@ -16,11 +16,10 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.graph import Graph
+from gdp.graph.microbatches import ACCUMULATE
 from gdp.simulator.orders import ONE_F_ONE_B
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
-
-_ACCUMULATE = ".accumulate"
 
 
 def simulate_1f1b(
@@ -45,7 +44,7 @@ def _limited(problem: Problem, stage: I64, replica: I64) -> Graph:
     """Returns the graph with the control edges that limit the micro-batches in flight."""
     graph, microbatch = problem.graph, problem.microbatch
     count, num_stages = int(microbatch.max()) + 1, int(stage.max()) + 1
-    phases, names = np.array(graph.phases), np.array([_ACCUMULATE in name for name in graph.op_names])
+    phases, names = np.array(graph.phases), np.array([ACCUMULATE in name for name in graph.op_names])
     turn = (replica * num_stages + stage) * count + microbatch
     is_own = microbatch >= 0
     is_backward = is_own & (phases == "backward") & ~names
