@@ -7,15 +7,18 @@ import pytest
 
 from gdp.bounds.layout_bound import layout_bound
 from gdp.cluster import Cluster
+from gdp.cluster.device import Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.models.pytorch import capture_fn
 from gdp.models.workloads import bert
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
+from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
 from gdp.search.layouts.choose import DOES_NOT_FIT, NOT_ALLOWED, OK, choose_layout
+from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.parts import Parts
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
@@ -65,6 +68,18 @@ def machine_of(speeds: list[float], memory: str = "1GB", bandwidth: str = "12GB/
     return Cluster.from_document(
         {"format": "gdp-cluster", "version": 1, "name": "some", "devices": devices, "links": links}
     )
+
+
+def machine_with_links(rates: np.ndarray) -> Cluster:
+    """Equal devices of 1 Tflop/s and links of `rates` [D, D] in GB/s, each with a channel of its own."""
+    devices = machine_of([1.0] * len(rates)).devices
+    routes = {
+        (a, b): Route(10_000, int(rates[a, b] * 1e9), (f"{a}->{b}",))
+        for a in range(len(rates))
+        for b in range(len(rates))
+        if a != b
+    }
+    return Cluster.build("unlike", devices, routes)
 
 
 def parts_of(**sizes: int) -> Parts:
@@ -118,6 +133,37 @@ def test_tight_memory_is_kept_by_what_costs_least_time() -> None:
     assert max(roomy.plan.peak_memory_bytes) > 24 * 10**6 >= max(tight.plan.peak_memory_bytes)
     assert tight.plan.status == "ok"
     assert tight.plan.step_time_ns < 1.1 * roomy.plan.step_time_ns
+
+
+def test_rings_avoid_slow_links_and_plans_keep_their_order() -> None:
+    """Devices in a square, 0-2-1-3-0: the diagonals are ten times slower, and no ring takes one."""
+    rates = np.full((4, 4), 12.0)
+    for pair in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        rates[pair] = 1.2
+    choice = choose_layout(parts_of(), machine_with_links(rates), layout=Layout((1,) * 4), budget="20sims")
+    document = choice.plan.layout
+    assert document is not None
+    assert document["ring"] in ([0, 2, 1, 3], [0, 3, 1, 2])
+    assert Step.of_document(layers, document).graph.fingerprint == choice.plan.graph
+    # without the diagonals the step takes as long as on equal links
+    equal = choose_layout(parts_of(), machine_of([1.0] * 4), layout=Layout((1,) * 4), budget="20sims")
+    assert choice.plan.step_time_ns <= 1.001 * equal.plan.step_time_ns
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_ring_is_slower_for_its_order(seed: int) -> None:
+    """On random links, but for what a dispatch by priorities leaves to chance."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.choice([2, 4, 8]))
+    cluster = machine_with_links(rng.choice([1.0, 3.0, 12.0], (count, count)))
+    devices, graph, layout = np.arange(count)[:, None], layers(count, weight_bytes=10**7), Layout((1,) * count)
+    times_ns = []
+    for ring in (None, ring_over(cluster, devices)):
+        step = Step.of(graph, layout, ring=ring)
+        problem = Problem.build(step.graph, cluster)
+        placement = step.placement(np.zeros(graph.num_ops, int), devices)
+        times_ns.append(best_dispatch(problem, step, placement).step_time_ns)
+    assert times_ns[1] <= 1.03 * times_ns[0]
 
 
 def test_a_pin_keeps_replicas_away() -> None:

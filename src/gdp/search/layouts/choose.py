@@ -24,6 +24,7 @@ from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.errors import InputError
 from gdp.parallel.layout import Layout
+from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.auto import auto
 from gdp.search.candidate import Candidate
@@ -232,10 +233,10 @@ def _trial(search: _Choosing, arrangement: Arrangement, places: I64) -> Trial:
     if len(places) != graph.num_ops:  # few samples may have other ops than those that places were found for
         places = search.estimator.estimate(arrangement).places
     layout, devices = arrangement.layout, arrangement.devices
-    hosts = search.estimator.machine.hosts_of(arrangement)
+    hosts, ring = search.estimator.machine.hosts_of(arrangement), ring_over(search.cluster, devices)
     trials = []
     for way in [None] if hosts is None else [None, hosts]:
-        step = Step.of(graph, layout, places=places if arrangement.num_places > 1 else None, hosts=way)
+        step = Step.of(graph, layout, places=places if arrangement.num_places > 1 else None, ring=ring, hosts=way)
         problem = Problem.build(step.graph, search.cluster, search.constraints)
         placement = step.placement(places, devices)
         search.clock.spend(1)

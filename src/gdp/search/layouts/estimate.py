@@ -20,6 +20,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import BUCKET_BYTES, gradients_of
 from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
@@ -177,7 +178,9 @@ class Estimator:
         layout, num_places = arrangement.layout, arrangement.num_places
         if layout.data == 1:
             return 0
-        slowest_ns = max(self._ring_ns(tuple(devices[p] for devices in arrangement.devices)) for p in range(num_places))
+        order = ring_over(self.cluster, arrangement.devices) or range(layout.data)
+        rings = [tuple(arrangement.devices[replica][place] for replica in order) for place in range(num_places)]
+        slowest_ns = max(map(self._ring_ns, rings))
         num_buckets = figures.gradient_bytes / num_places / BUCKET_BYTES
         total_ns = num_buckets * slowest_ns
         if layout.zero == 3:  # two gathers, of half a ring each, for every micro-batch

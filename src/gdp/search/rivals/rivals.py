@@ -24,6 +24,7 @@ from gdp.graph import Graph
 from gdp.graph.microbatches import RECOMPUTED, shared_ops
 from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.layouts.dispatch import levels_of, program_levels
 from gdp.search.layouts.one_f_one_b import simulate_1f1b
@@ -81,14 +82,19 @@ class RivalQuestion:
     def simulate(self, graph: Graph, layout: Layout, stage: I64, grid: I64) -> SimulatedStep:
         """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
 
-        Over hosts, the better of one ring over all and of rings inside and between them, as NCCL chooses.
+        Rings avoid slow links. Over hosts, the better of one ring over all and of rings inside and between them, as
+        NCCL chooses.
         """
         names = [[device.name.rpartition(".")[0] for device in self._of(column)] for column in grid.T]
         hosts = [np.unique(column, return_inverse=True)[1] for column in names]
         sizes = np.bincount(hosts[0])
         over_hosts = len(sizes) > 1 and len(set(sizes.tolist())) == 1 and sizes[0] > 1
         ways = [None, hosts[0].tolist()] if over_hosts and all((own == hosts[0]).all() for own in hosts) else [None]
-        steps = [simulate_layout(graph, layout, self.cluster, stage, grid, self.constraints, hosts=way) for way in ways]
+        ring = ring_over(self.cluster, grid)
+        steps = [
+            simulate_layout(graph, layout, self.cluster, stage, grid, self.constraints, ring=ring, hosts=way)
+            for way in ways
+        ]
         return min(steps, key=lambda each: (not each[1].feasible, each[1].step_time_ns))
 
     def _of(self, numbers: I64) -> list[Device]:
@@ -103,16 +109,17 @@ def simulate_layout(
     grid: I64,
     constraints: Constraints | None = None,
     *,
+    ring: Sequence[int] | None = None,
     hosts: Sequence[int] | None = None,
     in_program_order: bool = False,
 ) -> SimulatedStep:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
 
-    `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `hosts` [R] those of rings over hosts.
+    `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `ring` and `hosts` [R] as in `Step.of`.
     Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the layout does
     not suit the graph.
     """
-    step = Step.of(graph, layout, places=stage, hosts=hosts)
+    step = Step.of(graph, layout, places=stage, ring=ring, hosts=hosts)
     _check_modelled(step)
     problem = Problem.build(step.graph, cluster, constraints)
     placement = step.placement(stage, grid)
