@@ -13,6 +13,7 @@ from gdp.parallel.layout import Layout
         "data=3,microbatches=3:1:1",
         "stages=2,microbatches=8,recompute=blocks",
         "data=2,zero=1,recompute=a.b:c",
+        "data=2,recompute=auto",
     ],
 )
 def test_words_and_documents_come_back(text: str) -> None:

@@ -1,9 +1,12 @@
 """Layouts: the answer is never slower than what was tried, fits, and is the same when it is forced."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gdp.bounds.layout_bound import layout_bound
 from gdp.cluster import Cluster
@@ -20,6 +23,7 @@ from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
 from gdp.search.layouts.choose import DOES_NOT_FIT, NOT_ALLOWED, OK, choose_layout
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.recompute_choice import fewest_blocks
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
@@ -164,6 +168,59 @@ def test_no_ring_is_slower_for_its_order(seed: int) -> None:
         placement = step.placement(np.zeros(graph.num_ops, int), devices)
         times_ns.append(best_dispatch(problem, step, placement).step_time_ns)
     assert times_ns[1] <= 1.03 * times_ns[0]
+
+
+@cache
+def encoder(num_parts: int) -> Graph:
+    """A small BERT of six layers, whose activations are far larger than its weights."""
+    config = bert.BERTConfig(BATCH // num_parts, 6, 64, 2, 32, 2, 64)
+    return capture_fn(lambda: bert.build(config), name="bert").graph
+
+
+@pytest.mark.parametrize("text", ["data=2", "data=3,microbatches=2:1:1,zero=1", "microbatches=8"])
+def test_no_more_blocks_are_recomputed_than_memory_asks_for(text: str) -> None:
+    """Between what nothing and what everything recomputed needs some blocks do; the plan has their names."""
+    layout = Layout.parse(text)
+    peaks = [
+        max(
+            choose_layout(
+                Parts(encoder, BATCH), machine_of([1.0] * 3), layout=replace(layout, recompute=what), budget="1sims"
+            ).plan.peak_memory_bytes
+        )
+        for what in ("none", "blocks")
+    ]
+    roomy, tight, none = (
+        choose_layout(
+            Parts(encoder, BATCH),
+            machine_of([1.0] * 3, memory=f"{bytes_}B"),
+            layout=replace(layout, recompute="auto"),
+            budget="1sims",
+        )
+        for bytes_ in (peaks[0], (peaks[0] + peaks[1]) // 2, peaks[1] // 10)
+    )
+    assert roomy.plan.layout is not None
+    assert roomy.plan.layout["recompute"] == "none"
+    assert tight.plan.status == "ok"
+    assert tight.plan.layout is not None
+    assert 0 < len(tight.plan.layout["recompute"]) < 6
+    assert str(tight.trial.layout) == f"{layout},recompute=auto"
+    assert Step.of_document(encoder, tight.plan.layout).graph.fingerprint == tight.plan.graph
+    assert none.plan.status == "infeasible"
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=3), st.data())
+def test_the_fewest_blocks_are_those_that_trying_all_numbers_finds(saved: list[list[int]], data: st.DataObject) -> None:
+    """Where memory falls with each block: in each place the first ones, and no more."""
+    lack = np.array([data.draw(st.integers(0, sum(own) + 3)) for own in saved])
+    ranked = [[f"{place}.{turn}" for turn in range(len(own))] for place, own in enumerate(saved)]
+
+    def lacking(paths: tuple[str, ...]) -> np.ndarray:
+        freed = [sum(size for turn, size in enumerate(own) if f"{p}.{turn}" in paths) for p, own in enumerate(saved)]
+        return lack - np.array(freed)
+
+    least = [next((n for n in range(len(own)) if sum(own[:n]) >= lack[p]), len(own)) for p, own in enumerate(saved)]
+    expected = [path for paths, count in zip(ranked, least, strict=True) for path in paths[:count]]
+    assert list(fewest_blocks(ranked, lacking)) == expected
 
 
 def test_a_pin_keeps_replicas_away() -> None:

@@ -9,7 +9,7 @@ from gdp.errors import InputError, suggest
 from gdp.graph.microbatches import check_count
 
 MAX_REPLICAS = 64  # as many as there may be devices
-NONE, BLOCKS = "none", "blocks"  # what is recomputed
+NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
 _KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute")
 _BESIDE = ("places", "ring", "hosts")  # what `Step.document` has besides the layout
 _HELP = "such as data=4,microbatches=8,zero=1,recompute=blocks,stages=2"
@@ -25,7 +25,7 @@ class Layout:
 
     microbatches: tuple[int, ...] = (1,)  # [R] of each replica
     zero: int = 0  # 1: optimizer state is cut over replicas, 2: gradients as well, 3: parameters as well
-    recompute: str | tuple[str, ...] = NONE  # NONE, BLOCKS, or paths of modules
+    recompute: str | tuple[str, ...] = NONE  # NONE, BLOCKS, AUTO, or paths of modules
     stages: int | None = None  # None: ops are placed freely
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Layout:
             return cls(
                 counts if len(counts) == data else counts * data,
                 _integer(values, "zero", 0),
-                recompute if recompute in (NONE, BLOCKS) else tuple(recompute.split(":")),
+                recompute if recompute in (NONE, BLOCKS, AUTO) else tuple(recompute.split(":")),
                 _integer(values, "stages", 0) if "stages" in values else None,
             )
         except InputError as error:

@@ -227,16 +227,20 @@ def _promise(estimate: Estimate) -> tuple[bool, int]:
     return estimate.missing_bytes > 0, estimate.step_time_ns
 
 
-def _trial(search: _Choosing, arrangement: Arrangement, places: I64) -> Trial:
-    """Returns the step of an arrangement, simulated with these places of a replica's ops."""
+def _trial(search: _Choosing, arrangement: Arrangement, places: I64, *, reserve_bytes: int = 0) -> Trial:
+    """Returns the step of an arrangement, simulated with these places of a replica's ops.
+
+    With recompute=auto blocks are chosen in one replica so that `reserve_bytes` are left, and more if all do not fit.
+    """
     graph = search.parts.exact(arrangement.layout.num_parts)
     if len(places) != graph.num_ops:  # few samples may have other ops than those that places were found for
         places = search.estimator.estimate(arrangement).places
     layout, devices = arrangement.layout, arrangement.devices
+    cut = search.estimator.resolved(arrangement, places, reserve_bytes=reserve_bytes)
     hosts, ring = search.estimator.machine.hosts_of(arrangement), ring_over(search.cluster, devices)
     trials = []
     for way in [None] if hosts is None else [None, hosts]:
-        step = Step.of(graph, layout, places=places if arrangement.num_places > 1 else None, ring=ring, hosts=way)
+        step = Step.of(graph, cut, places=places if arrangement.num_places > 1 else None, ring=ring, hosts=way)
         problem = Problem.build(step.graph, search.cluster, search.constraints)
         placement = step.placement(places, devices)
         search.clock.spend(1)
@@ -247,7 +251,10 @@ def _trial(search: _Choosing, arrangement: Arrangement, places: I64) -> Trial:
         trials.append(_with_candidate(Trial(layout, devices, OK, 0, 0, step, problem, None, places), candidate))
     trial = min(trials, key=lambda each: each.key)
     search.tell(trial)
-    return trial
+    more_bytes = reserve_bytes + trial.missing_bytes
+    if search.estimator.resolved(arrangement, places, reserve_bytes=more_bytes) == cut:
+        return trial
+    return min(trial, _trial(search, arrangement, places, reserve_bytes=more_bytes), key=lambda each: each.key)
 
 
 def _with_candidate(trial: Trial, candidate: Candidate) -> Trial:
@@ -321,9 +328,10 @@ def _searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
 def _with_replica_searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` with places from a search in one replica, if they are better for all."""
     assert trial.places is not None
+    assert trial.step is not None
     layout, devices = trial.layout, trial.devices[0]
     graph = search.parts.exact(layout.num_parts)
-    step = Step.of(graph, Layout((layout.microbatches[0],), recompute=layout.recompute))
+    step = Step.of(graph, Layout((layout.microbatches[0],), recompute=trial.step.layout.recompute))
     limits = {search.cluster.devices[d].name: int(search.estimator.limits_bytes[d]) for d in devices}
     problem = Problem.build(step.graph, only(search.cluster, devices), Constraints(max_memory_bytes=limits))
     start = best_dispatch(problem, step, step.placement(trial.places, [range(len(devices))]))

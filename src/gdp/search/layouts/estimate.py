@@ -18,14 +18,16 @@ from gdp.cluster.changes import only
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
+from gdp.parallel.block_choice import cheapest_blocks
 from gdp.parallel.buckets import BUCKET_BYTES, gradients_of
-from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
 from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, more_microbatches
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.recompute_choice import fewest_blocks
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -70,6 +72,7 @@ class Estimator:
     _rings_ns: dict[tuple[int, ...], int] = field(default_factory=dict)
     _places: dict[tuple[tuple[str, ...], tuple[int, ...]], list[I64]] = field(default_factory=dict)
     _replicas: dict[object, tuple[Simulation, I64]] = field(default_factory=dict)
+    _resolved: dict[object, Layout] = field(default_factory=dict)
 
     @cached_property
     def machine(self) -> DeviceSpeeds:
@@ -122,18 +125,45 @@ class Estimator:
             )
         return found
 
-    def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
+    def resolved(self, arrangement: Arrangement, places: I64, *, reserve_bytes: int = 0) -> Layout:
+        """Returns the layout with its blocks where it is recompute=auto: the fewest that leave `reserve_bytes`."""
         layout = arrangement.layout
+        if layout.recompute != AUTO:
+            return layout
+        graph = self.parts.near(layout.num_parts)
+        key = layout.num_parts in self.parts.read, arrangement, places.tobytes(), reserve_bytes
+        if key not in self._resolved:
+            times_ns = Problem.build(graph, self.cluster).op_time_ns[:, arrangement.devices[0][0]]
+            ranked = cheapest_blocks(graph, times_ns)
+            chosen = fewest_blocks(
+                [[path for path, op in ranked if places[op] == place] for place in range(arrangement.num_places)],
+                lambda paths: (
+                    self._lacking(arrangement, replace(layout, recompute=paths or NONE), places) + reserve_bytes
+                ),
+            )
+            recompute = BLOCKS if chosen and len(chosen) == len(ranked) else chosen or NONE
+            self._resolved[key] = replace(layout, recompute=recompute)
+        return self._resolved[key]
+
+    def _lacking(self, arrangement: Arrangement, layout: Layout, places: I64) -> I64:
+        """Returns the bytes [P] that are missing in each place, in the replica that lacks most; 0 or less: none."""
+        share = self._saved_bytes(self.figures(arrangement.layout), layout) // arrangement.num_places
+        lacks = [
+            self._replica(layout, devices, count, places)[0].peak_memory_bytes
+            - share
+            - self.limits_bytes[list(devices)]
+            for devices, count in dict(zip(arrangement.devices, layout.microbatches, strict=True)).items()
+        ]
+        return np.asarray(np.max(lacks, axis=0), np.int64)
+
+    def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
+        layout = self.resolved(arrangement, places)
         figures = self.figures(layout)
-        spare = self._saved_bytes(figures, layout)
-        slowest_ns, missing = 0, 0
+        slowest_ns, missing = 0, int(self._lacking(arrangement, layout, places).max())
         for devices, count in dict(zip(arrangement.devices, layout.microbatches, strict=True)).items():
             simulation, load_ns = self._replica(layout, devices, count, places)
             seen = _seen(layout, count, len(devices))
             slowest_ns = max(slowest_ns, simulation.step_time_ns + (count - seen) * int(load_ns.max()))
-            share = spare // len(devices)
-            lacks = simulation.peak_memory_bytes - share - self.limits_bytes[list(devices)]
-            missing = max(missing, int(lacks.max()))
         if layout.zero:  # updates are cut over replicas
             slowest_ns -= (
                 int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // arrangement.num_places
@@ -144,27 +174,27 @@ class Estimator:
         """Returns a replica's step with a few micro-batches, and what one more takes on each of its devices [P]."""
         few = _seen(layout, count, len(devices))
         kinds = tuple(int(self.machine.kinds[device]) for device in devices)
-        key = (layout.num_parts, layout.recompute, kinds, few, places.tobytes())
+        graph = self.parts.near(layout.num_parts)
+        is_read = layout.num_parts in self.parts.read
+        key = (layout.num_parts, is_read, layout.recompute, kinds, few, places.tobytes())
         if key not in self._replicas:
-            graph = self.parts.near(layout.num_parts)
             step = Step.of(graph, Layout((few,), recompute=layout.recompute))
             problem = self._alone(step.graph, devices)
             placement = step.placement(places, [range(len(devices))])
             orders = [simulate(problem.in_order(order), placement) for order in problem.orders]
             best = min(orders, key=lambda found: (found.missing_bytes.any(), found.step_time_ns))
-            own = self._alone(graph, devices).op_time_ns[np.arange(graph.num_ops), places]
-            is_once = np.logical_or(*shared_ops(graph))
-            load_ns = np.bincount(places, np.where(is_once, 0, own), len(devices))
-            if layout.recompute != NONE:  # in proportion: the clones are where their ops are
-                load_ns *= self.figures(layout).each_ns[devices[0]] / max(load_ns.sum(), 1)
+            own = problem.op_time_ns[np.arange(problem.num_ops), placement]
+            is_once = np.logical_or(*shared_ops(step.graph))
+            load_ns = np.bincount(placement, np.where(is_once, 0, own), len(devices)) / few
             self._replicas[key] = best, np.asarray(load_ns, np.int64)
         return self._replicas[key]
 
     def figures(self, layout: Layout) -> PartFigures:
-        """Returns sums over one micro-batch of `layout`."""
-        key = layout.num_parts, layout.recompute
+        """Returns sums over one micro-batch of `layout`; with recompute=auto, of one that recomputes nothing."""
+        recompute = NONE if layout.recompute == AUTO else layout.recompute
+        key = layout.num_parts, recompute
         if key not in self._figures:
-            graph = Step.of(self.parts.rough(layout.num_parts), Layout(recompute=layout.recompute)).graph
+            graph = Step.of(self.parts.rough(layout.num_parts), Layout(recompute=recompute)).graph
             self._figures[key] = _figures(graph, Problem.build(graph, self.cluster).op_time_ns)
         return self._figures[key]
 
@@ -276,7 +306,7 @@ def _one_parameter(num_bytes: int) -> Graph:
 def with_less_memory(estimate: Estimate, batch_size: int) -> list[Arrangement]:
     """Returns arrangements like that of `estimate` that take less memory by one change each."""
     arrangement, layout = estimate.arrangement, estimate.arrangement.layout
-    layouts = [replace(layout, recompute=BLOCKS)] if layout.recompute == NONE else []
+    layouts = [replace(layout, recompute=AUTO)] if layout.recompute == NONE else []
     if layout.data > 1 and layout.zero < (3 if layout.is_even else 2):
         layouts.append(replace(layout, zero=layout.zero + 1))
     others = [replace(arrangement, layout=other) for other in layouts]
