@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -20,10 +21,10 @@ from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
-from gdp.search.layouts.choose import DOES_NOT_FIT, NOT_ALLOWED, OK, choose_layout
+from gdp.search.layouts.choose import DOES_NOT_FIT, NOT_ALLOWED, OK, Choice, choose_layout
+from gdp.search.layouts.chosen_blocks import fewest_blocks
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.parts import Parts
-from gdp.search.layouts.recompute_choice import fewest_blocks
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
@@ -173,7 +174,7 @@ def test_no_ring_is_slower_for_its_order(seed: int) -> None:
 @cache
 def encoder(num_parts: int) -> Graph:
     """A small BERT of six layers, whose activations are far larger than its weights."""
-    config = bert.BERTConfig(BATCH // num_parts, 6, 64, 2, 32, 2, 64)
+    config = bert.BERTConfig(BATCH // num_parts, 6, 256, 2, 64, 2, 64)
     return capture_fn(lambda: bert.build(config), name="bert").graph
 
 
@@ -206,6 +207,33 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(text: str) -> None:
     assert str(tight.trial.layout) == f"{layout},recompute=auto"
     assert Step.of_document(encoder, tight.plan.layout).graph.fingerprint == tight.plan.graph
     assert none.plan.status == "infeasible"
+
+
+def test_activations_wait_on_the_cpu_of_their_host() -> None:
+    """On quick links they go and come back while other blocks run, and nothing takes longer; the plan has the blocks."""
+    cards = machine_of([1.0, 1.0, 1e-3], bandwidth="100GB/s").devices
+    cpu = replace(cards[2], name="cpu", kind="cpu")
+    routes = {pair: Route(1_000, 10**11, (f"{pair}",)) for pair in permutations(range(3), 2)}
+
+    def answer(layout: str, memory_bytes: int) -> Choice:
+        devices = [*(replace(card, memory_bytes=memory_bytes) for card in cards[:2]), cpu]
+        return choose_layout(
+            Parts(encoder, BATCH), Cluster.build("host", devices, routes), layout=Layout.parse(layout), budget="1sims"
+        )
+
+    whole = answer("data=2", 10**9)
+    peak_bytes = int(max(whole.plan.peak_memory_bytes))
+    assert answer("data=2", peak_bytes * 9 // 10).plan.status == "infeasible"
+    away = answer("data=2,offload=auto", peak_bytes * 9 // 10)
+    assert away.plan.status == "ok"
+    assert away.plan.step_time_ns < 1.01 * whole.plan.step_time_ns
+    assert away.plan.peak_memory_bytes[2] > 0
+    assert str(away.trial.layout) == "data=2,offload=auto"
+    assert away.plan.layout is not None
+    assert away.plan.layout["offload"][0] == "layers.0"
+    assert Step.of_document(encoder, away.plan.layout).graph.fingerprint == away.plan.graph
+    with pytest.raises(InputError, match="offload needs a CPU"):
+        choose_layout(Parts(encoder, BATCH), machine_of([1.0] * 2), layout=away.trial.layout, budget="1sims")
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=3), st.data())

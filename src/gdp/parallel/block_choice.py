@@ -1,4 +1,4 @@
-"""The order in which layers are recomputed: first those that save most memory for each ns that they take once more."""
+"""The order in which layers are recomputed, or their activations sent away."""
 
 import numpy as np
 
@@ -9,10 +9,25 @@ from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import BLOCKS
 
 
-def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
-    """Returns the paths of layers whose recomputation saves memory, the cheapest first, and an op of each.
+def longest_held_blocks(graph: Graph) -> list[tuple[str, int]]:
+    """Returns the paths of layers, as their activations are held the longest, and an op of each.
 
-    `op_time_ns` [N] is the time of each op of the step `graph`, on any one device. Layers of equal merit are taken from
+    Empty for a graph without layers.
+    """
+    try:
+        blocks = Blocks.of(graph, BLOCKS)
+    except InputError:
+        return []
+    order = np.argsort(-blocks.first_of(blocks.is_read), kind="stable").tolist()
+    return [
+        (blocks.paths[block], int(np.flatnonzero(blocks.is_forward & (blocks.of_op == block))[0])) for block in order
+    ]
+
+
+def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
+    """Returns the paths of layers whose recomputation saves memory, those that save most for each ns first.
+
+    There is an op of each beside it. `op_time_ns` [N] is the time of each op of the step `graph`, on any one device. Layers of equal merit are taken from
     the beginning of the model: they are recomputed when the others' activations are gone. Empty for a graph without
     layers.
     """

@@ -40,11 +40,13 @@ def in_words(layout: Layout, num_places: int) -> str:
     if layout.zero:
         text += f", {_SHARDED[layout.zero]} cut over them (ZeRO {layout.zero})"
     if layout.recompute != NONE:
-        text += f", {_recomputed(layout.recompute)} recomputed in the backward pass"
+        text += f", {_blocks(layout.recompute)} recomputed in the backward pass"
+    if layout.offload != NONE:
+        text += f", activations of {_blocks(layout.offload)} on the CPU until then"
     return text
 
 
-def _recomputed(modules: str | tuple[str, ...]) -> str:
+def _blocks(modules: str | tuple[str, ...]) -> str:
     """Returns `all blocks`, or the modules: by name, if they are few."""
     if isinstance(modules, str):
         return "all blocks" if modules == BLOCKS else "as many blocks as memory asks for"
@@ -87,7 +89,8 @@ def num_moved(trial: Trial) -> int:
     is_own = np.zeros((trial.layout.data, trial.candidate.replay.problem.num_devices), np.bool_)
     for replica, devices in enumerate(trial.devices):
         is_own[replica, list(devices)] = True
-    return int((~is_own[trial.step.replica, trial.candidate.replay.placement]).sum())
+    is_moved = ~is_own[trial.step.replica, trial.candidate.replay.placement]
+    return int((is_moved & ~trial.step.is_on_host).sum())
 
 
 def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iterator[RenderableType]:

@@ -23,7 +23,7 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.errors import InputError
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.auto import auto
@@ -198,7 +198,10 @@ def _screened(search: _Choosing, layout: Layout | None) -> tuple[list[Trial], li
         if estimate is None:
             continue
         queue.append(estimate)
-        others = with_less_memory(estimate, search.parts.batch_size) if estimate.missing_bytes and not layout else []
+        others = []
+        if estimate.missing_bytes and not layout:
+            has_cpu = not set(search.estimator.all_cpus) <= set(way.all_devices)
+            others = with_less_memory(estimate, search.parts.batch_size, has_cpu=has_cpu)
         queue += _least(search, [other for other in others if other not in seen], layout)
         seen.update(others)
     return trials, sorted(queue, key=_promise)
@@ -237,12 +240,13 @@ def _trial(search: _Choosing, arrangement: Arrangement, places: I64, *, reserve_
         places = search.estimator.estimate(arrangement).places
     layout, devices = arrangement.layout, arrangement.devices
     cut = search.estimator.resolved(arrangement, places, reserve_bytes=reserve_bytes)
+    cpus = search.estimator.cpus(arrangement)
     hosts, ring = search.estimator.machine.hosts_of(arrangement), ring_over(search.cluster, devices)
     trials = []
     for way in [None] if hosts is None else [None, hosts]:
         step = Step.of(graph, cut, places=places if arrangement.num_places > 1 else None, ring=ring, hosts=way)
         problem = Problem.build(step.graph, search.cluster, search.constraints)
-        placement = step.placement(places, devices)
+        placement = step.placement(places, devices, cpus)
         search.clock.spend(1)
         if problem.broken_constraints(placement):
             trials.append(Trial(layout, devices, NOT_ALLOWED, 0, 0))
@@ -306,8 +310,9 @@ def _searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` after a search of one replica, and of the whole step in the time left."""
     assert trial.problem is not None
     assert trial.step is not None
-    is_cut_in_stages = trial.layout.stages is not None  # a search would move ops out of their stages
-    if trial.candidate is not None and (clock.is_up or is_cut_in_stages):
+    # a search would move ops out of their stages, and activations away from the host
+    is_kept = trial.layout.stages is not None or trial.layout.offload != NONE
+    if trial.candidate is not None and (clock.is_up or is_kept):
         return trial
     if trial.is_whole and trial.candidate is None:
         question = Question.about(

@@ -18,16 +18,15 @@ from gdp.cluster.changes import only
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
-from gdp.parallel.block_choice import cheapest_blocks
 from gdp.parallel.buckets import BUCKET_BYTES, gradients_of
-from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
+from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
 from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, more_microbatches
+from gdp.search.layouts.chosen_blocks import with_chosen_blocks
 from gdp.search.layouts.parts import Parts
-from gdp.search.layouts.recompute_choice import fewest_blocks
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -126,66 +125,92 @@ class Estimator:
         return found
 
     def resolved(self, arrangement: Arrangement, places: I64, *, reserve_bytes: int = 0) -> Layout:
-        """Returns the layout with its blocks where it is recompute=auto: the fewest that leave `reserve_bytes`."""
+        """Returns the layout with blocks in place of auto: the fewest that leave `reserve_bytes`."""
         layout = arrangement.layout
-        if layout.recompute != AUTO:
+        if AUTO not in (layout.recompute, layout.offload):
             return layout
         graph = self.parts.near(layout.num_parts)
         key = layout.num_parts in self.parts.read, arrangement, places.tobytes(), reserve_bytes
         if key not in self._resolved:
             times_ns = Problem.build(graph, self.cluster).op_time_ns[:, arrangement.devices[0][0]]
-            ranked = cheapest_blocks(graph, times_ns)
-            chosen = fewest_blocks(
-                [[path for path, op in ranked if places[op] == place] for place in range(arrangement.num_places)],
-                lambda paths: (
-                    self._lacking(arrangement, replace(layout, recompute=paths or NONE), places) + reserve_bytes
-                ),
+            self._resolved[key] = with_chosen_blocks(
+                layout,
+                graph,
+                times_ns,
+                places,
+                lambda way: self._lacking(replace(arrangement, layout=way), places) + reserve_bytes,
             )
-            recompute = BLOCKS if chosen and len(chosen) == len(ranked) else chosen or NONE
-            self._resolved[key] = replace(layout, recompute=recompute)
         return self._resolved[key]
 
-    def _lacking(self, arrangement: Arrangement, layout: Layout, places: I64) -> I64:
+    @cached_property
+    def all_cpus(self) -> list[int]:
+        """The devices that are CPUs."""
+        return [number for number, device in enumerate(self.cluster.devices) if "cpu" in device.kind.lower()]
+
+    def cpus(self, arrangement: Arrangement) -> tuple[int, ...] | None:
+        """Returns the CPU [R] with the quickest links to each replica, for its activations; None without offload.
+
+        InputError where there is none.
+        """
+        if arrangement.layout.offload == NONE:
+            return None
+        others = [cpu for cpu in self.all_cpus if cpu not in arrangement.all_devices]
+        if not others:
+            raise InputError(
+                f"--parallel: offload needs a CPU that holds no replica, and {self.cluster.name!r} has none; name one, "
+                "as in 4xl4-24g+cpu-16core, or leave offload out"
+            )
+        rates = self.cluster.bytes_per_second
+        return tuple(
+            max(others, key=lambda cpu: min(int(rates[device, cpu]) for device in devices))
+            for devices in arrangement.devices
+        )
+
+    def _lacking(self, arrangement: Arrangement, places: I64) -> I64:
         """Returns the bytes [P] that are missing in each place, in the replica that lacks most; 0 or less: none."""
-        share = self._saved_bytes(self.figures(arrangement.layout), layout) // arrangement.num_places
+        layout, num_places = arrangement.layout, arrangement.num_places
+        saved = self._saved_bytes(self.figures(replace(layout, recompute=NONE)), layout) // num_places
         lacks = [
-            self._replica(layout, devices, count, places)[0].peak_memory_bytes
-            - share
+            self._replica(arrangement, replica, places)[0].peak_memory_bytes[:num_places]
+            - saved
             - self.limits_bytes[list(devices)]
-            for devices, count in dict(zip(arrangement.devices, layout.microbatches, strict=True)).items()
+            for replica, devices in enumerate(arrangement.devices)
         ]
         return np.asarray(np.max(lacks, axis=0), np.int64)
 
     def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
-        layout = self.resolved(arrangement, places)
-        figures = self.figures(layout)
-        slowest_ns, missing = 0, int(self._lacking(arrangement, layout, places).max())
-        for devices, count in dict(zip(arrangement.devices, layout.microbatches, strict=True)).items():
-            simulation, load_ns = self._replica(layout, devices, count, places)
-            seen = _seen(layout, count, len(devices))
-            slowest_ns = max(slowest_ns, simulation.step_time_ns + (count - seen) * int(load_ns.max()))
+        layout, num_places = self.resolved(arrangement, places), arrangement.num_places
+        cut, figures = replace(arrangement, layout=layout), self.figures(layout)
+        slowest_ns, missing = 0, int(self._lacking(cut, places).max())
+        for replica, count in enumerate(layout.microbatches):
+            simulation, load_ns = self._replica(cut, replica, places)
+            more = count - _seen(layout, count, num_places)
+            slowest_ns = max(slowest_ns, simulation.step_time_ns + more * int(load_ns.max()))
         if layout.zero:  # updates are cut over replicas
-            slowest_ns -= (
-                int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // arrangement.num_places
-            )
+            slowest_ns -= int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // num_places
         return Estimate(arrangement, slowest_ns + self._rings(arrangement, figures), max(missing, 0), places)
 
-    def _replica(self, layout: Layout, devices: tuple[int, ...], count: int, places: I64) -> tuple[Simulation, I64]:
-        """Returns a replica's step with a few micro-batches, and what one more takes on each of its devices [P]."""
-        few = _seen(layout, count, len(devices))
+    def _replica(self, arrangement: Arrangement, replica: int, places: I64) -> tuple[Simulation, I64]:
+        """Returns a replica's step with a few micro-batches, and what one more takes in each of its places [P].
+
+        In the simulation the CPU that its activations go to comes after the P places.
+        """
+        layout, cpus, own = arrangement.layout, self.cpus(arrangement), arrangement.devices[replica]
+        few = _seen(layout, layout.microbatches[replica], len(own))
+        devices = own if cpus is None else (*own, cpus[replica])
         kinds = tuple(int(self.machine.kinds[device]) for device in devices)
         graph = self.parts.near(layout.num_parts)
         is_read = layout.num_parts in self.parts.read
-        key = (layout.num_parts, is_read, layout.recompute, kinds, few, places.tobytes())
+        key = (layout.num_parts, is_read, layout.recompute, layout.offload, kinds, few, places.tobytes())
         if key not in self._replicas:
-            step = Step.of(graph, Layout((few,), recompute=layout.recompute))
+            step = Step.of(graph, Layout((few,), recompute=layout.recompute, offload=layout.offload))
             problem = self._alone(step.graph, devices)
-            placement = step.placement(places, [range(len(devices))])
+            placement = step.placement(places, [range(len(own))], None if cpus is None else [len(own)])
             orders = [simulate(problem.in_order(order), placement) for order in problem.orders]
             best = min(orders, key=lambda found: (found.missing_bytes.any(), found.step_time_ns))
-            own = problem.op_time_ns[np.arange(problem.num_ops), placement]
+            times_ns = problem.op_time_ns[np.arange(problem.num_ops), placement]
             is_once = np.logical_or(*shared_ops(step.graph))
-            load_ns = np.bincount(placement, np.where(is_once, 0, own), len(devices)) / few
+            load_ns = np.bincount(placement, np.where(is_once, 0, times_ns), len(devices))[: len(own)] / few
             self._replicas[key] = best, np.asarray(load_ns, np.int64)
         return self._replicas[key]
 
@@ -303,11 +328,17 @@ def _one_parameter(num_bytes: int) -> Graph:
     return Graph.build("ring", ops, tensors)
 
 
-def with_less_memory(estimate: Estimate, batch_size: int) -> list[Arrangement]:
-    """Returns arrangements like that of `estimate` that take less memory by one change each."""
+def with_less_memory(estimate: Estimate, batch_size: int, *, has_cpu: bool) -> list[Arrangement]:
+    """Returns arrangements like that of `estimate` that take less memory by one change each.
+
+    Activations may wait on the host where it `has_cpu` that holds no replica.
+    """
     arrangement, layout = estimate.arrangement, estimate.arrangement.layout
-    layouts = [replace(layout, recompute=AUTO)] if layout.recompute == NONE else []
-    if layout.data > 1 and layout.zero < (3 if layout.is_even else 2):
+    layouts = []
+    if layout.recompute == layout.offload == NONE:
+        layouts.append(replace(layout, recompute=AUTO))
+        layouts += [replace(layout, offload=AUTO)] if has_cpu and layout.zero < 3 else []
+    if layout.data > 1 and layout.zero < (3 if layout.is_even and layout.offload == NONE else 2):
         layouts.append(replace(layout, zero=layout.zero + 1))
     others = [replace(arrangement, layout=other) for other in layouts]
     more = more_microbatches(arrangement, batch_size) if arrangement.num_places == 1 else None
