@@ -210,7 +210,7 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(text: str) -> None:
 
 
 def test_activations_wait_on_the_cpu_of_their_host() -> None:
-    """On quick links they go and come back while other blocks run, and nothing takes longer; the plan has the blocks."""
+    """On quick links they go and come back while other blocks run; nothing takes longer. The plan has the blocks."""
     cards = machine_of([1.0, 1.0, 1e-3], bandwidth="100GB/s").devices
     cpu = replace(cards[2], name="cpu", kind="cpu")
     routes = {pair: Route(1_000, 10**11, (f"{pair}",)) for pair in permutations(range(3), 2)}
@@ -236,6 +236,21 @@ def test_activations_wait_on_the_cpu_of_their_host() -> None:
         choose_layout(Parts(encoder, BATCH), machine_of([1.0] * 2), layout=away.trial.layout, budget="1sims")
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_what_waits_on_a_cpu_is_of_its_replica(zero: int) -> None:
+    """Each copy on a host is named after the op that made it, and on the CPU of its replica; work stays as it was."""
+    graph, layout = encoder(4), Layout((2, 1, 1), zero, offload="blocks")
+    step, plain = Step.of(graph, layout), Step.of(graph, Layout((2, 1, 1), zero))
+    placement = step.placement(np.zeros(graph.num_ops, int), [[0], [1], [2]], [3, 3, 4])
+    assert step.graph.flops.sum() == plain.graph.flops.sum()
+    waiting = np.flatnonzero(step.is_on_host)
+    assert np.bincount(step.replica[waiting]).tolist() == [len(waiting) // 2, len(waiting) // 4, len(waiting) // 4]
+    assert placement[waiting].tolist() == np.array([3, 3, 4])[step.replica[waiting]].tolist()
+    assert (placement < 3).sum() == step.graph.num_ops - len(waiting) == plain.graph.num_ops
+    for op in waiting.tolist():
+        assert step.graph.op_names[op].startswith(f"{graph.op_names[step.origin[op]]}.host")
+
+
 @given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=3), st.data())
 def test_the_fewest_blocks_are_those_that_trying_all_numbers_finds(saved: list[list[int]], data: st.DataObject) -> None:
     """Where memory falls with each block: in each place the first ones, and no more."""
@@ -249,6 +264,19 @@ def test_the_fewest_blocks_are_those_that_trying_all_numbers_finds(saved: list[l
     least = [next((n for n in range(len(own)) if sum(own[:n]) >= lack[p]), len(own)) for p, own in enumerate(saved)]
     expected = [path for paths, count in zip(ranked, least, strict=True) for path in paths[:count]]
     assert list(fewest_blocks(ranked, lacking)) == expected
+
+
+def test_a_cpu_holds_activations_where_that_costs_least() -> None:
+    """A batch that only fits in more micro-batches, or with activations elsewhere, on a machine with a CPU."""
+    cards = machine_of([1.0, 1.0, 1e-3], bandwidth="100GB/s").devices
+    routes = {pair: Route(1_000, 10**11, (f"{pair}",)) for pair in permutations(range(3), 2)}
+    devices = [*(replace(card, memory_bytes=9 * 10**7) for card in cards[:2]), replace(cards[2], kind="cpu")]
+    cluster = Cluster.build("host", devices, routes)
+    choice = choose_layout(Parts(encoder, BATCH), cluster, budget="300sims")
+    assert choice.plan.status == "ok"
+    fitting = {trial.layout.offload: trial.step_time_ns for trial in choice.trials if trial.status == OK}
+    assert "auto" in fitting
+    assert choice.plan.step_time_ns <= min(fitting.values())
 
 
 def test_a_pin_keeps_replicas_away() -> None:

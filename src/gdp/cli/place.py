@@ -62,7 +62,7 @@ def place(
         str,
         typer.Option(
             metavar="LAYOUT",
-            help="How the step is cut: none, auto, or data=4,microbatches=8,zero=1,recompute=blocks,stages=2.",
+            help="How the step is cut: none, auto, or data=4,microbatches=8,zero=1,recompute=auto,stages=2.",
         ),
     ] = "none",
     sweep: Annotated[

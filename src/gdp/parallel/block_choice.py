@@ -25,11 +25,11 @@ def longest_held_blocks(graph: Graph) -> list[tuple[str, int]]:
 
 
 def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
-    """Returns the paths of layers whose recomputation saves memory, those that save most for each ns first.
+    """Returns the paths of layers whose recomputation saves memory, and an op of each.
 
-    There is an op of each beside it. `op_time_ns` [N] is the time of each op of the step `graph`, on any one device. Layers of equal merit are taken from
-    the beginning of the model: they are recomputed when the others' activations are gone. Empty for a graph without
-    layers.
+    Those that save most for each ns come first; `op_time_ns` [N] is the time of each op of the step `graph`, on any one
+    device. Layers of equal merit are taken from the beginning of the model: they are recomputed when the others'
+    activations are gone. Empty for a graph without layers.
     """
     try:
         blocks = Blocks.of(graph, BLOCKS)

@@ -1,6 +1,6 @@
 """START HERE: from the graph of one micro-batch and a layout to the graph of the step.
 
-one micro-batch --recompute, repeat--> micro-batches --ends of exchanges--> a replica --copy, hops--> step
+one micro-batch --recompute or offload, repeat--> micro-batches --ends of exchanges--> a replica --copy, hops--> step
 with zero=3:    --recompute, ends of exchanges--> --repeat--> a replica --copy, hops--> step
 """
 

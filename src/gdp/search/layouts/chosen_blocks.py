@@ -1,4 +1,4 @@
-"""Which blocks recompute=auto and offload=auto stand for: the fewest that let a replica fit, the cheapest first.
+"""The blocks that recompute=auto and offload=auto stand for: the fewest that let a replica fit, the cheapest first.
 
 Each of P places of a replica has blocks of its own, and of these the first few are taken. N ops of a micro-batch.
 """
