@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.microbatches import MAX_MICROBATCHES
 from gdp.models.model import Reading
 from gdp.models.read import batch_size, read_part
 from gdp.parallel.interpolation import have_same_ops, interpolated
@@ -86,6 +87,11 @@ class Parts:
     def divides(self, num_parts: int) -> bool:
         """Returns whether the batch has so many equal parts."""
         return num_parts >= 1 and self.batch_size % num_parts == 0
+
+    def counts(self, num_replicas: int) -> list[int]:
+        """Returns the numbers of micro-batches that each of `num_replicas` may have, ascending."""
+        most = min(self.batch_size, MAX_MICROBATCHES) // num_replicas
+        return [count for count in range(1, most + 1) if self.divides(num_replicas * count)]
 
     def check(self, num_parts: int) -> None:
         """Raises InputError, with numbers that would do, where the batch has not so many equal parts."""
