@@ -63,6 +63,7 @@ class Trial:
     candidate: Candidate | None = None
     places: I64 | None = None  # [N] of a replica's ops
     reason: str = ""  # why it is not allowed; "": by a constraint
+    is_captured: bool = True  # False: simulated with figures between those of two captured steps
 
     @property
     def is_whole(self) -> bool:
@@ -141,6 +142,7 @@ def choose_layout(
         parts, cluster, constraints or Constraints(), clock, seed, num_threads, on_progress or (lambda trial: None)
     )
     trials, estimates = _screened(search, layout)
+    trials = _confirmed(search, trials, layout)
     searched: list[Trial] = []
     for trial in _finalists(search, trials, layout):
         if not _is_hopeless(trial, [*searched, *trials]):
@@ -203,6 +205,19 @@ def _screened(search: _Choosing, layout: Layout | None) -> tuple[list[Trial], li
     return trials, sorted(queue, key=_promise)
 
 
+def _confirmed(search: _Choosing, trials: list[Trial], layout: Layout | None) -> list[Trial]:
+    """Returns `trials`, of which those that may be searched are simulated as captured."""
+    while True:
+        rough = [trial for trial in _promising(trials) if not trial.is_captured]
+        if not rough:
+            return trials
+        trial = rough[0]
+        way = Arrangement(trial.layout, trial.devices)
+        assert trial.places is not None
+        exact = search.attempt(partial(_trial, search, way, trial.places, is_captured=True), way, layout)
+        trials = [each for each in trials if each is not trial] + ([] if exact is None else [exact])
+
+
 def _arithmetic(search: _Choosing, layout: Layout | None) -> list[Estimate]:
     """Returns what arithmetic says of all arrangements, or of those of `layout`."""
     machine, batch_size = search.estimator.machine, search.parts.batch_size
@@ -226,9 +241,13 @@ def _promise(estimate: Estimate) -> tuple[bool, int]:
     return estimate.missing_bytes > 0, estimate.step_time_ns
 
 
-def _trial(search: _Choosing, arrangement: Arrangement, places: I64) -> Trial:
-    """Returns the step of an arrangement, simulated with these places of a replica's ops."""
-    graph = search.parts.exact(arrangement.layout.num_parts)
+def _trial(search: _Choosing, arrangement: Arrangement, places: I64, *, is_captured: bool = False) -> Trial:
+    """Returns the step of an arrangement, simulated with these places of a replica's ops.
+
+    Unless `is_captured`, figures between those of two captured steps do.
+    """
+    parts, num_parts = search.parts, arrangement.layout.num_parts
+    graph = parts.exact(num_parts) if is_captured else parts.rough(num_parts)
     if len(places) != graph.num_ops:  # few samples may have other ops than those that places were found for
         places = search.estimator.estimate(arrangement).places
     layout, devices = arrangement.layout, arrangement.devices
@@ -244,7 +263,7 @@ def _trial(search: _Choosing, arrangement: Arrangement, places: I64) -> Trial:
             break
         candidate = best_dispatch(problem, step, placement)
         trials.append(_with_candidate(Trial(layout, devices, OK, 0, 0, step, problem, None, places), candidate))
-    trial = min(trials, key=lambda each: each.key)
+    trial = replace(min(trials, key=lambda each: each.key), is_captured=parts.is_captured(num_parts))
     search.tell(trial)
     return trial
 
@@ -261,15 +280,9 @@ def _with_candidate(trial: Trial, candidate: Candidate) -> Trial:
 
 
 def _finalists(search: _Choosing, trials: list[Trial], layout: Layout | None) -> list[Trial]:
-    """Returns what is searched: the best trial, the best with several devices a replica if it is near, and op placement
-    unless its bound says that it cannot win.
-    """
-    best = min(trials, key=lambda trial: trial.key, default=None)
-    chosen = [] if best is None or best.candidate is None else [best]
-    if best is not None and not best.key[0] and len(best.devices[0]) == 1:
-        others = [trial for trial in trials if len(trial.devices[0]) > 1 and not trial.key[0]]
-        near = [trial for trial in others if trial.step_time_ns < NEAR * best.step_time_ns]
-        chosen += sorted(near, key=lambda trial: trial.key)[:1]
+    """Returns what is searched: `_promising` trials, and op placement unless its bound says that it cannot win."""
+    chosen = _promising(trials)
+    best = chosen[0] if chosen else None
     if layout is None or layout.is_whole:
         problem = Problem.build(search.parts.exact(1), search.cluster, search.constraints)
         bound_ns = lower_bound(problem)
@@ -278,6 +291,18 @@ def _finalists(search: _Choosing, trials: list[Trial], layout: Layout | None) ->
             whole = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
             chosen.insert(0, whole)
     return chosen
+
+
+def _promising(trials: list[Trial]) -> list[Trial]:
+    """Returns the best trial, and the best with several devices a replica if it is near."""
+    best = min(trials, key=lambda trial: trial.key, default=None)
+    if best is None or best.candidate is None:
+        return []
+    if best.key[0] or len(best.devices[0]) > 1:
+        return [best]
+    others = [trial for trial in trials if len(trial.devices[0]) > 1 and not trial.key[0]]
+    near = [trial for trial in others if trial.step_time_ns < NEAR * best.step_time_ns]
+    return [best, *sorted(near, key=lambda trial: trial.key)[:1]]
 
 
 def _is_hopeless(trial: Trial, others: list[Trial]) -> bool:
@@ -331,7 +356,7 @@ def _with_replica_searched(search: _Choosing, trial: Trial, clock: Clock) -> Tri
     places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
     if np.array_equal(places, trial.places):
         return trial
-    other = _trial(search, Arrangement(layout, trial.devices), places)
+    other = _trial(search, Arrangement(layout, trial.devices), places, is_captured=True)
     return min(trial, other, key=lambda each: each.key)
 
 

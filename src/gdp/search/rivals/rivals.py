@@ -227,7 +227,7 @@ def _grids(question: RivalQuestion) -> Iterator[_Grid]:
         for microbatches in question.parts.counts(num_replicas):
             layout = Layout((microbatches,) * num_replicas, stages=num_stages)
             with contextlib.suppress(InputError):  # a layer may fail with so few samples
-                problem = Problem.build(question.parts.near(layout.num_parts), question.cluster)
+                problem = Problem.build(question.parts.rough(layout.num_parts), question.cluster)
                 stage = equal_stages(problem, num_stages)
                 if stage is None:
                     break
