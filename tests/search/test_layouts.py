@@ -15,8 +15,9 @@ from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
-from gdp.search.layouts.choose import DOES_NOT_FIT, NOT_ALLOWED, OK, choose_layout
+from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.trial import DOES_NOT_FIT, NOT_ALLOWED, OK
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify

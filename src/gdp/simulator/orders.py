@@ -32,7 +32,7 @@ EXCHANGES_FIRST = "exchanges first"
 
 @dataclass(frozen=True, eq=False)
 class OrderTraits:
-    """What orders ask about the ops of a step."""
+    """Phases and uses of the ops of a step, which orders go by."""
 
     graph: Graph
     microbatch: I64  # [N] as `microbatches.microbatch_of` says

@@ -82,7 +82,7 @@ class Simulator:
 
     @cached_property
     def order_traits(self) -> OrderTraits:
-        """What orders ask about the ops."""
+        """The phases and uses of ops, which orders go by."""
         return OrderTraits(self.graph, self.microbatch)
 
     def ranks(self, order: str) -> Ranks:

@@ -31,7 +31,7 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement) -> Candida
     orders = [order for order in problem.orders if order != B_LEVEL]
     if problem.num_ops > _LARGE:
         orders, levels = orders[:2], levels[-2:]
-    ways = [(order, level) for order in orders for level in levels] + [(B_LEVEL, problem.b_level_ns)]
+    ways = [(order, level) for order in orders for level in levels] + [(B_LEVEL, level) for level in levels]
     found = [
         as_candidate(simulate(problem, placement, priority=problem.priority(order, level)), order)
         for order, level in ways
