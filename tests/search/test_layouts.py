@@ -21,10 +21,11 @@ from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
-from gdp.search.layouts.choose import DOES_NOT_FIT, NOT_ALLOWED, OK, Choice, choose_layout
+from gdp.search.layouts.choose import Choice, choose_layout
 from gdp.search.layouts.chosen_blocks import fewest_blocks
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.trial import DOES_NOT_FIT, NOT_ALLOWED, OK
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify

@@ -22,17 +22,13 @@ from gdp.bench.rows import Rows
 from gdp.bench.runs import Run, require_verified
 from gdp.budget import Budget
 from gdp.cluster import Cluster
-from gdp.errors import InputError
 from gdp.models import workloads
-from gdp.models.model import Reading
-from gdp.models.read import read_part
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.parts import Parts
 from gdp.search.place import place, plan_of
-from gdp.search.rivals.parts import EqualParts
 from gdp.search.rivals.rivals import RIVALS, RivalQuestion
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
@@ -122,9 +118,9 @@ class ParallelBenchmark(Benchmark):
             for model in self.models:
                 is_config = model.startswith(HF)
                 text = model_configs.write_model(model.removeprefix(HF), Path(directory)) if is_config else model
-                parts = EqualParts(partial(read_part, text, Reading()))
+                parts = Parts.of_model(text)
                 for devices in self.devices:
-                    placed.append(self._row(model, devices, parts, rows))
+                    placed.append(self._row(model, devices, text, parts, rows))
                     say(str(placed[-1]))
         kinds = {
             "equal": [row for row in placed if row.is_equal],
@@ -149,15 +145,14 @@ class ParallelBenchmark(Benchmark):
         dots["best of all"] = dots.pop(BEST_CLASSICAL)
         return dot_plot("Parallel", "step time of auto over the other's; a dot for each row", dots, logarithmic=True)
 
-    def _row(self, model: str, devices: str, parts: EqualParts, rows: Rows) -> ParallelRow:
-        cluster, whole = Cluster.parse(devices), parts.graph(1)
-        assert whole is not None, "a batch is one part of itself"
+    def _row(self, model: str, devices: str, text: str, parts: Parts, rows: Rows) -> ParallelRow:
+        cluster, whole = Cluster.parse(devices), parts.exact(1)
         name = f"{model}-on-{devices}"
         question = RivalQuestion(parts, cluster)
         methods: dict[str, Callable[[], _Attempt]] = {
+            AUTO: lambda: _choose(text, question, self.budget),  # first, so that it reads what it needs by itself
             OPS: lambda: _place_ops(question, self.budget),
             **{rival: partial(_ask, rival, question) for rival in RIVALS},
-            AUTO: lambda: _choose(question, self.budget),
         }
         found = {}
         for method, make in methods.items():
@@ -212,18 +207,15 @@ def _verify(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> None
 
 def _place_ops(question: RivalQuestion, budget: Budget) -> _Attempt:
     """Places the ops of the whole step."""
-    began, whole = time.monotonic(), question.parts.graph(1)
-    assert whole is not None, "a batch is one part of itself"
+    began, whole = time.monotonic(), question.parts.exact(1)
     return _attempt(place(whole, question.cluster, budget=budget), str(Layout()), began)
 
 
-def _choose(question: RivalQuestion, budget: Budget) -> _Attempt:
+def _choose(text: str, question: RivalQuestion, budget: Budget) -> _Attempt:
     """Chooses a layout and its placement: our answer."""
-    began, whole = time.monotonic(), question.parts.graph(1)
-    batch_size = question.parts.batch_size
-    if batch_size is None:
-        raise InputError("bench parallel: the size of the batch is not known; name a model with a batch")
-    choice = choose_layout(Parts(question.parts.exact, batch_size, whole), question.cluster, budget=budget)
+    began = time.monotonic()
+    parts = Parts.of_model(text, whole=question.parts.exact(1))
+    choice = choose_layout(parts, question.cluster, budget=budget)
     return _attempt(choice.plan, str(choice.trial.layout), began)
 
 

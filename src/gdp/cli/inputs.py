@@ -134,11 +134,12 @@ def check_rivals(names: Sequence[str], model: str, reading: "Reading") -> None:
 def _parallel_steps(
     names: Sequence[str], model: str, reading: "Reading", cluster: "Cluster", constraints: "Constraints"
 ) -> "dict[str, Rival]":
-    from gdp.models.read import read_part
-    from gdp.search.rivals.parts import EqualParts
+    from gdp.models.read import batch_size, read_part
+    from gdp.search.layouts.parts import Parts
     from gdp.search.rivals.rivals import RIVALS, RivalQuestion
 
-    question = RivalQuestion(EqualParts(partial(read_part, model, reading)), cluster, constraints)
+    parts = Parts(partial(read_part, model, reading), batch_size(model, reading) or 1)
+    question = RivalQuestion(parts, cluster, constraints)
     return {name: partial(_ask, RIVALS[name], question) for name in names}
 
 

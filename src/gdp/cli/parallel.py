@@ -8,7 +8,7 @@ from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, log, 
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.search.layouts.choose import Trial
+    from gdp.search.layouts.trial import Trial
 
 
 def place_parallel(request: PlaceRequest, text: str, sweep: str | None) -> int:

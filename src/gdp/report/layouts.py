@@ -12,8 +12,9 @@ from rich.text import Text
 from gdp.graph import Graph
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.report.tables import format_gib, format_ms, new_table
-from gdp.search.layouts.choose import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Choice, Trial
+from gdp.search.layouts.choose import Choice
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.trial import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Trial
 
 _MOST_ROWS = 12  # of the table; all are in --json
 _MOST_NAMED = 3  # modules

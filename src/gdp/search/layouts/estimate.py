@@ -27,6 +27,7 @@ from gdp.placers.contiguous import folded_chain, module_chain, stages
 from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, more_microbatches
 from gdp.search.layouts.chosen_blocks import with_chosen_blocks
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.traffic import busiest_channel_ns
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -68,8 +69,9 @@ class Estimator:
     cluster: Cluster
     constraints: Constraints
     _figures: dict[tuple[int, str | tuple[str, ...]], PartFigures] = field(default_factory=dict)
-    _rings_ns: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _rings_ns: dict[tuple[tuple[int, ...], ...], int] = field(default_factory=dict)
     _places: dict[tuple[tuple[str, ...], tuple[int, ...]], list[I64]] = field(default_factory=dict)
+    _steps: dict[tuple[int, int, str | tuple[str, ...]], Step] = field(default_factory=dict)
     _replicas: dict[object, tuple[Simulation, I64]] = field(default_factory=dict)
     _resolved: dict[object, Layout] = field(default_factory=dict)
 
@@ -92,21 +94,20 @@ class Estimator:
         return min(guesses, key=lambda guess: (guess.missing_bytes > 0, guess.step_time_ns))
 
     def least(self, arrangement: Arrangement) -> Estimate:
-        """Returns what a perfect pipeline would take, without rings and in any memory: arithmetic alone."""
+        """Returns what a pipeline would take that is never empty, without rings and in any memory: arithmetic alone."""
         layout, num_places = arrangement.layout, arrangement.num_places
         figures = self.figures(layout)
         slowest_ns = 0.0
         for devices, count in zip(arrangement.devices, layout.microbatches, strict=True):
             fastest = list(devices)
             rate = (1 / np.maximum(figures.each_ns[fastest], 1)).sum()
-            fill = count + (num_places - 1 if count > 1 else 0)
             once_ns = float(figures.once_ns[fastest].min()) / num_places / (layout.data if layout.zero else 1)
-            slowest_ns = max(slowest_ns, fill / rate + once_ns)
+            slowest_ns = max(slowest_ns, count / rate + once_ns)
         return Estimate(arrangement, int(slowest_ns), 0, np.zeros(0, np.int64))
 
     def _candidates(self, arrangement: Arrangement) -> list[I64]:
         """Returns places [N] of a replica's ops, the same for all numbers of micro-batches."""
-        graph = self.parts.near(arrangement.layout.num_parts)
+        graph = self.parts.rough(arrangement.layout.num_parts)
         kinds = tuple(int(self.machine.kinds[device]) for device in arrangement.devices[0])
         if len(kinds) == 1:
             return [np.zeros(graph.num_ops, np.int64)]
@@ -129,8 +130,8 @@ class Estimator:
         layout = arrangement.layout
         if AUTO not in (layout.recompute, layout.offload):
             return layout
-        graph = self.parts.near(layout.num_parts)
-        key = layout.num_parts in self.parts.read, arrangement, places.tobytes(), reserve_bytes
+        graph = self.parts.rough(layout.num_parts)
+        key = self.parts.is_captured(layout.num_parts), arrangement, places.tobytes(), reserve_bytes
         if key not in self._resolved:
             times_ns = Problem.build(graph, self.cluster).op_time_ns[:, arrangement.devices[0][0]]
             self._resolved[key] = with_chosen_blocks(
@@ -188,7 +189,10 @@ class Estimator:
             slowest_ns = max(slowest_ns, simulation.step_time_ns + more * int(load_ns.max()))
         if layout.zero:  # updates are cut over replicas
             slowest_ns -= int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // num_places
-        return Estimate(arrangement, slowest_ns + self._rings(arrangement, figures), max(missing, 0), places)
+        slowest_ns += self._rings(arrangement, figures)
+        graph = self.parts.rough(layout.num_parts)
+        busy_ns = busiest_channel_ns(self.cluster, arrangement, graph, places)
+        return Estimate(arrangement, max(slowest_ns, busy_ns), max(missing, 0), places)
 
     def _replica(self, arrangement: Arrangement, replica: int, places: I64) -> tuple[Simulation, I64]:
         """Returns a replica's step with a few micro-batches, and what one more takes in each of its places [P].
@@ -199,11 +203,10 @@ class Estimator:
         few = _seen(layout, layout.microbatches[replica], len(own))
         devices = own if cpus is None else (*own, cpus[replica])
         kinds = tuple(int(self.machine.kinds[device]) for device in devices)
-        graph = self.parts.near(layout.num_parts)
-        is_read = layout.num_parts in self.parts.read
-        key = (layout.num_parts, is_read, layout.recompute, layout.offload, kinds, few, places.tobytes())
+        is_captured = self.parts.is_captured(layout.num_parts)
+        key = (layout.num_parts, is_captured, layout.recompute, layout.offload, kinds, few, places.tobytes())
         if key not in self._replicas:
-            step = Step.of(graph, Layout((few,), recompute=layout.recompute, offload=layout.offload))
+            step = self._step(layout, few)
             problem = self._alone(step.graph, devices)
             placement = step.placement(places, [range(len(own))], None if cpus is None else [len(own)])
             orders = [simulate(problem.in_order(order), placement) for order in problem.orders]
@@ -214,12 +217,32 @@ class Estimator:
             self._replicas[key] = best, np.asarray(load_ns, np.int64)
         return self._replicas[key]
 
+    def _step(self, layout: Layout, count: int) -> Step:
+        """Returns a replica's step with `count` micro-batches; cut from captured ones only, but for offload.
+
+        Which activations are large enough to be sent away depends on the number of samples.
+        """
+        if layout.offload != NONE:
+            return Step.of(self.parts.rough(layout.num_parts), Layout((count,), offload=layout.offload))
+        made: list[Step] = []
+
+        def graph_of(num_parts: int) -> Graph:
+            key = num_parts, count, layout.recompute
+            if key not in self._steps:
+                alone = Layout((count,), recompute=layout.recompute)
+                self._steps[key] = Step.of(self.parts.exact(num_parts), alone)
+            made.append(self._steps[key])
+            return made[-1].graph
+
+        graph = self.parts.between(layout.num_parts, graph_of)
+        return replace(made[0], graph=graph)
+
     def figures(self, layout: Layout) -> PartFigures:
         """Returns sums over one micro-batch of `layout`; with recompute=auto, of one that recomputes nothing."""
         recompute = NONE if layout.recompute == AUTO else layout.recompute
         key = layout.num_parts, recompute
         if key not in self._figures:
-            graph = Step.of(self.parts.rough(layout.num_parts), Layout(recompute=recompute)).graph
+            graph = self._step(replace(layout, recompute=recompute, offload=NONE), 1).graph
             self._figures[key] = _figures(graph, Problem.build(graph, self.cluster).op_time_ns)
         return self._figures[key]
 
@@ -233,9 +256,7 @@ class Estimator:
         layout, num_places = arrangement.layout, arrangement.num_places
         if layout.data == 1:
             return 0
-        order = ring_over(self.cluster, arrangement.devices) or range(layout.data)
-        rings = [tuple(arrangement.devices[replica][place] for replica in order) for place in range(num_places)]
-        slowest_ns = max(map(self._ring_ns, rings))
+        slowest_ns = self._ring_ns(arrangement)
         num_buckets = figures.gradient_bytes / num_places / BUCKET_BYTES
         total_ns = num_buckets * slowest_ns
         if layout.zero == 3:  # two gathers, of half a ring each, for every micro-batch
@@ -243,14 +264,18 @@ class Estimator:
         last_pass_ns = min(figures.backward_ns[d] for devices in arrangement.devices for d in devices) / num_places
         return int(max(total_ns - last_pass_ns, 0) + min(num_buckets, 1) * slowest_ns)
 
-    def _ring_ns(self, devices: tuple[int, ...]) -> int:
-        """Returns what the ring of one bucket takes when nothing else runs."""
+    def _ring_ns(self, arrangement: Arrangement) -> int:
+        """Returns what a bucket takes in the rings of all places at once, when nothing else runs."""
+        devices = arrangement.devices
         if devices not in self._rings_ns:
-            one, ring = _one_parameter(BUCKET_BYTES), Layout((1,) * len(devices))
-            step = Step.of(one, ring)
-            problem = Problem.build(step.graph, only(self.cluster, devices))
-            placement = step.placement(np.zeros(one.num_ops, np.int64), np.arange(len(devices))[:, None])
-            self._rings_ns[devices] = simulate(problem, placement).step_time_ns
+            places = np.arange(arrangement.num_places)
+            one, layout = _parameters(BUCKET_BYTES, len(places)), Layout((1,) * len(devices))
+            ring, ring_ns = ring_over(self.cluster, devices), []
+            for hosts in {None, self.machine.hosts_of(arrangement)}:
+                step = Step.of(one, layout, places=places[one.groups], ring=ring, hosts=hosts)
+                placement = step.placement(one.groups, devices)
+                ring_ns.append(simulate(Problem.build(step.graph, self.cluster), placement).step_time_ns)
+            self._rings_ns[devices] = min(ring_ns)
         return self._rings_ns[devices]
 
     def _saved_bytes(self, figures: PartFigures, layout: Layout) -> int:
@@ -275,7 +300,7 @@ def _constructed(problem: Problem) -> list[I64]:
 
 def is_in_stages(graph: Graph, places: I64, num_stages: int) -> bool:
     """Returns whether `places` [N] are stages: all are used, and forward tensors never go to an earlier one."""
-    is_forward = np.array([phase == "forward" for phase in graph.phases], np.bool_)
+    is_forward = graph.is_in_phase("forward")
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     is_passed = is_forward[sources] & is_forward[targets]
     is_used = len(np.unique(places[is_forward])) == num_stages
@@ -299,7 +324,7 @@ def _seen(layout: Layout, count: int, num_places: int) -> int:
 
 def _figures(graph: Graph, times_ns: I64) -> PartFigures:
     is_source, is_update = shared_ops(graph)
-    is_backward = np.array([phase == "backward" for phase in graph.phases], np.bool_) & ~is_update
+    is_backward = graph.is_in_phase("backward") & ~is_update
     times = np.maximum(times_ns, 0)
     gradients = gradients_of(graph, is_update)
     has_update = np.isin(graph.groups, graph.groups[is_update & (graph.groups >= 0)])
@@ -316,16 +341,21 @@ def _figures(graph: Graph, times_ns: I64) -> PartFigures:
     )
 
 
-def _one_parameter(num_bytes: int) -> Graph:
-    """Returns the step of one parameter whose passes take no time."""
-    ops = [
-        Op("w", "parameter", resident_bytes=num_bytes, group=0),
-        Op("f", "mm", phase="forward"),
-        Op("b", "mm", phase="backward"),
-        Op("w.update", "update", phase="update", group=0),
-    ]
-    tensors = [Tensor(0, (1, 2, 3), num_bytes, resident=True), Tensor(1, (2,), 1), Tensor(2, (3,), num_bytes)]
-    return Graph.build("ring", ops, tensors)
+def _parameters(num_bytes: int, count: int) -> Graph:
+    """Returns the step of `count` parameters whose passes take no time."""
+    ops: list[Op] = []
+    tensors: list[Tensor] = []
+    for number in range(count):
+        first = len(ops)
+        ops += [
+            Op(f"w{number}", "parameter", resident_bytes=num_bytes, group=number),
+            Op(f"f{number}", "mm", phase="forward", group=number),
+            Op(f"b{number}", "mm", phase="backward", group=number),
+            Op(f"w{number}.update", "update", phase="update", group=number),
+        ]
+        tensors.append(Tensor(first, (first + 1, first + 2, first + 3), num_bytes, resident=True))
+        tensors += [Tensor(first + 1, (first + 2,), 1), Tensor(first + 2, (first + 3,), num_bytes)]
+    return Graph.build("rings", ops, tensors)
 
 
 def with_less_memory(estimate: Estimate, batch_size: int, *, has_cpu: bool) -> list[Arrangement]:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.microbatches import MAX_MICROBATCHES
 from gdp.models.model import Reading
 from gdp.models.read import batch_size, read_part
 from gdp.parallel.interpolation import have_same_ops, interpolated
@@ -58,23 +59,24 @@ class Parts:
                 raise
         return self._exact[num_parts]
 
-    def near(self, num_parts: int) -> Graph:
-        """Returns the step of one of `num_parts`: `rough`, but for one sample as captured, which may have other ops."""
-        return self.exact(num_parts) if num_parts == self.batch_size else self.rough(num_parts)
-
     def rough(self, num_parts: int) -> Graph:
         """Returns the step of one of `num_parts`, as captured where it was read and for the first two asked for."""
+        if num_parts not in self._exact and num_parts not in self._rough:
+            self._rough[num_parts] = self.between(num_parts, self.exact)
+        return self._exact.get(num_parts) or self._rough[num_parts]
+
+    def between(self, num_parts: int, make: Callable[[int], Graph]) -> Graph:
+        """Returns `make(num_parts)`, for steps that were read; others are interpolated from what it makes of two.
+
+        `make` returns a graph of that many parts, whose figures are linear in the number of samples.
+        """
         self.check(num_parts)
-        known = self._exact.get(num_parts) or self._rough.get(num_parts)
-        if known is not None:
-            return known
-        pair = self._pair()
+        pair = None if num_parts in self._exact else self._pair()
         if pair is None:
-            return self.exact(num_parts)
+            return make(num_parts)
+        one, other = map(make, pair)
         sizes = [self.batch_size // parts for parts in (*pair, num_parts)]
-        graph = interpolated(self._exact[pair[0]], sizes[0], self._exact[pair[1]], sizes[1], sizes[2])
-        self._rough[num_parts] = graph
-        return graph
+        return interpolated(one, sizes[0], other, sizes[1], sizes[2])
 
     def _pair(self) -> tuple[int, int] | None:
         """Returns two numbers of parts, read and far apart, whose steps have the same ops; None: there are none."""
@@ -83,9 +85,18 @@ class Parts:
                 return one, other
         return None
 
+    def is_captured(self, num_parts: int) -> bool:
+        """Returns whether `rough` returns the step as captured."""
+        return num_parts in self._exact
+
     def divides(self, num_parts: int) -> bool:
         """Returns whether the batch has so many equal parts."""
         return num_parts >= 1 and self.batch_size % num_parts == 0
+
+    def counts(self, num_replicas: int) -> list[int]:
+        """Returns the numbers of micro-batches that each of `num_replicas` may have, ascending."""
+        most = min(self.batch_size, MAX_MICROBATCHES) // num_replicas
+        return [count for count in range(1, most + 1) if self.divides(num_replicas * count)]
 
     def check(self, num_parts: int) -> None:
         """Raises InputError, with numbers that would do, where the batch has not so many equal parts."""
