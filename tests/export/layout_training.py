@@ -39,14 +39,10 @@ def main() -> None:
         ]
         assert names == list(expected)
         for path, parameter in zip(names, model.parameters(), strict=True):
-            torch.testing.assert_close(
-                whole(parameter.grad), expected[path].grad, msg=lambda text: f"{name}: {path}: {text}"
-            )
-        for module, optimizer in (
-            (plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)),
-            (model, exported.optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)),
-        ):
-            optimizer.step()
+            torch.testing.assert_close(whole(parameter.grad), expected[path].grad)
+        settings = {"lr": 0.1, "momentum": 0.9}
+        torch.optim.SGD(plain.parameters(), **settings).step()
+        exported.optimizer(model, torch.optim.SGD, **settings).step()
         for path, parameter in zip(names, model.parameters(), strict=True):
             torch.testing.assert_close(whole(parameter.detach()), expected[path].detach())
         dist.barrier()

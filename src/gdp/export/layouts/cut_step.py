@@ -110,7 +110,7 @@ def _assigned(problem: Problem, placement: I64, replica: I64, stage_of: I64) -> 
     np.add.at(time_ns, (rows, placement), problem.mean_op_time_ns + 1e-6)
     found, device = linear_sum_assignment(time_ns, maximize=True)
     assert np.array_equal(found, np.arange(len(time_ns))), "replicas have devices of their own"
-    return device.reshape(-1, num_stages)
+    return np.asarray(device.reshape(-1, num_stages), np.int64)
 
 
 def _order(problem: Problem, devices: I64, ring: Sequence[int] | None) -> I64:

@@ -8,7 +8,7 @@ Ranks are numbered stage by stage, with `--use-tp-pp-dp-mapping` replica by repl
 from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.layouts.cut_step import CutStep
-from gdp.export.layouts.ranks import Ranks
+from gdp.export.layouts.ranks import RankOrder
 from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers
 
 NAME = "megatron"
@@ -18,7 +18,7 @@ _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 def write(step: CutStep) -> str:
     """Writes the script. InputError for unequal micro-batches, and for layers recomputed that are not first."""
     by_stage = step.devices.T.ravel().tolist()
-    by_replica = Ranks.of(step.problem, by_stage) is None
+    by_replica = RankOrder.of(step.problem, by_stage) is None
     ranks = ranks_of(step, NAME, by_replica=by_replica)
     title = f"{step.problem.graph.name} in the layout {step.layout}, for Megatron-LM (megatron-core 0.16): "
     title += f"sh {TARGET.file_name} pretrain_gpt.py OPTIONS"

@@ -13,13 +13,13 @@ def host_of(device: str) -> str:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankOrder:
     """The GPUs [H][] of each host, by their numbers there, in the order of ranks; H hosts."""
 
     gpus: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, problem: Problem, devices: Sequence[int]) -> "Ranks | None":
+    def of(cls, problem: Problem, devices: Sequence[int]) -> "RankOrder | None":
         """Returns the ranks on `devices`; None if those of a host are not neighbours, or hosts have unlike numbers."""
         names = [device.name for device in problem.cluster.devices]
         local: dict[int, int] = {}

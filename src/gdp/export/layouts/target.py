@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gdp.errors import InputError
 from gdp.export.layouts.cut_step import CutStep
-from gdp.export.layouts.ranks import Ranks
+from gdp.export.layouts.ranks import RankOrder
 from gdp.parallel.layout import BLOCKS, NONE
 
 
@@ -21,10 +21,10 @@ class LayoutTarget:
     notes: Callable[[CutStep], list[str]]  # sentences on what the tool does otherwise
 
 
-def ranks_of(step: CutStep, target: str, *, by_replica: bool = False) -> Ranks:
+def ranks_of(step: CutStep, target: str, *, by_replica: bool = False) -> RankOrder:
     """Returns the ranks stage by stage, or replica by replica; InputError if torchrun cannot number them so."""
     devices = step.devices if by_replica else step.devices.T
-    ranks = Ranks.of(step.problem, devices.ravel().tolist())
+    ranks = RankOrder.of(step.problem, devices.ravel().tolist())
     if ranks is None:
         raise InputError(
             f"{target}: numbers ranks host by host, and the plan has replicas or stages in turns on hosts; "

@@ -43,6 +43,10 @@ def options(step: CutStep) -> list[str]:
 
 
 def _pipeline(step: CutStep) -> list[str]:
+    if step.microbatches[0] < step.num_stages:
+        raise InputError(
+            f"{NAME}: 1F1B takes as many micro-batches as stages; place with microbatches={step.num_stages} or more"
+        )
     number = {path: position for position, path in enumerate(step.layers)}
     names = {"E": ["tok_embeddings"], "L": ["norm", "lm_head"]}
     stages = [
