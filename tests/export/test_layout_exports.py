@@ -1,5 +1,6 @@
 """`gdp export` of layouts: PyTorch runs its module, Megatron-LM and torchtitan read their options."""
 
+import ast
 import json
 import os
 import shlex
@@ -177,6 +178,9 @@ def test_ranks_of_two_hosts_are_numbered_host_by_host() -> None:
     script = torchtitan.write(cut("data=4", devices=hosts))
     assert "  0) export CUDA_VISIBLE_DEVICES=0,1 ;;\n  1) export CUDA_VISIBLE_DEVICES=0,1 ;;\n" in script
     assert "torchrun --nnodes 2 " in script
+    problem, plan = planned("data=4", hosts)
+    module = torch_fsdp.write(cut_step(problem, plan, torch_fsdp.NAME, has_stages=False))
+    assert "    CUDA_VISIBLE_DEVICES=0,1 torchrun --nnodes 2 --node-rank 1 --master-addr HOST0 " in module
     # stage by stage the ranks of a pipeline a host are in turns on hosts; Megatron-LM numbers them replica by replica
     step = cut("data=2,stages=2,microbatches=4", cuts=(2,), devices=hosts)
     assert megatron_lm.write(step).endswith("  --use-tp-pp-dp-mapping\n")
@@ -200,6 +204,16 @@ def test_what_a_tool_has_no_words_for_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         write(cut(layout, cuts=cuts))
+
+
+def test_names_of_graphs_and_modules_run_no_code() -> None:
+    problem, plan = planned("data=2,recompute=layers.1", "2xp100-pcie-16g", model="tied")
+    for name in ("x\nexit 3\n", 'x"""\nexit(3)\n"""', "$(exit 3)", "'`exit 3`"):
+        graph = replace(problem.graph, name=name)
+        step = cut_step(replace(problem, graph=graph), plan, "megatron", has_stages=False)
+        compile(module := torch_fsdp.write(step), "parallel_step.py", "exec")
+        assert "exit(3)" not in module
+        assert ast.get_docstring(ast.parse(module)) is not None
 
 
 def test_first_layers_of_each_stage_are_recomputed_by_megatron_s_blocks() -> None:

@@ -9,7 +9,7 @@ from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.ranks import RankOrder
-from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers
+from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers, title_of
 
 NAME = "megatron"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
@@ -20,9 +20,8 @@ def write(step: CutStep) -> str:
     by_stage = step.devices.T.ravel().tolist()
     by_replica = RankOrder.of(step.problem, by_stage) is None
     ranks = ranks_of(step, NAME, by_replica=by_replica)
-    title = f"{step.problem.graph.name} in the layout {step.layout}, for Megatron-LM (megatron-core 0.16): "
-    title += f"sh {TARGET.file_name} pretrain_gpt.py OPTIONS"
-    return ranks.script(title, options(step) + (["--use-tp-pp-dp-mapping"] if by_replica else []))
+    usage = f"Megatron-LM (megatron-core 0.16): sh {TARGET.file_name} pretrain_gpt.py OPTIONS"
+    return ranks.script([title_of(step), usage], options(step) + (["--use-tp-pp-dp-mapping"] if by_replica else []))
 
 
 def options(step: CutStep) -> list[str]:

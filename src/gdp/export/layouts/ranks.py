@@ -45,15 +45,14 @@ class RankOrder:
         """[H] the values of CUDA_VISIBLE_DEVICES."""
         return tuple(",".join(map(str, gpus)) for gpus in self.gpus)
 
-    @property
-    def torchrun(self) -> str:
-        """The command without a script; on several hosts it needs NODE_RANK and MASTER_ADDR."""
+    def torchrun(self, host: str = '"$NODE_RANK"', first: str = '"$MASTER_ADDR"') -> str:
+        """Returns the command without a script; `host` is the number of the one it runs on, `first` host 0."""
         each = f"--nproc-per-node {len(self.gpus[0])}"
         if len(self.gpus) == 1:
             return f"torchrun --standalone {each}"
-        return f'torchrun --nnodes {len(self.gpus)} --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" {each}'
+        return f"torchrun --nnodes {len(self.gpus)} --node-rank {host} --master-addr {first} {each}"
 
-    def script(self, title: str, options: Sequence[str], program: str = "") -> str:
+    def script(self, titles: Sequence[str], options: Sequence[str], program: str = "") -> str:
         """Returns a shell script that starts its arguments, with `options` behind them, on all ranks of a host."""
         if len(self.gpus) == 1:
             visible = [f"export CUDA_VISIBLE_DEVICES={self.visible[0]}"]
@@ -65,6 +64,6 @@ class RankOrder:
                 *cases,
                 "esac",
             ]
-        command = " ".join(["exec", self.torchrun, *([program] if program else []), '"$@"'])
-        lines = [f"# {title}", *visible, " \\\n  ".join([command, *options])]
+        command = " ".join(["exec", self.torchrun(), *([program] if program else []), '"$@"'])
+        lines = [*(f"# {title}" for title in titles), *visible, " \\\n  ".join([command, *options])]
         return "\n".join(lines) + "\n"

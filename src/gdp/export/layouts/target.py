@@ -1,5 +1,6 @@
 """LayoutTarget: a tool that trains in layouts, with its file and what is lost in it."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,11 @@ class LayoutTarget:
     has_stages: bool
     write: Callable[[CutStep], str]  # InputError for what the tool has no words for
     notes: Callable[[CutStep], list[str]]  # sentences on what the tool does otherwise
+
+
+def title_of(step: CutStep) -> str:
+    """Returns `gpt2 in the layout data=4`, of letters that end no comment: names of graphs are any text."""
+    return re.sub(r"[^\w ?=&:./,@+-]", "_", f"{step.problem.graph.name} in the layout {step.layout}", flags=re.ASCII)
 
 
 def ranks_of(step: CutStep, target: str, *, by_replica: bool = False) -> RankOrder:

@@ -3,19 +3,20 @@
 It is `training_step.py` with the constants of the layout.
 """
 
+import json
 import re
 from pathlib import Path
 
 from gdp.export.checks import check_modules
 from gdp.export.layouts.cut_step import CutStep
-from gdp.export.layouts.target import LayoutTarget, common_notes, ranks_of
+from gdp.export.layouts.target import LayoutTarget, common_notes, ranks_of, title_of
 from gdp.graph.layers import LayerPaths
 from gdp.parallel.blocks import block_paths
 from gdp.parallel.layout import NONE
 
 NAME = "torch-fsdp"
 _TEMPLATE = Path(__file__).with_name("training_step.py")
-_USAGE = '''"""{title}
+_USAGE = '''"""{title}, for PyTorch 2.13. Start it with
 
 {commands}
 
@@ -47,32 +48,27 @@ def write(step: CutStep) -> str:
     }
     text = _TEMPLATE.read_text(encoding="utf-8")
     for name, value in constants.items():
-        text, count = re.subn(rf"(?m)^({name}(?::[^=]*)? = )[^#\n]*?(  #.*)$", rf"\g<1>{_written(value)}\g<2>", text)
-        assert count == 1, f"the template has one {name}"
+        found = re.search(rf"(?m)^{name}(?::[^=]*)? = (?P<value>.*?)  #", text)
+        assert found is not None, f"the template has {name}"
+        text = text[: found.start("value")] + _written(value) + text[found.end("value") :]
     end = text.index("\n\n") + 1
-    return _USAGE.format(title=_title(step), commands=_commands(step)) + text[end:]
-
-
-def _title(step: CutStep) -> str:
-    return f"{step.problem.graph.name} in the layout {step.layout}, for PyTorch 2.13. Start it with"
+    return _USAGE.format(title=title_of(step), commands=_commands(step)) + text[end:]
 
 
 def _commands(step: CutStep) -> str:
+    """Returns a line for each host."""
     ranks = ranks_of(step, NAME)
-    several = len(ranks.gpus) > 1
     return "\n".join(
-        f"    {f'NODE_RANK={host} MASTER_ADDR=... ' if several else ''}CUDA_VISIBLE_DEVICES={gpus} "
-        f"{ranks.torchrun} TRAIN.py"
+        f"    CUDA_VISIBLE_DEVICES={gpus} {ranks.torchrun(str(host), 'HOST0')} TRAIN.py"
         for host, gpus in enumerate(ranks.visible)
     )
 
 
 def _written(value: object) -> str:
-    """Returns a constant in Python, long tuples with an item a line."""
-    text = repr(value).replace("'", '"')
-    if isinstance(value, tuple) and len(text) > 60:
-        return "(\n" + "".join(f"    {item!r},\n" for item in value).replace("'", '"') + ")"
-    return text
+    """Returns a constant in Python, paths of modules with one a line."""
+    if isinstance(value, tuple) and value and isinstance(value[0], str):
+        return "(\n" + "".join(f"    {json.dumps(path)},\n" for path in value) + ")"
+    return repr(value)
 
 
 def notes(step: CutStep) -> list[str]:

@@ -8,16 +8,15 @@ numbered stage by stage (torchtitan/distributed/parallel_dims.py: the mesh has p
 
 from gdp.errors import InputError
 from gdp.export.layouts.cut_step import CutStep
-from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers
+from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers, title_of
 
 NAME = "torchtitan"
 
 
 def write(step: CutStep) -> str:
     """Writes the script. InputError for unequal micro-batches, and for some layers recomputed."""
-    title = f"{step.problem.graph.name} in the layout {step.layout}, for torchtitan 0.3.0: sh {TARGET.file_name} "
-    title += "--module MODULE --config CONFIG"
-    return ranks_of(step, NAME).script(title, options(step), "-m torchtitan.train")
+    usage = f"torchtitan 0.3.0: sh {TARGET.file_name} --module MODULE --config CONFIG"
+    return ranks_of(step, NAME).script([title_of(step), usage], options(step), "-m torchtitan.train")
 
 
 def options(step: CutStep) -> list[str]:
