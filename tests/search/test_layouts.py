@@ -22,8 +22,8 @@ from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
 from gdp.search.layouts.choose import Choice, choose_layout
-from gdp.search.layouts.chosen_blocks import fewest_blocks
 from gdp.search.layouts.dispatch import best_dispatch
+from gdp.search.layouts.less_memory import fewest_blocks
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.trial import DOES_NOT_FIT, NOT_ALLOWED, OK
 from gdp.simulator.constraints import Constraints
@@ -235,6 +235,17 @@ def test_activations_wait_on_the_cpu_of_their_host() -> None:
     assert Step.of_document(encoder, away.plan.layout).graph.fingerprint == away.plan.graph
     with pytest.raises(InputError, match="offload needs a CPU"):
         choose_layout(Parts(encoder, BATCH), machine_of([1.0] * 2), layout=away.trial.layout, budget="1sims")
+
+
+def test_blocks_are_the_same_when_their_layout_is_forced() -> None:
+    """The text that the answer prints, with recompute=auto, stands for the same blocks on the same machine."""
+    cluster = machine_of([1.0] * 2, memory="60MB")
+    best = choose_layout(Parts(encoder, BATCH), cluster, budget="100sims")
+    assert best.trial.layout.recompute == "auto"
+    again = choose_layout(Parts(encoder, BATCH), cluster, layout=Layout.parse(str(best.trial.layout)), budget="1sims")
+    assert best.plan.layout is not None
+    assert best.plan.layout["recompute"] not in ("none", "auto")
+    assert again.plan.layout == best.plan.layout
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

@@ -24,8 +24,8 @@ from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
-from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, more_microbatches
-from gdp.search.layouts.chosen_blocks import with_chosen_blocks
+from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds
+from gdp.search.layouts.less_memory import with_chosen_blocks
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.traffic import busiest_channel_ns
 from gdp.simulator.constraints import Constraints, memory_limits
@@ -356,20 +356,3 @@ def _parameters(num_bytes: int, count: int) -> Graph:
         tensors.append(Tensor(first, (first + 1, first + 2, first + 3), num_bytes, resident=True))
         tensors += [Tensor(first + 1, (first + 2,), 1), Tensor(first + 2, (first + 3,), num_bytes)]
     return Graph.build("rings", ops, tensors)
-
-
-def with_less_memory(estimate: Estimate, batch_size: int, *, has_cpu: bool) -> list[Arrangement]:
-    """Returns arrangements like that of `estimate` that take less memory by one change each.
-
-    Activations may wait on the host where it `has_cpu` that holds no replica.
-    """
-    arrangement, layout = estimate.arrangement, estimate.arrangement.layout
-    layouts = []
-    if layout.recompute == layout.offload == NONE:
-        layouts.append(replace(layout, recompute=AUTO))
-        layouts += [replace(layout, offload=AUTO)] if has_cpu and layout.zero < 3 else []
-    if layout.data > 1 and layout.zero < (3 if layout.is_even and layout.offload == NONE else 2):
-        layouts.append(replace(layout, zero=layout.zero + 1))
-    others = [replace(arrangement, layout=other) for other in layouts]
-    more = more_microbatches(arrangement, batch_size) if arrangement.num_places == 1 else None
-    return others if more is None else [more, *others]

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from gdp.parallel.layout import NONE, Layout
 from gdp.search.layouts.arrangement import Arrangement, arrangements, forced
-from gdp.search.layouts.estimate import Estimate, with_less_memory
+from gdp.search.layouts.estimate import Estimate
+from gdp.search.layouts.less_memory import with_less_memory
 from gdp.search.layouts.trial import Choosing, Trial
 from gdp.simulator.simulate import NEVER
 
@@ -75,7 +76,7 @@ class Screening:
         self._queue.append(estimate)
         if estimate.missing_bytes and search.layout is None:
             has_cpu = not set(search.estimator.all_cpus) <= set(way.all_devices)
-            self._add(with_less_memory(estimate, search.parts.batch_size, has_cpu=has_cpu))
+            self._add(with_less_memory(way, search.parts.batch_size, has_cpu=has_cpu))
 
     def _add(self, ways: Iterable[Arrangement]) -> None:
         """Adds what arithmetic says of new arrangements that the model allows."""

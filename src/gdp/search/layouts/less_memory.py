@@ -1,6 +1,7 @@
-"""The blocks that recompute=auto and offload=auto stand for: the fewest that let a replica fit, the cheapest first.
+"""The levers where a layout does not fit: which arrangements take less memory, and which blocks auto stands for.
 
-Each of P places of a replica has blocks of its own, and of these the first few are taken. N ops of a micro-batch.
+recompute=auto and offload=auto are the fewest blocks that let a replica fit, the cheapest first. Each of P places of a
+replica has blocks of its own, and of these the first few are taken. N ops of a micro-batch, R replicas.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +13,27 @@ from gdp.arrays import I64
 from gdp.graph import Graph
 from gdp.parallel.block_choice import cheapest_blocks, longest_held_blocks
 from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
+from gdp.search.layouts.arrangement import Arrangement, more_microbatches
 
 _MOST_PROBES = 5  # simulations between none and all
 _OFFLOADED_SHARES = (1.0, 0.75, 0.5, 0.25)
+
+
+def with_less_memory(arrangement: Arrangement, batch_size: int, *, has_cpu: bool) -> list[Arrangement]:
+    """Returns arrangements like `arrangement` that take less memory by one change each.
+
+    Activations may wait on the host where it `has_cpu` that holds no replica.
+    """
+    layout = arrangement.layout
+    layouts = []
+    if layout.recompute == layout.offload == NONE:
+        layouts.append(replace(layout, recompute=AUTO))
+        layouts += [replace(layout, offload=AUTO)] if has_cpu and layout.zero < 3 else []
+    if layout.data > 1 and layout.zero < (3 if layout.is_even and layout.offload == NONE else 2):
+        layouts.append(replace(layout, zero=layout.zero + 1))
+    others = [replace(arrangement, layout=other) for other in layouts]
+    more = more_microbatches(arrangement, batch_size) if arrangement.num_places == 1 else None
+    return others if more is None else [more, *others]
 
 
 def with_chosen_blocks(
