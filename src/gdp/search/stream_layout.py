@@ -141,7 +141,8 @@ class StreamLayout:
         known: dict[bytes, Simulation] = {}
         for _ in range(_FITS):
             placement, order = self.arranged(turns, shares)
-            if (found := known.get(placement.tobytes())) is None:
+            moves = (found := known.get(placement.tobytes())) is None  # else the last correction was too small
+            if found is None:
                 found = known[placement.tobytes()] = simulate(self.problem, placement, order=order)
                 yield found, shares
             left = limits - found.peak_memory_bytes
@@ -155,7 +156,7 @@ class StreamLayout:
                 return
             aimed = shares - (left - _CLOSE / 2 * limits) / held
             between = (aimed > low) & (aimed < high)
-            aimed = np.where(between, aimed, np.where(aimed <= low, low, (low + high) / 2))
+            aimed = np.where(between & moves, aimed, np.where(aimed <= low, low, (low + high) / 2))
             aimed = np.where((aimed <= low) & (low > 0), (low + high) / 2, aimed)
             aimed = np.clip(np.where(is_close, shares, aimed), 0.0, 1.0)
             if np.array_equal(aimed[mains], shares[mains]):
