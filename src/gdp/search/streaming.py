@@ -11,7 +11,7 @@ then changes shares, windows and devices as long as steps get faster. The host i
 (ZeRO-Inference and FlexGen stream layer by layer to equal devices.) N ops, D devices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from gdp.arrays import F64
 from gdp.search.filled_stages import best_fills, fill_stages
-from gdp.search.stream_layout import Turns
+from gdp.search.stream_layout import FITS, Turns
 from gdp.search.stream_starts import StreamStart, stream_starts
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation
@@ -30,7 +30,8 @@ _ROUNDS = (2, 16, 1, 0, 48, 4, 24, 8, 96)
 _WORTH = 1.5  # if the programme expects at most so many times the least step time
 _LATE = 2.0  # stages with nothing sent are tried later if they seem to take so many times the least expected time
 _MOST_PAIRS = 4  # of up to so many devices any two exchange shares, else neighbours
-_EARLY = 1  # of them, before the best layout is refined a first time
+_EARLY = 1  # number of the last of them before the best layouts are refined a first time
+_ROUGH = 3  # simulations of a layout with each number of turns until then
 _FEWEST = 3  # layouts are tried with all numbers of turns
 _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
@@ -54,10 +55,11 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
     for number, rounds in enumerate(_ROUNDS):
         for descent in descents:
             if (turns := descent.turns(rounds)) not in descent.tried:
-                yield from descent.attempt(turns, descent.streamed)
+                yield from descent.attempt(turns, descent.streamed, FITS if number > _EARLY else _ROUGH)
         descents = _promising(descents)
-        if number == _EARLY and descents and descents[0].best_ns <= _WORTH * rival_ns:
-            yield from descents[0].run()
+        for descent in descents[:_FEWEST] if number == _EARLY else ():
+            if descent.best_ns <= _WORTH * rival_ns:
+                yield from descent.run(_STEPS[:1])
     if is_late:
         yield from fill_stages(fills)
     descents = [descent for descent in _promising(descents) if descent.best_ns <= _WORTH * rival_ns]
@@ -115,10 +117,10 @@ class _Descent:
         """[D] the shares streamed of the fastest step that fits."""
         return None if self._best is None else self._best[1]
 
-    def attempt(self, turns: Turns, guess: F64 | None = None) -> Iterator[Simulation]:
+    def attempt(self, turns: Turns, guess: F64 | None = None, most: int = FITS) -> Iterator[Simulation]:
         """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits."""
         self.tried.add(turns)
-        for found, streamed in self.layout.fit(turns, guess):
+        for found, streamed in self.layout.fit(turns, guess, most):
             yield found
             if found.step_time_ns < self.best_ns and found.feasible:
                 self.best_ns, self._best = found.step_time_ns, (turns, streamed)
@@ -137,9 +139,9 @@ class _Descent:
         if kept[1] < self.best_ns:
             self._best, self.best_ns = kept
 
-    def run(self) -> Iterator[Simulation]:
+    def run(self, steps: Sequence[float] = _STEPS) -> Iterator[Simulation]:
         """Yields steps of ever finer changes until none helps."""
-        for step in _STEPS:
+        for step in steps:
             before = NEVER
             while self._best is not None and self.best_ns < _GAIN * before:
                 before = self.best_ns
