@@ -69,7 +69,7 @@ DEVICES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt:
+class Attempt:
     """The step that a method finds for a model on devices."""
 
     status: str  # "ok", "infeasible" or "failed"
@@ -154,10 +154,10 @@ class ParallelBenchmark(Benchmark):
         assert whole is not None, "a batch is one part of itself"
         name = f"{model}-on-{devices}"
         question = RivalQuestion(parts, cluster)
-        methods: dict[str, Callable[[], _Attempt]] = {
-            OPS: lambda: _place_ops(question, self.budget),
-            **{rival: partial(_ask, rival, question) for rival in RIVALS},
-            AUTO: lambda: _choose(question, self.budget),
+        methods: dict[str, Callable[[], Attempt]] = {
+            OPS: lambda: place_ops(question, self.budget),
+            **{rival: partial(ask, rival, question) for rival in RIVALS},
+            AUTO: lambda: choose(question, self.budget),
         }
         found = {}
         for method, make in methods.items():
@@ -168,8 +168,8 @@ class ParallelBenchmark(Benchmark):
                 "gdp_version": version("gdp-placement"),
             }
             path = rows.directory / f"{re.sub('[^0-9A-Za-z.-]+', '_', f'{name}-{method}')}.plan.json.gz"
-            found[method] = rows.row(f"{name}-{method}", settings, partial(_made, make, path))
-            _verify(found[method], path, question)
+            found[method] = rows.row(f"{name}-{method}", settings, partial(made_row, make, path))
+            verify_row(found[method], path, question)
         ours = found.pop(AUTO)
         attempts = {**found, AUTO: ours}
         run = Run(ours["status"], ours["step_time_ns"], ours["seconds"], ours["seconds"], 0, 0, {})
@@ -187,7 +187,7 @@ class ParallelBenchmark(Benchmark):
         )
 
 
-def _made(make: Callable[[], _Attempt], path: Path) -> dict[str, Any]:
+def made_row(make: Callable[[], Attempt], path: Path) -> dict[str, Any]:
     """Returns an attempt as a row; its plan is saved in `path`."""
     attempt = make()
     plan = attempt.plan
@@ -198,7 +198,7 @@ def _made(make: Callable[[], _Attempt], path: Path) -> dict[str, Any]:
     return row
 
 
-def _verify(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> None:
+def verify_row(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> None:
     """Raises RuntimeError unless the plan of a row that fits gives its figures again.
 
     It is read back, and replayed on the graph that MODEL and its layout give.
@@ -210,14 +210,14 @@ def _verify(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> None
     require_verified(path, Problem.build(graph, question.cluster), row["step_time_ns"])
 
 
-def _place_ops(question: RivalQuestion, budget: Budget) -> _Attempt:
+def place_ops(question: RivalQuestion, budget: Budget) -> Attempt:
     """Places the ops of the whole step."""
     began, whole = time.monotonic(), question.parts.graph(1)
     assert whole is not None, "a batch is one part of itself"
     return _attempt(place(whole, question.cluster, budget=budget), str(Layout()), began)
 
 
-def _choose(question: RivalQuestion, budget: Budget) -> _Attempt:
+def choose(question: RivalQuestion, budget: Budget) -> Attempt:
     """Chooses a layout and its placement: our answer."""
     began, whole = time.monotonic(), question.parts.graph(1)
     batch_size = question.parts.batch_size
@@ -227,22 +227,22 @@ def _choose(question: RivalQuestion, budget: Budget) -> _Attempt:
     return _attempt(choice.plan, str(choice.trial.layout), began)
 
 
-def _attempt(plan: Plan, layout: str, began: float) -> _Attempt:
+def _attempt(plan: Plan, layout: str, began: float) -> Attempt:
     seconds = time.monotonic() - began
     if plan.status == "ok":
-        return _Attempt("ok", plan.step_time_ns, layout, "", seconds, plan)
-    return _Attempt("infeasible", plan.step_time_ns, layout, "does not fit", seconds, None)
+        return Attempt("ok", plan.step_time_ns, layout, "", seconds, plan)
+    return Attempt("infeasible", plan.step_time_ns, layout, "does not fit", seconds, None)
 
 
-def _ask(rival: str, question: RivalQuestion) -> _Attempt:
+def ask(rival: str, question: RivalQuestion) -> Attempt:
     began = time.monotonic()
     step = RIVALS[rival](question)
     seconds, simulation = time.monotonic() - began, step.simulation
     layout = "" if step.layout is None else str(step.layout)
     if simulation is None:
-        return _Attempt("failed", None, layout, step.reason, seconds, None)
+        return Attempt("failed", None, layout, step.reason, seconds, None)
     if not step.fits:
-        return _Attempt("infeasible", simulation.step_time_ns, layout, step.reason, seconds, None)
+        return Attempt("infeasible", simulation.step_time_ns, layout, step.reason, seconds, None)
     assert step.step is not None, "it was simulated"
     plan = replace(plan_of(simulation, 0, rival, 0), layout=step.step.document())
-    return _Attempt("ok", simulation.step_time_ns, layout, "", seconds, plan)
+    return Attempt("ok", simulation.step_time_ns, layout, "", seconds, plan)

@@ -4,7 +4,7 @@ const MOST_CELLS = 1200, SMALL_CELLS = 150, MOST_TOLD = 12;
 // [L] {ns, ops, resident, byDevice}, as modules have them
 function layerNodes(data) {
   const nodes = data.layers.map(name => new ModuleNode(name, name));
-  for (let op = 0; op < data.module.length; op++) nodes[data.layerOf[data.module[op]]]?.add(data, op);
+  for (let op = 0; op < data.module.length; op++) if (isShown(data.device[op])) nodes[data.layerOf[data.module[op]]]?.add(data, op);
   return nodes;
 }
 
