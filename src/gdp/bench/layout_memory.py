@@ -19,7 +19,6 @@ from gdp.bench.parallel import AUTO, Attempt, ask, choose, made_row, verify_row
 from gdp.bench.rows import Rows
 from gdp.budget import Budget
 from gdp.cluster import Cluster
-from gdp.errors import InputError
 from gdp.models.model import Reading
 from gdp.models.read import read_part
 from gdp.planning.warm_up import warm_up
@@ -169,4 +168,4 @@ class _Models:
         """Returns the parameters of the model with so many layers."""
         hidden, wide = self._config["hidden_size"], self._config["intermediate_size"]
         layer = 4 * hidden * hidden + 3 * hidden * wide + 2 * hidden
-        return num_layers * layer + 2 * self._config["vocab_size"] * hidden + hidden
+        return int(num_layers * layer + 2 * self._config["vocab_size"] * hidden + hidden)

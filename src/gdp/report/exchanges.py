@@ -22,7 +22,7 @@ _LISTED = 60  # exchanges that are listed one by one
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
+class _BucketExchange:
     """One bucket's way through its rings, in one micro-batch."""
 
     kind: str  # all_reduce, reduce_scatter or all_gather
@@ -72,14 +72,14 @@ class _Exchanges:
         self.transfers = np.flatnonzero(is_exchange(graph)[self.producers] & (self.sizes_bytes > 0))
         self.idle = [_IdleTime.of(simulation, device) for device in range(simulation.problem.num_devices)]
 
-    def each(self) -> list[_Exchange]:
+    def each(self) -> list[_BucketExchange]:
         """Returns the exchanges one by one."""
         graph, names = self.simulation.problem.graph, self.simulation.problem.graph.copy_names
         found = defaultdict[tuple[str, str, str, int], list[int]](list)
         for transfer, op in zip(self.transfers.tolist(), self.producers[self.transfers].tolist(), strict=True):
             kind, number = names.bases[names.base[op]].split(".")[:2]
             found[kind, number, graph.phases[op], int(names.microbatch[op])].append(transfer)
-        return [_Exchange(*key, np.array(transfers, np.int64)) for key, transfers in found.items()]
+        return [_BucketExchange(*key, np.array(transfers, np.int64)) for key, transfers in found.items()]
 
     def by_device(self, transfers: I64) -> list[tuple[int, int]]:
         """Returns [D] the time that transfers are under way to or from a device, and that without an op on it."""
@@ -111,7 +111,7 @@ class _Exchanges:
                 rings.append(ring)
         return rings
 
-    def row(self, exchanges: Sequence[_Exchange]) -> dict[str, Any]:
+    def row(self, exchanges: Sequence[_BucketExchange]) -> dict[str, Any]:
         """Returns the figures of exchanges of one kind and phase."""
         first, transfers = exchanges[0], np.concatenate([each.transfers for each in exchanges])
         return {
@@ -122,7 +122,7 @@ class _Exchanges:
             "devices": self.by_device(transfers),
         }
 
-    def listed(self, exchange: _Exchange) -> dict[str, Any]:
+    def listed(self, exchange: _BucketExchange) -> dict[str, Any]:
         """Returns the figures of one exchange; the times are means of the devices that take part in it."""
         row = self.row([exchange])
         times = np.array([pair for pair in row.pop("devices") if pair[0]])

@@ -188,4 +188,6 @@ def layout_document(plan: Plan, choice: Choice | None) -> dict[str, Any] | None:
 
 def _distinct(choice: Choice) -> list[Trial]:
     """Returns the trials, the best first, the best of those with one layout and as many devices a replica."""
-    return list({(str(row.layout), len(row.devices[0])): row for row in reversed(choice.trials)}.values())[::-1]
+    return list(
+        {(str(row.layout), len(row.devices[0])): row for row in reversed([choice.trial, *choice.trials])}.values()
+    )[::-1]

@@ -25,7 +25,20 @@ from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import replay
 
-SCRIPTS = ("core", "palette", "replicas", "lanes", "timeline", "memory", "charts", "modules", "layers", "graph", "path", "main")
+SCRIPTS = (
+    "core",
+    "palette",
+    "replicas",
+    "lanes",
+    "timeline",
+    "memory",
+    "charts",
+    "modules",
+    "layers",
+    "graph",
+    "path",
+    "main",
+)
 """Parts of the page's own script, `report-*.js`, in the order in which they are put together."""
 
 

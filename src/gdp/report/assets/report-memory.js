@@ -151,11 +151,10 @@ function peakTables(data) {
   const devices = shownDevices().map(number => summary.devices[number]);
   const parts = Object.keys(devices[0]?.parts ?? {}).filter(part => devices.some(device => device.parts[part]));
   const headings = [{ text: "device" }, { text: "kind" }, { text: "ops", number: true }, { text: "busy", number: true },
-    { text: "peak", number: true }, { text: "limit", number: true }, { text: "full", number: true }, { text: "at", number: true },
-    { text: "" }, ...parts.map(part => ({ text: part, number: true }))];
+    { text: "peak", number: true }, { text: "limit", number: true }, { text: "full", number: true }, { text: "at", number: true }];
   const rows = devices.map(device => ({ cells: [middle(device.name, 40), middle(device.kind, 40), device.ops.toLocaleString("en"), percent(device.busy),
-    bytes(device.peak), bytes(device.limit), percent(device.peak / Math.max(device.limit, 1)), time(device.peak_at),
-    partsBar(device, parts), ...parts.map(part => bytes(device.parts[part]))] }));
+    bytes(device.peak), bytes(device.limit), percent(device.peak / Math.max(device.limit, 1)), time(device.peak_at)] }));
+  const divided = devices.map(device => ({ cells: [middle(device.name, 40), partsBar(device, parts), ...parts.map(part => bytes(device.parts[part]))] }));
   const details = devices.filter(device => device.alive.length).map(device => {
     const listed = table([{ text: "output of", name: true }, { text: "bytes", number: true }, { text: "from", number: true }, { text: "until", number: true }, { text: "" }],
       device.alive.map(item => ({ cells: [element("span", { class: "clip" }, middle(nameOf(data, item.op), 400)), bytes(item.bytes), time(item.from),
@@ -166,7 +165,8 @@ function peakTables(data) {
   const all = details.length > MOST_LINES ? [element("details", {}, element("summary", {}, "What each device holds at its peak"), ...details)] : details;
   const named = element("div", { class: "legend" });
   legend(named, parts.map(part => ({ name: part, colour: partColour(part) })));
-  $("peaks").replaceChildren(named, table(headings, rows), ...all);
+  $("peaks").replaceChildren(table(headings, rows), element("h3", {}, "At the peaks"), named,
+    table([{ text: "device" }, { text: "" }, ...parts.map(part => ({ text: part, number: true }))], divided), ...all);
 }
 
 // the parts of a peak side by side

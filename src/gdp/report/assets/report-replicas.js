@@ -110,7 +110,7 @@ function layouts() {
   const rows = summary.layout?.rows ?? [];
   $("layouts-part").hidden = !rows.length;
   if (!rows.length) return;
-  const longest = Math.max(...rows.map(row => row.ns ?? 0), 1), best = summary.step_ns;
+  const longest = Math.max(...rows.slice(0, MOST_LAYOUTS).map(row => row.ns ?? 0), 1), best = summary.step_ns;
   const headings = [{ text: "layout" }, { text: "replica on", number: true }, { text: "step time", number: true }, { text: "" }, { text: "of the plan's", number: true },
     { text: "fullest device", number: true }, { text: "limit" }];
   const made = rows.map(row => ({ chosen: row.plan, cells: [middle(row.option, 60), count(row.devices, "device"), row.ns === null ? "–" : `${row.status === "estimated" ? "~" : ""}${time(row.ns)}`,
