@@ -26,6 +26,7 @@ from gdp.errors import InputError
 from gdp.models import workloads
 from gdp.models.model import Reading
 from gdp.models.read import read_part
+from gdp.notebook import size
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
@@ -231,7 +232,11 @@ def _attempt(plan: Plan, layout: str, began: float) -> Attempt:
     seconds = time.monotonic() - began
     if plan.status == "ok":
         return Attempt("ok", plan.step_time_ns, layout, "", seconds, plan)
-    return Attempt("infeasible", plan.step_time_ns, layout, "does not fit", seconds, None)
+    assert plan.search is not None, "it was searched for"
+    missing = plan.search.missing_bytes
+    fullest = int(missing.argmax())
+    reason = f"does not fit by {size(int(missing[fullest]))} on {plan.devices[fullest]}"
+    return Attempt("infeasible", plan.step_time_ns, layout, reason, seconds, None)
 
 
 def ask(rival: str, question: RivalQuestion) -> Attempt:
