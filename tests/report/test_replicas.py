@@ -20,6 +20,7 @@ from gdp.report.memory_curves import Allocations, memory_curves
 from gdp.report.memory_parts import GATHERED, GRADIENTS, STATE, MemoryParts
 from gdp.report.page import render
 from gdp.report.page_data import PageData, summary
+from gdp.report.trace import trace_document
 from gdp.search.place import plan_of
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -108,6 +109,10 @@ def test_names_tell_copies() -> None:
     assert {"all-reduce 0, begins", "all-reduce 1, sum of chunk 1", "all-reduce 0, copy of chunk 0"} <= shown
     assert not any("@" in name or "#" in name for name in shown)
     assert microbatch.max() == 1
+    events = [event for event in trace_document(run(step))["traceEvents"] if event["ph"] == "X"]
+    sums = [event["args"] for event in events if event["name"] == "all-reduce 1, sum of chunk 1"]
+    assert [args["replica"] for args in sums] == [0]  # the chunk of the second replica goes round to the first
+    assert {args.get("micro-batch") for args in (event["args"] for event in events if event["name"] == "f0")} == {0, 1}
 
 
 def test_replicas_are_alike_or_not() -> None:
