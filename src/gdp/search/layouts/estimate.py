@@ -143,9 +143,10 @@ class Estimator:
         """Returns a replica's step with a few micro-batches, and what one more takes on each of its devices [P]."""
         few = _seen(layout, count, len(devices))
         kinds = tuple(int(self.machine.kinds[device]) for device in devices)
-        key = (layout.num_parts, layout.recompute, kinds, few, places.tobytes())
+        share = layout.data if layout.zero == 3 or (layout.zero == 2 and count == 1) else 1  # of gradients that stay
+        key = (layout.num_parts, layout.recompute, kinds, few, share, places.tobytes())
         if key not in self._replicas:
-            graph = self.parts.near(layout.num_parts)
+            graph = _with_gradients_cut(self.parts.near(layout.num_parts), share)
             step = Step.of(graph, Layout((few,), recompute=layout.recompute))
             problem = self._alone(step.graph, devices)
             placement = step.placement(places, [range(len(devices))])
@@ -256,6 +257,16 @@ def _figures(graph: Graph, times_ns: I64) -> PartFigures:
         state_bytes=max(int(graph.resident_bytes[own].sum()) - parameter_bytes, 0),
         parameter_bytes=parameter_bytes,
     )
+
+
+def _with_gradients_cut(graph: Graph, count: int) -> Graph:
+    """Returns the step with gradients of a `count`-th of their bytes: one replica's chunks, when the rest is sent."""
+    if count == 1:
+        return graph
+    gradients = [gradient.tensor for gradient in gradients_of(graph, shared_ops(graph)[1]).values()]
+    sizes = graph.tensor_bytes.copy()
+    sizes[gradients] = -(-sizes[gradients] // count)
+    return Graph.from_columns(graph.to_columns() | {"tensor_bytes": sizes})
 
 
 def _one_parameter(num_bytes: int) -> Graph:
