@@ -4,7 +4,6 @@ Layers are those of Llama 7B, and there are more or fewer of them. Steps are in 
 weights; memory is enforced by the simulator, and every plan that fits is saved, read back and replayed.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -81,15 +80,14 @@ class LayoutMemoryBenchmark(Benchmark):
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
         warm_up()
         placed: list[DeviceRow] = []
-        with tempfile.TemporaryDirectory(prefix="gdp-configs-") as directory:
-            models = _Models(Path(directory), f"?batch={self.batch}&sequence={self.sequence}")
-            for devices in self.devices:
-                cluster = Cluster.parse(devices)
-                largest = {}
-                for method in METHODS:
-                    fits = partial(self._attempt, method, devices, models=models, rows=rows, say=say)
-                    largest[method] = _largest(fits, self.most_layers, models)
-                placed.append(DeviceRow(devices, sum(device.memory_bytes for device in cluster.devices), largest))
+        models = _Models(rows.directory / "models", f"?batch={self.batch}&sequence={self.sequence}")
+        for devices in self.devices:
+            cluster = Cluster.parse(devices)
+            largest = {}
+            for method in METHODS:
+                fits = partial(self._attempt, method, devices, models=models, rows=rows, say=say)
+                largest[method] = _largest(fits, self.most_layers, models)
+            placed.append(DeviceRow(devices, sum(device.memory_bytes for device in cluster.devices), largest))
         return {
             "rows": placed,
             "methods": METHODS,
@@ -159,7 +157,7 @@ class _Models:
         """Returns the parts of the batch of the model with so many layers."""
         if num_layers not in self._parts:
             path = self._directory / str(num_layers)
-            path.mkdir()
+            path.mkdir(parents=True, exist_ok=True)
             files.write_json(path / "config.json", {**self._config, "num_hidden_layers": num_layers})
             self._parts[num_layers] = EqualParts(partial(read_part, f"hf:{path}{self._sizes}", _READING))
         return self._parts[num_layers]
