@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gdp.bench.layout_memory import METHODS, LayoutMemoryBenchmark
 from gdp.bench.measured import MeasuredBenchmark, MeasuredRun, PredictedRun, read_runs, statistics
 from gdp.bench.parallel import AUTO, OPS, OTHERS, ParallelBenchmark
 from gdp.budget import Budget
@@ -82,3 +83,23 @@ def test_our_choice_stands_beside_what_users_run(tmp_path: Path) -> None:
     assert run() == figures
     with pytest.raises(InputError, match="no model 'bogus'"):
         ParallelBenchmark(models=("bogus",))
+
+
+def test_the_largest_model_is_found_for_each_method(tmp_path: Path) -> None:
+    """Layers are added as long as they fit; our choice trains as many as any other, and a rerun is the same."""
+    # two cards of 11.2 GiB; Adam with float32 master weights holds 14 bytes a parameter, the gradient 2:
+    #   embedding and head 0.26e9, 3.9 GiB; a layer 0.20e9, 3.0 GiB
+    #   DDP holds all of it on a card: 3.9 + 2 x 3.0 fits, 3.9 + 3 x 3.0 does not
+    settings = {"devices": ("2xrtx3060-12g",), "batch": 2, "sequence": 64, "most_layers": 3}
+
+    def run() -> dict[str, object]:
+        return LayoutMemoryBenchmark(**settings, budget=Budget(simulations=20)).run(out=tmp_path)  # type: ignore[arg-type]
+
+    figures = run()
+    (row,) = figures["rows"]  # type: ignore[misc]
+    assert tuple(row["largest"]) == METHODS
+    assert (row["largest"]["ddp"]["num_layers"], row["largest"]["ddp"]["larger"]) == (2, 3)
+    assert row["largest"]["ddp"]["reason"].startswith("does not fit by")
+    assert row["largest"]["fsdp"]["num_layers"] == row["largest"][AUTO]["num_layers"] == 3
+    assert figures["num_best"] == 1
+    assert run() == figures

@@ -20,9 +20,10 @@ from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
-from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
+from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, arrangements, forced
 from gdp.search.layouts.choose import Choice, choose_layout
 from gdp.search.layouts.dispatch import best_dispatch
+from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import fewest_blocks
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.trial import DOES_NOT_FIT, NOT_ALLOWED, OK
@@ -289,6 +290,19 @@ def test_a_cpu_holds_activations_where_that_costs_least() -> None:
     fitting = {trial.layout.offload: trial.step_time_ns for trial in choice.trials if trial.status == OK}
     assert "auto" in fitting
     assert choice.plan.step_time_ns <= min(fitting.values())
+
+
+def test_estimates_count_the_gradients_that_fsdp_keeps() -> None:
+    """With ZeRO 3 a replica keeps a chunk of each gradient; what else it lacks is the layers that are gathered."""
+    # 4 layers of 10 MB: a quarter of 3 x 40 MB held and of 40 MB of gradients is 40 MB, on cards of 1 MB
+    # simulated: 2 layers gathered and one gradient are whole for a while, and a chunk of 2.5 MB is in flight
+    cluster, layout = machine_of([1.0] * 4, memory="1MB"), Layout((1,) * 4, zero=3)
+    parts = parts_of(weight_bytes=10**7, held_bytes=1)
+    estimate = Estimator(parts, cluster, Constraints()).estimate(Arrangement(layout, ((0,), (1,), (2,), (3,))))
+    assert estimate.missing_bytes == pytest.approx(39e6, rel=0.01)
+    step = Step.of(parts.exact(4), layout)
+    simulation = simulate(Problem.build(step.graph, cluster), step.replica)
+    assert estimate.missing_bytes <= simulation.missing_bytes.max() <= estimate.missing_bytes + 33e6
 
 
 def test_a_pin_keeps_replicas_away() -> None:

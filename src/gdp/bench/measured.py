@@ -175,10 +175,11 @@ def _capture(run: MeasuredRun) -> Graph:
     """Returns the step of one micro-batch, as Megatron computes it."""
     import torch
 
-    from gdp.bench.megatron_gpt import MegatronGPTConfig, build
+    from gdp.bench.megatron_gpt import build
     from gdp.models.pytorch import capture_fn
+    from gdp.models.workloads.gpt2 import GPT2Config
 
-    config = MegatronGPTConfig(
+    config = GPT2Config(
         batch_size=run.micro_batch,
         num_layers=run.layers,
         num_steps=run.sequence,

@@ -23,6 +23,7 @@ from gdp.bench.runs import Run, require_verified
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.models import workloads
+from gdp.notebook import size
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
@@ -65,7 +66,7 @@ DEVICES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt:
+class Attempt:
     """The step that a method finds for a model on devices."""
 
     status: str  # "ok", "infeasible" or "failed"
@@ -149,10 +150,11 @@ class ParallelBenchmark(Benchmark):
         cluster, whole = Cluster.parse(devices), parts.exact(1)
         name = f"{model}-on-{devices}"
         question = RivalQuestion(parts, cluster)
-        methods: dict[str, Callable[[], _Attempt]] = {
-            AUTO: lambda: _choose(text, question, self.budget),  # first, so that it reads what it needs by itself
-            OPS: lambda: _place_ops(question, self.budget),
-            **{rival: partial(_ask, rival, question) for rival in RIVALS},
+        methods: dict[str, Callable[[], Attempt]] = {
+            # first, and from parts of its own: its budget pays for what it reads
+            AUTO: lambda: choose(replace(question, parts=Parts.of_model(text, whole=whole)), self.budget),
+            OPS: lambda: place_ops(question, self.budget),
+            **{rival: partial(ask, rival, question) for rival in RIVALS},
         }
         found = {}
         for method, make in methods.items():
@@ -163,8 +165,7 @@ class ParallelBenchmark(Benchmark):
                 "gdp_version": version("gdp-placement"),
             }
             path = rows.directory / f"{re.sub('[^0-9A-Za-z.-]+', '_', f'{name}-{method}')}.plan.json.gz"
-            found[method] = rows.row(f"{name}-{method}", settings, partial(_made, make, path))
-            _verify(found[method], path, question)
+            found[method] = rows.row(f"{name}-{method}", settings, partial(made_row, make, path, question))
         ours = found.pop(AUTO)
         attempts = {**found, AUTO: ours}
         run = Run(ours["status"], ours["step_time_ns"], ours["seconds"], ours["seconds"], 0, 0, {})
@@ -182,59 +183,59 @@ class ParallelBenchmark(Benchmark):
         )
 
 
-def _made(make: Callable[[], _Attempt], path: Path) -> dict[str, Any]:
-    """Returns an attempt as a row; its plan is saved in `path`."""
+def made_row(make: Callable[[], Attempt], path: Path, question: RivalQuestion) -> dict[str, Any]:
+    """Returns an attempt as a row; its plan is saved in `path`, read back and replayed. RuntimeError if it differs."""
     attempt = make()
     plan = attempt.plan
     if plan is not None:
         plan.save(path)
     row = asdict(replace(attempt, plan=None)) | {"bound_ns": 1 if plan is None else max(plan.lower_bound_ns, 1)}
     del row["plan"]
+    if row["status"] == "ok":
+        _verify(row, path, question)
     return row
 
 
 def _verify(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> None:
-    """Raises RuntimeError unless the plan of a row that fits gives its figures again.
-
-    It is read back, and replayed on the graph that MODEL and its layout give.
-    """
-    if row["status"] != "ok":
-        return
+    """Raises RuntimeError unless the plan in `path` gives the row's figures on the graph of MODEL and its layout."""
     document = Plan.load(path).layout
     graph = question.parts.exact(1) if document is None else Step.of_document(question.parts.exact, document).graph
     require_verified(path, Problem.build(graph, question.cluster), row["step_time_ns"])
 
 
-def _place_ops(question: RivalQuestion, budget: Budget) -> _Attempt:
+def place_ops(question: RivalQuestion, budget: Budget) -> Attempt:
     """Places the ops of the whole step."""
     began, whole = time.monotonic(), question.parts.exact(1)
     return _attempt(place(whole, question.cluster, budget=budget), str(Layout()), began)
 
 
-def _choose(text: str, question: RivalQuestion, budget: Budget) -> _Attempt:
+def choose(question: RivalQuestion, budget: Budget) -> Attempt:
     """Chooses a layout and its placement: our answer."""
     began = time.monotonic()
-    parts = Parts.of_model(text, whole=question.parts.exact(1))
-    choice = choose_layout(parts, question.cluster, budget=budget)
+    choice = choose_layout(question.parts, question.cluster, budget=budget)
     return _attempt(choice.plan, str(choice.trial.layout), began)
 
 
-def _attempt(plan: Plan, layout: str, began: float) -> _Attempt:
+def _attempt(plan: Plan, layout: str, began: float) -> Attempt:
     seconds = time.monotonic() - began
     if plan.status == "ok":
-        return _Attempt("ok", plan.step_time_ns, layout, "", seconds, plan)
-    return _Attempt("infeasible", plan.step_time_ns, layout, "does not fit", seconds, None)
+        return Attempt("ok", plan.step_time_ns, layout, "", seconds, plan)
+    assert plan.search is not None, "it was searched for"
+    missing = plan.search.missing_bytes
+    fullest = int(missing.argmax())
+    reason = f"does not fit by {size(int(missing[fullest]))} on {plan.devices[fullest]}"
+    return Attempt("infeasible", plan.step_time_ns, layout, reason, seconds, None)
 
 
-def _ask(rival: str, question: RivalQuestion) -> _Attempt:
+def ask(rival: str, question: RivalQuestion) -> Attempt:
     began = time.monotonic()
     step = RIVALS[rival](question)
     seconds, simulation = time.monotonic() - began, step.simulation
     layout = "" if step.layout is None else str(step.layout)
     if simulation is None:
-        return _Attempt("failed", None, layout, step.reason, seconds, None)
+        return Attempt("failed", None, layout, step.reason, seconds, None)
     if not step.fits:
-        return _Attempt("infeasible", simulation.step_time_ns, layout, step.reason, seconds, None)
+        return Attempt("infeasible", simulation.step_time_ns, layout, step.reason, seconds, None)
     assert step.step is not None, "it was simulated"
     plan = replace(plan_of(simulation, 0, rival, 0), layout=step.step.document())
-    return _Attempt("ok", simulation.step_time_ns, layout, "", seconds, plan)
+    return Attempt("ok", simulation.step_time_ns, layout, "", seconds, plan)

@@ -285,6 +285,24 @@ def bench_parallel(
     return _answer(benchmark, out, rows, json)
 
 
+@bench_app.command("layout-memory")
+def bench_layout_memory(
+    devices: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="DEVICES each. Default: 8 cards of 24 and 40 GB.")
+    ] = None,
+    budget: BudgetOption = "10s",
+    out: OutOption = None,
+    rows: RowsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """The largest Llama that trains on a set of cards: our choice against DDP, ZeRO 1, FSDP and Megatron's grids."""
+    from gdp.bench.layout_memory import LayoutMemoryBenchmark
+    from gdp.budget import Budget
+
+    chosen = _names(devices, LayoutMemoryBenchmark().devices)
+    return _answer(LayoutMemoryBenchmark(budget=Budget.parse(budget), devices=chosen), out, rows, json)
+
+
 @bench_app.command("measured")
 def bench_measured(
     runs: Annotated[Path, typer.Option(metavar="CSV", help="Measured steps: sizes, ways to be parallel, a time.")],

@@ -59,7 +59,7 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None) -> int:
         failure = None
         if fits:
             files = files.sparing_others(simulation.problem.graph)
-            failure = files.write(KeptAnswer(plan, None, ()), simulation)
+            failure = files.write(KeptAnswer(plan, None, ()), simulation, choice)
         interrupted = stop.is_set()
     if ":" in request.model and trial.layout.num_parts > 1:
         log(f"gdp: note: {request.model}: parts of the batch are parts of inputs along their first dimension")

@@ -15,6 +15,7 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.planning.plan_cache import KeptAnswer
+    from gdp.search.layouts.choose import Choice
     from gdp.simulator.simulate import Simulation
 
 
@@ -71,8 +72,13 @@ class PlanFiles:
             note = f"gdp: note: {' and '.join(map(str, first))} {verb}; this plan will be {plan}"
         return PlanFiles(plan, kept, None, None, False, note)
 
-    def write(self, answer: "KeptAnswer", simulation: "Simulation") -> InputError | None:
-        """Writes all of them, the plan first; returns the error that ended it, if any."""
+    def write(
+        self, answer: "KeptAnswer", simulation: "Simulation", choice: "Choice | None" = None
+    ) -> InputError | None:
+        """Writes all of them, the plan first; returns the error that ended it, if any.
+
+        The report shows the `choice` of a layout.
+        """
         from gdp.report.page import write_page
         from gdp.report.page_data import PageData
         from gdp.report.progress import StatusLine, live
@@ -80,7 +86,7 @@ class PlanFiles:
         if self.note:
             log(self.note)
         problem = simulation.problem
-        data = PageData(answer.plan, simulation, answer.progress, answer.advice)
+        data = PageData(answer.plan, simulation, answer.progress, answer.advice, choice=choice)
         steps: list[tuple[Path | None, Callable[[Path], None]]] = [
             (self.plan, answer.plan.save),
             (self.graph, problem.graph.save),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.graph.graph import Graph
 
 _PARAMETER = "parameter"
@@ -19,15 +20,22 @@ class HeldMemory:
 
     @classmethod
     def of(cls, graph: Graph) -> "HeldMemory":
-        """Divides the resident bytes of `graph`; a parameter has more than its own tensor if it has optimizer state."""
+        """Divides the resident bytes of `graph`."""
+        return cls(*(int(held.sum()) for held in cls.by_op(graph)))
+
+    @staticmethod
+    def by_op(graph: Graph) -> tuple[I64, I64, I64]:
+        """Returns the bytes [N] of parameters, of optimizer state and of others that each op holds.
+
+        A parameter has more than its own tensor if it has optimizer state.
+        """
         is_parameter = np.array([kind == _PARAMETER for kind in graph.kinds], np.bool_)
         own = np.zeros(graph.num_ops, np.int64)  # bytes of the first resident tensor of each op: the parameter itself
         tensors = np.flatnonzero(graph.is_resident)[::-1]
         own[graph.producers[tensors]] = graph.tensor_bytes[tensors]
         own = np.minimum(own, graph.resident_bytes)
-        parameters = int(own[is_parameter].sum())
-        state = int((graph.resident_bytes - own)[is_parameter].sum())
         # a parameter without a resident tensor is one that nothing reads, or comes from another program
-        unread = int(graph.resident_bytes[is_parameter & (own == 0)].sum())
-        total = int(graph.resident_bytes.sum())
-        return cls(parameters + unread, state - unread, total - parameters - state)
+        own = np.where(own == 0, graph.resident_bytes, own)
+        parameters = np.where(is_parameter, own, 0)
+        state = np.where(is_parameter, graph.resident_bytes - own, 0)
+        return parameters, state, graph.resident_bytes - parameters - state

@@ -15,6 +15,7 @@ from gdp.report.tables import format_gib, format_ms, new_table
 from gdp.search.layouts.choose import Choice
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.trial import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Trial
+from gdp.simulator.plan import Plan
 
 _MOST_ROWS = 12  # of the table; all are in --json
 _MOST_NAMED = 3  # modules
@@ -106,7 +107,7 @@ def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iter
             f"this plan is at most {above:.1%} above."
         )
     table = new_table("layout", ">replica on", ">step time", ">fullest device", "limit")
-    rows = list({(str(row.layout), len(row.devices[0])): row for row in reversed(choice.trials)}.values())[::-1]
+    rows = _distinct(choice)
     for row in rows[:_MOST_ROWS]:
         fullest = "-"
         if row.candidate is not None:
@@ -167,3 +168,42 @@ def choice_document(choice: Choice) -> dict[str, Any]:
             for row in choice.trials
         ],
     }
+
+
+def layout_document(plan: Plan, choice: Choice | None) -> dict[str, Any] | None:
+    """Returns the layout of a plan for a page, in words and as `--parallel` takes it; None where it has none.
+
+    A `choice` adds the layouts that were looked at and the bound of all layouts.
+    """
+    if plan.layout is None and choice is None:
+        return None
+    layout = Layout() if plan.layout is None else Layout.of_document(plan.layout)
+    places = None if plan.layout is None else plan.layout.get("places")
+    num_places = len(choice.trial.devices[0]) if choice else max(places) + 1 if places else 1
+    rows = [] if choice is None else _distinct(choice)
+    return {
+        "words": in_words(layout, num_places),
+        "option": str(layout),
+        "zero": layout.zero,
+        "replicas": layout.data,
+        "bound_ns": 0 if choice is None else choice.layout_bound_ns,
+        "rows": [
+            {
+                "option": str(row.layout),
+                "devices": len(row.devices[0]),
+                "status": row.status,
+                "ns": None if row.status == NOT_ALLOWED else row.step_time_ns,
+                "fullest": None if row.candidate is None else int(row.candidate.replay.peak_memory_bytes.max()),
+                "limit": limit(row),
+                "plan": choice is not None and row is choice.trial,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _distinct(choice: Choice) -> list[Trial]:
+    """Returns the trials, the best first, the best of those with one layout and as many devices a replica."""
+    return list(
+        {(str(row.layout), len(row.devices[0])): row for row in reversed([choice.trial, *choice.trials])}.values()
+    )[::-1]

@@ -25,7 +25,20 @@ from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import replay
 
-SCRIPTS = ("core", "palette", "lanes", "timeline", "memory", "charts", "modules", "layers", "graph", "path", "main")
+SCRIPTS = (
+    "core",
+    "palette",
+    "replicas",
+    "lanes",
+    "timeline",
+    "memory",
+    "charts",
+    "modules",
+    "layers",
+    "graph",
+    "path",
+    "main",
+)
 """Parts of the page's own script, `report-*.js`, in the order in which they are put together."""
 
 
@@ -63,6 +76,8 @@ def render(data: PageData) -> str:
         "title": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}: gdp report"),
         "style": style,
         "heading": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}"),
+        "layout": html.escape(_layout(document["layout"])),
+        "layout_hidden": "" if document["layout"] else " hidden",
         "bound": html.escape(document["bound"]),
         "headline": html.escape(document["headline"]),
         "reasons": html.escape("; ".join(document["reasons"])),
@@ -103,3 +118,9 @@ def _about(document: dict[str, Any]) -> str:
         f"{document['ops']:,} ops, {document['tensors']:,} tensors, {document['transfers']:,} transfers. Placer "
         f"{short(document['placer'])}, seed {document['seed']}{found}; gdp {short(document['version'])}."
     )
+
+
+def _layout(layout: dict[str, Any] | None) -> str:
+    if layout is None:
+        return ""
+    return f"{layout['words'][0].upper()}{layout['words'][1:]} (--parallel {layout['option']})."

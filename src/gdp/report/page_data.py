@@ -16,10 +16,15 @@ from gdp.planning.advice import Advice
 from gdp.report import sentences
 from gdp.report.advice import advice_document, advice_sentences
 from gdp.report.columns import pack
+from gdp.report.copies import Copies
+from gdp.report.exchanges import exchanges_document
+from gdp.report.layouts import layout_document
 from gdp.report.limits import Limits
 from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
+from gdp.report.memory_parts import MemoryParts
 from gdp.report.tables import short, writable
 from gdp.report.waits import Waits
+from gdp.search.layouts.choose import Choice
 from gdp.search.place import Progress
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.simulate import NEVER, Simulation
@@ -38,6 +43,7 @@ class PageData:
     advice: Advice | None = None
     run: Mapping[str, Any] | None = None  # the output of `gdp run --json`
     compared: Mapping[str, Baseline] | None = None  # other placers, run for the report
+    choice: Choice | None = None  # of the layout, with the others that were looked at
 
     @property
     def baselines(self) -> Mapping[str, Baseline]:
@@ -61,6 +67,9 @@ def summary(data: PageData) -> dict[str, Any]:
     problem = simulation.problem
     allocations = Allocations.of(simulation)
     curves = memory_curves(simulation, allocations)
+    parts = MemoryParts.of(simulation, allocations)
+    copies = Copies(simulation)
+    replicas = copies.device_replicas().tolist()
     counts = np.bincount(simulation.placement, minlength=problem.num_devices).tolist()
     search = plan.search
     devices = [
@@ -70,6 +79,8 @@ def summary(data: PageData) -> dict[str, Any]:
             "busy": float(simulation.busy_fraction[number]),
             "ops": counts[number],
             "limit": int(problem.memory_limit_bytes[number]),
+            "replica": replicas[number],
+            "parts": parts.at(number, curves[number].peak_ns),
             **_peak(simulation, allocations, curves[number]),
         }
         for number, device in enumerate(problem.cluster.devices)
@@ -98,7 +109,13 @@ def summary(data: PageData) -> dict[str, Any]:
         "version": writable(plan.gdp_version),
         "headline": sentences.headline(plan.step_time_ns, data.baselines),
         "reasons": [writable(short(reason)) for reason in simulation.reasons],
-        "bound": sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, sentences.num_microbatches(simulation)),
+        "bound": sentences.of_bound(
+            plan.step_time_ns, plan.lower_bound_ns, sentences.num_microbatches(simulation), copies.num_replicas
+        ),
+        "layout": layout_document(plan, data.choice),
+        "replicas": copies.num_replicas,
+        "alike": copies.are_alike(),
+        "exchanges": exchanges_document(simulation),
         "sentences": [
             writable(str(_shortened(Limits.of(simulation)))),
             *(
@@ -134,7 +151,9 @@ def columns(data: PageData) -> str:
     lanes = transfer_lanes(simulation)
     kinds, kind_of = _numbered(graph.kinds)
     modules, module_of = _numbered(graph.modules)
-    phases, phase_of = _numbered(graph.phases)
+    copies = Copies(simulation)
+    phases, phase_of = _numbered(copies.phases())
+    names, name_of, name_microbatch = copies.names()
     made_bytes = np.zeros(graph.num_ops, np.int64)
     owned = graph.view_of < 0
     np.add.at(made_bytes, graph.producers[owned], graph.tensor_bytes[owned])
@@ -145,7 +164,7 @@ def columns(data: PageData) -> str:
     microbatch = simulation.problem.microbatch
     has_microbatches = sentences.num_microbatches(simulation) > 1
     header = {
-        "names": [writable(name) for name in graph.op_names],
+        "names": names,
         "kinds": kinds,
         "modules": modules,
         "phases": phases,
@@ -157,6 +176,9 @@ def columns(data: PageData) -> str:
     return pack(
         header,
         {
+            "name": ("i4", name_of),
+            "nameMicrobatch": ("i4", name_microbatch if name_microbatch.any() else []),
+            "replica": ("i4", copies.replica if copies.num_replicas > 1 else []),
             "kind": ("i4", kind_of),
             "module": ("i4", module_of),
             "phase": ("u1", phase_of),
@@ -217,11 +239,9 @@ def _peak(simulation: Simulation, allocations: Allocations, curve: MemoryCurve) 
     """Returns the memory of a device at its peak, with the largest tensors."""
     graph = simulation.problem.graph
     rows = alive_at(allocations, curve.device, curve.peak_ns)
-    sizes, copies = allocations.sizes_bytes[rows], allocations.is_copy[rows]
-    kept = allocations.until_ns[rows] == NEVER
     alive = [
         {
-            "op": writable(graph.op_names[graph.producers[allocations.tensors[row]]]),
+            "op": int(graph.producers[allocations.tensors[row]]),
             "bytes": int(allocations.sizes_bytes[row]),
             "copy": bool(allocations.is_copy[row]),
             "from": int(allocations.from_ns[row]),
@@ -232,10 +252,6 @@ def _peak(simulation: Simulation, allocations: Allocations, curve: MemoryCurve) 
     return {
         "peak": curve.peak_bytes,
         "peak_at": curve.peak_ns,
-        "resident": curve.resident_bytes,
-        "copies": int(sizes[copies].sum()),
-        "kept": int(sizes[kept & ~copies].sum()),
-        "passing": int(sizes[~kept & ~copies].sum()),
         "alive": alive,
         "alive_more": max(len(rows) - _LISTED, 0),
     }

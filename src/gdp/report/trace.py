@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gdp.report.copies import Copies
 from gdp.report.memory_curves import Allocations, memory_curves
 from gdp.report.page_data import transfer_lanes
 from gdp.report.tables import writable
@@ -57,8 +58,12 @@ def _ops(simulation: Simulation) -> Iterator[dict[str, Any]]:
     graph = simulation.problem.graph
     waits = Waits.of(simulation)
     starts, ends = simulation.op_start_ns.tolist(), simulation.op_finish_ns.tolist()
+    copies = Copies(simulation)
+    names, base, _ = copies.names()
+    microbatches = simulation.problem.microbatch.tolist() if copies.has_copies else []
+    replicas = copies.replica.tolist() if copies.num_replicas > 1 else []
     ready, after, devices = waits.ready_ns.tolist(), waits.after.tolist(), simulation.placement.tolist()
-    for op, name in enumerate(graph.op_names):
+    for op, number in enumerate(base.tolist()):
         args = {
             "kind": _shown(graph.kinds[op]),
             "module": _shown(graph.modules[op]),
@@ -66,10 +71,12 @@ def _ops(simulation: Simulation) -> Iterator[dict[str, Any]]:
             "flops": int(graph.flops[op]),
             "ready_ns": ready[op],
             "waited_for": _WHY.get(after[op], "an input"),
+            **({"micro-batch": microbatches[op]} if microbatches and microbatches[op] >= 0 else {}),
+            **({"replica": replicas[op]} if replicas else {}),
         }
         yield {
             "ph": "X",
-            "name": _shown(name),
+            "name": _shown(names[number]),
             "cat": graph.phases[op] or "op",
             "pid": _DEVICES,
             "tid": devices[op] + 1,

@@ -46,12 +46,15 @@ class GPT2(nn.Module):
         )
         self.norm = nn.LayerNorm(config.hidden)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def scores(self, tokens: Tensor) -> Tensor:
+        """Returns the scores of all words after each of the tokens: [tokens, vocabulary]."""
         x = self.dropout(self.words(tokens) + self.positions)
         for layer in self.layers:
             x = layer(x)
-        scores = functional.linear(self.norm(x).flatten(0, -2), self.words.weight)
-        return functional.cross_entropy(scores, targets.flatten())
+        return functional.linear(self.norm(x).flatten(0, -2), self.words.weight)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.scores(tokens), targets.flatten())
 
 
 def build(config: GPT2Config) -> Example:

@@ -15,6 +15,8 @@ function cards() {
     ...against(timeOf("expert"), "speed-up over the paper's expert"), ...(best ? against(best.ns, `speed-up over the best baseline (${middle(best.name, 30)})`) : []),
     [gap, summary.bound_ns ? `at most, above the lower bound of ${time(summary.bound_ns)} for this graph on these devices` : "lower bound 0: the distance to the optimum"],
   ];
+  const bound = summary.layout?.bound_ns;
+  if (bound) items.push([percentAbove(Math.max(summary.step_ns / bound - 1, 0)), `at most, above the lower bound of ${time(bound)} for any layout of this batch on these devices`]);
   $("cards").replaceChildren(...items.map(([value, text]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, text))));
 }
 
@@ -59,6 +61,7 @@ function advice() {
   const place = $("advice");
   if (!summary.advice) {
     place.append(element("p", { class: "quiet" }, summary.reasons.length ? "Other machines are tried for plans that fit."
+      : summary.layout ? "No other machines are tried for a step that is cut by --parallel."
       : "Not asked. gdp place tries other machines after its search (a device less, a device more, faster links, more memory) and shows them here, " +
         "unless --no-advice is given; a plan file alone does not hold them."));
     return;

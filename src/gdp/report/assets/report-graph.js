@@ -4,8 +4,16 @@ const MOST_NODES = 60, AT_FIRST = [8, 16], LAYERS_AT_FIRST = [26, 50], MOST_BUTT
 class GraphView {
   constructor(data, tree) {
     this.data = data;
-    this.tree = tree;
     this.forward = data.phases.indexOf("forward");
+    this.take(tree);
+    this.chart = chart("graph", this.height, width => this.option(width));
+    this.chart.on("click", event => event.dataType === "node" && this.toggle(this.nodes[event.dataIndex].node));
+  }
+
+  // the modules to draw
+  take(tree) {
+    const data = this.data;
+    this.tree = tree;
     this.leafPaths = data.modules.map((_, number) => {
       const nodes = [];
       let node = tree.root;
@@ -15,8 +23,10 @@ class GraphView {
     this.closeAll();
     this.spread();
     this.build();
-    this.chart = chart("graph", this.height, width => this.option(width));
-    this.chart.on("click", event => event.dataType === "node" && this.toggle(this.nodes[event.dataIndex].node));
+  }
+
+  show(tree) {
+    this.change(() => this.take(tree));
   }
 
   // as high as its bands of devices, few nodes less
@@ -88,6 +98,7 @@ class GraphView {
     // of an open module only what is in none of its children
     const parts = seen.map(node => Object.assign(new ModuleNode(node.name, this.open.has(node) ? `${node.path}: its own ops` : node.path), { node }));
     for (let op = 0; op < data.module.length; op++) {
+      if (!isShown(data.device[op])) continue;
       const number = numberOf[data.module[op]], totals = first[number], ns = data.finish[op] - data.start[op] + 1e-3;
       parts[number].add(data, op);
       const at = data.phase[op] === this.forward ? 0 : 2;
@@ -95,13 +106,14 @@ class GraphView {
       totals[at + 1] += ns;
     }
     const meanStart = node => first[node][1] ? first[node][0] / first[node][1] : first[node][2] / Math.max(first[node][3], 1e-3);
-    const order = [...seen.keys()].sort((a, b) => parts[b].ns - parts[a].ns).slice(0, MOST_NODES).sort((a, b) => meanStart(a) - meanStart(b));
+    const order = [...seen.keys()].filter(number => parts[number].ops).sort((a, b) => parts[b].ns - parts[a].ns).slice(0, MOST_NODES).sort((a, b) => meanStart(a) - meanStart(b));
     const rank = new Int32Array(seen.length).fill(-1);
     order.forEach((node, at) => rank[node] = at);
-    this.hidden = seen.length - order.length;
+    this.hidden = parts.filter(part => part.ops).length - order.length;
     this.nodes = order.map(number => parts[number]);
     const flows = new Map();
     for (let edge = 0; edge < data.edgeFrom.length; edge++) {
+      if (!isShown(data.device[data.edgeFrom[edge]])) continue;
       const a = rank[numberOf[data.module[data.edgeFrom[edge]]]], b = rank[numberOf[data.module[data.edgeTo[edge]]]];
       if (a < 0 || b < 0 || a === b) continue;
       const key = a < b ? a * MOST_NODES + b : b * MOST_NODES + a;

@@ -8,27 +8,37 @@ const BAND = 26, FOLDED_BAND = 32, MOST_CHANNELS = 64;
 // A row is {name, isDevice, items, starts, ends, latest, top, height}; items are numbers of ops or transfers, by start.
 function layOut(data, isFolded) {
   const band = isFolded && data.lanes.length ? FOLDED_BAND : BAND;
-  const rows = summary.devices.map((device, number) => {
+  const devices = shownDevices();
+  const rows = devices.map((number, at) => {
     const items = data.order.subarray(data.orderOffsets[number], data.orderOffsets[number + 1]);
-    return { ...lane(device.name, true, items, data.start, data.finish), top: band * number + 2, height: band === BAND ? 22 : 21 };
+    return { ...lane(summary.devices[number].name, true, items, data.start, data.finish), device: number, top: band * at + 2, height: band === BAND ? 22 : 21 };
   });
-  const bands = summary.devices.map(device => device.name);
+  const bands = devices.map(number => summary.devices[number].name);
   if (isFolded) {
-    const sent = summary.devices.map(() => []);
-    for (const transfer of [...data.sentStart.keys()].sort((a, b) => data.sentStart[a] - data.sentStart[b])) sent[data.from[transfer]].push(transfer);
-    sent.forEach((items, device) => items.length &&
-      rows.push({ ...lane(`from ${summary.devices[device].name}`, false, items, data.sentStart, data.sentEnd), top: band * device + 24, height: 6 }));
+    const sent = sentByDevice(data);
+    devices.forEach((device, at) => sent[device].length &&
+      rows.push({ ...lane(`from ${summary.devices[device].name}`, false, sent[device], data.sentStart, data.sentEnd), top: band * at + 24, height: 6 }));
     return { rows, bands, band };
   }
-  const sizes = data.lanes.map((_, number) => data.laneOffsets[number + 1] - data.laneOffsets[number]);
-  const busiest = new Set([...sizes.keys()].sort((a, b) => sizes[b] - sizes[a]).slice(0, MOST_CHANNELS));
+  const isSeen = sent => isShown(data.from[sent]) || isShown(data.to[sent]);
+  const lanes = data.lanes.map((_, number) => data.laneTransfers.subarray(data.laneOffsets[number], data.laneOffsets[number + 1]).filter(isSeen));
+  const busiest = new Set([...lanes.keys()].filter(number => lanes[number].length).sort((a, b) => lanes[b].length - lanes[a].length).slice(0, MOST_CHANNELS));
   data.lanes.forEach((name, number) => {
     if (!busiest.has(number)) return;
-    const items = data.laneTransfers.subarray(data.laneOffsets[number], data.laneOffsets[number + 1]);
+    const items = lanes[number];
     rows.push({ ...lane(name, false, items, data.sentStart, data.sentEnd), top: band * bands.length + 6, height: 14 });
     bands.push(name);
   });
   return { rows, bands, band };
+}
+
+// the transfers from each device, by start
+function sentByDevice(data) {
+  if (!data.sentByDevice) {
+    data.sentByDevice = summary.devices.map(() => []);
+    for (const transfer of [...data.sentStart.keys()].sort((a, b) => data.sentStart[a] - data.sentStart[b])) data.sentByDevice[data.from[transfer]].push(transfer);
+  }
+  return data.sentByDevice;
 }
 
 // Stretches of a device's row with one label and colour: {starts, ends, labels, colours}; short idle times do not end one.

@@ -4,7 +4,7 @@ const MOST_CELLS = 1200, SMALL_CELLS = 150, MOST_TOLD = 12;
 // [L] {ns, ops, resident, byDevice}, as modules have them
 function layerNodes(data) {
   const nodes = data.layers.map(name => new ModuleNode(name, name));
-  for (let op = 0; op < data.module.length; op++) nodes[data.layerOf[data.module[op]]]?.add(data, op);
+  for (let op = 0; op < data.module.length; op++) if (isShown(data.device[op])) nodes[data.layerOf[data.module[op]]]?.add(data, op);
   return nodes;
 }
 
@@ -42,7 +42,7 @@ function showLayers(data, onLayers) {
     cells[to].focus();
   });
   const devices = deviceLegend(data, nodes);
-  $("layers").replaceChildren(strip, summary.devices.length > MOST_TOLD ? element("details", {}, element("summary", {}, "Layers of each device"), devices) : devices);
+  $("layers").replaceChildren(strip, shownDevices().length > MOST_TOLD ? element("details", {}, element("summary", {}, "Layers of each device"), devices) : devices);
   const split = nodes.filter(isSplit).length;
   if (split) $("layers").append(element("p", { class: "quiet" },
     `${split} of ${nodes.length} ${split === 1 ? "is" : "are"} on several devices: the heights of the colours are shares of the time.`));
@@ -80,7 +80,8 @@ function layerCell(data, nodes, layers, list, isSmall, onLayers) {
 function deviceLegend(data, nodes) {
   const place = element("div", { class: "legend" });
   const lists = new Set(data.layerLists.filter(Boolean));
-  legend(place, summary.devices.map((device, number) => {
+  legend(place, shownDevices().map(number => {
+    const device = summary.devices[number];
     const parts = [];
     let total = 0;
     for (let layer = 0; layer < nodes.length; layer++) {

@@ -5,13 +5,26 @@ async function main() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   cards();
   advice();
+  layouts();
   const data = await unpack($("columns").textContent);
   $("columns").remove();
   $("colour").append(...colourings(data).map(by => element("option", { value: by }, by)));
-  showLayers(data, (name, layers) => find(timeline, name, op => layers.has(data.layerOf[data.module[op]])));
-  let memory = null;
+  const onLayers = (name, layers) => find(timeline, name, op => layers.has(data.layerOf[data.module[op]]));
+  let memory = null, graph = null;
+  replicaTools(() => {
+    showLayers(data, onLayers);
+    timeline.show();
+    memory?.show();
+    exchanges(timeline);
+    const tree = moduleTree(data);
+    showModules(tree, onModule);
+    graph?.show(tree);
+  });
+  showLayers(data, onLayers);
   const timeline = new Timeline(data, view => memory?.zoomTo(view));
+  const onModule = path => path === OUTSIDE ? find(timeline, path, op => data.modules[data.module[op]] === "") : find(timeline, path);
   controls(timeline);
+  exchanges(timeline);
   performance.mark("timeline-drawn");
   await new Promise(done => setTimeout(done)); // what is on the screen first is painted first
   progress(); // leaves its place to the placers where nothing is known of the search
@@ -20,8 +33,8 @@ async function main() {
   memory = new MemoryChart(data);
   showPath(data, timeline);
   const tree = moduleTree(data);
-  showModules(tree, path => path === OUTSIDE ? find(timeline, path, op => data.modules[data.module[op]] === "") : find(timeline, path));
-  const graph = new GraphView(data, tree);
+  showModules(tree, onModule);
+  graph = new GraphView(data, tree);
   let timer = 0;
   let width = innerWidth;
   addEventListener("resize", () => {

@@ -44,6 +44,7 @@ function moduleTree(data) {
     return node;
   });
   for (let op = 0; op < data.module.length; op++) {
+    if (!isShown(data.device[op])) continue;
     const parts = leaf[data.module[op]].parts;
     let node = root;
     for (let depth = 0; ; depth++) {
@@ -57,9 +58,9 @@ function moduleTree(data) {
 
 function showModules(tree, onSearch) {
   const total = Math.max(tree.root.ns, 1);
-  legend($("modules-legend"), summary.devices.map((device, number) => ({ name: device.name, colour: deviceColour(number) })));
+  legend($("modules-legend"), shownDevices().map(number => ({ name: summary.devices[number].name, colour: deviceColour(number) })));
   const fill = (place, node, level) => {
-    const children = [...node.children.values()].sort((a, b) => b.ns - a.ns);
+    const children = [...node.children.values()].filter(child => child.ops).sort((a, b) => b.ns - a.ns);
     for (const child of children.slice(0, 200)) place.append(moduleRow(child, level, total, fill, onSearch));
     if (children.length > 200) place.append(element("div", { class: "quiet" }, `and ${count(children.length - 200, "smaller module")}`));
   };
@@ -69,12 +70,13 @@ function showModules(tree, onSearch) {
     lead.push(root);
   }
   const place = $("modules");
+  place.replaceChildren();
   if (lead.length) fill(place, tree.root, 1);
   else fill(place, root, 1);
   // modules that hold all others are open
   for (let at = 0; at < lead.length && at < 5; at++) [...place.querySelectorAll("[aria-expanded=false]")][0]?.click();
   place.querySelector(".node")?.setAttribute("tabindex", "0");
-  place.addEventListener("keydown", event => moduleKey(place, event));
+  place.onkeydown = event => moduleKey(place, event);
 }
 
 function moduleRow(node, level, total, fill, onSearch) {

@@ -2,7 +2,7 @@
 const OKABE_ITO = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442"];
 const OTHER = "#8d95a3";
 const SCALE = ["#0072b2", "#56b4e9", "#009e73", "#e6c229", "#d55e00", "#cc79a7"]; // of layers, from the first to the last
-const PHASES = { forward: 0, backward: 1, update: 2 };
+const PHASES = { forward: 0, backward: 1, recomputed: 2, update: 3, exchange: 4 };
 const MOST_LISTED = 12; // layers that a legend names one by one
 
 const deviceColour = device => device < 7 ? OKABE_ITO[device] : device === 7 ? OTHER : mix(device);
@@ -90,7 +90,7 @@ function byLayer(data) {
 
 function byMicrobatch(data) {
   const number = data.microbatch.reduce((most, value) => Math.max(most, value), 0) + 1, hues = Math.min(number, 7);
-  const isLate = data.phases.map(phase => phase === "backward" || phase === "update");
+  const isLate = data.phases.map(phase => ["backward", "recomputed", "update"].includes(phase));
   const colours = OKABE_ITO.slice(0, hues).flatMap(colour => [colour, darker(colour, 0.62)]);
   const names = OKABE_ITO.slice(0, hues).map((colour, hue) => ({
     name: `micro-batch ${hue}${number > hue + 7 ? `, ${hue + 7}${number > hue + 14 ? ", …" : ""}` : ""}`,

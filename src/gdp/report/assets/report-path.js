@@ -96,12 +96,14 @@ const WHY = ["at the start", "when its input was made", "when its input came", "
 
 function pathRow(data, run, timeline) {
   const what = run.isTransfer
-    ? `${middle(summary.devices[run.device].name, 30)} → ${middle(summary.devices[run.to].name, 30)}: ${run.items.length > 1 ? `${run.items.length} transfers, first ` : ""}output of ${middle(data.names[run.op], 80)}`
-    : `${middle(summary.devices[run.device].name, 30)}: ${run.items.length > 1 ? `${count(run.items.length, "op")} of ${middle(data.modules[data.module[run.op]] || "no module", 80)}, first ` : ""}${middle(data.names[run.op], 80)}`;
+    ? `${middle(summary.devices[run.device].name, 30)} → ${middle(summary.devices[run.to].name, 30)}: ${run.items.length > 1 ? `${run.items.length} transfers, first ` : ""}output of ${middle(nameOf(data, run.op), 80)}`
+    : `${middle(summary.devices[run.device].name, 30)}: ${run.items.length > 1 ? `${count(run.items.length, "op")} of ${middle(data.modules[data.module[run.op]] || "no module", 80)}, first ` : ""}${middle(nameOf(data, run.op), 80)}`;
   const show = element("button", { type: "button", title: "Show it in the timeline" }, "show");
   show.addEventListener("click", () => {
+    showDevice(run.device);
     timeline.zoomTo(run.from - (run.until - run.from) * 0.5, run.until + (run.until - run.from) * 0.5);
-    if (!run.isTransfer) timeline.choose(run.device, timeline.rows[run.device].items.indexOf(run.op), false);
+    const row = timeline.rowOf(run.device);
+    if (!run.isTransfer) timeline.choose(row, timeline.rows[row].items.indexOf(run.op), false);
     $("timeline-section").scrollIntoView();
   });
   return element("div", { class: "path-row" }, element("span", { class: "number" }, time(run.from)), element("span", { class: "number" }, `+ ${time(run.until - run.from)}`),

@@ -83,10 +83,27 @@ class Timeline {
   // one row for each channel, or what a device sends under its own row
   fold(isFolded) {
     if (this.chosen && !this.rows[this.chosen.row].isDevice) this.chosen = null;
+    this.layOut(isFolded);
+  }
+
+  layOut(isFolded) {
     Object.assign(this, layOut(this.data, isFolded), { isFolded });
     this.place.style.height = `${this.height}px`;
     draw(this.chart);
     this.chart.resize(); // draws too, so not before
+  }
+
+  // other devices
+  show() {
+    this.chosen = this.stretches = null;
+    $("details").replaceChildren(element("p", { class: "quiet" }, "No op is chosen."));
+    this.layOut(this.isFolded);
+    if (this.matches) this.search(...this.searched);
+  }
+
+  // the row of a device, -1 if it is not shown
+  rowOf(device) {
+    return this.rows.findIndex(row => row.isDevice && row.device === device);
   }
 
   option(width) {
@@ -147,7 +164,7 @@ class Timeline {
   // labels on the stretches that are wide enough
   write(low, high, offset, scale) {
     const { of, colours, label } = this.colours;
-    this.stretches ??= this.rows.filter(row => row.isDevice).map(row => stretches(row, op => of[op], label));
+    this.stretches ??= this.rows.filter(row => row.isDevice).map(row => stretches(row, op => of[op], label)); // rows of devices are first
     const inks = colours.map(inkOn);
     let left = MOST_LABELS;
     this.stretches.forEach(({ starts, ends, labels, colours: numbers }, device) => {
@@ -251,7 +268,8 @@ class Timeline {
   }
 
   chooseOp(op) {
-    const row = this.data.device[op];
+    showDevice(this.data.device[op]);
+    const row = this.rowOf(this.data.device[op]);
     const index = this.rows[row].items.indexOf(op), long = Math.max(this.data.finish[op] - this.data.start[op], 50);
     const span = Math.max(Math.min(this.view[1] - this.view[0], 60 * long), 4 * long, this.step / 1000);
     const at = this.data.start[op] + long / 2;
@@ -268,13 +286,15 @@ class Timeline {
   search(text, isWanted = null) {
     const data = this.data, wanted = text.trim().toLowerCase();
     this.matches = null;
+    this.searched = [text, isWanted];
     this.found = [];
     if (wanted) {
       const has = names => names.map(name => name.toLowerCase().includes(wanted));
-      const inModule = has(data.modules), inKind = has(data.kinds);
-      this.matches = new Uint8Array(data.names.length);
-      for (let op = 0; op < data.names.length; op++) {
-        if (isWanted ? isWanted(op) : inModule[data.module[op]] || inKind[data.kind[op]] || data.names[op].toLowerCase().includes(wanted)) {
+      const inModule = has(data.modules), inKind = has(data.kinds), inName = has(data.names);
+      this.matches = new Uint8Array(data.name.length);
+      for (let op = 0; op < data.name.length; op++) {
+        if (!isShown(data.device[op])) continue;
+        if (isWanted ? isWanted(op) : inModule[data.module[op]] || inKind[data.kind[op]] || inName[data.name[op]]) {
           this.matches[op] = 1;
           this.found.push(op);
         }
@@ -301,9 +321,10 @@ function facts(name, rows, sentence) {
 
 function describeOp(data, op) {
   const device = summary.devices[data.device[op]].name;
-  return facts(data.names[op], [
+  return facts(data.names[data.name[op]], [
     ["kind", middle(data.kinds[data.kind[op]], 200)], ["module", middle(data.modules[data.module[op]], 200)],
-    ["phase", data.phases[data.phase[op]]], ["micro-batch", data.microbatch.length && data.microbatch[op] >= 0 ? String(data.microbatch[op]) : ""], ["device", middle(device, 80)],
+    ["phase", data.phases[data.phase[op]]], ["micro-batch", microbatchOf(data, op)], ["replica", replicaOf(data, op)], ["ZeRO", cutOf(data, op)],
+    ["device", middle(device, 80)],
     ["time", `${time(data.finish[op] - data.start[op])}, from ${time(data.start[op])} to ${time(data.finish[op])}`],
     ["makes", data.made[op] ? bytes(data.made[op]) : ""], ["holds", data.resident[op] ? `${bytes(data.resident[op])} all step` : ""],
     ["FLOPs", data.flops[op] ? digits(data.flops[op], 3) : ""],
@@ -312,7 +333,7 @@ function describeOp(data, op) {
 
 function whyOp(data, op) {
   const free = freeBefore(data, op), idle = data.start[op] - free;
-  const input = data.lastInput[op] < 0 ? "" : middle(data.names[data.lastInput[op]], 120);
+  const input = data.lastInput[op] < 0 ? "" : middle(nameOf(data, data.lastInput[op]), 120);
   switch (data.after[op]) {
     case AT_ONCE: return "Starts with the step.";
     case AFTER_TRANSFER: {
@@ -342,12 +363,12 @@ function freeBefore(data, op) {
 
 function describeTransfer(data, sent) {
   const op = data.sentBy[sent], waited = data.sentStart[sent] - data.finish[op], before = data.sentAfter[sent];
-  return facts(`Output of ${data.names[op]}`, [
+  return facts(`Output of ${nameOf(data, op)}`, [
     ["way", `${middle(summary.devices[data.from[sent]].name, 80)} to ${middle(summary.devices[data.to[sent]].name, 80)}`],
     ["bytes", bytes(data.sentBytes[sent])], ["channel", middle(channelsOf(data, sent), 80)],
     ["time", `${time(data.sentEnd[sent] - data.sentStart[sent])}, from ${time(data.sentStart[sent])}, there at ${time(data.arrival[sent])}`],
   ], before < 0 ? "Starts as soon as the tensor is made."
-    : `Waited ${time(waited)} for the channel, behind the output of ${middle(data.names[data.sentBy[before]], 120)}.`);
+    : `Waited ${time(waited)} for the channel, behind the output of ${middle(nameOf(data, data.sentBy[before]), 120)}.`);
 }
 
 function showTip(content, x, y) {

@@ -71,7 +71,7 @@ class Estimator:
     _figures: dict[tuple[int, str | tuple[str, ...]], PartFigures] = field(default_factory=dict)
     _rings_ns: dict[tuple[tuple[int, ...], ...], int] = field(default_factory=dict)
     _places: dict[tuple[tuple[str, ...], tuple[int, ...]], list[I64]] = field(default_factory=dict)
-    _steps: dict[tuple[int, int, str | tuple[str, ...]], Step] = field(default_factory=dict)
+    _steps: dict[tuple[int, int, str | tuple[str, ...], int], Step] = field(default_factory=dict)
     _replicas: dict[object, tuple[Simulation, I64]] = field(default_factory=dict)
     _resolved: dict[object, Layout] = field(default_factory=dict)
 
@@ -204,9 +204,10 @@ class Estimator:
         devices = own if cpus is None else (*own, cpus[replica])
         kinds = tuple(int(self.machine.kinds[device]) for device in devices)
         is_captured = self.parts.is_captured(layout.num_parts)
-        key = (layout.num_parts, is_captured, layout.recompute, layout.offload, kinds, few, places.tobytes())
+        share = _gradient_share(layout, layout.microbatches[replica])
+        key = (layout.num_parts, is_captured, layout.recompute, layout.offload, kinds, few, share, places.tobytes())
         if key not in self._replicas:
-            step = self._step(layout, few)
+            step = self._step(layout, few, share)
             problem = self._alone(step.graph, devices)
             placement = step.placement(places, [range(len(own))], None if cpus is None else [len(own)])
             orders = [simulate(problem.in_order(order), placement) for order in problem.orders]
@@ -217,20 +218,22 @@ class Estimator:
             self._replicas[key] = best, np.asarray(load_ns, np.int64)
         return self._replicas[key]
 
-    def _step(self, layout: Layout, count: int) -> Step:
+    def _step(self, layout: Layout, count: int, share: int = 1) -> Step:
         """Returns a replica's step with `count` micro-batches; cut from captured ones only, but for offload.
 
-        Which activations are large enough to be sent away depends on the number of samples.
+        Which activations are large enough to be sent away depends on the number of samples. A replica keeps one of
+        `share` chunks of each gradient.
         """
         if layout.offload != NONE:
-            return Step.of(self.parts.rough(layout.num_parts), Layout((count,), offload=layout.offload))
+            part = _with_gradients_cut(self.parts.rough(layout.num_parts), share)
+            return Step.of(part, Layout((count,), offload=layout.offload))
         made: list[Step] = []
 
         def graph_of(num_parts: int) -> Graph:
-            key = num_parts, count, layout.recompute
+            key = num_parts, count, layout.recompute, share
             if key not in self._steps:
-                alone = Layout((count,), recompute=layout.recompute)
-                self._steps[key] = Step.of(self.parts.exact(num_parts), alone)
+                part, alone = self.parts.exact(num_parts), Layout((count,), recompute=layout.recompute)
+                self._steps[key] = Step.of(_with_gradients_cut(part, share), alone)
             made.append(self._steps[key])
             return made[-1].graph
 
@@ -339,6 +342,21 @@ def _figures(graph: Graph, times_ns: I64) -> PartFigures:
         state_bytes=max(int(graph.resident_bytes[own].sum()) - parameter_bytes, 0),
         parameter_bytes=parameter_bytes,
     )
+
+
+def _gradient_share(layout: Layout, count: int) -> int:
+    """Returns the number of replicas that share gradients when the last of `count` micro-batches is done."""
+    return layout.data if layout.zero == 3 or (layout.zero == 2 and count == 1) else 1
+
+
+def _with_gradients_cut(graph: Graph, count: int) -> Graph:
+    """Returns the step with gradients of a `count`-th of their bytes: one replica's chunks, when the rest is sent."""
+    if count == 1:
+        return graph
+    gradients = [gradient.tensor for gradient in gradients_of(graph, shared_ops(graph)[1]).values()]
+    sizes = graph.tensor_bytes.copy()
+    sizes[gradients] = -(-sizes[gradients] // count)
+    return replace(graph, tensor_bytes=sizes)
 
 
 def _parameters(num_bytes: int, count: int) -> Graph:

@@ -1,0 +1,157 @@
+"""Measures the exchanges between replicas of a simulated step: bytes, time, and how much of it nothing hides.
+
+    chunks to or from a device    ====== ======  ====
+    its ops                     #########      ####  ##
+    not hidden                           =  ===  ==
+
+D devices.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.simulator.simulate import Simulation
+
+_LISTED = 60  # exchanges that are listed one by one
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketExchange:
+    """One bucket's way through its rings, in one micro-batch."""
+
+    kind: str  # all_reduce, reduce_scatter or all_gather
+    number: str
+    phase: str
+    microbatch: int
+    transfers: I64
+
+
+@dataclass(frozen=True, eq=False)
+class _IdleTime:
+    """The time that a device has computed nothing until any moment: a polyline."""
+
+    times_ns: I64
+    idle_ns: I64
+
+    @classmethod
+    def of(cls, simulation: Simulation, device: int) -> "_IdleTime":
+        ops, end = simulation.order[device], [simulation.step_time_ns]
+        starts = np.concatenate((simulation.op_start_ns[ops], end))
+        ends = np.concatenate(([0], simulation.op_finish_ns[ops]))
+        idle = np.cumsum(starts - ends)  # between each op's end and the next one's start
+        times = np.stack((ends, starts), axis=1).ravel()
+        return cls(times, np.stack((idle - (starts - ends), idle), axis=1).ravel())
+
+    def during(self, starts: I64, ends: I64) -> tuple[int, int]:
+        """Returns the length of intervals, which may overlap, and the time within them without an op, in ns."""
+        if not len(starts):
+            return 0, 0
+        order = np.argsort(starts, kind="stable")
+        starts, reached = starts[order], np.maximum.accumulate(ends[order])
+        first = np.flatnonzero(np.concatenate(([True], starts[1:] > reached[:-1])))
+        begins, stops = starts[first], reached[np.append(first[1:] - 1, len(starts) - 1)]
+        idle = np.interp(stops, self.times_ns, self.idle_ns) - np.interp(begins, self.times_ns, self.idle_ns)
+        return int((stops - begins).sum()), round(float(idle.sum()))
+
+
+class _Exchanges:
+    """All chunks that a simulated step sends between replicas."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        graph = simulation.problem.graph
+        self.simulation = simulation
+        self.producers = graph.producers[simulation.transfer_tensors]
+        self.sizes_bytes = graph.tensor_bytes[simulation.transfer_tensors]
+        self.sources = simulation.placement[self.producers]
+        self.transfers = np.flatnonzero(graph.is_collective[self.producers] & (self.sizes_bytes > 0))
+        self.idle = [_IdleTime.of(simulation, device) for device in range(simulation.problem.num_devices)]
+
+    def each(self) -> list[_BucketExchange]:
+        """Returns the exchanges one by one."""
+        graph, names = self.simulation.problem.graph, self.simulation.problem.graph.copy_names
+        found = defaultdict[tuple[str, str, str, int], list[int]](list)
+        for transfer, op in zip(self.transfers.tolist(), self.producers[self.transfers].tolist(), strict=True):
+            kind, number = names.bases[names.base[op]].split(".")[:2]
+            found[kind, number, graph.phases[op], int(names.microbatch[op])].append(transfer)
+        return [_BucketExchange(*key, np.array(transfers, np.int64)) for key, transfers in found.items()]
+
+    def by_device(self, transfers: I64) -> list[tuple[int, int]]:
+        """Returns [D] the time that transfers are under way to or from a device, and that without an op on it."""
+        simulation, rows = self.simulation, []
+        for device, idle in enumerate(self.idle):
+            own = transfers[
+                (self.sources[transfers] == device) | (simulation.transfer_destinations[transfers] == device)
+            ]
+            rows.append(idle.during(simulation.transfer_start_ns[own], simulation.transfer_arrival_ns[own]))
+        return rows
+
+    def rings(self) -> list[list[int]]:
+        """Returns the rings of devices, those inside hosts first."""
+        graph, names = self.simulation.problem.graph, self.simulation.problem.graph.copy_names
+        hops: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
+        for transfer in self.transfers.tolist():
+            reader = int(graph.consumers_of(int(self.simulation.transfer_tensors[transfer]))[0])
+            pair = int(self.sources[transfer]), int(self.simulation.transfer_destinations[transfer])
+            hops[".host." in names.bases[names.base[reader]]].add(pair)
+        rings = []
+        for pairs in hops.values():
+            following = dict(pairs)
+            left = set(following) if len(following) == len(pairs) else set()  # else devices are in several rings
+            while left:
+                ring = [min(left)]
+                while (device := following.get(ring[-1])) in left and device is not None and device not in ring:
+                    ring.append(device)
+                left -= set(ring)
+                rings.append(ring)
+        return rings
+
+    def row(self, exchanges: Sequence[_BucketExchange]) -> dict[str, Any]:
+        """Returns the figures of exchanges of one kind and phase."""
+        first, transfers = exchanges[0], np.concatenate([each.transfers for each in exchanges])
+        return {
+            "name": first.kind.replace("_", "-"),
+            "number": len(exchanges),
+            "phase": first.phase,
+            "bytes": int(self.sizes_bytes[transfers].sum()),
+            "devices": self.by_device(transfers),
+        }
+
+    def listed(self, exchange: _BucketExchange) -> dict[str, Any]:
+        """Returns the figures of one exchange; the times are means of the devices that take part in it."""
+        row = self.row([exchange])
+        times = np.array([pair for pair in row.pop("devices") if pair[0]])
+        under_way, bare = times.mean(axis=0).astype(int).tolist() if len(times) else (0, 0)
+        simulation = self.simulation
+        return row | {
+            "name": f"{row['name']} {exchange.number}",
+            "microbatch": exchange.microbatch,
+            "from": int(simulation.transfer_start_ns[exchange.transfers].min()),
+            "until": int(simulation.transfer_arrival_ns[exchange.transfers].max()),
+            "under_way": under_way,
+            "bare": bare,
+        }
+
+
+def exchanges_document(simulation: Simulation) -> dict[str, Any] | None:
+    """Returns the exchanges between replicas for a page; None where there are none.
+
+    `devices` have for each device [ns that chunks are under way to or from it, ns of it that no op hides].
+    """
+    exchanges = _Exchanges(simulation)
+    every = exchanges.each()
+    if not every:
+        return None
+    kinds = dict.fromkeys((each.kind, each.phase) for each in every)
+    listed = sorted(map(exchanges.listed, every), key=lambda row: (-row["bare"], row["from"]))
+    return {
+        "devices": exchanges.by_device(exchanges.transfers),
+        "kinds": [exchanges.row([each for each in every if (each.kind, each.phase) == kind]) for kind in kinds],
+        "rings": exchanges.rings(),
+        "listed": listed[:_LISTED],
+        "more": max(len(listed) - _LISTED, 0),
+    }
