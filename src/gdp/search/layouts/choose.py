@@ -241,7 +241,7 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
     )
     assert best.step is not None
     plan = plan_of(simulation, lower_bound(best.problem), "auto", search.seed, record)
-    plan = plan if best.is_whole else replace(plan, layout=best.step.document())
+    plan = plan if best.is_whole else replace(plan, layout=best.step.document() | {"batch": search.parts.batch_size})
     known = {(trial.layout, trial.devices) for trial in trials}
     others = [
         Trial(e.arrangement.layout, e.arrangement.devices, ESTIMATED, e.step_time_ns, e.missing_bytes)
