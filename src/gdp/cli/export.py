@@ -60,10 +60,11 @@ def export(
         return _export_layout(problem, read, layout_target, path, json=json)
     target = target_options.target(to)
     path = _path(out, plan, target.file_name)
-    if read.layout is not None and (read.layout.get("data") != 1 or read.layout.get("recompute") != "none"):
+    layout = read.layout
+    if layout is not None and (layout.get("data") != 1 or layout.get("recompute") != "none" or "offload" in layout):
         raise InputError(
-            f"{plan}: has replicas or recomputed blocks, which {target.name} does not take; export to torch-fsdp, "
-            "torchtitan or megatron, or place without --parallel"
+            f"{plan}: has replicas, recomputed blocks or activations on the host, which {target.name} does not take; "
+            "export to torch-fsdp, torchtitan or megatron, or place without --parallel"
         )
     problem = problem_of_plan(plan, read, graph, devices, model_options, limits)
     target.read_units(problem)  # a plan that cannot be exported is better known now
