@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -221,8 +222,15 @@ def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
     """Reads the graph of MODEL that `plan` is of: cut as its layout says, unless MODEL is a file, which is whole."""
     from gdp.models.model import Model
     from gdp.models.read import has_samples, read_part
+    from gdp.parallel.batches import BatchStream, in_flight
 
     layout = plan.layout
+    if in_flight(layout):
+        assert layout is not None
+        model = read_graph(text, reading)
+        if model.graph.fingerprint == plan.graph:
+            return model
+        return replace(model, graph=BatchStream.of_document(model.graph, layout).graph)
     if layout is None or not has_samples(text):
         return read_graph(text, reading)
     if reading.microbatching.count > 1:
