@@ -223,19 +223,21 @@ def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
     from gdp.models.model import Model
     from gdp.models.read import has_samples, read_part
     from gdp.parallel.batches import BatchStream, in_flight
+    from gdp.parallel.step import Step
+    from gdp.search.layouts.parts import Parts
 
     layout = plan.layout
-    if in_flight(layout):
-        assert layout is not None
+    if layout is None:
+        return read_graph(text, reading)
+    if in_flight(layout) or not has_samples(text):
         model = read_graph(text, reading)
         if model.graph.fingerprint == plan.graph:
             return model
-        return replace(model, graph=BatchStream.of_document(model.graph, layout).graph)
-    if layout is None or not has_samples(text):
-        return read_graph(text, reading)
+        if in_flight(layout):
+            return replace(model, graph=BatchStream.of_document(model.graph, layout).graph)
+        return replace(model, graph=Step.of_document(Parts.of_graph(model.graph).exact, layout).graph)
     if reading.microbatching.count > 1:
         raise InputError("--microbatches: the plan has its layout in it; leave the option out")
-    from gdp.parallel.step import Step
     from gdp.report.progress import live
 
     with live(f"reading {text} as the plan cuts it"):

@@ -21,7 +21,7 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import MAX_MICROBATCHES, accumulated, shared_ops
-from gdp.parallel.columns import Columns
+from gdp.parallel.columns import Columns, with_controls
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import joined
 from gdp.parallel.rings import Rings
@@ -147,12 +147,8 @@ def _stream(ended: Graph, count: int) -> Graph:
     names = many.copy_names
     is_entry = _entries(ended)[_base_ops(ended, many)]
     done = _by_batch(names.microbatch, names.base == names.base[many.op_numbers[ended.op_names[-1]]])
-    columns = Columns()
-    number = columns.copy_ops(many, np.arange(many.num_ops), many.op_names, many.groups)
-    columns.copy_tensors(many, number)
     entries = np.flatnonzero(is_entry & (names.microbatch >= count))
-    columns.control(done[names.microbatch[entries] - count], entries)
-    return columns.build(many.name)
+    return with_controls(many, done[names.microbatch[entries] - count], entries)
 
 
 def _by_batch(batch: I64, is_end: Bool) -> I64:

@@ -208,7 +208,7 @@ def _arithmetic(search: _Choosing, layout: Layout | None) -> list[Estimate]:
     machine, batch_size = search.estimator.machine, search.parts.batch_size
     if layout is not None:
         return [] if layout.is_whole else _least(search, forced(machine, layout, batch_size), layout)
-    ways = arrangements(machine, batch_size)
+    ways = arrangements(machine, batch_size, is_fixed=search.parts.is_fixed)
     replicas = [way for way in ways if way.layout.data > 1]
     cut = [way for way in replicas if way.num_places == 1 and way.layout.is_even]
     ways += [replace(way, layout=replace(way.layout, zero=1)) for way in replicas]

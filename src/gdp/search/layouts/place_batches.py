@@ -25,7 +25,7 @@ from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
-from gdp.parallel.batches import BatchStream, check_batches
+from gdp.parallel.batches import ROUNDS, BatchStream, check_batches
 from gdp.parallel.layout import Layout
 from gdp.search.auto import auto
 from gdp.search.candidate import Candidate
@@ -48,6 +48,7 @@ from gdp.simulator.simulate import simulate
 SCREEN_SHARE = 0.35  # of the budget: later no further group of devices is looked at, if anything fits
 NEAR = 1.5  # times the best: as much may a search of places gain
 NUM_SEARCHED = 2  # arrangements
+_SEARCHED_OPS = 120_000  # places in larger streams are constructed, not searched
 ONE_DEVICE, REPLICAS, EQUAL_STAGES = "one device", "replicas", "equal stages"
 
 
@@ -107,6 +108,7 @@ class _PlacingBatches:
     num_threads: int | None
     tell: Callable[[ServedLayout], None]
     found: list[ServedLayout] = field(default_factory=list)
+    _streams: dict[Layout, tuple[BatchStream, Problem]] = field(default_factory=dict)  # the last one
 
     @cached_property
     def machine(self) -> DeviceSpeeds:
@@ -123,8 +125,10 @@ class _PlacingBatches:
 
     def simulate(self, arrangement: Arrangement, places: I64) -> ServedLayout | None:
         """Simulates the batches with these places [N] of a replica's ops; None where constraints forbid them."""
-        stream = BatchStream.of(self.graph, arrangement.layout)
-        problem = Problem.build(stream.graph, self.cluster, self.constraints)
+        if arrangement.layout not in self._streams:
+            stream = BatchStream.of(self.graph, arrangement.layout)
+            self._streams = {arrangement.layout: (stream, Problem.build(stream.graph, self.cluster, self.constraints))}
+        stream, problem = self._streams[arrangement.layout]
         placement = stream.placement(places, arrangement.devices)
         if problem.broken_constraints(placement):
             return None
@@ -179,14 +183,19 @@ def _as_users_run_it(search: _PlacingBatches) -> Iterator[tuple[str, ServedLayou
     """Yields one device, a replica on each device, and stages with as many layers each, on most devices."""
     usable, none = search.machine.usable, np.zeros(search.graph.num_ops, np.int64)
     yield ONE_DEVICE, search.simulate(_dealt(search, ((usable[0],),)), none)
+    yield EQUAL_STAGES, _equal_stages(search)  # in the stream of the one device
     most = min(len(usable), search.num_batches)
     if most > 1:
         yield REPLICAS, search.simulate(_dealt(search, tuple((device,) for device in sorted(usable[:most]))), none)
+
+
+def _equal_stages(search: _PlacingBatches) -> ServedLayout | None:
+    usable = search.machine.usable
     for count in range(len(usable), 1, -1):
         devices = sorted(usable[:count])
         if (places := equal_stages(search.alone(search.graph, devices), count)) is not None:
-            yield EQUAL_STAGES, search.simulate(_dealt(search, (tuple(devices),)), places)
-            return
+            return search.simulate(_dealt(search, (tuple(devices),)), places)
+    return None
 
 
 def _screen(search: _PlacingBatches) -> None:
@@ -204,14 +213,26 @@ def _screen(search: _PlacingBatches) -> None:
             return
         if search.clock.stop.is_set() or (fits and search.clock.share_spent > SCREEN_SHARE):
             return
-        for places in _constructed(search, devices):
-            search.simulate(_dealt(search, devices), places)
+        arrangement = _dealt(search, devices)
+        search.simulate(arrangement, _best_places(search, arrangement))
 
 
-def _constructed(search: _PlacingBatches, devices: tuple[tuple[int, ...], ...]) -> list[I64]:
-    if len(devices[0]) == 1:
-        return [np.zeros(search.graph.num_ops, np.int64)]
-    return constructed_places(search.alone(search.graph, devices[0]))
+def _best_places(search: _PlacingBatches, arrangement: Arrangement) -> I64:
+    """Returns the best of constructed places [N], by what one replica does alone."""
+    group, layout = arrangement.devices[0], Layout(arrangement.layout.microbatches[:1])
+    if len(group) == 1:
+        return np.zeros(search.graph.num_ops, np.int64)
+    stream = BatchStream.of(search.graph, layout)
+    problem = search.alone(stream.graph, group)
+    priority = problem.priority(GPIPE, problem.b_level_ns)
+
+    def figures(places: I64) -> tuple[int, int]:
+        simulation = simulate(problem, stream.placement(places, [range(len(group))]), priority=priority)
+        search.clock.spend(1)
+        served = Throughput.of(simulation, layout)
+        return int(served.missing_bytes.max()), served.time_per_batch_ns
+
+    return min(constructed_places(search.alone(search.graph, group)), key=figures)
 
 
 def _dealt(search: _PlacingBatches, devices: tuple[tuple[int, ...], ...]) -> Arrangement:
@@ -254,7 +275,7 @@ def _search_places(search: _PlacingBatches, arrangement: Arrangement, clock: Clo
         solution = auto(question, clock.part(0.5))
         if solution.best is not None:
             search.simulate(arrangement, solution.best.replay.placement)
-    if clock.is_up:
+    if clock.is_up or search.graph.num_ops * count * ROUNDS > _SEARCHED_OPS:
         return
     start = min(served for served in search.found if served.arrangement == arrangement)
     stream = BatchStream.of(search.graph, Layout((count,)))
