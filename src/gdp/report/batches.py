@@ -46,12 +46,12 @@ def batches_report(choice: BatchChoice, samples: int | None, written: str, comma
     yield Text(f"Best layout: {layout_in_words(best)}", style="bold")
     yield Text(of_throughput(best.throughput, samples), style="bold")
     against = [
-        f"{digits(way.throughput.time_per_batch_ns / best.throughput.time_per_batch_ns, 3)} times {name}"
+        f"{digits(way.throughput.time_per_batch_ns / best.throughput.time_per_batch_ns, 3)} times as {name}"
         for name, way in choice.baselines.items()
         if not way.missing_bytes
     ]
     if against:
-        yield Text(f"As fast as {', '.join(against)}.")
+        yield Text(f"{', '.join(against)}.".replace(" times as ", " times as fast as ", 1))
     above = best.throughput.time_per_batch_ns / max(choice.bound_ns, 1) - 1
     if choice.bound_ns:
         yield Text(
