@@ -1,6 +1,8 @@
 """gdp place --batches: throughput and latency with their plan, derived anew; what makes no sense is refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,13 @@ from torch import nn
 def build():
     layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4)]
     return nn.Sequential(*layers), (torch.randn(4096, 512),)
+"""
+
+JAX = """
+from jax import numpy as jnp
+
+def build():
+    return lambda w, x: jnp.tanh(x @ w) @ w, (jnp.zeros((512, 512)), jnp.zeros((8192, 512)))
 """
 
 
@@ -68,6 +77,21 @@ def test_a_plan_of_one_batch_tells_its_throughput(capsys: pytest.CaptureFixture[
     limited = ["--max-memory", f"gpu0={limit}"]
     assert main(["simulate", *command, "--plan", "plan.json", "--batches", "4", *limited]) == 3
     assert "4 batches in flight do not fit" in capsys.readouterr().err
+
+
+def test_files_and_functions_of_jax_are_served_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """An ONNX file and a JAX function are forward passes of one batch; their plans are derived anew from them."""
+    exported = "import torch; from deep import build; module, args = build(); "
+    exported += "torch.onnx.export(module, args, 'deep.onnx', dynamo=False)"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", exported], check=True, capture_output=True)
+    Path("jaxed.py").write_text(JAX)
+    for model in ("deep.onnx", "jaxed:build"):
+        command = [model, "--devices", DEVICES, "--inference"]
+        assert main(["place", *command, "--batches", "4", "--budget", "30sims", "--json", "--out", "out"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["layout"]["data"] == 2
+        assert main(["simulate", *command, "--plan", "out/plan.json", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["throughput"] == answer["throughput"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from gdp.parallel.batches import ROUNDS, BatchStream, batch_ends
 from gdp.parallel.layout import Layout
 from gdp.search.layouts.place_batches import EQUAL_STAGES, REPLICAS, BatchChoice, place_batches
 from gdp.search.layouts.throughput import Throughput
+from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
 from hand_cases import make_cluster
@@ -146,6 +147,17 @@ def test_unequal_devices_get_batches_in_proportion() -> None:
     choice = place_batches(forward_layers(), machine([2.0, 1.0, 1.0]), 8, budget="300sims", num_threads=1)
     assert choice.best.throughput.time_per_batch_ns == 10 * 10**6
     assert choice.best.arrangement.layout.microbatches == (4, 2, 2)
+
+
+def test_pins_are_kept_with_batches_in_flight() -> None:
+    """Layers on two devices by name leave one copy of the model, on both."""
+    pins = Constraints(pins=(("layers.0", "d0"), ("layers.3", "d1")))
+    choice = place_batches(forward_layers(), machine([1.0] * 2), 2, pins, budget="200sims", num_threads=1)
+    assert choice.plan.status == "ok"
+    problem = choice.best.candidate.replay.problem
+    assert problem.broken_constraints(choice.plan.placement) == []
+    # a pipeline of two layers each takes 20 ms per batch
+    assert choice.best.throughput.time_per_batch_ns < 21 * 10**6
 
 
 def test_batches_in_flight_hold_their_activations() -> None:

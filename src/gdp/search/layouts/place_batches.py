@@ -170,6 +170,8 @@ def place_batches(
     search = _PlacingBatches(graph, cluster, constraints or Constraints(), num_batches, clock, seed, num_threads, tell)
     ways = {name: served for name, served in _as_users_run_it(search) if served is not None}
     _screen(search)
+    if not search.found:  # pins keep the ops of a replica apart
+        _place_as_constrained(search)
     if not search.found:
         raise InputError(
             f"--batches: constraints let no layout of {graph.name!r} be placed; leave out pins and --forbid"
@@ -215,6 +217,16 @@ def _screen(search: _PlacingBatches) -> None:
             return
         arrangement = _dealt(search, devices)
         search.simulate(arrangement, _best_places(search, arrangement))
+
+
+def _place_as_constrained(search: _PlacingBatches) -> None:
+    """Simulates one copy of the model on all devices, its ops where they are allowed and one batch is fast."""
+    problem = Problem.build(search.graph, search.cluster, search.constraints)
+    question = Question.about(problem, seed=search.seed, num_threads=search.num_threads)
+    best = auto(question, search.clock.part(0.5)).best
+    if best is not None:
+        everywhere = tuple(range(search.cluster.num_devices))
+        search.simulate(Arrangement(Layout((search.num_batches,)), (everywhere,)), best.replay.placement)
 
 
 def _best_places(search: _PlacingBatches, arrangement: Arrangement) -> I64:
