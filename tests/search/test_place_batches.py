@@ -22,13 +22,13 @@ LAYERS, WEIGHT_BYTES, HELD_BYTES = 4, 10**7, 10**6
 
 
 def two_ops() -> Graph:
-    """A chain of 2 and 3 ns; the first has weights, the second none."""
+    """A chain of 2 and 3 ns; the first has 7 bytes of weights, the second a result of 5 bytes."""
     ops = [
         Op("w", "parameter", resident_bytes=7),
         Op("a", "mm", flops=2, phase="forward"),
         Op("b", "mm", flops=3, phase="forward"),
     ]
-    return Graph.build("two", ops, [Tensor(0, (1,), 7, resident=True), Tensor(1, (2,), 0)])
+    return Graph.build("two", ops, [Tensor(0, (1,), 7, resident=True), Tensor(1, (2,), 0), Tensor(2, (), 5, keep=True)])
 
 
 @cache
@@ -88,8 +88,9 @@ def test_throughput_by_hand(
     assert all(simulation.op_finish_ns[done].tolist() == ends for done in batch_ends(stream.graph, layout))
     throughput = Throughput.of(simulation, layout)
     assert (throughput.time_per_batch_ns, throughput.latency_ns) == (time_ns, latency_ns)
-    # weights are there once for each device with a replica, whatever the number of batches
-    assert simulation.peak_memory_bytes.tolist() == [7, 7 if layout.data == 2 else 0]
+    # weights are there once for each device with a replica, and results of one batch at a time
+    peaks = [7, 5] if len(devices[0]) == 2 else [12, 12] if layout.data == 2 else [12, 0]
+    assert simulation.peak_memory_bytes.tolist() == peaks
 
 
 def served(choice: BatchChoice) -> dict[str, int]:

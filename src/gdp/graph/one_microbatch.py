@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from gdp.errors import InputError
-from gdp.graph.graph import Graph
+from gdp.graph.graph import Graph, Tensor
 from gdp.graph.microbatches import ACCUMULATE, SHARED, accumulated, microbatch_of, replica_of
 
 
@@ -29,7 +29,8 @@ def one_microbatch(graph: Graph) -> Graph:
     number = np.full(graph.num_ops, -1)
     number[kept] = np.arange(len(kept))
     readers = _readers_of_sums(graph, count)
-    tensors, position = [], {}
+    tensors: list[Tensor] = []
+    position: dict[int, int] = {}
     for tensor in np.flatnonzero(number[graph.producers] >= 0).tolist():
         row = graph.tensor(tensor)
         consumers = {int(number[op]) for op in row.consumers if number[op] >= 0}

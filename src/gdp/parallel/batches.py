@@ -11,7 +11,7 @@ N ops of one batch, M ops of the stream, R replicas.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -125,16 +125,17 @@ def check_batches(graph: Graph, num_batches: int) -> None:
 
 
 def _with_end(graph: Graph) -> Graph:
-    """Returns the graph with one more op, the last, that waits for all results."""
+    """Returns the graph with one more op, the last, that waits for all results; these leave when they are made."""
     name = DONE
     while name in graph.op_numbers:
         name = f"{name}_"
-    is_result = ~shared_ops(graph)[0]
+    is_source = shared_ops(graph)[0]
+    is_result = ~is_source
     is_result[graph.producers[graph.edge_tensors]] = False
     columns = Columns()
     everything = np.arange(graph.num_ops)
     number = columns.copy_ops(graph, everything, graph.op_names, graph.groups)
-    columns.copy_tensors(graph, number)
+    columns.copy_tensors(replace(graph, is_kept=graph.is_kept & is_source[graph.producers]), number)
     end = columns.add_ops([name], DONE, phases="forward")
     results = np.flatnonzero(is_result)
     columns.control(results, np.full(len(results), end[0]))
