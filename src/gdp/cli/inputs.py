@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -222,13 +223,22 @@ def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
     """Reads the graph of MODEL that `plan` is of: cut as its layout says, unless MODEL is a file, which is whole."""
     from gdp.models.model import Model
     from gdp.models.read import has_samples, read_part
+    from gdp.parallel.batches import BatchStream, in_flight
+    from gdp.parallel.step import Step
+    from gdp.search.layouts.parts import Parts
 
     layout = plan.layout
-    if layout is None or not has_samples(text):
+    if layout is None:
         return read_graph(text, reading)
+    if in_flight(layout) or not has_samples(text):
+        model = read_graph(text, reading)
+        if model.graph.fingerprint == plan.graph:
+            return model
+        if in_flight(layout):
+            return replace(model, graph=BatchStream.of_document(model.graph, layout).graph)
+        return replace(model, graph=Step.of_document(Parts.of_graph(model.graph).exact, layout).graph)
     if reading.microbatching.count > 1:
         raise InputError("--microbatches: the plan has its layout in it; leave the option out")
-    from gdp.parallel.step import Step
     from gdp.report.progress import live
 
     with live(f"reading {text} as the plan cuts it"):

@@ -129,7 +129,7 @@ def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iter
 def notes(trial: Trial, parts: Parts) -> Iterator[str]:
     """Yields what a step that is cut does otherwise than the whole one."""
     layout = trial.layout
-    if layout.num_parts == 1 or trial.step is None:
+    if layout.num_parts == 1 or trial.step is None or parts.is_fixed:
         return
     kinds = set(trial.step.graph.kinds)
     samples = parts.batch_size // layout.num_parts

@@ -113,7 +113,7 @@ class Estimator:
             return [np.zeros(graph.num_ops, np.int64)]
         key = graph.op_names, kinds
         if key not in self._places:
-            self._places[key] = _constructed(self._alone(graph, arrangement.devices[0]))
+            self._places[key] = constructed_places(self._alone(graph, arrangement.devices[0]))
         found = self._places[key]
         if arrangement.layout.stages is None:
             return found
@@ -287,7 +287,7 @@ class Estimator:
         return whole * (layout.data - 1) // layout.data
 
 
-def _constructed(problem: Problem) -> list[I64]:
+def constructed_places(problem: Problem) -> list[I64]:
     """Returns contiguous stages [N] along several chains; the best by dynamic programming where that is quick."""
     units = Units.of(problem, forward_units(problem))
     devices = np.arange(problem.num_devices)

@@ -6,18 +6,24 @@ from types import MappingProxyType
 
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.microbatches import MAX_MICROBATCHES
+from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
+from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.model import Reading
-from gdp.models.read import batch_size, read_part
+from gdp.models.read import batch_size, has_samples, read_model, read_part
 from gdp.parallel.interpolation import have_same_ops, interpolated
 
 
 class Parts:
     """Reads steps of parts of the batch, each once; others are interpolated from two that were read."""
 
-    def __init__(self, read: Callable[[int], Graph], batch_size: int, whole: Graph | None = None) -> None:
-        """`read(K)` returns the step of 1/K of `batch_size` samples; `whole` is the one of all, if it is there."""
-        self.batch_size = batch_size
+    def __init__(
+        self, read: Callable[[int], Graph], batch_size: int, whole: Graph | None = None, *, is_fixed: bool = False
+    ) -> None:
+        """`read(K)` returns the step of 1/K of `batch_size` samples; `whole` is the one of all, if it is there.
+
+        `is_fixed`: `batch_size` counts micro-batches, which stay as they are: K is 1 or as many.
+        """
+        self.batch_size, self.is_fixed = batch_size, is_fixed
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
         self._rough: dict[int, Graph] = {}
@@ -30,13 +36,27 @@ class Parts:
         InputError where it has no batch that can be split.
         """
         reading = reading or Reading()
+        if not has_samples(text):
+            return cls.of_graph(read_model(text, reading).graph if whole is None else whole)
         samples = batch_size(text, reading)
         if samples is None or samples < 2:
             raise InputError(
-                f"--parallel: {text} has no batch that can be split; name a workload, hf:DIR or module:function with "
-                "several samples, or leave --parallel out"
+                f"--parallel: {text} has no batch that can be split: it has one sample, or is a step of JAX or of your "
+                "own; gdp capture the step of one micro-batch, and give that file with --microbatches M"
             )
         return cls(lambda num_parts: read_part(text, reading, num_parts), samples, whole)
+
+    @classmethod
+    def of_graph(cls, graph: Graph) -> "Parts":
+        """Returns the micro-batches of `graph`, a training step whose names tell them: `x@1` of op `x`, and so on.
+
+        InputError where there are none.
+        """
+        if {"backward", "update"}.isdisjoint(graph.phases):
+            raise InputError(f"--parallel: {graph.name!r} is a forward pass; --batches N serves it on several devices")
+        one = one_microbatch(graph)
+        count = count_microbatches(graph)
+        return cls({1: graph, count: one}.__getitem__, count, graph, is_fixed=True)
 
     @property
     def read(self) -> Mapping[int, Graph]:
@@ -91,6 +111,8 @@ class Parts:
 
     def divides(self, num_parts: int) -> bool:
         """Returns whether the batch has so many equal parts."""
+        if self.is_fixed:
+            return num_parts in (1, self.batch_size)
         return num_parts >= 1 and self.batch_size % num_parts == 0
 
     def counts(self, num_replicas: int) -> list[int]:
@@ -100,6 +122,11 @@ class Parts:
 
     def check(self, num_parts: int) -> None:
         """Raises InputError, with numbers that would do, where the batch has not so many equal parts."""
+        if not self.divides(num_parts) and self.is_fixed:
+            raise InputError(
+                f"--parallel: the step has {self.batch_size} micro-batches, which stay as they are, and the layout "
+                f"{num_parts}; let data times microbatches be {self.batch_size}"
+            )
         if not self.divides(num_parts):
             whole = [count for count in range(1, self.batch_size + 1) if self.batch_size % count == 0]
             near = sorted(sorted(whole, key=lambda count: abs(count - num_parts))[:4])

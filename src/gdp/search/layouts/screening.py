@@ -108,7 +108,7 @@ def _ways(search: Choosing) -> list[Arrangement]:
     machine, batch_size = search.estimator.machine, search.parts.batch_size
     if search.layout is not None:
         return [] if search.layout.is_whole else forced(machine, search.layout, batch_size)
-    ways = arrangements(machine, batch_size)
+    ways = arrangements(machine, batch_size, is_fixed=search.parts.is_fixed)
     replicas = [way for way in ways if way.layout.data > 1]
     cut = [way for way in replicas if way.num_places == 1 and way.layout.is_even]
     ways += [replace(way, layout=replace(way.layout, zero=1)) for way in replicas]
