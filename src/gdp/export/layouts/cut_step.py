@@ -23,7 +23,7 @@ from gdp.export.layouts.ranks import host_of
 from gdp.export.target import stage_starts
 from gdp.export.units import ExportUnits
 from gdp.graph import Graph, Tensor
-from gdp.graph.microbatches import COLLECTIVES, replica_of
+from gdp.graph.microbatches import replica_of
 from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -135,7 +135,7 @@ def _stages(problem: Problem, plan: Plan, num_places: int) -> tuple[I64, tuple[t
     Its layers are cut where the plan has most of its time, as for pipelines without replicas.
     """
     graph, replica = problem.graph, replica_of(problem.graph)
-    is_collective = np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds], np.bool_)
+    is_collective = graph.is_collective
     ops = np.flatnonzero((replica == 0) & ~is_collective)
     part = _part(problem, ops)
     layers = find_layers(part)
