@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from batch_cases import forward_layers, machine
+from gdp.bounds.lower_bound import lower_bound
 from gdp.cli import main
 from gdp.report import progress
+from gdp.search.place import plan_of
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
 
 DEVICES = "2xp100-pcie-16g"
 SOURCE = """
@@ -75,10 +80,21 @@ def test_a_plan_of_one_batch_tells_its_throughput(capsys: pytest.CaptureFixture[
     answer = json.loads(capsys.readouterr().out)
     assert answer["throughput"]["time_per_batch_ns"] == answer["step_time_ns"]
     assert answer["throughput"]["latency_ns"] == 4 * answer["step_time_ns"]
-    limit = answer["peak_memory_bytes"][0]  # with the inputs of four batches there is more
-    limited = ["--max-memory", f"gpu0={limit}"]
-    assert main(["simulate", *command, "--plan", "plan.json", "--batches", "4", *limited]) == 3
-    assert "4 batches in flight do not fit" in capsys.readouterr().err
+
+
+def test_batches_in_flight_of_a_plan_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """In two stages the second one holds what the first one sends ahead, which a plan of one batch has no room for."""
+    graph = forward_layers()
+    graph.save("layers.json")
+    machine([1.0, 0.5]).save("two.json")
+    command = ["layers.json", "--devices", "two.json"]
+    problem = Problem.build(graph, machine([1.0, 0.5]))
+    plan = plan_of(simulate(problem, [0, 0, 1, 1, 0, 0, 1, 1]), lower_bound(problem), "by hand", 0)
+    plan.save("plan.json")
+    limit = f"d1={plan.peak_memory_bytes[1]}"
+    assert main(["simulate", *command, "--plan", "plan.json", "--batches", "1", "--max-memory", limit]) == 0
+    assert main(["simulate", *command, "--plan", "plan.json", "--batches", "4", "--max-memory", limit]) == 3
+    assert "4 batches in flight do not fit: d1 lacks" in capsys.readouterr().err
 
 
 def test_files_and_functions_of_jax_are_served_too(capsys: pytest.CaptureFixture[str]) -> None:

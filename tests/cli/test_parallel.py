@@ -124,10 +124,10 @@ def test_micro_batches_of_a_file_are_dealt_out_to_replicas(capsys: pytest.Captur
 
 def test_the_step_of_jax_is_dealt_out_from_a_file_of_one_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """Arguments of a JAX function do not say what is their batch: the file says the step, the option how many."""
-    Path("jaxed.py").write_text(JAX)
-    assert main(["place", "jaxed:build", "--devices", DEVICES, "--parallel", "auto", "--budget", "10sims"]) == 2
+    Path("jaxstep.py").write_text(JAX)
+    assert main(["place", "jaxstep:build", "--devices", DEVICES, "--parallel", "auto", "--budget", "10sims"]) == 2
     assert "capture the step of one micro-batch, and give that file with --microbatches M" in capsys.readouterr().err
-    assert main(["capture", "jaxed:build", "--out", "one.json.gz"]) == 0
+    assert main(["capture", "jaxstep:build", "--out", "one.json.gz"]) == 0
     command = ["one.json.gz", "--devices", DEVICES, "--microbatches", "4"]
     capsys.readouterr()
     assert main(["place", *command, "--parallel", "data=4", "--budget", "20sims", "--json"]) == 0
