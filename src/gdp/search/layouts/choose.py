@@ -160,26 +160,27 @@ def _share(trial: Trial) -> float:
 
 def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` after a search of one replica, and of the whole step in the time left."""
-    assert trial.problem is not None
-    assert trial.step is not None
+    if trial.candidate is None:
+        return _with_ops_placed(search, trial, clock)
     # a search would move ops out of their stages, and activations away from the host
     is_kept = trial.layout.stages is not None or trial.layout.offload != NONE
-    if trial.candidate is not None and (clock.is_up or is_kept):
+    if clock.is_up or is_kept:
         return trial
-    if trial.is_whole and trial.candidate is None:
-        question = Question.about(
-            trial.problem, bound_ns=trial.step_time_ns, seed=search.seed, num_threads=search.num_threads
-        )
-        solution = auto(question, clock)
-        if solution.best is None:
-            return replace(trial, status=NOT_ALLOWED)
-        best = solution.best
-        found = trial.with_candidate(as_candidate(best.replay, best.order))
-        search.tell(found)
-        return found
     if len(trial.devices[0]) > 1 and len(trial.devices) > 1:
         trial = _with_replica_searched(search, trial, clock.part(0.5))
     return _with_whole_searched(search, trial, clock)
+
+
+def _with_ops_placed(search: Choosing, trial: Trial, clock: Clock) -> Trial:
+    """Returns the whole step with the best op placement that is found, as `gdp.place` does."""
+    assert trial.problem is not None
+    bound_ns, seed, num_threads = trial.step_time_ns, search.seed, search.num_threads
+    best = auto(Question.about(trial.problem, bound_ns=bound_ns, seed=seed, num_threads=num_threads), clock).best
+    if best is None:
+        return replace(trial, status=NOT_ALLOWED)
+    trial = trial.with_candidate(as_candidate(best.replay, best.order))
+    search.tell(trial)
+    return trial
 
 
 def _with_replica_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
