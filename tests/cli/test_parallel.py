@@ -91,10 +91,56 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     assert sorted(os.listdir()) == ["wide.py"] or set(os.listdir()) == {"wide.py", "cache", "__pycache__"}
 
 
-def test_a_graph_file_has_no_batch_to_split(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["capture", "wide:build", "--out", "graph.json.gz"]) == 0
-    assert main(["place", "graph.json.gz", "--devices", DEVICES, "--parallel", "auto"]) == 2
-    assert "no batch that can be split" in capsys.readouterr().err
+JAX = """
+import jax
+from jax import numpy as jnp
+
+def loss(w, x):
+    return jnp.square(jnp.tanh(x @ w) @ w).mean()
+
+def step(w, x):
+    return w - 0.1 * jax.grad(loss)(w, x)
+
+def build():
+    return step, (jnp.zeros((512, 512)), jnp.zeros((8192, 512)))
+"""
+
+
+def test_micro_batches_of_a_file_are_dealt_out_to_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of four micro-batches is a step of four replicas, or of two with two each."""
+    assert main(["capture", "wide:build", "--microbatches", "4", "--out", "four.json.gz"]) == 0
+    command = ["four.json.gz", "--devices", DEVICES]
+    capsys.readouterr()
+    assert main(["place", *command, "--parallel", "auto", "--budget", "100sims", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["layout"]["data"] == 4
+    assert {row["layout"]["microbatches"] * row["layout"]["data"] for row in answer["layouts"]} <= {1, 4}
+    assert main(["simulate", *command, "--plan", "plan.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_ns"] == answer["step_time_ns"]
+    assert main(["place", *command, "--parallel", "data=2,microbatches=2,zero=1", "--budget", "20sims"]) == 0
+    assert main(["place", *command, "--parallel", "data=2", "--budget", "20sims"]) == 2
+    assert "let data times microbatches be 4" in capsys.readouterr().err
+
+
+def test_the_step_of_jax_is_dealt_out_from_a_file_of_one_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Arguments of a JAX function do not say what is their batch: the file says the step, the option how many."""
+    Path("jaxstep.py").write_text(JAX)
+    assert main(["place", "jaxstep:build", "--devices", DEVICES, "--parallel", "auto", "--budget", "10sims"]) == 2
+    assert "capture the step of one micro-batch, and give that file with --microbatches M" in capsys.readouterr().err
+    assert main(["capture", "jaxstep:build", "--out", "one.json.gz"]) == 0
+    command = ["one.json.gz", "--devices", DEVICES, "--microbatches", "4"]
+    capsys.readouterr()
+    assert main(["place", *command, "--parallel", "data=4", "--budget", "20sims", "--json"]) == 0
+    step_time_ns = json.loads(capsys.readouterr().out)["step_time_ns"]
+    assert main(["simulate", *command, "--plan", "plan.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_ns"] == step_time_ns
+
+
+def test_files_without_micro_batches_are_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, problem in (([], "say how many there are with --microbatches"), (["--inference"], "--batches N")):
+        assert main(["capture", "wide:build", *options, "--out", "graph.json.gz"]) == 0
+        assert main(["place", "graph.json.gz", "--devices", DEVICES, "--parallel", "auto"]) == 2
+        assert problem in capsys.readouterr().err
 
 
 def test_notes_say_what_a_cut_step_does_otherwise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,11 +29,22 @@ LONG = {"exports.md", "tutorial.md"} | {
     page.name for page in (*DOCS.glob("models-*.md"), *DOCS.glob("howto/*.md")) if page.name != "onnx.md"
 }
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?=[\s`=\]'\",):;|/]|\.\s|$)")
-OF_OTHER_TOOLS = {  # options of torchrun, vLLM, Megatron-LM and pip
+OF_OTHER_TOOLS = {  # options of torchrun, vLLM, Megatron-LM, torchtitan and pip
     "--nproc-per-node",
     "--standalone",
     "--pipeline-parallel-size",
     "--pipeline-model-parallel-layout",
+    "--global-batch-size",
+    "--micro-batch-size",
+    "--config",
+    "--module",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--recompute-granularity",
+    "--recompute-method",
+    "--recompute-num-layers",
+    "--tensor-model-parallel-size",
+    "--use-distributed-optimizer",
     "--pipeline-model-parallel-size",
     "--nnodes",
     "--node-rank",

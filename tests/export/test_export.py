@@ -13,6 +13,7 @@ import gdp
 from gdp.budget import Budget
 from gdp.cli import main
 from gdp.export.adapt import adapt, simulated
+from gdp.export.layouts.targets import LAYOUT_TARGETS
 from gdp.export.search import place_for
 from gdp.export.targets import TARGETS, find_target
 from gdp.graph import Graph, Op, Tensor
@@ -270,7 +271,7 @@ def test_the_commands_print_one_figure_and_write_the_file(run: Run) -> None:
 
 def test_the_help_names_every_target(run: Run) -> None:
     _, out, _ = run("export", "--help")
-    assert set(TARGETS) <= set(re.findall(r"[a-z-]+", out))
+    assert {*TARGETS, *LAYOUT_TARGETS} <= set(re.findall(r"[a-z-]+", out))
 
 
 def test_bad_input_is_one_line_and_nothing_is_written(run: Run) -> None:

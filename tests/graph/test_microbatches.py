@@ -13,6 +13,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import Excerpt, accumulated, count_microbatches, microbatch_of
+from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.optimizers import OPTIMIZERS
 from gdp.models.pytorch.recorder import Recorder
@@ -262,3 +263,24 @@ def test_ops_that_hold_weights_hold_them_where_they_run() -> None:
         assert graph.num_ops == 12
         assert graph.resident_bytes.sum() == 3 * 2**30
         assert Problem.build(graph, CLUSTER).graph.group_index.max() == 2
+
+
+@pytest.mark.parametrize("family", ["rnnlm", "resnet", "bert", "mixture_of_experts"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_one_micro_batch_is_taken_out_of_several_and_makes_them_again(family: str, count: int) -> None:
+    """`accumulated` of what was taken out is the step that it was taken out of, tied weights and buffers too."""
+    several = accumulated(capture_fn(TINY[family], name=family).graph, count)
+    one = one_microbatch(several)
+    assert one.num_ops == capture_fn(TINY[family], name=family).graph.num_ops
+    assert count_microbatches(one) == 1
+    assert accumulated(one, count).fingerprint == several.fingerprint
+
+
+def test_a_graph_without_alike_micro_batches_has_none_to_take_out() -> None:
+    ops = [Op("w", "parameter"), Op("f", flops=1), Op("f@1", flops=2), Op("g", flops=1)]
+    for graph in (
+        Graph.build("plain", ops[:2], [Tensor(0, (1,), 1)]),
+        Graph.build("odd", ops, [Tensor(0, (1, 2), 1), Tensor(2, (3,), 1)]),
+    ):
+        with pytest.raises(InputError, match=r"--microbatches|are not alike"):
+            one_microbatch(graph)

@@ -1,4 +1,4 @@
-"""Attention in half types is captured as on cards, and executed on CPUs."""
+"""Attention is captured as on cards, and executed on CPUs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,16 +60,18 @@ PRODUCTS = [("aten.bmm", "float32", 144 * 16)] * 6  # as CPUs compute it: two fo
     ("dtype", "dropout", "flops"),
     [
         (torch.float32, 0.0, PLAIN),
-        (torch.float32, 0.1, None),
+        (torch.float32, 0.1, DROPPED),
+        (torch.float64, 0.1, None),
         (torch.bfloat16, 0.0, PLAIN),
         (torch.bfloat16, 0.1, DROPPED),
         (torch.float16, 0.1, DROPPED),
     ],
 )
 def test_attention_costs_what_a_card_computes(dtype: torch.dtype, dropout: float, flops: list[int] | None) -> None:
-    """Attention in half types is one op for each pass, in the type of its inputs; in float32 it stays as it was."""
+    """Attention is one op for each pass, in the type of its inputs; cards have no such kernel for float64."""
     name = str(dtype).removeprefix("torch.")
-    expected = PRODUCTS if flops is None else [(FUSED, name, flops[0]), (f"{FUSED}_backward", name, flops[1])]
+    in_its_type = [(kind, name, flops) for kind, _, flops in PRODUCTS]
+    expected = in_its_type if flops is None else [(FUSED, name, flops[0]), (f"{FUSED}_backward", name, flops[1])]
     training = captured(Attention(dtype, dropout), dtype)
     assert attention_ops(training) == expected
     assert (
@@ -91,6 +93,7 @@ FUSED_CALLS = {
     "grouped heads": (lambda: Attention(torch.bfloat16, 0.1, key_heads=2), ()),
     "wide values": (lambda: Attention(torch.bfloat16, 0.1, width=16), ()),
     "wide values without dropout": (lambda: Attention(torch.bfloat16, 0.0, width=16), ()),
+    "float32": (lambda: Attention(torch.float32, 0.1, width=12, mask=MASK), ()),
 }
 
 
@@ -99,7 +102,8 @@ def test_a_cpu_executes_the_fused_op(case: str) -> None:
     """Loss and gradients of a replay are those of PyTorch with the same seed: both passes drop the same weights."""
     torch.manual_seed(1)
     build, options = FUSED_CALLS[case]
-    model, query = build(), torch.randn(1, 4, 6, 8, dtype=torch.bfloat16)
+    model = build()
+    query = torch.randn(1, 4, 6, 8, dtype=model.shift.dtype)
     found = capture(model, (query, *options), optimizer="sgd")
     assert [row[0] for row in attention_ops(found)] == [FUSED, f"{FUSED}_backward"]
     assert not found.coverage.unknown
@@ -145,6 +149,13 @@ def test_a_layer_of_pytorch_and_autocast_give_fused_attention() -> None:
 
     found = captured(Autocast(torch.float32, 0.1), torch.float32)
     assert attention_ops(found) == [(FUSED, "bfloat16", DROPPED[0]), (f"{FUSED}_backward", "bfloat16", DROPPED[1])]
+
+
+@pytest.mark.parametrize(("key_heads", "width"), [(2, 8), (4, 6)])
+def test_float32_has_one_kernel(key_heads: int, width: int) -> None:
+    """In float32 grouped heads, and widths that are no multiple of 4, are products with dropout."""
+    found = captured(Attention(torch.float32, 0.1, key_heads, width), torch.float32)
+    assert {kind for kind, _, _ in attention_ops(found)} == {"aten.bmm"}
 
 
 def test_what_no_card_fuses_is_products() -> None:

@@ -204,6 +204,23 @@ def test_windows_latents_and_states_take_the_memory_of_their_kind(name: str, num
     assert served.cache_bytes == num_bytes
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("name", "architecture", "config"),
+    [
+        ("afmoe", "AfmoeForCausalLM", {"num_hidden_layers": 2}),  # gives its mask by name
+        ("deepseek_v32", "DeepseekV32ForCausalLM", {"num_hidden_layers": 1}),  # chooses places by its mask
+    ],
+)
+def test_attention_that_reads_its_mask_is_captured(
+    name: str, architecture: str, config: dict[str, Any], phase: str, tmp_path: Path
+) -> None:
+    """Layers get the mask as they ask for it, also the one token of a decode step."""
+    text = f"hf:{write(tmp_path, {'architectures': [architecture], 'model_type': name, **config})}?batch=2&context=32"
+    capture, _ = captured(text, phase)
+    assert capture.graph.num_ops
+
+
 def test_the_answer_gives_tokens_per_second_and_the_time_to_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

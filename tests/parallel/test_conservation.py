@@ -5,7 +5,7 @@ import pytest
 
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
-from gdp.graph.microbatches import COLLECTIVES, microbatch_of, replica_of, shared_ops
+from gdp.graph.microbatches import microbatch_of, replica_of, shared_ops
 from gdp.models.model import Reading
 from gdp.models.pytorch.step import capture_fn
 from gdp.models.read import read_part
@@ -33,7 +33,7 @@ def assert_conserved(graph: Graph, layout: Layout) -> None:
     step = Step.of(graph, layout)
     whole, count, zero = step.graph, layout.data, layout.zero
     kinds, phases = np.array(whole.kinds), np.array(whole.phases)
-    is_collective = np.array([kind.startswith(COLLECTIVES) for kind in whole.kinds])
+    is_collective = whole.is_collective
     is_sum = np.array([".accumulate" in name for name in whole.op_names])
     is_source, is_late = shared_ops(graph)
     is_pass = ~is_source & ~is_late

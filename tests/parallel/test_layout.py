@@ -13,6 +13,9 @@ from gdp.parallel.layout import Layout
         "data=3,microbatches=3:1:1",
         "stages=2,microbatches=8,recompute=blocks",
         "data=2,zero=1,recompute=a.b:c",
+        "data=2,recompute=auto",
+        "data=2,zero=1,offload=auto",
+        "data=2,offload=a.b:c",
     ],
 )
 def test_words_and_documents_come_back(text: str) -> None:
@@ -37,6 +40,8 @@ def test_words_and_documents_come_back(text: str) -> None:
         ("tensor=2", "not supported"),
         ("microbatches=0", "microbatches is 0"),
         ("stages=0", "stages is 0"),
+        ("offload=blocks,recompute=auto", "take one of them"),
+        ("data=2,zero=3,offload=auto", "take zero=2 or less"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(text: str, problem: str) -> None:

@@ -1,23 +1,32 @@
 """Layouts: the answer is never slower than what was tried, fits, and is the same when it is forced."""
 
+from dataclasses import replace
 from functools import cache
+from itertools import permutations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gdp.bounds.layout_bound import layout_bound
 from gdp.cluster import Cluster
+from gdp.cluster.device import Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.models.pytorch import capture_fn
 from gdp.models.workloads import bert
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
+from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, arrangements, forced
-from gdp.search.layouts.choose import DOES_NOT_FIT, NOT_ALLOWED, OK, choose_layout
+from gdp.search.layouts.choose import Choice, choose_layout
+from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
+from gdp.search.layouts.less_memory import fewest_blocks
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.trial import DOES_NOT_FIT, NOT_ALLOWED, OK
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
@@ -66,6 +75,18 @@ def machine_of(speeds: list[float], memory: str = "1GB", bandwidth: str = "12GB/
     return Cluster.from_document(
         {"format": "gdp-cluster", "version": 1, "name": "some", "devices": devices, "links": links}
     )
+
+
+def machine_with_links(rates: np.ndarray) -> Cluster:
+    """Equal devices of 1 Tflop/s and links of `rates` [D, D] in GB/s, each with a channel of its own."""
+    devices = machine_of([1.0] * len(rates)).devices
+    routes = {
+        (a, b): Route(10_000, int(rates[a, b] * 1e9), (f"{a}->{b}",))
+        for a in range(len(rates))
+        for b in range(len(rates))
+        if a != b
+    }
+    return Cluster.build("unlike", devices, routes)
 
 
 def parts_of(**sizes: int) -> Parts:
@@ -119,6 +140,156 @@ def test_tight_memory_is_kept_by_what_costs_least_time() -> None:
     assert max(roomy.plan.peak_memory_bytes) > 24 * 10**6 >= max(tight.plan.peak_memory_bytes)
     assert tight.plan.status == "ok"
     assert tight.plan.step_time_ns < 1.1 * roomy.plan.step_time_ns
+
+
+def test_rings_avoid_slow_links_and_plans_keep_their_order() -> None:
+    """Devices in a square, 0-2-1-3-0: the diagonals are ten times slower, and no ring takes one."""
+    rates = np.full((4, 4), 12.0)
+    for pair in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        rates[pair] = 1.2
+    choice = choose_layout(parts_of(), machine_with_links(rates), layout=Layout((1,) * 4), budget="20sims")
+    document = choice.plan.layout
+    assert document is not None
+    assert document["ring"] in ([0, 2, 1, 3], [0, 3, 1, 2])
+    assert Step.of_document(layers, document).graph.fingerprint == choice.plan.graph
+    # without the diagonals the step takes as long as on equal links
+    equal = choose_layout(parts_of(), machine_of([1.0] * 4), layout=Layout((1,) * 4), budget="20sims")
+    assert choice.plan.step_time_ns <= 1.001 * equal.plan.step_time_ns
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_ring_is_slower_for_its_order(seed: int) -> None:
+    """On random links, but for what a dispatch by priorities leaves to chance."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.choice([2, 4, 8]))
+    cluster = machine_with_links(rng.choice([1.0, 3.0, 12.0], (count, count)))
+    devices, graph, layout = np.arange(count)[:, None], layers(count, weight_bytes=10**7), Layout((1,) * count)
+    times_ns = []
+    for ring in (None, ring_over(cluster, devices)):
+        step = Step.of(graph, layout, ring=ring)
+        problem = Problem.build(step.graph, cluster)
+        placement = step.placement(np.zeros(graph.num_ops, int), devices)
+        times_ns.append(best_dispatch(problem, step, placement).step_time_ns)
+    assert times_ns[1] <= 1.03 * times_ns[0]
+
+
+@cache
+def encoder(num_parts: int) -> Graph:
+    """A small BERT of six layers, whose activations are far larger than its weights."""
+    config = bert.BERTConfig(BATCH // num_parts, 6, 256, 2, 64, 2, 64)
+    return capture_fn(lambda: bert.build(config), name="bert").graph
+
+
+@pytest.mark.parametrize("text", ["data=2", "data=3,microbatches=2:1:1,zero=1", "microbatches=8"])
+def test_no_more_blocks_are_recomputed_than_memory_asks_for(text: str) -> None:
+    """Between what nothing and what everything recomputed needs some blocks do; the plan has their names."""
+    layout = Layout.parse(text)
+    peaks = [
+        max(
+            choose_layout(
+                Parts(encoder, BATCH), machine_of([1.0] * 3), layout=replace(layout, recompute=what), budget="1sims"
+            ).plan.peak_memory_bytes
+        )
+        for what in ("none", "blocks")
+    ]
+    roomy, tight, none = (
+        choose_layout(
+            Parts(encoder, BATCH),
+            machine_of([1.0] * 3, memory=f"{bytes_}B"),
+            layout=replace(layout, recompute="auto"),
+            budget="1sims",
+        )
+        for bytes_ in (peaks[0], (peaks[0] + peaks[1]) // 2, peaks[1] // 10)
+    )
+    assert roomy.plan.layout is not None
+    assert roomy.plan.layout["recompute"] == "none"
+    assert tight.plan.status == "ok"
+    assert tight.plan.layout is not None
+    assert 0 < len(tight.plan.layout["recompute"]) < 6
+    assert str(tight.trial.layout) == f"{layout},recompute=auto"
+    assert Step.of_document(encoder, tight.plan.layout).graph.fingerprint == tight.plan.graph
+    assert none.plan.status == "infeasible"
+
+
+def test_activations_wait_on_the_cpu_of_their_host() -> None:
+    """On quick links they go and come back while other blocks run; nothing takes longer. The plan has the blocks."""
+    cards = machine_of([1.0, 1.0, 1e-3], bandwidth="100GB/s").devices
+    cpu = replace(cards[2], name="cpu", kind="cpu")
+    routes = {pair: Route(1_000, 10**11, (f"{pair}",)) for pair in permutations(range(3), 2)}
+
+    def answer(layout: str, memory_bytes: int) -> Choice:
+        devices = [*(replace(card, memory_bytes=memory_bytes) for card in cards[:2]), cpu]
+        return choose_layout(
+            Parts(encoder, BATCH), Cluster.build("host", devices, routes), layout=Layout.parse(layout), budget="1sims"
+        )
+
+    whole = answer("data=2", 10**9)
+    peak_bytes = int(max(whole.plan.peak_memory_bytes))
+    assert answer("data=2", peak_bytes * 9 // 10).plan.status == "infeasible"
+    away = answer("data=2,offload=auto", peak_bytes * 9 // 10)
+    assert away.plan.status == "ok"
+    assert away.plan.step_time_ns < 1.01 * whole.plan.step_time_ns
+    assert away.plan.peak_memory_bytes[2] > 0
+    assert str(away.trial.layout) == "data=2,offload=auto"
+    assert away.plan.layout is not None
+    assert away.plan.layout["offload"][0] == "layers.0"
+    assert Step.of_document(encoder, away.plan.layout).graph.fingerprint == away.plan.graph
+    with pytest.raises(InputError, match="offload needs a CPU"):
+        choose_layout(Parts(encoder, BATCH), machine_of([1.0] * 2), layout=away.trial.layout, budget="1sims")
+
+
+def test_blocks_are_the_same_when_their_layout_is_forced() -> None:
+    """The text that the answer prints, with recompute=auto, stands for the same blocks on the same machine."""
+    cluster = machine_of([1.0] * 2, memory="60MB")
+    best = choose_layout(Parts(encoder, BATCH), cluster, budget="100sims")
+    assert best.trial.layout.recompute == "auto"
+    again = choose_layout(Parts(encoder, BATCH), cluster, layout=Layout.parse(str(best.trial.layout)), budget="1sims")
+    assert best.plan.layout is not None
+    assert best.plan.layout["recompute"] not in ("none", "auto")
+    assert again.plan.layout == best.plan.layout
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_what_waits_on_a_cpu_is_of_its_replica(zero: int) -> None:
+    """Each copy on a host is named after the op that made it, and on the CPU of its replica; work stays as it was."""
+    graph, layout = encoder(4), Layout((2, 1, 1), zero, offload="blocks")
+    step, plain = Step.of(graph, layout), Step.of(graph, Layout((2, 1, 1), zero))
+    placement = step.placement(np.zeros(graph.num_ops, int), [[0], [1], [2]], [3, 3, 4])
+    assert step.graph.flops.sum() == plain.graph.flops.sum()
+    waiting = np.flatnonzero(step.is_on_host)
+    assert np.bincount(step.replica[waiting]).tolist() == [len(waiting) // 2, len(waiting) // 4, len(waiting) // 4]
+    assert placement[waiting].tolist() == np.array([3, 3, 4])[step.replica[waiting]].tolist()
+    assert (placement < 3).sum() == step.graph.num_ops - len(waiting) == plain.graph.num_ops
+    for op in waiting.tolist():
+        assert step.graph.op_names[op].startswith(f"{graph.op_names[step.origin[op]]}.host")
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=3), st.data())
+def test_the_fewest_blocks_are_those_that_trying_all_numbers_finds(saved: list[list[int]], data: st.DataObject) -> None:
+    """Where memory falls with each block: in each place the first ones, and no more."""
+    lack = np.array([data.draw(st.integers(0, sum(own) + 3)) for own in saved])
+    ranked = [[f"{place}.{turn}" for turn in range(len(own))] for place, own in enumerate(saved)]
+
+    def lacking(paths: tuple[str, ...]) -> np.ndarray:
+        freed = [sum(size for turn, size in enumerate(own) if f"{p}.{turn}" in paths) for p, own in enumerate(saved)]
+        return lack - np.array(freed)
+
+    least = [next((n for n in range(len(own)) if sum(own[:n]) >= lack[p]), len(own)) for p, own in enumerate(saved)]
+    expected = [path for paths, count in zip(ranked, least, strict=True) for path in paths[:count]]
+    assert list(fewest_blocks(ranked, lacking)) == expected
+
+
+def test_a_cpu_holds_activations_where_that_costs_least() -> None:
+    """A batch that only fits in more micro-batches, or with activations elsewhere, on a machine with a CPU."""
+    cards = machine_of([1.0, 1.0, 1e-3], bandwidth="100GB/s").devices
+    routes = {pair: Route(1_000, 10**11, (f"{pair}",)) for pair in permutations(range(3), 2)}
+    devices = [*(replace(card, memory_bytes=9 * 10**7) for card in cards[:2]), replace(cards[2], kind="cpu")]
+    cluster = Cluster.build("host", devices, routes)
+    choice = choose_layout(Parts(encoder, BATCH), cluster, budget="300sims")
+    assert choice.plan.status == "ok"
+    fitting = {trial.layout.offload: trial.step_time_ns for trial in choice.trials if trial.status == OK}
+    assert "auto" in fitting
+    assert choice.plan.step_time_ns <= min(fitting.values())
 
 
 def test_estimates_count_the_gradients_that_fsdp_keeps() -> None:

@@ -8,10 +8,9 @@ import pytest
 from tests.parallel.test_replicas import chain
 
 from gdp.cluster import Cluster
-from gdp.errors import UnevenBatchError
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
-from gdp.search.rivals.parts import EqualParts
+from gdp.search.layouts.parts import Parts
 from gdp.search.rivals.rivals import RIVALS, RivalQuestion, ddp, megatron, simulate_layout
 
 BATCH = 8
@@ -19,8 +18,6 @@ BATCH = 8
 
 def layered(num_layers: int, num_parts: int, size: int = 3000) -> Graph:
     """The chain with a list of layers, and 1 / `num_parts` of the samples of a batch of 8."""
-    if BATCH % num_parts:
-        raise UnevenBatchError(f"a batch of {BATCH} has no {num_parts} equal parts", BATCH)
     graph = chain([size] * num_layers)
     modules = [f"layers.{name.partition('.')[0][1:]}" for name in graph.op_names]
     is_activation = ~graph.is_resident & (graph.tensor_bytes == 1000)
@@ -37,7 +34,7 @@ def machine(count: int, memory: str = "1GB") -> Cluster:
 
 
 def question(num_layers: int, cluster: Cluster) -> RivalQuestion:
-    return RivalQuestion(EqualParts(lambda num_parts: layered(num_layers, num_parts)), cluster)
+    return RivalQuestion(Parts(lambda num_parts: layered(num_layers, num_parts), BATCH), cluster)
 
 
 def test_ddp_of_two_devices_takes_its_passes_and_a_ring_of_two() -> None:
@@ -70,12 +67,12 @@ def test_a_rival_that_does_not_fit_says_by_how_much() -> None:
         asked.append(num_parts)
         return layered(4, num_parts)
 
-    step = ddp(RivalQuestion(EqualParts(source), machine(2, "21000B")))
+    step = ddp(RivalQuestion(Parts(source, BATCH), machine(2, "21000B")))
     assert step.step_time_ns is None
     assert step.simulation is not None
     missing = int(step.simulation.peak_memory_bytes[0]) - 21_000
     assert step.reason == f"does not fit by {missing / 1024:.1f} KiB on d0"
-    assert sorted(asked) == [2, 1021]
+    assert sorted(asked) == [2]
 
 
 def test_fsdp_fits_where_ddp_and_zero1_do_not() -> None:
@@ -86,7 +83,7 @@ def test_fsdp_fits_where_ddp_and_zero1_do_not() -> None:
         return replace(graph, tensor_bytes=np.where(graph.tensor_bytes == 64_000 // num_parts, 8, graph.tensor_bytes))
 
     # half of 36,000 and two blocks are 24,000; zero1 holds 12,000 of parameters, 6,000 of the rest, 12,000 of gradients
-    asked = RivalQuestion(EqualParts(small), machine(2, "24100B"))
+    asked = RivalQuestion(Parts(small, BATCH), machine(2, "24100B"))
     assert [name for name in ("ddp", "zero1", "fsdp") if RIVALS[name](asked).fits] == ["fsdp"]
 
 

@@ -136,11 +136,14 @@ def test_a_card_half_as_fast_takes_turns_too_and_the_shares_follow_from_links_an
 
 def test_where_links_are_slow_cards_are_full_and_the_slowest_device_takes_what_is_left() -> None:
     """A weight takes 2 s to send. Each card holds 8 of 24 layers: 8 x 10 + 8 x 20 + 8 x 1000 ms, and 0.1 ms for each
-    small op. Balanced stages are no faster: nothing runs at once."""
-    found = fastest(Problem.build(layers(), machine(800 * MB + 10**5, 50 * MB, 2, ("gpu", "slow"))))
+    small op. Balanced stages are no faster: nothing runs at once. While the CPU computes, weights may be sent, too."""
+    problem = Problem.build(layers(), machine(800 * MB + 10**5, 50 * MB, 2, ("gpu", "slow")))
+    filled = [found for found in stream_weights(problem) if np.bincount(found.placement[1::3]).tolist() == [8, 8, 8]]
+    filled_ns = min(found.step_time_ns for found in filled if found.feasible)
+    assert filled_ns <= (8 * 10 + 8 * 20 + 8 * 1000 + LAYERS // 10 + 1) * MS
+    found = fastest(problem)
     assert found is not None
-    assert np.bincount(found.placement[1::3], minlength=3).tolist() == [8, 8, 8]
-    assert found.step_time_ns <= (8 * 10 + 8 * 20 + 8 * 1000 + LAYERS // 10 + 1) * MS
+    assert found.step_time_ns <= filled_ns
 
 
 def test_a_card_computes_one_of_two_products_while_the_cpu_computes_the_other() -> None:

@@ -14,14 +14,13 @@ from typing import Any
 from gdp import files
 from gdp.bench import model_configs
 from gdp.bench.benchmark import Benchmark, Say
-from gdp.bench.parallel import AUTO, Attempt, ask, choose, made_row, verify_row
+from gdp.bench.parallel import AUTO, Attempt, ask, choose, made_row
 from gdp.bench.rows import Rows
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.models.model import Reading
-from gdp.models.read import read_part
 from gdp.planning.warm_up import warm_up
-from gdp.search.rivals.parts import EqualParts
+from gdp.search.layouts.parts import Parts
 from gdp.search.rivals.rivals import RIVALS, RivalQuestion
 
 MODEL = "llama-7b"
@@ -110,8 +109,7 @@ class LayoutMemoryBenchmark(Benchmark):
             "gdp_version": version("gdp-placement"),
         }
         path = rows.directory / f"{name}.plan.json.gz"
-        row = rows.row(name, settings, partial(made_row, make, path))
-        verify_row(row, path, question)
+        row = rows.row(name, settings, partial(made_row, make, path, question))
         say(f"{name}: {row['layout'] if row['status'] == 'ok' else row['reason']}")
         return row
 
@@ -147,19 +145,19 @@ class _Models:
     def __init__(self, directory: Path, sizes: str) -> None:
         self._directory = directory
         self._sizes = sizes
-        self._parts: dict[int, EqualParts] = {}
+        self._parts: dict[int, Parts] = {}
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
         return model_configs.get(MODEL).config
 
-    def parts(self, num_layers: int) -> EqualParts:
+    def parts(self, num_layers: int) -> Parts:
         """Returns the parts of the batch of the model with so many layers."""
         if num_layers not in self._parts:
             path = self._directory / str(num_layers)
             path.mkdir(parents=True, exist_ok=True)
             files.write_json(path / "config.json", {**self._config, "num_hidden_layers": num_layers})
-            self._parts[num_layers] = EqualParts(partial(read_part, f"hf:{path}{self._sizes}", _READING))
+            self._parts[num_layers] = Parts.of_model(f"hf:{path}{self._sizes}", _READING)
         return self._parts[num_layers]
 
     def num_parameters(self, num_layers: int) -> int:

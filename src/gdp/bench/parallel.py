@@ -22,10 +22,7 @@ from gdp.bench.rows import Rows
 from gdp.bench.runs import Run, require_verified
 from gdp.budget import Budget
 from gdp.cluster import Cluster
-from gdp.errors import InputError
 from gdp.models import workloads
-from gdp.models.model import Reading
-from gdp.models.read import read_part
 from gdp.notebook import size
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
@@ -33,7 +30,6 @@ from gdp.planning.warm_up import warm_up
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.parts import Parts
 from gdp.search.place import place, plan_of
-from gdp.search.rivals.parts import EqualParts
 from gdp.search.rivals.rivals import RIVALS, RivalQuestion
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
@@ -123,9 +119,9 @@ class ParallelBenchmark(Benchmark):
             for model in self.models:
                 is_config = model.startswith(HF)
                 text = model_configs.write_model(model.removeprefix(HF), Path(directory)) if is_config else model
-                parts = EqualParts(partial(read_part, text, Reading()))
+                parts = Parts.of_model(text)
                 for devices in self.devices:
-                    placed.append(self._row(model, devices, parts, rows))
+                    placed.append(self._row(model, devices, text, parts, rows))
                     say(str(placed[-1]))
         kinds = {
             "equal": [row for row in placed if row.is_equal],
@@ -150,15 +146,15 @@ class ParallelBenchmark(Benchmark):
         dots["best of all"] = dots.pop(BEST_CLASSICAL)
         return dot_plot("Parallel", "step time of auto over the other's; a dot for each row", dots, logarithmic=True)
 
-    def _row(self, model: str, devices: str, parts: EqualParts, rows: Rows) -> ParallelRow:
-        cluster, whole = Cluster.parse(devices), parts.graph(1)
-        assert whole is not None, "a batch is one part of itself"
+    def _row(self, model: str, devices: str, text: str, parts: Parts, rows: Rows) -> ParallelRow:
+        cluster, whole = Cluster.parse(devices), parts.exact(1)
         name = f"{model}-on-{devices}"
         question = RivalQuestion(parts, cluster)
         methods: dict[str, Callable[[], Attempt]] = {
+            # first, and from parts of its own: its budget pays for what it reads
+            AUTO: lambda: choose(replace(question, parts=Parts.of_model(text, whole=whole)), self.budget),
             OPS: lambda: place_ops(question, self.budget),
             **{rival: partial(ask, rival, question) for rival in RIVALS},
-            AUTO: lambda: choose(question, self.budget),
         }
         found = {}
         for method, make in methods.items():
@@ -169,8 +165,7 @@ class ParallelBenchmark(Benchmark):
                 "gdp_version": version("gdp-placement"),
             }
             path = rows.directory / f"{re.sub('[^0-9A-Za-z.-]+', '_', f'{name}-{method}')}.plan.json.gz"
-            found[method] = rows.row(f"{name}-{method}", settings, partial(made_row, make, path))
-            verify_row(found[method], path, question)
+            found[method] = rows.row(f"{name}-{method}", settings, partial(made_row, make, path, question))
         ours = found.pop(AUTO)
         attempts = {**found, AUTO: ours}
         run = Run(ours["status"], ours["step_time_ns"], ours["seconds"], ours["seconds"], 0, 0, {})
@@ -188,24 +183,21 @@ class ParallelBenchmark(Benchmark):
         )
 
 
-def made_row(make: Callable[[], Attempt], path: Path) -> dict[str, Any]:
-    """Returns an attempt as a row; its plan is saved in `path`."""
+def made_row(make: Callable[[], Attempt], path: Path, question: RivalQuestion) -> dict[str, Any]:
+    """Returns an attempt as a row; its plan is saved in `path`, read back and replayed. RuntimeError if it differs."""
     attempt = make()
     plan = attempt.plan
     if plan is not None:
         plan.save(path)
     row = asdict(replace(attempt, plan=None)) | {"bound_ns": 1 if plan is None else max(plan.lower_bound_ns, 1)}
     del row["plan"]
+    if row["status"] == "ok":
+        _verify(row, path, question)
     return row
 
 
-def verify_row(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> None:
-    """Raises RuntimeError unless the plan of a row that fits gives its figures again.
-
-    It is read back, and replayed on the graph that MODEL and its layout give.
-    """
-    if row["status"] != "ok":
-        return
+def _verify(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> None:
+    """Raises RuntimeError unless the plan in `path` gives the row's figures on the graph of MODEL and its layout."""
     document = Plan.load(path).layout
     graph = question.parts.exact(1) if document is None else Step.of_document(question.parts.exact, document).graph
     require_verified(path, Problem.build(graph, question.cluster), row["step_time_ns"])
@@ -213,18 +205,14 @@ def verify_row(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> N
 
 def place_ops(question: RivalQuestion, budget: Budget) -> Attempt:
     """Places the ops of the whole step."""
-    began, whole = time.monotonic(), question.parts.graph(1)
-    assert whole is not None, "a batch is one part of itself"
+    began, whole = time.monotonic(), question.parts.exact(1)
     return _attempt(place(whole, question.cluster, budget=budget), str(Layout()), began)
 
 
 def choose(question: RivalQuestion, budget: Budget) -> Attempt:
     """Chooses a layout and its placement: our answer."""
-    began, whole = time.monotonic(), question.parts.graph(1)
-    batch_size = question.parts.batch_size
-    if batch_size is None:
-        raise InputError("bench parallel: the size of the batch is not known; name a model with a batch")
-    choice = choose_layout(Parts(question.parts.exact, batch_size, whole), question.cluster, budget=budget)
+    began = time.monotonic()
+    choice = choose_layout(question.parts, question.cluster, budget=budget)
     return _attempt(choice.plan, str(choice.trial.layout), began)
 
 

@@ -29,6 +29,7 @@ from gdp.cli.inputs import (
     split_rivals,
 )
 from gdp.cli.options import (
+    BatchesOption,
     BudgetOption,
     CheckpointOption,
     ConstraintOptions,
@@ -207,6 +208,7 @@ def simulate(
     *,
     limits: ConstraintOptions,
     model_options: ReadingOptions,
+    batches: BatchesOption = None,
     json: JsonOption = False,
 ) -> int:
     """Derive every figure of a plan anew.
@@ -223,11 +225,12 @@ def simulate(
     source = read_planned(graph, reading, read)
     problem = build_problem(source.graph, cluster, constraints)
     warm_up(())
-    from gdp.report import console, documents
+    from gdp.report import console, documents, sentences
     from gdp.report.progress import live
 
     with live(f"deriving the figures of {plan}"):
         from gdp.bounds.lower_bound import lower_bound
+        from gdp.cli.batches import throughput_of
         from gdp.simulator.simulate import replay, verify
 
         try:
@@ -236,14 +239,19 @@ def simulate(
         except InputError as error:
             raise InputError(f"{plan}: {error}") from None
         bound_ns = lower_bound(problem)
+        throughput = throughput_of(problem, read, simulation, batches)
     if not wrong and read.lower_bound_ns > bound_ns:
         wrong.append(f"lower_bound_ns is {read.lower_bound_ns}; the bound is {bound_ns}")
     if wrong:
         raise InputError(f"{plan}: the figures are not those of the plan: {', '.join(wrong)}; place the graph anew")
     if json:
-        print_json(documents.simulate_document(read, simulation, bound_ns, source.served))
+        figures = {} if throughput is None else {"throughput": throughput.document()}
+        print_json(documents.simulate_document(read, simulation, bound_ns, source.served) | figures)
     else:
-        show(console.simulate_report(read, simulation, bound_ns, source.served))
+        show(console.simulate_report(read, simulation, bound_ns, source.served, throughput))
+    if throughput is not None and simulation.feasible and throughput.missing_bytes.any():
+        lacking = sentences.lacking(cluster, throughput.missing_bytes)
+        return fail(f"{batches} batches in flight do not fit: {lacking}", NOTHING_FITS)
     return OK if simulation.feasible else fail(f"does not fit: {'; '.join(simulation.reasons)}", NOTHING_FITS)
 
 

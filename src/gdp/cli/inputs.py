@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,11 +135,12 @@ def check_rivals(names: Sequence[str], model: str, reading: "Reading") -> None:
 def _parallel_steps(
     names: Sequence[str], model: str, reading: "Reading", cluster: "Cluster", constraints: "Constraints"
 ) -> "dict[str, Rival]":
-    from gdp.models.read import read_part
-    from gdp.search.rivals.parts import EqualParts
+    from gdp.models.read import batch_size, read_part
+    from gdp.search.layouts.parts import Parts
     from gdp.search.rivals.rivals import RIVALS, RivalQuestion
 
-    question = RivalQuestion(EqualParts(partial(read_part, model, reading)), cluster, constraints)
+    parts = Parts(partial(read_part, model, reading), batch_size(model, reading) or 1)
+    question = RivalQuestion(parts, cluster, constraints)
     return {name: partial(_ask, RIVALS[name], question) for name in names}
 
 
@@ -221,13 +223,22 @@ def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
     """Reads the graph of MODEL that `plan` is of: cut as its layout says, unless MODEL is a file, which is whole."""
     from gdp.models.model import Model
     from gdp.models.read import has_samples, read_part
+    from gdp.parallel.batches import BatchStream, in_flight
+    from gdp.parallel.step import Step
+    from gdp.search.layouts.parts import Parts
 
     layout = plan.layout
-    if layout is None or not has_samples(text):
+    if layout is None:
         return read_graph(text, reading)
+    if in_flight(layout) or not has_samples(text):
+        model = read_graph(text, reading)
+        if model.graph.fingerprint == plan.graph:
+            return model
+        if in_flight(layout):
+            return replace(model, graph=BatchStream.of_document(model.graph, layout).graph)
+        return replace(model, graph=Step.of_document(Parts.of_graph(model.graph).exact, layout).graph)
     if reading.microbatching.count > 1:
         raise InputError("--microbatches: the plan has its layout in it; leave the option out")
-    from gdp.parallel.step import Step
     from gdp.report.progress import live
 
     with live(f"reading {text} as the plan cuts it"):

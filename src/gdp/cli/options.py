@@ -39,6 +39,10 @@ CheckpointOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A policy of your own, for the learned placers.")
 ]
 InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")]
+BatchesOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Serve a forward pass with N batches in flight: throughput and latency."),
+]
 OptimizerOption = Annotated[
     str, typer.Option(metavar="NAME", help="adam, adamw, sgd, sgd-momentum, adafactor or adam-8bit.")
 ]

@@ -8,7 +8,7 @@ from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, log, 
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.search.layouts.choose import Trial
+    from gdp.search.layouts.trial import Trial
 
 
 def place_parallel(request: PlaceRequest, text: str, sweep: str | None) -> int:
@@ -85,10 +85,14 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None) -> int:
 def _check(request: PlaceRequest, sweep: str | None) -> None:
     """Raises InputError for options that say something else than --parallel."""
     reading = request.reading
-    if reading.microbatching.count > 1 or reading.microbatching.free_replicas:
+    from gdp.models.read import has_samples
+
+    if (has_samples(request.model) and reading.microbatching.count > 1) or reading.microbatching.free_replicas:
         raise InputError("--microbatches: --parallel has a number of its own; write --parallel microbatches=M")
     if not reading.training or reading.serving.has_cache:
-        raise InputError("--parallel: layouts cut training steps; leave --inference and --phase, or --parallel, out")
+        raise InputError(
+            "--parallel: layouts cut training steps; leave --inference and --phase out, or serve with --batches N"
+        )
     others = {
         "--placer": request.placer != "auto",
         "--for": request.target is not None,

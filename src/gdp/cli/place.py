@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gdp.cli.batches import place_in_flight
 from gdp.cli.inputs import build_problem, check_checkpoint, check_placers
 from gdp.cli.options import (
+    BatchesOption,
     BudgetOption,
     CheckpointOption,
     ConstraintOptions,
@@ -62,9 +64,10 @@ def place(
         str,
         typer.Option(
             metavar="LAYOUT",
-            help="How the step is cut: none, auto, or data=4,microbatches=8,zero=1,recompute=blocks,stages=2.",
+            help="How the step is cut: none, auto, or data=4,microbatches=8,zero=1,recompute=auto,stages=2.",
         ),
     ] = "none",
+    batches: BatchesOption = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -133,6 +136,8 @@ def place(
         )
         check_placers([placer])
         check_checkpoint(checkpoint, [placer])
+    if batches is not None:
+        return place_in_flight(request, batches, parallel, sweep)
     if parallel != "none":
         return place_parallel(request, parallel, sweep)
     if table is not None:

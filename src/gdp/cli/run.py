@@ -68,11 +68,14 @@ def run(
     if _is_rank():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
     from gdp.models.model import Reading
+    from gdp.parallel.batches import in_flight
     from gdp.parallel.layout import Layout
     from gdp.simulator.plan import Plan
 
     reading = Reading(not inference, optimizer, master_weights=master_weights, dtype=dtype)
     read = Plan.load(plan)
+    if in_flight(read.layout):
+        raise InputError(f"{plan}: has batches in flight, and gdp run executes one batch; place without --batches")
     if read.layout is not None:
         raise InputError(
             f"{plan}: cuts the batch ({Layout.of_document(read.layout)}), and gdp run executes one batch in one copy; "

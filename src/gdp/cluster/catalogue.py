@@ -26,9 +26,9 @@ SOCKET = "upi"
 # in use", "502.71 MiB" (github.com/3DTopia/Phidias-Diffusion/issues/8, RTX 4090;
 # github.com/Ksuriuri/index-tts-vllm/issues/91, RTX 5090).
 CONTEXT_GIB = 0.5
-# Totals over nominal capacities, for cards without a source of their own: GDDR without error correction and HBM (RTX
-# 4090 0.985, RTX 5090 0.980, RTX 3080 0.978, A30 0.980), and GDDR6 with it (L40S 0.925, T4 0.910).
-TOTAL_SHARE, TOTAL_SHARE_ECC = 0.978, 0.91
+# The total over the nominal capacity, for cards without a source of their own (RTX 4090 0.985, RTX 5090 0.980, RTX 3080
+# 0.978, A30 0.980).
+TOTAL_SHARE = 0.978
 # Metal's recommendedMaxWorkingSetSize by default, of unified memory: three quarters (github.com/ggml-org/llama.cpp
 # prints it when it starts; `sysctl iogpu.wired_limit_mb` raises it).
 APPLE_SHARE = 0.75
@@ -187,7 +187,7 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
             900,
             "pcie3",
             "nvlink2",
-            total_gib=32 * TOTAL_SHARE,
+            total_gib=31.73,  # as in many reports
         ),
         # NVIDIA A100 data sheet (2021), 80 GB SXM: FP64 tensor 19.5, FP32 19.5, TF32 156, FP16 and BF16 312 TFLOP/s,
         # INT8 624 TOP/s, 2039 GB/s, NVLink 600 GB/s, PCIe Gen4.
@@ -200,13 +200,21 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
             total_gib=79.14,  # as in many reports
         ),
         # The same data sheet, 40 GB: the rates of 80 GB, 1555 GB/s; SXM with NVLink 600 GB/s, PCIe without.
-        "a100-sxm-40g": _gpu(40, _AMPERE, 1555, "pcie4", "nvlink3", total_gib=40 * TOTAL_SHARE),
-        "a100-pcie-40g": _gpu(40, _AMPERE, 1555, "pcie4", total_gib=40 * TOTAL_SHARE),
+        # Reports have 39.38 to 39.56 GiB.
+        "a100-sxm-40g": _gpu(40, _AMPERE, 1555, "pcie4", "nvlink3", total_gib=39.38),
+        "a100-pcie-40g": _gpu(40, _AMPERE, 1555, "pcie4", total_gib=39.38),
         # NVIDIA H100 data sheet (2023), SXM: FP64 tensor 67, FP32 67 TFLOP/s; with sparsity, so halved here: TF32 989,
         # FP16 and BF16 1979, FP8 and INT8 3958; 3.35 TB/s, NVLink 900 GB/s, PCIe Gen5.
         "h100-sxm-80g": _gpu(80, _HOPPER, 3350, "pcie5", "nvlink4", total_gib=79.18),
         # NVIDIA H200 data sheet (2024), SXM: the rates of the H100, 141 GB at 4.8 TB/s.
-        "h200-sxm-141g": _gpu(141, _HOPPER, 4800, "pcie5", "nvlink4", total_gib=141 * TOTAL_SHARE),
+        "h200-sxm-141g": _gpu(
+            141,
+            _HOPPER,
+            4800,
+            "pcie5",
+            "nvlink4",
+            total_gib=139.8,  # as in many reports
+        ),
         # NVIDIA L4 data sheet (2023): FP32 30.3 TFLOP/s; with sparsity, so halved here: TF32 120, FP16, BF16 242,
         # FP8 and INT8 485; 24 GB at 300 GB/s, PCIe Gen4 x16. FP64 is 1/64 of FP32 (Ada architecture white paper).
         "l4-24g": _gpu(
@@ -223,7 +231,7 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
             ),
             300,
             "pcie4",
-            total_gib=24 * TOTAL_SHARE_ECC,
+            total_gib=22.03,  # as in many reports
         ),
         # NVIDIA Ampere GA102 architecture white paper, appendix A: FP32 35.6, TF32 35.6, FP16 and BF16 with FP32
         # accumulation 71 TFLOP/s, INT8 284 TOP/s, FP64 1/64 of FP32, 24 GB at 936 GB/s, PCIe Gen4.
@@ -259,7 +267,7 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
             _rates(float64=0.4875, float32=31.2, tf32=62.5, float16=125, bfloat16=125, int8=250),
             600,
             "pcie4",
-            total_gib=24 * TOTAL_SHARE_ECC,
+            total_gib=22.06,  # as in reports
         ),
         # NVIDIA A30 data sheet (2021): FP64 tensor 10.3, FP32 10.3, TF32 82, FP16 and BF16 165 TFLOP/s, INT8 330 TOP/s,
         # 24 GB at 933 GB/s, PCIe Gen4.
@@ -280,7 +288,8 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
             total_gib=14.56,  # github.com/Zheng-Chong/CatVTON/issues/133
         ),
         # NVIDIA L40S data sheet (2023): FP32 91.6; with sparsity, so halved here: TF32 366, FP16 and BF16 733, FP8 and
-        # INT8 1466; 48 GB at 864 GB/s, PCIe Gen4 x16. FP64 is 1/64 of FP32 (Ada architecture white paper).
+        # INT8 1466; 48 GB at 864 GB/s, PCIe Gen4 x16. FP64 is 1/64 of FP32 (Ada architecture white paper). The 362.05
+        # that it prints for dense FP16 is twice the L40's 181.05; 4 x FP32, 2 x TF32 and half of 733 are 366 or more.
         "l40s-48g": _gpu(
             48,
             _rates(
@@ -299,8 +308,8 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
         ),
         # NVIDIA, GeForce specifications: CUDA cores x boost clock x 2: 3584 x 1.78 GHz, 8704 x 1.71, 4352 x 2.54, 9728
         # x 2.51, 8960 x 2.45, 10752 x 2.62, 21760 x 2.41; memory bandwidth of the same pages. The RTX 4060 Ti has
-        # 8 lanes of PCIe 4.0, which carry as much as 16 of PCIe 3.0.
-        "rtx3060-12g": _gpu(12, _geforce(12.76, float8=False), 360, "pcie4", total_gib=12 * TOTAL_SHARE),
+        # 8 lanes of PCIe 4.0, which carry as much as 16 of PCIe 3.0. Totals: the least of reports.
+        "rtx3060-12g": _gpu(12, _geforce(12.76, float8=False), 360, "pcie4", total_gib=11.62),
         "rtx3080-10g": _gpu(
             10,
             _geforce(29.77, float8=False),
@@ -310,8 +319,8 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
         ),
         "rtx4060ti-16g": _gpu(16, _geforce(22.1, float8=True), 288, "pcie3", total_gib=16 * TOTAL_SHARE),
         "rtx4080-16g": _gpu(16, _geforce(48.8, float8=True), 716.8, "pcie4", total_gib=16 * TOTAL_SHARE),
-        "rtx5070ti-16g": _gpu(16, _geforce(43.9, float8=True), 896, "pcie5", total_gib=16 * TOTAL_SHARE),
-        "rtx5080-16g": _gpu(16, _geforce(56.3, float8=True), 960, "pcie5", total_gib=16 * TOTAL_SHARE),
+        "rtx5070ti-16g": _gpu(16, _geforce(43.9, float8=True), 896, "pcie5", total_gib=15.45),
+        "rtx5080-16g": _gpu(16, _geforce(56.3, float8=True), 960, "pcie5", total_gib=15.45),
         "rtx5090-32g": _gpu(
             32,
             _geforce(104.9, float8=True),
@@ -320,7 +329,8 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
             total_gib=31.36,  # github.com/TrajectoryCrafter/TrajectoryCrafter/issues/20
         ),
         # NVIDIA HGX B200 data sheet (2025), per GPU: FP64 tensor 37, FP32 75 TFLOP/s; with sparsity, so halved here:
-        # TF32 2200, FP16 and BF16 4500, FP8 and INT8 9000; 180 GB at 8 TB/s, NVLink 1.8 TB/s, PCIe Gen5.
+        # TF32 2200, FP16 and BF16 4500, FP8 and INT8 9000; 180 GB at 8 TB/s, NVLink 1.8 TB/s, PCIe Gen5. The
+        # driver has 178.35 GiB and 7680 bits at 3996 MHz, twice a cycle (github.com/pytorch/ao/pull/4002): 7672 GB/s.
         "b200-sxm-180g": _gpu(
             180,
             _rates(
@@ -333,10 +343,10 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
                 float8_e5m2=4500,
                 int8=4500,
             ),
-            8000,
+            7672,
             "pcie5",
             "nvlink5",
-            total_gib=178.35,  # as in many reports
+            total_gib=178.35,
         ),
         # AMD Instinct MI300X data sheet (2023): FP64 matrix 163.4, FP32 matrix 163.4, TF32 653.7, FP16 and BF16 1307.4,
         # FP8 2614.9 TFLOP/s, INT8 2614.9 TOP/s, 192 GB at 5.3 TB/s, PCIe Gen5 x16, Infinity Fabric to 7 others.
@@ -355,7 +365,7 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
             5300,
             "pcie5",
             "xgmi3",
-            total_gib=192 * TOTAL_SHARE,
+            total_gib=191.69,  # the least of reports; others have 191.98
         ),
         # Apple, technical specifications: GPU cores, memory, 400, 800, 400, 819 and 546 GB/s. Rates: a core has 128
         # lanes of a multiply-add; Apple gives 13.6 and 27.2 TFLOP/s for the M2 chips. For the others the clocks are

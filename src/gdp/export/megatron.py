@@ -6,6 +6,7 @@
 
 import itertools
 import re
+from collections.abc import Iterable, Sequence
 
 from gdp.arrays import I64
 from gdp.export.chains import find_layers
@@ -26,12 +27,14 @@ def read_units(problem: Problem) -> ExportUnits:
 
 def layout(units: ExportUnits, devices: I64) -> str:
     """Returns `Et*3|t*4|t*3L`."""
-    stages = []
-    for start, end in itertools.pairwise([*stage_starts(devices), units.num_units]):
-        names = itertools.chain.from_iterable(units.members[start:end])
-        letters = "".join(name if name in ("E", "L") else "t" for name in names)
-        stages.append(re.sub(r"t{2,}", lambda run: f"t*{len(run[0])}", letters))
-    return "|".join(stages)
+    ends = itertools.pairwise([*stage_starts(devices), units.num_units])
+    return layout_of([list(itertools.chain.from_iterable(units.members[start:end])) for start, end in ends])
+
+
+def layout_of(stages: Iterable[Sequence[str]]) -> str:
+    """Returns `Et*3|t*4|t*3L` for the names in each stage: E, paths of layers, L."""
+    letters = ("".join(name if name in ("E", "L") else "t" for name in names) for names in stages)
+    return "|".join(re.sub(r"t{2,}", lambda run: f"t*{len(run[0])}", stage) for stage in letters)
 
 
 def write(problem: Problem, units: ExportUnits, devices: I64) -> str:

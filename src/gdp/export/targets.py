@@ -2,6 +2,7 @@
 
 from gdp.errors import InputError, suggest
 from gdp.export import hf_device_map, llama_cpp, megatron, onnxruntime, openvino, torch_pipelining, vllm
+from gdp.export.layouts.targets import LAYOUT_TARGETS
 from gdp.export.target import ExportTarget
 
 _MODULES = (hf_device_map, torch_pipelining, onnxruntime, openvino, llama_cpp, vllm, megatron)
@@ -16,8 +17,10 @@ def find_target(name: str, *, context: int | None = None, split_layers: bool = F
     """
     written = name.replace("_", "-").lower()
     target = TARGETS.get(_ALIASES.get(written, written))
+    if target is None and written in LAYOUT_TARGETS:
+        raise InputError(f"{written}: takes layouts; place with --parallel, then export the plan")
     if target is None:
-        raise InputError(f"target {name!r} is unknown; {suggest(written, list(TARGETS))}")
+        raise InputError(f"target {name!r} is unknown; {suggest(written, [*TARGETS, *LAYOUT_TARGETS])}")
     if context is None and not split_layers:
         return target
     if target is not llama_cpp.TARGET:

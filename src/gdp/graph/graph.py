@@ -4,8 +4,8 @@ docs/machine-model.md, sections 1 and 6, is the definition. N ops, T tensors, E 
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,10 @@ from gdp.graph.copy_names import CopyNames
 from gdp.graph.views import GraphSource, OpView
 
 PHASES = ("forward", "backward", "update", "")
+COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
+"""What the kinds of ops begin with that move data between replicas; not all replicas have the same ones."""
 FORMAT, VERSION = "gdp-graph", 1
+_FROM_NAMES = ("copy_names", "op_numbers", "edge_tensors", "group_index", "is_collective")  # cached properties
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,30 @@ class Graph:
     def copy_names(self) -> CopyNames:
         """The parts of the names of ops: of which op, micro-batch and replica each may be a copy."""
         return CopyNames.of(self.op_names)
+
+    @cached_property
+    def is_collective(self) -> Bool:
+        """[N] the ops that move data between replicas."""
+        return self._are(self.kinds, lambda kind: kind.startswith(COLLECTIVES))
+
+    def is_in_phase(self, name: str) -> Bool:
+        """Returns [N] the ops of the phase "forward", "backward" or "update"."""
+        return self._are(self.phases, lambda phase: phase == name)
+
+    def _are(self, column: Sequence[str], test: Callable[[str], bool]) -> Bool:
+        """Returns [N] the ops whose value in `column` passes `test`, which is asked once for each value."""
+        passes = {value: test(value) for value in set(column)}
+        return np.fromiter(map(passes.__getitem__, column), np.bool_, self.num_ops)
+
+    def with_figures(self, *, flops: I64, bytes_accessed: I64, resident_bytes: I64, tensor_bytes: I64) -> "Graph":
+        """Returns the same ops and tensors with other figures: [N], [N], [N] and [T]."""
+        other = replace(
+            self, flops=flops, bytes_accessed=bytes_accessed, resident_bytes=resident_bytes, tensor_bytes=tensor_bytes
+        )
+        for name in _FROM_NAMES:  # which are slow to find for large graphs
+            if name in self.__dict__:
+                other.__dict__[name] = self.__dict__[name]
+        return other
 
     @cached_property
     def _op_columns(self) -> tuple[Sequence[Any], ...]:

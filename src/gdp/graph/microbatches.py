@@ -35,8 +35,6 @@ _NO_TIMES: Any = MappingProxyType({})
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 RECOMPUTED = "!"
 """What the name of a copy ends with that computes an op's results once more, for the backward pass."""
-COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
-"""What the kinds of ops begin with that move data between replicas; not all replicas have the same ones."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
 
 
@@ -125,7 +123,7 @@ def replica_of(graph: Graph) -> I64:
     if not replica.any():
         return replica
     is_sum = np.array([ACCUMULATE in base for base in names.bases])
-    is_collective = np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds])
+    is_collective = graph.is_collective
     counts = ~(is_sum[names.base] | is_collective)
     sort = _sorts(graph)
     code = sort * len(names.bases) + names.base
@@ -408,7 +406,7 @@ def shared_ops(graph: Graph) -> tuple[Bool, Bool]:
     is_kind = np.array([kind in _SOURCE_KINDS for kind in graph.kinds], np.bool_)
     is_idle = (graph.flops == 0) & (graph.bytes_accessed == 0) & np.array([not times for times in graph.times_ns])
     is_source = ~has_inputs & (is_kind | ((graph.resident_bytes > 0) & is_idle))
-    is_update = np.array([phase == "update" for phase in graph.phases], np.bool_)
+    is_update = graph.is_in_phase("update")
     sources = graph.producers[graph.edge_tensors]
     while True:
         more = is_update.copy()

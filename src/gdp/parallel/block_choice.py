@@ -1,49 +1,46 @@
-"""Chooses the layers that are recomputed, by arithmetic on what they hold and how long they take."""
+"""The order in which layers are recomputed, or their activations sent away."""
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import BLOCKS
 
 
-def blocks_to_recompute(graph: Graph, op_time_ns: I64, num_bytes: int) -> tuple[str, ...]:
-    """Returns paths of layers whose recomputation saves at least `num_bytes`, those first that save most per ns.
+def longest_held_blocks(graph: Graph) -> list[tuple[str, int]]:
+    """Returns the paths of layers, as their activations are held the longest, and an op of each.
 
-    `op_time_ns` [N] is the time of each op of the step `graph`, on any one device. Blocks of equal merit are taken from
-    the beginning of the model: they are recomputed when the others' activations are gone. It is an estimate, by
-    arithmetic alone: a plan's order decides what is held at once, so simulate the step, and ask for more bytes if it
-    does not fit. If all layers do not save so much, those that save anything are returned; () for a graph without
-    layers.
+    Empty for a graph without layers.
     """
-    if num_bytes <= 0:
-        return ()
     try:
         blocks = Blocks.of(graph, BLOCKS)
     except InputError:
-        return ()
-    nothing = np.zeros(len(blocks.paths), np.bool_)
-    held, time_ns = blocks.held_bytes(nothing), np.zeros(len(blocks.paths), np.int64)
-    np.add.at(time_ns, blocks.of_op[blocks.is_repeated], op_time_ns[blocks.is_repeated])
-    saved = np.array([held - blocks.held_bytes(one) for one in np.eye(len(nothing), dtype=np.bool_)], np.int64)
-    chosen = nothing.copy()
-    for block in np.lexsort((-blocks.first_reader, -saved / np.maximum(time_ns, 1))).tolist():
-        if saved[block] <= 0 or _saving(blocks, saved, chosen) >= num_bytes:
-            break
-        chosen[block] = True
-    return tuple(path for path, is_chosen in zip(blocks.paths, chosen, strict=True) if is_chosen)
+        return []
+    order = np.argsort(-blocks.first_of(blocks.is_read), kind="stable").tolist()
+    return [
+        (blocks.paths[block], int(np.flatnonzero(blocks.is_forward & (blocks.of_op == block))[0])) for block in order
+    ]
 
 
-def _saving(blocks: Blocks, saved: I64, chosen: Bool) -> int:
-    """Returns by how much the peak is lower with the blocks `chosen` [B], each of which saves `saved` [B] by itself.
+def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
+    """Returns the paths of layers whose recomputation saves memory, and an op of each.
 
-    The peak is at the beginning of the backward pass or where a chosen block is there again, and of those that come
-    before it in the backward pass nothing is.
+    Those that save most for each ns come first; `op_time_ns` [N] is the time of each op of the step `graph`, on any one
+    device. Layers of equal merit are taken from the beginning of the model: they are recomputed when the others'
+    activations are gone. Empty for a graph without layers.
     """
-    in_order = np.argsort(blocks.first_reader)
-    saved, chosen, copies = saved[in_order], chosen[in_order], blocks.copy_bytes[in_order]
-    gone = np.concatenate(([0], np.cumsum(saved)[:-1]))
-    still_saved = np.cumsum((saved * chosen)[::-1])[::-1]
-    return int(min([still_saved[0], *(gone + still_saved - copies)[chosen].tolist()]))
+    try:
+        blocks = Blocks.of(graph, BLOCKS)
+    except InputError:
+        return []
+    time_ns = np.zeros(len(blocks.paths), np.int64)
+    np.add.at(time_ns, blocks.of_op[blocks.is_repeated], op_time_ns[blocks.is_repeated])
+    held = blocks.held_bytes(np.zeros(len(blocks.paths), np.bool_))
+    saved = np.array([held - blocks.held_bytes(one) for one in np.eye(len(blocks.paths), dtype=np.bool_)], np.int64)
+    order = np.lexsort((-blocks.first_reader, -saved / np.maximum(time_ns, 1)))
+    return [
+        (blocks.paths[block], int(np.flatnonzero(blocks.is_repeated & (blocks.of_op == block))[0]))
+        for block in order[saved[order] > 0].tolist()
+    ]

@@ -86,13 +86,13 @@ class Blocks:
     @cached_property
     def is_forward(self) -> Bool:
         """[N] the forward ops of blocks; what has no block, and parameters, buffers and inputs, are not among them."""
-        is_forward = np.array([phase == "forward" for phase in self.graph.phases], np.bool_)
+        is_forward = self.graph.is_in_phase("forward")
         return np.asarray((self.of_op >= 0) & is_forward & ~self.is_source, np.bool_)
 
     @cached_property
     def is_backward(self) -> Bool:
         """[N] the backward ops of the whole model."""
-        return np.array([phase == "backward" for phase in self.graph.phases], np.bool_)
+        return self.graph.is_in_phase("backward")
 
     @cached_property
     def is_activation(self) -> Bool:
@@ -131,7 +131,7 @@ class Blocks:
         graph, tensors = self.graph, self.graph.edge_tensors
         makers, readers = graph.producers[tensors], graph.consumers
         is_resident = graph.is_resident[self.base]
-        is_forward_pass = np.array([phase == "forward" for phase in graph.phases], np.bool_)
+        is_forward_pass = graph.is_in_phase("forward")
         writes = np.zeros(graph.num_ops, np.bool_)
         writes[graph.producers[is_resident & (graph.resident_bytes[graph.producers] == 0)]] = True
         writes &= is_forward_pass & ~self.is_source

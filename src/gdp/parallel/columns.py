@@ -1,6 +1,7 @@
 """Columns: a graph under construction, of whole blocks of ops and tensors in place of single ones."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -123,6 +124,27 @@ class Columns:
         count = len(columns["producers"])
         self.num_tensors += count
         return np.arange(self.num_tensors - count, self.num_tensors)
+
+
+def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
+    """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`."""
+    order = np.lexsort((consumers, producers))
+    distinct, counts = np.unique(producers, return_counts=True)
+    added = len(distinct)
+    offsets = graph.consumer_offsets[-1] + np.cumsum(counts)
+    nothing = np.zeros(added, np.bool_)
+    other = replace(
+        graph,
+        producers=np.concatenate((graph.producers, distinct)),
+        tensor_bytes=np.concatenate((graph.tensor_bytes, np.zeros(added, np.int64))),
+        is_resident=np.concatenate((graph.is_resident, nothing)),
+        is_kept=np.concatenate((graph.is_kept, nothing)),
+        view_of=np.concatenate((graph.view_of, np.full(added, -1))),
+        consumer_offsets=np.concatenate((graph.consumer_offsets, offsets)),
+        consumers=np.concatenate((graph.consumers, consumers[order])),
+    )
+    other.__dict__["copy_names"] = graph.copy_names  # which takes a second for a million ops
+    return other
 
 
 _TEXTS = ("op_names", "kinds", "dtypes", "phases", "modules", "times_ns")

@@ -36,7 +36,7 @@ class HeldState:
     def of(cls, graph: Graph) -> "HeldState":
         """Finds the state of `graph`, a step of one replica."""
         is_source, is_late = shared_ops(graph)
-        is_update = np.array([phase == "update" for phase in graph.phases], np.bool_)
+        is_update = graph.is_in_phase("update")
         sources, targets = graph.producers[graph.edge_tensors], graph.consumers
         while True:
             more = is_update.copy()

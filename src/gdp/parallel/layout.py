@@ -9,10 +9,10 @@ from gdp.errors import InputError, suggest
 from gdp.graph.microbatches import check_count
 
 MAX_REPLICAS = 64  # as many as there may be devices
-NONE, BLOCKS = "none", "blocks"  # what is recomputed
-_KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute")
-_BESIDE = ("places", "ring", "hosts")  # what `Step.document` has besides the layout
-_HELP = "such as data=4,microbatches=8,zero=1,recompute=blocks,stages=2"
+NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
+_KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute", "offload")
+_BESIDE = ("batch", "places", "ring", "hosts")  # what `Step.document` has besides the layout
+_HELP = "such as data=4,microbatches=8,zero=1,recompute=auto,stages=2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,9 @@ class Layout:
 
     microbatches: tuple[int, ...] = (1,)  # [R] of each replica
     zero: int = 0  # 1: optimizer state is cut over replicas, 2: gradients as well, 3: parameters as well
-    recompute: str | tuple[str, ...] = NONE  # NONE, BLOCKS, or paths of modules
+    recompute: str | tuple[str, ...] = NONE  # NONE, BLOCKS, AUTO, or paths of modules
     stages: int | None = None  # None: ops are placed freely
+    offload: str | tuple[str, ...] = NONE  # activations of blocks that wait on a CPU: NONE, BLOCKS, AUTO, or paths
 
     def __post_init__(self) -> None:
         if not 1 <= self.data <= MAX_REPLICAS:
@@ -41,6 +42,10 @@ class Layout:
             raise InputError("zero=3 gathers parameters for all replicas at once; give each as many micro-batches")
         if self.stages is not None and self.stages < 1:
             raise InputError(f"stages is {self.stages}; at least 1 is expected")
+        if self.offload != NONE and self.recompute != NONE:
+            raise InputError("recompute and offload are two ways to hold fewer activations; take one of them")
+        if self.offload != NONE and self.zero == 3:
+            raise InputError("offload does not go with zero=3; take zero=2 or less, or recompute")
 
     @property
     def data(self) -> int:
@@ -63,22 +68,24 @@ class Layout:
         return self == Layout()
 
     def document(self) -> dict[str, Any]:
-        """Returns the layout as in `--json` and in plan files."""
+        """Returns the layout as in `--json` and in plan files; `offload` is there if it is used."""
         counts = self.microbatches
-        return {
+        offload = {} if self.offload == NONE else {"offload": _listed(self.offload)}
+        return offload | {
             "data": self.data,
             "tensor": 1,
             "stages": self.stages,
             "microbatches": counts[0] if self.is_even else list(counts),
             "zero": self.zero,
-            "recompute": self.recompute if isinstance(self.recompute, str) else list(self.recompute),
+            "recompute": _listed(self.recompute),
         }
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> "Layout":
         """Returns the layout that `document` describes; InputError for anything else."""
         try:
-            counts, modules = document["microbatches"], document["recompute"]
+            counts, modules = document["microbatches"], [document["recompute"], document.get("offload", NONE)]
+            recompute, offload = (each if isinstance(each, str) else tuple(map(str, each)) for each in modules)
             numbers = [document["data"], document["zero"], *(counts if isinstance(counts, list) else [counts])]
             numbers += [] if document["stages"] is None else [document["stages"]]
             if unknown := sorted(set(document) - {*_KEYS, *_BESIDE}):
@@ -90,8 +97,9 @@ class Layout:
             return cls(
                 tuple(map(int, counts)) if isinstance(counts, list) else (int(counts),) * int(document["data"]),
                 int(document["zero"]),
-                modules if isinstance(modules, str) else tuple(map(str, modules)),
+                recompute,
                 None if document["stages"] is None else int(document["stages"]),
+                offload,
             )
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
@@ -124,13 +132,14 @@ class Layout:
             raise InputError(
                 f"--parallel: microbatches has {len(counts)} numbers for {data} replicas; one, or one each, is expected"
             )
-        recompute = values.get("recompute", NONE)
+        recompute, offload = (_modules(values.get(key, NONE)) for key in ("recompute", "offload"))
         try:
             return cls(
                 counts if len(counts) == data else counts * data,
                 _integer(values, "zero", 0),
-                recompute if recompute in (NONE, BLOCKS) else tuple(recompute.split(":")),
+                recompute,
                 _integer(values, "stages", 0) if "stages" in values else None,
+                offload,
             )
         except InputError as error:
             raise InputError(f"--parallel: {error}") from None
@@ -142,10 +151,19 @@ class Layout:
         parts += [f"stages={self.stages}"] if self.stages is not None else []
         parts += [f"microbatches={':'.join(map(str, counts[:1] if self.is_even else counts))}"] * (max(counts) > 1)
         parts += [f"zero={self.zero}"] if self.zero else []
-        if self.recompute != NONE:
-            modules = self.recompute
-            parts.append(f"recompute={modules if isinstance(modules, str) else ':'.join(modules)}")
+        for key, modules in (("recompute", self.recompute), ("offload", self.offload)):
+            if modules != NONE:
+                parts.append(f"{key}={modules if isinstance(modules, str) else ':'.join(modules)}")
         return ",".join(parts) or NONE
+
+
+def _listed(modules: str | tuple[str, ...]) -> str | list[str]:
+    return modules if isinstance(modules, str) else list(modules)
+
+
+def _modules(text: str) -> str | tuple[str, ...]:
+    """Returns NONE, BLOCKS, AUTO, or the paths in `text`."""
+    return text if text in (NONE, BLOCKS, AUTO) else tuple(text.split(":"))
 
 
 def _integer(values: Mapping[str, str], key: str, default: int) -> int:

@@ -6,7 +6,7 @@
 
 The activation of op `f` is sent to the host when it is made, and to the ops that read it after the op `f.host` there,
 of kind `host.copy`. It starts with the gradients that the block before needs in the backward pass: so a block's
-activations come back while that one runs. The op takes no time; it cannot run on accelerators (time -1 there).
+activations come back while that one runs. The op takes no time.
 
 N ops, T tensors, E (tensor, consumer) pairs.
 """
@@ -22,25 +22,22 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.graph.write_after_read import write_after_read
 from gdp.models.names import UniqueNames
 from gdp.parallel.blocks import Blocks
-from gdp.parallel.layout import NONE
+from gdp.parallel.layout import AUTO, NONE
 
 KIND = "host.copy"
 LEAST_BYTES = 2**20  # a smaller tensor takes longer to start on its way than to be sent: 10 us of latency at 32 GB/s
 
 
-def offloaded(
-    graph: Graph, modules: str | Sequence[str], accelerators: Sequence[str], *, least_bytes: int = LEAST_BYTES
-) -> Graph:
+def offloaded(graph: Graph, modules: str | Sequence[str], *, least_bytes: int = LEAST_BYTES) -> Graph:
     """Returns the training step `graph` in which activations of blocks wait on the host: NONE, BLOCKS or paths.
 
-    `accelerators` are the names or kinds of all devices that are no host; tensors below `least_bytes` stay. The block
-    that the backward pass begins with stays too, since it is wanted at once. InputError for a path that is no module's,
-    and without accelerators.
+    Tensors below `least_bytes` stay, and of the blocks the one that comes first in the backward pass, since no other
+    tells when it is wanted. InputError for a path that is no module's.
     """
     if modules == NONE or not len(modules):
         return graph
-    if not accelerators:
-        raise InputError("offload: no accelerators are given; activations leave nothing if all devices are hosts")
+    if modules == AUTO:
+        raise InputError("offload=auto depends on devices, as a search knows them; name modules, or take blocks")
     blocks = Blocks.of(graph, modules)
     tensors, consumers = graph.edge_tensors, graph.consumers
     first_reader = blocks.first_of(blocks.is_read)
@@ -61,12 +58,11 @@ def offloaded(
     rows = _tensors(graph, leaves, carrier, copy_of, number)
     pairs = _releases(blocks, order, first_reader, moved, number)
     rows += write_after_read(len(op_order), rows, pairs)
-    elsewhere = dict.fromkeys(accelerators, -1)
     names, ops = UniqueNames(), list(graph.ops)
     for name in graph.op_names:
         names.of(name)
     ops += [
-        Op(names.of(f"{source.name}.host"), KIND, phase="backward", module=source.module, time_ns=elsewhere)
+        Op(names.of(f"{source.name}.host"), KIND, phase="backward", module=source.module)
         for source in (ops[op] for op in graph.producers[moved].tolist())
     ]
     return Graph.build(graph.name, [ops[op] for op in op_order.tolist()], rows)

@@ -27,7 +27,7 @@ from gdp.graph.microbatches import RECOMPUTED, count_microbatches
 from gdp.graph.recomputed import is_recomputed
 from gdp.graph.write_after_read import write_after_read
 from gdp.parallel.blocks import Blocks
-from gdp.parallel.layout import NONE
+from gdp.parallel.layout import AUTO, NONE
 
 _NEW = -1
 
@@ -64,6 +64,8 @@ def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None
     """
     if modules == NONE or not len(modules):
         return graph
+    if modules == AUTO:
+        raise InputError("recompute=auto depends on devices, as a search knows them; name modules, or take blocks")
     if is_recomputed(graph).any():
         raise InputError(f"graph {graph.name!r}: recomputes already; leave recompute out")
     if (count := count_microbatches(graph)) > 1:

@@ -3,14 +3,33 @@
 The slowest hop decides first (a bottleneck travelling salesman), the sum of all hops second. R replicas.
 """
 
+from collections.abc import Sequence
 from itertools import permutations
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import F64, I64
+from gdp.cluster import Cluster
+from gdp.parallel.buckets import BUCKET_BYTES
 
 _MOST_EXACT = 8  # replicas: 7! = 5,040 orders
+
+
+def ring_over(cluster: Cluster, devices: Sequence[Sequence[int]] | I64) -> tuple[int, ...] | None:
+    """Returns the order [R] of replicas on `devices` [R, P] in rings; None where the order of their numbers is as good.
+
+    A hop takes a chunk of a bucket over the slowest of P routes.
+    """
+    grid = np.array(devices, np.int64)
+    count = len(grid)
+    if count <= 2:
+        return None
+    rates = np.where(cluster.bytes_per_second > 0, cluster.bytes_per_second, np.inf)
+    hop_ns = cluster.latency_ns + BUCKET_BYTES / count * 1e9 / rates
+    slowest_ns = np.stack([hop_ns[np.ix_(place, place)] for place in grid.T]).max(axis=0)
+    order = ring_order(slowest_ns)
+    return tuple(order.tolist()) if _cost(slowest_ns, order) < _cost(slowest_ns, np.arange(count)) else None
 
 
 def ring_order(seconds: npt.ArrayLike) -> I64:

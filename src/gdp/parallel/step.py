@@ -1,6 +1,6 @@
 """START HERE: from the graph of one micro-batch and a layout to the graph of the step.
 
-one micro-batch --recompute, repeat--> micro-batches --ends of exchanges--> a replica --copy, hops--> step
+one micro-batch --recompute or offload, repeat--> micro-batches --ends of exchanges--> a replica --copy, hops--> step
 with zero=3:    --recompute, ends of exchanges--> --repeat--> a replica --copy, hops--> step
 """
 
@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64
+from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import RECOMPUTED, accumulated, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout
+from gdp.parallel.offload import KIND as HOST_COPY
+from gdp.parallel.offload import offloaded
 from gdp.parallel.recompute import recomputed
 from gdp.parallel.replicas import joined, replicated
 from gdp.parallel.rings import Rings
@@ -58,7 +60,7 @@ class Step:
         if layout.data > 1 and replica_of(graph).any():
             raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
         rings = Rings.of(layout.data, ring, hosts)
-        part = recomputed(graph, layout.recompute, places=places)
+        part = offloaded(recomputed(graph, layout.recompute, places=places), layout.offload)
         of_part = None if places is None else places[_origins(graph, part)]
         if layout.zero == 3:
             whole = _fully_sharded(part, layout, of_part, rings)
@@ -87,13 +89,19 @@ class Step:
         ring, hosts = (_numbers(document, key, layout.data) for key in ("ring", "hosts"))
         return cls.of(graph, layout, places=None if places is None else np.array(places), ring=ring, hosts=hosts)
 
-    def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike) -> I64:
+    @property
+    def is_on_host(self) -> Bool:
+        """[M] the ops that hold activations on a CPU."""
+        return np.array([kind == HOST_COPY for kind in self.graph.kinds], np.bool_)
+
+    def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike, cpus: npt.ArrayLike | None = None) -> I64:
         """Returns the placement [M] of replicas that are placed alike.
 
-        `places` [N] is the place of each op of a micro-batch, 0 to P - 1, and `devices` [R, P] the device that is each
-        place of each replica.
+        `places` [N] is the place of each op of a micro-batch, 0 to P - 1, `devices` [R, P] the device that is each
+        place of each replica, and `cpus` [R] where activations of each replica wait, in a step with offload.
         """
-        return np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
+        placement = np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
+        return placement if cpus is None else np.where(self.is_on_host, np.asarray(cpus)[self.replica], placement)
 
 
 def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:
@@ -133,5 +141,9 @@ def _origins(graph: Graph, step: Graph) -> I64:
     is_known = (origin >= 0) & (groups >= 0)
     of_group[groups[is_known]] = origin[is_known]
     origin[is_made] = of_group[groups[is_made]]
+    tensors, readers = step.edge_tensors, step.consumers
+    is_host = np.array([kind == HOST_COPY for kind in step.kinds], np.bool_)
+    is_sent = is_host[readers] & (step.tensor_bytes[tensors] > 0)
+    origin[readers[is_sent]] = origin[step.producers[tensors[is_sent]]]
     assert (origin >= 0).all(), "sums and collectives are in the group of an update"
     return origin

@@ -15,9 +15,11 @@ from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
 from gdp.report import sentences
 from gdp.report.advice import advice_report
+from gdp.report.batches import of_throughput
 from gdp.report.limits import Limits
 from gdp.report.tables import format_gib, format_ms, new_table
 from gdp.report.timeline_text import TimelineText
+from gdp.search.layouts.throughput import Throughput
 from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
@@ -102,10 +104,16 @@ def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator
 
 
 def simulate_report(
-    plan: Plan, simulation: Simulation, bound_ns: int, served: ServedStep | None = None
+    plan: Plan,
+    simulation: Simulation,
+    bound_ns: int,
+    served: ServedStep | None = None,
+    throughput: Throughput | None = None,
 ) -> Iterator[RenderableType]:
     """Yields the answer of `gdp simulate` for a plan with correct figures."""
     yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan.")
+    if throughput is not None:
+        yield Text(of_throughput(throughput), style="bold")
     if served is not None:
         yield Text(served.sentence(simulation.step_time_ns), style="bold")
     counts = sentences.num_microbatches(simulation), sentences.num_replicas(simulation)

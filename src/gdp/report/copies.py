@@ -10,9 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
-from gdp.graph import Graph
-from gdp.graph.microbatches import COLLECTIVES, RECOMPUTED, replica_of
+from gdp.arrays import I64
+from gdp.graph.microbatches import RECOMPUTED, replica_of
 from gdp.graph.recomputed import is_recomputed
 from gdp.report.tables import writable
 from gdp.simulator.simulate import Simulation
@@ -20,11 +19,6 @@ from gdp.simulator.simulate import Simulation
 EXCHANGE = "exchange"  # the phase that ops between replicas are shown with
 _HOP = re.compile(r"(all_reduce|reduce_scatter|all_gather)\.(\d+)\.(host\.)?(ready|done|add|copy|joined)(?:\.(\d+))?")
 _STEPS = {"ready": "begins", "done": "ends", "add": "sum", "copy": "copy", "joined": "chunks of the host joined"}
-
-
-def is_exchange(graph: Graph) -> Bool:
-    """Returns [N] whether each op moves data between replicas."""
-    return np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds], np.bool_)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +56,7 @@ class Copies:
         shown = [writable(name) for name in names]
         for base in np.unique(number[is_recomputed(graph)]).tolist():
             shown[base] = f"{shown[base].removesuffix(RECOMPUTED)}, recomputed"
-        for base in np.unique(number[is_exchange(graph)]).tolist():
+        for base in np.unique(number[graph.is_collective]).tolist():
             shown[base] = _hop_name(shown[base])
         return shown, number, microbatch
 
@@ -70,7 +64,7 @@ class Copies:
         """Returns [N] the phase of each op, recomputed ops and exchanges apart."""
         graph = self.simulation.problem.graph
         phases = list(graph.phases)
-        for chosen, phase in ((is_recomputed(graph), "recomputed"), (is_exchange(graph), EXCHANGE)):
+        for chosen, phase in ((is_recomputed(graph), "recomputed"), (graph.is_collective, EXCHANGE)):
             for op in np.flatnonzero(chosen).tolist():
                 phases[op] = phase
         return phases
@@ -88,7 +82,7 @@ class Copies:
         simulation, names = self.simulation, self.simulation.problem.graph.copy_names
         if self.num_replicas == 1:
             return False
-        ops = np.flatnonzero(~is_exchange(simulation.problem.graph))
+        ops = np.flatnonzero(~simulation.problem.graph.is_collective)
         ops = ops[np.lexsort((names.microbatch[ops], names.base[ops], self.replica[ops]))]
         if (np.bincount(self.replica[ops]) != len(ops) // self.num_replicas).any():
             return False

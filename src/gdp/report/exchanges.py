@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.report.copies import is_exchange
 from gdp.simulator.simulate import Simulation
 
 _LISTED = 60  # exchanges that are listed one by one
@@ -69,7 +68,7 @@ class _Exchanges:
         self.producers = graph.producers[simulation.transfer_tensors]
         self.sizes_bytes = graph.tensor_bytes[simulation.transfer_tensors]
         self.sources = simulation.placement[self.producers]
-        self.transfers = np.flatnonzero(is_exchange(graph)[self.producers] & (self.sizes_bytes > 0))
+        self.transfers = np.flatnonzero(graph.is_collective[self.producers] & (self.sizes_bytes > 0))
         self.idle = [_IdleTime.of(simulation, device) for device in range(simulation.problem.num_devices)]
 
     def each(self) -> list[_BucketExchange]:

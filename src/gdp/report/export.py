@@ -8,6 +8,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gdp.export.adapt import AdaptedPlan
+from gdp.export.layouts.cut_step import CutStep
+from gdp.export.layouts.target import LayoutTarget
 from gdp.report import sentences
 from gdp.report.console import device_report
 from gdp.report.documents import cluster_document, graph_document
@@ -39,13 +41,61 @@ def export_report(adapted: AdaptedPlan, path: Path) -> Iterator[RenderableType]:
 
 def loss_sentence(adapted: AdaptedPlan) -> str:
     """Returns `module level: 341.2 ms instead of 320.1 ms (6.6 % slower)`."""
-    level, time = adapted.target.level, format_ms(adapted.step_time_ns)
-    if adapted.step_time_ns == adapted.plan_step_time_ns:
+    return _loss_sentence(adapted.target.level, adapted.step_time_ns, adapted.plan_step_time_ns)
+
+
+def _loss_sentence(level: str, step_time_ns: int, plan_step_time_ns: int) -> str:
+    time = format_ms(step_time_ns)
+    if step_time_ns == plan_step_time_ns:
         return f"{level}: {time}, as in the plan"
-    word = "slower" if adapted.loss > 0 else "faster"
+    loss = step_time_ns / max(plan_step_time_ns, 1) - 1
+    word = "slower" if loss > 0 else "faster"
+    return f"{level}: {time} instead of {format_ms(plan_step_time_ns)} ({digits(abs(100 * loss), 2)} % {word})"
+
+
+def layout_report(step: CutStep, target: LayoutTarget, path: Path) -> Iterator[RenderableType]:
+    """Yields the answer of `gdp export` for a layout."""
+    problem = step.problem
+    yield Text(f"{problem.graph.name} on {problem.cluster.name} for {target.name}: {step.layout}")
+    sentence = _loss_sentence(target.level, step.simulation.step_time_ns, step.plan_step_time_ns)
+    yield Text(sentence, style="bold")
+    for note in target.notes(step):
+        yield Text(note)
+    yield ""
+    yield from device_report(step.simulation)
+    yield ""
+    yield Text(f"Written to {path}")
+
+
+def layout_document(step: CutStep, target: LayoutTarget, content: str, path: Path | None) -> dict[str, Any]:
+    """Returns the answer of `gdp export --json` for a layout; `path` is None if nothing fits."""
+    simulation = step.simulation
+    return {
+        "graph": graph_document(step.problem.graph),
+        "cluster": cluster_document(step.problem.cluster),
+        "target": target.name,
+        "level": target.level,
+        "layout": step.layout.document(),
+        "devices": step.devices.tolist(),
+        "status": "infeasible" if simulation.missing_bytes.any() else "ok",
+        "step_time_ns": simulation.step_time_ns,
+        "plan_step_time_ns": step.plan_step_time_ns,
+        "loss": simulation.step_time_ns / max(step.plan_step_time_ns, 1) - 1,
+        "moved_ops": step.num_moved,
+        "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
+        "busy_fraction": simulation.busy_fraction.tolist(),
+        "notes": target.notes(step),
+        "content": content,
+        "path": None if path is None else str(path),
+    }
+
+
+def layout_does_not_fit(step: CutStep, target: LayoutTarget) -> str:
+    """Returns one line with the devices that are too small and the bytes that they lack."""
+    lacking = sentences.lacking(step.problem.cluster, step.simulation.missing_bytes)
     return (
-        f"{level}: {time} instead of {format_ms(adapted.plan_step_time_ns)} "
-        f"({digits(abs(100 * adapted.loss), 2)} % {word})"
+        f"nothing fits in memory with {target.level}: {lacking}; place with more micro-batches, with zero=3 or "
+        "recompute=blocks, or add devices or memory"
     )
 
 

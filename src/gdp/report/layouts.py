@@ -12,11 +12,13 @@ from rich.text import Text
 from gdp.graph import Graph
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.report.tables import format_gib, format_ms, new_table
-from gdp.search.layouts.choose import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Choice, Trial
+from gdp.search.layouts.choose import Choice
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.trial import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Trial
 from gdp.simulator.plan import Plan
 
 _MOST_ROWS = 12  # of the table; all are in --json
+_MOST_NAMED = 3  # modules
 _MOST_REASON = 120  # characters of an error in the table
 _RANDOM = ("dropout", "bernoulli")  # in kinds of ops
 _MOST_LOST = 0.02  # of the flops: rnnlm-2 in 4 parts has 0.8% more, whose products of weights are not cut
@@ -40,9 +42,22 @@ def in_words(layout: Layout, num_places: int) -> str:
     if layout.zero:
         text += f", {_SHARDED[layout.zero]} cut over them (ZeRO {layout.zero})"
     if layout.recompute != NONE:
-        modules = layout.recompute
-        text += f", {'all blocks' if modules == BLOCKS else ', '.join(modules)} recomputed in the backward pass"
+        text += f", {_blocks(layout.recompute)} recomputed in the backward pass"
+    if layout.offload != NONE:
+        text += f", activations of {_blocks(layout.offload)} on the CPU until then"
     return text
+
+
+def _blocks(modules: str | tuple[str, ...]) -> str:
+    """Returns `all blocks`, or the modules: by name, if they are few."""
+    if isinstance(modules, str):
+        return "all blocks" if modules == BLOCKS else "as many blocks as memory asks for"
+    return ", ".join(modules) if len(modules) <= _MOST_NAMED else f"{len(modules)} modules"
+
+
+def _cut(trial: Trial) -> Layout:
+    """Returns the layout of a trial with the modules that recompute=auto stands for, if it was simulated."""
+    return trial.layout if trial.step is None else trial.step.layout
 
 
 def state(trial: Trial) -> str:
@@ -76,13 +91,14 @@ def num_moved(trial: Trial) -> int:
     is_own = np.zeros((trial.layout.data, trial.candidate.replay.problem.num_devices), np.bool_)
     for replica, devices in enumerate(trial.devices):
         is_own[replica, list(devices)] = True
-    return int((~is_own[trial.step.replica, trial.candidate.replay.placement]).sum())
+    is_moved = ~is_own[trial.step.replica, trial.candidate.replay.placement]
+    return int((is_moved & ~trial.step.is_on_host).sum())
 
 
 def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iterator[RenderableType]:
     """Yields the layout in words, a table of layouts, and the report of its plan."""
     trial, bound_ns = choice.trial, choice.layout_bound_ns
-    words = in_words(trial.layout, len(trial.devices[0]))
+    words = in_words(_cut(trial), len(trial.devices[0]))
     yield Text(f"Best layout: {words} (--parallel {trial.layout})", style="bold")
     if bound_ns:
         above = trial.step_time_ns / bound_ns - 1
@@ -113,7 +129,7 @@ def choice_report(choice: Choice, plan_report: Iterable[RenderableType]) -> Iter
 def notes(trial: Trial, parts: Parts) -> Iterator[str]:
     """Yields what a step that is cut does otherwise than the whole one."""
     layout = trial.layout
-    if layout.num_parts == 1 or trial.step is None:
+    if layout.num_parts == 1 or trial.step is None or parts.is_fixed:
         return
     kinds = set(trial.step.graph.kinds)
     samples = parts.batch_size // layout.num_parts
@@ -137,12 +153,12 @@ def _flops(graph: Graph) -> int:
 def choice_document(choice: Choice) -> dict[str, Any]:
     """Returns `layout`, `layouts` and the bound of any layout, for `--json`."""
     return {
-        "layout": choice.trial.layout.document(),
+        "layout": _cut(choice.trial).document(),
         "moved_ops": num_moved(choice.trial),
         "layout_bound_ns": choice.layout_bound_ns,
         "layouts": [
             {
-                "layout": row.layout.document(),
+                "layout": _cut(row).document(),
                 "devices_per_replica": len(row.devices[0]),
                 "status": row.status,
                 "step_time_ns": row.step_time_ns,

@@ -14,7 +14,6 @@ from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import ACCUMULATE
 from gdp.graph.recomputed import is_recomputed
-from gdp.report.copies import is_exchange
 from gdp.report.memory_curves import Allocations, alive_at
 from gdp.simulator.simulate import Simulation
 
@@ -51,7 +50,7 @@ class MemoryParts:
             for name, own in ((PARAMETERS, parameters), (STATE, state), (OTHER, other))
         }
         use = _uses(graph)
-        is_hop = is_exchange(graph)[graph.producers]
+        is_hop = graph.is_collective[graph.producers]
         return cls(MappingProxyType(held), use, np.where(is_hop, PARTS.index(CHUNKS), use), allocations)
 
     def at(self, device: int, time_ns: int) -> dict[str, int]:

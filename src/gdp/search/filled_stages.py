@@ -110,7 +110,8 @@ def _sequences(layout: StreamLayout, chain: _Chain) -> list[tuple[float, tuple[i
     """Returns the expected time of sequences of devices that hold everything, and which stage takes what is left."""
     cluster, room_bytes = layout.problem.cluster, layout.room_bytes
     total_ns = chain.spent_ns[:, -1]
-    able = [device for device in np.argsort(total_ns, kind="stable").tolist() if room_bytes[device] > 0]
+    has_room = layout.may.any(axis=0) & (room_bytes > 0)
+    able = [device for device in np.argsort(total_ns, kind="stable").tolist() if has_room[device]]
     alike = {device: (cluster.devices[device].kind, int(room_bytes[device])) for device in able}
     found: list[tuple[float, tuple[int, ...], int]] = []
     seen: set[tuple[object, ...]] = set()

@@ -42,7 +42,7 @@ def roomy(problem: Problem, most: float = 1.0) -> Bool:
 
 
 def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
-    """Returns [N] where an op goes that has no room where it is wanted.
+    """Returns [N] where an op goes that has no room where it is wanted, of the devices that may run anything.
 
     Such ops that follow each other go to one device, that with the least sum of op times and of transfers among them;
     where an op has no room there, its fastest device has it. What is not allowed everywhere goes to `host`, if it may.
@@ -51,7 +51,8 @@ def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
     is_anywhere, every = problem.allowed.all(axis=1), np.arange(graph.num_ops)
     fastest = np.argmin(np.where(may, problem.op_time_ns, np.iinfo(np.int64).max), axis=1)
     fastest = np.where(is_anywhere, fastest, np.argmax(problem.allowed, axis=1))
-    is_displaced = np.asarray(is_anywhere & ~may.all(axis=1), np.bool_)
+    used = np.flatnonzero(may.any(axis=0))
+    is_displaced = np.asarray(is_anywhere & ~may[:, used].all(axis=1), np.bool_)
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     is_inner = is_displaced[sources] & is_displaced[targets]
     sources, targets = sources[is_inner], targets[is_inner]
@@ -59,13 +60,13 @@ def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
     edges = coo_array((np.ones(len(sources), np.bool_), (sources, targets)), shape=(graph.num_ops, graph.num_ops))
     count, chain = connected_components(edges, directed=False)
     choices = np.where(may & is_displaced[:, None], np.arange(problem.num_devices), fastest[:, None])  # [N, D]
-    spent_ns = np.empty((problem.num_devices, count))
-    for device, placement in enumerate(choices.T):
+    spent_ns = np.empty((len(used), count))
+    for number, placement in enumerate(choices.T[used]):
         here, there = placement[sources], placement[targets]
         moved_ns = np.where(here != there, size * 1e9 / np.maximum(rates[here, there], 1), 0.0)
-        spent_ns[device] = np.bincount(chain, problem.op_time_ns[every, placement], count)
-        spent_ns[device] += np.bincount(chain[sources], moved_ns, count)
-    best = choices[every, np.argmin(spent_ns, axis=0)[chain]]
+        spent_ns[number] = np.bincount(chain, problem.op_time_ns[every, placement], count)
+        spent_ns[number] += np.bincount(chain[sources], moved_ns, count)
+    best = choices[every, used[np.argmin(spent_ns, axis=0)[chain]]]
     best = np.where(~is_anywhere & problem.allowed[:, host], host, best)
     _, first = np.unique(graph.group_index, return_index=True)
     return np.asarray(best[first[graph.group_index]], np.int64)  # a group stays together

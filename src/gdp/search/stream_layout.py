@@ -24,7 +24,7 @@ from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 
 _NEVER = np.iinfo(np.int64).max
-_FITS = 6  # simulations at most to find the least shares streamed
+FITS = 6  # simulations at most to find the least shares streamed
 _CLOSE = 0.003  # of the memory limit: what fits as closely as this is not refined
 _FIRST, _RELEASE, _COMPUTE, _GATE = -(2**40), 0, 1, 3  # places in the host's order within a window
 _PLACES = 4
@@ -128,10 +128,10 @@ class StreamLayout:
         """Returns `wanted` [N], with the fallback of each op that may not be there."""
         return np.where(self.may[np.arange(len(wanted)), wanted], wanted, self.fallback)
 
-    def fit(self, turns: Turns, guess: F64 | None = None) -> "Iterator[tuple[Simulation, F64]]":
+    def fit(self, turns: Turns, guess: F64 | None = None, most: int = FITS) -> "Iterator[tuple[Simulation, F64]]":
         """Yields steps, with their shares streamed [D], towards the least shares that fit; begins at `guess` [D].
 
-        Each share is corrected by what its device lacks or has left.
+        Each share is corrected by what its device lacks or has left, at most `most` times.
         """
         limits = self.problem.memory_limit_bytes
         held = np.maximum(self._held(turns), 1)
@@ -139,9 +139,10 @@ class StreamLayout:
         low, high = np.zeros(len(limits)), np.ones(len(limits))
         mains = [device for device in turns.devices if device != self.host]
         known: dict[bytes, Simulation] = {}
-        for _ in range(_FITS):
+        for _ in range(most):
             placement, order = self.arranged(turns, shares)
-            if (found := known.get(placement.tobytes())) is None:
+            moves = (found := known.get(placement.tobytes())) is None  # else the last correction was too small
+            if found is None:
                 found = known[placement.tobytes()] = simulate(self.problem, placement, order=order)
                 yield found, shares
             left = limits - found.peak_memory_bytes
@@ -155,7 +156,7 @@ class StreamLayout:
                 return
             aimed = shares - (left - _CLOSE / 2 * limits) / held
             between = (aimed > low) & (aimed < high)
-            aimed = np.where(between, aimed, np.where(aimed <= low, low, (low + high) / 2))
+            aimed = np.where(between & moves, aimed, np.where(aimed <= low, low, (low + high) / 2))
             aimed = np.where((aimed <= low) & (low > 0), (low + high) / 2, aimed)
             aimed = np.clip(np.where(is_close, shares, aimed), 0.0, 1.0)
             if np.array_equal(aimed[mains], shares[mains]):

@@ -17,59 +17,74 @@ The default priority of the machine model, the b-level, runs an op for all micro
 micro-batch leaves a stage nearly as late as the last.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.graph import Graph
-from gdp.graph.microbatches import COLLECTIVES, SHARED
+from gdp.graph.microbatches import SHARED
 
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, B_LEVEL = "GPipe", "1F1B", "zero-bubble", "b-level"
 EXCHANGES_FIRST = "exchanges first"
 
 
+@dataclass(frozen=True, eq=False)
+class OrderTraits:
+    """Phases and uses of the ops of a step, which orders go by."""
+
+    graph: Graph
+    microbatch: I64  # [N] as `microbatches.microbatch_of` says
+
+    @cached_property
+    def is_backward(self) -> Bool:
+        """[N] the ops of the backward pass."""
+        return self.graph.is_in_phase("backward")
+
+    @cached_property
+    def is_update(self) -> Bool:
+        """[N] the updates of parameters."""
+        return self.graph.is_in_phase("update")
+
+    @cached_property
+    def can_wait(self) -> Bool:
+        """[N] `only_for_updates`."""
+        return only_for_updates(self.graph, self.is_backward, self.is_update)
+
+
 def orders_for(graph: Graph, microbatch: I64) -> tuple[str, ...]:
     """The orders that are worth trying for a graph: without micro-batches and replicas none but the b-level."""
     if microbatch.max() < 1:
-        return (EXCHANGES_FIRST, B_LEVEL) if _is_collective(graph).any() else (B_LEVEL,)
+        return (EXCHANGES_FIRST, B_LEVEL) if graph.is_collective.any() else (B_LEVEL,)
     if "backward" not in graph.phases:
         return (GPIPE, B_LEVEL)
     return (ONE_F_ONE_B, ZERO_BUBBLE, GPIPE, B_LEVEL)
 
 
-def order_priority(order: str, graph: Graph, microbatch: I64, level_ns: I64) -> I64:
-    """[N] the priority by which `order` starts ops; `level_ns` [N] decides within a micro-batch and phase.
-
-    `microbatch` [N] is that of `microbatches.microbatch_of`.
-    """
+def order_priority(order: str, traits: OrderTraits, level_ns: I64) -> I64:
+    """[N] the priority by which `order` starts ops; `level_ns` [N] decides within a micro-batch and phase."""
     if order == B_LEVEL:
         return level_ns
     position = np.unique(level_ns, return_inverse=True)[1].astype(np.int64)  # levels may be as large as int64
-    priority = position if order == EXCHANGES_FIRST else _by_microbatch(order, graph, microbatch, position)
-    is_collective = _is_collective(graph)
+    priority = position if order == EXCHANGES_FIRST else _by_microbatch(order, traits, position)
+    is_collective = traits.graph.is_collective
     if not is_collective.any():
         return priority
     return np.asarray(priority + is_collective * (int(priority.max()) - int(priority.min()) + 1), np.int64)
 
 
-def _by_microbatch(order: str, graph: Graph, microbatch: I64, position: I64) -> I64:
+def _by_microbatch(order: str, traits: OrderTraits, position: I64) -> I64:
     """[N] the priority by phase, then micro-batch, then `position` [N]."""
-    is_backward = np.array([phase == "backward" for phase in graph.phases], np.bool_)
-    is_update = np.array([phase == "update" for phase in graph.phases], np.bool_)
-    is_first = ~is_backward if order == GPIPE else is_backward
+    is_first = ~traits.is_backward if order == GPIPE else traits.is_backward
     num_levels = int(position.max()) + 1
-    latest = int(microbatch.max())
-    turn = np.where(microbatch == SHARED, latest + 1, latest - microbatch)
+    latest = int(traits.microbatch.max())
+    turn = np.where(traits.microbatch == SHARED, latest + 1, latest - traits.microbatch)
     priority = (is_first * (latest + 2) + turn) * num_levels + position
     if order == ZERO_BUBBLE:
-        can_wait = only_for_updates(graph, is_backward, is_update)
-        priority = np.where(can_wait, turn * num_levels + position - (latest + 3) * num_levels, priority)
-        return np.asarray(np.where(is_update, position - (latest + 5) * num_levels, priority), np.int64)
-    return np.asarray(np.where(is_update, position - num_levels, priority), np.int64)
-
-
-def _is_collective(graph: Graph) -> Bool:
-    """[N] the ops that move data between replicas."""
-    return np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds], np.bool_)
+        priority = np.where(traits.can_wait, turn * num_levels + position - (latest + 3) * num_levels, priority)
+        return np.asarray(np.where(traits.is_update, position - (latest + 5) * num_levels, priority), np.int64)
+    return np.asarray(np.where(traits.is_update, position - num_levels, priority), np.int64)
 
 
 def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
@@ -78,7 +93,7 @@ def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
     A gradient that is summed over replicas counts as an update; what moves between replicas never waits.
     """
     nothing, several = -1, -2
-    is_collective = _is_collective(graph)
+    is_collective = graph.is_collective
     sources, targets, tensors = graph.producers[graph.edge_tensors], graph.consumers, graph.edge_tensors
     is_summed = np.zeros(graph.num_tensors, np.bool_)
     is_summed[tensors[is_collective[targets] & ~is_collective[sources] & is_backward[sources]]] = True

@@ -137,7 +137,7 @@ class Problem:
 
     def priority(self, order: str, level_ns: I64) -> I64:
         """[N] the priority of ops in that order, `level_ns` [N] in place of the b-level."""
-        return order_priority(order, self.graph, self.microbatch, level_ns)
+        return order_priority(order, self.simulator.order_traits, level_ns)
 
     def check_placement(self, placement: npt.ArrayLike) -> npt.NDArray[np.uint8]:
         """`placement` as the engine takes it; InputError if an op is on no device or on one that cannot run it."""

@@ -17,7 +17,7 @@ from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.longest_paths import longest_paths, ranks_of
-from gdp.simulator.orders import order_priority
+from gdp.simulator.orders import OrderTraits, order_priority
 from gdp.simulator.records import Arrays, Dispatch, MemoryArrays, Workspace
 
 if TYPE_CHECKING:
@@ -80,10 +80,15 @@ class Simulator:
         """The flat arrays of the compiled engine."""
         return _flatten(self.graph, self.cluster, self.tensor_numbers, longest_paths(self.graph, self.fastest_ns))
 
+    @cached_property
+    def order_traits(self) -> OrderTraits:
+        """The phases and uses of ops, which orders go by."""
+        return OrderTraits(self.graph, self.microbatch)
+
     def ranks(self, order: str) -> Ranks:
         """Returns the ranks of ops in `order`, one of `gdp.simulator.orders`, by b-level."""
         if order not in self._ranks:
-            self._ranks[order] = ranks_of(order_priority(order, self.graph, self.microbatch, self.b_level_ns))
+            self._ranks[order] = ranks_of(order_priority(order, self.order_traits, self.b_level_ns))
         return self._ranks[order]
 
     def dispatch(self, order: str, priority: npt.ArrayLike | None = None) -> Dispatch:

@@ -6,6 +6,7 @@ latents once.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,9 @@ def attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
     """Makes the forward pass of `model` run with attention of serving kernels and the cache as before a step."""
     original = AttentionInterface._global_mapping["sdpa"]
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         scaling: Any = kwargs.get("scaling")
         if room.is_decode and key is value and hasattr(module, "latent_cache"):
             return _absorbed(module, query, key, scaling), None
@@ -84,9 +87,9 @@ def attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
         if width < key.shape[-1] and not room.is_decode and hasattr(module, "latent_cache"):
             # kernels of one width: Transformers pads values for flash attention, too
             padded = functional.pad(value, (0, key.shape[-1] - width))
-            result, weights = original(module, query, key, padded, mask, *args, **kwargs)
+            result, weights = original(module, query, key, padded, attention_mask, *args, **kwargs)
             return result[..., :width], weights
-        return original(module, query, key, value, mask, *args, **kwargs)
+        return original(module, query, key, value, attention_mask, *args, **kwargs)
 
     def attend_eagerly(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         options = {name: kwargs.get(name) for name in ("scaling", "softcap", "s_aux", "sinks")}
@@ -132,14 +135,22 @@ def _attention_functions(functions: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_masks() -> Iterator[None]:
-    """Leaves out masks of a decode step: its one token sees every place of the cache."""
+    """Leaves out masks of a decode step: its one token sees every place of the cache.
+
+    Layers that choose places to attend to read their mask themselves, and must not be without one.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     mapping = type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping
     before = dict(mapping)
-    mapping.update({name: lambda *args, **kwargs: None for name in ("sdpa", "eager")})
+    mapping.update({name: partial(_mask_if_read, before[name]) for name in ("sdpa", "eager") if name in before})
     try:
         yield
     finally:
         mapping.clear()
         mapping.update(before)
+
+
+def _mask_if_read(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns the mask that a model asks for in any case, else None."""
+    return original(*args, **kwargs) if kwargs.get("allow_is_causal_skip") is False else None

@@ -1,12 +1,13 @@
-"""`scaled_dot_product_attention` in half types, captured as the fused operator that cards run.
+"""`scaled_dot_product_attention`, captured as the fused operator that cards run.
 
 On a CPU, PyTorch computes attention with dropout, with values of another width than the keys or with unusual masks by
 plain products, in float32 for the half types. Cards have fused kernels for these in the type of the inputs. So while a
 step is captured, such calls are the CPU's fused operator; `replacements.py` has what executes them. With real tensors
-the CPU's kernel computes what it can. Attention in float32 and float64 is left to PyTorch.
+the CPU's kernel computes what it can. Attention in float64 is left to PyTorch.
 
-The conditions are those that CUDA's flash and memory-efficient kernels share, in
-`aten/src/ATen/native/transformers/sdp_utils_cpp.h` and `cuda/sdp_utils.cpp` of PyTorch 2.13.
+The conditions are those of CUDA's kernels, in `aten/src/ATen/native/transformers/sdp_utils_cpp.h` and
+`cuda/sdp_utils.cpp` of PyTorch 2.13: in half types those that the flash and the memory-efficient kernel share, in
+float32 those of the latter, which the former does not take. Both draw dropout.
 """
 
 import contextlib
@@ -22,18 +23,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from gdp.models.pytorch.replacements import ATTENTION, is_plain
 
 NOTE = (
-    "attention in half types with a mask that needs a gradient is captured as products of that type and a softmax; the "
+    "attention with a mask that needs a gradient is captured as products of its type and a softmax; the "
     "memory-efficient kernel of a card takes less time and memory"
 )
 
 _computed: Callable[..., Tensor] = torch.ops.aten.scaled_dot_product_attention.default.decompose  # as PyTorch does
 _HALF = (torch.bfloat16, torch.float16)
-_WIDTH_MULTIPLE = 8  # `minimum_gemm_alignment` of half types; flash attention pads, but needs equal widths
+# `minimum_gemm_alignment` since compute capability 8.0; flash attention pads, but needs equal widths
+_WIDTH_MULTIPLE = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4}
 
 
 @contextlib.contextmanager
 def attention_as_on_a_card() -> Iterator[None]:
-    """Makes attention in half types the fused operator; the process has one such region at a time."""
+    """Makes attention the fused operator where cards have it; the process has one such region at a time."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with contextlib.ExitStack() as undo:
         undo.callback(library._destroy)
@@ -86,20 +88,23 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: 
 def _has_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> bool:
-    """Returns whether a card runs this call, in a half type, by a fused kernel of that type."""
+    """Returns whether a card runs this call by a fused kernel of the inputs' type."""
     inputs = query, key, value
-    if query.dtype not in _HALF or any(tensor.dtype is not query.dtype for tensor in inputs):
+    if query.dtype not in _WIDTH_MULTIPLE or any(tensor.dtype is not query.dtype for tensor in inputs):
         return False
     if any(tensor.dim() != 4 or not tensor.numel() for tensor in inputs):
         return False
     cuda: Any = torch.backends.cuda
-    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
+    is_half = query.dtype in _HALF
+    has_half_kernels = cuda.flash_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    if not (cuda.mem_efficient_sdp_enabled() or (is_half and has_half_kernels)):
         return False
     batch, heads, length, width = query.shape
     _, key_heads, num_keys, value_width = value.shape
     are_alike = key.shape == (batch, key_heads, num_keys, width) and value.shape[0] == batch
-    has_heads = heads % key_heads == 0 if enable_gqa else heads == key_heads
-    has_widths = width == value_width or width % _WIDTH_MULTIPLE == value_width % _WIDTH_MULTIPLE == 0
+    has_heads = heads % key_heads == 0 if enable_gqa and is_half else heads == key_heads
+    multiple = _WIDTH_MULTIPLE[query.dtype]
+    has_widths = (is_half and width == value_width) or width % multiple == value_width % multiple == 0
     if not (are_alike and has_heads and has_widths and all(tensor.stride(-1) == 1 for tensor in inputs)):
         return False
     if mask is None:

@@ -73,18 +73,19 @@ class DeviceSpeeds:
         return len({int(self.kinds[device]) for device in devices}) == 1
 
 
-def arrangements(machine: DeviceSpeeds, batch_size: int) -> list[Arrangement]:
+def arrangements(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = False) -> list[Arrangement]:
     """Returns what the devices and a batch of `batch_size` samples allow, without ZeRO and recomputation.
 
-    The whole step in one replica without micro-batches, which is op placement, is none of them.
+    The whole step in one replica without micro-batches, which is op placement, is none of them. `is_fixed`: each sample
+    is a micro-batch.
     """
     usable = machine.usable
     found: dict[Arrangement, None] = {}
     for count in _counts(len(usable)):
         devices = sorted(usable[:count])
-        ways = _even(machine, devices, batch_size) if count > 1 else iter(())
+        ways = _even(machine, devices, batch_size, is_fixed) if count > 1 else iter(())
         if count > 1 and (not machine.alike(devices) or batch_size % count):
-            ways = chain(ways, _in_proportion(machine, devices, batch_size))
+            ways = chain(ways, _in_proportion(machine, devices, batch_size, is_fixed))
         found |= dict.fromkeys(ways)
     return list(found)
 
@@ -126,13 +127,14 @@ def _counts(num_devices: int) -> list[int]:
     return sorted((count for count in counts if count > 0), reverse=True)
 
 
-def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int) -> Iterator[Arrangement]:
+def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
     """Yields replicas that are alike, with as many micro-batches each."""
     for data in (count for count in range(1, len(devices) + 1) if len(devices) % count == 0):
         if batch_size % data:
             continue
         for groups in _groups(machine, devices, data):
-            for microbatches in _microbatches(len(groups[0]), batch_size // data):
+            counts = [batch_size // data] if is_fixed else _microbatches(len(groups[0]), batch_size // data)
+            for microbatches in counts:
                 if data * microbatches > 1:
                     yield Arrangement(Layout((microbatches,) * data), groups)
 
@@ -178,11 +180,12 @@ def more_microbatches(arrangement: Arrangement, batch_size: int) -> Arrangement 
     return None
 
 
-def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int) -> Iterator[Arrangement]:
+def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
     """Yields replicas of one device each, with micro-batches in proportion to speed: the best few of all numbers."""
     ways: dict[Arrangement, float] = {}
     by_speed = sorted(devices, key=lambda device: machine.time_ns[device])
-    for parts in (count for count in range(2, min(batch_size, _MOST_MICROBATCHES) + 1) if batch_size % count == 0):
+    splits = range(2, min(batch_size, _MOST_MICROBATCHES) + 1)
+    for parts in [batch_size] if is_fixed else [count for count in splits if batch_size % count == 0]:
         shares = _shared_out(machine.time_ns[by_speed], parts)
         used = [(device, count) for device, count in zip(by_speed, shares, strict=True) if count]
         if len(used) < 2:

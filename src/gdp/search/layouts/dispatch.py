@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.graph.microbatches import ACCUMULATE, COLLECTIVES, base_name
+from gdp.graph.microbatches import ACCUMULATE, base_name
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.layouts.one_f_one_b import simulate_1f1b
@@ -31,7 +31,7 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement) -> Candida
     orders = [order for order in problem.orders if order != B_LEVEL]
     if problem.num_ops > _LARGE:
         orders, levels = orders[:2], levels[-2:]
-    ways = [(order, level) for order in orders for level in levels] + [(B_LEVEL, problem.b_level_ns)]
+    ways = [(order, level) for order in orders for level in levels] + [(B_LEVEL, level) for level in levels]
     found = [
         as_candidate(simulate(problem, placement, priority=problem.priority(order, level)), order)
         for order, level in ways
@@ -82,5 +82,4 @@ def program_levels(step: Step) -> I64:
     into = into[np.argsort(targets[into], kind="stable")]
     for source, target in zip(sources[into].tolist(), targets[into].tolist(), strict=True):
         position[target] = max(position[target], position[source])
-    is_collective = np.array([kind.startswith(COLLECTIVES) for kind in graph.kinds], np.bool_)
-    return np.where(is_collective, made_last + 1, made_last - np.array(position, np.int64))
+    return np.where(graph.is_collective, made_last + 1, made_last - np.array(position, np.int64))

@@ -19,12 +19,15 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import BUCKET_BYTES, gradients_of
-from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.layout import AUTO, NONE, Layout
+from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
-from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, more_microbatches
+from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds
+from gdp.search.layouts.less_memory import with_chosen_blocks
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.traffic import busiest_channel_ns
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -66,9 +69,11 @@ class Estimator:
     cluster: Cluster
     constraints: Constraints
     _figures: dict[tuple[int, str | tuple[str, ...]], PartFigures] = field(default_factory=dict)
-    _rings_ns: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _rings_ns: dict[tuple[tuple[int, ...], ...], int] = field(default_factory=dict)
     _places: dict[tuple[tuple[str, ...], tuple[int, ...]], list[I64]] = field(default_factory=dict)
+    _steps: dict[tuple[int, int, str | tuple[str, ...], int], Step] = field(default_factory=dict)
     _replicas: dict[object, tuple[Simulation, I64]] = field(default_factory=dict)
+    _resolved: dict[object, Layout] = field(default_factory=dict)
 
     @cached_property
     def machine(self) -> DeviceSpeeds:
@@ -89,27 +94,26 @@ class Estimator:
         return min(guesses, key=lambda guess: (guess.missing_bytes > 0, guess.step_time_ns))
 
     def least(self, arrangement: Arrangement) -> Estimate:
-        """Returns what a perfect pipeline would take, without rings and in any memory: arithmetic alone."""
+        """Returns what a pipeline would take that is never empty, without rings and in any memory: arithmetic alone."""
         layout, num_places = arrangement.layout, arrangement.num_places
         figures = self.figures(layout)
         slowest_ns = 0.0
         for devices, count in zip(arrangement.devices, layout.microbatches, strict=True):
             fastest = list(devices)
             rate = (1 / np.maximum(figures.each_ns[fastest], 1)).sum()
-            fill = count + (num_places - 1 if count > 1 else 0)
             once_ns = float(figures.once_ns[fastest].min()) / num_places / (layout.data if layout.zero else 1)
-            slowest_ns = max(slowest_ns, fill / rate + once_ns)
+            slowest_ns = max(slowest_ns, count / rate + once_ns)
         return Estimate(arrangement, int(slowest_ns), 0, np.zeros(0, np.int64))
 
     def _candidates(self, arrangement: Arrangement) -> list[I64]:
         """Returns places [N] of a replica's ops, the same for all numbers of micro-batches."""
-        graph = self.parts.near(arrangement.layout.num_parts)
+        graph = self.parts.rough(arrangement.layout.num_parts)
         kinds = tuple(int(self.machine.kinds[device]) for device in arrangement.devices[0])
         if len(kinds) == 1:
             return [np.zeros(graph.num_ops, np.int64)]
         key = graph.op_names, kinds
         if key not in self._places:
-            self._places[key] = _constructed(self._alone(graph, arrangement.devices[0]))
+            self._places[key] = constructed_places(self._alone(graph, arrangement.devices[0]))
         found = self._places[key]
         if arrangement.layout.stages is None:
             return found
@@ -121,50 +125,127 @@ class Estimator:
             )
         return found
 
-    def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
+    def resolved(self, arrangement: Arrangement, places: I64, *, reserve_bytes: int = 0) -> Layout:
+        """Returns the layout with blocks in place of auto: the fewest that leave `reserve_bytes`."""
         layout = arrangement.layout
-        figures = self.figures(layout)
-        spare = self._saved_bytes(figures, layout)
-        slowest_ns, missing = 0, 0
-        for devices, count in dict(zip(arrangement.devices, layout.microbatches, strict=True)).items():
-            simulation, load_ns = self._replica(layout, devices, count, places)
-            seen = _seen(layout, count, len(devices))
-            slowest_ns = max(slowest_ns, simulation.step_time_ns + (count - seen) * int(load_ns.max()))
-            share = spare // len(devices)
-            lacks = simulation.peak_memory_bytes - share - self.limits_bytes[list(devices)]
-            missing = max(missing, int(lacks.max()))
-        if layout.zero:  # updates are cut over replicas
-            slowest_ns -= (
-                int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // arrangement.num_places
+        if AUTO not in (layout.recompute, layout.offload):
+            return layout
+        graph = self.parts.rough(layout.num_parts)
+        key = self.parts.is_captured(layout.num_parts), arrangement, places.tobytes(), reserve_bytes
+        if key not in self._resolved:
+            times_ns = Problem.build(graph, self.cluster).op_time_ns[:, arrangement.devices[0][0]]
+            self._resolved[key] = with_chosen_blocks(
+                layout,
+                graph,
+                times_ns,
+                places,
+                lambda way: self._lacking(replace(arrangement, layout=way), places) + reserve_bytes,
             )
-        return Estimate(arrangement, slowest_ns + self._rings(arrangement, figures), max(missing, 0), places)
+        return self._resolved[key]
 
-    def _replica(self, layout: Layout, devices: tuple[int, ...], count: int, places: I64) -> tuple[Simulation, I64]:
-        """Returns a replica's step with a few micro-batches, and what one more takes on each of its devices [P]."""
-        few = _seen(layout, count, len(devices))
+    @cached_property
+    def all_cpus(self) -> list[int]:
+        """The devices that are CPUs."""
+        return [number for number, device in enumerate(self.cluster.devices) if "cpu" in device.kind.lower()]
+
+    def cpus(self, arrangement: Arrangement) -> tuple[int, ...] | None:
+        """Returns the CPU [R] with the quickest links to each replica, for its activations; None without offload.
+
+        InputError where there is none.
+        """
+        if arrangement.layout.offload == NONE:
+            return None
+        others = [cpu for cpu in self.all_cpus if cpu not in arrangement.all_devices]
+        if not others:
+            raise InputError(
+                f"--parallel: offload needs a CPU that holds no replica, and {self.cluster.name!r} has none; name one, "
+                "as in 4xl4-24g+cpu-16core, or leave offload out"
+            )
+        rates = self.cluster.bytes_per_second
+        return tuple(
+            max(others, key=lambda cpu: min(int(rates[device, cpu]) for device in devices))
+            for devices in arrangement.devices
+        )
+
+    def _lacking(self, arrangement: Arrangement, places: I64) -> I64:
+        """Returns the bytes [P] that are missing in each place, in the replica that lacks most; 0 or less: none."""
+        layout, num_places = arrangement.layout, arrangement.num_places
+        saved = self._saved_bytes(self.figures(replace(layout, recompute=NONE)), layout) // num_places
+        lacks = [
+            self._replica(arrangement, replica, places)[0].peak_memory_bytes[:num_places]
+            - saved
+            - self.limits_bytes[list(devices)]
+            for replica, devices in enumerate(arrangement.devices)
+        ]
+        return np.asarray(np.max(lacks, axis=0), np.int64)
+
+    def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
+        layout, num_places = self.resolved(arrangement, places), arrangement.num_places
+        cut, figures = replace(arrangement, layout=layout), self.figures(layout)
+        slowest_ns, missing = 0, int(self._lacking(cut, places).max())
+        for replica, count in enumerate(layout.microbatches):
+            simulation, load_ns = self._replica(cut, replica, places)
+            more = count - _seen(layout, count, num_places)
+            slowest_ns = max(slowest_ns, simulation.step_time_ns + more * int(load_ns.max()))
+        if layout.zero:  # updates are cut over replicas
+            slowest_ns -= int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // num_places
+        slowest_ns += self._rings(arrangement, figures)
+        graph = self.parts.rough(layout.num_parts)
+        busy_ns = busiest_channel_ns(self.cluster, arrangement, graph, places)
+        return Estimate(arrangement, max(slowest_ns, busy_ns), max(missing, 0), places)
+
+    def _replica(self, arrangement: Arrangement, replica: int, places: I64) -> tuple[Simulation, I64]:
+        """Returns a replica's step with a few micro-batches, and what one more takes in each of its places [P].
+
+        In the simulation the CPU that its activations go to comes after the P places.
+        """
+        layout, cpus, own = arrangement.layout, self.cpus(arrangement), arrangement.devices[replica]
+        few = _seen(layout, layout.microbatches[replica], len(own))
+        devices = own if cpus is None else (*own, cpus[replica])
         kinds = tuple(int(self.machine.kinds[device]) for device in devices)
-        share = layout.data if layout.zero == 3 or (layout.zero == 2 and count == 1) else 1  # of gradients that stay
-        key = (layout.num_parts, layout.recompute, kinds, few, share, places.tobytes())
+        is_captured = self.parts.is_captured(layout.num_parts)
+        share = _gradient_share(layout, layout.microbatches[replica])
+        key = (layout.num_parts, is_captured, layout.recompute, layout.offload, kinds, few, share, places.tobytes())
         if key not in self._replicas:
-            graph = _with_gradients_cut(self.parts.near(layout.num_parts), share)
-            step = Step.of(graph, Layout((few,), recompute=layout.recompute))
+            step = self._step(layout, few, share)
             problem = self._alone(step.graph, devices)
-            placement = step.placement(places, [range(len(devices))])
+            placement = step.placement(places, [range(len(own))], None if cpus is None else [len(own)])
             orders = [simulate(problem.in_order(order), placement) for order in problem.orders]
             best = min(orders, key=lambda found: (found.missing_bytes.any(), found.step_time_ns))
-            own = self._alone(graph, devices).op_time_ns[np.arange(graph.num_ops), places]
-            is_once = np.logical_or(*shared_ops(graph))
-            load_ns = np.bincount(places, np.where(is_once, 0, own), len(devices))
-            if layout.recompute != NONE:  # in proportion: the clones are where their ops are
-                load_ns *= self.figures(layout).each_ns[devices[0]] / max(load_ns.sum(), 1)
+            times_ns = problem.op_time_ns[np.arange(problem.num_ops), placement]
+            is_once = np.logical_or(*shared_ops(step.graph))
+            load_ns = np.bincount(placement, np.where(is_once, 0, times_ns), len(devices))[: len(own)] / few
             self._replicas[key] = best, np.asarray(load_ns, np.int64)
         return self._replicas[key]
 
+    def _step(self, layout: Layout, count: int, share: int = 1) -> Step:
+        """Returns a replica's step with `count` micro-batches; cut from captured ones only, but for offload.
+
+        Which activations are large enough to be sent away depends on the number of samples. A replica keeps one of
+        `share` chunks of each gradient.
+        """
+        if layout.offload != NONE:
+            part = _with_gradients_cut(self.parts.rough(layout.num_parts), share)
+            return Step.of(part, Layout((count,), offload=layout.offload))
+        made: list[Step] = []
+
+        def graph_of(num_parts: int) -> Graph:
+            key = num_parts, count, layout.recompute, share
+            if key not in self._steps:
+                part, alone = self.parts.exact(num_parts), Layout((count,), recompute=layout.recompute)
+                self._steps[key] = Step.of(_with_gradients_cut(part, share), alone)
+            made.append(self._steps[key])
+            return made[-1].graph
+
+        graph = self.parts.between(layout.num_parts, graph_of)
+        return replace(made[0], graph=graph)
+
     def figures(self, layout: Layout) -> PartFigures:
-        """Returns sums over one micro-batch of `layout`."""
-        key = layout.num_parts, layout.recompute
+        """Returns sums over one micro-batch of `layout`; with recompute=auto, of one that recomputes nothing."""
+        recompute = NONE if layout.recompute == AUTO else layout.recompute
+        key = layout.num_parts, recompute
         if key not in self._figures:
-            graph = Step.of(self.parts.rough(layout.num_parts), Layout(recompute=layout.recompute)).graph
+            graph = self._step(replace(layout, recompute=recompute, offload=NONE), 1).graph
             self._figures[key] = _figures(graph, Problem.build(graph, self.cluster).op_time_ns)
         return self._figures[key]
 
@@ -178,7 +259,7 @@ class Estimator:
         layout, num_places = arrangement.layout, arrangement.num_places
         if layout.data == 1:
             return 0
-        slowest_ns = max(self._ring_ns(tuple(devices[p] for devices in arrangement.devices)) for p in range(num_places))
+        slowest_ns = self._ring_ns(arrangement)
         num_buckets = figures.gradient_bytes / num_places / BUCKET_BYTES
         total_ns = num_buckets * slowest_ns
         if layout.zero == 3:  # two gathers, of half a ring each, for every micro-batch
@@ -186,14 +267,18 @@ class Estimator:
         last_pass_ns = min(figures.backward_ns[d] for devices in arrangement.devices for d in devices) / num_places
         return int(max(total_ns - last_pass_ns, 0) + min(num_buckets, 1) * slowest_ns)
 
-    def _ring_ns(self, devices: tuple[int, ...]) -> int:
-        """Returns what the ring of one bucket takes when nothing else runs."""
+    def _ring_ns(self, arrangement: Arrangement) -> int:
+        """Returns what a bucket takes in the rings of all places at once, when nothing else runs."""
+        devices = arrangement.devices
         if devices not in self._rings_ns:
-            one, ring = _one_parameter(BUCKET_BYTES), Layout((1,) * len(devices))
-            step = Step.of(one, ring)
-            problem = Problem.build(step.graph, only(self.cluster, devices))
-            placement = step.placement(np.zeros(one.num_ops, np.int64), np.arange(len(devices))[:, None])
-            self._rings_ns[devices] = simulate(problem, placement).step_time_ns
+            places = np.arange(arrangement.num_places)
+            one, layout = _parameters(BUCKET_BYTES, len(places)), Layout((1,) * len(devices))
+            ring, ring_ns = ring_over(self.cluster, devices), []
+            for hosts in {None, self.machine.hosts_of(arrangement)}:
+                step = Step.of(one, layout, places=places[one.groups], ring=ring, hosts=hosts)
+                placement = step.placement(one.groups, devices)
+                ring_ns.append(simulate(Problem.build(step.graph, self.cluster), placement).step_time_ns)
+            self._rings_ns[devices] = min(ring_ns)
         return self._rings_ns[devices]
 
     def _saved_bytes(self, figures: PartFigures, layout: Layout) -> int:
@@ -202,7 +287,7 @@ class Estimator:
         return whole * (layout.data - 1) // layout.data
 
 
-def _constructed(problem: Problem) -> list[I64]:
+def constructed_places(problem: Problem) -> list[I64]:
     """Returns contiguous stages [N] along several chains; the best by dynamic programming where that is quick."""
     units = Units.of(problem, forward_units(problem))
     devices = np.arange(problem.num_devices)
@@ -218,7 +303,7 @@ def _constructed(problem: Problem) -> list[I64]:
 
 def is_in_stages(graph: Graph, places: I64, num_stages: int) -> bool:
     """Returns whether `places` [N] are stages: all are used, and forward tensors never go to an earlier one."""
-    is_forward = np.array([phase == "forward" for phase in graph.phases], np.bool_)
+    is_forward = graph.is_in_phase("forward")
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     is_passed = is_forward[sources] & is_forward[targets]
     is_used = len(np.unique(places[is_forward])) == num_stages
@@ -242,7 +327,7 @@ def _seen(layout: Layout, count: int, num_places: int) -> int:
 
 def _figures(graph: Graph, times_ns: I64) -> PartFigures:
     is_source, is_update = shared_ops(graph)
-    is_backward = np.array([phase == "backward" for phase in graph.phases], np.bool_) & ~is_update
+    is_backward = graph.is_in_phase("backward") & ~is_update
     times = np.maximum(times_ns, 0)
     gradients = gradients_of(graph, is_update)
     has_update = np.isin(graph.groups, graph.groups[is_update & (graph.groups >= 0)])
@@ -259,6 +344,11 @@ def _figures(graph: Graph, times_ns: I64) -> PartFigures:
     )
 
 
+def _gradient_share(layout: Layout, count: int) -> int:
+    """Returns the number of replicas that share gradients when the last of `count` micro-batches is done."""
+    return layout.data if layout.zero == 3 or (layout.zero == 2 and count == 1) else 1
+
+
 def _with_gradients_cut(graph: Graph, count: int) -> Graph:
     """Returns the step with gradients of a `count`-th of their bytes: one replica's chunks, when the rest is sent."""
     if count == 1:
@@ -266,27 +356,21 @@ def _with_gradients_cut(graph: Graph, count: int) -> Graph:
     gradients = [gradient.tensor for gradient in gradients_of(graph, shared_ops(graph)[1]).values()]
     sizes = graph.tensor_bytes.copy()
     sizes[gradients] = -(-sizes[gradients] // count)
-    return Graph.from_columns(graph.to_columns() | {"tensor_bytes": sizes})
+    return replace(graph, tensor_bytes=sizes)
 
 
-def _one_parameter(num_bytes: int) -> Graph:
-    """Returns the step of one parameter whose passes take no time."""
-    ops = [
-        Op("w", "parameter", resident_bytes=num_bytes, group=0),
-        Op("f", "mm", phase="forward"),
-        Op("b", "mm", phase="backward"),
-        Op("w.update", "update", phase="update", group=0),
-    ]
-    tensors = [Tensor(0, (1, 2, 3), num_bytes, resident=True), Tensor(1, (2,), 1), Tensor(2, (3,), num_bytes)]
-    return Graph.build("ring", ops, tensors)
-
-
-def with_less_memory(estimate: Estimate, batch_size: int) -> list[Arrangement]:
-    """Returns arrangements like that of `estimate` that take less memory by one change each."""
-    arrangement, layout = estimate.arrangement, estimate.arrangement.layout
-    layouts = [replace(layout, recompute=BLOCKS)] if layout.recompute == NONE else []
-    if layout.data > 1 and layout.zero < (3 if layout.is_even else 2):
-        layouts.append(replace(layout, zero=layout.zero + 1))
-    others = [replace(arrangement, layout=other) for other in layouts]
-    more = more_microbatches(arrangement, batch_size) if arrangement.num_places == 1 else None
-    return others if more is None else [more, *others]
+def _parameters(num_bytes: int, count: int) -> Graph:
+    """Returns the step of `count` parameters whose passes take no time."""
+    ops: list[Op] = []
+    tensors: list[Tensor] = []
+    for number in range(count):
+        first = len(ops)
+        ops += [
+            Op(f"w{number}", "parameter", resident_bytes=num_bytes, group=number),
+            Op(f"f{number}", "mm", phase="forward", group=number),
+            Op(f"b{number}", "mm", phase="backward", group=number),
+            Op(f"w{number}.update", "update", phase="update", group=number),
+        ]
+        tensors.append(Tensor(first, (first + 1, first + 2, first + 3), num_bytes, resident=True))
+        tensors += [Tensor(first + 1, (first + 2,), 1), Tensor(first + 2, (first + 3,), num_bytes)]
+    return Graph.build("rings", ops, tensors)

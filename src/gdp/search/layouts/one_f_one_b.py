@@ -17,6 +17,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.graph import Graph
 from gdp.graph.microbatches import ACCUMULATE
+from gdp.parallel.columns import with_controls
 from gdp.simulator.orders import ONE_F_ONE_B
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -58,23 +59,4 @@ def _limited(problem: Problem, stage: I64, replica: I64) -> Graph:
     in_flight = num_stages - stage
     entries = np.flatnonzero(is_entry & (microbatch >= in_flight))
     frees = last_backward[turn[entries] - in_flight[entries]]
-    return _with_controls(graph, frees[frees >= 0], entries[frees >= 0])
-
-
-def _with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
-    """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`."""
-    order = np.lexsort((consumers, producers))
-    distinct, counts = np.unique(producers, return_counts=True)
-    added = len(distinct)
-    offsets = graph.consumer_offsets[-1] + np.cumsum(counts)
-    nothing = np.zeros(added, np.bool_)
-    return replace(
-        graph,
-        producers=np.concatenate((graph.producers, distinct)),
-        tensor_bytes=np.concatenate((graph.tensor_bytes, np.zeros(added, np.int64))),
-        is_resident=np.concatenate((graph.is_resident, nothing)),
-        is_kept=np.concatenate((graph.is_kept, nothing)),
-        view_of=np.concatenate((graph.view_of, np.full(added, -1))),
-        consumer_offsets=np.concatenate((graph.consumer_offsets, offsets)),
-        consumers=np.concatenate((graph.consumers, consumers[order])),
-    )
+    return with_controls(graph, frees[frees >= 0], entries[frees >= 0])

@@ -6,17 +6,24 @@ from types import MappingProxyType
 
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
+from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.model import Reading
-from gdp.models.read import batch_size, read_part
+from gdp.models.read import batch_size, has_samples, read_model, read_part
 from gdp.parallel.interpolation import have_same_ops, interpolated
 
 
 class Parts:
     """Reads steps of parts of the batch, each once; others are interpolated from two that were read."""
 
-    def __init__(self, read: Callable[[int], Graph], batch_size: int, whole: Graph | None = None) -> None:
-        """`read(K)` returns the step of 1/K of `batch_size` samples; `whole` is the one of all, if it is there."""
-        self.batch_size = batch_size
+    def __init__(
+        self, read: Callable[[int], Graph], batch_size: int, whole: Graph | None = None, *, is_fixed: bool = False
+    ) -> None:
+        """`read(K)` returns the step of 1/K of `batch_size` samples; `whole` is the one of all, if it is there.
+
+        `is_fixed`: `batch_size` counts micro-batches, which stay as they are: K is 1 or as many.
+        """
+        self.batch_size, self.is_fixed = batch_size, is_fixed
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
         self._rough: dict[int, Graph] = {}
@@ -29,13 +36,27 @@ class Parts:
         InputError where it has no batch that can be split.
         """
         reading = reading or Reading()
+        if not has_samples(text):
+            return cls.of_graph(read_model(text, reading).graph if whole is None else whole)
         samples = batch_size(text, reading)
         if samples is None or samples < 2:
             raise InputError(
-                f"--parallel: {text} has no batch that can be split; name a workload, hf:DIR or module:function with "
-                "several samples, or leave --parallel out"
+                f"--parallel: {text} has no batch that can be split: it has one sample, or is a step of JAX or of your "
+                "own; gdp capture the step of one micro-batch, and give that file with --microbatches M"
             )
         return cls(lambda num_parts: read_part(text, reading, num_parts), samples, whole)
+
+    @classmethod
+    def of_graph(cls, graph: Graph) -> "Parts":
+        """Returns the micro-batches of `graph`, a training step whose names tell them: `x@1` of op `x`, and so on.
+
+        InputError where there are none.
+        """
+        if {"backward", "update"}.isdisjoint(graph.phases):
+            raise InputError(f"--parallel: {graph.name!r} is a forward pass; --batches N serves it on several devices")
+        one = one_microbatch(graph)
+        count = count_microbatches(graph)
+        return cls({1: graph, count: one}.__getitem__, count, graph, is_fixed=True)
 
     @property
     def read(self) -> Mapping[int, Graph]:
@@ -58,23 +79,24 @@ class Parts:
                 raise
         return self._exact[num_parts]
 
-    def near(self, num_parts: int) -> Graph:
-        """Returns the step of one of `num_parts`: `rough`, but for one sample as captured, which may have other ops."""
-        return self.exact(num_parts) if num_parts == self.batch_size else self.rough(num_parts)
-
     def rough(self, num_parts: int) -> Graph:
         """Returns the step of one of `num_parts`, as captured where it was read and for the first two asked for."""
+        if num_parts not in self._exact and num_parts not in self._rough:
+            self._rough[num_parts] = self.between(num_parts, self.exact)
+        return self._exact.get(num_parts) or self._rough[num_parts]
+
+    def between(self, num_parts: int, make: Callable[[int], Graph]) -> Graph:
+        """Returns `make(num_parts)`, for steps that were read; others are interpolated from what it makes of two.
+
+        `make` returns a graph of that many parts, whose figures are linear in the number of samples.
+        """
         self.check(num_parts)
-        known = self._exact.get(num_parts) or self._rough.get(num_parts)
-        if known is not None:
-            return known
-        pair = self._pair()
+        pair = None if num_parts in self._exact else self._pair()
         if pair is None:
-            return self.exact(num_parts)
+            return make(num_parts)
+        one, other = map(make, pair)
         sizes = [self.batch_size // parts for parts in (*pair, num_parts)]
-        graph = interpolated(self._exact[pair[0]], sizes[0], self._exact[pair[1]], sizes[1], sizes[2])
-        self._rough[num_parts] = graph
-        return graph
+        return interpolated(one, sizes[0], other, sizes[1], sizes[2])
 
     def _pair(self) -> tuple[int, int] | None:
         """Returns two numbers of parts, read and far apart, whose steps have the same ops; None: there are none."""
@@ -83,12 +105,28 @@ class Parts:
                 return one, other
         return None
 
+    def is_captured(self, num_parts: int) -> bool:
+        """Returns whether `rough` returns the step as captured."""
+        return num_parts in self._exact
+
     def divides(self, num_parts: int) -> bool:
         """Returns whether the batch has so many equal parts."""
+        if self.is_fixed:
+            return num_parts in (1, self.batch_size)
         return num_parts >= 1 and self.batch_size % num_parts == 0
+
+    def counts(self, num_replicas: int) -> list[int]:
+        """Returns the numbers of micro-batches that each of `num_replicas` may have, ascending."""
+        most = min(self.batch_size, MAX_MICROBATCHES) // num_replicas
+        return [count for count in range(1, most + 1) if self.divides(num_replicas * count)]
 
     def check(self, num_parts: int) -> None:
         """Raises InputError, with numbers that would do, where the batch has not so many equal parts."""
+        if not self.divides(num_parts) and self.is_fixed:
+            raise InputError(
+                f"--parallel: the step has {self.batch_size} micro-batches, which stay as they are, and the layout "
+                f"{num_parts}; let data times microbatches be {self.batch_size}"
+            )
         if not self.divides(num_parts):
             whole = [count for count in range(1, self.batch_size + 1) if self.batch_size % count == 0]
             near = sorted(sorted(whole, key=lambda count: abs(count - num_parts))[:4])

@@ -10,6 +10,7 @@ give each replica as many micro-batches, on unequal devices too, and leave CPUs 
 P stages, D devices, N ops of a micro-batch.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,10 +25,11 @@ from gdp.graph import Graph
 from gdp.graph.microbatches import RECOMPUTED, shared_ops
 from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.layouts.dispatch import levels_of, program_levels
 from gdp.search.layouts.one_f_one_b import simulate_1f1b
-from gdp.search.rivals.parts import EqualParts
+from gdp.search.layouts.parts import Parts
 from gdp.search.rivals.stages import equal_stages
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.costs import op_times
@@ -62,7 +64,7 @@ class RivalStep:
 class RivalQuestion:
     """The question to a rival: a batch in parts, and the devices."""
 
-    parts: EqualParts
+    parts: Parts
     cluster: Cluster
     constraints: Constraints | None = None
 
@@ -81,14 +83,19 @@ class RivalQuestion:
     def simulate(self, graph: Graph, layout: Layout, stage: I64, grid: I64) -> SimulatedStep:
         """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
 
-        Over hosts, the better of one ring over all and of rings inside and between them, as NCCL chooses.
+        Rings avoid slow links. Over hosts, the better of one ring over all and of rings inside and between them, as
+        NCCL chooses.
         """
         names = [[device.name.rpartition(".")[0] for device in self._of(column)] for column in grid.T]
         hosts = [np.unique(column, return_inverse=True)[1] for column in names]
         sizes = np.bincount(hosts[0])
         over_hosts = len(sizes) > 1 and len(set(sizes.tolist())) == 1 and sizes[0] > 1
         ways = [None, hosts[0].tolist()] if over_hosts and all((own == hosts[0]).all() for own in hosts) else [None]
-        steps = [simulate_layout(graph, layout, self.cluster, stage, grid, self.constraints, hosts=way) for way in ways]
+        ring = ring_over(self.cluster, grid)
+        steps = [
+            simulate_layout(graph, layout, self.cluster, stage, grid, self.constraints, ring=ring, hosts=way)
+            for way in ways
+        ]
         return min(steps, key=lambda each: (not each[1].feasible, each[1].step_time_ns))
 
     def _of(self, numbers: I64) -> list[Device]:
@@ -103,16 +110,17 @@ def simulate_layout(
     grid: I64,
     constraints: Constraints | None = None,
     *,
+    ring: Sequence[int] | None = None,
     hosts: Sequence[int] | None = None,
     in_program_order: bool = False,
 ) -> SimulatedStep:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
 
-    `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `hosts` [R] those of rings over hosts.
+    `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `ring` and `hosts` [R] as in `Step.of`.
     Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the layout does
     not suit the graph.
     """
-    step = Step.of(graph, layout, places=stage, hosts=hosts)
+    step = Step.of(graph, layout, places=stage, ring=ring, hosts=hosts)
     _check_modelled(step)
     problem = Problem.build(step.graph, cluster, constraints)
     placement = step.placement(stage, grid)
@@ -154,16 +162,15 @@ def _accumulating(question: RivalQuestion, zero: int) -> RivalStep:
     count = len(question.devices)
     if count == 1 and zero:
         return RivalStep(None, None, "one device has no replicas to cut state over")
-    while count > 2 and question.parts.graph(count) is None:
+    while count > 2 and not question.parts.divides(count):
         count -= 1
     is_all = count == len(question.devices)
     grid = (np.array(question.devices) if is_all else np.sort(question.by_speed[:count]))[:, None]
     nearest, num_tried = RivalStep(None, None, _uneven(question, count)), 0
     for microbatches in question.parts.counts(count):
-        graph = question.parts.graph(count * microbatches)
-        assert graph is not None, "counts yields what there is"
         layout = Layout((microbatches,) * count, zero)
         try:
+            graph = question.parts.exact(layout.num_parts)
             step, simulation = question.simulate(graph, layout, np.zeros(graph.num_ops, np.int64), grid)
         except InputError as error:
             return RivalStep(layout, None, str(error))
@@ -181,8 +188,6 @@ class _Grid:
     """A grid of data x pipeline, with a bound on its step."""
 
     layout: Layout
-    graph: Graph
-    stage: I64  # [N]
     devices: I64  # [R, P]
     bound_ns: int  # no step of the grid is shorter: what its busiest device computes
     likely_ns: float  # the bound and the bubble
@@ -206,7 +211,7 @@ def megatron(question: RivalQuestion) -> RivalStep:
         for recompute in (NONE, BLOCKS):
             layout = replace(grid.layout, recompute=recompute)
             try:
-                step, simulation = question.simulate(grid.graph, layout, grid.stage, grid.devices)
+                step, simulation = _simulated(question, layout, grid.devices)
             except InputError as error:
                 if nearest.simulation is None:
                     nearest = RivalStep(layout, None, str(error))
@@ -227,15 +232,21 @@ def _grids(question: RivalQuestion) -> Iterator[_Grid]:
             continue
         num_stages = num_devices // num_replicas
         for microbatches in question.parts.counts(num_replicas):
-            graph = question.parts.graph(num_replicas * microbatches)
-            assert graph is not None, "counts yields what there is"
-            problem = Problem.build(graph, question.cluster)
-            stage = equal_stages(problem, num_stages)
-            if stage is None:
-                break
             layout = Layout((microbatches,) * num_replicas, stages=num_stages)
-            for devices in _device_grids(question, num_replicas, num_stages):
-                yield _bounded(question, problem, layout, stage, devices)
+            with contextlib.suppress(InputError):  # a layer may fail with so few samples
+                problem = Problem.build(question.parts.rough(layout.num_parts), question.cluster)
+                stage = equal_stages(problem, num_stages)
+                if stage is None:
+                    break
+                for devices in _device_grids(question, num_replicas, num_stages):
+                    yield _bounded(question, problem, layout, stage, devices)
+
+
+def _simulated(question: RivalQuestion, layout: Layout, devices: I64) -> SimulatedStep:
+    graph = question.parts.exact(layout.num_parts)
+    stage = equal_stages(Problem.build(graph, question.cluster), devices.shape[1])
+    assert stage is not None, "the layers are those of the graph that the grid was found with"
+    return question.simulate(graph, layout, stage, devices)
 
 
 def _bounded(question: RivalQuestion, problem: Problem, layout: Layout, stage: I64, devices: I64) -> _Grid:
@@ -253,7 +264,7 @@ def _bounded(question: RivalQuestion, problem: Problem, layout: Layout, stage: I
     limits = memory_limits(question.cluster, question.constraints or Constraints())
     excess = int(np.maximum(held - limits[devices], 0).sum())
     bubble = (num_stages - 1) / count
-    return _Grid(layout, graph, stage, devices, bound_ns, bound_ns * (1 + bubble), excess)
+    return _Grid(layout, devices, bound_ns, bound_ns * (1 + bubble), excess)
 
 
 def _device_grids(question: RivalQuestion, num_replicas: int, num_stages: int) -> list[I64]:
@@ -279,8 +290,7 @@ def _held_bytes(simulation: Simulation) -> I64:
 
 
 def _uneven(question: RivalQuestion, count: int) -> str:
-    batch = question.parts.batch_size
-    return f"a batch of {batch} has no {count} equal parts" if batch else f"the batch has no {count} equal parts"
+    return f"a batch of {question.parts.batch_size} has no {count} equal parts"
 
 
 def _nearer(nearest: RivalStep, layout: Layout, simulation: Simulation) -> RivalStep:

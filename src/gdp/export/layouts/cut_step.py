@@ -1,0 +1,198 @@
+"""START HERE: `cut_step` turns a plan of a layout into a step that tools can run, and simulates it.
+
+Tools put a replica on one device, or cut its layers into stages of one device each. A plan may have single ops
+elsewhere; these go where the others of their replica and stage are.
+
+N ops, D devices, R replicas, P stages, B names of ops without the ends that copies have.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from gdp.arrays import I64
+from gdp.errors import InputError
+from gdp.export import megatron
+from gdp.export.adapt import adapt_within, simulated
+from gdp.export.chains import find_layers
+from gdp.export.devices import is_cpu
+from gdp.export.layouts.ranks import host_of
+from gdp.export.target import stage_starts
+from gdp.export.units import ExportUnits
+from gdp.graph import Graph, Tensor
+from gdp.graph.microbatches import replica_of
+from gdp.parallel.layout import Layout
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation
+
+_ON_HOST = "host.copy"  # kind of the ops that send activations back from the host
+
+
+@dataclass(frozen=True, eq=False)
+class CutStep:
+    """A step in replicas of one device each, or of several in stages of layers."""
+
+    problem: Problem
+    layout: Layout
+    devices: I64  # [R, P] replicas in the order of ranks
+    microbatches: tuple[int, ...]  # [R]
+    stages: tuple[tuple[str, ...], ...]  # [P] paths of layers, E before them, L behind; empty without `has_stages`
+    batch_size: int | None  # samples of all replicas; None if the plan does not have it
+    simulation: Simulation
+    plan_step_time_ns: int
+    num_moved: int  # ops that the plan has on another device
+
+    @property
+    def num_stages(self) -> int:
+        return int(self.devices.shape[1])
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the layers of all stages."""
+        return tuple(name for names in self.stages for name in names if name not in ("E", "L"))
+
+    @property
+    def samples(self) -> int:
+        """The samples of a micro-batch. InputError for a plan that does not say how many its batch has."""
+        if self.batch_size is None:
+            raise InputError("the plan does not say how many samples its batch has; place the model anew")
+        return self.batch_size // self.layout.num_parts
+
+
+def cut_step(problem: Problem, plan: Plan, target: str, *, has_stages: bool) -> CutStep:
+    """Returns the step of a plan with a layout, as a tool runs it with (`has_stages`) or without pipelines.
+
+    InputError, with the remedy, for what the `target` cannot run.
+    """
+    assert plan.layout is not None, "the caller looks for one"
+    layout = Layout.of_document(plan.layout)
+    places = plan.layout.get("places")
+    num_places = layout.stages or (1 if places is None else len(set(places)))
+    if num_places > 1 and not has_stages:
+        alone = replace(layout, stages=1)
+        raise InputError(
+            f"{target}: a replica of the plan is on {num_places} devices, and {target} has one device for each; "
+            f"place with --parallel {alone}, or export to torchtitan or megatron"
+        )
+    if _ON_HOST in problem.graph.kinds:
+        raise InputError(f"{target}: the plan keeps activations on the host, which {target} does not; place without")
+    stage_of = np.zeros(problem.num_ops, np.int64)
+    stages: tuple[tuple[str, ...], ...] = ()
+    if has_stages:
+        stage_of, stages = _stages(problem, plan, num_places)
+    replica = replica_of(problem.graph)
+    devices = _assigned(problem, plan.placement, replica, stage_of)
+    _check_cards(problem, devices, target)
+    placement = devices[replica, stage_of]
+    order = _order(problem, devices, plan.layout.get("ring"))
+    return CutStep(
+        problem,
+        layout,
+        devices[order],
+        tuple(np.array(layout.microbatches)[order].tolist()),
+        stages,
+        plan.layout.get("batch"),
+        simulated(problem, placement, plan),
+        plan.step_time_ns,
+        int((placement != plan.placement).sum()),
+    )
+
+
+def _assigned(problem: Problem, placement: I64, replica: I64, stage_of: I64) -> I64:
+    """[R, P] Returns a device of its own for each stage of each replica, with as much of its time there as can be."""
+    num_stages = int(stage_of.max()) + 1
+    rows = replica * num_stages + stage_of
+    time_ns = np.zeros((int(rows.max()) + 1, problem.num_devices))
+    np.add.at(time_ns, (rows, placement), problem.mean_op_time_ns + 1e-6)
+    found, device = linear_sum_assignment(time_ns, maximize=True)
+    assert np.array_equal(found, np.arange(len(time_ns))), "replicas have devices of their own"
+    return np.asarray(device.reshape(-1, num_stages), np.int64)
+
+
+def _order(problem: Problem, devices: I64, ring: Sequence[int] | None) -> I64:
+    """[R] Returns the replicas in the order of the ring, those of a host together."""
+    order = np.arange(len(devices)) if ring is None else np.array(ring, np.int64)
+    hosts = np.array([host_of(problem.cluster.devices[device].name) for device in devices[order, 0].tolist()])
+    first = {host: place for place, host in reversed(list(enumerate(hosts.tolist())))}
+    return np.asarray(order[np.argsort([first[host] for host in hosts.tolist()], kind="stable")], np.int64)
+
+
+def _check_cards(problem: Problem, devices: I64, target: str) -> None:
+    """Raises InputError if a replica is on a CPU, which is no rank."""
+    used = devices[is_cpu(problem)[devices]]
+    if len(used):
+        name = problem.cluster.devices[int(used[0])].name
+        raise InputError(f"{target}: a rank is a GPU, and the plan has a replica on {name}; place without that device")
+
+
+def _stages(problem: Problem, plan: Plan, num_places: int) -> tuple[I64, tuple[tuple[str, ...], ...]]:
+    """Returns (stage [N] of each op, names [P][] in each stage), from the plan of the first replica.
+
+    Its layers are cut where the plan has most of its time, as for pipelines without replicas.
+    """
+    graph, replica = problem.graph, replica_of(problem.graph)
+    is_collective = graph.is_collective
+    ops = np.flatnonzero((replica == 0) & ~is_collective)
+    part = _part(problem, ops)
+    layers = find_layers(part)
+    names = ["E", *layers.names, "L"]
+    if num_places == 1:
+        return np.zeros(graph.num_ops, np.int64), (tuple(names),)
+    time_ns = np.bincount(plan.placement[ops], problem.mean_op_time_ns[ops] + 1.0, problem.num_devices)
+    is_own = np.zeros(problem.num_devices, np.bool_)
+    is_own[np.argsort(-time_ns, kind="stable")[:num_places]] = True
+    part = part.with_allowed(problem.allowed[ops] & is_own)
+    units = ExportUnits.chain(part, layers.positions, names)
+    number = np.full(graph.num_ops, -1)
+    number[ops] = np.arange(len(ops))
+    order = tuple(number[own][number[own] >= 0] for own in plan.order)
+    own_plan = replace(plan, placement=plan.placement[ops], order=order, search=None, problem=None)
+    adapted = adapt_within(part, own_plan, megatron.TARGET, units, graph=part.graph, may_offload=False)
+    ends = [*stage_starts(adapted.devices), units.num_units]
+    stages = tuple(tuple(chain.from_iterable(units.members[start:end])) for start, end in pairwise(ends))
+    stage_of_unit = np.searchsorted(ends, np.arange(units.num_units), side="right") - 1
+    return _of_all(graph, ops, stage_of_unit[units.index]), stages
+
+
+def _of_all(graph: Graph, ops: I64, stage_of: I64) -> I64:
+    """[N] Extends the stages of the first replica's `ops` to copies of these, and to the groups that they are in."""
+    names = graph.copy_names
+    by_name = np.full(len(names.bases), -1)
+    by_name[names.base[ops]] = stage_of
+    found = by_name[names.base]
+    groups = graph.groups
+    by_group = np.full(int(groups.max(initial=-1)) + 1, -1)
+    is_known = (found >= 0) & (groups >= 0)
+    by_group[groups[is_known]] = found[is_known]
+    is_late = (found < 0) & (groups >= 0)
+    found[is_late] = by_group[groups[is_late]]
+    assert (found >= 0).all(), "sums and collectives are in the group of an update"
+    return found
+
+
+def _part(problem: Problem, ops: I64) -> Problem:
+    """Returns the problem of placing `ops` alone; what other ops make is there from the start."""
+    graph = problem.graph
+    number = np.full(graph.num_ops, -1)
+    number[ops] = np.arange(len(ops))
+    tensors = np.flatnonzero(number[graph.producers] >= 0)
+    position = np.full(graph.num_tensors, -1)
+    position[tensors] = np.arange(len(tensors))
+    rows = []
+    for tensor in tensors.tolist():
+        row = graph.tensor(tensor)
+        readers = number[list(row.consumers)] if row.consumers else np.zeros(0, np.int64)
+        base = int(position[row.view_of]) if row.view_of >= 0 else -1
+        consumers = tuple(readers[readers >= 0].tolist())
+        rows.append(Tensor(int(number[row.producer]), consumers, row.bytes, row.resident, row.keep, base))
+    part = Graph.build(graph.name, [graph.op(op) for op in ops.tolist()], rows)
+    return Problem.build(part, problem.cluster, max_memory_bytes=_limits(problem))
+
+
+def _limits(problem: Problem) -> dict[str, int]:
+    names = [device.name for device in problem.cluster.devices]
+    return dict(zip(names, problem.memory_limit_bytes.tolist(), strict=True))

@@ -1,0 +1,74 @@
+"""`megatron`: the layout as options of Megatron-LM, in a shell script that starts it.
+
+    sh megatron.sh pretrain_gpt.py --num-layers 32 ...
+
+Ranks are numbered stage by stage, with `--use-tp-pp-dp-mapping` replica by replica (megatron/core/parallel_state.py).
+"""
+
+from gdp.errors import InputError
+from gdp.export import megatron
+from gdp.export.layouts.cut_step import CutStep
+from gdp.export.layouts.ranks import RankOrder
+from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers, title_of
+
+NAME = "megatron"
+_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def write(step: CutStep) -> str:
+    """Writes the script. InputError for unequal micro-batches, and for layers recomputed that are not first."""
+    by_stage = step.devices.T.ravel().tolist()
+    by_replica = RankOrder.of(step.problem, by_stage) is None
+    ranks = ranks_of(step, NAME, by_replica=by_replica)
+    usage = f"Megatron-LM (megatron-core 0.16): sh {TARGET.file_name} pretrain_gpt.py OPTIONS"
+    return ranks.script([title_of(step), usage], options(step) + (["--use-tp-pp-dp-mapping"] if by_replica else []))
+
+
+def options(step: CutStep) -> list[str]:
+    """Returns the options of the layout, without those of the model."""
+    check_even(step, NAME)
+    layout = step.layout
+    found = [
+        "--tensor-model-parallel-size 1",
+        f"--pipeline-model-parallel-size {step.num_stages}",
+        f"--micro-batch-size {step.samples}",
+        f"--global-batch-size {step.samples * layout.num_parts}",
+    ]
+    if step.num_stages > 1:
+        found.append(f"--pipeline-model-parallel-layout '{megatron.layout_of(step.stages)}'")
+    if layout.data > 1:
+        found.append("--overlap-grad-reduce")
+    if layout.zero:
+        found += ["--use-distributed-optimizer", "--overlap-param-gather"]
+    if layout.zero >= 2:
+        strategy = f"--data-parallel-sharding-strategy {_STRATEGIES[layout.zero]}"
+        found += ["--use-megatron-fsdp", strategy, "--no-gradient-accumulation-fusion", "--ckpt-format fsdp_dtensor"]
+    return found + _recomputation(step)
+
+
+def _recomputation(step: CutStep) -> list[str]:
+    """Returns options for all layers, or for as many first ones of each stage."""
+    recomputed = recomputed_layers(step, NAME)
+    if not recomputed:
+        return []
+    method, count = "uniform", 1  # as many layers as run again at a time
+    if recomputed != set(step.layers):
+        of_stages = [[name in recomputed for name in stage if name not in ("E", "L")] for stage in step.stages]
+        method, count = "block", max(map(sum, of_stages))
+        if any(flags != [place < count for place in range(len(flags))] for flags in of_stages):
+            raise InputError(
+                f"{NAME}: recomputes as many first layers of each stage, not those of the plan; "
+                "place with recompute=blocks"
+            )
+    return ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
+
+
+def notes(step: CutStep) -> list[str]:
+    """Returns sentences on what Megatron-LM does otherwise than the plan."""
+    sentences = common_notes(step)
+    if step.layout.zero >= 2:
+        sentences.append("Megatron-FSDP needs CUDA_DEVICE_MAX_CONNECTIONS other than 1.")
+    return sentences
+
+
+TARGET = LayoutTarget(NAME, "a device a replica and stage", "megatron.sh", True, write, notes)

@@ -1,0 +1,88 @@
+"""`torch-fsdp`: a Python module with the layout in terms of PyTorch's DDP, ZeroRedundancyOptimizer and `fully_shard`.
+
+It is `training_step.py` with the constants of the layout.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from gdp.export.checks import check_modules
+from gdp.export.layouts.cut_step import CutStep
+from gdp.export.layouts.target import LayoutTarget, common_notes, ranks_of, title_of
+from gdp.graph.layers import LayerPaths
+from gdp.parallel.blocks import block_paths
+from gdp.parallel.layout import NONE
+
+NAME = "torch-fsdp"
+_TEMPLATE = Path(__file__).with_name("training_step.py")
+_USAGE = '''"""{title}, for PyTorch 2.13. Start it with
+
+{commands}
+
+with, in TRAIN.py:
+
+    device = parallel_step.start()
+    model = parallel_step.parallelize(model, device)
+    optimizer = parallel_step.optimizer(model, torch.optim.AdamW, lr=1e-4)
+    for batch in batches:
+        samples = parallel_step.share(batch).to(device)
+        loss = parallel_step.backward(model, lambda model, part: loss_of(model(part)), samples)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+'''
+
+
+def write(step: CutStep) -> str:
+    """Writes the module. InputError for a graph without modules of PyTorch."""
+    graph, layout = step.problem.graph, step.layout
+    check_modules(graph, "modules")
+    layers = LayerPaths.of(graph)
+    lists = [path for path, of_list in zip(layers.names, layers.lists, strict=True) if of_list]
+    constants = {
+        "MICROBATCHES": step.microbatches,
+        "ZERO": layout.zero,
+        "SHARDED": tuple(lists) if layout.zero >= 2 else (),
+        "RECOMPUTED": () if layout.recompute == NONE else tuple(block_paths(graph, layout.recompute)),
+    }
+    text = _TEMPLATE.read_text(encoding="utf-8")
+    for name, value in constants.items():
+        found = re.search(rf"(?m)^{name}(?::[^=]*)? = (?P<value>.*?)  #", text)
+        assert found is not None, f"the template has {name}"
+        text = text[: found.start("value")] + _written(value) + text[found.end("value") :]
+    end = text.index("\n\n") + 1
+    return _USAGE.format(title=title_of(step), commands=_commands(step)) + text[end:]
+
+
+def _commands(step: CutStep) -> str:
+    """Returns a line for each host."""
+    ranks = ranks_of(step, NAME)
+    return "\n".join(
+        f"    CUDA_VISIBLE_DEVICES={gpus} {ranks.torchrun(str(host), 'HOST0')} TRAIN.py"
+        for host, gpus in enumerate(ranks.visible)
+    )
+
+
+def _written(value: object) -> str:
+    """Returns a constant in Python, paths of modules with one a line."""
+    if isinstance(value, tuple) and value and isinstance(value[0], str):
+        return "(\n" + "".join(f"    {json.dumps(path)},\n" for path in value) + ")"
+    return repr(value)
+
+
+def notes(step: CutStep) -> list[str]:
+    """Returns sentences on what PyTorch does otherwise than the plan."""
+    sentences = common_notes(step)
+    if step.layout.zero == 1:
+        sentences.append(
+            "ZeroRedundancyOptimizer gives each rank whole parameters to update, and sums whole gradients (all-reduce)."
+        )
+    if step.layout.zero == 2:
+        sentences.append("fully_shard cuts parameters as well, and gathers them before the first pass of a step.")
+    if step.layout.zero >= 2:
+        sentences.append("Parameters outside of lists of layers are gathered together, for the whole pass.")
+    return sentences
+
+
+TARGET = LayoutTarget(NAME, "a device a replica", "parallel_step.py", False, write, notes)

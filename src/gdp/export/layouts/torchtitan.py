@@ -1,0 +1,77 @@
+"""`torchtitan`: the layout as options of torchtitan 0.3, in a shell script that starts it.
+
+    sh torchtitan.sh --module llama3 --config llama3_8b
+
+torchtitan trains decoders of its own, whose layers are called `layers.N`; they are those of the plan. Ranks are
+numbered stage by stage (torchtitan/distributed/parallel_dims.py: the mesh has pp, dp_replicate, dp_shard).
+"""
+
+from gdp.errors import InputError
+from gdp.export.layouts.cut_step import CutStep
+from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers, title_of
+
+NAME = "torchtitan"
+
+
+def write(step: CutStep) -> str:
+    """Writes the script. InputError for unequal micro-batches, and for some layers recomputed."""
+    usage = f"torchtitan 0.3.0: sh {TARGET.file_name} --module MODULE --config CONFIG"
+    return ranks_of(step, NAME).script([title_of(step), usage], options(step), "-m torchtitan.train")
+
+
+def options(step: CutStep) -> list[str]:
+    """Returns the options, the subcommand for recomputation last."""
+    check_even(step, NAME)
+    layout, count, is_cut = step.layout, step.microbatches[0], step.num_stages > 1
+    replicas, shards = (1, layout.data) if layout.zero else (layout.data, 1)
+    values: dict[str, object] = {
+        "training.local_batch_size": step.samples * (count if is_cut else 1),
+        "training.global_batch_size": step.samples * layout.num_parts,
+        "parallelism.data_parallel_replicate_degree": replicas,
+        "parallelism.data_parallel_shard_degree": shards,
+    }
+    if layout.zero:
+        values["parallelism.fsdp_reshard_after_forward"] = "always" if layout.zero == 3 else "never"
+    options = [f"--{key} {value}" for key, value in values.items()]
+    if is_cut:
+        options += _pipeline(step)
+    recomputed = recomputed_layers(step, NAME)
+    if recomputed and recomputed != set(step.layers):
+        raise InputError(f"{NAME}: recomputes all layers or none; place with recompute=blocks or without")
+    return [*options, f"activation-checkpoint:{'full' if recomputed else 'none'}"]
+
+
+def _pipeline(step: CutStep) -> list[str]:
+    if step.microbatches[0] < step.num_stages:
+        raise InputError(
+            f"{NAME}: 1F1B takes as many micro-batches as stages; place with microbatches={step.num_stages} or more"
+        )
+    number = {path: position for position, path in enumerate(step.layers)}
+    names = {"E": ["tok_embeddings"], "L": ["norm", "lm_head"]}
+    stages = [
+        ",".join(own for name in stage for own in names.get(name, [f"layers.{number.get(name)}"]))
+        for stage in step.stages
+    ]
+    return [
+        f"--parallelism.pipeline_parallel_degree {step.num_stages}",
+        f"--parallelism.module_fqns_per_model_part {' '.join(stages)}",
+        "--parallelism.pipeline_parallel_schedule 1F1B",
+        f"--parallelism.pipeline_parallel_microbatch_size {step.samples}",
+        "--training.disable_cuda_graphs",  # its parser asks for this with pipelines
+    ]
+
+
+def notes(step: CutStep) -> list[str]:
+    """Returns sentences on what torchtitan does otherwise than the plan."""
+    zero, sentences = step.layout.zero, common_notes(step)
+    if zero in (1, 2):
+        cut = "gradients and parameters" if zero == 1 else "parameters"
+        sentences.append(
+            f"torchtitan has no ZeRO {zero}: FSDP cuts {cut} as well, and gathers parameters before the first pass."
+        )
+    if zero != 3 and step.layout.data > 1 and step.microbatches[0] > 1 and step.num_stages == 1:
+        sentences.append("torchtitan sums gradients over replicas in each micro-batch, not once a step.")
+    return sentences
+
+
+TARGET = LayoutTarget(NAME, "a device a replica and stage", "torchtitan.sh", True, write, notes)

@@ -1,0 +1,90 @@
+"""Trains a module in the layout of a gdp plan: replicas, micro-batches, ZeRO and recomputed blocks in PyTorch 2.13."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+MICROBATCHES = (1,)  # of each rank, all of the same number of samples
+ZERO = 0  # 1: optimizer state is cut over ranks, 2: gradients as well, 3: parameters as well
+SHARDED: tuple[str, ...] = ()  # modules whose parameters are gathered one module at a time (ZeRO 2 and 3)
+RECOMPUTED: tuple[str, ...] = ()  # modules that run again in the backward pass
+
+
+def start() -> torch.device:
+    """Joins the ranks that torchrun started; returns the device of this one."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    if dist.get_world_size() != len(MICROBATCHES):
+        raise ValueError(f"{dist.get_world_size()} ranks, the layout has {len(MICROBATCHES)}; see --nproc-per-node")
+    if kind == "cpu":
+        return torch.device(kind)
+    torch.cuda.set_device(dist.get_node_local_rank())
+    return torch.device(kind, torch.cuda.current_device())
+
+
+def parallelize(module: nn.Module, device: torch.device) -> nn.Module:
+    """Returns the replica of this rank on its device; `module` has the same weights on all ranks, best on the CPU."""
+    for path in RECOMPUTED:
+        parent, _, name = path.rpartition(".")
+        block = checkpoint_wrapper(module.get_submodule(path), checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        module.get_submodule(parent).register_module(name, block)
+    if len(MICROBATCHES) == 1:
+        return module.to(device)
+    if ZERO < 2:
+        return DistributedDataParallel(module.to(device), gradient_as_bucket_view=True)
+    mesh = init_device_mesh(device.type, (len(MICROBATCHES),))
+    for path in SHARDED:  # each moves to the device alone, the whole might not fit
+        fully_shard(module.get_submodule(path), mesh=mesh, reshard_after_forward=ZERO == 3)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=ZERO == 3)
+
+
+def optimizer(model: nn.Module, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
+    """Returns an optimizer such as `torch.optim.AdamW` of the parameters of `model`, the result of `parallelize`."""
+    if ZERO == 1:
+        return ZeroRedundancyOptimizer(model.parameters(), kind, **settings)
+    return kind(model.parameters(), **settings)
+
+
+def share(batch: Tensor) -> Tensor:
+    """Returns the samples of this rank, of a batch that all ranks have."""
+    before, own = sum(MICROBATCHES[: dist.get_rank()]), MICROBATCHES[dist.get_rank()]
+    return torch.cat(batch.chunk(sum(MICROBATCHES))[before : before + own])
+
+
+def backward(model: nn.Module, loss_of: Callable[..., Tensor], *samples: Tensor) -> Tensor:
+    """Sets gradients to those of the mean loss of the whole batch, and returns this loss.
+
+    `loss_of(model, *part)` is the mean loss of a part of the tensors `samples` of this rank.
+    """
+    count, total = MICROBATCHES[dist.get_rank()], sum(MICROBATCHES)
+    loss = torch.zeros((), device=samples[0].device)
+    for number, part in enumerate(zip(*(tensor.chunk(count) for tensor in samples), strict=True), 1):
+        with _summed(model, is_last=number == count):
+            # ranks are averaged over; one with more micro-batches than others counts more
+            one = loss_of(model, *part) * (len(MICROBATCHES) / total)
+            torch.autograd.backward(one)
+        loss += one.detach()
+    dist.all_reduce(loss)
+    return loss / len(MICROBATCHES)
+
+
+@contextmanager
+def _summed(model: nn.Module, *, is_last: bool) -> Iterator[None]:
+    """Sums gradients over ranks in the last micro-batch; with ZeRO 3 in each, as their memory is."""
+    if isinstance(model, DistributedDataParallel) and not is_last:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule) and ZERO == 2:
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+    yield

@@ -1,0 +1,59 @@
+"""One micro-batch of a step of several: the way back from `accumulated`.
+
+gradient -----------+                           gradient ------> update
+gradient@1 --> accumulate@1 --> update
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from gdp.errors import InputError
+from gdp.graph.graph import Graph, Tensor
+from gdp.graph.microbatches import ACCUMULATE, SHARED, accumulated, microbatch_of, replica_of
+
+
+def one_microbatch(graph: Graph) -> Graph:
+    """Returns the step of one micro-batch of `graph`, whose ops are called `x`, `x@1`, ... as `accumulated` names them.
+
+    InputError where they are not, or where that step in as many micro-batches is another one.
+    """
+    microbatch = microbatch_of(graph)
+    count = int(microbatch.max()) + 1
+    if count < 2 or replica_of(graph).any():
+        raise InputError(
+            f"graph {graph.name!r}: has no micro-batches (x@1) of one copy of the model; if it is the step of one "
+            "micro-batch, say how many there are with --microbatches"
+        )
+    kept = np.flatnonzero((microbatch == SHARED) | (microbatch == 0))
+    number = np.full(graph.num_ops, -1)
+    number[kept] = np.arange(len(kept))
+    readers = _readers_of_sums(graph, count)
+    tensors: list[Tensor] = []
+    position: dict[int, int] = {}
+    for tensor in np.flatnonzero(number[graph.producers] >= 0).tolist():
+        row = graph.tensor(tensor)
+        consumers = {int(number[op]) for op in row.consumers if number[op] >= 0}
+        consumers.update(int(number[op]) for sums in row.consumers for op in readers.get(sums, ()))
+        if row.consumers and not consumers and not row.bytes:  # a wait of the next micro-batch
+            continue
+        position[tensor] = len(tensors)
+        tensors.append(replace(row, producer=int(number[row.producer]), consumers=tuple(sorted(consumers))))
+    rows = [replace(row, view_of=position[row.view_of]) if row.view_of >= 0 else row for row in tensors]
+    one = Graph.build(graph.name, [graph.op(op) for op in kept.tolist()], rows)
+    again = accumulated(one, count)
+    if (again.num_ops, int(again.flops.sum())) != (graph.num_ops, int(graph.flops.sum())):
+        raise InputError(f"graph {graph.name!r}: its {count} micro-batches are not alike; name the model itself")
+    return one
+
+
+def _readers_of_sums(graph: Graph, count: int) -> dict[int, tuple[int, ...]]:
+    """Maps each first sum of gradients to the ops that read the last one."""
+    readers = {}
+    last_sums = dict(zip(graph.producers.tolist(), range(graph.num_tensors), strict=True))
+    for name, op in graph.op_numbers.items():
+        if ACCUMULATE in name and name.endswith("@1"):
+            last = graph.op_numbers.get(f"{name[:-2]}@{count - 1}", op)
+            if last in last_sums:
+                readers[op] = tuple(graph.consumers_of(last_sums[last]).tolist())
+    return readers

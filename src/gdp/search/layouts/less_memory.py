@@ -1,0 +1,98 @@
+"""The levers where a layout does not fit: which arrangements take less memory, and which blocks auto stands for.
+
+recompute=auto and offload=auto are the fewest blocks that let a replica fit, the cheapest first. Each of P places of a
+replica has blocks of its own, and of these the first few are taken. N ops of a micro-batch, R replicas.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.graph import Graph
+from gdp.parallel.block_choice import cheapest_blocks, longest_held_blocks
+from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
+from gdp.search.layouts.arrangement import Arrangement, more_microbatches
+
+_MOST_PROBES = 5  # simulations between none and all
+_OFFLOADED_SHARES = (1.0, 0.75, 0.5, 0.25)
+
+
+def with_less_memory(arrangement: Arrangement, batch_size: int, *, has_cpu: bool) -> list[Arrangement]:
+    """Returns arrangements like `arrangement` that take less memory by one change each.
+
+    Activations may wait on the host where it `has_cpu` that holds no replica.
+    """
+    layout = arrangement.layout
+    layouts = []
+    if layout.recompute == layout.offload == NONE:
+        layouts.append(replace(layout, recompute=AUTO))
+        layouts += [replace(layout, offload=AUTO)] if has_cpu and layout.zero < 3 else []
+    if layout.data > 1 and layout.zero < (3 if layout.is_even and layout.offload == NONE else 2):
+        layouts.append(replace(layout, zero=layout.zero + 1))
+    others = [replace(arrangement, layout=other) for other in layouts]
+    more = more_microbatches(arrangement, batch_size) if arrangement.num_places == 1 else None
+    return others if more is None else [more, *others]
+
+
+def with_chosen_blocks(
+    layout: Layout, graph: Graph, op_time_ns: I64, places: I64, lacking: Callable[[Layout], I64]
+) -> Layout:
+    """Returns `layout` with blocks in place of auto.
+
+    `graph` is the step of one micro-batch, `op_time_ns` and `places` [N] are those of its ops, and `lacking(layout)`
+    returns the bytes [P] that a replica lacks in each place.
+    """
+    is_offload = layout.offload == AUTO
+    ranked = longest_held_blocks(graph) if is_offload else cheapest_blocks(graph, op_time_ns)
+
+    def with_blocks(paths: str | tuple[str, ...]) -> Layout:
+        return replace(layout, offload=paths or NONE) if is_offload else replace(layout, recompute=paths or NONE)
+
+    of_place = [[path for path, op in ranked if places[op] == place] for place in range(int(places.max()) + 1)]
+    shares = _OFFLOADED_SHARES if is_offload else (1.0,)
+    chosen = fewest_blocks(of_place, lambda paths: lacking(with_blocks(paths))[: len(of_place)], shares)
+    return with_blocks(BLOCKS if chosen and len(chosen) == len(ranked) else chosen)
+
+
+def fewest_blocks(
+    ranked: Sequence[Sequence[str]],
+    lacking: Callable[[tuple[str, ...]], I64],
+    shares: Sequence[float] = (1.0,),
+) -> tuple[str, ...]:
+    """Returns the fewest paths with which no place lacks memory; all of a place that lacks some even then.
+
+    `ranked` [P] are the paths of blocks in each place, and `lacking(paths)` returns the bytes [P] that are missing in
+    each place with these blocks recomputed; 0 or less where it fits. Memory is taken to fall with each block: the
+    number is guessed between two that were tried, as if all blocks saved the same. Where all together lack some, other
+    `shares` of them are tried in turn: links may not take the activations of all blocks in time, and then these wait.
+    """
+
+    def first(counts: I64) -> tuple[str, ...]:
+        return tuple(path for paths, count in zip(ranked, counts.tolist(), strict=True) for path in paths[:count])
+
+    lacks_low = lacking(())
+    most = np.where(lacks_low > 0, [len(paths) for paths in ranked], 0)
+    if not most.any():
+        return ()
+    high = most
+    for share in shares:
+        high = np.ceil(most * share).astype(np.int64)
+        lacks_high = lacking(first(high))
+        if not (lacks_high > 0).any():
+            break
+    else:
+        high, lacks_high = most, lacking(first(most))
+    low = np.where(lacks_high > 0, high, 0)
+    for _ in range(_MOST_PROBES):
+        if (high - low <= 1).all():
+            break
+        share = lacks_low / np.maximum(lacks_low - lacks_high, 1)
+        guess = low + np.ceil((high - low) * share).astype(np.int64)
+        guess = np.where(high - low > 1, np.clip(guess, low + 1, high - 1), high)
+        lacks = lacking(first(guess))
+        is_low = (lacks > 0) & (guess < high)
+        low, lacks_low = np.where(is_low, guess, low), np.where(is_low, lacks, lacks_low)
+        high, lacks_high = np.where(is_low, high, guess), np.where(is_low, lacks_high, lacks)
+    return first(high)

@@ -1,0 +1,201 @@
+"""Starts for weight streaming: which devices compute, which one holds the weights that are sent, and who does how much.
+
+A linear programme (`stream_shares.py`) ranks sets of devices by the time that it expects. An op that has no room where
+it is wanted goes to any device, or, as if there were no others, to one of the set or its host: both are tried.
+N ops, D devices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+from typing import TypeVar
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.search.room import fallbacks, roomy
+from gdp.search.stream_layout import StreamLayout
+from gdp.search.stream_shares import Demand, StreamShares, best_shares
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation, simulate
+
+_NUM_HOSTS = 2  # the devices with the most memory that may be hosts
+_NUM_SHARES = 4  # sets of devices by host, and
+_NUM_STARTS = 16  # starts in all,
+_WORTH = 1.5  # if the programme expects at most so many times the least step time
+_PASSING = (1.0, 0.5, 0.25)  # of a memory, at most, are for inputs and results of an op, or it goes elsewhere
+_BUFFER = 2  # weights, one in use and one on its way, have room on a device that weights are sent to
+_LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the host
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Devices of a machine that compute, a host, and [N, D] where ops have room."""
+
+    shares: StreamShares
+    host: int
+    may: Bool
+
+    @classmethod
+    def by_itself(cls, problem: Problem, shares: StreamShares, host: int, may: Bool) -> "Part":
+        """Leaves the other devices out, unless some op may be nowhere else."""
+        own = may & np.isin(np.arange(problem.num_devices), (*shares.devices, host))
+        return cls(shares, host, own if own.any(axis=1).all() else may)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamStart:
+    """A layout, and shares to begin from."""
+
+    shares: StreamShares
+    layout: StreamLayout
+
+
+_Ranked = TypeVar("_Ranked", Part, StreamStart)
+
+
+def stream_starts(problem: Problem) -> list[StreamStart]:
+    """Returns the most promising starts, the best one first; none if one device holds everything."""
+    devices, limits = problem.cluster.devices, problem.memory_limit_bytes.tolist()
+    kinds = [(device.kind, limit) for device, limit in zip(devices, limits, strict=True)]
+    allowed_ns = np.where(problem.allowed, problem.op_time_ns, 0)
+    times = np.where(problem.allowed, allowed_ns, allowed_ns.max(axis=1, keepdims=True))
+    by_speed = np.argsort(times.sum(axis=0), kind="stable").tolist()  # what is not allowed somewhere counts as slow
+    by_memory = np.argsort(-problem.memory_limit_bytes, kind="stable").tolist()
+    hosts = list({kinds[host]: host for host in reversed(by_memory)}.values())[::-1]
+    masks = {may.tobytes(): may for most in _PASSING for may in (roomy(problem, most),)}
+    parts: dict[tuple[object, ...], Part] = {}
+    for host, may in product(hosts[:_NUM_HOSTS] if problem.num_devices > 1 else (), masks.values()):
+        main = next(device for device in by_speed if device != host)
+        if not (may[:, main] & may[:, host]).any():
+            continue
+        alone = _alone(problem, main, host, may)
+        if alone.feasible and np.array_equal(may[:, main], problem.allowed[:, main]):
+            if main == by_speed[0]:
+                return []
+            continue
+        for layout in _layouts(alone, main, host, may)[:1]:
+            for shares in _shares(layout, main):
+                for part in (Part(shares, host, may), Part.by_itself(problem, shares, host, may)):
+                    parts.setdefault((host, shares.devices, shares.streams, part.may.tobytes()), part)
+    promising = _most_promising(list(parts.values()))
+    return _most_promising([start for part in promising for start in _starts(problem, part, by_speed)])
+
+
+def _starts(problem: Problem, part: Part, by_speed: Sequence[int]) -> list[StreamStart]:
+    """Returns the starts of a part of the machine."""
+    host, may, used = part.host, part.may, part.shares.devices
+    main = next((device for device in by_speed if device in used and device != host), host)
+    starts = []
+    for layout in _layouts(_alone(problem, main, host, may), main, host, may):
+        demand = _demand(layout, main)
+        shares = best_shares(problem.cluster, demand, host, used, streams=part.shares.streams)
+        if shares is not None:
+            starts.append(StreamStart(_evened(problem, host, shares), layout))
+    return starts
+
+
+def _most_promising(ranked: Sequence[_Ranked]) -> list[_Ranked]:
+    """Returns the first few by expected time, without those that are far slower."""
+    ranked = sorted(ranked, key=lambda each: each.shares.expected_ns)
+    return [each for each in ranked[:_NUM_STARTS] if each.shares.expected_ns <= _WORTH * ranked[0].shares.expected_ns]
+
+
+def _alone(problem: Problem, main: int, host: int, may: Bool) -> Simulation:
+    """Returns the step with all on `main` where it may be."""
+    return simulate(problem, np.where(may[:, main], main, fallbacks(problem, host, may)))
+
+
+def _layouts(alone: Simulation, main: int, host: int, may: Bool) -> list[StreamLayout]:
+    """Returns the layouts from a step on one device, without and with large tables that stay on the host."""
+    tables = _tables(alone, main, host)
+    fixed = [np.zeros_like(tables), tables] if tables.any() else [tables]
+    return [layout for each in fixed if (layout := StreamLayout.of(alone, host, may, each)) is not None]
+
+
+def _shares(layout: StreamLayout, main: int) -> list[StreamShares]:
+    """Returns shares for the most promising sets of devices, the best one first, and for the device `main` alone.
+
+    After the best set come those that are best without one of its devices, and so on: the programme never expects more
+    of a part of a set.
+    """
+    problem, host = layout.problem, layout.host
+    cluster, demand = problem.cluster, _demand(layout, main)
+    is_usual = layout.may[:, main]
+    able = tuple(device for device in range(problem.num_devices) if layout.may[is_usual, device].mean() > 0.5)
+    alone, kept = (best_shares(cluster, demand, host, (main,)), best_shares(cluster, demand, host, able, streams=False))
+    known = {able: best_shares(cluster, demand, host, able)}
+    waiting = [able]
+    found: dict[tuple[object, ...], StreamShares] = {}
+    while waiting and len(found) < _NUM_SHARES:
+        waiting.sort(key=lambda devices: shares.expected_ns if (shares := known[devices]) else inf)
+        devices = waiting.pop(0)
+        shares = known[devices]
+        kinds = () if shares is None else tuple(sorted(_kind(problem, host, device) for device in shares.devices))
+        if shares is None or kinds in found:
+            continue
+        found[kinds] = _evened(problem, host, shares)
+        for left_out in {_kind(problem, host, device): device for device in shares.devices}.values():
+            rest = tuple(device for device in devices if device != left_out)
+            if rest and rest not in known:
+                known[rest] = best_shares(cluster, demand, host, rest)
+                waiting.append(rest)
+    others = [_evened(problem, host, shares) for shares in (alone, kept) if shares is not None]
+    return [*found.values(), *others] if found else []
+
+
+def _kind(problem: Problem, host: int, device: int) -> tuple[str, int, int]:
+    """Returns what devices that are alike have in common: their kind, memory and link."""
+    cluster = problem.cluster
+    rate = 0 if device == host else cluster.route(host, device).bytes_per_second
+    return cluster.devices[device].kind, int(problem.memory_limit_bytes[device]), rate
+
+
+def _evened(problem: Problem, host: int, shares: StreamShares) -> StreamShares:
+    """Returns the shares with devices that are alike taking equal ones: a programme's answer is at a corner."""
+    alike: dict[object, list[int]] = {}
+    for number, device in enumerate(shares.devices):
+        alike.setdefault(_kind(problem, host, device), []).append(number)
+    parts = np.array(shares.parts)
+    for numbers in alike.values():
+        parts[numbers] = parts[numbers].mean()
+    return replace(shares, parts=tuple(parts.tolist()))
+
+
+def _demand(layout: StreamLayout, main: int) -> Demand:
+    """Returns what the linear programme needs to know of a step."""
+    problem, graph = layout.problem, layout.problem.graph
+    is_free = layout.may[:, main]
+    every = np.arange(problem.num_ops)
+    fallback_ns = problem.op_time_ns[every, layout.fallback]
+    times = np.where(layout.may, problem.op_time_ns, fallback_ns[:, None])
+    spent = fallback_ns[~is_free].sum()
+    return Demand(
+        int(graph.resident_bytes[layout.may.any(axis=1)].sum()),
+        np.maximum(times, 0)[is_free].sum(axis=0) + spent,
+        layout.room_bytes,
+        _BUFFER * _usual_bytes(graph.resident_bytes[layout.streamable]),
+    )
+
+
+def _usual_bytes(size: I64) -> int:
+    """Returns the size that half of all bytes are in weights of at most that size."""
+    ascending = np.sort(size)
+    total = np.cumsum(ascending)
+    return int(ascending[np.searchsorted(total, total[-1] / 2)])
+
+
+def _tables(alone: Simulation, main: int, host: int) -> Bool:
+    """[N] large tables of which an op reads a few rows, with their readers: the host computes these."""
+    problem, graph = alone.problem, alone.problem.graph
+    readers_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
+        readers_of[producer].append(consumer)
+    is_table = np.zeros(graph.num_ops, np.bool_)
+    for op in np.flatnonzero(graph.resident_bytes * _LARGE > max(int(alone.missing_bytes[main]), 1)).tolist():
+        moved = [op, *readers_of[op]]
+        may = problem.allowed[moved, host].all() and (graph.groups[moved] < 0).all()
+        if may and len(moved) > 1 and graph.bytes_accessed[readers_of[op]].sum() < graph.resident_bytes[op]:
+            is_table[moved] = True
+    return is_table

@@ -1,0 +1,55 @@
+"""Trains `export_models.tied` one step with each exported module that is named, on ranks of torchrun, and compares.
+
+Gradients and weights after the step are to be those of PyTorch's own step of the whole batch on one device.
+"""
+
+import copy
+import importlib
+import sys
+
+import torch
+import torch.distributed as dist
+from export_models import tied
+from torch import Tensor, nn
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    device = importlib.import_module(sys.argv[1]).start()
+    tokens = torch.arange(64).reshape(8, 8) * 7 % 50
+    for name in sys.argv[1:]:
+        exported = importlib.import_module(name)
+        plain, _ = tied()
+        model = exported.parallelize(copy.deepcopy(plain), device)
+        losses = [loss_of(plain, tokens)]
+        losses[0].backward()
+        losses.append(exported.backward(model, loss_of, exported.share(tokens)))
+        torch.testing.assert_close(losses[1], losses[0].detach())
+        expected = dict(plain.named_parameters())
+        names = [
+            path.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+            for path, _ in model.named_parameters()
+        ]
+        assert names == list(expected)
+        for path, parameter in zip(names, model.parameters(), strict=True):
+            torch.testing.assert_close(whole(parameter.grad), expected[path].grad)
+        settings = {"lr": 0.1, "momentum": 0.9}
+        torch.optim.SGD(plain.parameters(), **settings).step()
+        exported.optimizer(model, torch.optim.SGD, **settings).step()
+        for path, parameter in zip(names, model.parameters(), strict=True):
+            torch.testing.assert_close(whole(parameter.detach()), expected[path].detach())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(name, "equal", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
