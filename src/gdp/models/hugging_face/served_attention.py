@@ -141,7 +141,7 @@ def _without_masks() -> Iterator[None]:
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    mapping = type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping
+    mapping: dict[str, Any] = type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping
     before = dict(mapping)
     mapping.update({name: partial(_mask_if_read, before[name]) for name in ("sdpa", "eager") if name in before})
     try:
