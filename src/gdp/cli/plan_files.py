@@ -136,14 +136,15 @@ def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:
     from gdp.graph import Graph
     from gdp.simulator.plan import Plan
 
-    planned, known = None, None
+    read, known = None, None
     with contextlib.suppress(InputError):  # something else of the user's
-        planned = Plan.load(plan).graph
+        read = Plan.load(plan)
     if kept is not None:
         with contextlib.suppress(InputError):
             known = Graph.load(kept)
-    if known is not None and known.name == graph.name and known.fingerprint == planned:
+    if known is not None and read is not None and (known.name, known.fingerprint) == (graph.name, read.graph):
         return []
+    planned = None if read is None else read.graph if read.layout is None else read.layout.get("whole")
     others = [plan] if plan.exists() and planned != graph.fingerprint else []
     is_other = kept is not None and kept.exists() and (known is None or known.fingerprint != graph.fingerprint)
     return [*others, kept] if kept is not None and is_other else others

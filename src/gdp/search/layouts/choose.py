@@ -9,7 +9,7 @@ given to the best few, first in one replica, whose places are mapped to all, the
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -46,6 +46,7 @@ MOST_SIMULATED = 10  # arrangements
 FAR = 1.1  # times the best: what is slower than that at least is neither placed nor simulated
 _SEARCHED_OPS = 120_000  # larger steps are not searched in whole
 _T = TypeVar("_T")
+OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
 OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", "estimated"
 
 
@@ -63,6 +64,7 @@ class Trial:
     candidate: Candidate | None = None
     places: I64 | None = None  # [N] of a replica's ops
     reason: str = ""  # why it is not allowed; "": by a constraint
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)  # of op placement: the placers it began from
 
     @property
     def is_whole(self) -> bool:
@@ -310,6 +312,7 @@ def _searched(search: _Choosing, trial: Trial, clock: Clock) -> Trial:
             return replace(trial, status=NOT_ALLOWED)
         best = solution.best
         found = _with_candidate(trial, as_candidate(best.replay, best.order))
+        found = replace(found, baselines=solution.baselines)
         search.tell(found)
         return found
     if len(trial.devices[0]) > 1 and len(trial.devices) > 1:
@@ -365,11 +368,10 @@ def _choice(search: _Choosing, best: Trial, trials: list[Trial], estimates: list
     assert best.problem is not None
     clock = search.clock
     simulation = best.candidate.replay
-    whole = next((trial for trial in trials if trial.is_whole and trial.candidate is not None), None)
     record = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
-        baselines={} if whole is None else {"op placement": Baseline(whole.status, whole.step_time_ns, 0.0)},
+        baselines=_baselines(best, trials),
         busy_fraction=simulation.busy_fraction,
         missing_bytes=simulation.missing_bytes,
         interrupted=clock.stop.is_set(),
@@ -377,7 +379,8 @@ def _choice(search: _Choosing, best: Trial, trials: list[Trial], estimates: list
     )
     assert best.step is not None
     plan = plan_of(simulation, lower_bound(best.problem), "auto", search.seed, record)
-    plan = plan if best.is_whole else replace(plan, layout=best.step.document())
+    if not best.is_whole:  # with the graph that is cut, by which the plan is known again
+        plan = replace(plan, layout=best.step.document() | {"whole": search.parts.exact(1).fingerprint})
     known = {(trial.layout, trial.devices) for trial in trials}
     others = [
         Trial(e.arrangement.layout, e.arrangement.devices, ESTIMATED, e.step_time_ns, e.missing_bytes)
@@ -390,3 +393,21 @@ def _choice(search: _Choosing, best: Trial, trials: list[Trial], estimates: list
         Trial(way.layout, way.devices, NOT_ALLOWED, 0, 0, reason=reason) for way, reason in search.refused.items()
     ]
     return Choice(plan, best, (*ranked, *others, *refused), layout_bound(search.parts.read, search.cluster))
+
+
+def _baselines(best: Trial, trials: list[Trial]) -> dict[str, Baseline]:
+    """Returns what the answer is compared with, where it was simulated: op placement, and plain data parallelism."""
+    found: dict[str, Baseline] = {}
+    for trial in trials:
+        if trial.is_whole and trial.candidate is not None:
+            own = {} if best.is_whole else {OP_PLACEMENT: _baseline(trial)}
+            found |= {**trial.baselines, **own}
+    plain = [trial for trial in trials if trial.layout == Layout((1,) * trial.layout.data) and trial.layout.data > 1]
+    plain = [trial for trial in plain if trial.candidate is not None and len(trial.devices[0]) == 1]
+    if plain:  # as it was before a search
+        found[DATA_PARALLEL] = _baseline(max(plain, key=lambda trial: (trial.layout.data, trial.step_time_ns)))
+    return found
+
+
+def _baseline(trial: Trial) -> Baseline:
+    return Baseline("infeasible" if trial.missing_bytes else "ok", trial.step_time_ns, 0.0)
