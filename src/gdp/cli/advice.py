@@ -6,11 +6,19 @@ from typing import TYPE_CHECKING
 from gdp.cli.request import PlaceRequest
 
 if TYPE_CHECKING:
+    from gdp.budget import Budget
     from gdp.planning.advice import Advice
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
 
 ADVICE_SHARE = 0.2  # of the budget
+
+
+def advice_budget(request: PlaceRequest, plan: "Plan") -> "Budget":
+    """Returns the budget for advice after the search for `plan`: nothing where that took all of it."""
+    total, search = request.budget.seconds, plan.search
+    is_over = total is not None and search is not None and search.seconds >= total
+    return request.budget.part(0.0 if is_over else ADVICE_SHARE)
 
 
 def find_advice(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> "Advice":
@@ -20,9 +28,7 @@ def find_advice(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: t
     from gdp.report.tables import format_ms
     from gdp.simulator.simulate import replay
 
-    total, search = request.budget.seconds, plan.search
-    is_over = total is not None and search is not None and search.seconds >= total
-    budget = request.budget.part(0.0 if is_over else ADVICE_SHARE)
+    budget = advice_budget(request, plan)
     text = f"{problem.graph.name}: {format_ms(plan.step_time_ns)}; trying other machines"
     with progress.live(progress.StatusLine(text, budget.seconds)):
         return advise(

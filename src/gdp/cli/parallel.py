@@ -1,11 +1,12 @@
 """Finds the best layout and its plan: `gdp place`, where the batch can be split."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gdp.cli.advice import ADVICE_SHARE, find_advice, find_changes_that_fit
+from gdp.cli.advice import ADVICE_SHARE, advice_budget, find_advice, find_changes_that_fit
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import (
@@ -143,9 +144,12 @@ def _find(
     request: PlaceRequest, parts: "Parts", layout: "Layout | None", stop: threading.Event
 ) -> "tuple[KeptAnswer, Problem]":
     """Returns the answer, and the problem that its plan solves."""
+    from gdp.budget import Clock
+    from gdp.planning.layout_advice import advise_on_layouts
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report import layouts, progress
     from gdp.report.layout_answer import LayoutAnswer
+    from gdp.report.tables import format_ms
 
     name = parts.exact(1).name
     line = progress.StatusLine(f"{name} on {request.cluster.name}: looking at layouts")
@@ -169,11 +173,17 @@ def _find(
         )
         assert choice.trial.candidate is not None
         simulation = choice.trial.candidate.replay
-        problem, plan = simulation.problem, _under_noise(request, choice.plan)
+        problem, plan = simulation.problem, _beside_single(request, parts, _under_noise(request, choice.plan))
     advice = None
-    if request.with_advice and plan.status == "ok" and choice.trial.is_whole:
-        advice = find_advice(request, problem, plan, stop)
-        plan = advice.plan
+    if request.with_advice and plan.status == "ok":
+        if choice.trial.is_whole:
+            advice = find_advice(request, problem, plan, stop)
+            plan = advice.plan
+        elif layout is None:
+            clock = Clock(advice_budget(request, plan), stop=stop)
+            text = f"{name}: {format_ms(plan.step_time_ns)}; estimating other machines"
+            with progress.live(progress.StatusLine(text, clock.seconds_left)):
+                advice = advise_on_layouts(choice, parts, request.constraints, clock)
     return KeptAnswer(plan, advice, (), LayoutAnswer.of(choice, parts).document()), problem
 
 
@@ -189,6 +199,23 @@ def _under_noise(request: PlaceRequest, plan: "Plan") -> "Plan":
         return plan
     noisy = step_times_under_noise(replay(plan.problem, plan), share, request.seed + 1)
     return replace(plan, search=replace(plan.search, under_noise=noisy))
+
+
+def _beside_single(request: PlaceRequest, parts: "Parts", plan: "Plan") -> "Plan":
+    """Adds the best single device as a baseline, where op placement was not searched."""
+    from gdp.search.place import place as find_plan
+    from gdp.simulator.plan import Baseline
+
+    search = plan.search
+    if search is None or search.interrupted or "single" in search.baselines:
+        return plan
+    with contextlib.suppress(InputError):  # constraints allow none
+        single = find_plan(parts.exact(1), request.cluster, request.constraints, placer="single", budget="1sims")
+        assert single.search is not None
+        time_ns = None if single.status != "ok" else single.step_time_ns
+        found = {"single": Baseline(single.status, time_ns, single.search.seconds), **search.baselines}
+        return replace(plan, search=replace(search, baselines=found))
+    return plan
 
 
 def _check(request: PlaceRequest, sweep: str | None) -> None:

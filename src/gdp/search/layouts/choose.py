@@ -27,7 +27,7 @@ from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.search.auto import auto
 from gdp.search.candidate import Candidate
-from gdp.search.layouts.arrangement import Arrangement, arrangements, forced
+from gdp.search.layouts.arrangement import Arrangement, forced, replicated_ways
 from gdp.search.layouts.dispatch import as_candidate, best_dispatch
 from gdp.search.layouts.estimate import Estimate, Estimator, with_less_memory
 from gdp.search.layouts.parts import Parts
@@ -210,12 +210,7 @@ def _arithmetic(search: _Choosing, layout: Layout | None) -> list[Estimate]:
     machine, batch_size = search.estimator.machine, search.parts.batch_size
     if layout is not None:
         return [] if layout.is_whole else _least(search, forced(machine, layout, batch_size), layout)
-    ways = arrangements(machine, batch_size)
-    replicas = [way for way in ways if way.layout.data > 1]
-    cut = [way for way in replicas if way.num_places == 1 and way.layout.is_even]
-    ways += [replace(way, layout=replace(way.layout, zero=1)) for way in replicas]
-    ways += [replace(way, layout=replace(way.layout, zero=3)) for way in cut]  # sums overlap the passes of each block
-    return _least(search, ways, layout)
+    return _least(search, replicated_ways(machine, batch_size), layout)
 
 
 def _least(search: _Choosing, ways: Sequence[Arrangement], layout: Layout | None) -> list[Estimate]:
