@@ -13,6 +13,7 @@ from gdp.report.tables import format_gib, format_ms, new_table
 from gdp.search.layouts.choose import ESTIMATED, NOT_ALLOWED, Trial
 
 _MOST_ROWS = 12  # of the table; all are in --json
+_FAR = 3  # times the bound, which are not told in per cent
 _MOST_REASON = 120  # characters of an error in the table
 _SHARDED = {1: "optimizer state", 2: "optimizer state and gradients", 3: "parameters, gradients and optimizer state"}
 
@@ -52,10 +53,10 @@ def choice_report(answer: LayoutAnswer, plan_report: Iterable[RenderableType]) -
     best, bound_ns = answer.best, answer.bound_ns
     yield Text(f"Best layout: {in_words(best.layout, best.num_places)} (--parallel {best.layout})", style="bold")
     if bound_ns:
-        above = best.step_time_ns / bound_ns - 1
+        ratio = best.step_time_ns / bound_ns
         yield Text(
-            f"No layout of this batch on these devices takes less than {format_ms(bound_ns)}: "
-            f"this plan is at most {above:.1%} above."
+            f"No layout of this batch on these devices takes less than {format_ms(bound_ns)}: this plan "
+            + (f"is at most {ratio - 1:.1%} above." if ratio < _FAR else f"takes at most {ratio:,.0f} times as long.")
         )
     table = new_table("layout", ">replica on", ">step time", ">fullest device", "limit")
     rows = list({(str(row.layout), row.num_places): row for row in reversed(answer.rows)}.values())[::-1]
