@@ -49,7 +49,9 @@ def export(
     check_spares_plan("--out", path, plan)
     read = Plan.load(plan)
     if read.layout is not None and (read.layout.get("data") != 1 or read.layout.get("recompute") != "none"):
-        raise InputError(f"{plan}: has replicas or recomputed blocks, which no target takes; place with --parallel none")
+        raise InputError(
+            f"{plan}: has replicas or recomputed blocks, which no target takes; place with --parallel none"
+        )
     problem = problem_of_plan(plan, read, graph, devices, model_options, limits)
     target.read_units(problem)  # a plan that cannot be exported is better known now
     warm_up(())
