@@ -456,10 +456,10 @@ def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.Mon
     commands = [
         ["workloads"],
         ["devices", "list"],
-        ["place", "rnnlm-2", "--devices", DEVICES, "--budget", "100sims"],
+        ["place", "rnnlm-2", "--devices", DEVICES, "--parallel", "none", "--budget", "100sims"],
         ["simulate", "rnnlm-2", "--devices", DEVICES, "--plan", "plan.json"],
         ["compare", "rnnlm-2", "--devices", DEVICES, "--budget", "100sims", "--seeds", "1"],
-        ["place", "rnnlm-2", "--devices", "local", "--budget", "100sims", "--out", "here"],
+        ["place", "rnnlm-2", "--devices", "local", "--parallel", "none", "--budget", "100sims", "--out", "here"],
         ["simulate", "rnnlm-2", "--devices", "local", "--plan", "here/plan.json"],
     ]
     code = f"import sys; from gdp.cli import main; print(sum(map(main, {commands})), 'torch' in sys.modules)"

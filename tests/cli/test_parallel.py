@@ -64,6 +64,33 @@ def test_the_plan_of_the_best_layout_is_derived_anew_from_the_model(capsys: pyte
     assert Plan.load("plan.json").step_time_ns == answer["step_time_ns"]
 
 
+def test_layouts_are_the_default_and_an_identical_call_is_answered_from_the_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["place", "wide:build", "--devices", DEVICES, "--budget", "300sims", "--threads", "1"]
+    assert main(command) == 0
+    first = capsys.readouterr()
+    assert "Best layout: 4 replicas" in first.out
+    assert {"single", "data parallel"} <= {line.split("  ")[0] for line in first.out.splitlines()}
+    assert "twice the batch" in first.out
+    assert "Expected with op times that vary by 2.0%" in first.out
+    assert main(command) == 0
+    second = capsys.readouterr()
+    assert second.out == first.out  # the same names too: the plan is of the same model
+    assert "found before" in second.err
+    assert main([*command, "--parallel", "none"]) == 0
+    assert "Best layout" not in capsys.readouterr().out
+    assert sorted(name for name in os.listdir() if name.startswith("plan")) == ["plan.json"]
+
+
+@pytest.mark.parametrize("options", [["--placer", "single"], ["--microbatches", "2"], ["--inference"]])
+def test_the_default_gives_way_to_options_of_op_placement(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["place", "wide:build", "--devices", DEVICES, "--budget", "20sims", *options]) == 0
+    assert "Best layout" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

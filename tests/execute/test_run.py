@@ -42,7 +42,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def place(model: str, *options: str) -> int:
-    return main(["place", model, "--devices", "two.yaml", "--budget", "50sims", "--out", "p", *options])
+    return main(
+        ["place", model, "--devices", "two.yaml", "--parallel", "none", "--budget", "50sims", "--out", "p", *options]
+    )
 
 
 def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gdp.simulator.simulate import Simulation
 
 
-def place_in_flight(request: PlaceRequest, num_batches: int, parallel: str, sweep: str | None) -> int:
+def place_in_flight(request: PlaceRequest, num_batches: int, parallel: str | None, sweep: str | None) -> int:
     """Answers `gdp place --batches num_batches`; returns the exit status."""
     _check(request, parallel, sweep)
     files = PlanFiles.of(request)
@@ -97,7 +97,7 @@ def throughput_of(
     return Throughput.of(simulation, layout)
 
 
-def _check(request: PlaceRequest, parallel: str, sweep: str | None) -> None:
+def _check(request: PlaceRequest, parallel: str | None, sweep: str | None) -> None:
     """Raises InputError for options that say something else than --batches."""
     reading = request.reading
     if reading.serving.has_cache:
@@ -108,7 +108,7 @@ def _check(request: PlaceRequest, parallel: str, sweep: str | None) -> None:
     if reading.microbatching.count > 1:
         raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
     others = {
-        "--parallel": parallel != "none",
+        "--parallel": parallel not in (None, "none"),
         "--placer": request.placer != "auto",
         "--for": request.target is not None,
         "--sweep": sweep is not None,

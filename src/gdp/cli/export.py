@@ -64,7 +64,7 @@ def export(
     if layout is not None and (layout.get("data") != 1 or layout.get("recompute") != "none" or "offload" in layout):
         raise InputError(
             f"{plan}: has replicas, recomputed blocks or activations on the host, which {target.name} does not take; "
-            "export to torch-fsdp, torchtitan or megatron, or place without --parallel"
+            "export to torch-fsdp, torchtitan or megatron, or place with --parallel none"
         )
     problem = problem_of_plan(plan, read, graph, devices, model_options, limits)
     target.read_units(problem)  # a plan that cannot be exported is better known now

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gdp.cli.advice import ADVICE_SHARE, find_advice, find_changes_that_fit
 from gdp.cli.batches import place_in_flight
 from gdp.cli.inputs import build_problem, check_checkpoint, check_placers
 from gdp.cli.options import (
@@ -26,7 +27,7 @@ from gdp.cli.options import (
 from gdp.cli.parallel import place_parallel
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
-from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
+from gdp.cli.shared import BAD_INPUT, FOUND_BEFORE, INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
 from gdp.cli.sweep import sweep_place
 from gdp.errors import InputError
 
@@ -34,12 +35,11 @@ if TYPE_CHECKING:
     from gdp.export.search import ExportablePlan
     from gdp.export.target import ExportTarget
     from gdp.graph import Graph
-    from gdp.planning.advice import Advice
+    from gdp.models.model import Model
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
 
-_ADVICE_SHARE = 0.2  # of the budget
 _OTHERS = ("single", "expert")  # that a learned placer is compared with
 
 
@@ -61,12 +61,13 @@ def place(
     ] = None,
     model_options: ReadingOptions,
     parallel: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="LAYOUT",
-            help="How the step is cut: none, auto, or data=4,microbatches=8,zero=1,recompute=auto,stages=2.",
+            help="How the step is cut: none, auto, or data=4,microbatches=8,zero=1,recompute=auto,stages=2. "
+            "Default: auto to train a model whose batch can be split, else none.",
         ),
-    ] = "none",
+    ] = None,
     batches: BatchesOption = None,
     sweep: Annotated[
         str | None,
@@ -138,11 +139,13 @@ def place(
         check_checkpoint(checkpoint, [placer])
     if batches is not None:
         return place_in_flight(request, batches, parallel, sweep)
-    if parallel != "none":
+    if parallel not in (None, "none"):
         return place_parallel(request, parallel, sweep)
     if table is not None:
         table.check(cluster)
         return sweep_place(request, table)
+    if parallel is None and request.may_be_cut:
+        return place_parallel(request, "auto", None, otherwise=_place)
     return _place(request)
 
 
@@ -155,12 +158,13 @@ def _target(name: str | None, options: TargetOptions, placer: str, sweep: str | 
     return options.target(name)
 
 
-def _place(request: PlaceRequest) -> int:
+def _place(request: PlaceRequest, model: "Model | None" = None) -> int:
+    """Answers with op placement; `model` is the one of `request`, if it was read before."""
     from gdp.report import progress
 
     files = PlanFiles.of(request)
     files.check()
-    source = request.read()
+    source = request.read() if model is None else model
     graph = source.graph
     files = files.sparing_others(graph)
     problem = _build(request, graph)  # bad constraints are better known now than after a search
@@ -172,11 +176,11 @@ def _place(request: PlaceRequest) -> int:
         from gdp.simulator.simulate import replay
 
         entry = request.cache_entry(graph)
-        kept = plan_cache.load(entry, graph, request.cluster)
+        kept = plan_cache.load(entry, lambda plan: graph, request.cluster)
     if kept is None:
         warm_up((request.placer,), problem)
     else:
-        log("gdp: note: found before, with the same graph, devices and options; --no-cache searches anew")
+        log(FOUND_BEFORE)
     would_fit: list[str] = []
     failure: InputError | None = None
     with progress.stop_on_interrupt() as stop:
@@ -197,7 +201,7 @@ def _place(request: PlaceRequest) -> int:
             if kept is None and not stop.is_set() and placed.graph is graph:
                 plan_cache.store(entry, answer)
         elif not stop.is_set():
-            would_fit = _would_fit(request, problem, stop)
+            would_fit = find_changes_that_fit(request, problem, stop)
         interrupted = stop.is_set()
     is_written = fits and files.plan in files.written
     if request.json:
@@ -217,23 +221,14 @@ def _place(request: PlaceRequest) -> int:
         command = files.next_command(request) if is_written else ""
         shown = " and ".join(str(path) for path in files.shown)
         told = "" if source.served is None else source.served.sentence(plan.step_time_ns)
-        unknown, hint = source.unknown_costs, _hint(request)
-        show(console.place_report(plan, simulation, unknown, shown, command, answer.advice, serving=told, hint=hint))
+        unknown = source.unknown_costs
+        show(console.place_report(plan, simulation, unknown, shown, command, answer.advice, serving=told))
     if failure is not None:
         good = ", ".join(map(str, files.written))
         return fail(f"error: {failure}; {f'whole: {good}' if good else 'nothing was written'}", BAD_INPUT)
     if not fits:
         fail(console.nothing_fits(plan, request.cluster, would_fit), NOTHING_FITS)
     return INTERRUPTED if interrupted else OK if fits else NOTHING_FITS
-
-
-def _hint(request: PlaceRequest) -> str:
-    """Returns what else may be faster: one copy of a model whose batch can be split is rarely the best."""
-    is_whole = request.reading.training and request.reading.microbatching.count == 1
-    several = request.cluster.num_devices > 1 and request.placer == "auto" and request.target is None
-    if not (is_whole and several and request.can_split):
-        return ""
-    return "This places one copy of the model; with a batch that can be split, --parallel auto also tries several."
 
 
 def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
@@ -254,7 +249,7 @@ def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "
         plan, placed = _search(request, problem, line, stop)
     advice = None
     if request.with_advice and plan.status == "ok" and placed is problem:
-        advice = _advise(request, problem, plan, stop)
+        advice = find_advice(request, problem, plan, stop)
         plan = advice.plan
     return KeptAnswer(plan, advice, tuple(progress.improvements(line.history))), placed
 
@@ -281,7 +276,7 @@ def _search(
         for note in (_comparison(placed), *placed.notes):
             log(f"gdp: note: {note}")
         return placed.plan, problem if placed.problem.graph is graph else placed.problem
-    budget = request.budget.part(1 - _ADVICE_SHARE) if request.with_advice else request.budget
+    budget = request.budget.part(1 - ADVICE_SHARE) if request.with_advice else request.budget
     plan = find_plan(
         graph,
         request.cluster,
@@ -335,48 +330,3 @@ def _comparison(placed: "ExportablePlan") -> str:
         f"a plan of single ops takes {format_ms(ordinary.step_time_ns)}, and {format_ms(adapted.step_time_ns)} once "
         f"exported at {adapted.target.level}{fits}; this plan takes {format_ms(placed.plan.step_time_ns)}"
     )
-
-
-def _advise(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> "Advice":
-    from gdp.planning.advice import advise
-    from gdp.report import progress
-    from gdp.report.tables import format_ms
-    from gdp.simulator.simulate import replay
-
-    total, search = request.budget.seconds, plan.search
-    is_over = total is not None and search is not None and search.seconds >= total
-    budget = request.budget.part(0.0 if is_over else _ADVICE_SHARE)
-    text = f"{problem.graph.name}: {format_ms(plan.step_time_ns)}; trying other machines"
-    with progress.live(progress.StatusLine(text, budget.seconds)):
-        return advise(
-            problem.graph,
-            replay(problem, plan),
-            plan,
-            request.constraints,
-            budget=budget,
-            seed=request.seed,
-            num_threads=request.threads,
-            stop=stop,
-        )
-
-
-def _would_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> list[str]:
-    from gdp.planning.advice import changes_that_fit
-    from gdp.report.progress import StatusLine, live
-
-    changes: list[str] = []
-    if request.with_advice:
-        count = request.reading.microbatching.count
-        can_accumulate = request.can_split and request.reading.training
-        budget = request.budget.part(_ADVICE_SHARE)
-        with live(StatusLine("nothing fits; looking for changes with which it would", budget.seconds)):
-            changes = changes_that_fit(
-                problem.graph,
-                request.cluster,
-                request.constraints,
-                budget=budget,
-                part_of=(lambda parts: request.read_split(count, parts)) if request.can_split else None,
-                split_in=(lambda factor: request.read_split(count * factor)) if can_accumulate else None,
-                stop=stop,
-            )
-    return changes

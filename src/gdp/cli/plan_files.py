@@ -15,7 +15,6 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.planning.plan_cache import KeptAnswer
-    from gdp.search.layouts.choose import Choice
     from gdp.simulator.simulate import Simulation
 
 
@@ -72,13 +71,9 @@ class PlanFiles:
             note = f"gdp: note: {' and '.join(map(str, first))} {verb}; this plan will be {plan}"
         return PlanFiles(plan, kept, None, None, False, note)
 
-    def write(
-        self, answer: "KeptAnswer", simulation: "Simulation", choice: "Choice | None" = None
-    ) -> InputError | None:
-        """Writes all of them, the plan first; returns the error that ended it, if any.
-
-        The report shows the `choice` of a layout.
-        """
+    def write(self, answer: "KeptAnswer", simulation: "Simulation") -> InputError | None:
+        """Writes all of them, the plan first; returns the error that ended it, if any."""
+        from gdp.report.layout_answer import LayoutAnswer
         from gdp.report.page import write_page
         from gdp.report.page_data import PageData
         from gdp.report.progress import StatusLine, live
@@ -86,7 +81,8 @@ class PlanFiles:
         if self.note:
             log(self.note)
         problem = simulation.problem
-        data = PageData(answer.plan, simulation, answer.progress, answer.advice, choice=choice)
+        looked_at = None if answer.layouts is None else LayoutAnswer.of_document(answer.layouts)
+        data = PageData(answer.plan, simulation, answer.progress, answer.advice, layouts=looked_at)
         steps: list[tuple[Path | None, Callable[[Path], None]]] = [
             (self.plan, answer.plan.save),
             (self.graph, problem.graph.save),
@@ -142,14 +138,15 @@ def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:
     from gdp.graph import Graph
     from gdp.simulator.plan import Plan
 
-    planned, known = None, None
+    read, known = None, None
     with contextlib.suppress(InputError):  # something else of the user's
-        planned = Plan.load(plan).graph
+        read = Plan.load(plan)
     if kept is not None:
         with contextlib.suppress(InputError):
             known = Graph.load(kept)
-    if known is not None and known.name == graph.name and known.fingerprint == planned:
+    if known is not None and read is not None and (known.name, known.fingerprint) == (graph.name, read.graph):
         return []
+    planned = None if read is None else read.graph if read.layout is None else read.layout.get("whole")
     others = [plan] if plan.exists() and planned != graph.fingerprint else []
     is_other = kept is not None and kept.exists() and (known is None or known.fingerprint != graph.fingerprint)
     return [*others, kept] if kept is not None and is_other else others

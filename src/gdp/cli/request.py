@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,14 +64,23 @@ class PlaceRequest:
 
         return self.times is None and has_samples(self.model)
 
+    @property
+    def may_be_cut(self) -> bool:
+        """True if nothing but the model speaks against layouts of the batch: no option is about op placement alone."""
+        reading = self.reading
+        is_whole = reading.microbatching.count == 1 and not reading.microbatching.free_replicas
+        is_step = reading.training and not reading.serving.has_cache
+        is_searched = self.placer == "auto" and self.target is None
+        return is_whole and is_step and is_searched and self.can_split and self.cluster.num_devices > 1
+
     def under_measured_noise(self, noise: float | None) -> "PlaceRequest":
         """Returns the request with the noise of measured op times, unless --robust gives another."""
         if noise is None or self.robust is not None:
             return self
         return replace(self, robust=min(round(noise, 4), 0.49))
 
-    def cache_entry(self, graph: "Graph") -> Path | None:
-        """Returns the file that keeps the answer; None with --no-cache."""
+    def cache_entry(self, graph: "Graph", layouts: Sequence[object] = ()) -> Path | None:
+        """Returns the file that keeps the answer; None with --no-cache. `layouts`: the layouts that are asked for."""
         if not self.with_cache:
             return None
         from gdp import files
@@ -81,6 +90,7 @@ class PlaceRequest:
         policy = None if self.checkpoint is None else hashlib.sha256(files.read_bytes(self.checkpoint)).hexdigest()
         options = {
             "placer": self.placer,
+            "layouts": list(layouts),
             "budget": str(self.budget),
             "policy": policy,
             "advice": self.with_advice,

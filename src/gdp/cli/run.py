@@ -79,7 +79,7 @@ def run(
     if read.layout is not None:
         raise InputError(
             f"{plan}: cuts the batch ({Layout.of_document(read.layout)}), and gdp run executes one batch in one copy; "
-            "place without --parallel"
+            "place with --parallel none"
         )
     from gdp.models.read import check_runnable
 

@@ -11,7 +11,7 @@ from gdp.graph.microbatches import check_count
 MAX_REPLICAS = 64  # as many as there may be devices
 NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
 _KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute", "offload")
-_BESIDE = ("batch", "places", "ring", "hosts")  # what `Step.document` has besides the layout
+_BESIDE = ("batch", "places", "ring", "hosts", "whole")  # what plan files have besides the layout
 _HELP = "such as data=4,microbatches=8,zero=1,recompute=auto,stages=2"
 
 

@@ -28,7 +28,7 @@ from gdp.simulator.simulate import NEVER, Simulation, simulate
 _MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
 _FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
 _TRY_SHARE = 1 / 6  # of the budget, for each of them: most end at once, since they fit or cannot
-_MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
+MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
 AS_FAST = 1.01  # what is called as fast
 
 
@@ -39,6 +39,7 @@ class WhatIf:
     change: str  # such as "one device more"
     detail: str  # such as "gpu4, a p100-pcie-16g"
     step_time_ns: int | None  # None: nothing fits
+    layout: str = ""  # an estimate of this layout; "": a plan of the same graph was found
 
     def is_as_fast_as(self, step_time_ns: int) -> bool:
         """True if it takes at most 1 % longer."""
@@ -116,7 +117,7 @@ def advise(
         if change.others is not None and step_time_ns is not None and step_time_ns < plan.step_time_ns:
             plan = _on_all_devices(plan, answer, simulation.problem, change.others)
     filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
-    return Advice(tuple(what_ifs), tuple(not_asked), bool(filled.max() > _MEMORY_MATTERS), plan)
+    return Advice(tuple(what_ifs), tuple(not_asked), bool(filled.max() > MEMORY_MATTERS), plan)
 
 
 def _on_all_devices(plan: Plan, fewer: Plan, problem: Problem, others: Sequence[int]) -> Plan:
@@ -167,7 +168,7 @@ def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Chan
         faster = changes.with_faster_links(cluster, 2)
         yield _Change("links twice as fast", "all of them", faster, constraints, start)
     filled = simulation.peak_memory_bytes / np.maximum(problem.memory_limit_bytes, 1)
-    if filled.max() > _MEMORY_MATTERS:
+    if filled.max() > MEMORY_MATTERS:
         larger = changes.with_more_memory(cluster, 2)
         yield _Change("twice the memory", "on every device", larger, constraints.times_memory(2), start)
 

@@ -5,7 +5,7 @@ comes with it, and the libraries that a search computes with. D devices.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from gdp.search.place import Progress
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, NoisyTimes, Plan, Search
 
-FORMAT, VERSION = "gdp-found-plan", 2
+FORMAT, VERSION = "gdp-found-plan", 3
 _LIBRARIES = ("numpy", "numba", "scipy", "pymetis", "torch")
 
 
@@ -33,6 +33,7 @@ class KeptAnswer:
     plan: Plan
     advice: Advice | None
     progress: tuple[Progress, ...]  # the news of the search that told of a better placement
+    layouts: Mapping[str, Any] | None = None  # that were looked at, as in `--json`; None: op placement was asked for
 
 
 def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Mapping[str, object]) -> Path | None:
@@ -44,17 +45,20 @@ def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Map
     return cache.entry("plans", graph.name, (FORMAT, VERSION, versions, *question), code)
 
 
-def load(path: Path | None, graph: Graph, cluster: Cluster) -> KeptAnswer | None:
-    """Returns the answer kept in `path`; None if there is none that can be read."""
+def load(path: Path | None, graph_of: Callable[[Plan], Graph], cluster: Cluster) -> KeptAnswer | None:
+    """Returns the answer kept in `path`; None if there is none that can be read.
+
+    `graph_of` returns the graph that a plan should be of; a plan of another one is found anew.
+    """
     document = cache.read(path, FORMAT, VERSION)
     if document is None:
         return None
     with contextlib.suppress(InputError, KeyError, TypeError, ValueError, AttributeError):  # damaged: found anew
         plan = replace(Plan.from_document(document["plan"]), search=_search(document["search"]))
-        plan.check_belongs(graph, cluster)
+        plan.check_belongs(graph_of(plan), cluster)
         told = document["advice"]
         progress = tuple(Progress(**news) for news in document["progress"])
-        return KeptAnswer(plan, None if told is None else _advice(told, plan), progress)
+        return KeptAnswer(plan, None if told is None else _advice(told, plan), progress, document["layouts"])
     return None
 
 
@@ -71,7 +75,8 @@ def store(path: Path | None, answer: KeptAnswer) -> None:
         }
     search = asdict(replace(plan.search, baselines=dict(plan.search.baselines)))
     document = {"format": FORMAT, "version": VERSION, "plan": plan.to_document(), "search": search, "advice": kept}
-    cache.write(path, {**document, "progress": [asdict(news) for news in answer.progress]})
+    progress = [asdict(news) for news in answer.progress]
+    cache.write(path, {**document, "progress": progress, "layouts": answer.layouts})
 
 
 def _search(kept: Mapping[str, Any]) -> Search:

@@ -19,11 +19,14 @@ def advice_report(advice: Advice, simulation: Simulation) -> Iterator[Renderable
     """Yields a table of changed machines with their step times, and sentences on memory and on fewer devices."""
     step_ns = simulation.step_time_ns
     if advice.what_ifs:
-        table = new_table("what if", "", ">step time", ">of the plan's")
+        has_layouts = any(what_if.layout for what_if in advice.what_ifs)
+        table = new_table("what if", "", *["layout"] * has_layouts, ">step time", ">of the plan's")
         for what_if in advice.what_ifs:
             ratio = "-" if what_if.step_time_ns is None else f"{what_if.step_time_ns / max(step_ns, 1):.3f}"
             time = "does not fit" if what_if.step_time_ns is None else format_ms(what_if.step_time_ns)
-            table.add_row(what_if.change, what_if.detail, time, ratio)
+            mark = "~" * bool(what_if.layout and what_if.step_time_ns is not None)  # an estimate
+            layout = [what_if.layout] * has_layouts
+            table.add_row(what_if.change, what_if.detail, *layout, f"{mark}{time}", ratio)
         yield table
     sentences = list(advice_sentences(advice, simulation))
     if advice.what_ifs and sentences:
@@ -49,6 +52,7 @@ def advice_document(advice: Advice) -> dict[str, Any]:
     return {
         "what_ifs": [
             {"change": item.change, "detail": item.detail, "step_time_ns": item.step_time_ns}
+            | ({"layout": item.layout, "is_estimate": True} if item.layout else {})
             for item in advice.what_ifs
         ],
         "not_asked": list(advice.not_asked),

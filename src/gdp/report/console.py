@@ -33,11 +33,10 @@ def place_report(
     next_command: str,
     advice: Advice | None = None,
     serving: str = "",
-    hint: str = "",
 ) -> Iterator[RenderableType]:
     """Yields the answer of `gdp place`, from the headline to the next command.
 
-    `serving` is a sentence on its speed, `hint` one on what else to try.
+    `serving` is a sentence on its speed.
     """
     assert plan.search is not None
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
@@ -70,8 +69,6 @@ def place_report(
     yield Text(f"Plan written to {written}" if written else "The plan is not written.")
     if next_command:
         yield Text(f"Next: {next_command}")
-    if hint:
-        yield Text(hint)
 
 
 def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator[RenderableType]:

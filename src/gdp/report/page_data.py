@@ -18,13 +18,13 @@ from gdp.report.advice import advice_document, advice_sentences
 from gdp.report.columns import pack
 from gdp.report.copies import Copies
 from gdp.report.exchanges import exchanges_document
+from gdp.report.layout_answer import LayoutAnswer
 from gdp.report.layouts import layout_document
 from gdp.report.limits import Limits
 from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
 from gdp.report.memory_parts import MemoryParts
 from gdp.report.tables import short, writable
 from gdp.report.waits import Waits
-from gdp.search.layouts.choose import Choice
 from gdp.search.place import Progress
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.simulate import NEVER, Simulation
@@ -43,7 +43,7 @@ class PageData:
     advice: Advice | None = None
     run: Mapping[str, Any] | None = None  # the output of `gdp run --json`
     compared: Mapping[str, Baseline] | None = None  # other placers, run for the report
-    choice: Choice | None = None  # of the layout, with the others that were looked at
+    layouts: LayoutAnswer | None = None  # that were looked at, the plan's first
 
     @property
     def baselines(self) -> Mapping[str, Baseline]:
@@ -112,7 +112,7 @@ def summary(data: PageData) -> dict[str, Any]:
         "bound": sentences.of_bound(
             plan.step_time_ns, plan.lower_bound_ns, sentences.num_microbatches(simulation), copies.num_replicas
         ),
-        "layout": layout_document(plan, data.choice),
+        "layout": layout_document(plan, data.layouts),
         "replicas": copies.num_replicas,
         "alike": copies.are_alike(),
         "exchanges": exchanges_document(simulation),

@@ -25,7 +25,12 @@ def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
         if baseline.status == "ok" and baseline.step_time_ns is not None
     }
     best = min(times, key=times.__getitem__, default=None)
-    named = {"single": "the best single device", "expert": "the paper's expert"}
+    named = {
+        "single": "the best single device",
+        "expert": "the paper's expert",
+        "op placement": "the best op placement",
+        "data parallel": "plain data parallelism",
+    }
     if best is not None and best not in named:
         skipped = any(baseline.status == "skipped" for baseline in baselines.values())
         named[best] = f"the best baseline {'that ran ' if skipped else ''}({best})"

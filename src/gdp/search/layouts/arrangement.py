@@ -90,6 +90,16 @@ def arrangements(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = Fal
     return list(found)
 
 
+def replicated_ways(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = False) -> list[Arrangement]:
+    """Returns `arrangements`, those with replicas also with ZeRO 1, and those of one device each with ZeRO 3."""
+    ways = arrangements(machine, batch_size, is_fixed=is_fixed)
+    replicas = [way for way in ways if way.layout.data > 1]
+    cut = [way for way in replicas if way.num_places == 1 and way.layout.is_even]
+    ways += [replace(way, layout=replace(way.layout, zero=1)) for way in replicas]
+    ways += [replace(way, layout=replace(way.layout, zero=3)) for way in cut]  # sums overlap the passes of each block
+    return ways
+
+
 def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arrangement]:
     """Returns the ways to put `layout` on the devices; InputError where there is none.
 

@@ -41,6 +41,7 @@ from gdp.simulator.problem import Problem
 # of the time left, for op placement, then for replicas of one device each, and for others
 WHOLE_SHARE, REPLICAS_SHARE, FINAL_SHARE = 0.5, 0.15, 0.4
 NEAR, NEARLY = 1.3, 1.08  # times the best: as much may replicas of several devices, and of one, gain in a search
+OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
 _SEARCHED_OPS = 120_000  # larger steps are not searched in whole
 
 
@@ -175,10 +176,11 @@ def _with_ops_placed(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns the whole step with the best op placement that is found, as `gdp.place` does."""
     assert trial.problem is not None
     bound_ns, seed, num_threads = trial.step_time_ns, search.seed, search.num_threads
-    best = auto(Question.about(trial.problem, bound_ns=bound_ns, seed=seed, num_threads=num_threads), clock).best
+    solution = auto(Question.about(trial.problem, bound_ns=bound_ns, seed=seed, num_threads=num_threads), clock)
+    best = solution.best
     if best is None:
         return replace(trial, status=NOT_ALLOWED)
-    trial = trial.with_candidate(as_candidate(best.replay, best.order))
+    trial = replace(trial.with_candidate(as_candidate(best.replay, best.order)), baselines=solution.baselines)
     search.tell(trial)
     return trial
 
@@ -230,11 +232,10 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
     assert best.problem is not None
     clock = search.clock
     simulation = best.candidate.replay
-    whole = next((trial for trial in trials if trial.is_whole and trial.candidate is not None), None)
     record = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
-        baselines={} if whole is None else {"op placement": Baseline(whole.status, whole.step_time_ns, 0.0)},
+        baselines=_baselines(best, trials),
         busy_fraction=simulation.busy_fraction,
         missing_bytes=simulation.missing_bytes,
         interrupted=clock.stop.is_set(),
@@ -242,7 +243,9 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
     )
     assert best.step is not None
     plan = plan_of(simulation, lower_bound(best.problem), "auto", search.seed, record)
-    plan = plan if best.is_whole else replace(plan, layout=best.step.document() | {"batch": search.parts.batch_size})
+    if not best.is_whole:  # with the graph that is cut, by which the plan is known again
+        beside = {"batch": search.parts.batch_size, "whole": search.parts.exact(1).fingerprint}
+        plan = replace(plan, layout=best.step.document() | beside)
     known = {(trial.layout, trial.devices) for trial in trials}
     others = [
         Trial(e.arrangement.layout, e.arrangement.devices, ESTIMATED, e.step_time_ns, e.missing_bytes)
@@ -255,3 +258,21 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
         Trial(way.layout, way.devices, NOT_ALLOWED, 0, 0, reason=reason) for way, reason in search.refused.items()
     ]
     return Choice(plan, best, (*ranked, *others, *refused), layout_bound(search.parts.read, search.cluster))
+
+
+def _baselines(best: Trial, trials: list[Trial]) -> dict[str, Baseline]:
+    """Returns what the answer is compared with, where it was simulated: op placement, and plain data parallelism."""
+    found: dict[str, Baseline] = {}
+    for trial in trials:
+        if trial.is_whole and trial.candidate is not None:
+            own = {} if best.is_whole else {OP_PLACEMENT: _baseline(trial)}
+            found |= {**trial.baselines, **own}
+    plain = [trial for trial in trials if trial.layout == Layout((1,) * trial.layout.data) and trial.layout.data > 1]
+    plain = [trial for trial in plain if trial.candidate is not None and len(trial.devices[0]) == 1]
+    if plain:  # as it was before a search
+        found[DATA_PARALLEL] = _baseline(max(plain, key=lambda trial: (trial.layout.data, trial.step_time_ns)))
+    return found
+
+
+def _baseline(trial: Trial) -> Baseline:
+    return Baseline("infeasible" if trial.missing_bytes else "ok", trial.step_time_ns, 0.0)

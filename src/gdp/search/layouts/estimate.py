@@ -148,6 +148,10 @@ class Estimator:
         """The devices that are CPUs."""
         return [number for number, device in enumerate(self.cluster.devices) if "cpu" in device.kind.lower()]
 
+    def has_spare_cpu(self, arrangement: Arrangement) -> bool:
+        """Returns whether a CPU holds no replica, and can hold activations."""
+        return not set(self.all_cpus) <= set(arrangement.all_devices)
+
     def cpus(self, arrangement: Arrangement) -> tuple[int, ...] | None:
         """Returns the CPU [R] with the quickest links to each replica, for its activations; None without offload.
 

@@ -7,10 +7,9 @@ is known of another promises more. What users run, a replica on each device, is 
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from gdp.parallel.layout import NONE, Layout
-from gdp.search.layouts.arrangement import Arrangement, arrangements, forced
+from gdp.search.layouts.arrangement import Arrangement, forced, replicated_ways
 from gdp.search.layouts.estimate import Estimate
 from gdp.search.layouts.less_memory import with_less_memory
 from gdp.search.layouts.trial import Choosing, Trial
@@ -75,7 +74,7 @@ class Screening:
             return
         self._queue.append(estimate)
         if estimate.missing_bytes and search.layout is None:
-            has_cpu = not set(search.estimator.all_cpus) <= set(way.all_devices)
+            has_cpu = search.estimator.has_spare_cpu(way)
             self._add(with_less_memory(way, search.parts.batch_size, has_cpu=has_cpu))
 
     def _add(self, ways: Iterable[Arrangement]) -> None:
@@ -108,12 +107,7 @@ def _ways(search: Choosing) -> list[Arrangement]:
     machine, batch_size = search.estimator.machine, search.parts.batch_size
     if search.layout is not None:
         return [] if search.layout.is_whole else forced(machine, search.layout, batch_size)
-    ways = arrangements(machine, batch_size, is_fixed=search.parts.is_fixed)
-    replicas = [way for way in ways if way.layout.data > 1]
-    cut = [way for way in replicas if way.num_places == 1 and way.layout.is_even]
-    ways += [replace(way, layout=replace(way.layout, zero=1)) for way in replicas]
-    ways += [replace(way, layout=replace(way.layout, zero=3)) for way in cut]  # sums overlap the passes of each block
-    return ways
+    return replicated_ways(machine, batch_size, is_fixed=search.parts.is_fixed)
 
 
 def _can_fit(estimate: Estimate) -> bool:

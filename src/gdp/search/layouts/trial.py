@@ -3,7 +3,7 @@
 N ops of a micro-batch, R replicas, P places.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.parts import Parts
 from gdp.simulator.constraints import Constraints
+from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
 
 _T = TypeVar("_T")
@@ -40,6 +41,7 @@ class Trial:
     candidate: Candidate | None = None
     places: I64 | None = None  # [N] of a replica's ops
     reason: str = ""  # why it is not allowed; "": by a constraint
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)  # of op placement: the placers it began from
     is_captured: bool = True  # False: simulated with figures between those of two captured steps
 
     @property
@@ -125,9 +127,8 @@ class Choosing:
             if problem.broken_constraints(placement):
                 trials.append(Trial(layout, devices, NOT_ALLOWED, 0, 0))
                 break
-            trial = Trial(
-                layout, devices, OK, 0, 0, step, problem, None, places, "", parts.is_captured(layout.num_parts)
-            )
+            trial = Trial(layout, devices, OK, 0, 0, step, problem, places=places)
+            trial = replace(trial, is_captured=parts.is_captured(layout.num_parts))
             trials.append(trial.with_candidate(best_dispatch(problem, step, placement)))
         best = min(trials, key=lambda trial: trial.key)
         self.tell(best)

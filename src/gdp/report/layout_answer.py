@@ -1,0 +1,164 @@
+"""The layouts that were looked at, as they are shown, printed with `--json` and kept in the cache of plans."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+
+from gdp.graph import Graph
+from gdp.parallel.layout import Layout
+from gdp.report.tables import format_gib
+from gdp.search.layouts.choose import Choice
+from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.trial import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Trial
+
+_MOST_REASON = 120  # characters of an error in the table
+_RANDOM = ("dropout", "bernoulli")  # in kinds of ops
+_MOST_LOST = 0.02  # of the flops: rnnlm-2 in 4 parts has 0.8% more, whose products of weights are not cut
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRow:
+    """The figures of a layout that was looked at."""
+
+    option: str  # the layout as `--parallel` takes it
+    layout: Layout  # with the modules that recompute=auto stands for, if it was simulated
+    num_places: int  # devices of a replica
+    status: str  # as that of a `Trial`
+    step_time_ns: int
+    missing_bytes: int
+    peak_memory_bytes: tuple[int, ...] | None  # of each device; None: not simulated
+    limit: str  # what keeps it from being faster, or from being used, in a few words
+
+    @classmethod
+    def of(cls, trial: Trial) -> "LayoutRow":
+        """Returns the row of `trial`."""
+        peaks = None if trial.candidate is None else tuple(trial.candidate.replay.peak_memory_bytes.tolist())
+        figures = trial.status, trial.step_time_ns, trial.missing_bytes
+        layout = trial.layout if trial.step is None else trial.step.layout
+        return cls(str(trial.layout), layout, len(trial.devices[0]), *figures, peaks, limit(trial))
+
+    def document(self) -> dict[str, Any]:
+        """Returns the row as in `--json`."""
+        return {
+            "option": self.option,
+            "layout": self.layout.document(),
+            "devices_per_replica": self.num_places,
+            "status": self.status,
+            "step_time_ns": self.step_time_ns,
+            "missing_bytes": self.missing_bytes,
+            "peak_memory_bytes": None if self.peak_memory_bytes is None else list(self.peak_memory_bytes),
+            "limit": self.limit,
+        }
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> "LayoutRow":
+        """Returns the row that `document` describes; KeyError, TypeError or ValueError for anything else."""
+        peaks = document["peak_memory_bytes"]
+        return cls(
+            str(document["option"]),
+            Layout.of_document(document["layout"]),
+            int(document["devices_per_replica"]),
+            str(document["status"]),
+            int(document["step_time_ns"]),
+            int(document["missing_bytes"]),
+            None if peaks is None else tuple(map(int, peaks)),
+            str(document["limit"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutAnswer:
+    """The rows of all layouts that were looked at, the one of the plan first."""
+
+    rows: tuple[LayoutRow, ...]
+    bound_ns: int  # no layout of this batch on these devices takes less
+    num_moved: int  # ops that a search put on devices of other replicas
+    notes: tuple[str, ...]  # what the step does otherwise than the whole one
+
+    @classmethod
+    def of(cls, choice: Choice, parts: Parts) -> "LayoutAnswer":
+        """Returns what is kept of `choice` among layouts of the batch of `parts`."""
+        trials = [choice.trial, *(trial for trial in choice.trials if trial is not choice.trial)]
+        rows = tuple(LayoutRow.of(trial) for trial in trials)
+        return cls(rows, choice.layout_bound_ns, num_moved(choice.trial), tuple(_notes(choice.trial, parts)))
+
+    @property
+    def distinct(self) -> list[LayoutRow]:
+        """The rows, the best of those with one layout and as many devices a replica."""
+        return list({(row.option, row.num_places): row for row in reversed(self.rows)}.values())[::-1]
+
+    @property
+    def best(self) -> LayoutRow:
+        """The row of the plan."""
+        return self.rows[0]
+
+    def document(self) -> dict[str, Any]:
+        """Returns the answer as in `--json`."""
+        return {
+            "layout": self.best.layout.document(),
+            "moved_ops": self.num_moved,
+            "layout_bound_ns": self.bound_ns,
+            "layout_notes": list(self.notes),
+            "layouts": [row.document() for row in self.rows],
+        }
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> "LayoutAnswer":
+        """Returns the answer that `document` describes; KeyError, TypeError or ValueError for anything else."""
+        rows = tuple(map(LayoutRow.of_document, document["layouts"]))
+        notes = tuple(map(str, document["layout_notes"]))
+        return cls(rows, int(document["layout_bound_ns"]), int(document["moved_ops"]), notes)
+
+
+def limit(trial: Trial) -> str:
+    """Returns what keeps a layout from being faster, or from being used, in a few words."""
+    if trial.status == NOT_ALLOWED:
+        return shorten(trial.reason, _MOST_REASON) or "a pin or --forbid keeps its replicas from their devices"
+    if trial.status == ESTIMATED:
+        return f"would lack about {format_gib(trial.missing_bytes)}" if trial.missing_bytes else "estimated"
+    assert trial.candidate is not None
+    simulation = trial.candidate.replay
+    devices = simulation.problem.cluster.devices
+    if trial.status == DOES_NOT_FIT:
+        lacking = int(simulation.missing_bytes.argmax())
+        return f"does not fit by {format_gib(int(simulation.missing_bytes[lacking]))} on {devices[lacking].name}"
+    busiest = int(simulation.busy_fraction.argmax())
+    return f"{devices[busiest].name} computes for {simulation.busy_fraction[busiest]:.0%} of it"
+
+
+def num_moved(trial: Trial) -> int:
+    """Returns the number of ops that a search put on devices of other replicas than their own."""
+    if trial.candidate is None or trial.step is None or trial.is_whole:
+        return 0
+    is_own = np.zeros((trial.layout.data, trial.candidate.replay.problem.num_devices), np.bool_)
+    for replica, devices in enumerate(trial.devices):
+        is_own[replica, list(devices)] = True
+    is_moved = ~is_own[trial.step.replica, trial.candidate.replay.placement]
+    return int((is_moved & ~trial.step.is_on_host).sum())
+
+
+def _notes(trial: Trial, parts: Parts) -> Iterator[str]:
+    layout = trial.layout
+    if layout.num_parts == 1 or trial.step is None or parts.is_fixed:
+        return
+    kinds = set(trial.step.graph.kinds)
+    samples = parts.batch_size // layout.num_parts
+    if any("batch_norm" in kind for kind in kinds):
+        yield f"batch normalisation sees {samples} samples at a time instead of {parts.batch_size}, as in DDP"
+    if any(name in kind for kind in kinds for name in _RANDOM):
+        yield "draws of dropout differ from those of the whole batch"
+    whole, cut = (_flops(parts.exact(count)) * count for count in (1, layout.num_parts))
+    if abs(cut - whole) > _MOST_LOST * whole:
+        yield (
+            f"the {layout.num_parts} parts have {cut / whole:.1%} of the flops of the whole step; where the first "
+            "dimension of the first input is not the batch, figures are of another step: put the batch first, or place "
+            "with --parallel none"
+        )
+
+
+def _flops(graph: Graph) -> int:
+    """Returns the flops of the passes, without updates."""
+    return int(graph.flops[np.isin(graph.phases, ("forward", "backward"))].sum())
