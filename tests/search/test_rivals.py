@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.parallel.test_replicas import chain
+from tests.search.test_layouts import encoder
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.search.layouts.parts import Parts
 from gdp.search.rivals.rivals import RIVALS, RivalQuestion, ddp, megatron, simulate_layout
 
@@ -85,6 +86,23 @@ def test_fsdp_fits_where_ddp_and_zero1_do_not() -> None:
     # half of 36,000 and two blocks are 24,000; zero1 holds 12,000 of parameters, 6,000 of the rest, 12,000 of gradients
     asked = RivalQuestion(Parts(small, BATCH), machine(2, "24100B"))
     assert [name for name in ("ddp", "zero1", "fsdp") if RIVALS[name](asked).fits] == ["fsdp"]
+
+
+def test_fsdp_recomputes_blocks_where_no_number_of_micro_batches_fits() -> None:
+    """With one sample a device the activations of all layers are too many; those of one layer at a time are not."""
+    cluster, peaks = machine(2, "1GB"), []
+    parts = Parts(lambda num_parts: encoder(4 * num_parts), 2)
+    for recompute in (NONE, BLOCKS):
+        layout = Layout((1, 1), 3, recompute=recompute)
+        graph = parts.exact(2)
+        grid = np.array([[0], [1]])
+        _, simulation = simulate_layout(graph, layout, cluster, np.zeros(graph.num_ops, np.int64), grid)
+        peaks.append(int(simulation.peak_memory_bytes.max()))
+    assert peaks[1] < peaks[0]
+    step = RIVALS["fsdp"](RivalQuestion(parts, machine(2, f"{peaks[0] - 1}B")))
+    assert step.fits
+    assert step.layout == Layout((1, 1), 3, recompute=BLOCKS)
+    assert step.num_tried == 2
 
 
 def test_a_batch_without_equal_parts_leaves_a_device_out() -> None:

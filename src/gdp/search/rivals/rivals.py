@@ -5,9 +5,9 @@
     fsdp       torch.distributed.fsdp: parameters cut over the replicas as well, gathered block by block
     megatron   the best grid of data x pipeline with equal layers a stage, 1F1B, with or without full recomputation
 
-The first three accumulate gradients over the fewest micro-batches that fit in memory, as users raise that number. All
-give each replica as many micro-batches, on unequal devices too, and leave CPUs beside accelerators idle. R replicas,
-P stages, D devices, N ops of a micro-batch.
+The first three accumulate gradients over the fewest micro-batches that fit in memory, as users raise that number; with
+several, all blocks are recomputed if that is faster. All give each replica as many micro-batches, on unequal devices
+too, and leave CPUs beside accelerators idle. R replicas, P stages, D devices, N ops of a micro-batch.
 """
 
 import contextlib
@@ -157,7 +157,8 @@ def fsdp(question: RivalQuestion) -> RivalStep:
 def _accumulating(question: RivalQuestion, zero: int) -> RivalStep:
     """Returns the step with a replica a device and the fewest micro-batches that fit.
 
-    Where the batch has no equal part for each device, some devices are left out, the slowest first.
+    Where those are several, all blocks may be recomputed for fewer of them, if that is faster. Where the batch has no
+    equal part for each device, some devices are left out, the slowest first.
     """
     count = len(question.devices)
     if count == 1 and zero:
@@ -166,21 +167,30 @@ def _accumulating(question: RivalQuestion, zero: int) -> RivalStep:
         count -= 1
     is_all = count == len(question.devices)
     grid = (np.array(question.devices) if is_all else np.sort(question.by_speed[:count]))[:, None]
-    nearest, num_tried = RivalStep(None, None, _uneven(question, count)), 0
-    for microbatches in question.parts.counts(count):
-        layout = Layout((microbatches,) * count, zero)
+    kept = _fewest_microbatches(question, Layout((1,) * count, zero), grid)
+    if kept.layout is None or kept.simulation is None or (kept.fits and max(kept.layout.microbatches) == 1):
+        return kept
+    again = _fewest_microbatches(question, Layout((1,) * count, zero, recompute=BLOCKS), grid)
+    is_better = again.fits and (again.step_time_ns or NEVER) < (kept.step_time_ns or NEVER)
+    return replace(again if is_better else kept, num_tried=kept.num_tried + again.num_tried)
+
+
+def _fewest_microbatches(question: RivalQuestion, layout: Layout, grid: I64) -> RivalStep:
+    """Returns the step of `layout` with the fewest micro-batches that fit; the nearest to it where none does."""
+    nearest = RivalStep(None, None, _uneven(question, layout.data))
+    for num_tried, microbatches in enumerate(question.parts.counts(layout.data), 1):
+        way = replace(layout, microbatches=(microbatches,) * layout.data)
         try:
-            graph = question.parts.exact(layout.num_parts)
-            step, simulation = question.simulate(graph, layout, np.zeros(graph.num_ops, np.int64), grid)
+            graph = question.parts.exact(way.num_parts)
+            step, simulation = question.simulate(graph, way, np.zeros(graph.num_ops, np.int64), grid)
         except InputError as error:
-            return RivalStep(layout, None, str(error))
-        num_tried += 1
+            return nearest if num_tried > 1 else RivalStep(way, None, str(error))
         if simulation.feasible:
-            return RivalStep(layout, simulation, num_tried=num_tried, step=step)
-        nearest = _nearer(nearest, layout, simulation)
+            return RivalStep(way, simulation, num_tried=num_tried, step=step)
+        nearest = replace(_nearer(nearest, way, simulation), num_tried=num_tried)
         if (_held_bytes(simulation) > simulation.problem.memory_limit_bytes).any():
             break  # parameters and optimizer state, of which more micro-batches free nothing
-    return replace(nearest, num_tried=num_tried)
+    return nearest
 
 
 @dataclass(frozen=True, eq=False)
