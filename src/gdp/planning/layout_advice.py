@@ -12,6 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
+from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Clock
 from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
@@ -57,7 +58,8 @@ def advise_on_layouts(choice: Choice, parts: Parts, constraints: Constraints, cl
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
             not_asked.append(f"{change.change} ({why})")
             continue
-        time_ns = None if estimate.missing_bytes else estimate.step_time_ns
+        bound_ns = layout_bound(change.parts.read, change.cluster)
+        time_ns = None if estimate.missing_bytes else max(estimate.step_time_ns, bound_ns)
         detail = change.detail
         if change.batch_factor > 1 and time_ns is not None:
             detail += f", {time_ns / choice.plan.step_time_ns / change.batch_factor:.2f} of the time per sample"

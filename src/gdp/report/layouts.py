@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from gdp.parallel.batches import in_flight, layout_in_flight
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.report.layout_answer import LayoutAnswer
 from gdp.report.tables import format_gib, format_ms, new_table
@@ -95,7 +96,9 @@ def layout_document(plan: Plan, answer: LayoutAnswer | None) -> dict[str, Any] |
     """
     if plan.layout is None and answer is None:
         return None
-    layout = Layout() if plan.layout is None else Layout.of_document(plan.layout)
+    layout = Layout()
+    if plan.layout is not None:
+        layout = layout_in_flight(plan.layout) if in_flight(plan.layout) else Layout.of_document(plan.layout)
     places = None if plan.layout is None else plan.layout.get("places")
     num_places = answer.best.num_places if answer else max(places) + 1 if places else 1
     rows = [] if answer is None else answer.distinct

@@ -62,7 +62,9 @@ def _attention(
         return _computed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
         _note(NOTE)
-        return _products(query, key, value, attn_mask, dropout_p, scale)
+        if query.dtype in _HALF:  # PyTorch's own products are in float32
+            return _products(query, key, value, attn_mask, dropout_p, scale)
+        return _computed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if not isinstance(query, FakeTensor) and not is_plain(query, value, dropout_p):  # the CPU's kernel refuses it
         return _computed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None:

@@ -195,7 +195,7 @@ def _with_replica_searched(search: Choosing, trial: Trial, clock: Clock) -> Tria
     limits = {search.cluster.devices[d].name: int(search.estimator.limits_bytes[d]) for d in devices}
     problem = Problem.build(step.graph, only(search.cluster, devices), Constraints(max_memory_bytes=limits))
     start = best_dispatch(problem, step, step.placement(trial.places, [range(len(devices))]))
-    found = _refined(search, problem, start, clock, is_alone=False)
+    found = _placed_from(search, problem, start, clock)
     places = np.empty_like(trial.places)
     places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
     if np.array_equal(places, trial.places):
@@ -209,20 +209,28 @@ def _with_whole_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     assert trial.candidate is not None
     if clock.is_up or trial.problem.num_ops > _SEARCHED_OPS:
         return trial
-    found = _refined(search, trial.problem, trial.candidate, clock, is_alone=not trial.is_whole)
-    better = trial.with_candidate(found)
+    is_op_placement = trial.layout.data == 1 and not trial.is_whole  # in micro-batches; the whole step's was searched
+    refine = _placed_from if is_op_placement else _refined
+    better = trial.with_candidate(refine(search, trial.problem, trial.candidate, clock))
     search.tell(better)
     return min(trial, better, key=lambda each: each.key)
 
 
-def _refined(search: Choosing, problem: Problem, start: Candidate, clock: Clock, *, is_alone: bool = True) -> Candidate:
-    """Returns the best that a local search finds from `start`; unless `is_alone`, from other starts too."""
+def _placed_from(search: Choosing, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
+    """Returns the best op placement that `auto` finds from its own starts and from `start`."""
+    question = Question.about(problem, seed=search.seed, num_threads=search.num_threads, starts=(start,))
+    best = auto(question, clock).best
+    return start if best is None else min(start, as_candidate(best.replay, best.order))
+
+
+def _refined(search: Choosing, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
+    """Returns the best that a local search finds from `start`, and for op placement from starts of its own."""
     question = Question.about(problem, seed=search.seed, num_threads=search.num_threads)
     reduction = question.reduction
     local = LocalSearch(reduction.problem, clock, seed=search.seed, num_threads=search.num_threads)
     priority = None if start.priority is None else reduction.restrict(start.priority)
     first = Candidate(reduction.restrict(start.placement), priority=priority, order=start.order)
-    local.start([first], num_more=0 if is_alone else None)
+    local.start([first], num_more=0 if problem.graph.is_collective.any() else None)
     local.run()
     return min(start, as_candidate(question.replay(local.best).replay, start.order))
 

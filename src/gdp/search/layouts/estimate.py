@@ -193,7 +193,7 @@ class Estimator:
             slowest_ns = max(slowest_ns, simulation.step_time_ns + more * int(load_ns.max()))
         if layout.zero:  # updates are cut over replicas
             slowest_ns -= int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // num_places
-        slowest_ns += self._rings(arrangement, figures)
+        slowest_ns += self._rings(arrangement, figures, slowest_ns)
         graph = self.parts.rough(layout.num_parts)
         busy_ns = busiest_channel_ns(self.cluster, arrangement, graph, places)
         return Estimate(arrangement, max(slowest_ns, busy_ns), max(missing, 0), places)
@@ -258,8 +258,8 @@ class Estimator:
         limits = {self.cluster.devices[d].name: int(self.limits_bytes[d]) for d in devices}
         return Problem.build(graph, only(self.cluster, devices), Constraints(max_memory_bytes=limits))
 
-    def _rings(self, arrangement: Arrangement, figures: PartFigures) -> int:
-        """Returns what rings take beyond the last backward pass, in ns."""
+    def _rings(self, arrangement: Arrangement, figures: PartFigures, alone_ns: int) -> int:
+        """Returns what rings take beyond the step `alone_ns` of a replica alone, in ns."""
         layout, num_places = arrangement.layout, arrangement.num_places
         if layout.data == 1:
             return 0
@@ -267,7 +267,8 @@ class Estimator:
         num_buckets = figures.gradient_bytes / num_places / BUCKET_BYTES
         total_ns = num_buckets * slowest_ns
         if layout.zero == 3:  # two gathers, of half a ring each, for every micro-batch
-            return int(total_ns * (max(layout.microbatches) + 0.5) * 0.5)
+            total_ns *= (max(layout.microbatches) + 0.5) * 0.5
+            return int(total_ns * min(total_ns / max(alone_ns, 1), 1))  # those that take less hide behind other blocks
         last_pass_ns = min(figures.backward_ns[d] for devices in arrangement.devices for d in devices) / num_places
         return int(max(total_ns - last_pass_ns, 0) + min(num_buckets, 1) * slowest_ns)
 

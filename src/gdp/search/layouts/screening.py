@@ -19,7 +19,7 @@ SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
 MOST_SIMULATED = 16  # arrangements, of those that fit
 FAR = 1.1  # times the best: what is slower than that at least is not simulated
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
-HOPELESS = 1.25  # times the best step: what users run is not simulated where it takes longer at least
+HOPELESS = 1.5  # times the best step: what users run is not simulated where it takes longer at least
 
 
 class Screening:
