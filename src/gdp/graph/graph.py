@@ -17,10 +17,10 @@ import numpy as np
 from gdp import files, notebook
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError, prefixed
+from gdp.graph.checks import PHASES, check
 from gdp.graph.copy_names import CopyNames
 from gdp.graph.views import GraphSource, OpView
 
-PHASES = ("forward", "backward", "update", "")
 COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
 """What the kinds of ops begin with that move data between replicas; not all replicas have the same ones."""
 FORMAT, VERSION = "gdp-graph", 1
@@ -87,7 +87,7 @@ class Graph:
             value = getattr(self, item.name)
             if isinstance(value, np.ndarray):
                 value.setflags(write=False)
-        _check(self)
+        check(self)
 
     def __repr__(self) -> str:
         """Returns `Graph('gnmt-2': 8,000 ops, 9,000 tensors, 1.2 TFLOP, 2.3 GiB resident)`."""
@@ -359,120 +359,3 @@ def _int64(values: Sequence[int], record: str, name: str) -> I64:
     except (OverflowError, TypeError, ValueError):
         bad = next(i for i, value in enumerate(values) if type(value) is not int or not -(2**63) <= value < 2**63)
         raise InputError(f"{record} {bad}: {name} is {values[bad]!r}; an integer below 2^63 is expected") from None
-
-
-def _check(graph: Graph) -> None:
-    num_ops, num_tensors = graph.num_ops, graph.num_tensors
-    if num_ops == 0:
-        raise InputError(f"graph {graph.name!r}: has no ops; a step needs at least one")
-
-    def op_label(number: int) -> str:
-        return f"op {number} {graph.op_names[number]!r}"
-
-    if len(set(graph.op_names)) < num_ops or "" in graph.op_names:
-        numbers: dict[str, int] = {}
-        for number, name in enumerate(graph.op_names):
-            if not name:
-                raise InputError(f"op {number}: name is empty; give every op a unique name")
-            if name in numbers:
-                raise InputError(f"op {number}: name {name!r} is also that of op {numbers[name]}; names must be unique")
-            numbers[name] = number
-    for name in ("flops", "bytes_accessed", "resident_bytes"):
-        values = getattr(graph, name)
-        lowest = int(np.argmin(values))
-        if values[lowest] < 0:
-            raise InputError(f"{op_label(lowest)}: {name} is {values[lowest]}; an integer of at least 0 is expected")
-    if (graph.groups < -1).any():
-        lowest = int(np.argmin(graph.groups))
-        raise InputError(f"{op_label(lowest)}: group is {graph.groups[lowest]}; -1 (none) or a number >= 0 is expected")
-    for number, phase in enumerate(graph.phases):
-        if phase not in PHASES:
-            raise InputError(
-                f"{op_label(number)}: phase is {phase!r}; one of {', '.join(map(repr, PHASES))} is expected"
-            )
-    for number, times in enumerate(graph.times_ns):
-        for where, time_ns in times.items():
-            if time_ns < -1:
-                raise InputError(
-                    f"{op_label(number)}: time_ns[{where!r}] is {time_ns}; at least -1 (cannot run) is expected"
-                )
-    if num_tensors == 0:
-        return
-    if (bad := _first((graph.producers < 0) | (graph.producers >= num_ops))) is not None:
-        raise InputError(f"tensor {bad}: producer {graph.producers[bad]} is no op; ops are 0 to {num_ops - 1}")
-    if (bad := _first(graph.tensor_bytes < 0)) is not None:
-        raise InputError(f"tensor {bad}: bytes is {graph.tensor_bytes[bad]}; an integer of at least 0 is expected")
-    _check_views(graph)
-    _check_consumers(graph, op_label)
-
-
-def _check_views(graph: Graph) -> None:
-    views = np.flatnonzero(graph.view_of != -1)
-    for view in views.tolist():
-        base = int(graph.view_of[view])
-        if not 0 <= base < graph.num_tensors or base == view:
-            raise InputError(
-                f"tensor {view}: view_of {base} is no other tensor; tensors are 0 to {graph.num_tensors - 1}"
-            )
-        if graph.producers[base] != graph.producers[view]:
-            raise InputError(f"tensor {view}: view_of {base} has another producer; a view and its base share theirs")
-        if graph.view_of[base] != -1:
-            raise InputError(f"tensor {view}: view_of {base} is itself a view; name the tensor that owns the memory")
-        if graph.is_resident[view]:
-            raise InputError(f"tensor {view}: is a view and resident; set resident on its base {base} only")
-
-
-def _check_consumers(graph: Graph, op_label: Any) -> None:
-    tensors = graph.edge_tensors
-    if (bad := _first((graph.consumers < 0) | (graph.consumers >= graph.num_ops))) is not None:
-        raise InputError(
-            f"tensor {tensors[bad]}: consumer {graph.consumers[bad]} is no op; ops are 0 to {graph.num_ops - 1}"
-        )
-    if len(tensors):
-        by_pair = np.lexsort((graph.consumers, tensors))
-        same = (np.diff(tensors[by_pair]) == 0) & (np.diff(graph.consumers[by_pair]) == 0)
-        if (bad := _first(same)) is not None:
-            edge = by_pair[bad]
-            raise InputError(f"tensor {tensors[edge]}: consumer {graph.consumers[edge]} is listed twice; list it once")
-    if (bad := _first(graph.consumers <= graph.producers[tensors])) is None:
-        return
-    cycle = find_cycle(graph.num_ops, graph.producers[tensors], graph.consumers)
-    if cycle:
-        path = " -> ".join(repr(graph.op_names[op]) for op in cycle[:8]) + (" -> ..." if len(cycle) > 8 else "")
-        raise InputError(f"ops form a cycle: {path}; a step is acyclic, unroll loops")
-    producer, consumer = int(graph.producers[tensors[bad]]), int(graph.consumers[bad])
-    raise InputError(
-        f"tensor {tensors[bad]}: {op_label(producer)} feeds the earlier {op_label(consumer)}; "
-        "number ops in topological order"
-    )
-
-
-def find_cycle(num_ops: int, sources: I64, targets: I64) -> list[int]:
-    """Returns the ops of one cycle of the edges `sources[i] -> targets[i]`, the first op at both ends; [] if none."""
-    successors: list[list[int]] = [[] for _ in range(num_ops)]
-    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-        successors[source].append(target)
-    unseen, open_, done = 0, 1, 2
-    state = [unseen] * num_ops
-    for root in range(num_ops):
-        if state[root] != unseen:
-            continue
-        path, pending = [root], [iter(successors[root])]
-        state[root] = open_
-        while path:
-            target = next(pending[-1], None)
-            if target is None:
-                state[path.pop()] = done
-                pending.pop()
-            elif state[target] == open_:
-                return [*path[path.index(target) :], target]
-            elif state[target] == unseen:
-                state[target] = open_
-                path.append(target)
-                pending.append(iter(successors[target]))
-    return []
-
-
-def _first(mask: Bool) -> int | None:
-    index = int(np.argmax(mask)) if len(mask) else 0
-    return index if len(mask) and mask[index] else None
