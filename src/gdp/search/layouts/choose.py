@@ -38,6 +38,7 @@ from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 
+QUICK_SHARE = 0.1  # of the time left, for op placement; if others have a chance after that,
 # of the time left, for op placement, then for replicas of one device each, and for others
 WHOLE_SHARE, REPLICAS_SHARE, FINAL_SHARE = 0.5, 0.15, 0.4
 NEAR, NEARLY = 1.3, 1.08  # times the best: as much may replicas of several devices, and of one, gain in a search
@@ -80,11 +81,13 @@ def choose_layout(
     screening = Screening(search)
     screening.run()
     trials = _confirmed(search, screening.trials)
-    searched: list[Trial] = []
-    for trial in _finalists(search, trials):
-        if not _is_hopeless(trial, [*searched, *trials]):
-            searched.append(_searched(search, trial, clock.part(_share(trial))))
-    best = min([*searched, *trials], key=lambda trial: trial.key)
+    finalists = _finalists(search, trials)
+    trials = [*finalists, *trials]
+    if sum(not _is_hopeless(trial, trials) for trial in finalists) > 1:
+        for trial in finalists:
+            if not _is_hopeless(trial, trials):
+                trials.insert(0, _searched(search, trial, clock.part(_share(trial))))
+    best = min(trials, key=lambda trial: trial.key)
     if best.candidate is None:
         asked = "no layout" if layout is None else f"no {layout}"
         raise InputError(
@@ -92,7 +95,7 @@ def choose_layout(
             "leave out pins and --forbid, or take another layout"
         )
     best = _searched(search, best, clock.part(1.0))
-    return _choice(search, best, [*searched, *trials], screening.estimates)
+    return _choice(search, best, trials, screening.estimates)
 
 
 def _read_ahead(parts: Parts, cluster: Cluster, layout: Layout | None) -> None:
@@ -120,7 +123,10 @@ def _confirmed(search: Choosing, trials: list[Trial]) -> list[Trial]:
 
 
 def _finalists(search: Choosing, trials: list[Trial]) -> list[Trial]:
-    """Returns what is searched: `_promising` trials, and op placement unless its bound says that it cannot win."""
+    """Returns what is searched: `_promising` trials, and op placement unless its bound says that it cannot win.
+
+    Op placement is searched for a moment, which tells if the others have a chance.
+    """
     chosen = _promising(trials)
     best = chosen[0] if chosen else None
     if search.layout is None or search.layout.is_whole:
@@ -129,7 +135,7 @@ def _finalists(search: Choosing, trials: list[Trial]) -> list[Trial]:
         if best is None or not best.fits or bound_ns < best.step_time_ns:
             step = Step.of(problem.graph, Layout())
             whole = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
-            chosen.insert(0, whole)
+            chosen.insert(0, _with_ops_placed(search, whole, search.clock.part(QUICK_SHARE)))
     return chosen
 
 
@@ -161,13 +167,11 @@ def _share(trial: Trial) -> float:
 
 def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` after a search of one replica, and of the whole step in the time left."""
-    if trial.candidate is None:
-        return _with_ops_placed(search, trial, clock)
     # a search would move ops out of their stages, and activations away from the host
     is_kept = trial.layout.stages is not None or trial.layout.offload != NONE
-    if clock.is_up or is_kept:
+    if trial.candidate is None or clock.is_up or is_kept:
         return trial
-    if len(trial.devices[0]) > 1 and len(trial.devices) > 1:
+    if len(trial.devices[0]) > 1 and len(trial.devices) > 1 and not trial.is_searched:
         trial = _with_replica_searched(search, trial, clock.part(0.5))
     return _with_whole_searched(search, trial, clock)
 
@@ -209,11 +213,10 @@ def _with_whole_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     assert trial.candidate is not None
     if clock.is_up or trial.problem.num_ops > _SEARCHED_OPS:
         return trial
-    is_op_placement = trial.layout.data == 1 and not trial.is_whole  # in micro-batches; the whole step's was searched
-    refine = _placed_from if is_op_placement else _refined
+    refine = _placed_from if trial.layout.data == 1 and not trial.is_searched else _refined
     better = trial.with_candidate(refine(search, trial.problem, trial.candidate, clock))
     search.tell(better)
-    return min(trial, better, key=lambda each: each.key)
+    return replace(min(trial, better, key=lambda each: each.key), is_searched=True)
 
 
 def _placed_from(search: Choosing, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
@@ -271,10 +274,10 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
 def _baselines(best: Trial, trials: list[Trial]) -> dict[str, Baseline]:
     """Returns what the answer is compared with, where it was simulated: op placement, and plain data parallelism."""
     found: dict[str, Baseline] = {}
-    for trial in trials:
-        if trial.is_whole and trial.candidate is not None:
-            own = {} if best.is_whole else {OP_PLACEMENT: _baseline(trial)}
-            found |= {**trial.baselines, **own}
+    wholes = [trial for trial in trials if trial.is_whole and trial.candidate is not None]
+    if wholes:
+        whole = min(wholes, key=lambda trial: trial.key)
+        found |= {**whole.baselines, **({} if best.is_whole else {OP_PLACEMENT: _baseline(whole)})}
     plain = [trial for trial in trials if trial.layout == Layout((1,) * trial.layout.data) and trial.layout.data > 1]
     plain = [trial for trial in plain if trial.candidate is not None and len(trial.devices[0]) == 1]
     if plain:  # as it was before a search

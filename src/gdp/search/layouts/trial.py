@@ -42,6 +42,7 @@ class Trial:
     places: I64 | None = None  # [N] of a replica's ops
     reason: str = ""  # why it is not allowed; "": by a constraint
     baselines: Mapping[str, Baseline] = field(default_factory=dict)  # of op placement: the placers it began from
+    is_searched: bool = False
     is_captured: bool = True  # False: simulated with figures between those of two captured steps
 
     @property
