@@ -29,9 +29,10 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement) -> Candida
     """
     levels = levels_of(problem, step, placement)
     orders = [order for order in problem.orders if order != B_LEVEL]
+    few_levels = levels
     if problem.num_ops > _LARGE:
-        orders, levels = orders[:2], levels[-2:]
-    ways = [(order, level) for order in orders for level in levels] + [(B_LEVEL, level) for level in levels]
+        orders, few_levels = orders[:2], levels[-2:]
+    ways = [(order, level) for order in orders for level in few_levels] + [(B_LEVEL, level) for level in levels]
     found = [
         as_candidate(simulate(problem, placement, priority=problem.priority(order, level)), order)
         for order, level in ways
