@@ -142,7 +142,7 @@ def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock:
         if len(best.places):
             return best
         queue.remove(best)
-        estimates = _known(estimator.estimate, [best.arrangement], factors)
+        estimates = list(_known(estimator.estimate, [best.arrangement], factors))
         clock.spend(1)
         queue += estimates
         lacking = [estimate.arrangement for estimate in estimates if estimate.missing_bytes]

@@ -19,7 +19,6 @@ from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.cluster.changes import only
 from gdp.errors import InputError
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
@@ -196,8 +195,7 @@ def _with_replica_searched(search: Choosing, trial: Trial, clock: Clock) -> Tria
     layout, devices = trial.layout, trial.devices[0]
     graph = search.parts.exact(layout.num_parts)
     step = Step.of(graph, Layout((layout.microbatches[0],), recompute=trial.step.layout.recompute))
-    limits = {search.cluster.devices[d].name: int(search.estimator.limits_bytes[d]) for d in devices}
-    problem = Problem.build(step.graph, only(search.cluster, devices), Constraints(max_memory_bytes=limits))
+    problem = search.estimator.alone(step.graph, devices)
     start = best_dispatch(problem, step, step.placement(trial.places, [range(len(devices))]))
     found = _placed_from(search, problem, start, clock)
     places = np.empty_like(trial.places)

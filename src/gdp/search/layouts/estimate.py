@@ -6,6 +6,7 @@ One replica is simulated with a few micro-batches, a ring with one bucket; what 
 micro-batch, D devices, R replicas, P places.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -113,7 +114,7 @@ class Estimator:
             return [np.zeros(graph.num_ops, np.int64)]
         key = graph.op_names, kinds
         if key not in self._places:
-            self._places[key] = constructed_places(self._alone(graph, arrangement.devices[0]))
+            self._places[key] = constructed_places(self.alone(graph, arrangement.devices[0]))
         found = self._places[key]
         if arrangement.layout.stages is None:
             return found
@@ -212,7 +213,7 @@ class Estimator:
         key = (layout.num_parts, is_captured, layout.recompute, layout.offload, kinds, few, share, places.tobytes())
         if key not in self._replicas:
             step = self._step(layout, few, share)
-            problem = self._alone(step.graph, devices)
+            problem = self.alone(step.graph, devices)
             placement = step.placement(places, [range(len(own))], None if cpus is None else [len(own)])
             orders = [simulate(problem.in_order(order), placement) for order in problem.orders]
             best = min(orders, key=lambda found: (found.missing_bytes.any(), found.step_time_ns))
@@ -253,7 +254,7 @@ class Estimator:
             self._figures[key] = _figures(graph, Problem.build(graph, self.cluster).op_time_ns)
         return self._figures[key]
 
-    def _alone(self, graph: Graph, devices: tuple[int, ...]) -> Problem:
+    def alone(self, graph: Graph, devices: Sequence[int]) -> Problem:
         """Returns the problem of placing `graph` on `devices`, with the memory that constraints leave there."""
         limits = {self.cluster.devices[d].name: int(self.limits_bytes[d]) for d in devices}
         return Problem.build(graph, only(self.cluster, devices), Constraints(max_memory_bytes=limits))

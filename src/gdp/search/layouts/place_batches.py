@@ -22,7 +22,6 @@ from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.cluster.changes import only
 from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
 from gdp.parallel.batches import ROUNDS, BatchStream, check_batches
@@ -120,8 +119,7 @@ class _PlacingBatches:
 
     def alone(self, graph: Graph, devices: Sequence[int]) -> Problem:
         """Returns the problem of placing `graph` on `devices`, with the memory that constraints leave there."""
-        limits = {self.cluster.devices[d].name: int(self._estimator.limits_bytes[d]) for d in devices}
-        return Problem.build(graph, only(self.cluster, devices), Constraints(max_memory_bytes=limits))
+        return self._estimator.alone(graph, devices)
 
     def simulate(self, arrangement: Arrangement, places: I64) -> ServedLayout | None:
         """Simulates the batches with these places [N] of a replica's ops; None where constraints forbid them."""
