@@ -95,7 +95,9 @@ def run_on_loaded_state(world: FakeCuda) -> None:
         executor.load(content)
         executor.step(content)
         executor.load({number: tensor.clone() for number, tensor in executor.state().items()})
-        executor.load_private({number: tensor.clone() for number, tensor in executor.private().items()})
+        executor.load_private(
+            {op: {key: tensor.clone() for key, tensor in values.items()} for op, values in executor.private().items()}
+        )
         executor.step(content)
 
 

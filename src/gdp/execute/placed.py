@@ -119,14 +119,12 @@ class Placed:
             program = executor.program
             whole = {**program.state_by_name(executor.state()), **state}
             executor.load(program.bind_state(whole))
-            executor.load_private(
-                {
-                    value: whole[name]
-                    for name, values in _states(program).items()
-                    for value in values
-                    if value in program.state_copies
-                }
-            )
+            copies = {
+                op: {value: whole[name] for value in program.private[op] if value in program.state_copies}
+                for name, op in _updates(program).items()
+                if op in program.private
+            }
+            executor.load_private({op: values for op, values in copies.items() if values})
 
     def optimizer_state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Returns by parameter the optimizer's state; copies, on the CPU.
@@ -139,9 +137,9 @@ class Placed:
             return {}
         private, keys = executor.private(), executor.program.state_keys
         return {
-            name: {keys[value]: private[value].detach().to("cpu", copy=True) for value in values}
-            for name, values in _states(executor.program).items()
-            if all(value in private for value in values)
+            name: {keys[value]: tensor.detach().to("cpu", copy=True) for value, tensor in private[op].items()}
+            for name, op in _updates(executor.program).items()
+            if op in private
         }
 
     def load_optimizer_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -153,7 +151,8 @@ class Placed:
         if executor is None:
             raise InputError("the optimizer's state is made with the first step; load it after one")
         program = executor.program
-        states, content = _states(program), {}
+        updates, content = _updates(program), {}
+        states = {name: program.private[op] for name, op in updates.items() if op in program.private}
         for name, tensors in state.items():
             keys = {program.state_keys[value]: value for value in states.get(name, ())}
             if not keys or tensors.keys() != keys.keys():
@@ -166,7 +165,7 @@ class Placed:
                 if tuple(tensors[key].shape) != size:
                     here = list(tensors[key].shape)
                     raise InputError(f"optimizer state {key} of {name!r} is {here}; {list(size)} is expected")
-                content[value] = tensors[key]
+            content[updates[name]] = {value: tensors[key] for key, value in keys.items()}
         executor.load_private(content)
 
     def close(self) -> None:
@@ -291,11 +290,6 @@ def _updates(program: Program) -> dict[str, int]:
     graph = program.graph
     updates = [op for op, phase in enumerate(graph.phases) if phase == "update"]
     return {graph.op_names[op].removesuffix(".update"): op for op in updates}
-
-
-def _states(program: Program) -> dict[str, tuple[int, ...]]:
-    """Returns by parameter the values of its optimizer state."""
-    return {name: program.private[op] for name, op in _updates(program).items() if op in program.private}
 
 
 def _batch_sizes(program: Program) -> dict[str, int]:

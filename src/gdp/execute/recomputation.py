@@ -1,10 +1,16 @@
-"""Executes recomputation: a copy of an op makes the calls of the op once more, with the same random numbers."""
+"""Programs of steps that recompute, or whose activations wait on the host.
 
-from collections.abc import Iterator
+A copy of an op makes the calls of the op once more, with the same random numbers.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gdp.arrays import I64
+from gdp.graph import Graph
 from gdp.models.pytorch.program import Call, Program, Ref
+from gdp.parallel.offload import Offload
 from gdp.parallel.recompute import Recomputation
 
 
@@ -16,24 +22,43 @@ def with_copies(program: Program, step: Recomputation) -> Program:
     number = {
         op: new for new, op in enumerate(step.op_origin.tolist()) if step.graph.op_names[new] == _name(program, op)
     }
-    origins = step.tensor_origin.tolist()
-    inputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
-    outputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
+    program = _renumbered(program, step.graph, number, step.tensor_origin)
+    values = program.tensor_values
+    calls = list(program.calls)
+    for op, origin in enumerate(step.op_origin.tolist()):
+        if number[origin] != op:
+            known = {values[tensor] for tensor in program.inputs_of[op]}
+            calls[op] = tuple(_without_state(program.calls[number[origin]], known))
+    return replace(program, calls=tuple(calls))
+
+
+def with_host_copies(program: Program, step: Offload) -> Program:
+    """Returns the program of the graph of `step`, in which activations of the graph of `program` wait on the host."""
+    names = step.graph.op_numbers
+    number = {op: names[name] for op, name in enumerate(program.graph.op_names)}
+    return _renumbered(program, step.graph, number, step.tensor_origin)
+
+
+def _renumbered(program: Program, graph: Graph, number: Mapping[int, int], tensor_origin: I64) -> Program:
+    """Returns the program of `graph`, in which ops have another `number`, and tensors the content of others.
+
+    Ops that are new make no calls: they hand on what they are given.
+    """
+    origins = tensor_origin.tolist()
+    inputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    outputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
     values = tuple(program.tensor_values[origin] if origin >= 0 else -1 for origin in origins)
     for tensor, value in enumerate(values):
         if value >= 0:
-            outputs_of[int(step.graph.producers[tensor])].append(tensor)
-            for op in step.graph.consumers_of(tensor).tolist():
+            outputs_of[int(graph.producers[tensor])].append(tensor)
+            for op in graph.consumers_of(tensor).tolist():
                 inputs_of[op].append(tensor)
-    calls = []
-    for op, origin in enumerate(step.op_origin.tolist()):
-        own = program.calls[origin]
-        if number[origin] != op:
-            own = tuple(_without_state(own, {values[tensor] for tensor in inputs_of[op]}))
-        calls.append(own)
+    calls: list[tuple[Call, ...]] = [()] * graph.num_ops
+    for op, new in number.items():
+        calls[new] = program.calls[op]
     return replace(
         program,
-        graph=step.graph,
+        graph=graph,
         calls=tuple(calls),
         inputs_of=tuple(map(tuple, inputs_of)),
         outputs_of=tuple(map(tuple, outputs_of)),

@@ -36,6 +36,8 @@ def scripts(
 ) -> tuple[Script, ...]:
     """[D] the script of each device, whose ops `order` lists; kept and `retained` tensors stay on their producers'.
 
+    A retained tensor with a keeper stays on that op's device instead.
+
     InputError for an order that deadlocks.
     """
     graph = program.graph
@@ -50,6 +52,7 @@ def scripts(
     drops: dict[int, list[int]] = defaultdict(list)
     for tensor, producer in enumerate(graph.producers.tolist()):
         home = device_of[producer]
+        holder = device_of[program.keepers.get(tensor, producer)] if tensor in retained else -1
         consumers: dict[int, list[int]] = defaultdict(list)
         for op in graph.consumers_of(tensor).tolist():
             consumers[device_of[op]].append(op)
@@ -58,8 +61,9 @@ def scripts(
             if device != home:
                 sends[producer].append((device, tensor))
                 awaited[ops[0]].append(tensor)
-                drops[ops[-1]].append(tensor)
-        if not graph.is_kept[tensor] and tensor not in retained:
+                if device != holder:
+                    drops[ops[-1]].append(tensor)
+        if not graph.is_kept[tensor] and home != holder:
             drops[consumers[home][-1] if home in consumers else producer].append(tensor)
     return tuple(
         tuple(Task(op, tuple(awaited[op]), tuple(sorted(sends[op])), tuple(drops[op])) for op in ops) for ops in lists

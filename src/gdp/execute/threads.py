@@ -125,18 +125,18 @@ class ThreadExecutor(PlanExecutor):
         loss = self.program.loss_of(_held(record))
         return None if loss is None else loss.detach().to("cpu", copy=True)
 
-    def load_private(self, content: Mapping[int, Tensor]) -> None:
-        """Copies optimizer state, by value, to the devices of its parameters."""
-        for op, values in self.program.private.items():
-            self._workers[self._home[op]].load_private({value: content[value] for value in values if value in content})
+    def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Copies optimizer state, by update and value, to the devices of the updates."""
+        for op, values in content.items():
+            self._workers[self._home[op]].load_private(op, values)
 
     def state(self) -> dict[int, Tensor]:
         """Returns parameters and buffers now, by tensor number, where they are."""
         return {tensor: memory for worker in self._workers for tensor, memory in worker.state.items()}
 
-    def private(self) -> dict[int, Tensor]:
-        """Returns optimizer state now, by value, where it is."""
-        return {value: memory for worker in self._workers for value, memory in worker.private.items()}
+    def private(self) -> dict[int, dict[int, Tensor]]:
+        """Returns optimizer state now, by update and value, where it is."""
+        return {op: values for worker in self._workers for op, values in worker.private.items() if values}
 
     def close(self) -> None:
         """Ends the workers, at once if they are in a step."""

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,7 +14,6 @@ from torch import Tensor
 from gdp.execute.lanes import Lane
 from gdp.execute.script import Script
 from gdp.models.pytorch import Program
-from gdp.models.pytorch.strides import empty
 
 
 class Mailbox(Protocol):
@@ -92,7 +92,8 @@ class ExecutionError(Exception):
 class Worker:
     """One device: its parameters, buffers and optimizer state, and the ops that it runs.
 
-    `state` holds the memory of sources by tensor number, `private` optimizer state by value; both are on the device.
+    `state` holds the memory of sources by tensor number, `private` optimizer state by op and value; both are on the
+    device.
     """
 
     program: Program
@@ -100,7 +101,7 @@ class Worker:
     mailbox: Mailbox
     stop: threading.Event
     state: dict[int, Tensor] = field(default_factory=dict)
-    private: dict[int, Tensor] = field(default_factory=dict)
+    private: dict[int, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
     def load(self, content: Mapping[int, Tensor]) -> None:
         """Copies parameters and buffers, by tensor number, to the device."""
@@ -108,10 +109,11 @@ class Worker:
             self.state[tensor] = self._on_device(tensor, memory)
         self.lane.settle_caller()
 
-    def load_private(self, content: Mapping[int, Tensor]) -> None:
-        """Copies optimizer state, by value, to the device."""
+    def load_private(self, op: int, content: Mapping[int, Tensor]) -> None:
+        """Copies optimizer state of an update, by value, to the device."""
         for value, memory in content.items():
-            self.private[value] = empty(self.program.layouts[value], self.lane.target.device).copy_(memory)
+            dtype, device = self.program.layouts[value].dtype, self.lane.target.device
+            self.private[op][value] = torch.empty_like(memory, dtype=dtype, device=device).copy_(memory)
         self.lane.settle_caller()
 
     def step(self, request: StepRequest) -> DeviceRecord:
@@ -149,7 +151,7 @@ class Worker:
                         content = self._on_device(source.tensor, request.inputs[source.tensor])
                     held.update(program.parts(op, content))
                 else:
-                    held.update(program.routine(op, device).run(held, self.private, request.seed))  # type: ignore[arg-type]
+                    held.update(program.routine(op, device).run(held, self.private[op], request.seed))
                 for to, tensor in task.sends:
                     mailbox.send(tensor, held.get(tensor), to)
                 for tensor in task.drops:

@@ -12,7 +12,7 @@ N ops, T tensors, E (tensor, consumer) pairs.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,16 +28,33 @@ KIND = "host.copy"
 LEAST_BYTES = 2**20  # a smaller tensor takes longer to start on its way than to be sent: 10 us of latency at 32 GB/s
 
 
+@dataclass(frozen=True, eq=False)
+class Offload:
+    """A step with ops that hold activations on the host, and where its tensors come from; S tensors of the step."""
+
+    graph: Graph
+    tensor_origin: I64  # [S] the tensor of the given graph that each has the content of; -1: one that makes ops wait
+
+    @classmethod
+    def of(cls, graph: Graph, modules: str | Sequence[str], *, least_bytes: int = LEAST_BYTES) -> "Offload":
+        """Returns the training step `graph` in which activations of blocks wait on the host; see `offloaded`."""
+        if modules == NONE or not len(modules):
+            return cls(graph, np.arange(graph.num_tensors))
+        if modules == AUTO:
+            raise InputError("offload=auto depends on devices, as a search knows them; name modules, or take blocks")
+        return _offloaded(graph, modules, least_bytes)
+
+
 def offloaded(graph: Graph, modules: str | Sequence[str], *, least_bytes: int = LEAST_BYTES) -> Graph:
     """Returns the training step `graph` in which activations of blocks wait on the host: NONE, BLOCKS or paths.
 
     Tensors below `least_bytes` stay, and of the blocks the one that comes first in the backward pass, since no other
     tells when it is wanted. InputError for a path that is no module's.
     """
-    if modules == NONE or not len(modules):
-        return graph
-    if modules == AUTO:
-        raise InputError("offload=auto depends on devices, as a search knows them; name modules, or take blocks")
+    return Offload.of(graph, modules, least_bytes=least_bytes).graph
+
+
+def _offloaded(graph: Graph, modules: str | Sequence[str], least_bytes: int) -> Offload:
     blocks = Blocks.of(graph, modules)
     tensors, consumers = graph.edge_tensors, graph.consumers
     first_reader = blocks.first_of(blocks.is_read)
@@ -55,7 +72,7 @@ def offloaded(graph: Graph, modules: str | Sequence[str], *, least_bytes: int = 
     number = np.empty(len(op_order), np.int64)
     number[op_order] = np.arange(len(op_order))
     copy_of = dict(zip(moved.tolist(), number[graph.num_ops :].tolist(), strict=True))
-    rows = _tensors(graph, leaves, carrier, copy_of, number)
+    rows, origin = _tensors(graph, leaves, carrier, copy_of, number)
     pairs = _releases(blocks, order, first_reader, moved, number)
     rows += write_after_read(len(op_order), rows, pairs)
     names, ops = UniqueNames(), list(graph.ops)
@@ -65,11 +82,17 @@ def offloaded(graph: Graph, modules: str | Sequence[str], *, least_bytes: int = 
         Op(names.of(f"{source.name}.host"), KIND, phase="backward", module=source.module)
         for source in (ops[op] for op in graph.producers[moved].tolist())
     ]
-    return Graph.build(graph.name, [ops[op] for op in op_order.tolist()], rows)
+    step = Graph.build(graph.name, [ops[op] for op in op_order.tolist()], rows)
+    return Offload(step, np.array([*origin, *[-1] * (len(rows) - len(origin))], np.int64))
 
 
-def _tensors(graph: Graph, leaves: Bool, carrier: I64, copy_of: dict[int, int], number: I64) -> list[Tensor]:
-    """Returns the tensors of `graph`, then what the copies send back; consumers on edges that `leaves` [E] get that."""
+def _tensors(
+    graph: Graph, leaves: Bool, carrier: I64, copy_of: dict[int, int], number: I64
+) -> tuple[list[Tensor], list[int]]:
+    """Returns the tensors of `graph`, then what the copies send back, and which tensor of `graph` each one is.
+
+    Consumers on edges that `leaves` [E] get what the copies send back.
+    """
     staying: list[list[int]] = [[] for _ in range(graph.num_tensors)]
     sent: dict[int, dict[int, list[int]]] = {tensor: {tensor: []} for tensor in copy_of}
     for tensor, op, goes in zip(
@@ -85,12 +108,14 @@ def _tensors(graph: Graph, leaves: Bool, carrier: I64, copy_of: dict[int, int], 
         replace(graph.tensor(tensor), producer=int(number[graph.producers[tensor]]), consumers=tuple(sorted(ops)))
         for tensor, ops in enumerate(staying)
     ]
+    origin = list(range(graph.num_tensors))
     for whole, parts in sent.items():
         base = len(rows)
+        origin += parts
         for tensor, ops in parts.items():
             size, view_of = int(graph.tensor_bytes[tensor]), -1 if tensor == whole else base
             rows.append(Tensor(copy_of[whole], tuple(sorted(ops)), size, view_of=view_of))
-    return rows
+    return rows, origin
 
 
 def _releases(blocks: Blocks, order: list[int], first_reader: I64, moved: I64, number: I64) -> list[tuple[int, int]]:

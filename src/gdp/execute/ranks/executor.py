@@ -152,22 +152,23 @@ class ProcessExecutor(PlanExecutor):
         self._check_open()
         if record is not self._latest:
             raise ValueError("record is not of the latest step, or that retained nothing; use step(retain=True)")
-        state = {source.tensor for source in self.program.sources.values() if source.kind != "input"}
+        program = self.program
         wanted: dict[int, list[int]] = {rank: [] for rank in range(len(self._scripts))}
-        for tensor in sorted(state | self.program.result_tensors):
-            wanted[self._home[int(self.program.graph.producers[tensor])]].append(tensor)
+        for tensor in sorted(program.state_tensors | program.result_tensors):
+            keeper = program.keepers.get(tensor, int(program.graph.producers[tensor]))
+            wanted[self._home[keeper]].append(tensor)
         own = {**record.devices[self._rank].held, **self._worker.state}
         with self._ending("collecting results"), torch.no_grad():
             held = self._communicator.collect(own, wanted)
-        return self.program.results(held) if self.ranks.is_first else None
+        return program.results(held) if self.ranks.is_first else None
 
     def state(self) -> dict[int, Tensor]:
         """Returns this device's parameters and buffers now, by tensor number, where they are."""
         return dict(self._worker.state)
 
-    def private(self) -> dict[int, Tensor]:
-        """Returns this device's optimizer state now, by value, where it is."""
-        return dict(self._worker.private)
+    def private(self) -> dict[int, dict[int, Tensor]]:
+        """Returns this device's optimizer state now, by update and value, where it is."""
+        return {op: values for op, values in self._worker.private.items() if values}
 
     def close(self) -> None:
         """Ends the executor on all ranks; each waits for the others to close it, too."""

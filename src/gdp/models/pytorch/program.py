@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.pytorch.replacements import ATTENTION_BACKWARD
-from gdp.models.pytorch.routine import Routine
+from gdp.models.pytorch.routine import OpRoutine, Routine
 from gdp.models.pytorch.strides import StridedLayout, empty, view_of
 
 
@@ -102,9 +102,9 @@ class Program:
         device: the device for tensors created from nothing; default: their device at capture, the CPU.
         seed: added to the seeds of random numbers; adding `num_draws` for every step gives each step its own.
         """
-        return self.routine(op, device).run(inputs, private, seed)
+        return self.routine(op, device).run(dict(inputs), private, seed)
 
-    def routine(self, op: int, device: torch.device | None = None) -> Routine:
+    def routine(self, op: int, device: torch.device | None = None) -> OpRoutine:
         """Returns `op` prepared for `device`; kept for the next time."""
         key = op, device
         if key not in self._routines:
@@ -112,7 +112,7 @@ class Program:
         return self._routines[key]
 
     @cached_property
-    def _routines(self) -> dict[tuple[int, torch.device | None], Routine]:
+    def _routines(self) -> dict[tuple[int, torch.device | None], OpRoutine]:
         return {}
 
     def set_learning_rate(self, op: int, learning_rate: float) -> None:
@@ -144,6 +144,16 @@ class Program:
             for tensor, (value, part) in enumerate(zip(self.tensor_values, self.tensor_layouts, strict=True))
             if value in values and part is None
         )
+
+    @property
+    def keepers(self) -> Mapping[int, int]:
+        """Ops by tensor: where results are held after a step, if that is not where they are made."""
+        return {}
+
+    @cached_property
+    def state_tensors(self) -> frozenset[int]:
+        """The tensors of parameters and buffers, which `state_by_name` reads."""
+        return frozenset(source.tensor for source in self.sources.values() if source.kind != "input")
 
     def memory_for(self, tensor: int, device: torch.device | None = None, *, is_pinned: bool = False) -> Tensor:
         """Returns uninitialised memory on `device` for a copy of that tensor, as `run` takes it."""

@@ -6,7 +6,7 @@ works on a list of slots: its inputs, its optimizer state, and the results of it
 
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ Slots = list[Any]
 Reader = Callable[[Slots], Any]
 
 _default_generator_lock = threading.Lock()  # for operators that draw from PyTorch's global generator only
+
+
+class OpRoutine(Protocol):
+    """An op prepared for repeated execution on one device."""
+
+    def run(
+        self, inputs: MutableMapping[int, Any], private: MutableMapping[int, Tensor], seed: int = 0
+    ) -> dict[int, Any]:
+        """Executes the op on the tensors `inputs`, by number; returns its tensors by number."""
+
+    def set_keyword(self, key: str, value: Any) -> None:
+        """Changes an argument, such as the learning rate, of the calls that have it."""
 
 
 class Routine:
@@ -117,7 +129,7 @@ class Routine:
         assert part is not None, "and one that reads views which overlap themselves, too"
         at, (size, stride), compact = self._parts[ref.value][part], view[:2], compact_strides(view, part)
 
-        def read_part(slots: Slots) -> Tensor:
+        def read_part(slots: Slots) -> Tensor:  # as `part_view`, with strides computed once
             content: Tensor = slots[at]
             return content.as_strided(
                 size, stride if content.stride() == part.stride else compact, content.storage_offset()

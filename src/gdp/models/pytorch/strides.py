@@ -45,6 +45,28 @@ def view_of(whole: Tensor, made: StridedLayout, view: StridedLayout | None) -> T
     return empty_view.set_(whole.untyped_storage(), view.offset, view.size, view.stride)
 
 
+def part_view(content: Tensor, part: StridedLayout, view: StridedLayout) -> Tensor:
+    """Returns the view `view` of a memory from `content`, the part of it that the view covers, or a compact copy."""
+    stride = view.stride if content.stride() == part.stride else compact_strides(view, part)
+    return content.as_strided(view.size, stride, content.storage_offset())
+
+
+def is_dense(layout: StridedLayout) -> bool:
+    """Returns whether the elements lie one after the other, each once, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(layout.stride, layout.size, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def memory_order(content: Tensor, layout: StridedLayout) -> Tensor:
+    """Returns the elements of `content` in the order in which `layout`, of the same sizes, has them in memory."""
+    order = sorted(range(len(layout.size)), key=lambda dim: -layout.stride[dim])
+    return content.permute(order).reshape(-1)
+
+
 def part_layout(view: StridedLayout) -> StridedLayout | None:
     """Returns the memory that `view` covers, in the fewest dimensions, outermost first; None if it overlaps itself.
 

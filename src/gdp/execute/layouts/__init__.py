@@ -1,0 +1,1 @@
+"""Execution of steps that are cut into micro-batches and replicas."""

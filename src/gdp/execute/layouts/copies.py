@@ -1,0 +1,49 @@
+"""Copies: which op and tensor of one micro-batch each op and tensor of a step is a copy of."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from gdp.graph import Graph
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Where the M ops and S tensors of a step come from; -1: the layout makes them."""
+
+    op: list[int]  # [M]
+    tensor: list[int]  # [S]
+    microbatch: list[int]  # [M]
+    replica: list[int]  # [M]
+
+    @classmethod
+    def of(cls, part: Graph, step: Graph) -> "Copies":
+        """Compares the names of the step with those of `part`, the graph of one micro-batch.
+
+        A copy makes the tensors of its op first, in their order.
+        """
+        names, number = step.copy_names, part.op_numbers
+        of_base = [number.get(name, -1) for name in names.bases]
+        ops = [of_base[base] for base in names.base.tolist()]
+        of_part, of_step = tensors_of(part), tensors_of(step)
+        tensors = [-1] * step.num_tensors
+        for op, origin in enumerate(ops):
+            if origin >= 0:
+                for own, tensor in zip(of_step[op], of_part[origin], strict=False):
+                    tensors[own] = tensor
+        return cls(ops, tensors, names.microbatch.tolist(), names.replica.tolist())
+
+
+def tensors_of(graph: Graph) -> dict[int, list[int]]:
+    """Returns the tensors of each op, ascending."""
+    found = defaultdict[int, list[int]](list)
+    for tensor, op in enumerate(graph.producers.tolist()):
+        found[op].append(tensor)
+    return found
+
+
+def read_by(graph: Graph) -> dict[int, list[int]]:
+    """Returns the tensors that each op consumes, ascending."""
+    found = defaultdict[int, list[int]](list)
+    for tensor, op in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True):
+        found[op].append(tensor)
+    return found

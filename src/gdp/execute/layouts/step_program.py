@@ -1,0 +1,286 @@
+"""START HERE: the program of a step that is cut into micro-batches and replicas, from that of one micro-batch.
+
+    program of one micro-batch --recompute, offload, share of the loss--> its ops
+    its ops and the graph of the step --copies, sums, exchanges--> program of the step
+
+Copies of an op make its calls on the tensors of their micro-batch and replica, with random numbers of their own. P is
+the number of parts of the batch: of micro-batches over all replicas. M ops of the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdp.errors import InputError
+from gdp.execute.layouts.assembly import Assembly, Make, Pieces
+from gdp.execute.layouts.batch import split_inputs
+from gdp.execute.layouts.cut import RingPlaces
+from gdp.execute.layouts.routines import Shifted
+from gdp.execute.recomputation import with_copies, with_host_copies
+from gdp.models.pytorch import Program, Replay
+from gdp.models.pytorch.program import Call, StepSource
+from gdp.models.pytorch.routine import OpRoutine, Routine
+from gdp.models.pytorch.strides import memory_order, part_view, view_of
+from gdp.parallel.blocks import Blocks
+from gdp.parallel.layout import NONE
+from gdp.parallel.offload import Offload
+from gdp.parallel.recompute import Recomputation
+from gdp.parallel.rings import Rings
+from gdp.parallel.step import Step
+
+_LOSS_GRADIENT = "aten.ones_like"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepProgram(Program):
+    """The program of a cut step; values are those of `part`, the program of one micro-batch.
+
+    Inputs are those of the whole batch. `results` has the mean loss, the outputs of part p under `NAME@p`, gradients of
+    the mean loss, and the state of the first replica.
+    """
+
+    part: Program
+    part_of: Sequence[int]  # [M] the part of the batch of each op; shared ops have the first of their replica
+    origin: Sequence[int]  # [M] the op of `part`; -1: the layout makes it
+    num_parts: int
+    made: Mapping[int, Make]  # of ops that the layout adds or changes
+    gradient_tensors: Mapping[str, int]  # by parameter: what the update of the first replica reads
+    gradient_pieces: Mapping[str, Pieces]  # by parameter, where each replica has a piece
+    pieces: Mapping[int, Pieces]  # by tensor of a cut parameter in `part`
+    first_tensors: Mapping[int, int]  # by tensor of a parameter or buffer in `part`: that of the first replica
+
+    def routine(self, op: int, device: torch.device | None = None) -> OpRoutine:
+        """Returns `op` prepared for `device`; kept for the next time."""
+        key = op, device
+        if key not in self._routines:
+            if op in self.made:
+                self._routines[key] = self.made[op](device)
+            else:
+                own, offset = Routine(self, op, device), self.part_of[op] * self.part.num_draws
+                draws = offset and any(call.seed >= 0 for call in self.calls[op])
+                self._routines[key] = Shifted(own, offset) if draws else own
+        return self._routines[key]
+
+    @cached_property
+    def num_draws(self) -> int:
+        """The number of seeds of a step."""
+        return self.part.num_draws * self.num_parts
+
+    @cached_property
+    def keepers(self) -> Mapping[int, int]:
+        """The updates that read summed gradients: where these are, whichever device has made them."""
+        tensors = {*self.gradient_tensors.values()}
+        tensors |= {tensor for pieces in self.gradient_pieces.values() for tensor in pieces.tensors}
+        return {tensor: max(self.graph.consumers_of(tensor).tolist()) for tensor in tensors}
+
+    # -- inputs and state --------------------------------------------------------------------------------------------
+
+    def bind_state(self, state: nn.Module | Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Copies parameters and buffers, once for all replicas; see `Program.bind`."""
+        of_part, content = self.part.bind_state(state), {}
+        for op, source in self.sources.items():
+            if source.kind != "input":
+                content[source.tensor] = of_part[self.part.sources[self.origin[op]].tensor]
+        for tensor, pieces in self.pieces.items():
+            row = memory_order(of_part[tensor], pieces.layout)
+            content |= {own: row[first:last] for own, (first, last) in zip(pieces.tensors, pieces.spans, strict=True)}
+        return content
+
+    def bind_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
+        """Copies the inputs of the whole batch, each micro-batch its part; InputError where it has another size."""
+        parts = [self.part.bind_inputs(*inputs) for inputs in self.split(args, kwargs)]
+        return {
+            source.tensor: parts[self.part_of[op]][self.part.sources[self.origin[op]].tensor]
+            for op, source in self.sources.items()
+            if source.kind == "input"
+        }
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Returns the inputs [P] of the parts of a batch."""
+        named = [source.views for source in self.part.sources.values() if source.kind == "input"]
+        sizes = {name: view.size for views in named for name, view in views.items()}
+        return list(split_inputs(args, kwargs, self.num_parts, sizes))
+
+    @cached_property
+    def state_tensors(self) -> frozenset[int]:
+        """The tensors of parameters and buffers that `state_by_name` reads."""
+        cut = {tensor for pieces in self.pieces.values() for tensor in pieces.tensors}
+        return frozenset(cut | {own for tensor, own in self.first_tensors.items() if tensor not in self.pieces})
+
+    def state_by_name(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Returns parameters and buffers of the first replica; those that are cut are put together."""
+        return self.part.state_by_name(
+            {
+                tensor: self.pieces[tensor].joined(held) if tensor in self.pieces else held[own]
+                for tensor, own in self.first_tensors.items()
+            }
+        )
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def result_tensors(self) -> frozenset[int]:
+        """The tensors that `results` reads the loss, outputs and gradients from."""
+        return frozenset({*self.keepers, *self._outputs_by_part.values()})
+
+    @cached_property
+    def _outputs_by_part(self) -> dict[tuple[int, int], int]:
+        """The tensor of each (value, part of the batch) that the model or the loss returns."""
+        values = {ref.value for ref in self.outputs.values()} | ({self.loss.value} if self.loss else set())
+        found: dict[tuple[int, int], int] = {}
+        producers = self.graph.producers.tolist()
+        for tensor, value in enumerate(self.tensor_values):
+            if value in values and self.tensor_layouts[tensor] is None:
+                op = producers[tensor]
+                found.setdefault((value, self.part_of[op]), tensor)
+        return found
+
+    def loss_of(self, held: Mapping[int, Tensor]) -> Tensor | None:
+        """Returns the mean of the losses of all parts, on the CPU."""
+        if self.loss is None:
+            return None
+        losses = []
+        for tensor in sorted(held):
+            if tensor >= 0 and self.tensor_values[tensor] == self.loss.value and self.graph.is_kept[tensor]:
+                loss = super().loss_of({tensor: held[tensor]})
+                assert loss is not None, "there is one"
+                losses.append(loss.detach().to("cpu"))
+        assert len(losses) == self.num_parts, "the graph keeps the loss of each part"
+        return torch.stack(losses).mean(0)
+
+    def results(self, held: Mapping[int, Tensor]) -> Replay:
+        """Returns the results of a step, from tensors by number; others are ignored."""
+        outputs = {}
+        for name, ref in self.outputs.items():
+            for part in range(self.num_parts):
+                tensor = self._outputs_by_part.get((ref.value, part))
+                if tensor is not None and tensor in held:
+                    outputs[f"{name}@{part}"] = view_of(held[tensor], self.layouts[ref.value], ref.layout)
+        gradients = {name: pieces.joined(held) for name, pieces in self.gradient_pieces.items()}
+        for name, tensor in self.gradient_tensors.items():
+            ref, own = self.gradients[name], self.tensor_layouts[tensor]
+            if own is not None:
+                gradients[name] = part_view(held[tensor], own, own if ref.layout is None else ref.layout)
+            else:
+                gradients[name] = view_of(held[tensor], self.layouts[ref.value], ref.layout)
+        return Replay(self.loss_of(held), outputs, gradients, self.state_by_name(held))
+
+
+def step_program(program: Program, step: Step) -> StepProgram:
+    """Returns the program of `step`, a step of micro-batches with `program`.
+
+    InputError for a layout that is placed, but not executed.
+    """
+    layout = step.layout
+    part = program
+    if layout.recompute != NONE:
+        part = with_copies(part, Recomputation.of(Blocks.of(part.graph, layout.recompute), step.places))
+    if layout.offload != NONE:
+        part = with_host_copies(part, Offload.of(part.graph, layout.offload))
+    return cut_program(part, step, layout.microbatches)
+
+
+def cut_program(program: Program, step: Step, microbatches: Sequence[int]) -> StepProgram:
+    """Returns the program of the graph of `step`, whose replicas have `microbatches` [R] of `program`."""
+    num_parts = sum(microbatches)
+    part = with_share_of_loss(program, num_parts)
+    places = RingPlaces.of(Rings.of(len(microbatches), step.ring, step.hosts))
+    assembly = Assembly(part, step.graph, places, step.layout.zero)
+    copies, values = assembly.copies, assembly.values
+    starts = [0, *accumulate(microbatches)]
+    inputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
+    outputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
+    for tensor, op in enumerate(step.graph.producers.tolist()):
+        if values[tensor] >= 0:
+            outputs_of[op].append(tensor)
+            for reader in step.graph.consumers_of(tensor).tolist():
+                inputs_of[reader].append(tensor)
+    sources = {
+        op: _copied_source(part.sources[origin], assembly, op)
+        for op, origin in enumerate(copies.op)
+        if origin in part.sources
+    }
+    whole, cut = _gradients(part, assembly)
+    firsts = {part.sources[copies.op[op]].tensor: (op, source.tensor) for op, source in reversed(sources.items())}
+    inherited = {field.name: getattr(part, field.name) for field in fields(Program)}
+    return StepProgram(
+        **inherited
+        | {
+            "graph": step.graph,
+            "calls": tuple(() if origin < 0 else part.calls[origin] for origin in copies.op),
+            "inputs_of": tuple(map(tuple, inputs_of)),
+            "outputs_of": tuple(map(tuple, outputs_of)),
+            "tensor_values": tuple(values),
+            "tensor_layouts": tuple(assembly.parts),
+            "layouts": assembly.layouts,
+            "sources": sources,
+            "private": {op: part.private[origin] for op, origin in enumerate(copies.op) if origin in part.private},
+        },
+        part=part,
+        part_of=[
+            starts[replica] + microbatch for replica, microbatch in zip(copies.replica, copies.microbatch, strict=True)
+        ],
+        origin=copies.op,
+        num_parts=num_parts,
+        made=assembly.made,
+        gradient_tensors=whole,
+        gradient_pieces=cut,
+        pieces=assembly.parameter_pieces(),
+        first_tensors={tensor: own for tensor, (op, own) in firsts.items() if sources[op].kind != "input"},
+    )
+
+
+def _copied_source(source: StepSource, assembly: Assembly, op: int) -> StepSource:
+    tensor = next(own for own in assembly.made_by[op] if assembly.copies.tensor[own] == source.tensor)
+    return replace(source, tensor=tensor)
+
+
+def _gradients(part: Program, assembly: Assembly) -> tuple[dict[str, int], dict[str, Pieces]]:
+    """Returns where the gradients are that updates read, by parameter: whole, or in pieces."""
+    copies = assembly.copies
+    pieces: dict[str, list[tuple[int, tuple[int, int]]]] = {}
+    layouts = {}
+    whole: dict[str, int] = {}
+    for op, origin in enumerate(copies.op):
+        if (update := assembly.updates.get(origin)) is None:
+            continue
+        if assembly.zero:
+            gradient = assembly.gradient_of(op, update)
+            pieces.setdefault(update.name, []).append((gradient, assembly.piece(update.weight, copies.replica[op])))
+            layouts[update.name] = update.layout
+        elif not copies.replica[op]:
+            whole[update.name] = assembly.gradient_of(op, update)
+    cut = {
+        name: Pieces(tuple(tensor for tensor, _ in found), tuple(span for _, span in found), layouts[name])
+        for name, found in pieces.items()
+    }
+    return whole, cut
+
+
+def with_share_of_loss(program: Program, num_parts: int) -> Program:
+    """Returns the program of one of `num_parts` micro-batches, whose gradients are those of a share of the mean loss.
+
+    As `(loss / num_parts).backward()`: the gradient of the loss is 1 / `num_parts`. InputError where it is not found.
+    """
+    if num_parts == 1 or program.loss is None:
+        return program
+    kinds, phases = program.graph.kinds, program.graph.phases
+    first = next(op for op, phase in enumerate(phases) if phase == "backward")
+    is_fill = [call.func is torch.ops.aten.fill_.Scalar and call.args[1] == 1 for call in program.calls[first]]
+    if kinds[first] != _LOSS_GRADIENT or not any(is_fill):
+        raise InputError(
+            f"{program.graph.name}: its backward pass does not begin with the gradient of one loss, so parts of a batch "
+            "cannot be run; place with --parallel none"
+        )
+
+    def shared(call: Call, is_changed: bool) -> Call:
+        return replace(call, args=(call.args[0], 1.0 / num_parts)) if is_changed else call
+
+    calls = list(program.calls)
+    calls[first] = tuple(map(shared, program.calls[first], is_fill))
+    return replace(program, calls=tuple(calls))
