@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,22 +70,17 @@ def run(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
     from gdp.models.model import Reading
     from gdp.parallel.batches import in_flight
-    from gdp.parallel.layout import Layout
     from gdp.simulator.plan import Plan
 
     reading = Reading(not inference, optimizer, master_weights=master_weights, dtype=dtype)
     read = Plan.load(plan)
     if in_flight(read.layout):
         raise InputError(f"{plan}: has batches in flight, and gdp run executes one batch; place without --batches")
-    if read.layout is not None:
-        raise InputError(
-            f"{plan}: cuts the batch ({Layout.of_document(read.layout)}), and gdp run executes one batch in one copy; "
-            "place with --parallel none"
-        )
     from gdp.models.read import check_runnable
 
     check_runnable(model, "executed")
     cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
+    read = _with_microbatches(read, graph)
     if times is not None:
         _check_times(times, cluster)
     with _live("loading PyTorch"):
@@ -94,7 +90,7 @@ def run(
 
     def build() -> "Executable":
         with _live(f"building {model}"):
-            return read_executable(model, reading, seed=seed)
+            return read_executable(model, reading, layout=read.layout, seed=seed)
 
     places = None if on is None else on.split(",")
     interrupted = threading.Event()
@@ -226,17 +222,21 @@ def _cluster(plan: "Plan", path: Path, devices: str | None) -> "Cluster | None":
 def _graph(plan: "Plan", path: Path) -> "Graph | None":
     """Returns the graph beside the plan, if any: it may have measured times, which the model does not have."""
     from gdp.graph import Graph
-    from gdp.graph.microbatches import count_microbatches
 
     beside = path.with_name("graph.json.gz")
     if not beside.is_file():
         return None
     graph = Graph.load(beside)
     if graph.fingerprint == plan.graph:
-        if (count := count_microbatches(graph)) > 1:
-            raise InputError(
-                f"{path}: has {count} micro-batches, and gdp run executes one batch; place without --microbatches"
-            )
         return graph
     log(f"gdp: note: {beside} is of another plan")
     return None
+
+
+def _with_microbatches(plan: "Plan", graph: "Graph | None") -> "Plan":
+    """Returns the plan with the layout that `gdp place --microbatches` leaves to the names of ops."""
+    from gdp.graph.microbatches import count_microbatches
+    from gdp.parallel.layout import Layout
+
+    count = 1 if graph is None or plan.layout is not None else count_microbatches(graph)
+    return plan if count == 1 else replace(plan, layout=Layout(microbatches=(count,)).document())

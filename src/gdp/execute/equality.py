@@ -62,29 +62,55 @@ def compare(
 def eager_step(
     program: Program, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss | None = None
 ) -> Replay:
-    """Returns loss, outputs and gradients that PyTorch computes by itself, and buffers afterwards.
+    """Returns the results of a step that PyTorch computes by itself; see `eager_parts`."""
+    return eager_parts(program, model, [(args, kwargs)], loss)
 
-    It computes on one thread, since more of them may add up in another order. The results equal those of `program`
-    unless random numbers are drawn, for which PyTorch has other seeds. `model` is left as it was. ExecutionError if the
-    model fails.
+
+def eager_parts(
+    program: Program,
+    model: nn.Module,
+    parts: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+    loss: Loss | None = None,
+    *,
+    num_first: int = 1,
+) -> Replay:
+    """Returns loss, outputs and gradients that PyTorch computes of parts of a batch, and buffers afterwards.
+
+    `parts` are the inputs of each part: the loss is the mean of theirs, gradients are added up in their order, outputs
+    of part p are called `NAME@p` if there are several, and buffers are those after the first `num_first` parts. It
+    computes on one thread, since more of them may add up in another order. The results equal those of `program` unless
+    random numbers are drawn, for which PyTorch has other seeds. `model` is left as it was. ExecutionError if the model
+    fails.
     """
     is_training, num_threads = program.loss is not None, torch.get_num_threads()
     torch.set_num_threads(1)
+    losses: list[Tensor] = []
+    outputs: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     try:
         with _restored(model), _as_captured(model), torch.set_grad_enabled(is_training):
-            output = model(*args, **kwargs)
-            value = pick_loss(output, loss, program.graph.name) if is_training else None
-            if value is not None:
-                value.backward()  # type: ignore[no-untyped-call]
+            for number, (args, kwargs) in enumerate(parts):
+                output = model(*args, **kwargs)
+                if is_training:
+                    value = pick_loss(output, loss, program.graph.name)
+                    (value if len(parts) == 1 else value / len(parts)).backward()  # type: ignore[no-untyped-call]
+                    losses.append(value.detach())
+                end = f"@{number}" if len(parts) > 1 else ""
+                outputs |= _copies({name + end: tensor for name, tensor in named_tensors(output, "")})
+                if number == num_first - 1:
+                    buffers = _copies(_buffers(model))
             gradients = {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
-            parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            buffers = {name: tensor for name, tensor in named_state(model) if name not in parameters}
-            outputs = dict(named_tensors(output, ""))
-            return Replay(None if value is None else value.detach(), _copies(outputs), gradients, _copies(buffers))
+            mean = torch.stack(losses).mean(0) if len(losses) > 1 else losses[0] if losses else None
+            return Replay(mean, outputs, gradients, buffers)
     except Exception as error:
         raise ExecutionError("cpu", "the unplaced step, to compare with", error) from error
     finally:
         torch.set_num_threads(num_threads)
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in named_state(model) if name not in parameters}
 
 
 def _as_captured(model: nn.Module) -> contextlib.AbstractContextManager[None]:

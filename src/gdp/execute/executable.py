@@ -1,20 +1,27 @@
 """Executable: a model with parameters and inputs, and its captured step."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gdp.errors import InputError
+from gdp.execute.layouts.batch import split_inputs
+from gdp.execute.layouts.step_program import StepProgram, step_program
 from gdp.execute.worker import ExecutionError
 from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, Program, capture
 from gdp.models.pytorch.loss import Loss
+from gdp.models.pytorch.program import named_inputs
+from gdp.models.pytorch.signature import signatures
 from gdp.models.pytorch.step import OptimizerChoice, StepOptions, rule_choice
 from gdp.models.read import builder_of, check_runnable
 from gdp.models.user_function import printing_to_stderr
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
 
 
 class CaptureOptions(TypedDict, total=False):
@@ -28,36 +35,56 @@ class CaptureOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """A model with example inputs, and its captured step."""
+    """A model with example inputs, and its captured step, which may be cut into parts of the batch."""
 
-    capture: Capture
+    capture: Capture  # of the whole batch
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss: Loss | None = None  # as `capture` takes it
+    cut: StepProgram | None = None
 
-    def content(self) -> dict[int, Tensor]:
-        """Copies parameters, buffers and inputs, by tensor number. ExecutionError if there is no memory for them."""
+    @property
+    def program(self) -> Program:
+        """The program of the step as it is run."""
+        return self.cut or self.capture.program
+
+    def content(self, program: Program | None = None) -> dict[int, Tensor]:
+        """Copies parameters, buffers and inputs, by tensor number. ExecutionError if there is no memory for them.
+
+        `program` is by default the one that is run.
+        """
         try:
-            return self.capture.program.bind(self.model, self.args, self.kwargs)
+            return (program or self.program).bind(self.model, self.args, self.kwargs)
         except RuntimeError as error:
             raise ExecutionError("cpu", "copying parameters and inputs", error) from error
 
+    def inputs_of_parts(self) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+        """Returns the inputs of each part of the batch, in order; the whole ones of a step that is not cut."""
+        return [(self.args, self.kwargs)] if self.cut is None else [*self.cut.split(self.args, self.kwargs)]
 
-def read_executable(text: str, reading: Reading | None = None, *, seed: int = 0) -> Executable:
+    def signatures(self) -> Sequence[str]:
+        """Returns the signatures of ops; "" for those that only a layout makes."""
+        if self.cut is None:
+            return signatures(self.capture.program)
+        of_part = signatures(self.cut.part)
+        return ["" if origin < 0 else of_part[origin] for origin in self.cut.origin]
+
+
+def read_executable(
+    text: str, reading: Reading | None = None, *, layout: Mapping[str, Any] | None = None, seed: int = 0
+) -> Executable:
     """Builds the model that MODEL names, with parameters and inputs drawn by `seed` on the CPU, and captures its step.
 
-    InputError as for `sources.read_model`; a `gdp-graph` file has no model.
+    The step is cut as `layout`, the document of a plan, says. InputError as for `sources.read_model`; a `gdp-graph`
+    file has no model.
     """
     reading = reading or Reading()
     check_runnable(text, "executed")
     build = builder_of(text, training=reading.training, dtype=reading.dtype)
-    with printing_to_stderr():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            built = build()
-        model, args, kwargs = built if len(built) == 3 else (*built, {})
-        captured = capture(
+
+    def captured(args: Any, kwargs: Any) -> Capture:
+        return capture(
             model,
             args,
             kwargs,
@@ -66,8 +93,36 @@ def read_executable(text: str, reading: Reading | None = None, *, seed: int = 0)
             optimizer=reading.optimizer,
             master_weights=reading.master_weights,
         )
-    check_executable(captured.program)
-    return Executable(captured, model, args, kwargs)
+
+    with printing_to_stderr():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            built = build()
+        model, args, kwargs = built if len(built) == 3 else (*built, {})
+        whole = captured(args, kwargs)
+        check_executable(whole.program)
+        executable = Executable(whole, model, args, kwargs)
+        if layout is None:
+            return executable
+        num_parts = Layout.of_document(layout).num_parts
+        first = next(split_inputs(args, kwargs, num_parts, _part_sizes(text, reading, num_parts)))
+        return replace(executable, cut=cut_step(captured(*first), layout))
+
+
+def _part_sizes(text: str, reading: Reading, num_parts: int) -> dict[str, torch.Size]:
+    """Returns the sizes of the inputs of MODEL with 1 / `num_parts` of its batch."""
+    build = builder_of(text, num_parts, training=reading.training, dtype=reading.dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        _, args, *kwargs = build()
+    return {name: tensor.shape for name, tensor in named_inputs(args, kwargs[0] if kwargs else {})}
+
+
+def cut_step(part: Capture, document: Mapping[str, Any]) -> StepProgram:
+    """Returns the program of the step that a plan's `document` of its layout describes, from that of one part.
+
+    InputError for a layout of another model, and one that is not executed.
+    """
+    return step_program(part.program, Step.of_document(lambda _parts: part.graph, document))
 
 
 def check_executable(program: Program) -> None:

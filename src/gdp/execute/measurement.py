@@ -59,6 +59,15 @@ class Measurement:
         return times, waits
 
 
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """A program in one placement; `content` is that of `Program.bind`, and is not changed."""
+
+    program: Program
+    content: Mapping[int, Tensor]
+    order: Order
+
+
 def measure_in_turn(
     program: Program,
     content: Mapping[int, Tensor],
@@ -69,17 +78,30 @@ def measure_in_turn(
     warm_up_steps: int = 2,
     stop: threading.Event | None = None,
 ) -> dict[str, Measurement]:
-    """Measures `steps` steps of each order in turn, by name; `content` is that of `Program.bind`, and is not changed.
+    """Measures one program in several orders, by name; see `measure_arms`."""
+    arms = {name: Arm(program, content, order) for name, order in orders.items()}
+    return measure_arms(arms, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
 
-    Each order has its own copy of the parameters. Garbage is collected between steps, not within them. When `stop` is
+
+def measure_arms(
+    arms: Mapping[str, Arm],
+    targets: Sequence[Target],
+    *,
+    steps: int,
+    warm_up_steps: int = 2,
+    stop: threading.Event | None = None,
+) -> dict[str, Measurement]:
+    """Measures `steps` steps of each arm in turn, by name.
+
+    Each arm has its own copy of the parameters. Garbage is collected between steps, not within them. When `stop` is
     set, the steps done are returned, after one at least. ExecutionError if an op fails.
     """
-    measurements = {name: Measurement(order, program.graph.num_ops) for name, order in orders.items()}
+    measurements = {name: Measurement(arm.order, arm.program.graph.num_ops) for name, arm in arms.items()}
     with ExitStack() as stack:
         executors: dict[str, ThreadExecutor] = {}
-        for name, order in orders.items():
-            executors[name] = stack.enter_context(ThreadExecutor(program, order, targets))
-            executors[name].load(content)
+        for name, arm in arms.items():
+            executors[name] = stack.enter_context(ThreadExecutor(arm.program, arm.order, targets))
+            executors[name].load(arm.content)
         if gc.isenabled():
             stack.callback(gc.enable)
         gc.disable()
@@ -87,7 +109,7 @@ def measure_in_turn(
             if stop is not None and stop.is_set() and number > 0:
                 break
             for name, executor in executors.items():
-                record = executor.step(content, is_timed=True)
+                record = executor.step(arms[name].content, is_timed=True)
                 if number >= 0:
                     measurements[name].add(record)
             gc.collect(0)

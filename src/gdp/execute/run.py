@@ -16,6 +16,7 @@ from gdp.errors import InputError
 from gdp.execute.equality import (
     Equality,
     compare,
+    eager_parts,
     eager_step,
     full_precision,
     noisy_inputs,
@@ -23,9 +24,11 @@ from gdp.execute.equality import (
     updated_outputs,
     without_parameters,
 )
-from gdp.execute.executable import CaptureOptions, Executable, check_executable
+from gdp.execute.executable import CaptureOptions, Executable, check_executable, cut_step
+from gdp.execute.layouts.batch import split_inputs
+from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.machine import machine_notes
-from gdp.execute.measurement import Measurement, Order, measure_in_turn, one_device_order
+from gdp.execute.measurement import Arm, Measurement, Order, measure_arms, one_device_order
 from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
@@ -33,11 +36,10 @@ from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
-from gdp.graph.microbatches import accumulated
 from gdp.models.measured_times import OpTime
 from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Program, Replay, capture
-from gdp.models.pytorch.signature import signatures
+from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, replay
@@ -60,6 +62,11 @@ class RunResult:
     one_device: Measurement | None = None
     one_device_name: str = ""
     notes: tuple[str, ...] = ()  # what is odd about the machine, in sentences
+    layout: str = ""  # in words; "" for a step that is not cut
+    sums_alike: bool = True  # gradients are summed in the order of the reference
+    whole_batch: Equality | None = (
+        None  # loss and gradients beside PyTorch's of the whole batch, for a step that is cut
+    )
 
     @property
     def speedup(self) -> float | None:
@@ -69,7 +76,8 @@ class RunResult:
     @property
     def is_equal(self) -> bool:
         """Returns whether the results are those of the reference: exactly on single cores, else within tolerance."""
-        return self.equality.is_exact if add_alike(self.targets) else self.equality.is_close(OTHER_SUMS_TOLERANCE)
+        is_exact = self.sums_alike and add_alike(self.targets)
+        return self.equality.is_exact if is_exact else self.equality.is_close(OTHER_SUMS_TOLERANCE)
 
     @property
     def error(self) -> float:
@@ -91,39 +99,34 @@ def run(
 ) -> RunResult:
     """Executes `plan` of a step of `model(*args, **kwargs)` on this machine: `gdp run` in Python.
 
-    `options` (`training`, `optimizer`, `master_weights`, `loss`) are those of the capture that was placed. `on` says
-    where devices are, as in `gdp.execute.targets.find_targets`; see `gdp.execute.run.run_on_threads` for the others and
-    for errors. The model is left as it is.
+    `options` (`training`, `optimizer`, `master_weights`, `loss`) are those of the capture that was placed; the inputs
+    are those of the whole batch. `on` says where devices are, as in `gdp.execute.targets.find_targets`; see
+    `gdp.execute.run.run_on_threads` for the others and for errors. The model is left as it is.
     """
     captured = capture(model, args, kwargs, name=type(model).__name__, **options)
     check_executable(captured.program)
     executable = Executable(captured, model, tuple(args), dict(kwargs or {}), options.get("loss"))
+    if plan.layout is not None:
+        executable = replace(executable, cut=_cut(executable, plan.layout, options))
     return run_on_threads(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
+
+
+def _cut(executable: Executable, document: Mapping[str, Any], options: CaptureOptions) -> StepProgram:
+    num_parts = Layout.of_document(document).num_parts
+    args, kwargs = next(split_inputs(executable.args, executable.kwargs, num_parts))
+    part = capture(executable.model, args, kwargs, name=executable.capture.graph.name, **options)
+    return cut_step(part, document)
 
 
 def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
     """Raises InputError unless `plan` is one of `placed`, which is `captured` but for its costs."""
     if plan.graph == placed.fingerprint and without_costs(placed).fingerprint == without_costs(captured).fingerprint:
         return
-    if (count := _num_microbatches(plan, captured)) > 1:
-        raise InputError(
-            f"the plan has {count} micro-batches, and gdp executes steps of one batch; place {captured.name!r} without "
-            "micro-batches"
-        )
     raise InputError(
         f"the plan is of graph {plan.graph[:12]}, which is not the step of {captured.name!r} "
         f"({captured.fingerprint[:12]}): the model, its sizes, inference or training, the optimizer, the dtype, "
         "measured times or the version of gdp or PyTorch differ; place it anew"
     )
-
-
-def _num_microbatches(plan: Plan, captured: Graph) -> int:
-    """Returns the number of micro-batches of the step `captured` that has as many ops as the plan; 1 if none has."""
-    if len(plan.placement) <= captured.num_ops:
-        return 1
-    two, three = (accumulated(captured, count).num_ops for count in (2, 3))
-    more, rest = divmod(len(plan.placement) - two, three - two)
-    return 2 + more if not rest else 1
 
 
 def run_on_threads(
@@ -145,24 +148,26 @@ def run_on_threads(
     of the first step are compared with PyTorch's own step, or, where the model draws random numbers, with the same
     program on one core. ExecutionError if an op fails, InputError if the plan is of another model or cluster.
     """
-    program, simulation = executable.capture.program, _simulation(executable, plan, graph, cluster)
+    program, simulation = executable.program, _simulation(executable, plan, graph, cluster)
     notes = tuple(machine_notes(targets, cluster))
     content = executable.content()
     fastest = _fastest_device(simulation)
-    alone = one_device_order(program.graph.num_ops, fastest, len(targets))
+    whole = executable.capture.program
+    alone = one_device_order(whole.graph.num_ops, fastest, len(targets))
     results = first_step(program, plan.order, targets, content)
     equality, reference = check_results(executable, content, results, plan.order, targets)
-    orders: dict[str, Order] = {PLACED: plan.order, ONE_DEVICE: alone}
+    arms = {
+        PLACED: Arm(program, content, plan.order),
+        ONE_DEVICE: Arm(whole, content if whole is program else executable.content(whole), alone),
+    }
     measured: dict[str, Measurement] = {}
     while not measured:
         try:
-            measured = measure_in_turn(
-                program, content, orders, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop
-            )
+            measured = measure_arms(arms, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
         except ExecutionError as error:
-            if not error.is_out_of_memory or ONE_DEVICE not in orders:
+            if not error.is_out_of_memory or ONE_DEVICE not in arms:
                 raise
-            del orders[ONE_DEVICE]
+            del arms[ONE_DEVICE]
         gc.collect()  # of tensors that the error holds
     return RunResult(
         plan=plan,
@@ -175,6 +180,7 @@ def run_on_threads(
         one_device=measured.get(ONE_DEVICE),
         one_device_name=targets[fastest].name,
         notes=notes,
+        **_of_layout(executable, plan, results),
     )
 
 
@@ -192,7 +198,7 @@ def run_on_ranks(
 
     All ranks make this call with the same model and plan. None on all ranks but the first.
     """
-    program, simulation = executable.capture.program, _simulation(executable, plan, graph, cluster)
+    program, simulation = executable.program, _simulation(executable, plan, graph, cluster)
     content = executable.content()
     measurement = Measurement(plan.order, program.graph.num_ops)
     with ProcessExecutor(program, plan.order, ranks) as executor:
@@ -216,17 +222,19 @@ def run_on_ranks(
         equality=equality,
         reference=reference,
         prediction=None if simulation is None else predict(program, simulation, measurement),
+        **_of_layout(executable, plan, results),
     )
 
 
 def op_times(executable: Executable, run: RunResult, kinds: Sequence[str]) -> dict[str, list[OpTime]]:
     """Returns by kind of device ([D] `kinds`) the times of ops there; ops of one signature count as one."""
-    names = signatures(executable.capture.program)
+    names = executable.signatures()
     samples: dict[str, dict[str, list[int]]] = {kind: defaultdict(list) for kind in kinds}
     for record in [*run.placed.records, *(run.one_device.records if run.one_device else ())]:
         for kind, device in zip(kinds, record.devices, strict=True):
             for op, start, finish in zip(device.ops, device.start_ns, device.finish_ns, strict=True):
-                samples[kind][names[op]].append(finish - start)
+                if names[op]:
+                    samples[kind][names[op]].append(finish - start)
     return {
         kind: [
             OpTime(signature, int(median), int(high - low) // 2, len(times))
@@ -249,19 +257,43 @@ def check_results(
 ) -> tuple[Equality, str]:
     """Compares the results of a step of `order`, and names the reference that they are compared with.
 
-    It is PyTorch's own step on one core, or, where random numbers are drawn, the same program on one core. Kernels that
-    add in another order may differ by the noise of rounding.
+    It is PyTorch's own step on one core, part by part of the batch where the step is cut, or, where random numbers are
+    drawn, the same program on one core. Kernels that add in another order, and gradients that replicas sum in another
+    order, may differ by the noise of rounding.
     """
-    program, devices = executable.capture.program, [*targets, Target("host", CPU)]
+    program, devices = executable.program, [*targets, Target("host", CPU)]
     alone = drawing_alike(program, order, targets)
-    noisy = None if add_alike(targets) else first_step(program, alone, devices, noisy_inputs(content))
+    is_alike = add_alike(targets) and sums_alike(program)
+    noisy = None if is_alike else first_step(program, alone, devices, noisy_inputs(content))
     if not program.num_draws:
-        expected = eager_step(program, executable.model, executable.args, executable.kwargs, executable.loss)
-        return compare(results, expected, updated_outputs(program), noisy), "PyTorch's own step"
+        parts = executable.inputs_of_parts()
+        num_first = 1 if executable.cut is None else executable.cut.num_first_parts
+        expected = eager_parts(program, executable.model, parts, executable.loss, num_first=num_first)
+        of_parts = f" on {len(parts)} parts of the batch, one after the other" if len(parts) > 1 else ""
+        ends = ["", *(f"@{part}" for part in range(len(parts)))]
+        ignored = {output + end for output in updated_outputs(program) for end in ends}
+        return compare(results, expected, ignored, noisy), f"PyTorch's own step{of_parts}"
     expected = first_step(program, alone, devices, content)
     if noisy is not None:
         results, expected = without_parameters(results, program), without_parameters(expected, program)
     return compare(results, expected, (), noisy), "the same step on one core (the model draws random numbers)"
+
+
+def sums_alike(program: Program) -> bool:
+    """Returns whether gradients of parts of the batch are added up in the order of the parts."""
+    return not isinstance(program, StepProgram) or program.adds_in_order
+
+
+def _of_layout(executable: Executable, plan: Plan, results: Replay) -> dict[str, Any]:
+    """Returns what a result has for a step that is cut."""
+    if executable.cut is None or plan.layout is None:
+        return {}
+    found: dict[str, Any] = {"layout": str(Layout.of_document(plan.layout)), "sums_alike": sums_alike(executable.cut)}
+    if not executable.cut.num_draws and results.loss is not None:
+        program = executable.capture.program
+        expected = eager_step(program, executable.model, executable.args, executable.kwargs, executable.loss)
+        found["whole_batch"] = compare(replace(results, outputs={}, state={}), replace(expected, outputs={}, state={}))
+    return found
 
 
 def add_alike(targets: Sequence[Target]) -> bool:
@@ -285,8 +317,9 @@ def drawing_alike(program: Program, order: Order, targets: Sequence[Target]) -> 
 
 
 def _simulation(executable: Executable, plan: Plan, graph: Graph | None, cluster: Cluster | None) -> Simulation | None:
-    placed = graph or executable.capture.graph
-    check_belongs(plan, placed, executable.capture.graph)
+    captured = executable.program.graph
+    placed = graph or captured
+    check_belongs(plan, placed, captured)
     return None if cluster is None else replay(Problem.build(placed, cluster), plan)
 
 

@@ -9,23 +9,27 @@ from rich.text import Text
 from gdp.execute.equality import NOISE_FACTOR, Equality
 from gdp.execute.measurement import Measurement
 from gdp.execute.prediction import OpPrediction, Prediction
-from gdp.execute.run import RunResult
+from gdp.execute.run import OTHER_SUMS_TOLERANCE, RunResult
 from gdp.report.tables import format_ms, new_table
 
 
 def run_report(run: RunResult) -> Iterator[RenderableType]:
     """Yields the answer of `gdp run`."""
     places = ", ".join(f"{target.name} ({target.place})" for target in run.targets)
-    yield Text(f"{run.graph_name}: {len(run.placed.step_ns)} steps on {places}")
+    cut = f", {run.layout}" if run.layout else ""
+    yield Text(f"{run.graph_name}{cut}: {len(run.placed.step_ns)} steps on {places}")
     yield Text(_headline(run), style="bold")
     yield Text(f"{_equality(run.equality, run.reference)}")
+    if run.whole_batch is not None:
+        yield Text(_beside_whole_batch(run.whole_batch))
     for note in run.notes:
         yield Text(note)
     yield ""
     rows = new_table("", ">median", ">quartiles", ">predicted", ">error")
     rows.add_row("plan", *_spread(run.placed), format_ms(run.plan.step_time_ns), f"{run.error:+.1%}")
     if run.one_device is not None:
-        rows.add_row(f"all on {run.one_device_name}", *_spread(run.one_device), "-", "-")
+        what = "the whole batch" if run.layout else "all"
+        rows.add_row(f"{what} on {run.one_device_name}", *_spread(run.one_device), "-", "-")
     yield rows
     if run.prediction is None:
         yield ""
@@ -56,6 +60,8 @@ def run_document(run: RunResult) -> dict[str, Any]:
             "bit_equal_tensors": run.equality.num_equal,
             "largest_relative_difference": run.equality.largest_difference,
         },
+        "layout": run.layout or None,
+        "whole_batch_difference": None if run.whole_batch is None else run.whole_batch.largest_difference,
     }
     if run.one_device is not None:
         document["one_device"] = {
@@ -99,6 +105,19 @@ def _headline(run: RunResult) -> str:
     if run.speedup is None:
         return text
     return f"{text}; {run.speedup:.2f}x as fast as on {run.one_device_name} alone"
+
+
+def _beside_whole_batch(equality: Equality) -> str:
+    """Tells how far loss and gradients of parts of a batch are from those of the whole."""
+    if equality.is_exact:
+        return "Loss and gradients are bit for bit those of the whole batch."
+    text = f"Loss and gradients differ from those of the whole batch by at most {equality.largest_difference:.1e}"
+    if equality.is_close(OTHER_SUMS_TOLERANCE):
+        return f"{text} of a tensor's largest element: sums in another order."
+    return (
+        f"{text} of a tensor's largest element ({equality.where}): batch normalisation and the like see a part of the "
+        "batch, as under DDP."
+    )
 
 
 def _equality(equality: Equality, reference: str) -> str:

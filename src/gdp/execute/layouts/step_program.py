@@ -47,12 +47,26 @@ class StepProgram(Program):
     part: Program
     part_of: Sequence[int]  # [M] the part of the batch of each op; shared ops have the first of their replica
     origin: Sequence[int]  # [M] the op of `part`; -1: the layout makes it
-    num_parts: int
+    microbatches: Sequence[int]  # of each replica
     made: Mapping[int, Make]  # of ops that the layout adds or changes
     gradient_tensors: Mapping[str, int]  # by parameter: what the update of the first replica reads
     gradient_pieces: Mapping[str, Pieces]  # by parameter, where each replica has a piece
     pieces: Mapping[int, Pieces]  # by tensor of a cut parameter in `part`
     first_tensors: Mapping[int, int]  # by tensor of a parameter or buffer in `part`: that of the first replica
+
+    @property
+    def num_parts(self) -> int:
+        return sum(self.microbatches)
+
+    @property
+    def num_first_parts(self) -> int:
+        """The parts of the first replica, whose buffers are those of the step."""
+        return self.microbatches[0]
+
+    @property
+    def adds_in_order(self) -> bool:
+        """True if gradients are added up in the order of the parts: with one replica, or two parts."""
+        return len(self.microbatches) == 1 or self.num_parts == 2
 
     def routine(self, op: int, device: torch.device | None = None) -> OpRoutine:
         """Returns `op` prepared for `device`; kept for the next time."""
@@ -226,7 +240,7 @@ def cut_program(program: Program, step: Step, microbatches: Sequence[int]) -> St
             starts[replica] + microbatch for replica, microbatch in zip(copies.replica, copies.microbatch, strict=True)
         ],
         origin=copies.op,
-        num_parts=num_parts,
+        microbatches=tuple(microbatches),
         made=assembly.made,
         gradient_tensors=whole,
         gradient_pieces=cut,
@@ -274,8 +288,8 @@ def with_share_of_loss(program: Program, num_parts: int) -> Program:
     is_fill = [call.func is torch.ops.aten.fill_.Scalar and call.args[1] == 1 for call in program.calls[first]]
     if kinds[first] != _LOSS_GRADIENT or not any(is_fill):
         raise InputError(
-            f"{program.graph.name}: its backward pass does not begin with the gradient of one loss, so parts of a batch "
-            "cannot be run; place with --parallel none"
+            f"{program.graph.name}: its backward pass does not begin with the gradient of one loss, so parts of a "
+            "batch cannot be run; place with --parallel none"
         )
 
     def shared(call: Call, is_changed: bool) -> Call:
