@@ -3,7 +3,6 @@
 import contextlib
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,7 +79,6 @@ def run(
 
     check_runnable(model, "executed")
     cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
-    read = _with_microbatches(read, graph)
     if times is not None:
         _check_times(times, cluster)
     with _live("loading PyTorch"):
@@ -90,7 +88,7 @@ def run(
 
     def build() -> "Executable":
         with _live(f"building {model}"):
-            return read_executable(model, reading, layout=read.layout, seed=seed)
+            return read_executable(model, reading, plan=read, seed=seed)
 
     places = None if on is None else on.split(",")
     interrupted = threading.Event()
@@ -231,12 +229,3 @@ def _graph(plan: "Plan", path: Path) -> "Graph | None":
         return graph
     log(f"gdp: note: {beside} is of another plan")
     return None
-
-
-def _with_microbatches(plan: "Plan", graph: "Graph | None") -> "Plan":
-    """Returns the plan with the layout that `gdp place --microbatches` leaves to the names of ops."""
-    from gdp.graph.microbatches import count_microbatches
-    from gdp.parallel.layout import Layout
-
-    count = 1 if graph is None or plan.layout is not None else count_microbatches(graph)
-    return plan if count == 1 else replace(plan, layout=Layout(microbatches=(count,)).document())

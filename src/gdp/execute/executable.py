@@ -12,6 +12,8 @@ from gdp.errors import InputError
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.step_program import StepProgram, step_program
 from gdp.execute.worker import ExecutionError
+from gdp.graph import Graph
+from gdp.graph.microbatches import accumulated
 from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, Program, capture
 from gdp.models.pytorch.loss import Loss
@@ -22,6 +24,7 @@ from gdp.models.read import builder_of, check_runnable
 from gdp.models.user_function import printing_to_stderr
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
+from gdp.simulator.plan import Plan
 
 
 class CaptureOptions(TypedDict, total=False):
@@ -72,11 +75,11 @@ class Executable:
 
 
 def read_executable(
-    text: str, reading: Reading | None = None, *, layout: Mapping[str, Any] | None = None, seed: int = 0
+    text: str, reading: Reading | None = None, *, plan: Plan | None = None, seed: int = 0
 ) -> Executable:
     """Builds the model that MODEL names, with parameters and inputs drawn by `seed` on the CPU, and captures its step.
 
-    The step is cut as `layout`, the document of a plan, says. InputError as for `sources.read_model`; a `gdp-graph`
+    The step is cut as the layout of `plan` says. InputError as for `sources.read_model`; a `gdp-graph`
     file has no model.
     """
     reading = reading or Reading()
@@ -102,11 +105,12 @@ def read_executable(
         whole = captured(args, kwargs)
         check_executable(whole.program)
         executable = Executable(whole, model, args, kwargs)
-        if layout is None:
+        layout = None if plan is None else layout_of(plan, whole.graph)
+        if plan is None or layout is None:
             return executable
         num_parts = Layout.of_document(layout).num_parts
         first = next(split_inputs(args, kwargs, num_parts, _part_sizes(text, reading, num_parts)))
-        return replace(executable, cut=cut_step(captured(*first), layout))
+        return replace(executable, cut=cut_step(captured(*first), layout, plan.graph))
 
 
 def _part_sizes(text: str, reading: Reading, num_parts: int) -> dict[str, torch.Size]:
@@ -117,12 +121,29 @@ def _part_sizes(text: str, reading: Reading, num_parts: int) -> dict[str, torch.
     return {name: tensor.shape for name, tensor in named_inputs(args, kwargs[0] if kwargs else {})}
 
 
-def cut_step(part: Capture, document: Mapping[str, Any]) -> StepProgram:
+def cut_step(part: Capture, document: Mapping[str, Any], fingerprint: str = "") -> StepProgram:
     """Returns the program of the step that a plan's `document` of its layout describes, from that of one part.
 
+    Micro-batches whose copies are placed one by one (`free_replicas`) are known by the graph's `fingerprint`.
     InputError for a layout of another model, and one that is not executed.
     """
-    return step_program(part.program, Step.of_document(lambda _parts: part.graph, document))
+    step = Step.of_document(lambda _parts: part.graph, document)
+    if step.layout == Layout((step.layout.num_parts,)) and step.graph.fingerprint != fingerprint:
+        free = accumulated(part.graph, step.layout.num_parts, free_replicas=True)
+        step = replace(step, graph=free) if free.fingerprint == fingerprint else step
+    return step_program(part.program, step)
+
+
+def layout_of(plan: Plan, captured: Graph) -> Mapping[str, Any] | None:
+    """Returns the document of the layout of a plan: that of micro-batches, too, where the names of ops tell them.
+
+    `captured` is the step of the whole batch, with as many ops as that of a micro-batch.
+    """
+    if plan.layout is not None or len(plan.placement) <= captured.num_ops:
+        return plan.layout
+    two, three = (accumulated(captured, count).num_ops for count in (2, 3))
+    more, rest = divmod(len(plan.placement) - two, three - two)
+    return None if rest else Layout((2 + more,)).document()
 
 
 def check_executable(program: Program) -> None:

@@ -24,7 +24,7 @@ from gdp.execute.equality import (
     updated_outputs,
     without_parameters,
 )
-from gdp.execute.executable import CaptureOptions, Executable, check_executable, cut_step
+from gdp.execute.executable import CaptureOptions, Executable, check_executable, cut_step, layout_of
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.machine import machine_notes
@@ -106,16 +106,12 @@ def run(
     captured = capture(model, args, kwargs, name=type(model).__name__, **options)
     check_executable(captured.program)
     executable = Executable(captured, model, tuple(args), dict(kwargs or {}), options.get("loss"))
-    if plan.layout is not None:
-        executable = replace(executable, cut=_cut(executable, plan.layout, options))
+    if (layout := layout_of(plan, captured.graph)) is not None:
+        num_parts = Layout.of_document(layout).num_parts
+        part_args, part_kwargs = next(split_inputs(executable.args, executable.kwargs, num_parts))
+        part = capture(model, part_args, part_kwargs, name=captured.graph.name, **options)
+        executable = replace(executable, cut=cut_step(part, layout, plan.graph))
     return run_on_threads(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
-
-
-def _cut(executable: Executable, document: Mapping[str, Any], options: CaptureOptions) -> StepProgram:
-    num_parts = Layout.of_document(document).num_parts
-    args, kwargs = next(split_inputs(executable.args, executable.kwargs, num_parts))
-    part = capture(executable.model, args, kwargs, name=executable.capture.graph.name, **options)
-    return cut_step(part, document)
 
 
 def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
@@ -180,7 +176,7 @@ def run_on_threads(
         one_device=measured.get(ONE_DEVICE),
         one_device_name=targets[fastest].name,
         notes=notes,
-        **_of_layout(executable, plan, results),
+        **_of_layout(executable, results),
     )
 
 
@@ -222,7 +218,7 @@ def run_on_ranks(
         equality=equality,
         reference=reference,
         prediction=None if simulation is None else predict(program, simulation, measurement),
-        **_of_layout(executable, plan, results),
+        **_of_layout(executable, results),
     )
 
 
@@ -284,11 +280,11 @@ def sums_alike(program: Program) -> bool:
     return not isinstance(program, StepProgram) or program.adds_in_order
 
 
-def _of_layout(executable: Executable, plan: Plan, results: Replay) -> dict[str, Any]:
+def _of_layout(executable: Executable, results: Replay) -> dict[str, Any]:
     """Returns what a result has for a step that is cut."""
-    if executable.cut is None or plan.layout is None:
+    if executable.cut is None:
         return {}
-    found: dict[str, Any] = {"layout": str(Layout.of_document(plan.layout)), "sums_alike": sums_alike(executable.cut)}
+    found: dict[str, Any] = {"layout": str(executable.cut.layout), "sums_alike": sums_alike(executable.cut)}
     if not executable.cut.num_draws and results.loss is not None:
         program = executable.capture.program
         expected = eager_step(program, executable.model, executable.args, executable.kwargs, executable.loss)

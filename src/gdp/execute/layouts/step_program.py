@@ -27,7 +27,7 @@ from gdp.models.pytorch.program import Call, StepSource
 from gdp.models.pytorch.routine import OpRoutine, Routine
 from gdp.models.pytorch.strides import memory_order, part_view, view_of
 from gdp.parallel.blocks import Blocks
-from gdp.parallel.layout import NONE
+from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.offload import Offload
 from gdp.parallel.recompute import Recomputation
 from gdp.parallel.rings import Rings
@@ -47,7 +47,7 @@ class StepProgram(Program):
     part: Program
     part_of: Sequence[int]  # [M] the part of the batch of each op; shared ops have the first of their replica
     origin: Sequence[int]  # [M] the op of `part`; -1: the layout makes it
-    microbatches: Sequence[int]  # of each replica
+    layout: Layout
     made: Mapping[int, Make]  # of ops that the layout adds or changes
     gradient_tensors: Mapping[str, int]  # by parameter: what the update of the first replica reads
     gradient_pieces: Mapping[str, Pieces]  # by parameter, where each replica has a piece
@@ -56,17 +56,17 @@ class StepProgram(Program):
 
     @property
     def num_parts(self) -> int:
-        return sum(self.microbatches)
+        return self.layout.num_parts
 
     @property
     def num_first_parts(self) -> int:
         """The parts of the first replica, whose buffers are those of the step."""
-        return self.microbatches[0]
+        return self.layout.microbatches[0]
 
     @property
     def adds_in_order(self) -> bool:
         """True if gradients are added up in the order of the parts: with one replica, or two parts."""
-        return len(self.microbatches) == 1 or self.num_parts == 2
+        return self.layout.data == 1 or self.num_parts == 2
 
     def routine(self, op: int, device: torch.device | None = None) -> OpRoutine:
         """Returns `op` prepared for `device`; kept for the next time."""
@@ -196,17 +196,11 @@ def step_program(program: Program, step: Step) -> StepProgram:
         part = with_copies(part, Recomputation.of(Blocks.of(part.graph, layout.recompute), step.places))
     if layout.offload != NONE:
         part = with_host_copies(part, Offload.of(part.graph, layout.offload))
-    return cut_program(part, step, layout.microbatches)
-
-
-def cut_program(program: Program, step: Step, microbatches: Sequence[int]) -> StepProgram:
-    """Returns the program of the graph of `step`, whose replicas have `microbatches` [R] of `program`."""
-    num_parts = sum(microbatches)
-    part = with_share_of_loss(program, num_parts)
-    places = RingPlaces.of(Rings.of(len(microbatches), step.ring, step.hosts))
+    part = with_share_of_loss(part, layout.num_parts)
+    places = RingPlaces.of(Rings.of(layout.data, step.ring, step.hosts))
     assembly = Assembly(part, step.graph, places, step.layout.zero)
     copies, values = assembly.copies, assembly.values
-    starts = [0, *accumulate(microbatches)]
+    starts = [0, *accumulate(layout.microbatches)]
     inputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
     outputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
     for tensor, op in enumerate(step.graph.producers.tolist()):
@@ -240,7 +234,7 @@ def cut_program(program: Program, step: Step, microbatches: Sequence[int]) -> St
             starts[replica] + microbatch for replica, microbatch in zip(copies.replica, copies.microbatch, strict=True)
         ],
         origin=copies.op,
-        microbatches=tuple(microbatches),
+        layout=layout,
         made=assembly.made,
         gradient_tensors=whole,
         gradient_pieces=cut,
