@@ -19,7 +19,7 @@ from gdp.execute.equality import compare, eager_step, full_precision
 from gdp.execute.executable import Executable
 from gdp.execute.executor import StepRecord
 from gdp.execute.machine import machine_notes
-from gdp.execute.measurement import Measurement, measure_in_turn, one_device_order
+from gdp.execute.measurement import Measurement, measure_arms, measure_in_turn, one_device_order
 from gdp.execute.prediction import predict, rank_correlation
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step
 from gdp.execute.targets import CPU, Target
@@ -276,12 +276,12 @@ def test_where_one_device_is_too_small_the_plan_is_run_alone(here: Path, monkeyp
     model, args = nn.Linear(4, 4), (torch.randn(3, 4),)
     plan = gdp.place(gdp.capture(model, args, name="net").graph, Cluster.parse("two.yaml"), budget="20sims")
 
-    def too_small(program: Any, content: Any, orders: Any, *rest: Any, **options: Any) -> Any:
-        if len(orders) > 1:
+    def too_small(arms: Any, *rest: Any, **options: Any) -> Any:
+        if len(arms) > 1:
             raise ExecutionError("cpu0", "op 'mm'", torch.OutOfMemoryError("no more"))
-        return measure_in_turn(program, content, orders, *rest, **options)
+        return measure_arms(arms, *rest, **options)
 
-    monkeypatch.setattr("gdp.execute.run.measure_in_turn", too_small)
+    monkeypatch.setattr("gdp.execute.run.measure_arms", too_small)
     made = gdp.run(model, args, plan=plan, on=["cpu", "cpu"], steps=2)
     assert made.one_device is None
     assert made.speedup is None
@@ -332,7 +332,7 @@ def test_an_interrupt_gives_the_results_of_the_steps_done(
     assert "interrupted after 3 of 100,000 steps" in printed.err
 
 
-def test_python_speaks_of_its_own_arguments_and_of_micro_batches() -> None:
+def test_python_speaks_of_its_own_arguments() -> None:
     model, args = nn.Linear(8, 4), (torch.zeros(8, 8),)
     graph = gdp.capture(model, args, name="linear").graph
     cluster = gdp.Cluster.parse("2xcpu-16core")
@@ -344,8 +344,32 @@ def test_python_speaks_of_its_own_arguments_and_of_micro_batches() -> None:
     with pytest.raises(gdp.InputError, match="inference or training, the optimizer") as error:
         gdp.placed(nn.Linear(4, 4), plan, on=["cpu", "cpu"])(torch.zeros(8, 4))
     assert "--" not in str(error.value)
-    for count in (2, 5):
-        small = gdp.capture(model, (torch.zeros(8 // count, 8),), name="linear").graph
-        split = gdp.place(accumulated(small, count), cluster, budget="5sims")
-        with pytest.raises(gdp.InputError, match=f"the plan has {count} micro-batches, and gdp executes steps of one"):
-            gdp.placed(model, split, on=["cpu", "cpu"])(*args)
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+def test_micro_batches_that_names_of_ops_tell_are_run(is_free: bool) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(8, 8)
+    one = gdp.capture(model, (batch[:2],), name="Sequential").graph
+    graph = accumulated(one, 4, free_replicas=is_free)
+    plan = gdp.place(graph, gdp.Cluster.parse("2xcpu-16core"), budget="20sims")
+    made = gdp.run(model, (batch,), plan=plan, on=["cpu", "cpu"], steps=1)
+    assert made.layout == "microbatches=4"
+    assert made.equality.is_exact
+    assert made.whole_batch is not None
+    assert made.whole_batch.is_close(1e-5)
+
+
+LAYOUTS = ["data=2", "data=2,microbatches=3:1", "data=2,microbatches=2,zero=2", "data=2,zero=3", "microbatches=4,stages=2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_plan_of_a_layout_is_run(here: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
+    """Sums of two parts, and of one replica, are bit for bit PyTorch's; others differ by rounding."""
+    assert place("run_models:net", "--parallel", layout) == 0
+    capsys.readouterr()
+    found = answer(capsys, "run", "run_models:net", "--plan", "p/plan.json", "--steps", "2", *ON)
+    assert sorted(found["layout"].split(",")) == sorted(layout.split(","))
+    assert found["results"]["equal"]
+    assert found["whole_batch_difference"] < 1e-5
+    is_exact = layout in ("data=2", "data=2,zero=3", "microbatches=4,stages=2")
+    assert (found["results"]["bit_equal_tensors"] == found["results"]["tensors"]) >= is_exact
