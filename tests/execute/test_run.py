@@ -359,7 +359,13 @@ def test_micro_batches_that_names_of_ops_tell_are_run(is_free: bool) -> None:
     assert made.whole_batch.is_close(1e-5)
 
 
-LAYOUTS = ["data=2", "data=2,microbatches=3:1", "data=2,microbatches=2,zero=2", "data=2,zero=3", "microbatches=4,stages=2"]
+LAYOUTS = [
+    "data=2",
+    "data=2,microbatches=3:1",
+    "data=2,microbatches=2,zero=2",
+    "data=2,zero=3",
+    "microbatches=4,stages=2",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -373,3 +379,13 @@ def test_the_plan_of_a_layout_is_run(here: Path, capsys: pytest.CaptureFixture[s
     assert found["whole_batch_difference"] < 1e-5
     is_exact = layout in ("data=2", "data=2,zero=3", "microbatches=4,stages=2")
     assert (found["results"]["bit_equal_tensors"] == found["results"]["tensors"]) >= is_exact
+
+
+def test_batches_in_flight_are_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each batch has the results of PyTorch's forward pass."""
+    options = ["--devices", "two.yaml", "--inference", "--batches", "3", "--budget", "20sims", "--out", "p"]
+    assert main(["place", "run_models:net", *options]) == 0
+    found = answer(capsys, "run", "run_models:net", "--inference", "--plan", "p/plan.json", "--steps", "2", *ON)
+    assert found["results"]["bit_equal_tensors"] == found["results"]["tensors"] >= 12
+    assert found["batches"]["batch_ns"] > 0
+    assert found["batches"]["latency_ns"] >= found["batches"]["batch_ns"]

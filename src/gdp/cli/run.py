@@ -68,13 +68,10 @@ def run(
     if _is_rank():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
     from gdp.models.model import Reading
-    from gdp.parallel.batches import in_flight
     from gdp.simulator.plan import Plan
 
     reading = Reading(not inference, optimizer, master_weights=master_weights, dtype=dtype)
     read = Plan.load(plan)
-    if in_flight(read.layout):
-        raise InputError(f"{plan}: has batches in flight, and gdp run executes one batch; place without --batches")
     from gdp.models.read import check_runnable
 
     check_runnable(model, "executed")

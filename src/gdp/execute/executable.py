@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gdp.errors import InputError
 from gdp.execute.layouts.batch import split_inputs
-from gdp.execute.layouts.step_program import StepProgram, step_program
+from gdp.execute.layouts.step_program import StepProgram, step_program, stream_program
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.graph.microbatches import accumulated
@@ -22,6 +22,7 @@ from gdp.models.pytorch.signature import signatures
 from gdp.models.pytorch.step import OptimizerChoice, StepOptions, rule_choice
 from gdp.models.read import builder_of, check_runnable
 from gdp.models.user_function import printing_to_stderr
+from gdp.parallel.batches import BatchStream, in_flight
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.simulator.plan import Plan
@@ -108,6 +109,9 @@ def read_executable(
         layout = None if plan is None else layout_of(plan, whole.graph)
         if plan is None or layout is None:
             return executable
+        if in_flight(layout):
+            stream = BatchStream.of_document(whole.graph, layout)
+            return replace(executable, cut=stream_program(whole.program, stream))
         num_parts = Layout.of_document(layout).num_parts
         first = next(split_inputs(args, kwargs, num_parts, _part_sizes(text, reading, num_parts)))
         return replace(executable, cut=cut_step(captured(*first), layout, plan.graph))

@@ -39,13 +39,35 @@ from gdp.graph import Graph
 from gdp.models.measured_times import OpTime
 from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Program, Replay, capture
+from gdp.parallel.batches import layout_in_flight
 from gdp.parallel.layout import Layout
+from gdp.search.layouts.throughput import Throughput
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, replay
 
 PLACED, ONE_DEVICE = "plan", "one device"
 OTHER_SUMS_TOLERANCE = 1e-3  # relative; kernels of other devices, and on more threads, add in another order
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The steady state of a stream of batches: predicted, and medians of what was measured; in ns."""
+
+    predicted_batch_ns: int
+    batch_ns: int  # from the end of a batch to that of the next
+    predicted_latency_ns: int
+    latency_ns: int
+
+    @classmethod
+    def of(cls, simulation: Simulation, layout: Layout, measurement: Measurement) -> "Served":
+        """Reads the ends of batches off the measured steps as off the simulation."""
+        predicted, found = Throughput.of(simulation, layout), []
+        for record in measurement.records:
+            start, finish, _ = record.op_times_ns(measurement.num_ops)
+            found.append(Throughput.of(replace(simulation, op_start_ns=start, op_finish_ns=finish), layout))
+        times, latencies = ([getattr(one, key) for one in found] for key in ("time_per_batch_ns", "latency_ns"))
+        return cls(predicted.time_per_batch_ns, int(np.median(times)), predicted.latency_ns, int(np.median(latencies)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +86,8 @@ class RunResult:
     notes: tuple[str, ...] = ()  # what is odd about the machine, in sentences
     layout: str = ""  # in words; "" for a step that is not cut
     sums_alike: bool = True  # gradients are summed in the order of the reference
-    whole_batch: Equality | None = (
-        None  # loss and gradients beside PyTorch's of the whole batch, for a step that is cut
-    )
+    whole_batch: Equality | None = None  # of a step that is cut: loss and gradients beside those of the whole batch
+    served: Served | None = None  # of a stream of batches
 
     @property
     def speedup(self) -> float | None:
@@ -176,7 +197,7 @@ def run_on_threads(
         one_device=measured.get(ONE_DEVICE),
         one_device_name=targets[fastest].name,
         notes=notes,
-        **_of_layout(executable, results),
+        **_of_layout(executable, plan, results, simulation, measured[PLACED]),
     )
 
 
@@ -218,7 +239,7 @@ def run_on_ranks(
         equality=equality,
         reference=reference,
         prediction=None if simulation is None else predict(program, simulation, measurement),
-        **_of_layout(executable, results),
+        **_of_layout(executable, plan, results, simulation, measurement),
     )
 
 
@@ -280,12 +301,21 @@ def sums_alike(program: Program) -> bool:
     return not isinstance(program, StepProgram) or program.adds_in_order
 
 
-def _of_layout(executable: Executable, results: Replay) -> dict[str, Any]:
-    """Returns what a result has for a step that is cut."""
-    if executable.cut is None:
+def _of_layout(
+    executable: Executable, plan: Plan, results: Replay, simulation: Simulation | None, measurement: Measurement
+) -> dict[str, Any]:
+    """Returns what a result has for a step that is cut, or a stream."""
+    cut = executable.cut
+    document = layout_of(plan, executable.capture.graph)
+    if cut is None or document is None:
         return {}
-    found: dict[str, Any] = {"layout": str(executable.cut.layout), "sums_alike": sums_alike(executable.cut)}
-    if not executable.cut.num_draws and results.loss is not None:
+    if cut.is_stream:
+        layout = layout_in_flight(document)
+        words = f"{layout.num_parts} batches in flight, replicas of the model: {layout.data}"
+        served = None if simulation is None else Served.of(simulation, layout, measurement)
+        return {"layout": words, "served": served}
+    found: dict[str, Any] = {"layout": str(Layout.of_document(document)), "sums_alike": sums_alike(cut)}
+    if not cut.num_draws and results.loss is not None:
         program = executable.capture.program
         expected = eager_step(program, executable.model, executable.args, executable.kwargs, executable.loss)
         found["whole_batch"] = compare(replace(results, outputs={}, state={}), replace(expected, outputs={}, state={}))

@@ -1,6 +1,7 @@
 """Shows executed plans: measured beside predicted times."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
@@ -20,6 +21,11 @@ def run_report(run: RunResult) -> Iterator[RenderableType]:
     yield Text(f"{run.graph_name}{cut}: {len(run.placed.step_ns)} steps on {places}")
     yield Text(_headline(run), style="bold")
     yield Text(f"{_equality(run.equality, run.reference)}")
+    if (served := run.served) is not None:
+        yield Text(
+            f"Time per batch {format_ms(served.batch_ns)}, predicted {format_ms(served.predicted_batch_ns)}; a batch "
+            f"takes up to {format_ms(served.latency_ns)}, predicted {format_ms(served.predicted_latency_ns)}."
+        )
     if run.whole_batch is not None:
         yield Text(_beside_whole_batch(run.whole_batch))
     for note in run.notes:
@@ -61,6 +67,7 @@ def run_document(run: RunResult) -> dict[str, Any]:
             "largest_relative_difference": run.equality.largest_difference,
         },
         "layout": run.layout or None,
+        "batches": None if run.served is None else asdict(run.served),
         "whole_batch_difference": None if run.whole_batch is None else run.whole_batch.largest_difference,
     }
     if run.one_device is not None:
@@ -102,6 +109,8 @@ def run_document(run: RunResult) -> dict[str, Any]:
 
 def _headline(run: RunResult) -> str:
     text = f"Step time {format_ms(run.placed.median_step_ns)}, predicted {format_ms(run.plan.step_time_ns)}"
+    if run.served is not None:
+        return f"{len(run.placed.step_ns)} streams: {text.lower()} of all its batches"
     if run.speedup is None:
         return text
     return f"{text}; {run.speedup:.2f}x as fast as on {run.one_device_name} alone"

@@ -20,6 +20,7 @@ from gdp.execute.layouts.routines import (
     GradientView,
     Hop,
     Member,
+    Nothing,
     ParametersDone,
     ParametersReady,
     PieceUpdate,
@@ -35,6 +36,7 @@ from gdp.graph import Graph
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.routine import OpRoutine
 from gdp.models.pytorch.strides import StridedLayout
+from gdp.parallel.batches import DONE as BATCH_DONE
 from gdp.parallel.rings import DONE, READY
 
 Make = Callable[[torch.device | None], OpRoutine]
@@ -97,6 +99,8 @@ class Assembly:
         for op, origin in enumerate(self.copies.op):
             if is_made[op]:
                 self._add_collective(op)
+            elif step.kinds[op] == BATCH_DONE:
+                self.made[op] = lambda _device: Nothing()
             elif origin < 0:
                 self._add_sum(op)
             elif zero and step.phases[op] == "update":

@@ -40,6 +40,15 @@ class MadeRoutine:
 
 
 @dataclass(frozen=True, slots=True)
+class Nothing(MadeRoutine):
+    """Only waits: the end of a batch."""
+
+    def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
+        """Makes nothing."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
 class Shifted:
     """A routine of a micro-batch, whose random numbers are its own."""
 

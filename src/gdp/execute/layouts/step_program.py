@@ -26,8 +26,9 @@ from gdp.models.pytorch import Program, Replay
 from gdp.models.pytorch.program import Call, StepSource
 from gdp.models.pytorch.routine import OpRoutine, Routine
 from gdp.models.pytorch.strides import memory_order, part_view, view_of
+from gdp.parallel.batches import ROUNDS, BatchStream
 from gdp.parallel.blocks import Blocks
-from gdp.parallel.layout import NONE, Layout
+from gdp.parallel.layout import NONE
 from gdp.parallel.offload import Offload
 from gdp.parallel.recompute import Recomputation
 from gdp.parallel.rings import Rings
@@ -47,7 +48,8 @@ class StepProgram(Program):
     part: Program
     part_of: Sequence[int]  # [M] the part of the batch of each op; shared ops have the first of their replica
     origin: Sequence[int]  # [M] the op of `part`; -1: the layout makes it
-    layout: Layout
+    microbatches: Sequence[int]  # [R] of each replica; of a stream of batches, all that it takes in turn
+    is_stream: bool  # each part is a whole batch
     made: Mapping[int, Make]  # of ops that the layout adds or changes
     gradient_tensors: Mapping[str, int]  # by parameter: what the update of the first replica reads
     gradient_pieces: Mapping[str, Pieces]  # by parameter, where each replica has a piece
@@ -56,17 +58,17 @@ class StepProgram(Program):
 
     @property
     def num_parts(self) -> int:
-        return self.layout.num_parts
+        return sum(self.microbatches)
 
     @property
     def num_first_parts(self) -> int:
         """The parts of the first replica, whose buffers are those of the step."""
-        return self.layout.microbatches[0]
+        return self.microbatches[0]
 
     @property
     def adds_in_order(self) -> bool:
         """True if gradients are added up in the order of the parts: with one replica, or two parts."""
-        return self.layout.data == 1 or self.num_parts == 2
+        return len(self.microbatches) == 1 or self.num_parts == 2
 
     def routine(self, op: int, device: torch.device | None = None) -> OpRoutine:
         """Returns `op` prepared for `device`; kept for the next time."""
@@ -115,7 +117,9 @@ class StepProgram(Program):
         }
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Returns the inputs [P] of the parts of a batch."""
+        """Returns the inputs [P] of the parts of a batch; all batches of a stream have the same."""
+        if self.is_stream:
+            return [(tuple(args), dict(kwargs))] * self.num_parts
         named = [source.views for source in self.part.sources.values() if source.kind == "input"]
         sizes = {name: view.size for views in named for name, view in views.items()}
         return list(split_inputs(args, kwargs, self.num_parts, sizes))
@@ -198,15 +202,26 @@ def step_program(program: Program, step: Step) -> StepProgram:
         part = with_host_copies(part, Offload.of(part.graph, layout.offload))
     part = with_share_of_loss(part, layout.num_parts)
     places = RingPlaces.of(Rings.of(layout.data, step.ring, step.hosts))
-    assembly = Assembly(part, step.graph, places, step.layout.zero)
+    return _of_assembly(Assembly(part, step.graph, places, layout.zero), layout.microbatches)
+
+
+def stream_program(program: Program, stream: BatchStream) -> StepProgram:
+    """Returns the program of a stream of batches, each one a step with `program`, a forward pass."""
+    counts = [ROUNDS * count for count in stream.layout.microbatches]
+    places = RingPlaces.of(Rings.of(stream.layout.data))
+    return _of_assembly(Assembly(program, stream.graph, places, 0), counts, is_stream=True)
+
+
+def _of_assembly(assembly: Assembly, microbatches: Sequence[int], *, is_stream: bool = False) -> StepProgram:
+    part, graph = assembly.program, assembly.step
     copies, values = assembly.copies, assembly.values
-    starts = [0, *accumulate(layout.microbatches)]
-    inputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
-    outputs_of: list[list[int]] = [[] for _ in range(step.graph.num_ops)]
-    for tensor, op in enumerate(step.graph.producers.tolist()):
+    starts = [0, *accumulate(microbatches)]
+    inputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    outputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    for tensor, op in enumerate(graph.producers.tolist()):
         if values[tensor] >= 0:
             outputs_of[op].append(tensor)
-            for reader in step.graph.consumers_of(tensor).tolist():
+            for reader in graph.consumers_of(tensor).tolist():
                 inputs_of[reader].append(tensor)
     sources = {
         op: _copied_source(part.sources[origin], assembly, op)
@@ -219,7 +234,7 @@ def step_program(program: Program, step: Step) -> StepProgram:
     return StepProgram(
         **inherited
         | {
-            "graph": step.graph,
+            "graph": graph,
             "calls": tuple(() if origin < 0 else part.calls[origin] for origin in copies.op),
             "inputs_of": tuple(map(tuple, inputs_of)),
             "outputs_of": tuple(map(tuple, outputs_of)),
@@ -234,7 +249,8 @@ def step_program(program: Program, step: Step) -> StepProgram:
             starts[replica] + microbatch for replica, microbatch in zip(copies.replica, copies.microbatch, strict=True)
         ],
         origin=copies.op,
-        layout=layout,
+        microbatches=tuple(microbatches),
+        is_stream=is_stream,
         made=assembly.made,
         gradient_tensors=whole,
         gradient_pieces=cut,
