@@ -35,7 +35,7 @@ from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
-_QUICKER = 2  # times the slowest link: links of one host
+_QUICKER = 1.25  # times the slowest link: links of one host, on which rings may close first
 _ENOUGH = 2  # micro-batches of a place that are simulated
 _QUICK_OPS = 3_000  # in one micro-batch, for dynamic programming in about a second
 
