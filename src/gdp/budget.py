@@ -87,6 +87,11 @@ class Clock:
         self._begin = 0.0
         self._end = float(budget.simulations if budget.simulations is not None else budget.seconds or 0.0)
 
+    @classmethod
+    def of(cls, value: "Clock | Budget | str | float", *, stop: threading.Event | None = None) -> "Clock":
+        """Returns `value` if it is a clock, else one that begins now with the budget `value`."""
+        return value if isinstance(value, Clock) else cls(Budget.of(value), stop=stop)
+
     @property
     def seconds(self) -> float:
         """Seconds since the start of the whole clock."""
@@ -121,6 +126,10 @@ class Clock:
     def is_up(self) -> bool:
         """True when nothing is left, or after `stop`."""
         return self.stop.is_set() or self._spent >= self._end
+
+    def has(self, seconds: float) -> bool:
+        """Returns whether `seconds` are left; always, when the budget counts simulations."""
+        return not self.stop.is_set() and (self._counts or self._end - self.seconds >= seconds)
 
     def spend(self, num_simulations: int) -> None:
         """Counts simulations that were made."""

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 ADVICE_SHARE = 0.2  # of the budget
 
 
-def advice_budget(request: PlaceRequest, plan: "Plan") -> "Budget":
-    """Returns the budget for advice after the search for `plan`: nothing where that took all of it."""
-    total, search = request.budget.seconds, plan.search
-    is_over = total is not None and search is not None and search.seconds >= total
-    return request.budget.part(0.0 if is_over else ADVICE_SHARE)
+def advice_budget(request: PlaceRequest, seconds: float) -> "Budget":
+    """Returns the budget for advice after `seconds`: a share of the whole, or what is left of it if that is less."""
+    from gdp.budget import Budget
+
+    total = request.budget.seconds
+    if total is None:
+        return request.budget.part(ADVICE_SHARE)
+    return Budget(seconds=min(ADVICE_SHARE * total, max(total - seconds, 0.0)))
 
 
 def find_advice(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> "Advice":
@@ -28,7 +31,8 @@ def find_advice(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: t
     from gdp.report.tables import format_ms
     from gdp.simulator.simulate import replay
 
-    budget = advice_budget(request, plan)
+    seconds = 0.0 if plan.search is None else plan.search.seconds
+    budget = advice_budget(request, seconds)
     text = f"{problem.graph.name}: {format_ms(plan.step_time_ns)}; trying other machines"
     with progress.live(progress.StatusLine(text, budget.seconds)):
         return advise(

@@ -1,12 +1,11 @@
 """Finds the best layout and its plan: `gdp place`, where the batch can be split."""
 
 import contextlib
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gdp.cli.advice import ADVICE_SHARE, advice_budget, find_advice, find_changes_that_fit
+from gdp.cli.advice import ADVICE_SHARE, advice_budget, find_advice
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import (
@@ -24,6 +23,7 @@ from gdp.cli.shared import (
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
+    from gdp.budget import Clock
     from gdp.models.model import Model
     from gdp.parallel.layout import Layout
     from gdp.planning.plan_cache import KeptAnswer
@@ -57,6 +57,7 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None, *, other
     with request.named():
         whole = build_problem(model.graph, request.cluster, request.constraints)
     request.say_notes(model.graph)
+    from gdp.budget import Clock
     from gdp.planning import plan_cache
     from gdp.report import console, documents, layouts, progress
     from gdp.report.layout_answer import LayoutAnswer
@@ -74,7 +75,8 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None, *, other
     with progress.stop_on_interrupt() as stop:
         try:
             with request.named():
-                answer, problem = _find(request, parts, layout, stop) if kept is None else (kept, None)
+                clock = Clock(request.budget, stop=stop)
+                answer, problem = _find(request, parts, layout, clock) if kept is None else (kept, None)
         except InputError:
             if stop.is_set():  # before there was any plan
                 return INTERRUPTED
@@ -89,7 +91,7 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None, *, other
             if kept is None and not stop.is_set():
                 plan_cache.store(entry, answer)
         elif not stop.is_set() and layout is None:
-            would_fit = find_changes_that_fit(request, whole, stop)
+            would_fit = _changes_that_fit(request, parts, clock)
         interrupted = stop.is_set()
     if ":" in request.model and looked_at.best.layout.num_parts > 1:
         log(f"gdp: note: {request.model}: parts of the batch are parts of inputs along their first dimension")
@@ -121,7 +123,7 @@ def _parts(request: PlaceRequest, model: "Model", layout: "Layout | None", *, is
         return None
     try:
         with request.named():
-            parts = Parts.of_model(request.model, request.reading, model.graph)
+            parts = Parts.of_model(request.model, request.reading, model.graph, model.seconds)
             if layout is not None:
                 parts.check(layout.num_parts)
     except InputError:
@@ -141,7 +143,7 @@ def _problem_of(request: PlaceRequest, plan: "Plan", parts: "Parts") -> "Problem
 
 
 def _find(
-    request: PlaceRequest, parts: "Parts", layout: "Layout | None", stop: threading.Event
+    request: PlaceRequest, parts: "Parts", layout: "Layout | None", clock: "Clock"
 ) -> "tuple[KeptAnswer, Problem]":
     """Returns the answer, and the problem that its plan solves."""
     from gdp.budget import Clock
@@ -165,11 +167,10 @@ def _find(
             request.cluster,
             request.constraints,
             layout=layout,
-            budget=request.budget.part(1 - ADVICE_SHARE) if request.with_advice else request.budget,
+            budget=clock.part(1 - ADVICE_SHARE) if request.with_advice else clock,
             seed=request.seed,
             num_threads=request.threads,
             on_progress=tell,
-            stop=stop,
         )
         assert choice.trial.candidate is not None
         simulation = choice.trial.candidate.replay
@@ -177,14 +178,27 @@ def _find(
     advice = None
     if request.with_advice and plan.status == "ok":
         if choice.trial.is_whole:
-            advice = find_advice(request, problem, plan, stop)
+            advice = find_advice(request, problem, plan, clock.stop)
             plan = advice.plan
         elif layout is None:
-            clock = Clock(advice_budget(request, plan), stop=stop)
+            clock = Clock(advice_budget(request, clock.seconds), stop=clock.stop)
             text = f"{name}: {format_ms(plan.step_time_ns)}; estimating other machines"
             with progress.live(progress.StatusLine(text, clock.seconds_left)):
                 advice = advise_on_layouts(choice, parts, request.constraints, clock)
     return KeptAnswer(plan, advice, (), LayoutAnswer.of(choice, parts).document()), problem
+
+
+def _changes_that_fit(request: PlaceRequest, parts: "Parts", clock: "Clock") -> list[str]:
+    """Returns changes with which a layout would fit, where advice is asked for; `clock` is that of the search."""
+    from gdp.budget import Clock
+    from gdp.planning.layout_advice import changes_that_fit_a_layout
+    from gdp.report.progress import StatusLine, live
+
+    if not request.with_advice:
+        return []
+    clock = Clock(advice_budget(request, clock.seconds), stop=clock.stop)
+    with live(StatusLine("nothing fits; looking for changes with which it would", clock.seconds_left)):
+        return changes_that_fit_a_layout(parts, request.cluster, request.constraints, clock)
 
 
 def _under_noise(request: PlaceRequest, plan: "Plan") -> "Plan":

@@ -1,8 +1,11 @@
 """Tensors without content that make ops wait, so that memory is overwritten only after all have read it."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
+import numpy as np
+
+from gdp.arrays import I64
 from gdp.graph.graph import Tensor
 
 
@@ -11,17 +14,24 @@ def write_after_read(num_ops: int, tensors: Sequence[Tensor], pairs: Iterable[tu
 
     Pairs that a path of `tensors` orders anyway are left out. Ops are numbered in a topological order.
     """
+    counts = [len(tensor.consumers) for tensor in tensors]
+    sources = np.repeat(np.array([tensor.producer for tensor in tensors], np.int64), counts)
+    targets = np.array([op for tensor in tensors for op in tensor.consumers], np.int64)
+    waiting = unordered(num_ops, sources, targets, pairs)
+    return [
+        Tensor(reader, tuple(writer for _, writer in own)) for reader, own in groupby(waiting, key=lambda pair: pair[0])
+    ]
+
+
+def unordered(num_ops: int, sources: I64, targets: I64, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the `pairs` (reader, writer) of ops that no path orders anyway, distinct and sorted.
+
+    Op `sources[i]` comes before op `targets[i]` [E]. Ops are numbered in a topological order.
+    """
     pairs = list(pairs)
     bits = {writer: 1 << place for place, writer in enumerate(dict.fromkeys(writer for _, writer in pairs))}
-    targets: list[list[int]] = [[] for _ in range(num_ops)]
-    for tensor in tensors:
-        targets[tensor.producer].extend(tensor.consumers)
     later = [0] * num_ops  # the writers that come after each op anyway, as bits
-    for op in range(num_ops - 1, -1, -1):
-        for target in targets[op]:
-            later[op] |= later[target] | bits.get(target, 0)
-    writers: dict[int, set[int]] = defaultdict(set)
-    for reader, writer in pairs:
-        if reader != writer and not later[reader] & bits[writer]:
-            writers[reader].add(writer)
-    return [Tensor(reader, tuple(sorted(writers[reader]))) for reader in sorted(writers)]
+    order = np.argsort(-sources, kind="stable")
+    for source, target in zip(sources[order].tolist(), targets[order].tolist(), strict=True):
+        later[source] |= later[target] | bits.get(target, 0)
+    return sorted({pair for pair in pairs if pair[0] != pair[1] and not later[pair[0]] & bits[pair[1]]})

@@ -28,6 +28,7 @@ class Model:
     noise: float | None = None  # relative standard deviation of measured op times; None: not measured
     notes: tuple[str, ...] = ()  # assumptions and differences, a sentence each
     served: ServedStep | None = None  # of a prefill or decode step
+    seconds: float = 0.0  # that capturing it took; 0: it was read from a file
 
 
 @dataclass(frozen=True, slots=True)

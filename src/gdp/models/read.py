@@ -111,7 +111,8 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
         answer = _capture(build, text, reading)
         if isinstance(answer, JaxFunction):
             return _read_jax(text, answer, reading, num_microbatches)
-        model = Model(answer.graph, answer.coverage.unknown, is_captured=True, notes=_notes(text, answer))
+        notes, unknown = _notes(text, answer), answer.coverage.unknown
+        model = Model(answer.graph, unknown, is_captured=True, notes=notes, seconds=answer.seconds)
         graph_cache.write(entry, model)
     return model
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.graph import Graph, Tensor
+from gdp.graph import Graph
 from gdp.graph.microbatches import RECOMPUTED, count_microbatches
 from gdp.graph.recomputed import is_recomputed
-from gdp.graph.write_after_read import write_after_read
+from gdp.graph.write_after_read import unordered
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import AUTO, NONE
 
@@ -53,6 +53,16 @@ class Recomputation:
             return cls(graph, np.arange(graph.num_ops), np.arange(graph.num_tensors))
         return _Rewrite(blocks, copies, places).build()
 
+    def of_other_sizes(self, graph: Graph) -> Graph:
+        """Returns `graph` with the same blocks recomputed; it has the ops and tensors of the given one."""
+        moved = self.tensor_origin
+        return self.graph.with_figures(
+            flops=graph.flops[self.op_origin],
+            bytes_accessed=graph.bytes_accessed[self.op_origin],
+            resident_bytes=graph.resident_bytes[self.op_origin],
+            tensor_bytes=np.where(moved >= 0, graph.tensor_bytes[moved], 0),
+        )
+
 
 def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None = None) -> Graph:
     """Returns the training step `graph` with blocks recomputed: NONE, BLOCKS or paths of modules.
@@ -64,6 +74,11 @@ def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None
     """
     if modules == NONE or not len(modules):
         return graph
+    return Recomputation.of(blocks_to_recompute(graph, modules), places).graph
+
+
+def blocks_to_recompute(graph: Graph, modules: str | Sequence[str]) -> Blocks:
+    """Returns the blocks that `modules` names: BLOCKS or paths; InputErrors as `recomputed` has them."""
     if modules == AUTO:
         raise InputError("recompute=auto depends on devices, as a search knows them; name modules, or take blocks")
     if is_recomputed(graph).any():
@@ -73,7 +88,7 @@ def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None
     blocks = Blocks.of(graph, modules)
     if not blocks.is_backward.any():
         raise InputError(f"graph {graph.name!r}: has no backward pass to recompute for; leave recompute out")
-    return Recomputation.of(blocks, places).graph
+    return blocks
 
 
 class _Rewrite:
@@ -112,15 +127,16 @@ class _Rewrite:
         producers = np.concatenate((self.number[graph.producers], self.copy_number[graph.producers[copied]]))
         tensors, consumers = self._edges()
         makers, waiting = self._releases(tensors, consumers)
-        rows = [
-            Tensor(int(maker), (int(op),))
-            for maker, op in zip(
-                np.concatenate((producers[tensors], makers)), np.concatenate((consumers, waiting)), strict=True
-            )
-        ]
-        late = write_after_read(len(origin), rows, self._overwrites() + self._late_gradients(waiting))
-        makers = np.concatenate((makers, np.array([row.producer for row in late for _ in row.consumers], np.int64)))
-        waiting = np.concatenate((waiting, np.array([op for row in late for op in row.consumers], np.int64)))
+        late = unordered(
+            len(origin),
+            np.concatenate((producers[tensors], makers)),
+            np.concatenate((consumers, waiting)),
+            self._overwrites() + self._late_gradients(waiting),
+        )
+        makers, waiting = (
+            np.concatenate((ops, np.array(more, np.int64)))
+            for ops, more in ((makers, [op for op, _ in late]), (waiting, [op for _, op in late]))
+        )
         distinct, which = np.unique(makers, return_inverse=True)
         pairs = np.unique(np.stack((len(producers) + which, waiting)), axis=1)
         tensors, consumers = np.concatenate((tensors, pairs[0])), np.concatenate((consumers, pairs[1]))

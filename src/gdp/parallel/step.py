@@ -50,17 +50,20 @@ class Step:
         ring: Sequence[int] | None = None,
         hosts: Sequence[int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        part: Graph | None = None,
     ) -> "Step":
         """Returns the step of `layout`, from the step `graph` of one micro-batch.
 
         `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
         the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts.
-        InputError where the layout does not suit the graph.
+        `part` is `graph` with blocks recomputed and activations sent away, where it is known. InputError where the
+        layout does not suit the graph.
         """
         if layout.data > 1 and replica_of(graph).any():
             raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
         rings = Rings.of(layout.data, ring, hosts)
-        part = offloaded(recomputed(graph, layout.recompute, places=places), layout.offload)
+        if part is None:
+            part = offloaded(recomputed(graph, layout.recompute, places=places), layout.offload)
         of_part = None if places is None else places[_origins(graph, part)]
         if layout.zero == 3:
             whole = _fully_sharded(part, layout, of_part, rings)

@@ -25,8 +25,8 @@ from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
 
-_MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
-_FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
+MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
+FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
 _TRY_SHARE = 1 / 6  # of the budget, for each of them: most end at once, since they fit or cannot
 MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
 AS_FAST = 1.01  # what is called as fast
@@ -209,17 +209,17 @@ def changes_that_fit(
 
     def larger() -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
         machine, allowed = cluster, constraints
-        for count in range(1, max(_MOST_MORE) + 1):
+        for count in range(1, max(MOST_MORE) + 1):
             added = changes.with_another(machine, like)
             if added is None:
                 return
             machine = added
             allowed = allowed.also_for(machine.devices[-1].name, cluster.devices[like].name)
-            if count in _MOST_MORE:
+            if count in MOST_MORE:
                 yield count, graph, machine, allowed
 
     def smaller(read: Callable[[int], Graph]) -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
-        for count in _FEWER_SAMPLES:
+        for count in FEWER_SAMPLES:
             try:
                 yield count, read(count), cluster, constraints
             except UnevenBatchError:

@@ -6,7 +6,7 @@ Kinds of layouts are levels of ZeRO, on one device a replica or on several.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -18,14 +18,17 @@ from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.interpolation import have_same_ops, interpolated
-from gdp.planning.advice import MEMORY_MATTERS, Advice, WhatIf
+from gdp.planning.advice import FEWER_SAMPLES, MEMORY_MATTERS, MOST_MORE, Advice, WhatIf
 from gdp.search.layouts.arrangement import Arrangement, replicated_ways
 from gdp.search.layouts.choose import Choice
 from gdp.search.layouts.estimate import Estimate, Estimator
-from gdp.search.layouts.less_memory import with_less_memory
+from gdp.search.layouts.estimate_queue import EstimateQueue
 from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.screening import Screening
+from gdp.search.layouts.trial import Choosing
 from gdp.simulator.constraints import Constraints
 
+_TRY_SHARE = 0.25  # of the time left, for each change of which something might fit
 _Kind = tuple[int, bool]  # the level of ZeRO, and whether a replica has one device
 
 
@@ -44,12 +47,12 @@ def advise_on_layouts(choice: Choice, parts: Parts, constraints: Constraints, cl
     assert choice.trial.candidate is not None
     simulation = choice.trial.candidate.replay
     cluster = simulation.problem.cluster
-    quick = Parts(parts.rough, parts.batch_size, parts.exact(1))  # reads no model
+    quick = Parts(parts.within(clock).rough, parts.batch_size, parts.exact(1))
     filled = float((simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)).max())
     matters = filled > MEMORY_MATTERS
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
-    factors = _factors(choice, quick, cluster, constraints)
+    factors = _factors(choice, quick, cluster, constraints, clock)
     for change in _layout_changes(quick, cluster, constraints, memory_matters=matters):
         estimate = None
         if not clock.is_up:
@@ -65,6 +68,53 @@ def advise_on_layouts(choice: Choice, parts: Parts, constraints: Constraints, cl
             detail += f", {time_ns / choice.plan.step_time_ns / change.batch_factor:.2f} of the time per sample"
         what_ifs.append(WhatIf(change.change, detail, time_ns, str(estimate.arrangement.layout)))
     return Advice(tuple(what_ifs), tuple(not_asked), matters, choice.plan)
+
+
+def changes_that_fit_a_layout(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> list[str]:
+    """Returns the smallest changes with which a layout fits, as far as `clock` lets them be tried.
+
+    They are more devices and fewer samples.
+    """
+    if clock.is_up:
+        return []
+    quick = Parts(parts.within(clock).rough, parts.batch_size, parts.exact(1))
+    like = int(np.argmax(Estimator(quick, cluster, constraints).limits_bytes))
+    remedies: list[str] = []
+    machine, allowed = cluster, constraints
+    for count in range(1, max(MOST_MORE) + 1):
+        added = changes.with_another(machine, like)
+        if added is None:
+            break
+        machine, allowed = added, allowed.also_for(added.devices[-1].name, cluster.devices[like].name)
+        if clock.is_up:
+            return remedies
+        if count in MOST_MORE and _fits(quick, machine, allowed, clock):
+            remedies.append(f"{count} more {cluster.devices[like].kind}")
+            break
+    for factor in FEWER_SAMPLES:
+        if clock.is_up:
+            break
+        with contextlib.suppress(InputError):  # of parts that are not known
+            fewer = Parts(_MoreParts(quick, factor), parts.batch_size // factor, quick.rough(factor))
+            if _fits(fewer, cluster, constraints, clock):
+                remedies.append(f"1/{factor} of the samples")
+                break
+    return remedies
+
+
+def _fits(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> bool:
+    """Returns whether a layout is found that fits; False where time is up before."""
+    search = Choosing(parts, cluster, constraints, clock.part(_TRY_SHARE), 0, None, lambda trial: None)
+    return Screening(search).finds_one_that_fits()
+
+
+@dataclass(frozen=True)
+class _MoreParts:
+    parts: Parts
+    factor: int
+
+    def __call__(self, num_parts: int) -> Graph:
+        return self.parts.rough(num_parts * self.factor)
 
 
 def _layout_changes(
@@ -111,12 +161,16 @@ class _HalfParts:
         return self.parts.exact(num_parts // 2)
 
 
-def _factors(choice: Choice, parts: Parts, cluster: Cluster, constraints: Constraints) -> dict[_Kind, float]:
+def _factors(
+    choice: Choice, parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock
+) -> dict[_Kind, float]:
     """Returns simulated / estimated step times of the best layout of each kind that was simulated."""
     estimator = Estimator(parts, cluster, constraints)
     factors: dict[_Kind, float] = {}
     for trial in choice.trials:  # the best first
         way = Arrangement(trial.layout, trial.devices)
+        if clock.is_up:
+            break
         if trial.candidate is not None and not trial.is_whole and _kind(way) not in factors:
             estimate = estimator.estimate(way)
             factors[_kind(way)] = trial.step_time_ns / max(estimate.step_time_ns, 1)
@@ -130,36 +184,13 @@ def _kind(way: Arrangement) -> _Kind:
 def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock) -> Estimate | None:
     """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before."""
     estimator = Estimator(change.parts, change.cluster, change.constraints)
-    batch_size = change.parts.batch_size
-    queue: list[Estimate] = []
-    ways = replicated_ways(estimator.machine, batch_size)
-    seen = set(ways)
-    while True:
-        queue += _known(estimator.least, ways, factors)
-        if not queue or clock.is_up:
-            return None
-        best = min(queue, key=lambda each: (each.missing_bytes, each.step_time_ns))
-        if len(best.places):
-            return best
-        queue.remove(best)
-        estimates = list(_known(estimator.estimate, [best.arrangement], factors))
-        clock.spend(1)
-        queue += estimates
-        lacking = [estimate.arrangement for estimate in estimates if estimate.missing_bytes]
-        ways = [
-            way
-            for full in lacking
-            for way in with_less_memory(full, batch_size, has_cpu=estimator.has_spare_cpu(full))
-            if way not in seen
-        ]
-        seen.update(ways)
 
+    def attempt(action: Callable[[Arrangement], Estimate], way: Arrangement) -> Estimate | None:
+        with contextlib.suppress(InputError):  # of parts that are not known
+            estimate = action(way)
+            return replace(estimate, step_time_ns=round(estimate.step_time_ns * factors.get(_kind(way), 1.0)))
+        return None
 
-def _known(
-    estimated: Callable[[Arrangement], Estimate], ways: Iterable[Arrangement], factors: Mapping[_Kind, float]
-) -> Iterator[Estimate]:
-    """Yields estimates of `ways`, but of those whose parts are not known."""
-    for way in ways:
-        with contextlib.suppress(InputError):
-            estimate = estimated(way)
-            yield replace(estimate, step_time_ns=round(estimate.step_time_ns * factors.get(_kind(way), 1.0)))
+    queue = EstimateQueue(estimator, change.parts.batch_size, attempt)
+    queue.add(replicated_ways(estimator.machine, change.parts.batch_size))
+    return queue.best(clock)

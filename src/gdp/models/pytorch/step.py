@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,7 @@ class Capture:
     program: Program
     coverage: Coverage
     notes: tuple[str, ...] = ()  # what is left out, estimated or taken for granted, a sentence each
+    seconds: float = 0.0  # that recording the step took, once PyTorch and the model were there
 
     def __repr__(self) -> str:
         """Returns the graph's `repr`, and the number of ops of unknown cost if there are any."""
@@ -165,8 +167,9 @@ def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions)
         if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
             with explained(name):
                 model, args, kwargs = _fake_copies(model, args, kwargs, mode)
+        began = time.monotonic()
         recorded = _record(model, args, kwargs, mode, name, options, rule_choice(options, model, name))
-        return _noted(recorded, built)
+        return _noted(replace(recorded, seconds=time.monotonic() - began), built)
 
 
 def _noted(captured: Capture, model: nn.Module) -> Capture:

@@ -61,7 +61,7 @@ def choose_layout(
     constraints: Constraints | None = None,
     *,
     layout: Layout | None = None,
-    budget: Budget | str | float = "30s",
+    budget: Clock | Budget | str | float = "30s",
     seed: int = 0,
     num_threads: int | None = None,
     on_progress: Callable[[Trial], None] | None = None,
@@ -70,11 +70,16 @@ def choose_layout(
     """Returns the best plan over layouts of the batch of `parts` on `cluster`; with `layout`, the best of that one.
 
     Op placement of the whole step is one of the layouts; the answer is never slower than the best that was tried, and
-    fits if any of them does. InputError for a layout that the batch or the devices do not allow.
+    fits if any of them does. The budget begins once the step is read; a clock is one that has begun. InputError for a
+    layout that the batch or the devices do not allow.
     """
     cluster = Cluster.of(cluster)
-    _read_ahead(parts, cluster, layout)
-    clock = Clock(Budget.of(budget), stop=stop)
+    for num_parts in {1, 1 if layout is None else layout.num_parts}:
+        parts.exact(num_parts)
+    clock = Clock.of(budget, stop=stop)
+    parts = parts.within(clock)
+    if layout is None:
+        _read_ahead(parts, cluster)
     tell = on_progress or (lambda trial: None)
     search = Choosing(parts, cluster, constraints or Constraints(), clock, seed, num_threads, tell, layout)
     screening = Screening(search)
@@ -97,13 +102,9 @@ def choose_layout(
     return _choice(search, best, trials, screening.estimates)
 
 
-def _read_ahead(parts: Parts, cluster: Cluster, layout: Layout | None) -> None:
-    """Reads the steps that are needed in any case: reading a model is no search. InputError as `Parts.check` says."""
-    parts.exact(1)
-    if layout is not None:
-        parts.exact(layout.num_parts)
-        return
-    for count in range(cluster.num_devices, 1, -1):  # what is interpolated from, with the whole batch
+def _read_ahead(parts: Parts, cluster: Cluster) -> None:
+    """Reads the step of a part of the batch: with the whole one it is what others are interpolated from."""
+    for count in range(cluster.num_devices, 1, -1):
         if parts.divides(count):
             with contextlib.suppress(InputError):  # a layer may fail with so few samples
                 parts.exact(count)
@@ -131,7 +132,8 @@ def _finalists(search: Choosing, trials: list[Trial]) -> list[Trial]:
     if search.layout is None or search.layout.is_whole:
         problem = Problem.build(search.parts.exact(1), search.cluster, search.constraints)
         bound_ns = lower_bound(problem)
-        if best is None or not best.fits or bound_ns < best.step_time_ns:
+        has_time = best is None or search.clock.has(search.slowest_s)
+        if has_time and (best is None or not best.fits or bound_ns < best.step_time_ns):
             step = Step.of(problem.graph, Layout())
             whole = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
             chosen.insert(0, _with_ops_placed(search, whole, search.clock.part(QUICK_SHARE)))
@@ -168,7 +170,7 @@ def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` after a search of one replica, and of the whole step in the time left."""
     # a search would move ops out of their stages, and activations away from the host
     is_kept = trial.layout.stages is not None or trial.layout.offload != NONE
-    if trial.candidate is None or clock.is_up or is_kept:
+    if trial.candidate is None or clock.is_up or is_kept or not clock.has(search.slowest_s):
         return trial
     if len(trial.devices[0]) > 1 and len(trial.devices) > 1 and not trial.is_searched:
         trial = _with_replica_searched(search, trial, clock.part(0.5))

@@ -19,14 +19,18 @@ from gdp.cluster.changes import only
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
-from gdp.parallel.buckets import BUCKET_BYTES, gradients_of
+from gdp.parallel.block_choice import cheapest_blocks, longest_held_blocks
+from gdp.parallel.buckets import BUCKET_BYTES
+from gdp.parallel.interpolation import have_same_ops
 from gdp.parallel.layout import AUTO, NONE, Layout
+from gdp.parallel.recompute import Recomputation, blocks_to_recompute
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
 from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds
 from gdp.search.layouts.less_memory import with_chosen_blocks
+from gdp.search.layouts.part_figures import PartFigures, with_gradients_cut
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.traffic import busiest_channel_ns
 from gdp.simulator.constraints import Constraints, memory_limits
@@ -50,18 +54,6 @@ class Estimate:
     places: I64
 
 
-@dataclass(frozen=True, eq=False)
-class PartFigures:
-    """Sums over the ops of one micro-batch [N] on each device [D], in ns, and over its parameters, in bytes."""
-
-    once_ns: I64  # [D] updates
-    backward_ns: I64  # [D]
-    each_ns: I64  # [D] what is done for every micro-batch, the backward pass too
-    gradient_bytes: int
-    state_bytes: int  # of the optimizer
-    parameter_bytes: int
-
-
 @dataclass(eq=False)
 class Estimator:
     """Estimates arrangements of one model on one machine; keeps what several have in common."""
@@ -73,8 +65,10 @@ class Estimator:
     _rings_ns: dict[tuple[tuple[int, ...], ...], int] = field(default_factory=dict)
     _places: dict[tuple[tuple[str, ...], tuple[int, ...]], list[I64]] = field(default_factory=dict)
     _steps: dict[tuple[int, int, str | tuple[str, ...], int], Step] = field(default_factory=dict)
+    _recomputations: dict[str | tuple[str, ...], list[tuple[Graph, Recomputation]]] = field(default_factory=dict)
     _replicas: dict[object, tuple[Simulation, I64]] = field(default_factory=dict)
     _resolved: dict[object, Layout] = field(default_factory=dict)
+    _ranked: dict[object, list[tuple[str, int]]] = field(default_factory=dict)
 
     @cached_property
     def machine(self) -> DeviceSpeeds:
@@ -95,16 +89,21 @@ class Estimator:
         return min(guesses, key=lambda guess: (guess.missing_bytes > 0, guess.step_time_ns))
 
     def least(self, arrangement: Arrangement) -> Estimate:
-        """Returns what a pipeline would take that is never empty, without rings and in any memory: arithmetic alone."""
+        """Returns what a pipeline would take that is never empty, without rings: arithmetic alone.
+
+        Memory is that of what is resident, spread over all places of a replica.
+        """
         layout, num_places = arrangement.layout, arrangement.num_places
         figures = self.figures(layout)
-        slowest_ns = 0.0
+        slowest_ns, missing = 0.0, 0
+        resident_bytes = figures.resident_bytes - self._saved_bytes(figures, layout)
         for devices, count in zip(arrangement.devices, layout.microbatches, strict=True):
             fastest = list(devices)
             rate = (1 / np.maximum(figures.each_ns[fastest], 1)).sum()
             once_ns = float(figures.once_ns[fastest].min()) / num_places / (layout.data if layout.zero else 1)
             slowest_ns = max(slowest_ns, count / rate + once_ns)
-        return Estimate(arrangement, int(slowest_ns), 0, np.zeros(0, np.int64))
+            missing = max(missing, -(-(resident_bytes - int(self.limits_bytes[fastest].sum())) // num_places))
+        return Estimate(arrangement, int(slowest_ns), missing, np.zeros(0, np.int64))
 
     def _candidates(self, arrangement: Arrangement) -> list[I64]:
         """Returns places [N] of a replica's ops, the same for all numbers of micro-batches."""
@@ -131,18 +130,29 @@ class Estimator:
         layout = arrangement.layout
         if AUTO not in (layout.recompute, layout.offload):
             return layout
-        graph = self.parts.rough(layout.num_parts)
         key = self.parts.is_captured(layout.num_parts), arrangement, places.tobytes(), reserve_bytes
         if key not in self._resolved:
-            times_ns = Problem.build(graph, self.cluster).op_time_ns[:, arrangement.devices[0][0]]
             self._resolved[key] = with_chosen_blocks(
                 layout,
-                graph,
-                times_ns,
+                self._ranked_blocks(arrangement),
                 places,
                 lambda way: self._lacking(replace(arrangement, layout=way), places) + reserve_bytes,
             )
         return self._resolved[key]
+
+    def _ranked_blocks(self, arrangement: Arrangement) -> list[tuple[str, int]]:
+        """Returns the blocks that auto stands for, the cheapest first, and an op of each."""
+        layout, device = arrangement.layout, arrangement.devices[0][0]
+        is_captured = self.parts.is_captured(layout.num_parts)
+        key = layout.num_parts, is_captured, layout.offload == AUTO, int(self.machine.kinds[device])
+        if key not in self._ranked:
+            graph = self.parts.rough(layout.num_parts)
+            if layout.offload == AUTO:
+                self._ranked[key] = longest_held_blocks(graph)
+            else:
+                times_ns = Problem.build(graph, self.cluster).op_time_ns[:, device]
+                self._ranked[key] = cheapest_blocks(graph, times_ns)
+        return self._ranked[key]
 
     @cached_property
     def all_cpus(self) -> list[int]:
@@ -230,20 +240,36 @@ class Estimator:
         `share` chunks of each gradient.
         """
         if layout.offload != NONE:
-            part = _with_gradients_cut(self.parts.rough(layout.num_parts), share)
+            part = with_gradients_cut(self.parts.rough(layout.num_parts), share)
             return Step.of(part, Layout((count,), offload=layout.offload))
         made: list[Step] = []
 
         def graph_of(num_parts: int) -> Graph:
             key = num_parts, count, layout.recompute, share
             if key not in self._steps:
-                part, alone = self.parts.exact(num_parts), Layout((count,), recompute=layout.recompute)
-                self._steps[key] = Step.of(_with_gradients_cut(part, share), alone)
+                part = with_gradients_cut(self._recomputed(num_parts, layout.recompute), share)
+                alone = Layout((count,), recompute=layout.recompute)
+                self._steps[key] = Step.of(self.parts.exact(num_parts), alone, part=part)
             made.append(self._steps[key])
             return made[-1].graph
 
         graph = self.parts.between(layout.num_parts, graph_of)
         return replace(made[0], graph=graph)
+
+    def _recomputed(self, num_parts: int, modules: str | tuple[str, ...]) -> Graph:
+        """Returns the captured step of one of `num_parts` with blocks recomputed.
+
+        What is copied is found once for all steps with the same ops.
+        """
+        graph = self.parts.exact(num_parts)
+        if modules == NONE:
+            return graph
+        for given, known in self._recomputations.setdefault(modules, []):
+            if given is graph or have_same_ops(given, graph):
+                return known.of_other_sizes(graph)
+        found = Recomputation.of(blocks_to_recompute(graph, modules))
+        self._recomputations[modules].append((graph, found))
+        return found.graph
 
     def figures(self, layout: Layout) -> PartFigures:
         """Returns sums over one micro-batch of `layout`; with recompute=auto, of one that recomputes nothing."""
@@ -251,7 +277,7 @@ class Estimator:
         key = layout.num_parts, recompute
         if key not in self._figures:
             graph = self._step(replace(layout, recompute=recompute, offload=NONE), 1).graph
-            self._figures[key] = _figures(graph, Problem.build(graph, self.cluster).op_time_ns)
+            self._figures[key] = PartFigures.of(graph, Problem.build(graph, self.cluster).op_time_ns)
         return self._figures[key]
 
     def alone(self, graph: Graph, devices: Sequence[int]) -> Problem:
@@ -331,38 +357,9 @@ def _seen(layout: Layout, count: int, num_places: int) -> int:
     return min(count, _ENOUGH * num_places)
 
 
-def _figures(graph: Graph, times_ns: I64) -> PartFigures:
-    is_source, is_update = shared_ops(graph)
-    is_backward = graph.is_in_phase("backward") & ~is_update
-    times = np.maximum(times_ns, 0)
-    gradients = gradients_of(graph, is_update)
-    has_update = np.isin(graph.groups, graph.groups[is_update & (graph.groups >= 0)])
-    own = is_source & has_update
-    is_own = graph.is_resident & own[graph.producers] & (graph.view_of < 0)
-    parameter_bytes = int(graph.tensor_bytes[is_own].sum())
-    return PartFigures(
-        once_ns=times[is_update].sum(axis=0),
-        backward_ns=times[is_backward].sum(axis=0),
-        each_ns=times[~is_update & ~is_source].sum(axis=0),
-        gradient_bytes=sum(gradient.num_bytes for gradient in gradients.values()),
-        state_bytes=max(int(graph.resident_bytes[own].sum()) - parameter_bytes, 0),
-        parameter_bytes=parameter_bytes,
-    )
-
-
 def _gradient_share(layout: Layout, count: int) -> int:
     """Returns the number of replicas that share gradients when the last of `count` micro-batches is done."""
     return layout.data if layout.zero == 3 or (layout.zero == 2 and count == 1) else 1
-
-
-def _with_gradients_cut(graph: Graph, count: int) -> Graph:
-    """Returns the step with gradients of a `count`-th of their bytes: one replica's chunks, when the rest is sent."""
-    if count == 1:
-        return graph
-    gradients = [gradient.tensor for gradient in gradients_of(graph, shared_ops(graph)[1]).values()]
-    sizes = graph.tensor_bytes.copy()
-    sizes[gradients] = -(-sizes[gradients] // count)
-    return replace(graph, tensor_bytes=sizes)
 
 
 def _parameters(num_bytes: int, count: int) -> Graph:

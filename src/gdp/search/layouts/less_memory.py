@@ -10,8 +10,6 @@ from dataclasses import replace
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.graph import Graph
-from gdp.parallel.block_choice import cheapest_blocks, longest_held_blocks
 from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
 from gdp.search.layouts.arrangement import Arrangement, more_microbatches
 
@@ -37,15 +35,14 @@ def with_less_memory(arrangement: Arrangement, batch_size: int, *, has_cpu: bool
 
 
 def with_chosen_blocks(
-    layout: Layout, graph: Graph, op_time_ns: I64, places: I64, lacking: Callable[[Layout], I64]
+    layout: Layout, ranked: Sequence[tuple[str, int]], places: I64, lacking: Callable[[Layout], I64]
 ) -> Layout:
     """Returns `layout` with blocks in place of auto.
 
-    `graph` is the step of one micro-batch, `op_time_ns` and `places` [N] are those of its ops, and `lacking(layout)`
-    returns the bytes [P] that a replica lacks in each place.
+    `ranked` are the paths of blocks in the order in which they are taken, and an op of each; `places` [N] are those of
+    ops, and `lacking(layout)` returns the bytes [P] that a replica lacks in each place.
     """
     is_offload = layout.offload == AUTO
-    ranked = longest_held_blocks(graph) if is_offload else cheapest_blocks(graph, op_time_ns)
 
     def with_blocks(paths: str | tuple[str, ...]) -> Layout:
         return replace(layout, offload=paths or NONE) if is_offload else replace(layout, recompute=paths or NONE)

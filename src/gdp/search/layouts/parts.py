@@ -1,9 +1,12 @@
 """Parts of a batch as steps: what a model's step is with 1/K of its samples, for any K that divides the batch."""
 
+import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from itertools import combinations
 from types import MappingProxyType
 
+from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
@@ -17,20 +20,31 @@ class Parts:
     """Reads steps of parts of the batch, each once; others are interpolated from two that were read."""
 
     def __init__(
-        self, read: Callable[[int], Graph], batch_size: int, whole: Graph | None = None, *, is_fixed: bool = False
+        self,
+        read: Callable[[int], Graph],
+        batch_size: int,
+        whole: Graph | None = None,
+        *,
+        is_fixed: bool = False,
+        seconds: float = 0.0,
     ) -> None:
         """`read(K)` returns the step of 1/K of `batch_size` samples; `whole` is the one of all, if it is there.
 
-        `is_fixed`: `batch_size` counts micro-batches, which stay as they are: K is 1 or as many.
+        `is_fixed`: `batch_size` counts micro-batches, which stay as they are: K is 1 or as many. `seconds`: what it
+        took to read `whole`.
         """
         self.batch_size, self.is_fixed = batch_size, is_fixed
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
         self._rough: dict[int, Graph] = {}
         self._failures: dict[int, InputError] = {}
+        self._seconds = {1: seconds}  # that reading took
+        self._clock: Clock | None = None
 
     @classmethod
-    def of_model(cls, text: str, reading: Reading | None = None, whole: Graph | None = None) -> "Parts":
+    def of_model(
+        cls, text: str, reading: Reading | None = None, whole: Graph | None = None, seconds: float = 0.0
+    ) -> "Parts":
         """Returns the parts of MODEL: a built-in workload, `hf:DIR` or `module:function`, as the command line takes it.
 
         InputError where it has no batch that can be split.
@@ -44,7 +58,7 @@ class Parts:
                 f"--parallel: {text} has no batch that can be split: it has one sample, or is a step of JAX or of your "
                 "own; gdp capture the step of one micro-batch, and give that file with --microbatches M"
             )
-        return cls(lambda num_parts: read_part(text, reading, num_parts), samples, whole)
+        return cls(lambda num_parts: read_part(text, reading, num_parts), samples, whole, seconds=seconds)
 
     @classmethod
     def of_graph(cls, graph: Graph) -> "Parts":
@@ -58,6 +72,12 @@ class Parts:
         count = count_microbatches(graph)
         return cls({1: graph, count: one}.__getitem__, count, graph, is_fixed=True)
 
+    def within(self, clock: Clock) -> "Parts":
+        """Returns the same parts, which are read only where `clock` has the time that the slowest took so far."""
+        parts = copy(self)
+        parts._clock = clock
+        return parts
+
     @property
     def read(self) -> Mapping[int, Graph]:
         """The steps that were read, by the number of parts."""
@@ -66,18 +86,29 @@ class Parts:
     def exact(self, num_parts: int) -> Graph:
         """Returns the step of one of `num_parts`, as captured.
 
-        InputError if they would differ in size, or if the model fails with so few samples.
+        InputError if they would differ in size, if the model fails with so few samples, and if there is no time left.
         """
         self.check(num_parts)
         if num_parts in self._failures:
             raise self._failures[num_parts]
         if num_parts not in self._exact:
-            try:
-                self._exact[num_parts] = self._read_part(num_parts)
-            except InputError as error:
-                self._failures[num_parts] = error
-                raise
+            self._exact[num_parts] = self._read_in_time(num_parts)
         return self._exact[num_parts]
+
+    def _read_in_time(self, num_parts: int) -> Graph:
+        clock = self._clock
+        if not self.has_time:
+            raise InputError(
+                f"--parallel: no time is left to read the model with 1/{num_parts} of its batch; give a larger --budget"
+            )
+        began = time.monotonic() if clock is None else clock.seconds
+        try:
+            return self._read_part(num_parts)
+        except InputError as error:
+            self._failures[num_parts] = error
+            raise
+        finally:
+            self._seconds[num_parts] = (time.monotonic() if clock is None else clock.seconds) - began
 
     def rough(self, num_parts: int) -> Graph:
         """Returns the step of one of `num_parts`, as captured where it was read and for the first two asked for."""
@@ -108,6 +139,11 @@ class Parts:
     def is_captured(self, num_parts: int) -> bool:
         """Returns whether `rough` returns the step as captured."""
         return num_parts in self._exact
+
+    @property
+    def has_time(self) -> bool:
+        """True if there is time to read another part."""
+        return self._clock is None or self._clock.has(max(self._seconds.values()))
 
     def divides(self, num_parts: int) -> bool:
         """Returns whether the batch has so many equal parts."""

@@ -6,16 +6,15 @@ Arithmetic says what a step takes at least, so that an arrangement is estimated,
 is known of another promises more. What users run, a replica on each device, is simulated in any case.
 """
 
-from collections.abc import Iterable
-
 from gdp.parallel.layout import NONE, Layout
 from gdp.search.layouts.arrangement import Arrangement, forced, replicated_ways
 from gdp.search.layouts.estimate import Estimate
-from gdp.search.layouts.less_memory import with_less_memory
+from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit, promise
 from gdp.search.layouts.trial import Choosing, Trial
 from gdp.simulator.simulate import NEVER
 
 SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
+LATE_SHARE = 0.7  # of the budget: so long it goes on where nothing fits, and what users run is looked at
 MOST_SIMULATED = 16  # arrangements, of those that fit
 FAR = 1.1  # times the best: what is slower than that at least is not simulated
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
@@ -28,29 +27,53 @@ class Screening:
     def __init__(self, search: Choosing) -> None:
         self.search = search
         self.trials: list[Trial] = []
-        self._queue: list[Estimate] = []
-        self._seen: set[Arrangement] = set()
-        self._add(_ways(search))
+        self._queue = EstimateQueue(
+            search.estimator, search.parts.batch_size, search.attempt, grows=search.layout is None
+        )
 
     @property
     def estimates(self) -> list[Estimate]:
         """Estimates of the arrangements that were not simulated, the most promising first."""
-        return sorted(self._queue, key=_promise)
+        return sorted(self._queue.left, key=promise)
 
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
-        while self._queue and not self._is_over(next_one := min(self._queue, key=_promise)):
+        self._queue.add(_ways(self.search))
+        while self._queue.left and not self._is_over(next_one := self._next()):
             self._advance(next_one)
         if self.search.layout is None:
             for zero in USUAL_ZERO:
                 self._simulate_usual(zero)
 
+    def finds_one_that_fits(self) -> bool:
+        """Returns whether a layout fits; the first that does ends the screening."""
+        self._queue.add(_ways(self.search))
+        clock = self.search.clock
+        while self._fitting_ns is None and self._queue.left and not clock.is_up:
+            if self._is_over(next_one := self._next()):
+                break
+            self._advance(next_one)
+        return self._fitting_ns is not None
+
+    def _next(self) -> Estimate:
+        """Returns the most promising arrangement; later one that an estimate lets fit, and at last any with one.
+
+        Where there is no time to capture further parts of the batch, those that need them come last.
+        """
+        share, parts = self.search.clock.share_spent, self.search.parts
+        left = self._queue.left
+        if not parts.has_time:
+            left = [each for each in left if parts.is_captured(each.arrangement.layout.num_parts)] or left
+        estimated = [each for each in left if len(each.places) and (can_fit(each) or share > LATE_SHARE)]
+        return min(estimated if estimated and share > SCREEN_SHARE else left, key=promise)
+
     def _is_over(self, next_one: Estimate) -> bool:
         clock, num_trials = self.search.clock, len(self.trials)
         fitting_ns = self._fitting_ns
         if fitting_ns is None:
-            return num_trials > 0 and (clock.stop.is_set() or (num_trials >= MOST_SIMULATED and not _can_fit(next_one)))
-        is_far = not _can_fit(next_one) or next_one.step_time_ns > FAR * fitting_ns
+            is_late = clock.stop.is_set() or clock.share_spent > LATE_SHARE
+            return num_trials > 0 and (is_late or (num_trials >= MOST_SIMULATED and not can_fit(next_one)))
+        is_far = not can_fit(next_one) or next_one.step_time_ns > FAR * fitting_ns
         return is_far or num_trials >= MOST_SIMULATED or clock.share_spent > SCREEN_SHARE or clock.stop.is_set()
 
     @property
@@ -59,45 +82,29 @@ class Screening:
         return min((trial.step_time_ns for trial in self.trials if trial.fits), default=None)
 
     def _advance(self, known: Estimate) -> None:
-        """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation.
-
-        One that does not fit makes room for others of its kind that take less memory.
-        """
-        search, way = self.search, known.arrangement
-        self._queue.remove(known)
-        if len(known.places):
-            trial = search.attempt(lambda way: search.simulate(way, known.places), way)
-            self.trials += [] if trial is None else [trial]
+        """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation."""
+        if not len(known.places):
+            self._queue.estimate(known)
             return
-        estimate = search.attempt(search.estimator.estimate, way)
-        if estimate is None:
-            return
-        self._queue.append(estimate)
-        if estimate.missing_bytes and search.layout is None:
-            has_cpu = search.estimator.has_spare_cpu(way)
-            self._add(with_less_memory(way, search.parts.batch_size, has_cpu=has_cpu))
-
-    def _add(self, ways: Iterable[Arrangement]) -> None:
-        """Adds what arithmetic says of new arrangements that the model allows."""
-        for way in ways:
-            if way not in self._seen:
-                self._seen.add(way)
-                least = self.search.attempt(self.search.estimator.least, way)
-                self._queue += [] if least is None else [least]
+        self._queue.left.remove(known)
+        trial = self.search.attempt(lambda way: self.search.simulate(way, known.places), known.arrangement)
+        self.trials += [] if trial is None else [trial]
 
     def _simulate_usual(self, zero: int) -> None:
         """Simulates the replicas on single devices, with the fewest micro-batches that fit, unless they are slow."""
+        clock = self.search.clock
 
         def is_usual(layout: Layout) -> bool:
             return layout.zero == zero and layout.is_even and layout.recompute == layout.offload == NONE
 
         while not any(len(trial.devices[0]) == 1 and is_usual(trial.layout) for trial in self.trials if trial.fits):
-            alone = [each for each in self._queue if each.arrangement.num_places == 1]
+            alone = [each for each in self._queue.left if each.arrangement.num_places == 1]
             usual = [each for each in alone if is_usual(each.arrangement.layout)]
             widest = max((each.arrangement.layout.data for each in usual), default=0)
-            best = min((each for each in usual if each.arrangement.layout.data == widest), key=_promise, default=None)
+            best = min((each for each in usual if each.arrangement.layout.data == widest), key=promise, default=None)
             limit_ns = HOPELESS * (self._fitting_ns or NEVER)
-            if best is None or not _can_fit(best) or best.step_time_ns > limit_ns or self.search.clock.stop.is_set():
+            is_late = clock.stop.is_set() or clock.share_spent > LATE_SHARE
+            if best is None or not can_fit(best) or best.step_time_ns > limit_ns or is_late:
                 return
             self._advance(best)
 
@@ -108,12 +115,3 @@ def _ways(search: Choosing) -> list[Arrangement]:
     if search.layout is not None:
         return [] if search.layout.is_whole else forced(machine, search.layout, batch_size)
     return replicated_ways(machine, batch_size, is_fixed=search.parts.is_fixed)
-
-
-def _can_fit(estimate: Estimate) -> bool:
-    return not estimate.missing_bytes
-
-
-def _promise(estimate: Estimate) -> tuple[int, int]:
-    """Returns figures to compare estimates by: the quickest that fits, else the one that lacks least."""
-    return estimate.missing_bytes, estimate.step_time_ns

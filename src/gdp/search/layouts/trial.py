@@ -86,6 +86,7 @@ class Choosing:
     tell: Callable[[Trial], None]
     layout: Layout | None = None  # that is asked for; None: any
     refused: dict[Arrangement, str] = field(default_factory=dict)  # and why
+    slowest_s: float = 0.0  # of the simulations of whole steps, which a search makes again
     estimator: Estimator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class Choosing:
         cut = self.estimator.resolved(arrangement, places, reserve_bytes=reserve_bytes)
         cpus, ring = self.estimator.cpus(arrangement), ring_over(self.cluster, devices)
         hosts = self.estimator.machine.hosts_of(arrangement)
-        trials = []
+        trials, began = [], self.clock.seconds
         for way in [None] if hosts is None else [None, hosts]:
             step = Step.of(graph, cut, places=places if arrangement.num_places > 1 else None, ring=ring, hosts=way)
             problem = Problem.build(step.graph, self.cluster, self.constraints)
@@ -133,8 +134,9 @@ class Choosing:
             trials.append(trial.with_candidate(best_dispatch(problem, step, placement)))
         best = min(trials, key=lambda trial: trial.key)
         self.tell(best)
-        more_bytes = reserve_bytes + best.missing_bytes
-        if self.estimator.resolved(arrangement, places, reserve_bytes=more_bytes) == cut:
+        self.slowest_s = max(self.slowest_s, self.clock.seconds - began)
+        more_bytes, has_time = reserve_bytes + best.missing_bytes, self.clock.has(self.slowest_s)
+        if not has_time or self.estimator.resolved(arrangement, places, reserve_bytes=more_bytes) == cut:
             return best
         more = self.simulate(arrangement, places, is_captured=is_captured, reserve_bytes=more_bytes)
         return min(best, more, key=lambda trial: trial.key)

@@ -1,0 +1,77 @@
+"""A queue of arrangements by what is known of them: what arithmetic says at least, then estimates.
+
+arithmetic --the most promising one--> estimate
+     ^                                    |
+     '-- others that take less memory <---' where it does not fit
+"""
+
+from collections.abc import Callable, Iterable
+
+from gdp.budget import Clock
+from gdp.search.layouts.arrangement import Arrangement
+from gdp.search.layouts.estimate import Estimate, Estimator
+from gdp.search.layouts.less_memory import with_less_memory
+
+Attempt = Callable[[Callable[[Arrangement], Estimate], Arrangement], Estimate | None]
+"""Returns an estimate of an arrangement by a function that makes one; None where the model does not allow it."""
+
+
+class EstimateQueue:
+    """The arrangements that are left. Where one does not fit, others of its kind that take less memory join."""
+
+    def __init__(self, estimator: Estimator, batch_size: int, attempt: Attempt, *, grows: bool = True) -> None:
+        """With `grows` false none joins."""
+        self.estimator = estimator
+        self.left: list[Estimate] = []
+        self._batch_size, self._attempt, self._grows = batch_size, attempt, grows
+        self._seen: set[Arrangement] = set()
+
+    def add(self, ways: Iterable[Arrangement]) -> None:
+        """Adds what arithmetic says of new arrangements, and of others that take less memory than do not fit."""
+        pending = list(ways)[::-1]
+        while pending:
+            way = pending.pop()
+            if way in self._seen:
+                continue
+            self._seen.add(way)
+            least = self._attempt(self.estimator.least, way)
+            if least is not None:
+                self.left.append(least)
+                pending += self._smaller(least)[::-1]
+
+    def estimate(self, known: Estimate) -> None:
+        """Replaces what arithmetic says of an arrangement by an estimate."""
+        self.left.remove(known)
+        estimate = self._attempt(self.estimator.estimate, known.arrangement)
+        if estimate is not None:
+            self.left.append(estimate)
+            self.add(self._smaller(estimate))
+
+    def best(self, clock: Clock) -> Estimate | None:
+        """Returns the most promising of all, estimated; None where there is none, or time is up before."""
+        slowest_s = 0.0
+        while self.left and not clock.is_up and clock.has(slowest_s):
+            most = min(self.left, key=promise)
+            if len(most.places):
+                return most
+            began = clock.seconds
+            self.estimate(most)
+            slowest_s = max(slowest_s, clock.seconds - began)
+            clock.spend(1)
+        return None
+
+    def _smaller(self, estimate: Estimate) -> list[Arrangement]:
+        if can_fit(estimate) or not self._grows:
+            return []
+        way = estimate.arrangement
+        return with_less_memory(way, self._batch_size, has_cpu=self.estimator.has_spare_cpu(way))
+
+
+def can_fit(estimate: Estimate) -> bool:
+    """Returns whether nothing is known by which it does not fit."""
+    return not estimate.missing_bytes
+
+
+def promise(estimate: Estimate) -> tuple[int, int]:
+    """Returns figures to compare estimates by: the quickest that fits, else the one that lacks least."""
+    return estimate.missing_bytes, estimate.step_time_ns

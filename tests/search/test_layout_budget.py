@@ -1,0 +1,133 @@
+"""Layouts within a budget: no phase begins what the clock has no time for, and estimates cut each model once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of
+
+from gdp.budget import Budget, Clock
+from gdp.graph import Graph
+from gdp.parallel.layout import AUTO
+from gdp.parallel.recompute import Recomputation, blocks_to_recompute, recomputed
+from gdp.planning.layout_advice import changes_that_fit_a_layout
+from gdp.search.layouts.arrangement import replicated_ways
+from gdp.search.layouts.choose import Choice, choose_layout
+from gdp.search.layouts.estimate import Estimator
+from gdp.search.layouts.less_memory import with_less_memory
+from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.trial import Choosing
+from gdp.simulator.constraints import Constraints
+
+BUDGET_S, TICK_S = 10.0, 0.02
+
+
+@dataclass
+class SlowMachine:
+    """A machine where reading a model and simulating a layout take seconds, and every look at the clock a little."""
+
+    read_s: float = 0.0
+    simulation_s: float = 0.0
+    now_s: float = 0.0
+    num_reads: int = 0
+    layouts: list[str] = field(default_factory=list)  # that were simulated
+
+    def __call__(self) -> float:
+        self.now_s += TICK_S
+        return self.now_s
+
+    def part(self, num_parts: int) -> Graph:
+        self.now_s += self.read_s
+        self.num_reads += 1
+        return layers(num_parts)
+
+    def choose(self, memory: str, monkeypatch: pytest.MonkeyPatch) -> Choice:
+        """Chooses in a budget that begins when the whole step is read."""
+        simulate: Callable[..., Any] = Choosing.simulate
+
+        def slow(search: Choosing, arrangement: Any, *args: Any, **options: Any) -> Any:
+            self.now_s += self.simulation_s
+            self.layouts.append(str(arrangement.layout))
+            return simulate(search, arrangement, *args, **options)
+
+        monkeypatch.setattr(Choosing, "simulate", slow)
+        parts = Parts(self.part, BATCH, self.part(1), seconds=self.read_s)
+        self.num_reads, self.now_s = 0, 0.0
+        clock = Clock(Budget(seconds=BUDGET_S), timer=self)
+        return choose_layout(parts, machine_of([1.0] * 4, memory=memory), budget=clock, num_threads=1)
+
+
+@pytest.mark.parametrize(("read_s", "most"), [(0.5, 20), (4.0, 2), (9.0, 1), (11.0, 0)])
+def test_parts_are_read_while_there_is_time(read_s: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of reads of 4 s two go into a budget of 10 s; of 11 s none does, and the ops of the whole step are placed."""
+    machine = SlowMachine(read_s=read_s)
+    choice = machine.choose("1GB", monkeypatch)
+    assert machine.now_s <= 1.1 * BUDGET_S
+    assert (machine.num_reads == 0) == (most == 0)
+    assert machine.num_reads <= most
+    assert choice.plan.status == "ok"
+    assert choice.trial.is_whole == (most == 0)
+    if most == 0:
+        reasons = {trial.reason for trial in choice.trials}
+        assert any("no time is left to read the model with 1/4 of its batch" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("memory", ["4MB", "1GB"])
+def test_layouts_are_simulated_while_there_is_time(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more simulations of 1.5 s are made than a budget of 10 s has, where nothing fits as where all does."""
+    machine = SlowMachine(simulation_s=1.5)
+    choice = machine.choose(memory, monkeypatch)
+    assert machine.now_s <= 1.1 * BUDGET_S
+    assert 0 < len(machine.layouts) <= BUDGET_S / 1.5
+    assert choice.plan.status == ("ok" if memory == "1GB" else "infeasible")
+
+
+def test_changes_that_fit_are_estimated_while_there_is_time() -> None:
+    """Weights, state and gradients do not fit on two devices of 7 MB, whatever the batch; on four they do."""
+    parts, cluster = parts_of(held_bytes=10**5), machine_of([1.0] * 2, memory="7MB")
+    assert choose_layout(parts, cluster, budget="20sims").plan.status == "infeasible"
+    clock = Clock(Budget(simulations=10_000))
+    assert changes_that_fit_a_layout(parts, cluster, Constraints(), clock) == ["2 more x1.0"]
+    assert changes_that_fit_a_layout(parts, cluster, Constraints(), clock.part(0.0)) == []
+
+
+@pytest.mark.parametrize("memory", ["1GB", "24MB", "6MB"])
+def test_arithmetic_promises_no_more_than_estimates(memory: str) -> None:
+    """Where arithmetic says that a layout lacks memory, an estimate says that it lacks as much or more."""
+    parts, cluster = Parts(layers, BATCH), machine_of([1.0, 1.0, 2.0, 2.0], memory=memory)
+    estimator = Estimator(parts, cluster, Constraints())
+    ways = replicated_ways(estimator.machine, BATCH)
+    ways += [other for way in ways for other in with_less_memory(way, BATCH, has_cpu=False)]
+    least = [estimator.least(way).missing_bytes for way in dict.fromkeys(ways)]
+    estimated = [estimator.estimate(way).missing_bytes for way in dict.fromkeys(ways)]
+    assert all(one <= other for one, other in zip(least, estimated, strict=True))
+    assert any(least) == (memory == "6MB")
+
+
+def test_a_step_of_another_size_is_recomputed_alike() -> None:
+    """What was found for a quarter of the batch gives the step of half of it."""
+    few, more = encoder(4), encoder(2)
+    known = Recomputation.of(blocks_to_recompute(few, "blocks"))
+    assert known.of_other_sizes(more).fingerprint == recomputed(more, "blocks").fingerprint
+
+
+def test_estimates_find_each_set_of_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many layouts recompute the same blocks, in however many parts of the batch, these are found once."""
+    seen: list[tuple[str, ...]] = []
+    make = Recomputation.of
+
+    def counted(blocks: Any, places: Any = None) -> Recomputation:
+        seen.append(blocks.paths)
+        return make(blocks, places)
+
+    monkeypatch.setattr(Recomputation, "of", counted)
+    parts, cluster = Parts(encoder, BATCH), machine_of([1.0] * 4, memory="24MB")
+    estimator = Estimator(parts, cluster, Constraints())
+    ways = replicated_ways(estimator.machine, BATCH)
+    for way in ways:
+        for other in with_less_memory(way, BATCH, has_cpu=False):
+            if other.layout.recompute == AUTO:
+                estimator.estimate(other)
+    assert seen
+    assert len(seen) <= len(set(seen)) + 1  # all layers have a name of their own
