@@ -1,17 +1,23 @@
 """Asks for advice after a search, and shows what it is doing."""
 
+import contextlib
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gdp.cli.request import PlaceRequest
+from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.budget import Budget
-    from gdp.planning.advice import Advice
+    from gdp.budget import Budget, Clock
+    from gdp.models.model import Model
+    from gdp.planning.advice import Advice, WhatIf
+    from gdp.search.layouts.parts import Parts
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
 
 ADVICE_SHARE = 0.2  # of the budget
+_LAYOUT_SHARE = 0.7  # of it at most, for layouts beside op placement
 
 
 def advice_budget(request: PlaceRequest, seconds: float) -> "Budget":
@@ -24,8 +30,14 @@ def advice_budget(request: PlaceRequest, seconds: float) -> "Budget":
     return Budget(seconds=min(ADVICE_SHARE * total, max(total - seconds, 0.0)))
 
 
-def find_advice(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event) -> "Advice":
-    """Returns what other machines would give, tried in the share of the budget that is left for it."""
+def find_advice(
+    request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event, model: "Model | None" = None
+) -> "Advice":
+    """Returns what other machines would give, tried in the share of the budget that is left for it.
+
+    With `model`, of which `plan` places the ops, also what a layout of its batch would.
+    """
+    from gdp.budget import Budget, Clock
     from gdp.planning.advice import advise
     from gdp.report import progress
     from gdp.report.tables import format_ms
@@ -33,9 +45,14 @@ def find_advice(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: t
 
     seconds = 0.0 if plan.search is None else plan.search.seconds
     budget = advice_budget(request, seconds)
+    layout = None
+    if model is not None and (parts := _parts(request, model)) is not None:
+        clock = Clock(budget, stop=stop)
+        layout = _layout_advice(request, parts, clock.part(_LAYOUT_SHARE))
+        budget = budget if clock.seconds_left is None else Budget(seconds=clock.seconds_left)
     text = f"{problem.graph.name}: {format_ms(plan.step_time_ns)}; trying other machines"
     with progress.live(progress.StatusLine(text, budget.seconds)):
-        return advise(
+        advice = advise(
             problem.graph,
             replay(problem, plan),
             plan,
@@ -45,6 +62,28 @@ def find_advice(request: PlaceRequest, problem: "Problem", plan: "Plan", stop: t
             num_threads=request.threads,
             stop=stop,
         )
+    return advice if layout is None else replace(advice, what_ifs=(*advice.what_ifs, layout))
+
+
+def _parts(request: PlaceRequest, model: "Model") -> "Parts | None":
+    """Returns the parts of the batch of MODEL; None where it is not split, or op times were measured."""
+    from gdp.report.progress import StatusLine, live
+    from gdp.search.layouts.parts import Parts
+
+    if any(model.graph.times_ns):
+        return None
+    with contextlib.suppress(InputError), live(StatusLine("reading the batch")):
+        return Parts.of_model(request.model, request.reading, model.graph, model.seconds)
+    return None
+
+
+def _layout_advice(request: PlaceRequest, parts: "Parts", clock: "Clock") -> "WhatIf | None":
+    """Returns an estimate of the best layout of the batch; None where there is none, or no time."""
+    from gdp.planning.layout_advice import estimated_layout
+    from gdp.report.progress import StatusLine, live
+
+    with live(StatusLine("estimating layouts of the batch", clock.seconds_left)):
+        return estimated_layout(parts, request.cluster, request.constraints, clock)
 
 
 def find_changes_that_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> list[str]:

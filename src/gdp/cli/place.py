@@ -175,7 +175,8 @@ def _place(request: PlaceRequest, model: "Model | None" = None) -> int:
         from gdp.report import console, documents
         from gdp.simulator.simulate import replay
 
-        entry = request.cache_entry(graph)
+        cut_too = source if model is None and request.may_be_cut else None  # whose layouts are estimated as well
+        entry = request.cache_entry(graph, () if cut_too is None else [cut_too.is_captured])
         kept = plan_cache.load(entry, lambda plan: graph, request.cluster)
     if kept is None:
         warm_up((request.placer,), problem)
@@ -186,7 +187,7 @@ def _place(request: PlaceRequest, model: "Model | None" = None) -> int:
     with progress.stop_on_interrupt() as stop:
         try:
             with request.named():
-                answer, placed = (kept, problem) if kept is not None else _find(request, problem, stop)
+                answer, placed = (kept, problem) if kept is not None else _find(request, problem, stop, cut_too)
         except InputError:
             if stop.is_set():  # before there was any placement
                 return INTERRUPTED
@@ -239,8 +240,13 @@ def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
     return problem
 
 
-def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "tuple[KeptAnswer, Problem]":
-    """Returns the answer, and the problem that its plan solves: of another graph where weights are offloaded."""
+def _find(
+    request: PlaceRequest, problem: "Problem", stop: threading.Event, model: "Model | None"
+) -> "tuple[KeptAnswer, Problem]":
+    """Returns the answer, and the problem that its plan solves: of another graph where weights are offloaded.
+
+    Layouts of the batch of `model` are estimated beside it, if there is one.
+    """
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report import progress
 
@@ -249,7 +255,7 @@ def _find(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> "
         plan, placed = _search(request, problem, line, stop)
     advice = None
     if request.with_advice and plan.status == "ok" and placed is problem:
-        advice = find_advice(request, problem, plan, stop)
+        advice = find_advice(request, problem, plan, stop, model)
         plan = advice.plan
     return KeptAnswer(plan, advice, tuple(progress.improvements(line.history))), placed
 

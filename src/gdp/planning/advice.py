@@ -30,6 +30,7 @@ FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
 _TRY_SHARE = 1 / 6  # of the budget, for each of them: most end at once, since they fit or cannot
 MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
 AS_FAST = 1.01  # what is called as fast
+LAYOUTS = "--parallel auto"  # the change from op placement to the best layout of the batch
 
 
 @dataclass(frozen=True, slots=True)

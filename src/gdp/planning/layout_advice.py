@@ -18,11 +18,11 @@ from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.interpolation import have_same_ops, interpolated
-from gdp.planning.advice import FEWER_SAMPLES, MEMORY_MATTERS, MOST_MORE, Advice, WhatIf
+from gdp.planning.advice import FEWER_SAMPLES, LAYOUTS, MEMORY_MATTERS, MOST_MORE, Advice, WhatIf
 from gdp.search.layouts.arrangement import Arrangement, replicated_ways
 from gdp.search.layouts.choose import Choice
 from gdp.search.layouts.estimate import Estimate, Estimator
-from gdp.search.layouts.estimate_queue import EstimateQueue
+from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.screening import Screening
 from gdp.search.layouts.trial import Choosing
@@ -68,6 +68,26 @@ def advise_on_layouts(choice: Choice, parts: Parts, constraints: Constraints, cl
             detail += f", {time_ns / choice.plan.step_time_ns / change.batch_factor:.2f} of the time per sample"
         what_ifs.append(WhatIf(change.change, detail, time_ns, str(estimate.arrangement.layout)))
     return Advice(tuple(what_ifs), tuple(not_asked), matters, choice.plan)
+
+
+def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> WhatIf | None:
+    """Returns an estimate of the best layout of the batch; None where none fits, or time is up before."""
+    parts = parts.within(clock)
+    if clock.is_up:
+        return None
+    estimator = Estimator(parts, cluster, constraints)
+
+    def attempt(action: Callable[[Arrangement], Estimate], way: Arrangement) -> Estimate | None:
+        with contextlib.suppress(InputError):  # the model fails with so few samples, or there is no time to read it
+            return action(way)
+        return None
+
+    queue = EstimateQueue(estimator, parts.batch_size, attempt)
+    queue.add(replicated_ways(estimator.machine, parts.batch_size, is_fixed=parts.is_fixed))
+    best = queue.best(clock)
+    if best is None or not can_fit(best):
+        return None
+    return WhatIf(LAYOUTS, "", best.step_time_ns, str(best.arrangement.layout))
 
 
 def changes_that_fit_a_layout(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> list[str]:

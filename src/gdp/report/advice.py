@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gdp.models.serving import ServedStep, serving_entry
-from gdp.planning.advice import AS_FAST, Advice
+from gdp.planning.advice import AS_FAST, LAYOUTS, Advice
 from gdp.planning.sweep import SweepRow
 from gdp.report.tables import format_gib, format_ms, new_table
 from gdp.simulator.simulate import Simulation
@@ -18,10 +18,10 @@ from gdp.simulator.simulate import Simulation
 def advice_report(advice: Advice, simulation: Simulation) -> Iterator[RenderableType]:
     """Yields a table of changed machines with their step times, and sentences on memory and on fewer devices."""
     step_ns = simulation.step_time_ns
-    if advice.what_ifs:
-        has_layouts = any(what_if.layout for what_if in advice.what_ifs)
+    if changed := [what_if for what_if in advice.what_ifs if what_if.change != LAYOUTS]:
+        has_layouts = any(what_if.layout for what_if in changed)
         table = new_table("what if", "", *["layout"] * has_layouts, ">step time", ">of the plan's")
-        for what_if in advice.what_ifs:
+        for what_if in changed:
             ratio = "-" if what_if.step_time_ns is None else f"{what_if.step_time_ns / max(step_ns, 1):.3f}"
             time = "does not fit" if what_if.step_time_ns is None else format_ms(what_if.step_time_ns)
             mark = "~" * bool(what_if.layout and what_if.step_time_ns is not None)  # an estimate
@@ -29,15 +29,19 @@ def advice_report(advice: Advice, simulation: Simulation) -> Iterator[Renderable
             table.add_row(what_if.change, what_if.detail, *layout, f"{mark}{time}", ratio)
         yield table
     sentences = list(advice_sentences(advice, simulation))
-    if advice.what_ifs and sentences:
+    if changed and sentences:
         yield ""
     for sentence in sentences:
         yield Text(sentence)
 
 
 def advice_sentences(advice: Advice, simulation: Simulation) -> Iterator[str]:
-    """Yields sentences: one device less is as fast, memory limits nothing, changes that were not tried."""
+    """Yields sentences: layouts are faster, one device less is as fast, memory limits nothing, what was not tried."""
     step_ns = simulation.step_time_ns
+    for what_if in advice.what_ifs:
+        if what_if.change == LAYOUTS and what_if.step_time_ns is not None and what_if.step_time_ns < step_ns:
+            faster = f"{step_ns / max(what_if.step_time_ns, 1):.2g} times as fast"
+            yield f"{LAYOUTS}: about {format_ms(what_if.step_time_ns)}, {faster} ({what_if.layout}, estimated)."
     if any(what_if.change == "one device less" and what_if.is_as_fast_as(step_ns) for what_if in advice.what_ifs):
         yield "One device less is as fast (within 1 %)."
     if not advice.memory_matters:
