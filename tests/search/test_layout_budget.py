@@ -12,6 +12,7 @@ from gdp.graph import Graph
 from gdp.parallel.layout import AUTO
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute, recomputed
 from gdp.planning.layout_advice import changes_that_fit_a_layout
+from gdp.report.layout_answer import LayoutAnswer
 from gdp.search.layouts.arrangement import replicated_ways
 from gdp.search.layouts.choose import Choice, choose_layout
 from gdp.search.layouts.estimate import Estimator
@@ -31,6 +32,7 @@ class SlowMachine:
     simulation_s: float = 0.0
     now_s: float = 0.0
     num_reads: int = 0
+    parts: Parts = field(init=False)
     layouts: list[str] = field(default_factory=list)  # that were simulated
 
     def __call__(self) -> float:
@@ -52,7 +54,7 @@ class SlowMachine:
             return simulate(search, arrangement, *args, **options)
 
         monkeypatch.setattr(Choosing, "simulate", slow)
-        parts = Parts(self.part, BATCH, self.part(1), seconds=self.read_s)
+        parts = self.parts = Parts(self.part, BATCH, self.part(1), seconds=self.read_s)
         self.num_reads, self.now_s = 0, 0.0
         clock = Clock(Budget(seconds=BUDGET_S), timer=self)
         return choose_layout(parts, machine_of([1.0] * 4, memory=memory), budget=clock, num_threads=1)
@@ -71,6 +73,7 @@ def test_parts_are_read_while_there_is_time(read_s: float, most: int, monkeypatc
     if most == 0:
         reasons = {trial.reason for trial in choice.trials}
         assert any("no time is left to read the model with 1/4 of its batch" in reason for reason in reasons)
+        assert "there was no time to read the model" in LayoutAnswer.of(choice, machine.parts).notes[0]
 
 
 @pytest.mark.parametrize("memory", ["4MB", "1GB"])

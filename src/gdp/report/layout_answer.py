@@ -142,6 +142,11 @@ def num_moved(trial: Trial) -> int:
 
 def _notes(trial: Trial, parts: Parts) -> Iterator[str]:
     layout = trial.layout
+    if parts.refused:
+        yield (
+            f"layouts of {', '.join(map(str, sorted(parts.refused)))} parts of the batch were not tried: there was no "
+            "time to read the model with those; give a larger --budget"
+        )
     if layout.num_parts == 1 or trial.step is None or parts.is_fixed:
         return
     kinds = set(trial.step.graph.kinds)

@@ -39,6 +39,7 @@ class Parts:
         self._rough: dict[int, Graph] = {}
         self._failures: dict[int, InputError] = {}
         self._seconds = {1: seconds}  # that reading took
+        self._refused: set[int] = set()
         self._clock: Clock | None = None
 
     @classmethod
@@ -98,6 +99,7 @@ class Parts:
     def _read_in_time(self, num_parts: int) -> Graph:
         clock = self._clock
         if not self.has_time:
+            self._refused.add(num_parts)
             raise InputError(
                 f"--parallel: no time is left to read the model with 1/{num_parts} of its batch; give a larger --budget"
             )
@@ -139,6 +141,11 @@ class Parts:
     def is_captured(self, num_parts: int) -> bool:
         """Returns whether `rough` returns the step as captured."""
         return num_parts in self._exact
+
+    @property
+    def refused(self) -> frozenset[int]:
+        """The numbers of parts that there was no time to read, in all that share what is read."""
+        return frozenset(self._refused - set(self._exact))
 
     @property
     def has_time(self) -> bool:
