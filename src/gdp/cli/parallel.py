@@ -67,6 +67,9 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None, *, other
         entry = request.cache_entry(model.graph, [text, parts.batch_size])
         kept = plan_cache.load(entry, lambda plan: _problem_of(request, plan, parts).graph, request.cluster)
     if kept is None:
+        if layout is None:
+            with progress.live(f"reading a part of the batch of {model.graph.name}"):
+                parts.read_ahead(request.cluster.num_devices)
         warm_up(("auto",), whole)
     else:
         log(FOUND_BEFORE)

@@ -7,7 +7,6 @@ Estimates are made from one replica, and cheap; steps are simulated in whole wit
 given to the best few, first in one replica, whose places are mapped to all, then in the whole step.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,8 +35,11 @@ from gdp.search.question import Question
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import NEVER
 
-QUICK_SHARE = 0.1  # of the time left, for op placement; if others have a chance after that,
+LARGE_OPS = 5_000  # of the whole step: from there on its ops are placed first, since layouts take long to look at
+FIRST_SHARE = 0.4  # of the time, for op placement of a large step
+QUICK_SHARE = 0.1  # of the time left, for op placement of another; if others have a chance after that,
 # of the time left, for op placement, then for replicas of one device each, and for others
 WHOLE_SHARE, REPLICAS_SHARE, FINAL_SHARE = 0.5, 0.15, 0.4
 NEAR, NEARLY = 1.3, 1.08  # times the best: as much may replicas of several devices, and of one, gain in a search
@@ -70,19 +72,24 @@ def choose_layout(
     """Returns the best plan over layouts of the batch of `parts` on `cluster`; with `layout`, the best of that one.
 
     Op placement of the whole step is one of the layouts; the answer is never slower than the best that was tried, and
-    fits if any of them does. The budget begins once the step is read; a clock is one that has begun. InputError for a
-    layout that the batch or the devices do not allow.
+    fits if any of them does. The budget begins once the step and one part of it are read; a clock has begun.
+    InputError for a layout that the batch or the devices do not allow.
     """
     cluster = Cluster.of(cluster)
     for num_parts in {1, 1 if layout is None else layout.num_parts}:
         parts.exact(num_parts)
+    if layout is None and not isinstance(budget, Clock):
+        parts.read_ahead(cluster.num_devices)
     clock = Clock.of(budget, stop=stop)
     parts = parts.within(clock)
     if layout is None:
-        _read_ahead(parts, cluster)
+        parts.read_ahead(cluster.num_devices)
     tell = on_progress or (lambda trial: None)
     search = Choosing(parts, cluster, constraints or Constraints(), clock, seed, num_threads, tell, layout)
     screening = Screening(search)
+    if parts.exact(1).num_ops > LARGE_OPS and (layout is None or layout.is_whole):
+        # the search goes on from there: to place anew takes long
+        screening.trials += [replace(trial, is_searched=True) for trial in _ops_placed(search, clock.part(FIRST_SHARE))]
     screening.run()
     trials = _confirmed(search, screening.trials)
     finalists = _finalists(search, trials)
@@ -102,15 +109,6 @@ def choose_layout(
     return _choice(search, best, trials, screening.estimates)
 
 
-def _read_ahead(parts: Parts, cluster: Cluster) -> None:
-    """Reads the step of a part of the batch: with the whole one it is what others are interpolated from."""
-    for count in range(cluster.num_devices, 1, -1):
-        if parts.divides(count):
-            with contextlib.suppress(InputError):  # a layer may fail with so few samples
-                parts.exact(count)
-                return
-
-
 def _confirmed(search: Choosing, trials: list[Trial]) -> list[Trial]:
     """Returns `trials`, of which those that may be searched are simulated as captured."""
     while rough := [trial for trial in _promising(trials) if not trial.is_captured]:
@@ -127,17 +125,25 @@ def _finalists(search: Choosing, trials: list[Trial]) -> list[Trial]:
 
     Op placement is searched for a moment, which tells if the others have a chance.
     """
-    chosen = _promising(trials)
+    wholes = [trial for trial in trials if trial.is_whole]
+    chosen = _promising([trial for trial in trials if not trial.is_whole])
     best = chosen[0] if chosen else None
-    if search.layout is None or search.layout.is_whole:
-        problem = Problem.build(search.parts.exact(1), search.cluster, search.constraints)
-        bound_ns = lower_bound(problem)
+    if not wholes and (search.layout is None or search.layout.is_whole):
         has_time = best is None or search.clock.has(search.slowest_s)
-        if has_time and (best is None or not best.fits or bound_ns < best.step_time_ns):
-            step = Step.of(problem.graph, Layout())
-            whole = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
-            chosen.insert(0, _with_ops_placed(search, whole, search.clock.part(QUICK_SHARE)))
-    return chosen
+        limit_ns = best.step_time_ns if best is not None and best.fits else NEVER
+        wholes = _ops_placed(search, search.clock.part(QUICK_SHARE), limit_ns) if has_time else []
+    return [*wholes, *chosen]
+
+
+def _ops_placed(search: Choosing, clock: Clock, limit_ns: int = NEVER) -> list[Trial]:
+    """Returns op placement of the whole step; none where its bound is not below `limit_ns`."""
+    problem = Problem.build(search.parts.exact(1), search.cluster, search.constraints)
+    bound_ns = lower_bound(problem)
+    if bound_ns >= limit_ns:
+        return []
+    step = Step.of(problem.graph, Layout())
+    whole = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
+    return [_with_ops_placed(search, whole, clock)]
 
 
 def _promising(trials: list[Trial]) -> list[Trial]:
@@ -170,7 +176,7 @@ def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` after a search of one replica, and of the whole step in the time left."""
     # a search would move ops out of their stages, and activations away from the host
     is_kept = trial.layout.stages is not None or trial.layout.offload != NONE
-    if trial.candidate is None or clock.is_up or is_kept or not clock.has(search.slowest_s):
+    if trial.candidate is None or clock.is_up or is_kept or not (trial.is_whole or clock.has(search.slowest_s)):
         return trial
     if len(trial.devices[0]) > 1 and len(trial.devices) > 1 and not trial.is_searched:
         trial = _with_replica_searched(search, trial, clock.part(0.5))

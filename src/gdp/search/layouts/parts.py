@@ -1,5 +1,6 @@
 """Parts of a batch as steps: what a model's step is with 1/K of its samples, for any K that divides the batch."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -95,6 +96,14 @@ class Parts:
         if num_parts not in self._exact:
             self._exact[num_parts] = self._read_in_time(num_parts)
         return self._exact[num_parts]
+
+    def read_ahead(self, num_devices: int) -> None:
+        """Reads the step of a part for each device, or of the next larger one: others are interpolated from it."""
+        for count in range(num_devices, 1, -1):
+            if self.divides(count):
+                with contextlib.suppress(InputError):  # a layer may fail with so few samples
+                    self.exact(count)
+                    return
 
     def _read_in_time(self, num_parts: int) -> Graph:
         clock = self._clock
