@@ -14,6 +14,7 @@ N ops, D devices, W windows.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 
 _NEVER = np.iinfo(np.int64).max
-FITS = 6  # simulations at most to find the least shares streamed
+_FITS = 6  # simulations at most to find the least shares streamed
 _CLOSE = 0.003  # of the memory limit: what fits as closely as this is not refined
 _FIRST, _RELEASE, _COMPUTE, _GATE = -(2**40), 0, 1, 3  # places in the host's order within a window
 _PLACES = 4
@@ -128,24 +129,30 @@ class StreamLayout:
         """Returns `wanted` [N], with the fallback of each op that may not be there."""
         return np.where(self.may[np.arange(len(wanted)), wanted], wanted, self.fallback)
 
-    def fit(self, turns: Turns, guess: F64 | None = None, most: int = FITS) -> "Iterator[tuple[Simulation, F64]]":
+    def fit(
+        self, turns: Turns, known: dict[bytes, I64], guess: F64 | None = None
+    ) -> "Iterator[tuple[Simulation, F64]]":
         """Yields steps, with their shares streamed [D], towards the least shares that fit; begins at `guess` [D].
 
-        Each share is corrected by what its device lacks or has left, at most `most` times.
+        Each share is corrected by what its device lacks or has left. Steps that are `known`, by digests of placement
+        and order, with the memory [D] that they take, are not simulated again; one at the beginning ends the search.
         """
         limits = self.problem.memory_limit_bytes
         held = np.maximum(self._held(turns), 1)
         shares = np.ones(len(limits)) if guess is None else guess.copy()
         low, high = np.zeros(len(limits)), np.ones(len(limits))
         mains = [device for device in turns.devices if device != self.host]
-        known: dict[bytes, Simulation] = {}
-        for _ in range(most):
+        for number in range(_FITS):
             placement, order = self.arranged(turns, shares)
-            moves = (found := known.get(placement.tobytes())) is None  # else the last correction was too small
-            if found is None:
-                found = known[placement.tobytes()] = simulate(self.problem, placement, order=order)
+            key = _digest(placement, *order)
+            moves = key not in known  # else the last correction was too small
+            if moves:
+                found = simulate(self.problem, placement, order=order)
+                known[key] = found.peak_memory_bytes
                 yield found, shares
-            left = limits - found.peak_memory_bytes
+            elif number == 0:
+                return
+            left = limits - known[key]
             lacks = left < 0
             high = np.where(lacks, high, np.minimum(high, shares))
             low = np.where(lacks, np.maximum(low, shares), low)
@@ -226,6 +233,14 @@ class StreamLayout:
         orders = [self.order[placement[self.order] == device] for device in range(self.problem.num_devices)]
         orders[self.host] = on_host[np.lexsort((rank[on_host], place[on_host]))]
         return orders
+
+
+def _digest(*arrays: I64) -> bytes:
+    digest = blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(array)
+        digest.update(b"|")
+    return digest.digest()
 
 
 def _least_working(problem: Problem, started: I64, may: Bool) -> tuple[I64, I64]:

@@ -26,6 +26,7 @@ _NUM_STARTS = 16  # starts in all,
 _WORTH = 1.5  # if the programme expects at most so many times the least step time
 _PASSING = (1.0, 0.5, 0.25)  # of a memory, at most, are for inputs and results of an op, or it goes elsewhere
 _BUFFER = 2  # weights, one in use and one on its way, have room on a device that weights are sent to
+_DIGITS = 4  # of shares that count as equal
 _LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the host
 
 
@@ -50,6 +51,15 @@ class StreamStart:
 
     shares: StreamShares
     layout: StreamLayout
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Is equal for starts of which all layouts are equal."""
+        layout, shares = self.layout, self.shares
+        masks = [layout.placed(np.full(len(layout.order), device)) for device in (*shares.devices, layout.host)]
+        masks += [layout.order, layout.streamable, np.isfinite(layout.gate_cost_ns)]
+        parts = tuple(round(part, _DIGITS) for part in shares.parts)
+        return layout.host, shares.devices, parts, shares.streams, *(mask.tobytes() for mask in masks)
 
 
 _Ranked = TypeVar("_Ranked", Part, StreamStart)
@@ -80,7 +90,8 @@ def stream_starts(problem: Problem) -> list[StreamStart]:
                 for part in (Part(shares, host, may), Part.by_itself(problem, shares, host, may)):
                     parts.setdefault((host, shares.devices, shares.streams, part.may.tobytes()), part)
     promising = _most_promising(list(parts.values()))
-    return _most_promising([start for part in promising for start in _starts(problem, part, by_speed)])
+    starts = {start.key: start for part in reversed(promising) for start in _starts(problem, part, by_speed)}
+    return _most_promising(list(reversed(starts.values())))
 
 
 def _starts(problem: Problem, part: Part, by_speed: Sequence[int]) -> list[StreamStart]:

@@ -17,9 +17,9 @@ from math import ceil
 
 import numpy as np
 
-from gdp.arrays import F64
+from gdp.arrays import F64, I64
 from gdp.search.filled_stages import best_fills, fill_stages
-from gdp.search.stream_layout import FITS, Turns
+from gdp.search.stream_layout import Turns
 from gdp.search.stream_starts import StreamStart, stream_starts
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation
@@ -30,8 +30,11 @@ _ROUNDS = (2, 16, 1, 0, 48, 4, 24, 8, 96)
 _WORTH = 1.5  # if the programme expects at most so many times the least step time
 _LATE = 2.0  # stages with nothing sent are tried later if they seem to take so many times the least expected time
 _MOST_PAIRS = 4  # of up to so many devices any two exchange shares, else neighbours
-_EARLY = 1  # number of the last of them before the best layouts are refined a first time
-_ROUGH = 3  # simulations of a layout with each number of turns until then
+_EARLY = 2  # numbers of turns are tried before the best layouts are refined a first time,
+_FIRST = 5  # of so many layouts, before all others are looked at
+_LEAST = 3  # simulations of a layout with some turns, then
+_ROUGH, _EXACT = 0.02, 0.001  # none after a simulation that gains less: in early tries, and later
+_HOPELESS = 1.1  # a step that fits and takes so many times the best one is not tried with fewer weights streamed
 _FEWEST = 3  # layouts are tried with all numbers of turns
 _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
@@ -51,15 +54,20 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
     is_late = bool(fills) and fills[0].expected_ns > _LATE * least_ns
     if not is_late:
         yield from fill_stages(fills)
-    descents = [_Descent(start) for start in starts]
-    for number, rounds in enumerate(_ROUNDS):
-        for descent in descents:
-            if (turns := descent.turns(rounds)) not in descent.tried:
-                yield from descent.attempt(turns, descent.streamed, FITS if number > _EARLY else _ROUGH)
-        descents = _promising(descents)
-        for descent in descents[:_FEWEST] if number == _EARLY else ():
+    known: dict[bytes, I64] = {}
+    descents = [_Descent(start, known) for start in starts]
+    for group, num_refined in ((descents[:_FIRST], 1), (descents, _FEWEST)):
+        for rounds in _ROUNDS[:_EARLY]:
+            for descent in group:
+                yield from descent.begin(rounds, _ROUGH)
+        for descent in _promising(group)[:num_refined]:
             if descent.best_ns <= _WORTH * rival_ns:
                 yield from descent.run(_STEPS[:1])
+    descents = _promising(descents)
+    for rounds in _ROUNDS[_EARLY:]:
+        for descent in descents:
+            yield from descent.begin(rounds, _EXACT)
+        descents = _promising(descents)
     if is_late:
         yield from fill_stages(fills)
     descents = [descent for descent in _promising(descents) if descent.best_ns <= _WORTH * rival_ns]
@@ -82,14 +90,15 @@ def _promising(descents: "list[_Descent]") -> "list[_Descent]":
 class _Descent:
     """Changes the turns of a layout, one thing at a time, and keeps what makes the step faster."""
 
-    def __init__(self, start: StreamStart) -> None:
+    def __init__(self, start: StreamStart, known: dict[bytes, I64]) -> None:
+        """`known` has the memory [D] of steps that were simulated."""
         layout, shares = start.layout, start.shares
         self.layout = layout
         self.best_ns = NEVER
         self.expected_ns = shares.expected_ns
-        self._shares = shares
+        self._shares, self._known = shares, known
         self._best: tuple[Turns, F64] | None = None
-        self.tried: set[Turns] = set()
+        self._tried: set[Turns] = set()
         weights = layout.problem.graph.resident_bytes[layout.streamable].sum()
         windows = [  # two of a device are in its memory
             2 * part * weights / layout.room_bytes[device]
@@ -98,32 +107,37 @@ class _Descent:
         ]
         self._fewest = ceil(max(windows, default=1.0))  # rounds
 
-    def turns(self, rounds: int) -> Turns:
-        """Returns the turns to begin from, with `rounds` of `_ROUNDS`."""
-        shares = self._shares
-        if rounds == 0:
-            return Turns(shares.devices, shares.parts, 2, last=True)
-        if rounds > 1:
-            rounds = min(max(rounds, self._fewest), _MOST_ROUNDS)
-        return Turns(shares.devices, shares.parts, rounds, is_gated=rounds > 1)
-
     @property
     def fits(self) -> bool:
         """True once a step fits."""
         return self._best is not None
 
-    @property
-    def streamed(self) -> F64 | None:
-        """[D] the shares streamed of the fastest step that fits."""
-        return None if self._best is None else self._best[1]
+    def begin(self, rounds: int, least_gain: float) -> Iterator[Simulation]:
+        """Yields steps with the shares of the start and `rounds` of `_ROUNDS`, unless they were tried."""
+        devices, parts = self._shares.devices, self._shares.parts
+        turns = Turns(devices, parts, 2, last=True)
+        if rounds:
+            least = min(max(rounds, self._fewest), _MOST_ROUNDS) if rounds > 1 else 1
+            turns = Turns(devices, parts, least, is_gated=rounds > 1)
+        if turns not in self._tried:
+            yield from self._attempt(turns, None if self._best is None else self._best[1], least_gain)
 
-    def attempt(self, turns: Turns, guess: F64 | None = None, most: int = FITS) -> Iterator[Simulation]:
-        """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits."""
-        self.tried.add(turns)
-        for found, streamed in self.layout.fit(turns, guess, most):
+    def _attempt(self, turns: Turns, guess: F64 | None, least_gain: float = _EXACT) -> Iterator[Simulation]:
+        """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits.
+
+        Ends early where fewer weights streamed can hardly make the fastest step, or gain less than `least_gain` of it.
+        """
+        self._tried.add(turns)
+        for number, (found, streamed) in enumerate(self.layout.fit(turns, self._known, guess), 1):
             yield found
-            if found.step_time_ns < self.best_ns and found.feasible:
+            before_ns = self.best_ns
+            if found.feasible and found.step_time_ns < before_ns:
                 self.best_ns, self._best = found.step_time_ns, (turns, streamed)
+            elif found.step_time_ns > (_HOPELESS if found.feasible else 1.0) * before_ns:
+                return
+            is_settled = found.feasible or least_gain > _EXACT
+            if number >= _LEAST and is_settled and self.best_ns > (1 - least_gain) * before_ns:
+                return
 
     def restart(self, rng: np.random.Generator) -> Iterator[Simulation]:
         """Yields steps of another descent, from turns not far from the best ones."""
@@ -134,7 +148,7 @@ class _Descent:
         parts = np.array(turns.parts) * rng.uniform(0.7, 1.4, len(turns.parts))
         rounds = min(max(round(turns.rounds * rng.uniform(0.5, 2.0)), 1), _MOST_ROUNDS)
         begin = replace(turns, parts=tuple((parts / parts.sum()).tolist()), rounds=rounds)
-        yield from self.attempt(begin, streamed)
+        yield from self._attempt(begin, streamed)
         yield from self.run()
         if kept[1] < self.best_ns:
             self._best, self.best_ns = kept
@@ -142,12 +156,15 @@ class _Descent:
     def run(self, steps: Sequence[float] = _STEPS) -> Iterator[Simulation]:
         """Yields steps of ever finer changes until none helps."""
         for step in steps:
-            before = NEVER
-            while self._best is not None and self.best_ns < _GAIN * before:
-                before = self.best_ns
+            is_better = self._best is not None
+            while is_better:
+                before, is_better = self.best_ns, False
                 for turns in _changed(self._best[0], step):
-                    if turns not in self.tried:
-                        yield from self.attempt(turns, self._best[1])
+                    if turns not in self._tried:
+                        yield from self._attempt(turns, self._best[1])
+                    if self.best_ns < _GAIN * before:
+                        is_better = True
+                        break
 
 
 def _changed(turns: Turns, step: float) -> Iterator[Turns]:
@@ -156,6 +173,8 @@ def _changed(turns: Turns, step: float) -> Iterator[Turns]:
         rounds = min(max(round(turns.rounds * factor), 1), _MOST_ROUNDS)
         yield replace(turns, rounds=rounds)
     count = len(turns.devices)
+    for left_out in range(count if count > 1 else 0):
+        yield _without(turns, left_out)
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     if count > _MOST_PAIRS:
         pairs = [(i, (i + ahead) % count) for i in range(count) for ahead in (1, count - 1)]
@@ -167,10 +186,9 @@ def _changed(turns: Turns, step: float) -> Iterator[Turns]:
         yield replace(turns, parts=tuple(parts))
     yield replace(turns, is_gated=not turns.is_gated)
     yield replace(turns, keeps_first=not turns.keeps_first)
-    if count > 1:
-        yield replace(turns, devices=turns.devices[1:] + turns.devices[:1], parts=turns.parts[1:] + turns.parts[:1])
-        for left_out in range(count):
-            yield _without(turns, left_out)
+    for first in range(1, count):
+        devices, parts = turns.devices[first:] + turns.devices[:first], turns.parts[first:] + turns.parts[:first]
+        yield replace(turns, devices=devices, parts=parts)
 
 
 def _without(turns: Turns, left_out: int) -> Turns:
