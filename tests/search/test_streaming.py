@@ -156,12 +156,12 @@ def test_while_the_cpu_computes_weights_are_sent_to_full_cards() -> None:
 
 
 def test_few_simulations_are_enough_where_one_card_streams() -> None:
-    """A weight takes 5 ms to send and a layer 10.1 ms: of 40 simulations one takes at most a weight more than all
-    layers, and none is made twice."""
+    """A weight takes 5 ms to send and a layer 10.1 ms: of 40 simulations one takes at most two weights more than all
+    layers, and no step with weights sent is simulated twice."""
     steps = list(islice(stream_weights(Problem.build(layers(), machine(500 * MB))), 40))
     assert min(found.step_time_ns for found in steps if found.feasible) <= (LAYERS * 10.1 + 2 * 5) * MS
-    arrangements = {(found.placement.tobytes(), *(ops.tobytes() for ops in found.order)) for found in steps}
-    assert len(arrangements) == len(steps)
+    sent = [found for found in steps if (found.transfer_tensors % 3 == 0).any()]
+    assert len({(found.placement.tobytes(), *(ops.tobytes() for ops in found.order)) for found in sent}) == len(sent)
 
 
 def test_a_card_computes_one_of_two_products_while_the_cpu_computes_the_other() -> None:

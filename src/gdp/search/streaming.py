@@ -6,8 +6,9 @@ while one computes, the links of the others are in use, and the memories of all 
 Their shares of the work follow from speed, memory and links; a linear programme (`stream_shares.py`) gives them.
 
 Stages that fill memories, with nothing sent (`filled_stages.py`), come first: where links are slow they are best.
-Layouts with several numbers of windows are tried next, each with the least that has to be streamed. A descent
-then changes shares, windows and devices as long as steps get faster. The host itself computes where that pays.
+Layouts with several numbers of windows are tried next, each with the least that has to be streamed: the most promising
+ones, so that few simulations are enough for a good step, then all. A descent changes shares, windows and devices as
+long as steps get faster. The host itself computes where that pays.
 (ZeRO-Inference and FlexGen stream layer by layer to equal devices.) N ops, D devices.
 """
 
