@@ -238,8 +238,7 @@ class StreamLayout:
 def _digest(*arrays: I64) -> bytes:
     digest = blake2b(digest_size=16)
     for array in arrays:
-        digest.update(array)
-        digest.update(b"|")
+        digest.update(array.tobytes() + b"|")
     return digest.digest()
 
 

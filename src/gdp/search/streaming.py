@@ -41,7 +41,7 @@ _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
 _MOST_ROUNDS = 512
 _RESTARTS = 3  # descents from random changes of the best two layouts
-_GAIN = 0.998  # a pass of a descent that gains less is followed by one with smaller steps
+_GAIN = 0.998  # changes that gain less do not count; where none counts, smaller steps follow
 
 
 def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulation]:
@@ -157,13 +157,14 @@ class _Descent:
     def run(self, steps: Sequence[float] = _STEPS) -> Iterator[Simulation]:
         """Yields steps of ever finer changes until none helps."""
         for step in steps:
-            is_better = self._best is not None
-            while is_better:
-                before, is_better = self.best_ns, False
-                for turns in _changed(self._best[0], step):
+            is_better = True
+            while is_better and self._best is not None:
+                before_ns, is_better = self.best_ns, False
+                best, streamed = self._best
+                for turns in _changed(best, step):
                     if turns not in self._tried:
-                        yield from self._attempt(turns, self._best[1])
-                    if self.best_ns < _GAIN * before:
+                        yield from self._attempt(turns, streamed)
+                    if self.best_ns < _GAIN * before_ns:
                         is_better = True
                         break
 
@@ -188,8 +189,8 @@ def _changed(turns: Turns, step: float) -> Iterator[Turns]:
     yield replace(turns, is_gated=not turns.is_gated)
     yield replace(turns, keeps_first=not turns.keeps_first)
     for first in range(1, count):
-        devices, parts = turns.devices[first:] + turns.devices[:first], turns.parts[first:] + turns.parts[:first]
-        yield replace(turns, devices=devices, parts=parts)
+        devices, shares = turns.devices[first:] + turns.devices[:first], turns.parts[first:] + turns.parts[:first]
+        yield replace(turns, devices=devices, parts=shares)
 
 
 def _without(turns: Turns, left_out: int) -> Turns:
