@@ -40,7 +40,7 @@ _FEWEST = 3  # layouts are tried with all numbers of turns
 _STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
 _MOST_ROUNDS = 512
-_RESTARTS = 3  # descents from random changes of the best two layouts
+_RESTARTS = 10  # descents from random changes of the best two layouts
 _GAIN = 0.998  # changes that gain less do not count; where none counts, smaller steps follow
 
 
