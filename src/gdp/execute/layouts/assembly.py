@@ -9,13 +9,14 @@ from functools import partial
 from gdp.errors import InputError
 from gdp.execute.layouts.cut import Cut, RingPlaces, Span
 from gdp.execute.layouts.exchange_routines import Member
-from gdp.execute.layouts.exchanges import Exchanges, Make, kept_number, numel
+from gdp.execute.layouts.exchanges import Exchanges, Make, kept_number
 from gdp.execute.layouts.pieces import Ownership, Pieces
 from gdp.execute.layouts.routines import Nothing, PieceUpdate, Sum, UpdateOfPiece
 from gdp.execute.layouts.step_tensors import StepTensors
 from gdp.execute.layouts.updates import Update, check_whole, updates_of
 from gdp.graph import Graph
 from gdp.models.pytorch import Program
+from gdp.models.pytorch.optimizers import numel
 from gdp.parallel.batches import DONE as BATCH_DONE
 from gdp.parallel.rings import READY
 

@@ -8,7 +8,6 @@ zero=3   gradients -> reduce_scatter -> pieces, tensors of the last op;         
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 import torch
@@ -34,6 +33,7 @@ from gdp.execute.layouts.pieces import Ownership
 from gdp.execute.layouts.step_tensors import StepTensors
 from gdp.execute.layouts.updates import Content, Update
 from gdp.models.pytorch import Program
+from gdp.models.pytorch.optimizers import numel
 from gdp.models.pytorch.routine import OpRoutine
 from gdp.models.pytorch.strides import StridedLayout
 from gdp.parallel.layout import MAX_REPLICAS
@@ -295,11 +295,6 @@ _INSIDE = "host"  # in names of ops: of rings inside hosts, where there are ring
 def kept_number(weight: int, replica: int) -> int:
     """Returns the number that an updated weight of a replica is held by until it is gathered."""
     return -(2**30) - weight * MAX_REPLICAS - replica
-
-
-def numel(layout: StridedLayout) -> int:
-    """Returns the number of elements."""
-    return prod(layout.size)
 
 
 def _one_dtype(members: Sequence[Member]) -> torch.dtype:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gdp.execute.layouts.copies import Origins, read_by, tensors_of
+from gdp.execute.layouts.origins import Origins, read_by, tensors_of
 from gdp.graph import Graph
 from gdp.models.pytorch import Program
+from gdp.models.pytorch.optimizers import contiguous
 from gdp.models.pytorch.strides import StridedLayout
 
 
@@ -72,11 +73,7 @@ class StepTensors:
         part = self.parts[tensor]
         if part is None:
             return self.layouts[self.values[tensor]]
-        strides, step = [], 1
-        for size in reversed(part.size):
-            strides.append(step)
-            step *= size
-        return StridedLayout(part.size, tuple(reversed(strides)), 0, part.dtype)
+        return contiguous(part.size, part.dtype)
 
     def layout_of(self, weight: int) -> StridedLayout:
         """Returns the layout of a weight, a tensor of the program."""

@@ -1,4 +1,4 @@
-"""Copies: which op and tensor of one micro-batch each op and tensor of a step is a copy of."""
+"""Origins: the op and the tensor of one micro-batch that each op and tensor of a step is a copy of."""
 
 from collections import defaultdict
 from dataclasses import dataclass
