@@ -168,7 +168,7 @@ def test_gradients_are_those_of_the_whole_batch(name: str) -> None:
         torch.testing.assert_close(results.gradients[key], gradient, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet", "rnnlm"])
+@pytest.mark.parametrize("name", ["gpt2", "vit", "rnnlm"])
 def test_parts_draw_numbers_of_their_own_wherever_they_are(name: str) -> None:
     """Each part draws what the step of one part draws with seeds behind those of the parts before."""
     found = capture(*tiny(name, 1), name=name)
