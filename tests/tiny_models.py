@@ -1,6 +1,9 @@
 """A model of each family, small enough to train in a test."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,51 +36,62 @@ from gdp.models.workloads import (
 )
 from gdp.models.workloads.base import Example
 
-TINY: dict[str, Callable[[], Example]] = {
-    "rnnlm": lambda: rnnlm.build(rnnlm.RNNLMConfig(2, 2, num_steps=3, hidden=8, vocabulary=11)),
-    "gnmt": lambda: gnmt.build(gnmt.GNMTConfig(3, 2, num_steps=3, hidden=8, vocabulary=11)),
-    "transformer_xl": lambda: transformer_xl.build(
+CONFIGS: dict[str, tuple[Callable[[Any], Example], Any]] = {
+    "rnnlm": (rnnlm.build, rnnlm.RNNLMConfig(2, 2, num_steps=3, hidden=8, vocabulary=11)),
+    "gnmt": (gnmt.build, gnmt.GNMTConfig(3, 2, num_steps=3, hidden=8, vocabulary=11)),
+    "transformer_xl": (
+        transformer_xl.build,
         transformer_xl.TransformerXLConfig(
             2, 2, num_segments=2, segment_steps=3, hidden=8, num_heads=2, inner=16, vocabulary=11
-        )
+        ),
     ),
-    "inception": lambda: inception.build(
-        inception.InceptionConfig(2, image_size=299, num_classes=7, width_divisor=16, auxiliary=True)
+    "inception": (
+        inception.build,
+        inception.InceptionConfig(2, image_size=299, num_classes=7, width_divisor=16, auxiliary=True),
     ),
-    "amoebanet": lambda: amoebanet.build(
-        amoebanet.AmoebaNetConfig(2, cells_per_stack=1, filters=16, image_size=32, num_classes=7, stem_filters=4)
+    "amoebanet": (
+        amoebanet.build,
+        amoebanet.AmoebaNetConfig(2, cells_per_stack=1, filters=16, image_size=32, num_classes=7, stem_filters=4),
     ),
-    "wavenet": lambda: wavenet.build(
-        wavenet.WaveNetConfig(2, 2, layers_per_stack=3, num_samples=20, channels=4, skip_channels=6, quantization=9)
+    "wavenet": (
+        wavenet.build,
+        wavenet.WaveNetConfig(2, 2, layers_per_stack=3, num_samples=20, channels=4, skip_channels=6, quantization=9),
     ),
-    "llama": lambda: llama.build(
-        llama.LlamaConfig(2, 2, num_steps=5, hidden=16, num_heads=4, num_key_heads=2, inner=12, vocabulary=11)
+    "llama": (
+        llama.build,
+        llama.LlamaConfig(2, 2, num_steps=5, hidden=16, num_heads=4, num_key_heads=2, inner=12, vocabulary=11),
     ),
-    "mixture_of_experts": lambda: mixture_of_experts.build(
+    "mixture_of_experts": (
+        mixture_of_experts.build,
         mixture_of_experts.MixtureOfExpertsConfig(
             2, 2, num_steps=16, hidden=16, num_heads=4, num_key_heads=2, inner=12, num_experts=3, vocabulary=11
-        )
+        ),
     ),
-    "resnet": lambda: resnet.build(resnet.ResNetConfig(2, 26, image_size=32, width=4, num_classes=7)),
-    "densenet": lambda: densenet.build(densenet.DenseNetConfig(2, 41, image_size=32, growth=4, num_classes=7)),
-    "nasnet": lambda: nasnet.build(
-        nasnet.NASNetConfig(2, cells_per_stack=1, filters=16, image_size=32, num_classes=7, stem_filters=4)
+    "resnet": (resnet.build, resnet.ResNetConfig(2, 26, image_size=32, width=4, num_classes=7)),
+    "densenet": (densenet.build, densenet.DenseNetConfig(2, 41, image_size=32, growth=4, num_classes=7)),
+    "nasnet": (
+        nasnet.build,
+        nasnet.NASNetConfig(2, cells_per_stack=1, filters=16, image_size=32, num_classes=7, stem_filters=4),
     ),
-    "efficientnet": lambda: efficientnet.build(
-        efficientnet.EfficientNetConfig(2, width_percent=25, depth_percent=100, image_size=64, num_classes=7)
+    "efficientnet": (
+        efficientnet.build,
+        efficientnet.EfficientNetConfig(2, width_percent=25, depth_percent=100, image_size=64, num_classes=7),
     ),
-    "hrnet": lambda: hrnet.build(hrnet.HRNetConfig(2, 4, num_branches=3, image_height=32, image_width=16)),
-    "retinanet": lambda: retinanet.build(
-        retinanet.RetinaNetConfig(2, 26, image_size=128, width=4, channels=8, num_classes=3)
+    "hrnet": (hrnet.build, hrnet.HRNetConfig(2, 4, num_branches=3, image_height=32, image_width=16)),
+    "retinanet": (
+        retinanet.build,
+        retinanet.RetinaNetConfig(2, 26, image_size=128, width=4, channels=8, num_classes=3),
     ),
-    "unet": lambda: unet.build(
-        unet.UNetConfig(2, image_size=16, num_levels=3, channels=8, attention_size=4, num_groups=4, dropout=0.1)
+    "unet": (
+        unet.build,
+        unet.UNetConfig(2, image_size=16, num_levels=3, channels=8, attention_size=4, num_groups=4, dropout=0.1),
     ),
-    "bert": lambda: bert.build(bert.BERTConfig(2, 2, num_steps=6, num_masked=3, hidden=8, num_heads=2, vocabulary=11)),
-    "gpt2": lambda: gpt2.build(gpt2.GPT2Config(2, 2, num_steps=5, hidden=8, num_heads=2, vocabulary=11)),
-    "t5": lambda: t5.build(t5.T5Config(2, 2, num_steps=5, hidden=8, num_heads=2, head=4, inner=16, vocabulary=11)),
-    "vit": lambda: vit.build(vit.ViTConfig(2, 2, hidden=8, num_heads=2, patch_size=4, image_size=8, num_classes=7)),
-    "clip": lambda: clip.build(
+    "bert": (bert.build, bert.BERTConfig(2, 2, num_steps=6, num_masked=3, hidden=8, num_heads=2, vocabulary=11)),
+    "gpt2": (gpt2.build, gpt2.GPT2Config(2, 2, num_steps=5, hidden=8, num_heads=2, vocabulary=11)),
+    "t5": (t5.build, t5.T5Config(2, 2, num_steps=5, hidden=8, num_heads=2, head=4, inner=16, vocabulary=11)),
+    "vit": (vit.build, vit.ViTConfig(2, 2, hidden=8, num_heads=2, patch_size=4, image_size=8, num_classes=7)),
+    "clip": (
+        clip.build,
         clip.CLIPConfig(
             3,
             2,
@@ -89,19 +103,28 @@ TINY: dict[str, Callable[[], Example]] = {
             num_steps=5,
             vocabulary=11,
             head=4,
-        )
+        ),
     ),
-    "dlrm": lambda: dlrm.build(dlrm.DLRMConfig(8, num_tables=6, hidden=4, max_rows=9)),
-    "deep_speech": lambda: deep_speech.build(
-        deep_speech.DeepSpeechConfig(2, 2, num_steps=5, hidden=8, num_letters=4, text_length=2)
+    "dlrm": (dlrm.build, dlrm.DLRMConfig(8, num_tables=6, hidden=4, max_rows=9)),
+    "deep_speech": (
+        deep_speech.build,
+        deep_speech.DeepSpeechConfig(2, 2, num_steps=5, hidden=8, num_letters=4, text_length=2),
     ),
-    "elmo": lambda: elmo.build(
-        elmo.ELMoConfig(2, 2, num_steps=3, hidden=8, projected=4, word_length=9, vocabulary=11, filter_divisor=32)
+    "elmo": (
+        elmo.build,
+        elmo.ELMoConfig(2, 2, num_steps=3, hidden=8, projected=4, word_length=9, vocabulary=11, filter_divisor=32),
     ),
-    "tree_lstm": lambda: tree_lstm.build(
-        tree_lstm.TreeLSTMConfig(2, num_leaves=4, hidden=8, word_width=6, vocabulary=9)
-    ),
+    "tree_lstm": (tree_lstm.build, tree_lstm.TreeLSTMConfig(2, num_leaves=4, hidden=8, word_width=6, vocabulary=9)),
 }
+"""What builds each model, and its sizes."""
+
+TINY: dict[str, Callable[[], Example]] = {name: partial(build, config) for name, (build, config) in CONFIGS.items()}
+
+
+def tiny(name: str, batch_size: int, **sizes: Any) -> Example:
+    """Returns a model of `TINY` with inputs of another batch size; `sizes` are further fields of its configuration."""
+    build, config = CONFIGS[name]
+    return build(replace(config, batch_size=batch_size, **sizes))
 
 
 class _Lstm(nn.Module):

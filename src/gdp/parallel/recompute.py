@@ -232,21 +232,23 @@ class _Rewrite:
         return pairs
 
     def _overwrites(self) -> list[tuple[int, int]]:
-        """Returns pairs (copy, update): the copy reads a parameter, which the update overwrites."""
+        """Returns pairs (op, update): the op, or a copy, reads a parameter, which the update overwrites.
+
+        Whatever update reads a parameter is taken to write it: a new value that nothing reads is no tensor. Originals
+        are among the ops, since the backward pass need not wait for them any longer.
+        """
         graph, blocks = self.graph, self.blocks
         is_update = np.array(graph.phases) == "update"
-        writes = np.zeros(graph.num_ops, np.bool_)
-        writes[graph.producers[graph.is_resident]] = True
         base = blocks.base[graph.edge_tensors]
         is_state = graph.is_resident[base]
-        by_update = is_state & is_update[self.readers] & writes[self.readers]
-        by_copy = is_state & blocks.is_repeated[self.readers]
+        by_update = is_state & is_update[self.readers]
         writers: dict[int, list[int]] = {}
         for tensor, op in zip(base[by_update].tolist(), self.number[self.readers[by_update]].tolist(), strict=True):
             writers.setdefault(tensor, []).append(op)
-        copies = self.copy_number[self.readers[by_copy]].tolist()
+        repeated = np.flatnonzero(is_state & blocks.is_repeated[self.readers])
         return [
-            (copy, writer)
-            for tensor, copy in zip(base[by_copy].tolist(), copies, strict=True)
+            (op, writer)
+            for number in (self.copy_number, self.number)
+            for tensor, op in zip(base[repeated].tolist(), number[self.readers[repeated]].tolist(), strict=True)
             for writer in writers.get(tensor, ())
         ]

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gdp.errors import InputError
-from gdp.execute.layouts.assembly import Assembly, Make, Pieces
+from gdp.execute.layouts.assembly import Assembly
 from gdp.execute.layouts.batch import split_inputs
-from gdp.execute.layouts.cut import RingPlaces
+from gdp.execute.layouts.cut import RingPlaces, Span
+from gdp.execute.layouts.exchanges import Make
+from gdp.execute.layouts.pieces import Pieces
 from gdp.execute.layouts.routines import Shifted
 from gdp.execute.recomputation import with_copies, with_host_copies
 from gdp.models.pytorch import Program, Replay
@@ -214,12 +216,12 @@ def stream_program(program: Program, stream: BatchStream) -> StepProgram:
 
 def _of_assembly(assembly: Assembly, microbatches: Sequence[int], *, is_stream: bool = False) -> StepProgram:
     part, graph = assembly.program, assembly.step
-    copies, values = assembly.copies, assembly.values
+    copies, tensors = assembly.copies, assembly.tensors
     starts = [0, *accumulate(microbatches)]
     inputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
     outputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
     for tensor, op in enumerate(graph.producers.tolist()):
-        if values[tensor] >= 0:
+        if tensors.values[tensor] >= 0:
             outputs_of[op].append(tensor)
             for reader in graph.consumers_of(tensor).tolist():
                 inputs_of[reader].append(tensor)
@@ -238,9 +240,9 @@ def _of_assembly(assembly: Assembly, microbatches: Sequence[int], *, is_stream: 
             "calls": tuple(() if origin < 0 else part.calls[origin] for origin in copies.op),
             "inputs_of": tuple(map(tuple, inputs_of)),
             "outputs_of": tuple(map(tuple, outputs_of)),
-            "tensor_values": tuple(values),
-            "tensor_layouts": tuple(assembly.parts),
-            "layouts": assembly.layouts,
+            "tensor_values": tuple(tensors.values),
+            "tensor_layouts": tuple(tensors.parts),
+            "layouts": tensors.layouts,
             "sources": sources,
             "private": {op: part.private[origin] for op, origin in enumerate(copies.op) if origin in part.private},
         },
@@ -260,14 +262,14 @@ def _of_assembly(assembly: Assembly, microbatches: Sequence[int], *, is_stream: 
 
 
 def _copied_source(source: StepSource, assembly: Assembly, op: int) -> StepSource:
-    tensor = next(own for own in assembly.made_by[op] if assembly.copies.tensor[own] == source.tensor)
+    tensor = next(own for own in assembly.tensors.made_by[op] if assembly.copies.tensor[own] == source.tensor)
     return replace(source, tensor=tensor)
 
 
 def _gradients(part: Program, assembly: Assembly) -> tuple[dict[str, int], dict[str, Pieces]]:
     """Returns where the gradients are that updates read, by parameter: whole, or in pieces."""
     copies = assembly.copies
-    pieces: dict[str, list[tuple[int, tuple[int, int]]]] = {}
+    pieces: dict[str, list[tuple[int, Span]]] = {}
     layouts = {}
     whole: dict[str, int] = {}
     for op, origin in enumerate(copies.op):
@@ -275,7 +277,8 @@ def _gradients(part: Program, assembly: Assembly) -> tuple[dict[str, int], dict[
             continue
         if assembly.zero:
             gradient = assembly.gradient_of(op, update)
-            pieces.setdefault(update.name, []).append((gradient, assembly.piece(update.weight, copies.replica[op])))
+            span = assembly.owned.piece(update.weight, copies.replica[op])
+            pieces.setdefault(update.name, []).append((gradient, span))
             layouts[update.name] = update.layout
         elif not copies.replica[op]:
             whole[update.name] = assembly.gradient_of(op, update)

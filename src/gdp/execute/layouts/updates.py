@@ -41,14 +41,23 @@ class Update:
 
     def check_alone(self, program: Program, zero: int) -> None:
         """Raises InputError unless a piece of the parameter can be updated without the others."""
-        if not is_dense(self.layout):
-            raise InputError(f"zero={zero}: parameter {self.name!r} has gaps in its memory; leave zero out")
+        check_whole(program, self.weight, self.name, zero)
         odd = next((call.func for call in program.calls[self.op] if call.func not in _ALONE), None)
         if odd is not None:
             raise InputError(
                 f"zero={zero}: an optimizer with {odd} needs whole parameters, and each replica updates a piece; place "
                 "with zero=0, or with --optimizer adam, adamw, sgd or sgd-momentum"
             )
+
+
+def check_whole(program: Program, weight: int, name: str, zero: int) -> None:
+    """Raises InputError where the parameter of the tensor `weight` is not all of a dense memory, which can be cut."""
+    layout = program.layouts[program.tensor_values[weight]]
+    views = program.sources[int(program.graph.producers[weight])].views.values()
+    if not is_dense(layout) or any((view.size, view.stride) != (layout.size, layout.stride) for view in views):
+        raise InputError(
+            f"zero={zero}: parameter {name!r} has gaps in its memory, or shares it with another; place with zero=0"
+        )
 
 
 def updates_of(program: Program) -> dict[int, Update]:

@@ -1,4 +1,4 @@
-"""Copies: which op and tensor of one micro-batch each op and tensor of a step is a copy of."""
+"""Origins: the op and the tensor of one micro-batch that each op and tensor of a step is a copy of."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from gdp.graph import Graph
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
-    """Where the M ops and S tensors of a step come from; -1: the layout makes them."""
+class Origins:
+    """The ops and tensors that the M ops and S tensors of a step are copies of; -1: the layout makes them."""
 
     op: list[int]  # [M]
     tensor: list[int]  # [S]
@@ -16,7 +16,7 @@ class Copies:
     replica: list[int]  # [M]
 
     @classmethod
-    def of(cls, part: Graph, step: Graph) -> "Copies":
+    def of(cls, part: Graph, step: Graph) -> "Origins":
         """Compares the names of the step with those of `part`, the graph of one micro-batch.
 
         A copy makes the tensors of its op first, in their order.

@@ -1,0 +1,307 @@
+"""The parts of a layout's execution: chunks of buffers, places in rings, refusals, memory that is overwritten late."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from execute.random_layouts import OPTIMIZERS
+from execute.test_layouts import MODELS, assert_equal, assert_near, captured, cpus, drawn
+from gdp.errors import InputError
+from gdp.execute.layouts.cut import Cut, RingPlaces
+from gdp.execute.layouts.exchange_routines import Member
+from gdp.execute.layouts.routines import PieceUpdate, UpdateOfPiece
+from gdp.execute.layouts.step_program import step_program
+from gdp.execute.layouts.updates import updates_of
+from gdp.execute.threads import ThreadExecutor
+from gdp.models.pytorch import Program, Replay, capture
+from gdp.parallel.layout import Layout
+from gdp.parallel.rings import Rings
+from gdp.parallel.step import Step
+
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[list[int], Cut]:
+    """Sizes of tensors, and a cut of them."""
+    sizes, inner, outer = draw(SIZES), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    kind = draw(st.sampled_from(["joined", "each", "spans"]))
+    if kind == "joined":
+        return sizes, Cut.joined(sizes, inner, outer)
+    if kind == "each":
+        return sizes, Cut.each(sizes, inner * outer)
+    chosen = draw(st.permutations(range(len(sizes))))  # a buffer of pieces that were cut elsewhere
+    whole = Cut.joined(sizes, inner, outer)
+    return [sizes[member] for member in chosen], Cut(tuple(whole.spans[member] for member in chosen))
+
+
+@given(cuts())
+def test_pieces_of_all_chunks_tile_each_tensor_and_share_no_place(case: tuple[list[int], Cut]) -> None:
+    sizes, cut = case
+    taken = np.zeros(cut.num_elements, np.int64)
+    for member, size in enumerate(sizes):
+        end = 0
+        for chunk in range(cut.num_chunks):
+            first, last, place = cut.piece(member, chunk)
+            assert first == end
+            assert first <= last
+            assert chunk * cut.chunk_elements <= place
+            assert place + last - first <= (chunk + 1) * cut.chunk_elements
+            taken[place : place + last - first] += 1
+            end = last
+        assert end == size
+    assert taken.max(initial=0) <= 1
+    assert taken.sum() == sum(sizes)
+
+
+@given(cuts())
+def test_what_is_packed_is_unpacked(case: tuple[list[int], Cut]) -> None:
+    sizes, cut = case
+    buffer = torch.zeros(cut.num_elements)
+    rows = list(torch.randn(sum(sizes)).split(sizes))
+    for member, row in enumerate(rows):
+        cut.pack(buffer, member, row)
+    for member, row in enumerate(rows):
+        copy = torch.full_like(row, torch.nan)
+        cut.unpack(buffer, member, copy)
+        assert torch.equal(copy, row)
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 3))
+def test_joined_tensors_lie_in_one_piece(sizes: list[int], inner: int, outer: int) -> None:
+    cut = Cut.joined(sizes, inner, outer)
+    buffer = torch.zeros(cut.num_elements)
+    for member, size in enumerate(sizes):
+        cut.whole(buffer, member).copy_(torch.arange(float(size)))
+    for member, size in enumerate(sizes):
+        copy = torch.empty(size)
+        cut.unpack(buffer, member, copy)
+        assert copy.tolist() == list(range(size))
+
+
+@given(st.data(), SIZES)
+def test_each_replica_owns_a_chunk_and_its_rings_cover_the_buffer(data: st.DataObject, sizes: list[int]) -> None:
+    num_hosts, per_host = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    count = num_hosts * per_host
+    ring = data.draw(st.permutations(range(count)))
+    hosts = data.draw(st.permutations([host for host in range(num_hosts) for _ in range(per_host)]))
+    over_hosts = data.draw(st.booleans())
+    places = RingPlaces.of(Rings.of(count, ring, hosts if over_hosts else None))
+    assert places.num_replicas == count
+    assert sorted(places.owned(replica) for replica in range(count)) == list(range(count))
+    cut = Cut.joined(sizes, places.num_inner, places.num_outer)
+    whole = list(range(cut.num_elements))
+
+    def covered(replica: int, num_chunks: int, *, is_inside: bool) -> list[int]:
+        parts = (places.elements(cut, replica, chunk, is_inside=is_inside) for chunk in range(num_chunks))
+        return [element for part in parts for element in whole[part]]
+
+    for replica in range(count):
+        own = places.owned(replica)
+        if not over_hosts:
+            assert covered(replica, count, is_inside=False) == whole
+            assert places.elements(cut, replica, own, is_inside=False).start == own * cut.chunk_elements
+            continue
+        assert covered(replica, places.num_inner, is_inside=True) == whole
+        if num_hosts == 1:  # nothing goes round between hosts
+            continue
+        inner = whole[places.elements(cut, replica, places.owned_inner(replica), is_inside=True)]
+        assert covered(replica, places.num_outer, is_inside=False) == inner
+        assert inner[own % places.num_outer * cut.chunk_elements :][:1] == whole[own * cut.chunk_elements :][:1]
+
+
+# -- refusals, and what is no reason for one --------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """Two parameters with one gradient, one whose gradient other ops read as well, and parameters of two types."""
+
+    def __init__(self, *, is_flat: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 6))
+        self.second = nn.Parameter(torch.randn(24) if is_flat else torch.randn(4, 6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.narrow = nn.Linear(6, 6, dtype=torch.bfloat16)
+        self.bias = nn.Parameter(torch.randn(1, 4))  # of a sample: its gradient is that of the sum, if there is one
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = x + self.narrow(x.bfloat16()).float()
+        y = x @ (self.first + self.second.view(4, 6)).t() + self.bias
+        return y.square().mean()
+
+
+def trained(model: nn.Module, args: tuple[Tensor, ...], layout: str, optimizer: str = "adam") -> tuple[Replay, Program]:
+    """Returns the results of one step of a layout, each replica on a device."""
+    parsed = Layout.parse(layout)
+    part = tuple(tensor[: len(tensor) // parsed.num_parts] for tensor in args)
+    found = capture(model, part, name="model", optimizer=optimizer)
+    step = Step.of(found.graph, parsed, bucket_bytes=100)
+    program = step_program(found.program, step)
+    order = [np.flatnonzero(step.replica == replica) for replica in range(parsed.data)]
+    content = program.bind(model, args, {})
+    with ThreadExecutor(program, order, cpus(parsed.data)) as executor:
+        executor.load(content)
+        return executor.results(executor.step(content, retain=True)), program
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("zero", range(4))
+def test_gradients_that_several_ops_read_are_summed(zero: int, is_flat: bool) -> None:
+    """Also where parameters of two types are gathered together."""
+    torch.manual_seed(0)
+    model, batch = Shared(is_flat=is_flat), torch.randn(2, 6)
+    results, _ = trained(model, (batch,), f"data=2,zero={zero}", "sgd-momentum")
+    for part in batch.split(1):
+        (model(part) / 2).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_equal(dict(results.gradients), gradients)
+    OPTIMIZERS["sgd-momentum"](model).step()
+    after = {name: tensor for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+    assert_near({name: results.state[name] for name in after}, after, 1e-6)  # of bfloat16, kernels round pieces anew
+
+
+class Linear(nn.Module):
+    """One layer, whose weight may have gaps in memory."""
+
+    def __init__(self, *, has_gaps: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 12)[:, ::2] if has_gaps else torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.t()).square().mean()
+
+
+REFUSALS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
+    "Adafactor": (Linear, "data=2,zero=1", "adafactor", "an optimizer with gdp.adafactor_.default needs whole"),
+    "Adafactor, parameters cut": (Linear, "data=2,zero=3", "adafactor", "needs whole parameters"),
+    "gaps": (lambda: Linear(has_gaps=True), "data=2,zero=2", "adam", "'weight' has gaps in its memory, or shares it"),
+    "gaps, parameters cut": (lambda: Linear(has_gaps=True), "data=2,zero=3", "adam", "'weight' has gaps"),
+}
+
+
+@pytest.mark.parametrize(("make", "layout", "optimizer", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_updates_that_cannot_be_cut_are_refused(
+    make: Callable[[], nn.Module], layout: str, optimizer: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        trained(make(), (torch.randn(2, 6),), layout, optimizer)
+    assert "\n" not in str(caught.value)
+    assert "place with zero=0" in str(caught.value)
+
+
+def test_a_step_of_the_users_own_is_refused() -> None:
+    """What the optimizer does with its parameters is not known."""
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = capture(step, (torch.randn(2, 6),), name="own")
+    with pytest.raises(InputError, match="read by no update of one parameter, so it cannot be cut; place with zero=0"):
+        step_program(found.program, Step.of(found.graph, Layout.parse("data=2,zero=1")))
+
+
+# -- updates of pieces ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "sgd-momentum"])
+def test_updates_of_pieces_are_the_update_of_the_whole(optimizer: str) -> None:
+    """But for the last bit: kernels compute what is left over by vectors in another way."""
+    model = nn.Linear(7, 5)
+    program = capture(model, (torch.randn(2, 7),), name="linear", optimizer=optimizer).program
+    update = next(update for update in updates_of(program).values() if update.name == "weight")
+    whole = model.weight.detach().clone()
+    gradient, pieces = torch.randn(35), whole.clone()
+    value, number = program.tensor_values[update.weight], 100
+    spans = [(0, 9), (9, 9), (9, 35)]
+    private: list[dict[int, Any]] = [{} for _ in spans]
+    state = {own: program.layouts[own] for own in program.private.get(update.op, ())}
+    held_private: dict[int, Any] = {}
+    gradient_tensor = next(t for t in program.inputs_of[update.op] if program.tensor_values[t] == update.gradient[0])
+    for _ in range(3):
+        inputs = {update.weight: whole, gradient_tensor: gradient.view(5, 7)}
+        program.run(update.op, inputs, held_private)
+        for own, span in zip(private, spans, strict=True):
+            spec = UpdateOfPiece(
+                program.calls[update.op],
+                Member(update.weight, update.layout),
+                value,
+                number,
+                update.gradient[0],
+                state,
+                frozenset(),
+                span,
+                is_cut=False,
+                kept=None,
+            )
+            PieceUpdate(spec, None).run({update.weight: pieces, number: gradient[slice(*span)].clone()}, own)
+        torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-8)
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+def unordered_overwrites(program: Program) -> list[tuple[str, str]]:
+    """Returns (reader, writer) of memory on what may be two devices, neither of which waits for the other."""
+    graph = program.graph
+    base = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors)).tolist()
+    writers: dict[int, set[int]] = {}
+    for op, calls in enumerate(program.calls):
+        old = {value for call in calls for value, _ in call.writes}
+        for tensor in program.inputs_of[op]:
+            if program.tensor_values[tensor] in old:
+                writers.setdefault(base[tensor], set()).add(op)
+    readers: dict[int, set[int]] = {tensor: set() for tensor in writers}
+    followers: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    for tensor, op in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True):
+        followers[int(graph.producers[tensor])].append(op)
+        if base[tensor] in readers:
+            readers[base[tensor]].add(op)
+    bits = {op: 1 << place for place, op in enumerate({op for ops in writers.values() for op in ops})}
+    later = [0] * graph.num_ops  # the writers that come after each op, as bits
+    for op in reversed(range(graph.num_ops)):
+        for follower in followers[op]:
+            later[op] |= later[follower] | bits.get(follower, 0)
+    reached = {op: set[int]() for op in bits}  # the readers that come after each writer, where that matters
+    found = []
+    for tensor, ops in writers.items():
+        for reader in readers[tensor]:
+            for writer in ops - {reader}:
+                same_device = graph.groups[reader] >= 0 and graph.groups[reader] == graph.groups[writer]
+                if not (
+                    later[reader] & bits[writer] or same_device or _comes_after(followers, writer, reader, reached)
+                ):
+                    found.append((graph.op_names[reader], graph.op_names[writer]))
+    return found
+
+
+def _comes_after(followers: list[list[int]], op: int, other: int, reached: dict[int, set[int]]) -> bool:
+    if not reached[op]:
+        pending = [op]
+        while pending:
+            new = [follower for follower in followers[pending.pop()] if follower not in reached[op]]
+            reached[op].update(new)
+            pending += new
+    return other in reached[op]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_is_overwritten_after_all_have_read_it(name: str) -> None:
+    """Devices of one process read each other's memory: an update waits for each copy that reads the parameter."""
+    found = captured(name, "sgd-momentum")
+    for seed in range(2):
+        case = drawn(name, seed)
+        assert not unordered_overwrites(case.program(found)), case
