@@ -91,7 +91,8 @@ class Assembly:
         self._cut_of: dict[int, tuple[Cut, int]] = {}  # by weight: where its gradient is cut, and as which member
         self._held = 0  # numbers below it are taken
         self._rows: dict[tuple[int, torch.dtype], int] = {}  # values that are a row of elements
-        self._is_hop = [kind.rpartition(".")[2] in ("add", "copy") for kind in step.kinds]
+        own = zip(step.kinds, step.is_collective.tolist(), strict=True)  # a model's own adds are `aten.add`
+        self._is_hop = [is_own and kind.endswith((".add", ".copy")) for kind, is_own in own]
         self._overwritten = self._overwritten_gradients()
         is_made = step.is_collective.tolist()
         if zero == 3:
