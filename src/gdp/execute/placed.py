@@ -7,6 +7,7 @@ model.load_state_dict(trained.state_dict())
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -24,13 +25,30 @@ from gdp.execute.optimizer_state import OptimizerState, StateByName
 from gdp.execute.placed_step import input_sizes, placed_program
 from gdp.execute.targets import find_targets
 from gdp.execute.threads import ThreadExecutor
-from gdp.execute.training_file import TrainingState
+from gdp.execute.training_file import SavedTraining
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.optimizers import MASTER, UpdateRule, rule_of
 from gdp.models.pytorch.program import named_inputs, named_state
 from gdp.simulator.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """The options of `placed` that say how a model is trained."""
+
+    learning_rate: float | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    stop_at_nan: bool = False
+    resume: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise InputError(f"{name} is {value}; a number above 0 is expected")
 
 
 class Placed:
@@ -52,28 +70,20 @@ class Placed:
         self,
         model: nn.Module,
         plan: Plan,
+        options: CaptureOptions,
+        training: TrainingOptions,
         *,
         graph: Graph | None,
         on: Sequence[str] | None,
-        learning_rate: float | None,
-        seed: int,
-        clip_norm: float | None,
-        stop_at_nan: bool,
-        resume: str | Path | None,
-        options: CaptureOptions,
     ) -> None:
-        for name, value in (("learning_rate", learning_rate), ("clip_norm", clip_norm)):
-            if value is not None and not 0 < value < float("inf"):
-                raise InputError(f"{name} is {value}; a number above 0 is expected")
         optimizer = options.get("optimizer", "adam")
         self._optimizer = optimizer if isinstance(optimizer, Optimizer) else None
-        if self._optimizer is not None and learning_rate is not None:
+        if self._optimizer is not None and training.learning_rate is not None:
             raise InputError("learning_rate is that of the optimizer; leave learning_rate out")
         check_choice(options, model)
         self.model, self.plan, self.num_steps = model, plan, 0
         self._graph, self._targets = graph, find_targets(plan.devices, on)
-        self._options, self._learning_rate, self._seed = options, learning_rate, seed
-        self._clip_norm, self._stop_at_nan = clip_norm, stop_at_nan
+        self._options, self._training, self._seed = options, training, training.seed
         self._executor: ThreadExecutor | None = None
         self._optimizer_state: OptimizerState | None = None  # there once the step is captured
         self._loaded_state: dict[str, Tensor] = {}  # that is not on the devices, such as all before the first step
@@ -82,8 +92,8 @@ class Placed:
         self._constants: tuple[Any, ...] = ()  # of the arguments at capture: all but tensors' content
         self._is_closed = False
         self._is_resumed = False  # after steps that have made optimizer state
-        if resume is not None:
-            self._resume(resume)
+        if training.resume is not None:
+            self._resume(training.resume)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step on these inputs, a whole batch.
@@ -175,7 +185,7 @@ class Placed:
         """
         tied, state = _tied_names(self.model), self._whole_state()
         alone = {name: tensor for name, tensor in state.items() if tied.get(name, name) == name}
-        TrainingState(alone, self.optimizer_state_dict(), self.num_steps, self._seed).write(path)
+        SavedTraining(alone, self.optimizer_state_dict(), self.num_steps, self._seed).write(path)
 
     def close(self) -> None:
         """Ends the worker threads and writes parameters and buffers back to the model, unless the last step failed."""
@@ -213,12 +223,12 @@ class Placed:
             args,
             kwargs,
             graph=self._graph,
-            learning_rate=self._learning_rate,
+            learning_rate=self._training.learning_rate,
             options=self._options,
         )
         order: Sequence[npt.ArrayLike] = self.plan.order
-        if self._clip_norm is not None:
-            program, order = with_clipping(program, order, self._clip_norm)
+        if self._training.clip_norm is not None:
+            program, order = with_clipping(program, order, self._training.clip_norm)
         optimizer_state = OptimizerState(program)
         content = program.bind_state({**dict(named_state(self.model)), **self._loaded_state})
         private = optimizer_state.cut(self._loaded_optimizer)
@@ -239,7 +249,7 @@ class Placed:
         return executor
 
     def _resume(self, path: str | Path) -> None:
-        saved = TrainingState.read(path)
+        saved = SavedTraining.read(path)
         tied = _tied_names(self.model)
         expected = {**dict(named_state(self.model)), **self.model.state_dict()}
         state = {name: saved.state[tied[name]] for name in tied if tied[name] in saved.state} | dict(saved.state)
@@ -257,7 +267,7 @@ class Placed:
 
     def _checked(self, executor: ThreadExecutor, loss: Tensor | None) -> Tensor | None:
         """Returns the loss; ExecutionError, after which no step is taken, if it ends the training."""
-        if self._stop_at_nan and loss is not None and not bool(torch.isfinite(loss)):
+        if self._training.stop_at_nan and loss is not None and not bool(torch.isfinite(loss)):
             executor.close()
             raise ExecutionError(
                 "all",
@@ -331,18 +341,10 @@ def placed(
     optimizer's state, the number of steps and the seed are those of the file. The model itself is left as it is until
     `close`, which writes parameters and buffers back.
     """
-    return Placed(
-        model,
-        plan,
-        graph=graph,
-        on=on,
-        learning_rate=learning_rate,
-        seed=seed,
-        clip_norm=clip_norm,
-        stop_at_nan=stop_at_nan,
-        resume=resume,
-        options=options,
+    training = TrainingOptions(
+        learning_rate=learning_rate, seed=seed, clip_norm=clip_norm, stop_at_nan=stop_at_nan, resume=resume
     )
+    return Placed(model, plan, options, training, graph=graph, on=on)
 
 
 def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], remedy: str, where: str = "") -> None:

@@ -33,7 +33,7 @@ _HEADER_FIELDS = {
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingState:
+class SavedTraining:
     """The state of a training after `num_steps` steps, whatever its layout; tensors are on the CPU."""
 
     state: Mapping[str, Tensor]  # parameters and buffers by name
@@ -60,7 +60,7 @@ class TrainingState:
         files.write_bytes(path, content)
 
     @classmethod
-    def read(cls, path: str | Path) -> "TrainingState":
+    def read(cls, path: str | Path) -> "SavedTraining":
         """Reads the file."""
         if Path(path).is_dir():
             raise InputError(f"{path}: is a directory; name a file")
