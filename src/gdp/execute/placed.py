@@ -7,25 +7,48 @@ model.load_state_dict(trained.state_dict())
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from gdp.errors import InputError
-from gdp.execute.executable import CaptureOptions, check_choice, check_executable
-from gdp.execute.run import check_belongs
+from gdp.execute.clipping import with_clipping
+from gdp.execute.executable import CaptureOptions, check_choice
+from gdp.execute.optimizer_state import OptimizerState, StateByName
+from gdp.execute.placed_step import input_sizes, placed_program
 from gdp.execute.targets import find_targets
 from gdp.execute.threads import ThreadExecutor
+from gdp.execute.training_file import SavedTraining
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
-from gdp.models.pytorch import Program, capture
-from gdp.models.pytorch.program import Call, named_inputs, named_state
+from gdp.models.pytorch import Program
+from gdp.models.pytorch.optimizers import MASTER, UpdateRule, rule_of
+from gdp.models.pytorch.program import named_inputs, named_state
 from gdp.simulator.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """The options of `placed` that say how a model is trained."""
+
+    learning_rate: float | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    stop_at_nan: bool = False
+    resume: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise InputError(f"{name} is {value}; a number above 0 is expected")
 
 
 class Placed:
@@ -36,6 +59,10 @@ class Placed:
     threads. After a step that failed or was interrupted, its parameters are those of half a step: it takes no more
     calls, and the model stays as it was.
 
+    With a layout a call takes the whole batch and returns the mean of the losses of all micro-batches. States have the
+    same form for all layouts: all replicas get what is loaded, ZeRO's pieces are put together and cut again, and
+    buffers such as running statistics are those of the first replica.
+
     `num_steps` counts the calls and sets the random numbers of the next one: set it to go on after a saved state.
     """
 
@@ -43,31 +70,37 @@ class Placed:
         self,
         model: nn.Module,
         plan: Plan,
+        options: CaptureOptions,
+        training: TrainingOptions,
         *,
         graph: Graph | None,
         on: Sequence[str] | None,
-        learning_rate: float | None,
-        seed: int,
-        options: CaptureOptions,
     ) -> None:
-        if learning_rate is not None and not 0 < learning_rate < float("inf"):
-            raise InputError(f"learning_rate is {learning_rate}; a number above 0 is expected")
         optimizer = options.get("optimizer", "adam")
         self._optimizer = optimizer if isinstance(optimizer, Optimizer) else None
-        if self._optimizer is not None and learning_rate is not None:
+        if self._optimizer is not None and training.learning_rate is not None:
             raise InputError("learning_rate is that of the optimizer; leave learning_rate out")
         check_choice(options, model)
         self.model, self.plan, self.num_steps = model, plan, 0
         self._graph, self._targets = graph, find_targets(plan.devices, on)
-        self._options, self._learning_rate, self._seed = options, learning_rate, seed
+        self._options, self._training, self._seed = options, training, training.seed
         self._executor: ThreadExecutor | None = None
-        self._loaded_state: dict[str, Tensor] = {}
-        self._learning_rates: dict[int, float] = {}  # of the updates, by op, that a user's optimizer has had last
+        self._optimizer_state: OptimizerState | None = None  # there once the step is captured
+        self._loaded_state: dict[str, Tensor] = {}  # that is not on the devices, such as all before the first step
+        self._loaded_optimizer: dict[str, dict[str, Tensor]] = {}
+        self._hyperparameters: dict[str, Mapping[str, Any]] = {}  # by parameter, that a user's optimizer has had last
         self._constants: tuple[Any, ...] = ()  # of the arguments at capture: all but tensors' content
         self._is_closed = False
+        self._is_resumed = False  # after steps that have made optimizer state
+        if training.resume is not None:
+            self._resume(training.resume)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step on these inputs. InputError if the plan is not of this step; ExecutionError if an op fails."""
+        """Runs one step on these inputs, a whole batch.
+
+        InputError if the plan is not of this step; ExecutionError if an op fails, or if the loss is not finite and
+        `stop_at_nan`.
+        """
         executor = self._running()
         if executor is None:
             executor = self._start(args, kwargs)
@@ -77,13 +110,13 @@ class Placed:
                 "make another placed model for them"
             )
         program = executor.program
-        self._follow_learning_rates(program)
+        self._follow_schedulers(program)
         inputs = self._bound_inputs(program, args, kwargs)
         seed = int(np.random.SeedSequence((self._seed, self.num_steps)).generate_state(1)[0])
         record = executor.step(inputs, retain=program.loss is None, seed=seed)
         self.num_steps += 1
         if program.loss is not None:
-            return executor.loss(record)
+            return self._checked(executor, executor.loss(record))
         outputs = executor.results(record).outputs
         return {name: tensor.to("cpu", copy=True) for name, tensor in outputs.items()}
 
@@ -92,81 +125,67 @@ class Placed:
 
         ExecutionError after a step that failed.
         """
-        current = {**self.model.state_dict(), **self._loaded_state}
-        executor = self._running()
-        placed = executor.program.state_by_name(executor.state()) if executor is not None else {}
-        return {name: placed.get(name, tensor).detach().to("cpu", copy=True) for name, tensor in current.items()}
+        whole = self._whole_state()
+        return {name: whole[name] for name in self.model.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads parameters and buffers; optimizer state stays.
+        """Loads parameters and buffers; optimizer state stays, but for float32 copies of parameters.
 
         InputError, with nothing changed, unless the names, shapes and types are those of the model's `state_dict`.
         """
-        expected = self.model.state_dict()
-        if state.keys() != expected.keys():
-            odd = min(state.keys() ^ expected.keys())
-            raise InputError(
-                f"state {odd!r} is {'unknown' if odd in state else 'missing'}; give the model's state_dict"
-            )
-        for name, tensor in state.items():
-            here, there = (f"{list(item.shape)} {item.dtype}" for item in (tensor, expected[name]))
-            if here != there:
-                raise InputError(f"state {name!r} is {here}; {there} is expected")
+        _check_state(state, self.model.state_dict(), "give the model's state_dict")
         executor = self._running()
-        if executor is None:
-            self._loaded_state = {name: tensor.detach().clone() for name, tensor in state.items()}
+        if executor is None or self._optimizer_state is None:
+            self._loaded_state |= {name: tensor.detach().clone() for name, tensor in state.items()}
+            for name, tensors in self._loaded_optimizer.items():
+                if MASTER in tensors and name in state:
+                    tensors[MASTER] = state[name].detach().float()
         else:
             program = executor.program
-            whole = {**program.state_by_name(executor.state()), **state}
+            placed = program.state_by_name(executor.state())
+            whole = {**placed, **state}
             executor.load(program.bind_state(whole))
-            copies = {
-                op: {value: whole[name] for value in program.private[op] if value in program.state_copies}
-                for name, op in _updates(program).items()
-                if op in program.private
-            }
-            executor.load_private({op: values for op, values in copies.items() if values})
+            self._loaded_state |= {name: tensor.clone() for name, tensor in state.items() if name not in placed}
+            executor.load_private(self._optimizer_state.cut_copies(whole))
 
     def optimizer_state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Returns by parameter the optimizer's state; copies, on the CPU.
 
         The keys are those of `torch.optim`: Adam has `exp_avg`, `exp_avg_sq` and `step`, plain SGD none. `master` is a
-        float32 copy of the parameter.
+        float32 copy of the parameter. Empty before the first step, unless a state was loaded.
         """
         executor = self._running()
-        if executor is None:
-            return {}
-        private, keys = executor.private(), executor.program.state_keys
-        return {
-            name: {keys[value]: tensor.detach().to("cpu", copy=True) for value, tensor in private[op].items()}
-            for name, op in _updates(executor.program).items()
-            if op in private
-        }
+        if executor is None or self._optimizer_state is None:
+            return {
+                name: {key: tensor.clone() for key, tensor in tensors.items()}
+                for name, tensors in self._loaded_optimizer.items()
+            }
+        return self._optimizer_state.joined(executor.private())
 
-    def load_optimizer_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads the state that `optimizer_state_dict` returned.
+    def load_optimizer_state_dict(self, state: StateByName) -> None:
+        """Loads the state that `optimizer_state_dict` returned, in this layout or another.
 
-        InputError, with nothing changed, before the first step and for other names or shapes.
+        InputError, with nothing changed, for other names or shapes; before the first step, which captures the
+        optimizer, the first step raises it.
         """
         executor = self._running()
-        if executor is None:
-            raise InputError("the optimizer's state is made with the first step; load it after one")
-        program = executor.program
-        updates, content = _updates(program), {}
-        states = {name: program.private[op] for name, op in updates.items() if op in program.private}
-        for name, tensors in state.items():
-            keys = {program.state_keys[value]: value for value in states.get(name, ())}
-            if not keys or tensors.keys() != keys.keys():
-                expected = ", ".join(
-                    keys or {program.state_keys[value]: 0 for values in states.values() for value in values}
-                )
-                raise InputError(f"optimizer state of {name!r}: {expected} of a trained parameter are expected")
-            for key, value in keys.items():
-                size = program.layouts[value].size
-                if tuple(tensors[key].shape) != size:
-                    here = list(tensors[key].shape)
-                    raise InputError(f"optimizer state {key} of {name!r} is {here}; {list(size)} is expected")
-            content[updates[name]] = {value: tensors[key] for key, value in keys.items()}
-        executor.load_private(content)
+        if executor is None or self._optimizer_state is None:
+            self._loaded_optimizer = {
+                name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+                for name, tensors in state.items()
+            }
+        else:
+            executor.load_private(self._optimizer_state.cut(state))
+
+    def save(self, path: str | Path) -> None:
+        """Writes a safetensors file to go on from, by `placed(..., resume=path)`; it is whole or not written at all.
+
+        It has parameters, buffers, the optimizer's state, the number of steps and the seed. InputError if it cannot be
+        written, ExecutionError after a step that failed.
+        """
+        tied, state = _tied_names(self.model), self._whole_state()
+        alone = {name: tensor for name, tensor in state.items() if tied.get(name, name) == name}
+        SavedTraining(alone, self.optimizer_state_dict(), self.num_steps, self._seed).write(path)
 
     def close(self) -> None:
         """Ends the worker threads and writes parameters and buffers back to the model, unless the last step failed."""
@@ -198,48 +217,94 @@ class Placed:
         return self._executor
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ThreadExecutor:
-        captured = capture(self.model, args, kwargs, name=type(self.model).__name__, **self._options)
-        check_belongs(self.plan, self._graph or captured.graph, captured.graph)
-        check_executable(captured.program)
-        program = captured.program
-        if self._learning_rate is not None:
-            program = _with_learning_rate(program, self._learning_rate)
-        executor = ThreadExecutor(program, self.plan.order, self._targets)
+        program = placed_program(
+            self.model,
+            self.plan,
+            args,
+            kwargs,
+            graph=self._graph,
+            learning_rate=self._training.learning_rate,
+            options=self._options,
+        )
+        order: Sequence[npt.ArrayLike] = self.plan.order
+        if self._training.clip_norm is not None:
+            program, order = with_clipping(program, order, self._training.clip_norm)
+        optimizer_state = OptimizerState(program)
+        content = program.bind_state({**dict(named_state(self.model)), **self._loaded_state})
+        private = optimizer_state.cut(self._loaded_optimizer)
+        if self._is_resumed:
+            optimizer_state.check_complete(self._loaded_optimizer)
+        executor = ThreadExecutor(program, order, self._targets)
         try:
-            executor.load(program.bind_state({**dict(named_state(self.model)), **self._loaded_state}))
+            executor.load(content)
+            executor.load_private(private)
         except BaseException:
             executor.close()
             raise
-        self._executor, self._constants = executor, _constants(args, kwargs)
-        self._learning_rates = self._current_learning_rates(program)
+        placed = program.state_by_name(executor.state())  # the step does not have tensors that nothing uses
+        self._loaded_state = {name: tensor for name, tensor in self._loaded_state.items() if name not in placed}
+        self._loaded_optimizer = {}
+        self._executor, self._optimizer_state = executor, optimizer_state
+        self._constants, self._hyperparameters = _constants(args, kwargs), self._current_hyperparameters()
         return executor
 
-    def _current_learning_rates(self, program: Program) -> dict[int, float]:
-        """Returns the learning rate of each update, by op, as a user's optimizer has it now."""
+    def _resume(self, path: str | Path) -> None:
+        saved = SavedTraining.read(path)
+        tied = _tied_names(self.model)
+        expected = {**dict(named_state(self.model)), **self.model.state_dict()}
+        state = {name: saved.state[tied[name]] for name in tied if tied[name] in saved.state} | dict(saved.state)
+        _check_state(state, expected, "give the model that was saved", f"{path}: ")
+        self._loaded_state = state
+        self._loaded_optimizer = {name: dict(tensors) for name, tensors in saved.optimizer.items()}
+        self.num_steps, self._seed, self._is_resumed = saved.num_steps, saved.seed, saved.num_steps > 0
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """Returns copies on the CPU of all parameters, buffers and plain tensors, under each of their names."""
+        current = {**dict(named_state(self.model)), **self.model.state_dict(), **self._loaded_state}
+        executor = self._running()
+        placed = executor.program.state_by_name(executor.state()) if executor is not None else {}
+        return {name: placed.get(name, tensor).detach().to("cpu", copy=True) for name, tensor in current.items()}
+
+    def _checked(self, executor: ThreadExecutor, loss: Tensor | None) -> Tensor | None:
+        """Returns the loss; ExecutionError, after which no step is taken, if it ends the training."""
+        if self._training.stop_at_nan and loss is not None and not bool(torch.isfinite(loss)):
+            executor.close()
+            raise ExecutionError(
+                "all",
+                f"step {self.num_steps}: the loss is {float(loss)}",
+                note="; go on from a saved state with a lower learning rate, or clip_norm",
+            )
+        return loss
+
+    def _current_hyperparameters(self) -> dict[str, Mapping[str, Any]]:
+        """Returns the hyperparameters of each update, by parameter, as a user's optimizer has them now."""
         if self._optimizer is None:
             return {}
         paths = {id(parameter): path for path, parameter in self.model.named_parameters()}
-        rates = {
-            paths[id(parameter)]: float(group["lr"])
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        }
-        return {op: rates[path] for path, op in _updates(program).items()}
+        found: dict[str, Mapping[str, Any]] = {}
+        for group in self._optimizer.param_groups:
+            rule = rule_of(self._optimizer, group)
+            if isinstance(rule, UpdateRule):
+                found |= {paths[id(parameter)]: rule.options for parameter in group["params"] if id(parameter) in paths}
+        return found
 
-    def _follow_learning_rates(self, program: Program) -> None:
-        """Passes on the learning rates that a scheduler has changed."""
-        current = self._current_learning_rates(program)
-        for op, rate in current.items():
-            if rate != self._learning_rates[op]:
-                program.set_learning_rate(op, rate)
-        self._learning_rates = current
+    def _follow_schedulers(self, program: Program) -> None:
+        """Passes on the learning rates, and other hyperparameters, that schedulers have changed."""
+        current = self._current_hyperparameters()
+        updates = self._optimizer_state.updates if self._optimizer_state is not None else {}
+        for name in current.keys() & updates.keys() & self._hyperparameters.keys():
+            for key, value in current[name].items():
+                if value != self._hyperparameters[name].get(key):
+                    for op in updates[name].ops:
+                        program.set_keyword(op, key, value)
+        self._hyperparameters = current
 
     def _bound_inputs(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
         """Copies the inputs. InputError names the remedy where a batch is smaller than the captured one."""
         try:
             return program.bind_inputs(args, kwargs)
         except InputError as error:
-            captured = _batch_sizes(program)
+            captured = input_sizes(program)
             given = {name: tensor.shape[0] for name, tensor in named_inputs(args, kwargs) if tensor.dim()}
             for name, size in captured.items():
                 if name in given and given[name] < size:
@@ -258,44 +323,44 @@ def placed(
     on: Sequence[str] | None = None,
     learning_rate: float | None = None,
     seed: int = 0,
+    clip_norm: float | None = None,
+    stop_at_nan: bool = False,
+    resume: str | Path | None = None,
     **options: Unpack[CaptureOptions],
 ) -> Placed:
     """Places `model` on the devices of `plan`; the answer takes the model's arguments and does one step a call.
 
     The first call captures the step, which must be the one that was placed: the same shapes and the same `options`
-    (`training`, `optimizer`, `master_weights`, `loss`, as in `gdp.capture`). An optimizer of `torch.optim` gives its
-    hyperparameters, not its state; a learning rate that a scheduler changes is that of the next step. `learning_rate`
-    is for an optimizer given by name; default: that of `torch.optim`. `graph` is the placed graph, if it has measured
-    times. `on` says where each device of the plan is (see `gdp.execute.targets.find_targets`); default: by name. `seed`
-    sets dropout and the like apart from other runs. The model itself is left as it is until `close`, which writes
-    parameters and buffers back.
+    (`training`, `optimizer`, `master_weights`, `loss`, as in `gdp.capture`). A plan with a layout takes the whole batch
+    and cuts it. An optimizer of `torch.optim` gives its hyperparameters, not its state; a learning rate or momentum
+    that a scheduler changes is that of the next step. `learning_rate` is for an optimizer given by name; default: that
+    of `torch.optim`. `clip_norm` clips gradients as `torch.nn.utils.clip_grad_norm_` does. `graph` is the placed graph,
+    if it has measured times. `on` says where each device of the plan is (see `gdp.execute.targets.find_targets`);
+    default: by name. `seed` sets dropout and the like apart from other runs. `stop_at_nan` ends the training at a loss
+    that is not finite. `resume` is a file that `Placed.save` wrote, with any layout: parameters, buffers, the
+    optimizer's state, the number of steps and the seed are those of the file. The model itself is left as it is until
+    `close`, which writes parameters and buffers back.
     """
-    return Placed(model, plan, graph=graph, on=on, learning_rate=learning_rate, seed=seed, options=options)
+    training = TrainingOptions(
+        learning_rate=learning_rate, seed=seed, clip_norm=clip_norm, stop_at_nan=stop_at_nan, resume=resume
+    )
+    return Placed(model, plan, options, training, graph=graph, on=on)
 
 
-def _with_learning_rate(program: Program, learning_rate: float) -> Program:
-    def changed(call: Call) -> Call:
-        return replace(call, kwargs={**call.kwargs, "lr": learning_rate}) if "lr" in call.kwargs else call
-
-    phases = program.graph.phases
-    calls = [
-        tuple(map(changed, calls)) if phase == "update" else calls
-        for calls, phase in zip(program.calls, phases, strict=True)
-    ]
-    return replace(program, calls=tuple(calls))
+def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], remedy: str, where: str = "") -> None:
+    if state.keys() != expected.keys():
+        odd = min(state.keys() ^ expected.keys())
+        raise InputError(f"{where}state {odd!r} is {'unknown' if odd in state else 'missing'}; {remedy}")
+    for name, tensor in state.items():
+        here, there = (f"{list(item.shape)} {item.dtype}" for item in (tensor, expected[name]))
+        if here != there:
+            raise InputError(f"{where}state {name!r} is {here}; {there} is expected")
 
 
-def _updates(program: Program) -> dict[str, int]:
-    """Returns the op that updates each parameter."""
-    graph = program.graph
-    updates = [op for op, phase in enumerate(graph.phases) if phase == "update"]
-    return {graph.op_names[op].removesuffix(".update"): op for op in updates}
-
-
-def _batch_sizes(program: Program) -> dict[str, int]:
-    """Returns the first dimension of each input."""
-    views = [source.views for source in program.sources.values() if source.kind == "input"]
-    return {name: view.size[0] for named in views for name, view in named.items() if view.size}
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Returns by name of a parameter or buffer the first name that it has."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named_state(model)}
 
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -115,11 +115,11 @@ class Program:
     def _routines(self) -> dict[tuple[int, torch.device | None], OpRoutine]:
         return {}
 
-    def set_learning_rate(self, op: int, learning_rate: float) -> None:
-        """Changes the learning rate of the update `op` on every device that it is prepared for."""
+    def set_keyword(self, op: int, key: str, value: Any) -> None:
+        """Changes an argument, such as the learning rate, of `op` on every device that it is prepared for."""
         for (prepared, _), routine in self._routines.items():
             if prepared == op:
-                routine.set_keyword("lr", learning_rate)
+                routine.set_keyword(key, value)
 
     @cached_property
     def num_draws(self) -> int:

@@ -1,0 +1,298 @@
+"""Clipping by the norm of all gradients, added to the program of a step and the order of a plan.
+
+    gradient --+--> norm ----> scale ----> update       an update reads its gradient times min(1, max_norm / norm)
+               |                 ^           ^
+               +-----------------|-----------+
+    gradients of other updates --+
+
+All updates wait for the last gradient. So on each device they come after the ops that do not need them, otherwise in
+the order of the plan. N ops and T tensors of the program, U updates.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gdp.arrays import I64, Bool
+from gdp.errors import InputError
+from gdp.execute.layouts.step_program import StepProgram
+from gdp.execute.layouts.updates import refs
+from gdp.graph import Graph
+from gdp.models.pytorch import Program
+from gdp.models.pytorch.optimizers import HALF
+from gdp.models.pytorch.program import Call, Ref
+from gdp.models.pytorch.routine import OpRoutine
+from gdp.models.pytorch.strides import StridedLayout
+
+aten = torch.ops.aten
+_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """The gradient that an update reads."""
+
+    update: int
+    tensor: int
+    ref: Ref  # as the update reads it
+    norm_dtype: torch.dtype
+    is_counted: bool  # in the norm; of equal gradients of replicas one is
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledUpdate:
+    """An update of a piece of a parameter, whose gradient is scaled."""
+
+    routine: OpRoutine
+    gradient: int
+    scale: int
+
+    def run(self, held: MutableMapping[int, Any], private: MutableMapping[int, Any], seed: int = 0) -> dict[int, Any]:
+        """Executes the update on a scaled copy of its gradient."""
+        return self.routine.run({**held, self.gradient: held[self.gradient] * held[self.scale]}, private, seed)
+
+    def set_keyword(self, key: str, value: Any) -> None:
+        """Changes a constant argument of the update."""
+        self.routine.set_keyword(key, value)
+
+
+def with_clipping(
+    program: Program, order: Sequence[npt.ArrayLike], max_norm: float
+) -> tuple[Program, tuple[list[int], ...]]:
+    """Returns the program and its order [D] with gradients clipped as `torch.nn.utils.clip_grad_norm_` does.
+
+    The norm is that of the gradients of the mean loss of the whole batch, whatever the layout: to the bit where they
+    are whole and of one type, to rounding of the norm where they are in pieces, or of several types, whose order is
+    PyTorch's own. InputError where an update reads several gradients.
+    """
+    if not 0 < max_norm < float("inf"):
+        raise InputError(f"clip_norm is {max_norm}; a number above 0 is expected")
+    gradients = _gradients(program)
+    if not gradients:
+        raise InputError("clip_norm is for training steps, and this step updates nothing; leave clip_norm out")
+    return _Clipping(program, gradients, max_norm).build(order)
+
+
+class _Clipping:
+    """The program under construction: ops are numbered early ops, norms, scale, late ops."""
+
+    def __init__(self, program: Program, gradients: Sequence[_Gradient], max_norm: float) -> None:
+        self.program, self.gradients, self.max_norm = program, gradients, max_norm
+        self.counted = [gradient for gradient in gradients if gradient.is_counted]
+        graph = program.graph
+        self.is_late = _following(graph, [gradient.update for gradient in gradients])
+        early, late = np.flatnonzero(~self.is_late), np.flatnonzero(self.is_late)
+        num_added = len(self.counted) + 1
+        self.number = np.empty(graph.num_ops, np.int64)
+        self.number[early] = np.arange(len(early))
+        self.number[late] = np.arange(len(late)) + len(early) + num_added
+        self.norms = [len(early) + place for place in range(len(self.counted))]
+        self.scale = len(early) + len(self.counted)
+        self.old = np.concatenate((early, np.full(num_added, -1), late))  # by new number
+        first = max(program.layouts, default=-1) + 1
+        self.norm_values = [first + place for place in range(len(self.counted))]
+        self._next_value = first + len(self.counted)
+        self.layouts = dict(program.layouts)
+
+    def build(self, order: Sequence[npt.ArrayLike]) -> tuple[Program, tuple[list[int], ...]]:
+        program, num_tensors = self.program, self.program.graph.num_tensors
+        norm_tensors = [num_tensors + place for place in range(len(self.counted))]
+        scale_tensor = num_tensors + len(self.counted)
+        for value, gradient in zip(self.norm_values, self.counted, strict=True):
+            self.layouts[value] = StridedLayout((), (), 0, gradient.norm_dtype)
+        scale_calls, scale_value = self._scale_calls()
+        made = dict(getattr(program, "made", {}))
+        calls = list(program.calls)
+        for gradient in self.gradients:
+            if gradient.update in made:
+                made[gradient.update] = _scaled_maker(made[gradient.update], gradient.tensor, scale_tensor)
+            else:
+                calls[gradient.update] = self._clipped_calls(gradient, Ref(scale_value))
+        of_norms = [
+            (Call(aten.linalg_vector_norm.default, (gradient.ref,), {"dtype": gradient.norm_dtype}, (value,)),)
+            for gradient, value in zip(self.counted, self.norm_values, strict=True)
+        ]
+        inputs, outputs = self._columns(program.inputs_of, ()), self._columns(program.outputs_of, ())
+        for op, gradient, tensor in zip(self.norms, self.counted, norm_tensors, strict=True):
+            inputs[op], outputs[op] = (gradient.tensor,), (tensor,)
+        inputs[self.scale], outputs[self.scale] = tuple(norm_tensors), (scale_tensor,)
+        for update in {gradient.update for gradient in self.gradients}:
+            new = int(self.number[update])
+            inputs[new] = (*inputs[new], scale_tensor)
+        all_calls = self._columns(calls, ())
+        all_calls[self.norms[0] : self.scale + 1] = [*of_norms, scale_calls]
+        changed: dict[str, Any] = {
+            "graph": self._graph(),
+            "calls": tuple(all_calls),
+            "inputs_of": tuple(inputs),
+            "outputs_of": tuple(outputs),
+            "tensor_values": (*program.tensor_values, *self.norm_values, scale_value),
+            "tensor_layouts": (*program.tensor_layouts, *[None] * (len(self.counted) + 1)),
+            "layouts": self.layouts,
+            "sources": self._renumbered(program.sources),
+            "private": self._renumbered(program.private),
+        }
+        if isinstance(program, StepProgram):
+            changed |= {
+                "part_of": self._columns(program.part_of, 0),
+                "origin": self._columns(program.origin, -1),
+                "made": self._renumbered(made),
+            }
+        return replace(program, **changed), self._order(order)
+
+    def _scale_calls(self) -> tuple[tuple[Call, ...], int]:
+        """Returns the calls that make min(1, max_norm / norm), and their value."""
+        norms = [Ref(value) for value in self.norm_values]
+        dtypes = {gradient.norm_dtype for gradient in self.counted}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        row = self._value(StridedLayout((len(norms),), (1,), 0, dtype))
+        norm, shifted, inverse, quotient, scale = (self._value(StridedLayout((), (), 0, dtype)) for _ in range(5))
+        calls = (
+            Call(aten.stack.default, (norms,), {}, (row,)),
+            Call(aten.linalg_vector_norm.default, (Ref(row),), {}, (norm,)),
+            Call(aten.add.Tensor, (Ref(norm), _EPSILON), {}, (shifted,)),
+            Call(aten.reciprocal.default, (Ref(shifted),), {}, (inverse,)),
+            Call(aten.mul.Tensor, (Ref(inverse), self.max_norm), {}, (quotient,)),
+            Call(aten.clamp.default, (Ref(quotient), None, 1.0), {}, (scale,)),
+        )
+        return calls, scale
+
+    def _clipped_calls(self, gradient: _Gradient, scale: Ref) -> tuple[Call, ...]:
+        view = gradient.ref.layout or self.program.layouts[gradient.ref.value]
+        scaled = self._value(view._replace(offset=0))
+
+        def changed(item: Any) -> Any:
+            if type(item) is Ref:
+                return Ref(scaled) if item.value == gradient.ref.value else item
+            if type(item) in (tuple, list):
+                return type(item)(map(changed, item))
+            return {key: changed(part) for key, part in item.items()} if type(item) is dict else item
+
+        calls = [
+            replace(
+                call,
+                args=changed(call.args),
+                kwargs=changed(dict(call.kwargs)),
+                writes=tuple((scaled if old == gradient.ref.value else old, new) for old, new in call.writes),
+            )
+            for call in self.program.calls[gradient.update]
+        ]
+        return (Call(aten.mul.Tensor, (gradient.ref, scale), {}, (scaled,)), *calls)
+
+    def _value(self, layout: StridedLayout) -> int:
+        value, self._next_value = self._next_value, self._next_value + 1
+        self.layouts[value] = layout
+        return value
+
+    def _columns(self, column: Sequence[Any], added: Any) -> list[Any]:
+        """Returns a column of ops in their new order."""
+        return [column[op] if op >= 0 else added for op in self.old.tolist()]
+
+    def _renumbered(self, by_op: Mapping[int, Any]) -> dict[int, Any]:
+        return {int(self.number[op]): item for op, item in by_op.items()}
+
+    def _graph(self) -> Graph:
+        graph, count = self.program.graph, len(self.counted)
+        norms, scale = np.array(self.norms), self.scale
+        updates = sorted({int(self.number[gradient.update]) for gradient in self.gradients})
+        readers = [self.number[graph.consumers_of(tensor)] for tensor in range(graph.num_tensors)]
+        for op, gradient in zip(self.norms, self.counted, strict=True):
+            readers[gradient.tensor] = np.append(readers[gradient.tensor], op)
+        readers += [np.array([scale])] * count + [np.array(updates)]
+        consumers = [np.sort(each) for each in readers]
+        names = [f"{graph.op_names[gradient.update]}.norm" for gradient in self.counted] + ["clip_norm"]
+        added = iter(names)
+        zeros, nothing = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.bool_)
+
+        def texts(column: Sequence[str], value: str) -> tuple[str, ...]:
+            return tuple(self._columns(column, value))
+
+        def figures(column: I64, value: int) -> I64:
+            return np.array(self._columns(column.tolist(), value), np.int64)
+
+        sizes = [gradient.norm_dtype.itemsize for gradient in self.counted]
+        return replace(
+            graph,
+            op_names=tuple(graph.op_names[op] if op >= 0 else next(added) for op in self.old.tolist()),
+            kinds=texts(graph.kinds, "aten.linalg_vector_norm"),
+            dtypes=texts(graph.dtypes, "float32"),
+            phases=texts(graph.phases, ""),
+            modules=texts(graph.modules, ""),
+            times_ns=tuple(self._columns(graph.times_ns, {})),
+            flops=figures(graph.flops, 0),
+            bytes_accessed=figures(graph.bytes_accessed, 0),
+            resident_bytes=figures(graph.resident_bytes, 0),
+            groups=figures(graph.groups, -1),
+            producers=np.concatenate((self.number[graph.producers], norms, [scale])),
+            tensor_bytes=np.concatenate((graph.tensor_bytes, sizes, [max(sizes)])),
+            is_resident=np.concatenate((graph.is_resident, nothing)),
+            is_kept=np.concatenate((graph.is_kept, nothing)),
+            view_of=np.concatenate((graph.view_of, zeros - 1)),
+            consumer_offsets=np.concatenate(([0], np.cumsum([len(each) for each in consumers]))),
+            consumers=np.concatenate(consumers),
+        )
+
+    def _order(self, order: Sequence[npt.ArrayLike]) -> tuple[list[int], ...]:
+        """Returns the order [D]: norms are computed where their updates are, the scale where the first one is."""
+        norm_of = {gradient.update: op for op, gradient in zip(self.norms, self.counted, strict=True)}
+        result = []
+        for ops in order:
+            here = np.asarray(ops, np.int64)
+            late = here[self.is_late[here]]
+            norms = [norm_of[op] for op in late.tolist() if op in norm_of]
+            scale = [self.scale] if self.norms[0] in norms else []
+            early = here[~self.is_late[here]]
+            result.append([*self.number[early].tolist(), *norms, *scale, *self.number[late].tolist()])
+        return tuple(result)
+
+
+def _gradients(program: Program) -> list[_Gradient]:
+    """Returns the gradients that updates read, in the order of parameters."""
+    part, origins = program, list(range(program.graph.num_ops))
+    is_cut = False
+    if isinstance(program, StepProgram):
+        part, origins, is_cut = program.part, list(program.origin), bool(program.gradient_pieces)
+    place = {name: number for number, name in enumerate(program.gradients)}
+    found: list[tuple[int, _Gradient]] = []
+    counted: set[int] = set()
+    for op, origin in enumerate(origins):
+        if origin < 0 or part.graph.phases[origin] != "update":
+            continue
+        name = part.graph.op_names[origin].removesuffix(".update")
+        tensors = [t for t in program.inputs_of[op] if int(program.graph.producers[t]) not in program.sources]
+        if len(tensors) != 1 or name not in place:
+            raise InputError(
+                f"clip_norm: {program.graph.op_names[op]!r} is no update of one parameter by one gradient; leave "
+                "clip_norm out"
+            )
+        (tensor,) = tensors
+        ref = program.ref_of(tensor)
+        if not is_cut:
+            read = (ref for call in program.calls[op] for ref in refs((call.args, call.kwargs)))
+            ref = next(other for other in read if other.value == ref.value)
+        dtype = program.layouts[ref.value].dtype if ref.layout is None else ref.layout.dtype
+        if is_cut and dtype in HALF:  # rounded norms of many pieces would add up to a wrong one
+            dtype = torch.float32
+        found.append((place[name], _Gradient(op, tensor, ref, dtype, is_cut or origin not in counted)))
+        counted.add(origin)
+    return [gradient for _, gradient in sorted(found, key=lambda item: (item[0], item[1].update))]
+
+
+def _following(graph: Graph, ops: Sequence[int]) -> Bool:
+    """Returns [N] which ops are among `ops`, or need what these make."""
+    is_late = np.zeros(graph.num_ops, np.bool_)
+    is_late[list(ops)] = True
+    order = np.argsort(graph.producers[graph.edge_tensors], kind="stable")
+    sources, targets = graph.producers[graph.edge_tensors][order], graph.consumers[order]
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):  # ops are in topological order
+        if is_late[source]:
+            is_late[target] = True
+    return is_late
+
+
+def _scaled_maker(make: Any, gradient: int, scale: int) -> Any:
+    return lambda device: ScaledUpdate(make(device), gradient, scale)

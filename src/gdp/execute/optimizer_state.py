@@ -1,0 +1,126 @@
+"""Optimizer state by parameter: read from all updates of a program, and dealt out to them.
+
+Replicas of a model have an update of each parameter. With ZeRO each of them keeps the state of a piece:
+
+    update     exp_avg [0:6]  --.                         .-- a replica of another layout
+    update#1   exp_avg [6:11] --+--> exp_avg [11] --------+-- ...
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gdp.errors import InputError
+from gdp.execute.layouts.step_program import StepProgram
+from gdp.models.pytorch import Program
+from gdp.models.pytorch.strides import StridedLayout, empty, memory_order
+
+Span = tuple[int, int] | None
+"""The elements of a parameter, in the order of memory: the first and the one behind the last; None: all."""
+StateByName = Mapping[str, Mapping[str, Tensor]]
+"""Optimizer state by parameter and key of `torch.optim`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUpdate:
+    """The updates of one parameter, one for each replica, and the state that they keep."""
+
+    ops: Mapping[int, Span]
+    state: Mapping[str, int]  # values by key
+
+
+class OptimizerState:
+    """The optimizer state of `program`, whose workers keep it by update and value."""
+
+    def __init__(self, program: Program) -> None:
+        part, origins, spans = program, list(range(program.graph.num_ops)), dict[int, Span]()
+        if isinstance(program, StepProgram):
+            part, origins = program.part, list(program.origin)
+            for pieces in program.gradient_pieces.values():
+                for tensor, span in zip(pieces.tensors, pieces.spans, strict=True):
+                    spans[int(program.graph.consumers_of(tensor).max())] = span
+        self._layouts = program.layouts
+        ops: dict[str, dict[int, Span]] = {}
+        first: dict[str, int] = {}
+        for op, origin in enumerate(origins):
+            if origin >= 0 and part.graph.phases[origin] == "update":
+                name = part.graph.op_names[origin].removesuffix(".update")
+                ops.setdefault(name, {})[op] = spans.get(op)
+                first.setdefault(name, origin)
+        self.updates: Mapping[str, ParameterUpdate] = {
+            name: ParameterUpdate(
+                ops[name], {program.state_keys[value]: value for value in part.private.get(origin, ())}
+            )
+            for name, origin in first.items()
+        }
+        self._copies = {
+            name: [key for key, value in update.state.items() if value in program.state_copies]
+            for name, update in self.updates.items()
+        }
+
+    def joined(self, private: Mapping[int, Mapping[int, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Returns copies on the CPU of the whole state, from that of each update."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, update in self.updates.items():
+            held = [(span, private[op]) for op, span in update.ops.items() if private.get(op)]
+            if held:
+                found[name] = {
+                    key: self._whole(value, [(span, tensors[value]) for span, tensors in held])
+                    for key, value in update.state.items()
+                }
+        return found
+
+    def cut(self, state: StateByName) -> dict[int, dict[int, Tensor]]:
+        """Returns the state of each update by value. InputError for other names, keys or shapes than `joined` has."""
+        for name, tensors in state.items():
+            known = self.updates[name].state if name in self.updates else {}
+            if not known or tensors.keys() != known.keys():
+                expected = ", ".join(known or {key: 0 for update in self.updates.values() for key in update.state})
+                raise InputError(f"optimizer state of {name!r}: {expected} of a trained parameter are expected")
+            for key, value in known.items():
+                here, size = list(tensors[key].shape), list(self._layouts[value].size)
+                if here != size:
+                    raise InputError(f"optimizer state {key} of {name!r} is {here}; {size} is expected")
+        return self._dealt_out(state)
+
+    def check_complete(self, state: StateByName) -> None:
+        """Raises InputError unless `state` has that of every parameter that is updated and has elements."""
+        for name, update in self.updates.items():
+            is_kept = any(0 not in self._layouts[value].size for value in update.state.values())
+            if is_kept and name not in state:
+                raise InputError(
+                    f"optimizer state of {name!r} is missing; go on with the optimizer that the training began with"
+                )
+
+    def cut_copies(self, parameters: Mapping[str, Tensor]) -> dict[int, dict[int, Tensor]]:
+        """Returns the state of each update that is a copy of its parameter, by value."""
+        copies = {name: dict.fromkeys(keys, parameters[name]) for name, keys in self._copies.items() if keys}
+        return self._dealt_out(copies)
+
+    def _dealt_out(self, state: StateByName) -> dict[int, dict[int, Tensor]]:
+        content: dict[int, dict[int, Tensor]] = {}
+        for name, tensors in state.items():
+            update = self.updates[name]
+            wholes = {
+                update.state[key]: empty(self._layouts[update.state[key]]).copy_(tensor.detach())
+                for key, tensor in tensors.items()
+            }
+            for op, span in update.ops.items():
+                if span is None or span[1] > span[0]:
+                    content[op] = {value: _piece(whole, self._layouts[value], span) for value, whole in wholes.items()}
+        return content
+
+    def _whole(self, value: int, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
+        layout = self._layouts[value]
+        spans = [(span, content) for span, content in pieces if span is not None]
+        if not spans or not layout.size:  # a number, such as the count of steps, is the same in all pieces
+            return pieces[0][1].detach().to("cpu", copy=True).reshape(layout.size)
+        spans.sort(key=lambda piece: piece[0])
+        row = torch.cat([content.detach().to("cpu").reshape(-1) for _, content in spans])
+        return row.as_strided(layout.size, layout.stride)
+
+
+def _piece(whole: Tensor, layout: StridedLayout, span: Span) -> Tensor:
+    return whole if span is None or not layout.size else memory_order(whole, layout)[span[0] : span[1]]

@@ -1,0 +1,109 @@
+"""The program of a step that is to be trained: of the whole batch, or of one that the plan's layout cuts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from gdp.errors import InputError
+from gdp.execute.executable import CaptureOptions, check_executable, cut_step, layout_of
+from gdp.execute.layouts.batch import Sizes, mapped_tensors, split_inputs
+from gdp.execute.layouts.step_program import StepProgram
+from gdp.execute.run import check_belongs
+from gdp.graph import Graph
+from gdp.models.pytorch import Capture, Program, capture
+from gdp.models.pytorch.program import Call, named_inputs
+from gdp.parallel.batches import in_flight
+from gdp.parallel.layout import Layout
+from gdp.simulator.plan import Plan
+
+
+def placed_program(
+    model: nn.Module,
+    plan: Plan,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    graph: Graph | None,
+    learning_rate: float | None,
+    options: CaptureOptions,
+) -> Program:
+    """Captures the step of `model` on a whole batch, and cuts it as the plan does.
+
+    `graph` is the placed one, where it has measured times. InputError unless it is the step that was placed, and can be
+    executed.
+    """
+    if in_flight(plan.layout):
+        raise InputError("the plan serves batches in flight, and gdp.placed runs one; place without --batches")
+
+    def captured(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
+        found = capture(model, args, kwargs, name=type(model).__name__, **options)
+        check_executable(found.program)
+        program = found.program
+        return found if learning_rate is None else replace(found, program=_with_learning_rate(program, learning_rate))
+
+    if plan.layout is not None:
+        layout: Mapping[str, Any] | None = plan.layout
+    else:
+        whole = captured(args, kwargs)
+        layout = layout_of(plan, whole.graph)
+    if layout is None:
+        check_belongs(plan, graph or whole.graph, whole.graph)
+        return whole.program
+    num_parts = Layout.of_document(layout).num_parts
+    program = cut_step(captured(*_first_part(args, kwargs, num_parts, layout.get("batch"))), layout, plan.graph)
+    check_belongs(plan, graph or program.graph, program.graph)
+    return program
+
+
+def input_sizes(program: Program) -> dict[str, int]:
+    """Returns the first dimension of each input of a step of the whole batch; nothing for one that is cut."""
+    if isinstance(program, StepProgram):
+        return {}
+    views = [source.views for source in program.sources.values() if source.kind == "input"]
+    return {name: view.size[0] for named in views for name, view in named.items() if view.size}
+
+
+def _with_learning_rate(program: Program, learning_rate: float) -> Program:
+    def changed(call: Call) -> Call:
+        return replace(call, kwargs={**call.kwargs, "lr": learning_rate}) if "lr" in call.kwargs else call
+
+    calls = [
+        tuple(map(changed, calls)) if phase == "update" else calls
+        for calls, phase in zip(program.calls, program.graph.phases, strict=True)
+    ]
+    return replace(program, calls=tuple(calls))
+
+
+def _first_part(
+    args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, batch_size: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the inputs of the first micro-batch, in memory of their own."""
+    wholes = {id(tensor) for _, tensor in named_inputs(args, kwargs)}
+    sizes = _part_sizes(args, kwargs, num_parts, batch_size)
+    part_args, part_kwargs = next(split_inputs(args, kwargs, num_parts, sizes))
+
+    def alone(tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in wholes else tensor.clone()
+
+    return (
+        tuple(mapped_tensors(item, alone) for item in part_args),
+        {key: mapped_tensors(item, alone) for key, item in part_kwargs.items()},
+    )
+
+
+def _part_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, batch_size: int | None) -> Sizes | None:
+    """Returns the sizes of a part where the batch is not the first dimension of the first input; None where it is."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_inputs(args, kwargs)}
+    first = next((shape for shape in shapes.values() if shape), ())
+    if batch_size is None or first[:1] == (batch_size,) or batch_size not in first or batch_size % num_parts:
+        return None
+
+    def of_part(shape: tuple[int, ...]) -> tuple[int, ...]:
+        if batch_size not in shape:
+            return shape
+        dim = shape.index(batch_size)
+        return (*shape[:dim], batch_size // num_parts, *shape[dim + 1 :])
+
+    return {name: of_part(shape) for name, shape in shapes.items()}
