@@ -91,9 +91,11 @@ class Assembly:
         self._cut_of: dict[int, tuple[Cut, int]] = {}  # by weight: where its gradient is cut, and as which member
         self._held = 0  # numbers below it are taken
         self._rows: dict[tuple[int, torch.dtype], int] = {}  # values that are a row of elements
-        self._is_hop = [kind.rpartition(".")[2] in ("add", "copy") for kind in step.kinds]
-        self._overwritten = self._overwritten_gradients()
         is_made = step.is_collective.tolist()
+        self._is_hop = [
+            made and kind.rpartition(".")[2] in ("add", "copy") for made, kind in zip(is_made, step.kinds, strict=True)
+        ]
+        self._overwritten = self._overwritten_gradients()
         if zero == 3:
             self._cut_parameters()
         for op, origin in enumerate(self.copies.op):
