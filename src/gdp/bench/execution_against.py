@@ -21,7 +21,7 @@ from gdp.bench.figures import dot_plot
 from gdp.bench.layout_predictions import predictions
 from gdp.bench.own_steps import MeasuredSubject, OwnSteps
 from gdp.bench.page import geometric_mean
-from gdp.bench.rival_processes import RivalError, RivalProcesses, RivalStep
+from gdp.bench.rival_processes import RivalError, RivalProcesses, TrainedStep
 from gdp.bench.rival_stages import balanced_cut
 from gdp.bench.rival_steps import ARMS, EAGER, NUM_PROCESSES, RivalSetting
 from gdp.bench.rows import Rows
@@ -41,7 +41,7 @@ _CHECKED = 3  # steps whose losses are compared: two updates lie between them
 _TOLERANCE = 1e-3  # of the largest loss: sums are added in another order, and Adam's first steps follow signs
 _SEED = 0
 
-Turns = Mapping[tuple[str, str], Callable[[], RivalStep]]
+ArmSteps = Mapping[tuple[str, str], Callable[[], TrainedStep]]
 """Steps by arm and variant."""
 
 
@@ -172,7 +172,7 @@ def train_in_turn(
     differences: dict[tuple[str, str], float] = {}
     step_ns: dict[tuple[str, str], list[int]] = {}
     with ExitStack() as stack:
-        turns: dict[tuple[str, str], Callable[[], RivalStep]] = {(_OWN, ""): stack.enter_context(own).step}
+        turns: dict[tuple[str, str], Callable[[], TrainedStep]] = {(_OWN, ""): stack.enter_context(own).step}
         num_parts = {(_OWN, ""): own_parts}
         for name in (EAGER, *against):
             processes = stack.enter_context(RivalProcesses(name, setting, cores))
@@ -204,7 +204,7 @@ def train_in_turn(
     return {name: _arm(name, reasons, differences, step_ns) for name in (_OWN, EAGER, *against)}
 
 
-def _round(turns: Turns, reasons: dict[tuple[str, str], str]) -> list[tuple[tuple[str, str], RivalStep]]:
+def _round(turns: ArmSteps, reasons: dict[tuple[str, str], str]) -> list[tuple[tuple[str, str], TrainedStep]]:
     """Returns a step of each arm; one that fails is left out from then on, and its reason kept."""
     steps = []
     for key, take_step in turns.items():

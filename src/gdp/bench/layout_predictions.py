@@ -42,7 +42,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class PlacedLayout:
     """A layout that is placed: its program, its order, and its predicted time."""
 
     name: str
@@ -79,10 +79,10 @@ def predictions(subject: MeasuredSubject, plan: Plan, *, count: int, rounds: int
     }
 
 
-def _trials(subject: MeasuredSubject, plan: Plan, count: int) -> Iterator[Trial]:
+def _trials(subject: MeasuredSubject, plan: Plan, count: int) -> Iterator[PlacedLayout]:
     """Yields `count` trials, fewer where the model allows no more."""
     number = 1
-    yield Trial("auto", subject.program(subject.step(plan)), plan.order, plan.step_time_ns)
+    yield PlacedLayout("auto", subject.program(subject.step(plan)), plan.order, plan.step_time_ns)
     for name, step, placement in _placed(subject):
         if number == count:
             return
@@ -91,7 +91,7 @@ def _trials(subject: MeasuredSubject, plan: Plan, count: int) -> Iterator[Trial]
         except InputError:  # placed, not run
             continue
         simulation = simulate(Problem.build(step.graph, subject.cluster), placement)
-        yield Trial(name, program, simulation.order, simulation.step_time_ns)
+        yield PlacedLayout(name, program, simulation.order, simulation.step_time_ns)
         number += 1
 
 

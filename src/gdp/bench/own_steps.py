@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gdp.arrays import I64
 from gdp.bench.op_times import op_times, with_op_times
-from gdp.bench.rival_processes import RivalStep
+from gdp.bench.rival_processes import TrainedStep
 from gdp.bench.training_subjects import Subject
 from gdp.cluster import Cluster
 from gdp.errors import InputError
@@ -85,9 +85,9 @@ class OwnSteps:
     def __exit__(self, *_error: object) -> None:
         self._executor.close()
 
-    def step(self) -> RivalStep:
+    def step(self) -> TrainedStep:
         """Trains a step. ExecutionError if an op fails."""
         record = self._executor.step(self.content)
         loss = self._executor.loss(record)
         assert isinstance(loss, torch.Tensor), "it trains"
-        return RivalStep(record.finish_ns - record.start_ns, float(loss))
+        return TrainedStep(record.finish_ns - record.start_ns, float(loss))

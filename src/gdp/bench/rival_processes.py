@@ -37,7 +37,7 @@ class RivalError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RivalStep:
+class TrainedStep:
     """The time of a step, and the mean loss before it."""
 
     time_ns: int
@@ -71,7 +71,7 @@ class RivalProcesses:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def step(self, variant: str) -> RivalStep:
+    def step(self, variant: str) -> TrainedStep:
         """Trains a step; the first one of a variant makes it.
 
         RivalError if it fails. Other variants may go on if it failed in all processes; else they are ended.
@@ -92,7 +92,7 @@ class RivalProcesses:
             raise RivalError(answers)
         starts, finishes, losses = zip(*answers, strict=True)
         known = [loss for loss in losses if loss is not None]
-        return RivalStep(max(finishes) - min(starts), sum(known) / len(known))
+        return TrainedStep(max(finishes) - min(starts), sum(known) / len(known))
 
     def close(self) -> None:
         """Ends the processes, which wait for a step."""

@@ -32,7 +32,7 @@ class CutError(Exception):
     """A model that has no two stages; the text says why."""
 
 
-class Stage(nn.Module):
+class PipelinedStage(nn.Module):
     """A stage; `sources` has for each argument of `module` its place among what the stage before sends, or a name."""
 
     def __init__(self, module: nn.Module, sources: Sequence[int | str]) -> None:
@@ -47,7 +47,7 @@ class Stage(nn.Module):
 class Halves:
     """Both stages of a model."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelinedStage, ...]
     inputs: tuple[int, ...]  # of the model that the first stage takes, in its order
     named: Mapping[str, int]  # of the model that the second stage takes
     shared: tuple[tuple[str, ...], ...]  # parameters that both have, by their names in each stage
@@ -93,7 +93,10 @@ def halves(module: nn.Module, inputs: Inputs, cut: str) -> Halves:
     sources = [_source(node, first, roots) for node in second.args]
     names = pipe.replicated_params
     return Halves(
-        (Stage(pipe.get_stage_module(0), range(len(first.args))), Stage(pipe.get_stage_module(1), sources)),
+        (
+            PipelinedStage(pipe.get_stage_module(0), range(len(first.args))),
+            PipelinedStage(pipe.get_stage_module(1), sources),
+        ),
         tuple(roots.index(node) for node in first.args),
         {item: int(item.removeprefix(_INPUT)) for item in sources if isinstance(item, str)},
         tuple(tuple(f"module.{names_of[node.name]}" for node in nodes) for names_of in names if len(names_of) > 1),

@@ -38,7 +38,7 @@ class RivalSetting:
 
 
 @dataclass(frozen=True)
-class Arm:
+class RivalArm:
     """A way to train. `make` gets the setting, the rank and a variant."""
 
     num_processes: int
@@ -108,9 +108,9 @@ def _accumulated(
     return step
 
 
-ARMS: Mapping[str, Arm] = {
-    EAGER: Arm(1, ("1",), _eager, int),
-    DDP: Arm(NUM_PROCESSES, ("",), _ddp, lambda _: NUM_PROCESSES),
-    FSDP: Arm(NUM_PROCESSES, (BY_LAYER, "whole model"), _fsdp, lambda _: NUM_PROCESSES),
-    PIPELINING: Arm(NUM_PROCESSES, tuple(VARIANTS), _pipelining, lambda variant: VARIANTS[variant][1]),
+ARMS: Mapping[str, RivalArm] = {
+    EAGER: RivalArm(1, ("1",), _eager, int),
+    DDP: RivalArm(NUM_PROCESSES, ("",), _ddp, lambda _: NUM_PROCESSES),
+    FSDP: RivalArm(NUM_PROCESSES, (BY_LAYER, "whole model"), _fsdp, lambda _: NUM_PROCESSES),
+    PIPELINING: RivalArm(NUM_PROCESSES, tuple(VARIANTS), _pipelining, lambda variant: VARIANTS[variant][1]),
 }
