@@ -222,7 +222,7 @@ class Assembly:
             if what != "joined":
                 (tensor,) = (tensor for tensor in self.read_by[op] if self.step.tensor_bytes[tensor] > 0)
                 taken = tensor, self._elements(exchange, op)
-            routine = Hop(exchange.buffer, taken, what == "add", sent)
+            routine = Hop(exchange.buffer, exchange.cut, exchange.dtype, taken, what == "add", sent)
         self.made[op] = lambda _device: routine
 
     def _begin(self, op: int, kind: str, replica: int) -> _Exchange:

@@ -85,24 +85,37 @@ class Sum(MadeRoutine):
 
 @dataclass(frozen=True, slots=True)
 class Hop(MadeRoutine):
-    """Takes a chunk from the replica before in the ring, and has it ready for the next one."""
+    """Takes a chunk from the replica before in the ring, and has it ready for the next one.
+
+    A gathered chunk may come before this replica has made its own: then its buffer is made here.
+    """
 
     buffer: int
+    cut: Cut
+    dtype: torch.dtype
     taken: tuple[int, slice] | None  # the tensor that comes, and the elements that it is added to or copied to
     is_sum: bool
     sent: Mapping[int, slice]  # elements by tensor
 
     def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
         """Adds or copies the chunk."""
-        buffer = held[self.buffer]
-        if self.taken is not None:
+        if self.taken is None:
+            buffer = held[self.buffer]
+        else:
             tensor, where = self.taken
+            buffer = _buffer_of(self, held, held[tensor].device)
             chunk = buffer[where]
             if self.is_sum:
                 chunk.add_(held[tensor])
             else:
                 chunk.copy_(held[tensor])
-        return {tensor: buffer[where] for tensor, where in self.sent.items()}
+        return {self.buffer: buffer} | {tensor: buffer[where] for tensor, where in self.sent.items()}
+
+
+def _buffer_of(op: "Hop | WeightsReady | ParametersReady", held: Held, device: torch.device) -> Tensor:
+    """Returns the buffer of the exchange of `op`, which the first of its ops on a replica makes."""
+    buffer: Tensor | None = held.get(op.buffer)
+    return torch.empty(op.cut.num_elements, dtype=op.dtype, device=device) if buffer is None else buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +229,7 @@ class WeightsReady(MadeRoutine):
 
     def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
         """Copies one's own pieces together."""
-        device = held[self.weights[0].tensor].device
-        buffer = torch.empty(self.cut.num_elements, dtype=self.dtype, device=device)
+        buffer = _buffer_of(self, held, held[self.weights[0].tensor].device)
         for number, weight in enumerate(self.weights):
             first, last, place = self.cut.piece(number, self.own)
             buffer[place : place + last - first] = weight.row(held[weight.tensor])[first:last]
@@ -256,7 +268,7 @@ class ParametersReady(MadeRoutine):
     def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
         """Copies one's own pieces together, and reserves memory for whole parameters."""
         device = held[self.parameters[0].tensor].device
-        buffer = torch.empty(self.cut.num_elements, dtype=self.dtype, device=device)
+        buffer = _buffer_of(self, held, device)
         for number, parameter in enumerate(self.parameters):
             first, last, place = self.cut.piece(number, self.own)
             buffer[place : place + last - first] = held[parameter.tensor]
