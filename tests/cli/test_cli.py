@@ -606,6 +606,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["bench", "paper", "--checkpoints", "directory", "--hdp-factor", "0"], ["hdp_factor is 0.0"]),
     (["bench", "generalization", "--checkpoints", "directory", "--workloads", "gnmt-5"], ["'gnmt-5'"]),
     (["bench", "generalization", "--checkpoints", "directory", "--fine-tune-budget", "fast"], ["budget is 'fast'"]),
+    (["bench", "execution", "--against", "dpd"], ["bench execution: no arm 'dpd'; did you mean ddp"]),
     (["place", "gnmt/l9", "--devices", DEVICES], ["'gnmt/l9': no variant of that name", "gdp workloads --variants"]),
 ]
 

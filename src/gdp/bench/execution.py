@@ -9,7 +9,6 @@ loads the machine. Nothing that is measured later flows back into a prediction.
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from gdp.arrays import I64
 from gdp.bench import process_execution
 from gdp.bench.benchmark import Benchmark, Say, pick
 from gdp.bench.figures import dot_plot
+from gdp.bench.op_times import op_times, with_op_times
 from gdp.bench.rows import Rows
 from gdp.budget import Budget
 from gdp.cluster import Cluster
@@ -33,7 +33,6 @@ from gdp.execute.measurement import measure_in_turn, one_device_order
 from gdp.execute.prediction import predict, rank_correlation
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, PLACED, check_results, first_step
 from gdp.execute.targets import Target
-from gdp.models.measured_times import with_times
 from gdp.models.pytorch import Program, capture
 from gdp.models.workloads import families
 from gdp.models.workloads.base import Example
@@ -124,11 +123,8 @@ def _measure(
     executable = _build(workload)
     program, content = executable.capture.program, executable.content()
     num_ops = program.graph.num_ops
-    times = _op_times(executable, targets, config.calibration_steps)
-    graph = with_times(
-        program.graph,
-        [{device.name: int(times[op, d]) for d, device in enumerate(cluster.devices)} for op in range(num_ops)],
-    )
+    times = op_times(executable, targets, config.calibration_steps)
+    graph = with_op_times(program.graph, cluster, times)
     problem = Problem.build(graph, cluster)
     plan = place(graph, cluster, budget=config.budget, seed=_SEED)
     alone = one_device_order(num_ops, int(np.argmin(times.sum(axis=0))), len(targets))
@@ -170,19 +166,6 @@ def _build(workload: Workload) -> Executable:
         torch.manual_seed(_SEED)
         model, args, kwargs = workload.build()
     return Executable(capture(model, args, kwargs, name=workload.name), model, args, kwargs)
-
-
-def _op_times(executable: Executable, targets: Sequence[Target], steps: int) -> I64:
-    """Returns int64[N, D]: the median time of each op on each device, while all devices run the whole step."""
-    program, content = executable.capture.program, executable.content()
-    num_ops = program.graph.num_ops
-
-    def measure(target: Target) -> I64:
-        order = one_device_order(num_ops, 0, 1)
-        return measure_in_turn(program, content, {"": order}, [target], steps=steps)[""].op_medians_ns()[0]
-
-    with ThreadPoolExecutor(len(targets)) as pool:
-        return np.stack(list(pool.map(measure, targets)), axis=1)
 
 
 def _placements(

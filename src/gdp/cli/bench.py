@@ -241,14 +241,31 @@ def bench_execution(
     workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of the plan, and of one device.")] = 15,
     placements: Annotated[int, typer.Option(min=1, help="Predicted and measured.")] = 20,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="Train beside these on two cores: ddp, fsdp, pipelining of PyTorch."),
+    ] = None,
     budget: BudgetOption = "10s",
     out: OutOption = None,
     rows: RowsOption = None,
     json: JsonOption = False,
 ) -> int:
     """Plans run on this machine's own devices: faster than one device, and as predicted?"""
-    from gdp.bench.execution import SUBJECTS, ExecutionBenchmark
     from gdp.budget import Budget
+
+    if against is not None:
+        from gdp.bench import training_subjects
+        from gdp.bench.execution_against import ExecutionAgainstBenchmark
+
+        beside = ExecutionAgainstBenchmark(
+            against=_names(against, ()),
+            budget=Budget.parse(budget),
+            workloads=_names(workloads, tuple(training_subjects.SUBJECTS)),
+            repeats=repeats,
+            placements=placements,
+        )
+        return _answer(beside, out, rows, json)
+    from gdp.bench.execution import SUBJECTS, ExecutionBenchmark
 
     benchmark = ExecutionBenchmark(
         budget=Budget.parse(budget),

@@ -1,0 +1,33 @@
+"""Times of the ops of a step, measured on all devices at once: a placed step loads the machine so."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.cluster import Cluster
+from gdp.execute.executable import Executable
+from gdp.execute.measurement import measure_in_turn, one_device_order
+from gdp.execute.targets import Target
+from gdp.graph import Graph
+from gdp.models.measured_times import with_times
+
+
+def op_times(executable: Executable, targets: Sequence[Target], steps: int) -> I64:
+    """Returns int64[N, D]: the median time of each op on each device, while all devices run the whole step."""
+    program, content = executable.capture.program, executable.content()
+    num_ops = program.graph.num_ops
+
+    def measure(target: Target) -> I64:
+        order = one_device_order(num_ops, 0, 1)
+        return measure_in_turn(program, content, {"": order}, [target], steps=steps)[""].op_medians_ns()[0]
+
+    with ThreadPoolExecutor(len(targets)) as pool:
+        return np.stack(list(pool.map(measure, targets)), axis=1)
+
+
+def with_op_times(graph: Graph, cluster: Cluster, times_ns: I64) -> Graph:
+    """Returns `graph` with the times [N, D] of its ops on the devices of `cluster`."""
+    names = [device.name for device in cluster.devices]
+    return with_times(graph, [dict(zip(names, row, strict=True)) for row in times_ns.tolist()])

@@ -1,0 +1,56 @@
+"""Gathered parameters: chunks come in any order, and ops that add parameters are no hops of a ring."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gdp.execute.layouts.batch import split_inputs
+from gdp.execute.layouts.step_program import step_program
+from gdp.execute.targets import CPU, Target
+from gdp.execute.threads import ThreadExecutor
+from gdp.models.pytorch import Program, capture
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
+
+
+class Positions(nn.Module):
+    """A model whose first op adds a parameter: `aten.add`, as the last word of a hop is `add`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.ones(6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def losses(program: Program, order: list[list[int]], model: nn.Module, x: Tensor) -> list[float]:
+    """Returns the losses of three steps."""
+    content = program.bind_state(model) | program.bind_inputs((x,), {})
+    with ThreadExecutor(program, order, [Target("a", CPU), Target("b", CPU)]) as executor:
+        executor.load(content)
+        found = [executor.loss(executor.step(content)) for _ in range(3)]
+    return [float(loss) for loss in found if loss is not None]
+
+
+@pytest.mark.parametrize("text", ["data=2,zero=1", "data=2,zero=2", "data=2,zero=3"])
+def test_a_chunk_may_come_before_ones_own_is_ready(text: str) -> None:
+    torch.manual_seed(0)
+    model, x, layout = Positions(), torch.randn(4, 6), Layout.parse(text)
+    args, kwargs = next(split_inputs((x,), {}, layout.num_parts))
+    captured = capture(model, args, kwargs)
+    step = Step.of(captured.graph, layout)
+    program, names = step_program(captured.program, step), step.graph.op_names
+    order = [np.flatnonzero(step.replica == replica).tolist() for replica in range(2)]
+    expected = losses(program, order, model, x)
+    ready = next(op for op in order[1] if names[op].endswith(".ready#1") and names[op].startswith("all_gather.0"))
+    hop = next(op for op in order[1] if names[op].startswith("all_gather.0.copy"))
+    order[1].remove(hop)
+    order[1].insert(order[1].index(ready), hop)
+    assert losses(program, order, model, x) == expected
+    assert expected[2] < expected[0]
