@@ -1,14 +1,17 @@
 """`gdp bench execution --against` trains one model in all ways at once, with the losses of one process."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from gdp import Cluster, InputError
 from gdp.bench import execution_against
-from gdp.bench.execution_against import RIVALS, ExecutionAgainstBenchmark
+from gdp.bench.execution_against import RIVALS, ExecutionAgainstBenchmark, train_in_turn
+from gdp.bench.own_steps import OwnSteps
 from gdp.bench.rival_processes import RivalError, RivalProcesses
 from gdp.bench.rival_stages import balanced_cut
 from gdp.bench.rival_steps import EAGER, PIPELINING, RivalSetting
@@ -16,9 +19,13 @@ from gdp.bench.training_subjects import Subject
 from gdp.budget import Budget
 from gdp.cluster.detect import host
 from gdp.execute.calibrate.calibrate import Calibration
+from gdp.execute.layouts.step_program import step_program
 from gdp.execute.local_devices import LocalDevice
+from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch import capture
 from gdp.models.workloads import families
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
 from run_cases import CLUSTER
 
 GPT2 = Subject(
@@ -77,6 +84,26 @@ def test_all_arms_train_alike(small: None, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(execution_against, "_measure", measured_again)
     again = ExecutionAgainstBenchmark(**SMALL).run(out=tmp_path / "out")
     assert again["rows"] == figures["rows"]
+
+
+@pytest.mark.parametrize("text", ["data=2,zero=1", "data=2,microbatches=2"])
+def test_a_layout_has_the_losses_of_its_parts(text: str) -> None:
+    layout = Layout.parse(text)
+    captured = capture(GPT2.module(layout.num_parts), *GPT2.inputs(layout.num_parts)[0], name="tiny-gpt2")
+    step = Step.of(captured.graph, layout)
+    program = step_program(captured.program, step)
+    (whole,) = GPT2.inputs()
+    content = program.bind_state(GPT2.module()) | program.bind_inputs(*whole)
+    order = [np.flatnonzero(step.replica == replica) for replica in range(2)]
+    own = OwnSteps(program, order, content, [Target("a", CPU), Target("b", CPU)])
+    arms = train_in_turn(SETTING, (), own, layout.num_parts, [()], 1)
+    assert arms["gdp"]["loss_difference"] < 1e-5
+    with pytest.raises(RuntimeError, match=r"losses .* in one process"):
+        train_in_turn(SETTING, (), replace(own, content=content | _doubled(content)), layout.num_parts, [()], 1)
+
+
+def _doubled(content: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {tensor: 2 * value for tensor, value in content.items() if value.is_floating_point()}
 
 
 def test_a_layer_that_takes_turns_is_no_stage() -> None:
