@@ -37,8 +37,8 @@ from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER
 
-LARGE_OPS = 5_000  # of the whole step: from there on its ops are placed first, since layouts take long to look at
-FIRST_SHARE = 0.4  # of the time, for op placement of a large step
+LARGE_OPS = 20_000  # of the whole step: from there on its ops are placed first, since layouts take long to look at
+FIRST_SHARE = 0.3  # of the time, for op placement of a large step
 QUICK_SHARE = 0.1  # of the time left, for op placement of another; if others have a chance after that,
 # of the time left, for op placement, then for replicas of one device each, and for others
 WHOLE_SHARE, REPLICAS_SHARE, FINAL_SHARE = 0.5, 0.15, 0.4
@@ -86,10 +86,11 @@ def choose_layout(
         parts.read_ahead(cluster.num_devices)
     tell = on_progress or (lambda trial: None)
     search = Choosing(parts, cluster, constraints or Constraints(), clock, seed, num_threads, tell, layout)
-    screening = Screening(search)
+    first: list[Trial] = []
     if parts.exact(1).num_ops > LARGE_OPS and (layout is None or layout.is_whole):
-        # the search goes on from there: to place anew takes long
-        screening.trials += [replace(trial, is_searched=True) for trial in _ops_placed(search, clock.part(FIRST_SHARE))]
+        # a search goes on from there: to place anew takes long
+        first = [replace(trial, is_searched=True) for trial in _ops_placed(search, clock.part(FIRST_SHARE))]
+    screening = Screening(search, first)
     screening.run()
     trials = _confirmed(search, screening.trials)
     finalists = _finalists(search, trials)

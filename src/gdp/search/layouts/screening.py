@@ -6,6 +6,8 @@ Arithmetic says what a step takes at least, so that an arrangement is estimated,
 is known of another promises more. What users run, a replica on each device, is simulated in any case.
 """
 
+from collections.abc import Sequence
+
 from gdp.parallel.layout import NONE, Layout
 from gdp.search.layouts.arrangement import Arrangement, forced, replicated_ways
 from gdp.search.layouts.estimate import Estimate
@@ -24,9 +26,10 @@ HOPELESS = 1.5  # times the best step: what users run is not simulated where it 
 class Screening:
     """The arrangements that are left, and trials of others."""
 
-    def __init__(self, search: Choosing) -> None:
-        self.search = search
-        self.trials: list[Trial] = []
+    def __init__(self, search: Choosing, trials: Sequence[Trial] = ()) -> None:
+        """`trials` are known already; shares of the budget are those of what is left of it now."""
+        self.search, self.trials = search, [*trials]
+        self._clock = search.clock.part()
         self._queue = EstimateQueue(
             search.estimator, search.parts.batch_size, search.attempt, grows=search.layout is None
         )
@@ -48,7 +51,7 @@ class Screening:
     def finds_one_that_fits(self) -> bool:
         """Returns whether a layout fits; the first that does ends the screening."""
         self._queue.add(_ways(self.search))
-        clock = self.search.clock
+        clock = self._clock
         while self._fitting_ns is None and self._queue.left and not clock.is_up:
             if self._is_over(next_one := self._next()):
                 break
@@ -60,7 +63,7 @@ class Screening:
 
         Where there is no time to capture further parts of the batch, those that need them come last.
         """
-        share, parts = self.search.clock.share_spent, self.search.parts
+        share, parts = self._clock.share_spent, self.search.parts
         left = self._queue.left
         if not parts.has_time:
             left = [each for each in left if parts.is_captured(each.arrangement.layout.num_parts)] or left
@@ -68,7 +71,7 @@ class Screening:
         return min(estimated if estimated and share > SCREEN_SHARE else left, key=promise)
 
     def _is_over(self, next_one: Estimate) -> bool:
-        clock, num_trials = self.search.clock, len(self.trials)
+        clock, num_trials = self._clock, len(self.trials)
         fitting_ns = self._fitting_ns
         if fitting_ns is None:
             is_late = clock.stop.is_set() or clock.share_spent > LATE_SHARE
@@ -92,7 +95,7 @@ class Screening:
 
     def _simulate_usual(self, zero: int) -> None:
         """Simulates the replicas on single devices, with the fewest micro-batches that fit, unless they are slow."""
-        clock = self.search.clock
+        clock = self._clock
 
         def is_usual(layout: Layout) -> bool:
             return layout.zero == zero and layout.is_even and layout.recompute == layout.offload == NONE
@@ -103,7 +106,8 @@ class Screening:
             widest = max((each.arrangement.layout.data for each in usual), default=0)
             best = min((each for each in usual if each.arrangement.layout.data == widest), key=promise, default=None)
             limit_ns = HOPELESS * (self._fitting_ns or NEVER)
-            is_late = clock.stop.is_set() or clock.share_spent > LATE_SHARE
+            is_first = zero == 0 and not any(trial.layout.data > 1 for trial in self.trials)  # one line of PyTorch
+            is_late = clock.stop.is_set() or (clock.share_spent > LATE_SHARE and not is_first)
             if best is None or not can_fit(best) or best.step_time_ns > limit_ns or is_late:
                 return
             self._advance(best)
