@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gdp.execute.lanes import CpuLane, Parcel
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.targets import CPU, Target
@@ -54,3 +55,25 @@ def test_a_chunk_may_come_before_ones_own_is_ready(text: str) -> None:
     order[1].insert(order[1].index(ready), hop)
     assert losses(program, order, model, x) == expected
     assert expected[2] < expected[0]
+
+
+def test_a_gathered_parameter_is_sent_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a user is on another device that gets a copy, as processes and GPUs do, the copy has all chunks."""
+    pack = CpuLane.pack
+
+    def copied(lane: CpuLane, tensor: int, content: Tensor | None, to: torch.device) -> Parcel:
+        return pack(lane, tensor, None if content is None else content.clone(), to)
+
+    torch.manual_seed(0)
+    model, x, layout = Positions(), torch.randn(4, 6), Layout.parse("data=2,zero=3")
+    args, kwargs = next(split_inputs((x,), {}, layout.num_parts))
+    captured = capture(model, args, kwargs)
+    step = Step.of(captured.graph, layout)
+    program = step_program(captured.program, step)
+    expected = losses(program, [np.flatnonzero(step.replica == replica).tolist() for replica in range(2)], model, x)
+    is_free = (step.graph.groups < 0) & ~step.graph.is_collective
+    device = np.where(is_free, 1 - step.replica, step.replica)
+    assert is_free.any()
+    assert len(program.completed_by) >= 6
+    monkeypatch.setattr(CpuLane, "pack", copied)
+    assert losses(program, [np.flatnonzero(device == number).tolist() for number in range(2)], model, x) == expected

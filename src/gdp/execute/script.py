@@ -52,6 +52,7 @@ def scripts(
     drops: dict[int, list[int]] = defaultdict(list)
     for tensor, producer in enumerate(graph.producers.tolist()):
         home = device_of[producer]
+        complete = program.completed_by.get(tensor, producer)
         holder = device_of[program.keepers.get(tensor, producer)] if tensor in retained else -1
         consumers: dict[int, list[int]] = defaultdict(list)
         for op in graph.consumers_of(tensor).tolist():
@@ -59,12 +60,12 @@ def scripts(
         for device, ops in consumers.items():
             ops.sort(key=position.__getitem__)
             if device != home:
-                sends[producer].append((device, tensor))
+                sends[complete].append((device, tensor))
                 awaited[ops[0]].append(tensor)
                 if device != holder:
                     drops[ops[-1]].append(tensor)
         if not graph.is_kept[tensor] and home != holder:
-            drops[consumers[home][-1] if home in consumers else producer].append(tensor)
+            drops[consumers[home][-1] if home in consumers else complete].append(tensor)
     return tuple(
         tuple(Task(op, tuple(awaited[op]), tuple(sorted(sends[op])), tuple(drops[op])) for op in ops) for ops in lists
     )

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import NONE
 from gdp.parallel.offload import Offload
 from gdp.parallel.recompute import Recomputation
-from gdp.parallel.rings import Rings
+from gdp.parallel.rings import DONE, READY, Rings
 from gdp.parallel.step import Step
 
 _LOSS_GRADIENT = "aten.ones_like"
@@ -95,6 +96,17 @@ class StepProgram(Program):
         tensors = {*self.gradient_tensors.values()}
         tensors |= {tensor for pieces in self.gradient_pieces.values() for tensor in pieces.tensors}
         return {tensor: max(self.graph.consumers_of(tensor).tolist()) for tensor in tensors}
+
+    @cached_property
+    def completed_by(self) -> Mapping[int, int]:
+        """The last op of a gather, by tensor of its first op that has a whole parameter: all users wait for it."""
+        graph, is_exchange = self.graph, self.graph.is_collective
+        found: dict[int, int] = {}
+        for op in np.flatnonzero([kind == f"all_gather.{READY}" for kind in graph.kinds]).tolist():
+            last = graph.op_numbers[graph.op_names[op].replace(f".{READY}", f".{DONE}", 1)]
+            wholes = [tensor for tensor in self.outputs_of[op] if not is_exchange[graph.consumers_of(tensor)].any()]
+            found |= dict.fromkeys(wholes, last)
+        return found
 
     # -- inputs and state --------------------------------------------------------------------------------------------
 

@@ -150,6 +150,11 @@ class Program:
         """Ops by tensor: where results are held after a step, if that is not where they are made."""
         return {}
 
+    @property
+    def completed_by(self) -> Mapping[int, int]:
+        """Ops by tensor: where its content is complete, if that is not the op that makes it."""
+        return {}
+
     @cached_property
     def state_tensors(self) -> frozenset[int]:
         """The tensors of parameters and buffers, which `state_by_name` reads."""
