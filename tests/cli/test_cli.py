@@ -450,7 +450,7 @@ def test_workloads_lists_the_built_in_models(run: Run) -> None:
 def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing PyTorch takes longer than placing a small graph: a graph that is kept needs no model."""
     kept = replace(two_chains(), name="rnnlm-2")
-    made = SimpleNamespace(graph=kept, coverage=SimpleNamespace(unknown={}), notes=())
+    made = SimpleNamespace(graph=kept, coverage=SimpleNamespace(unknown={}), notes=(), seconds=0.0)
     monkeypatch.setattr(read, "_capture", lambda *_: made)
     read.read_model("rnnlm-2")
     commands = [

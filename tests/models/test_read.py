@@ -116,7 +116,7 @@ def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pyte
 
     def capture(build: object, name: str, *_: object) -> SimpleNamespace:
         captured.append(name)
-        return SimpleNamespace(graph=tiny(), coverage=SimpleNamespace(unknown={}), notes=())
+        return SimpleNamespace(graph=tiny(), coverage=SimpleNamespace(unknown={}), notes=(), seconds=0.0)
 
     monkeypatch.setattr(read, "_capture", capture)
     for _ in range(2):

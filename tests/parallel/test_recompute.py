@@ -171,14 +171,17 @@ def test_copies_are_in_every_microbatch_of_every_replica() -> None:
 
 @st.composite
 def training_steps(draw: st.DrawFn, *, reads_all: bool = False) -> Graph:
-    """Draws steps of 1 to 4 blocks; backward ops read all, or some, of what their forward ops read and made."""
+    """Draws steps of 1 to 4 blocks; backward ops read all, or some, of what their forward ops read and made.
+
+    Where they read all, every op takes time: one that takes none frees what it reads before it holds what it makes.
+    """
     counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     modules = [f"blocks.{block}" for block, count in enumerate([*counts, 1]) for _ in range(count)]
     modules[-1] = "head"
-    num_forward = len(modules)
+    num_forward, least = len(modules), int(reads_all)
     ops = [Op("input", "input", phase="forward")]
-    ops += [Op(f"f{i}", "op", int(rng.integers(9)), phase="forward", module=m) for i, m in enumerate(modules)]
+    ops += [Op(f"f{i}", "op", int(rng.integers(least, 9)), phase="forward", module=m) for i, m in enumerate(modules)]
     read: list[set[int]] = []  # tensors that each op reads; op i makes tensors 2 i and 2 i + 1, a view of it
     for op in range(1, num_forward):
         earlier = rng.integers(max(0, op - 3), op, size=rng.integers(1, 3))
@@ -192,7 +195,7 @@ def training_steps(draw: st.DrawFn, *, reads_all: bool = False) -> Graph:
         saved = read[op] | {2 * op}
         if not reads_all:
             saved = {tensor for tensor in saved if rng.random() < 0.5}
-        ops.append(Op(f"f{op - 1}'", "op", int(rng.integers(9)), phase="backward", module=modules[op - 1]))
+        ops.append(Op(f"f{op - 1}'", "op", int(rng.integers(least, 9)), phase="backward", module=modules[op - 1]))
         read.append(gradients | saved)
     tensors = []
     for tensor in range(2 * len(ops)):

@@ -66,11 +66,15 @@ def find_advice(
 
 
 def _parts(request: PlaceRequest, model: "Model") -> "Parts | None":
-    """Returns the parts of the batch of MODEL; None where it is not split, or op times were measured."""
+    """Returns the parts of the batch of MODEL; None where it is not split, or op times were measured.
+
+    None, too, where its graph was kept from an earlier command: building the model takes longer than its advice is
+    worth.
+    """
     from gdp.report.progress import StatusLine, live
     from gdp.search.layouts.parts import Parts
 
-    if any(model.graph.times_ns):
+    if any(model.graph.times_ns) or not model.seconds:
         return None
     with contextlib.suppress(InputError), live(StatusLine("reading the batch")):
         return Parts.of_model(request.model, request.reading, model.graph, model.seconds)
