@@ -37,7 +37,7 @@ from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER
 
-LARGE_OPS = 20_000  # of the whole step: from there on its ops are placed first, since layouts take long to look at
+LARGE_OPS = 10_000  # of the whole step: from there on its ops are placed first, since layouts take long to look at
 FIRST_SHARE = 0.3  # of the time, for op placement of a large step
 QUICK_SHARE = 0.1  # of the time left, for op placement of another; if others have a chance after that,
 # of the time left, for op placement, then for replicas of one device each, and for others

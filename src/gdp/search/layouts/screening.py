@@ -16,7 +16,8 @@ from gdp.search.layouts.trial import Choosing, Trial
 from gdp.simulator.simulate import NEVER
 
 SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
-LATE_SHARE = 0.7  # of the budget: so long it goes on where nothing fits, and what users run is looked at
+LATE_SHARE = 0.7  # of the budget: so long it goes on where nothing fits
+USUAL_SHARE = 0.5  # of the budget: so long ZeRO 1 and FSDP are looked at; DDP is at any time
 MOST_SIMULATED = 16  # arrangements, of those that fit
 FAR = 1.1  # times the best: what is slower than that at least is not simulated
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
@@ -107,7 +108,7 @@ class Screening:
             best = min((each for each in usual if each.arrangement.layout.data == widest), key=promise, default=None)
             limit_ns = HOPELESS * (self._fitting_ns or NEVER)
             is_first = zero == 0 and not any(trial.layout.data > 1 for trial in self.trials)  # one line of PyTorch
-            is_late = clock.stop.is_set() or (clock.share_spent > LATE_SHARE and not is_first)
+            is_late = clock.stop.is_set() or (clock.share_spent > USUAL_SHARE and not is_first)
             if best is None or not can_fit(best) or best.step_time_ns > limit_ns or is_late:
                 return
             self._advance(best)
