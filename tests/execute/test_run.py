@@ -27,9 +27,11 @@ from gdp.execute.worker import ExecutionError
 from gdp.graph.microbatches import accumulated
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture
+from gdp.search.layouts.parts import Parts
 from run_cases import CLUSTER, MODEL
 from tiny_models import TINY
 
+CLUSTER_OF_TWO = gdp.Cluster.parse("2xcpu-16core")
 ON = ["--on", "cpu,cpu"]  # also where there is one core only
 
 
@@ -389,3 +391,37 @@ def test_batches_in_flight_are_run(here: Path, capsys: pytest.CaptureFixture[str
     assert found["results"]["bit_equal_tensors"] == found["results"]["tensors"] >= 12
     assert found["batches"]["batch_ns"] > 0
     assert found["batches"]["latency_ns"] >= found["batches"]["batch_ns"]
+
+
+class Steps(nn.Module):
+    """Reads [steps, batch]: the batch is the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cell = nn.Embedding(11, 8), nn.GRU(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.cell(self.embedding(tokens))[0].mean()
+
+
+def test_python_runs_layouts_whatever_dimension_the_batch_is() -> None:
+    model, tokens = Steps(), torch.randint(11, (5, 8))
+
+    def part(count: int) -> gdp.Graph:
+        return gdp.capture(model, (tokens[:, : 8 // count].clone(),), name="Steps").graph
+
+    layout = gdp.Layout.parse("data=2,microbatches=2")
+    plan = gdp.choose_layout(Parts(part, 8), CLUSTER_OF_TWO, layout=layout, budget="5sims").plan
+    made = gdp.run(model, (tokens,), plan=plan, on=["cpu", "cpu"], steps=1)
+    assert made.is_equal
+    assert made.whole_batch is not None
+    assert made.whole_batch.is_close(1e-5)
+
+
+def test_python_runs_batches_in_flight() -> None:
+    model, args = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.randn(4, 8),)
+    graph = gdp.capture(model, args, name="Sequential", training=False).graph
+    plan = gdp.place_batches(graph, CLUSTER_OF_TWO, 3, budget="5sims").plan
+    made = gdp.run(model, args, plan=plan, on=["cpu", "cpu"], steps=1, training=False)
+    assert made.equality.is_exact
+    assert made.layout.startswith("3 batches in flight")

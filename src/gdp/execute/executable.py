@@ -1,6 +1,6 @@
 """Executable: a model with parameters and inputs, and its captured step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gdp.errors import InputError
-from gdp.execute.layouts.batch import split_inputs
+from gdp.execute.layouts.batch import Sizes, first_part, part_sizes
 from gdp.execute.layouts.step_program import StepProgram, step_program, stream_program
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
@@ -106,15 +106,33 @@ def read_executable(
         whole = captured(args, kwargs)
         check_executable(whole.program)
         executable = Executable(whole, model, args, kwargs)
-        layout = None if plan is None else layout_of(plan, whole.graph)
-        if plan is None or layout is None:
+        if plan is None:
             return executable
-        if in_flight(layout):
-            stream = BatchStream.of_document(whole.graph, layout)
-            return replace(executable, cut=stream_program(whole.program, stream))
-        num_parts = Layout.of_document(layout).num_parts
-        first = next(split_inputs(args, kwargs, num_parts, _part_sizes(text, reading, num_parts)))
-        return replace(executable, cut=cut_step(captured(*first), layout, plan.graph))
+        return as_planned(executable, plan, captured, lambda num_parts: _part_sizes(text, reading, num_parts))
+
+
+def as_planned(
+    executable: Executable,
+    plan: Plan,
+    captured: Callable[[Any, Any], Capture],
+    sizes: Callable[[int], Sizes | None] | None = None,
+) -> Executable:
+    """Returns `executable`, of the whole batch, cut as the layout of `plan` says, or as a stream of batches.
+
+    `captured(args, kwargs)` captures a part, and `sizes(K)` are those of its inputs for K parts, by default found by
+    the batch size in the plan.
+    """
+    whole, args, kwargs = executable.capture, executable.args, executable.kwargs
+    layout = layout_of(plan, whole.graph)
+    if layout is None:
+        return executable
+    if in_flight(layout):
+        stream = BatchStream.of_document(whole.graph, layout)
+        return replace(executable, cut=stream_program(whole.program, stream))
+    num_parts = Layout.of_document(layout).num_parts
+    found = sizes(num_parts) if sizes is not None else part_sizes(args, kwargs, num_parts, layout.get("batch"))
+    part = captured(*first_part(args, kwargs, num_parts, found))
+    return replace(executable, cut=cut_step(part, layout, plan.graph))
 
 
 def _part_sizes(text: str, reading: Reading, num_parts: int) -> dict[str, torch.Size]:

@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from gdp.errors import InputError
 from gdp.execute.executable import CaptureOptions, check_executable, cut_step, layout_of
-from gdp.execute.layouts.batch import Sizes, mapped_tensors, split_inputs
+from gdp.execute.layouts.batch import first_part, part_sizes
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.run import check_belongs
 from gdp.graph import Graph
 from gdp.models.pytorch import Capture, Program, capture
-from gdp.models.pytorch.program import Call, named_inputs
+from gdp.models.pytorch.program import Call
 from gdp.parallel.batches import in_flight
 from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan
@@ -52,7 +52,8 @@ def placed_program(
         check_belongs(plan, graph or whole.graph, whole.graph)
         return whole.program
     num_parts = Layout.of_document(layout).num_parts
-    program = cut_step(captured(*_first_part(args, kwargs, num_parts, layout.get("batch"))), layout, plan.graph)
+    sizes = part_sizes(args, kwargs, num_parts, layout.get("batch"))
+    program = cut_step(captured(*first_part(args, kwargs, num_parts, sizes)), layout, plan.graph)
     check_belongs(plan, graph or program.graph, program.graph)
     return program
 
@@ -74,36 +75,3 @@ def _with_learning_rate(program: Program, learning_rate: float) -> Program:
         for calls, phase in zip(program.calls, program.graph.phases, strict=True)
     ]
     return replace(program, calls=tuple(calls))
-
-
-def _first_part(
-    args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, batch_size: int | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the inputs of the first micro-batch, in memory of their own."""
-    wholes = {id(tensor) for _, tensor in named_inputs(args, kwargs)}
-    sizes = _part_sizes(args, kwargs, num_parts, batch_size)
-    part_args, part_kwargs = next(split_inputs(args, kwargs, num_parts, sizes))
-
-    def alone(tensor: Tensor) -> Tensor:
-        return tensor if id(tensor) in wholes else tensor.clone()
-
-    return (
-        tuple(mapped_tensors(item, alone) for item in part_args),
-        {key: mapped_tensors(item, alone) for key, item in part_kwargs.items()},
-    )
-
-
-def _part_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, batch_size: int | None) -> Sizes | None:
-    """Returns the sizes of a part where the batch is not the first dimension of the first input; None where it is."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_inputs(args, kwargs)}
-    first = next((shape for shape in shapes.values() if shape), ())
-    if batch_size is None or first[:1] == (batch_size,) or batch_size not in first or batch_size % num_parts:
-        return None
-
-    def of_part(shape: tuple[int, ...]) -> tuple[int, ...]:
-        if batch_size not in shape:
-            return shape
-        dim = shape.index(batch_size)
-        return (*shape[:dim], batch_size // num_parts, *shape[dim + 1 :])
-
-    return {name: of_part(shape) for name, shape in shapes.items()}

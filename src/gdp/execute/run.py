@@ -24,8 +24,7 @@ from gdp.execute.equality import (
     updated_outputs,
     without_parameters,
 )
-from gdp.execute.executable import CaptureOptions, Executable, check_executable, cut_step, layout_of
-from gdp.execute.layouts.batch import split_inputs
+from gdp.execute.executable import CaptureOptions, Executable, as_planned, check_executable, layout_of
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.machine import machine_notes
 from gdp.execute.measurement import Arm, Measurement, Order, measure_arms, one_device_order
@@ -127,11 +126,9 @@ def run(
     captured = capture(model, args, kwargs, name=type(model).__name__, **options)
     check_executable(captured.program)
     executable = Executable(captured, model, tuple(args), dict(kwargs or {}), options.get("loss"))
-    if (layout := layout_of(plan, captured.graph)) is not None:
-        num_parts = Layout.of_document(layout).num_parts
-        part_args, part_kwargs = next(split_inputs(executable.args, executable.kwargs, num_parts))
-        part = capture(model, part_args, part_kwargs, name=captured.graph.name, **options)
-        executable = replace(executable, cut=cut_step(part, layout, plan.graph))
+    executable = as_planned(
+        executable, plan, lambda args, kwargs: capture(model, args, kwargs, name=captured.graph.name, **options)
+    )
     return run_on_threads(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
 
 

@@ -40,6 +40,38 @@ def split_inputs(
         )
 
 
+def first_part(
+    args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, sizes: Sizes | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the inputs of the first part of the batch, in memory of their own, as a capture takes them."""
+    wholes = {id(tensor) for _, tensor in named_inputs(args, kwargs)}
+    part_args, part_kwargs = next(split_inputs(args, kwargs, num_parts, sizes))
+
+    def alone(tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in wholes else tensor.clone()
+
+    return (
+        tuple(mapped_tensors(item, alone) for item in part_args),
+        {key: mapped_tensors(item, alone) for key, item in part_kwargs.items()},
+    )
+
+
+def part_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, batch_size: int | None) -> Sizes | None:
+    """Returns the sizes of a part where the batch is not the first dimension of the first input; None where it is."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_inputs(args, kwargs)}
+    first = next((shape for shape in shapes.values() if shape), ())
+    if batch_size is None or first[:1] == (batch_size,) or batch_size not in first or batch_size % num_parts:
+        return None
+
+    def of_part(shape: tuple[int, ...]) -> tuple[int, ...]:
+        if batch_size not in shape:
+            return shape
+        dim = shape.index(batch_size)
+        return (*shape[:dim], batch_size // num_parts, *shape[dim + 1 :])
+
+    return {name: of_part(shape) for name, shape in shapes.items()}
+
+
 def _first_dims(tensors: Mapping[str, Tensor], num_parts: int) -> dict[str, int | None]:
     batch = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), None)
     if batch is None:
