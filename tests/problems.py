@@ -8,7 +8,7 @@ from typing import Any
 from gdp.bench.graphs import lstm_training_graph
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.microbatches import accumulated
+from gdp.graph.accumulation import accumulated
 from gdp.simulator.problem import Problem
 
 

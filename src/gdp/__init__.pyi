@@ -7,10 +7,10 @@ from .errors import InputError as InputError
 from .execute.placed import Placed as Placed
 from .execute.placed import placed as placed
 from .execute.run import run as run
+from .graph.accumulation import accumulated as accumulated
 from .graph.graph import Graph as Graph
 from .graph.graph import Op as Op
 from .graph.graph import Tensor as Tensor
-from .graph.microbatches import accumulated as accumulated
 from .models.jax.capture import capture_jax as capture_jax
 from .models.op_costs import OpCosts as OpCosts
 from .models.pytorch.flops import register_flops as register_flops

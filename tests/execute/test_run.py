@@ -24,7 +24,7 @@ from gdp.execute.prediction import predict, rank_correlation
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step
 from gdp.execute.targets import CPU, Target
 from gdp.execute.worker import ExecutionError
-from gdp.graph.microbatches import accumulated
+from gdp.graph.accumulation import accumulated
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture
 from gdp.search.layouts.parts import Parts

@@ -17,7 +17,7 @@ from gdp.export.layouts.targets import LAYOUT_TARGETS
 from gdp.export.search import place_for
 from gdp.export.targets import TARGETS, find_target
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.microbatches import accumulated
+from gdp.graph.accumulation import accumulated
 from gdp.search.place import plan_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan

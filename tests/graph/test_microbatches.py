@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.microbatches import Excerpt, accumulated, count_microbatches, microbatch_of
+from gdp.graph.accumulation import accumulated
+from gdp.graph.microbatches import Excerpt, count_microbatches, microbatch_of
 from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.optimizers import OPTIMIZERS

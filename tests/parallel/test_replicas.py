@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.microbatches import accumulated
+from gdp.graph.accumulation import accumulated
 from gdp.parallel.replicas import replicated
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

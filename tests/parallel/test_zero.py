@@ -9,7 +9,8 @@ from tests.parallel.test_replicas import chain
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.microbatches import accumulated, microbatch_of, replica_of
+from gdp.graph.accumulation import accumulated
+from gdp.graph.microbatches import microbatch_of, replica_of
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import replicated
 from gdp.parallel.rings import Rings

@@ -6,7 +6,7 @@ from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.microbatches import accumulated
+from gdp.graph.accumulation import accumulated
 from gdp.planning.advice import advise, changes_that_fit
 from gdp.planning.sweep import Sweep, sweep_devices, sweep_microbatches
 from gdp.search.place import place
@@ -45,8 +45,8 @@ def test_what_ifs_are_step_times_of_plans() -> None:
     plan, simulation = placed(graph, "3xp100-pcie-16g")
     advice = advise(graph, simulation, plan, Constraints(), budget=BUDGET)
     times = {what_if.change: what_if.step_time_ns for what_if in advice.what_ifs}
-    assert set(times) == {"one device less", "one device more", "links twice as fast", "twice the memory"}
-    assert times["one device less"] is None  # 36 GiB do not fit in 32
+    assert set(times) == {"one device fewer", "one device more", "links twice as fast", "twice the memory"}
+    assert times["one device fewer"] is None  # 36 GiB do not fit in 32
     assert times["one device more"] is not None
     assert 0.5 < times["one device more"] / plan.step_time_ns < 0.8
     assert times["links twice as fast"] is not None
@@ -74,7 +74,7 @@ def test_a_budget_that_is_over_leaves_questions() -> None:
     plan, simulation = placed(graph, "2xp100-pcie-16g")
     advice = advise(graph, simulation, plan, Constraints(), budget=Budget(seconds=0.0))
     assert advice.what_ifs == ()
-    assert [text.partition(" (")[0] for text in advice.not_asked[:2]] == ["one device less", "one device more"]
+    assert [text.partition(" (")[0] for text in advice.not_asked[:2]] == ["one device fewer", "one device more"]
     assert "no time left" in advice.not_asked[0]
 
 

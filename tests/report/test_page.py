@@ -15,7 +15,7 @@ from report_cases import HOSTILE, page_data, two_towers
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.microbatches import accumulated
+from gdp.graph.accumulation import accumulated
 from gdp.planning.advice import Advice, WhatIf
 from gdp.report.columns import unpack
 from gdp.report.page import embed, render, write_report
@@ -457,8 +457,8 @@ def test_pipelines_show_microbatches(shared: Any, tmp_path: Path) -> None:
 def test_what_if_comes_early_and_says_how_to_get_it(shared: Any, made: PageData, tmp_path: Path) -> None:
     """Changes of the machine stand before the timeline; where none were asked for, the page says how."""
     page = tmp_path / "advice.html"
-    advice = Advice((WhatIf("one device less", "without gpu0", made.plan.step_time_ns * 2),), (), False, made.plan)
-    for given, expected in ((advice, ["one device less", "without gpu0", "2.000"]), (None, ["--no-advice"])):
+    advice = Advice((WhatIf("one device fewer", "without gpu0", made.plan.step_time_ns * 2),), (), False, made.plan)
+    for given, expected in ((advice, ["one device fewer", "without gpu0", "2.000"]), (None, ["--no-advice"])):
         page.write_text(render(replace(made, advice=given)), encoding="utf-8", newline="")
         _show(shared, page)
         text = _find(shared, "main").text

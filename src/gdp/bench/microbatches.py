@@ -20,7 +20,7 @@ from gdp.bench.rows import Rows
 from gdp.bench.runs import Method, WorkloadRuns
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.graph.microbatches import accumulated
+from gdp.graph.accumulation import accumulated
 from gdp.models.pytorch import capture_fn
 from gdp.models.workloads import Workload, families
 from gdp.placers.contiguous import contiguous

@@ -24,11 +24,11 @@ _ROUNDS = 60  # of the ascent over weights
 
 
 def layout_bound(steps: Mapping[int, Graph], cluster: Cluster) -> int:
-    """Returns the ns that no layout takes less than on `cluster`.
+    """Returns a time in ns that no layout on `cluster` can beat.
 
-    `steps` has the step of 1/K of the batch by K; the whole batch is K of them, with one update, and the least of all
-    counts, since a small part may have other kernels. Measured times of ops say nothing about parts of them: with any,
-    the bound is 0.
+    `steps[K]` is the step of 1/K of the batch. The work of the whole batch is K times its forward and backward work,
+    and one update. The bound is the smallest over all K, since small parts may run other kernels. Measured times of ops
+    say nothing about parts of them: with any, the bound is 0.
     """
     if any(any(graph.times_ns) for graph in steps.values()):
         return 0

@@ -17,7 +17,10 @@ from gdp.simulator.problem import Problem
 
 
 def placement_bounds(problem: Problem, placements: npt.ArrayLike) -> I64:
-    """[S] no order of the ops of `placements` [S, N] has a shorter step in ns; without regard to memory."""
+    """Returns, for each of `placements` [S, N], a step time in ns [S] that no order of its ops can beat.
+
+    Memory is not regarded.
+    """
     arrays = problem.simulator.arrays
     batch = np.stack([problem.check_placement(placement) for placement in np.asarray(placements)])
     bounds = np.empty(len(batch), np.int64)

@@ -13,7 +13,7 @@ from gdp.execute.layouts.batch import Sizes, first_part, part_sizes
 from gdp.execute.layouts.step_program import StepProgram, step_program, stream_program
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
-from gdp.graph.microbatches import accumulated
+from gdp.graph.accumulation import accumulated
 from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, Program, capture
 from gdp.models.pytorch.loss import Loss

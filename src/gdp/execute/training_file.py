@@ -10,26 +10,25 @@ that names the file, the problem and the remedy.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
-import orjson
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from gdp import files
 from gdp.errors import InputError
 from gdp.execute.optimizer_state import StateByName
+from gdp.tensor_file import TensorFormat
 
-FORMAT, VERSION = "gdp-training", 1
 SUFFIX = ".safetensors"
 _STATE, _OPTIMIZER = "state/", "optimizer/"
-_HEADER_FIELDS = {
-    "format": files.is_string,
-    "version": files.is_size,
-    "num_steps": files.is_size,
-    "seed": files.is_size,
-}
+_TRAINING = TensorFormat(
+    name="gdp-training",
+    version=1,
+    fields=MappingProxyType({"num_steps": files.is_size, "seed": files.is_size}),
+    writer="Placed.save",
+    remedy="copy it again or go on from another",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,32 +51,17 @@ class SavedTraining:
             for name, by_key in self.optimizer.items()
             for key, tensor in by_key.items()
         }
-        header = {"format": FORMAT, "version": VERSION, "num_steps": self.num_steps, "seed": self.seed}
         content = save(
             {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()},
-            {"gdp": orjson.dumps(header).decode()},
+            _TRAINING.header(num_steps=self.num_steps, seed=self.seed),
         )
         files.write_bytes(path, content)
 
     @classmethod
     def read(cls, path: str | Path) -> "SavedTraining":
         """Reads the file."""
-        if Path(path).is_dir():
-            raise InputError(f"{path}: is a directory; name a file")
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = _read_header(file.metadata())
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file; check the path") from None
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
-        except SafetensorError:
-            raise InputError(
-                f"{path}: truncated, or no safetensors file; copy it again or go on from another"
-            ) from None
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        with _TRAINING.opened(path, "pt") as (header, file):
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
         optimizer: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith(_OPTIMIZER):
@@ -85,16 +69,3 @@ class SavedTraining:
                 optimizer.setdefault(parameter, {})[key] = tensor
         state = {name.removeprefix(_STATE): tensor for name, tensor in tensors.items() if name.startswith(_STATE)}
         return cls(state, optimizer, header["num_steps"], header["seed"])
-
-
-def _read_header(metadata: Mapping[str, str] | None) -> Mapping[str, Any]:
-    text = (metadata or {}).get("gdp")
-    if text is None:
-        raise InputError("has no gdp header; name a file that Placed.save wrote")
-    try:
-        document = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        raise InputError("its gdp header is not JSON; copy it again or go on from another") from None
-    header = files.require_header(document, FORMAT, VERSION)
-    files.require_keys(header, "header", _HEADER_FIELDS, set(_HEADER_FIELDS))
-    return header

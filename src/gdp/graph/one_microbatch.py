@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from gdp.errors import InputError
+from gdp.graph.accumulation import accumulated
 from gdp.graph.graph import Graph, Tensor
-from gdp.graph.microbatches import ACCUMULATE, SHARED, accumulated, microbatch_of, replica_of
+from gdp.graph.microbatches import ACCUMULATE, SHARED, microbatch_of, replica_of
 
 
 def one_microbatch(graph: Graph) -> Graph:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
-from gdp.graph.microbatches import accumulated, check_count
+from gdp.graph.accumulation import accumulated
+from gdp.graph.microbatches import check_count
 from gdp.models.serving import ServedStep, Serving
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.microbatches import MAX_MICROBATCHES, accumulated, shared_ops
+from gdp.graph.accumulation import accumulated
+from gdp.graph.microbatches import MAX_MICROBATCHES, shared_ops
 from gdp.parallel.columns import Columns, with_controls
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import joined

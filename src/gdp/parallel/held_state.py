@@ -23,7 +23,7 @@ class HeldState:
     """The ops of a graph that hold or change parameters.
 
     A parameter with optimizer state has more resident bytes than its own tensors. Sources that updates alone read are
-    optimizer state as well. Weights that an op holds which computes are neither: every replica has all of them.
+    optimizer state as well. Weights held by an op that itself computes are neither: every replica keeps all of them.
     """
 
     is_late: Bool  # [N] updates and what follows them
@@ -58,9 +58,9 @@ class HeldState:
 
     def cut_resident(self, graph: Graph, count: int, *, with_parameters: bool) -> I64:
         """Returns the resident bytes [N] of one of `count` replicas that share optimizer state, or parameters too."""
-        whole = np.where(with_parameters | self.is_state, 0, self.own_bytes)
-        cut = whole - (whole - graph.resident_bytes) // count
-        return np.where(self.is_parameter | self.is_state, cut, graph.resident_bytes)
+        replicated = np.where(with_parameters | self.is_state, 0, self.own_bytes)
+        shared = -(-(graph.resident_bytes - replicated) // count)
+        return np.where(self.is_parameter | self.is_state, replicated + shared, graph.resident_bytes)
 
     def cut_tensors(self, graph: Graph, count: int) -> I64:
         """Returns the bytes [T] of tensors where each of `count` replicas updates a part of the parameters."""

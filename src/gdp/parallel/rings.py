@@ -22,7 +22,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.graph.microbatches import ELEMENT_BYTES
+from gdp.graph.accumulation import ELEMENT_BYTES
 from gdp.parallel.columns import Columns
 
 READY, DONE = "ready", "done"

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.microbatches import RECOMPUTED, accumulated, replica_of
+from gdp.graph.accumulation import accumulated
+from gdp.graph.microbatches import RECOMPUTED, replica_of
 from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout

@@ -64,7 +64,8 @@ class Sums:
             collective.add_ends(columns, int(groups[updates[0]]))
             for collective, updates in zip(collectives, together, strict=True)
         ]
-        waits: list[tuple[int, int]] = []
+        waits: list[tuple[int, int]] = []  # (op, op) of the new graph
+        late_waits: list[tuple[int, int]] = []  # (op of the new graph, op of `graph` that is numbered later)
         sizes_cut, is_edge = graph.tensor_bytes, np.ones(len(graph.consumers), np.bool_)
         if self.zero:
             sizes_cut = state.cut_tensors(graph, self.count)
@@ -76,7 +77,7 @@ class Sums:
                 ready, done = collective.add_ends(columns, int(groups[parameters[0]]))
                 own = sorted({writer for op in parameters for writer in writers[op]})
                 waits += [(int(number[writer]), ready) for writer in own]
-                waits += [(done, -1 - op) for op in state.followers(graph, own)]
+                late_waits += [(done, op) for op in state.followers(graph, own)]
                 collectives.append(collective)
         copy(np.flatnonzero(number < 0))
         if self.zero == 2:
@@ -92,9 +93,9 @@ class Sums:
                 columns.add_edges(tensors, np.full(len(tensors), done))
                 add_chunks(columns, members, number, done, self.count)
             else:
-                waits += [(done, -1 - op) for op in bucket.updates(gradients)]
-        pairs = [(source, target if target >= 0 else int(number[-1 - target])) for source, target in waits]
-        sources, targets = np.array(pairs, np.int64).reshape(-1, 2).T
+                late_waits += [(done, op) for op in bucket.updates(gradients)]
+        waits += [(source, int(number[op])) for source, op in late_waits]
+        sources, targets = np.array(waits, np.int64).reshape(-1, 2).T
         columns.control(sources, targets)
         return columns.build(graph.name), collectives
 

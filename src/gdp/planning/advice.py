@@ -1,6 +1,6 @@
 """Advice: step times on changed machines, and changes that make a step fit, by placing and simulating.
 
-    plan --start--> search on one device less | one more | links twice as fast | twice the memory
+    plan --start--> search on one device fewer | one more | links twice as fast | twice the memory
 
 Each search begins from the plan, so its answer is no worse for want of time where the plan itself still runs.
 """
@@ -30,6 +30,7 @@ FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
 _TRY_SHARE = 1 / 6  # of the budget, for each of them: most end at once, since they fit or cannot
 MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
 AS_FAST = 1.01  # what is called as fast
+ONE_FEWER = "one device fewer"  # the change to a machine without the device that does least
 LAYOUTS = "--parallel auto"  # the change from op placement to the best layout of the batch
 
 
@@ -55,6 +56,10 @@ class Advice:
     not_asked: tuple[str, ...]  # changes that were not tried, and why
     memory_matters: bool  # whether some device is more than half full
     plan: Plan  # the one given, or a better one found without one of the devices
+
+    def one_fewer_is_as_fast(self, step_time_ns: int) -> bool:
+        """True if a step without one of the devices was found that takes at most 1 % longer."""
+        return any(each.change == ONE_FEWER and each.is_as_fast_as(step_time_ns) for each in self.what_ifs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +157,7 @@ def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Chan
         rest = used[used != least]
         moved[placement == least] = others.index(int(rest[np.argmax(simulation.busy_fraction[rest])]))
         yield _Change(
-            "one device less",
+            ONE_FEWER,
             f"without {devices[least].name}",
             less,
             constraints.within(less),

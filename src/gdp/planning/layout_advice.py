@@ -18,7 +18,7 @@ from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.interpolation import have_same_ops, interpolated
-from gdp.planning.advice import FEWER_SAMPLES, LAYOUTS, MEMORY_MATTERS, MOST_MORE, Advice, WhatIf
+from gdp.planning.advice import FEWER_SAMPLES, LAYOUTS, MEMORY_MATTERS, MOST_MORE, ONE_FEWER, Advice, WhatIf
 from gdp.search.layouts.arrangement import Arrangement, replicated_ways
 from gdp.search.layouts.choose import Choice
 from gdp.search.layouts.estimate import Estimate, Estimator
@@ -145,7 +145,7 @@ def _layout_changes(
     if len(devices) > 2:
         less = changes.only(cluster, [number for number in range(len(devices)) if number != slowest])
         detail = f"without {devices[slowest].name}"
-        yield _LayoutChange("one device less", detail, parts, less, constraints.within(less))
+        yield _LayoutChange(ONE_FEWER, detail, parts, less, constraints.within(less))
     more = changes.with_another(cluster, slowest)
     if more is not None:
         added = more.devices[-1].name

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-import orjson
 import torch
 from safetensors.torch import save
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from gdp import files
 from gdp.errors import InputError
 from gdp.policy.base import Policy
-from gdp.policy.checkpoint_file import FORMAT, TRAINING, VERSION, opened, read_config
+from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, read_config
 
 POLICIES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -64,18 +63,9 @@ def save_checkpoint(
     if bad := next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None):
         raise InputError(f"{path}: not written, parameter {bad!r} is not finite; train with a lower learning rate")
     tensors.update({TRAINING + name: tensor for name, tensor in (training or {}).items()})
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "policy": policy.name,
-        "config": config_document(policy),
-        "manifest": dict(manifest),
-    }
+    header = CHECKPOINT.header(policy=policy.name, config=config_document(policy), manifest=dict(manifest))
     # clones: parameters that share memory are stored one by one
-    content = save(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
-        {"gdp": orjson.dumps(header).decode()},
-    )
+    content = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, header)
     files.write_bytes(path, content)
 
 
@@ -86,7 +76,7 @@ def config_document(policy: Policy) -> dict[str, Any]:
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads the file, on the CPU, without checks of the parameters against a policy."""
-    with opened(path, "pt") as (header, file):
+    with CHECKPOINT.opened(path, "pt") as (header, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
     return Checkpoint(
         policy=header["policy"],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdp.arrays import F32
-from gdp.policy.checkpoint_file import TRAINING, opened, read_config
+from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, read_config
 from gdp.policy.construction import Constructor, check_weights
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.scheduler_config import SchedulerConfig
@@ -25,7 +25,7 @@ def read_policy(path: str | Path | None = None) -> "Constructor | Policy":
     """Returns the constructor of the policy in the file `path` (None: the one that comes with gdp), or a policy without
     one. Raises InputError for a bad file."""
     path = shipped() if path is None else path
-    with opened(path, "numpy") as (header, file):
+    with CHECKPOINT.opened(path, "numpy") as (header, file):
         weights = _plain_weights(header, file)
     if weights is not None:
         return Constructor.alike(weights)

@@ -36,14 +36,14 @@ def advice_report(advice: Advice, simulation: Simulation) -> Iterator[Renderable
 
 
 def advice_sentences(advice: Advice, simulation: Simulation) -> Iterator[str]:
-    """Yields sentences: layouts are faster, one device less is as fast, memory limits nothing, what was not tried."""
+    """Yields sentences: layouts are faster, one device fewer is as fast, memory limits nothing, what was not tried."""
     step_ns = simulation.step_time_ns
     for what_if in advice.what_ifs:
         if what_if.change == LAYOUTS and what_if.step_time_ns is not None and what_if.step_time_ns < step_ns:
             faster = f"{step_ns / max(what_if.step_time_ns, 1):.2g} times as fast"
             yield f"{LAYOUTS}: about {format_ms(what_if.step_time_ns)}, {faster} ({what_if.layout}, estimated)."
-    if any(what_if.change == "one device less" and what_if.is_as_fast_as(step_ns) for what_if in advice.what_ifs):
-        yield "One device less is as fast (within 1 %)."
+    if advice.one_fewer_is_as_fast(step_ns):
+        yield "One device fewer is as fast (within 1 %)."
     if not advice.memory_matters:
         filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
         yield f"Memory is not the limit: no device is more than {filled.max():.0%} full."

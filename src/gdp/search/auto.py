@@ -37,15 +37,18 @@ SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go t
 NODES_PER_SIMULATION = 20  # of it while nothing fits: most are partial placements, which take far less time
 
 
-def auto(question: Question, clock: Clock) -> Solution:
-    """Returns the best of classical placers, weight streaming, exact placement where it is small, and the search."""
+def auto(question: Question, clock: Clock, *, classical_share: float = CLASSICAL_SHARE) -> Solution:
+    """Returns the best of classical placers, weight streaming, exact placement where it is small, and the search.
+
+    No slow classical placer begins after `classical_share` of the time.
+    """
     is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
     classical = ClassicalRuns(question, Few.of_large(question.problem))
     classical.run(_with_stages(question.problem, QUICK), clock)
     classical.run(
-        [name for name in SLOW if name not in classical.baselines], clock.until(CLASSICAL_SHARE), all_of_them=False
+        [name for name in SLOW if name not in classical.baselines], clock.until(classical_share), all_of_them=False
     )
     if not classical.candidates:
         return Solution(None, classical.baselines)

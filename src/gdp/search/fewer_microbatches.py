@@ -1,7 +1,8 @@
-"""Search over a few of many micro-batches first: replicas share a device, so a placement of a few is one of all.
+"""Search over a few of many micro-batches first.
 
-A simulation of 4 of 16 micro-batches takes a quarter of the time, and its result is a start for all of them. On large
-graphs classical placers see the few alone, too.
+All copies of an op share a device, so a placement of a few micro-batches determines that of all. A simulation of 4 of
+16 micro-batches takes a quarter of the time, and its result is a start for all of them. On large graphs classical
+placers see the few alone, too.
 """
 
 from collections.abc import Sequence

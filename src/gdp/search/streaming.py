@@ -28,26 +28,29 @@ from gdp.simulator.simulate import NEVER, Simulation
 # numbers of turns of each device, the most different ones first, all but 1 raised to the least that memory allows;
 # 0: two turns, the weights used last are streamed
 _ROUNDS = (2, 16, 1, 0, 48, 4, 24, 8, 96)
-_WORTH = 1.5  # if the programme expects at most so many times the least step time
-_LATE = 2.0  # stages with nothing sent are tried later if they seem to take so many times the least expected time
+_WORTH = 1.5  # a layout is refined if its best step takes at most this many times the rival's
+_LATE = 2.0  # stages with nothing sent are tried last if they seem to take this many times the least expected time
 _MOST_PAIRS = 4  # of up to so many devices any two exchange shares, else neighbours
-_EARLY = 2  # numbers of turns are tried before the best layouts are refined a first time,
-_FIRST = 5  # of so many layouts, before all others are looked at
-_LEAST = 3  # simulations of a layout with some turns, then
-_ROUGH, _EXACT = 0.02, 0.001  # none after a simulation that gains less: in early tries, and later
-_HOPELESS = 1.1  # a step that fits and takes so many times the best one is not tried with fewer weights streamed
-_FEWEST = 3  # layouts are tried with all numbers of turns
-_STEPS = (0.3, 0.1, 0.03)  # of a device's share, that go to another device in a descent
-_FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # of the number of turns
+_EARLY = 2  # numbers of turns that are tried before the first refinement
+_FIRST = 5  # layouts that are tried and refined before all others
+_LEAST = 3  # simulations of each layout and number of turns, at least
+_ROUGH = 0.02  # in early tries of a layout, the next simulation follows a gain of this part or more
+_EXACT = 0.001  # the same in later tries
+_HOPELESS = 1.1  # fewer weights are streamed only while the step takes less than this many times the best one
+_FEWEST = 3  # layouts that are tried with all numbers of turns, at least
+_STEPS = (0.3, 0.1, 0.03)  # parts of a device's share that a descent moves to another device
+_FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # changes of the number of turns
 _MOST_ROUNDS = 512
 _RESTARTS = 10  # descents from random changes of the best two layouts
-_GAIN = 0.998  # changes that gain less do not count; where none counts, smaller steps follow
+_GAIN = 0.998  # a change is kept if it makes the step faster by this factor; if none is kept, smaller steps follow
 
 
 def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulation]:
     """Yields candidate steps, feasible or not; the caller keeps the best and may stop at any time.
 
-    There are none if one device holds everything. Layouts that are far slower than `rival_ns` are not refined.
+    There are none if one device holds everything. A few layouts are tried with few numbers of turns, and the best is
+    refined; then all layouts, with all numbers of turns; then the faster half is refined again and again, from random
+    changes at last. Layouts that are far slower than `rival_ns` are not refined.
     """
     starts = stream_starts(problem)
     fills = best_fills([start.layout for start in starts])
@@ -170,7 +173,7 @@ class _Descent:
 
 
 def _changed(turns: Turns, step: float) -> Iterator[Turns]:
-    """Yields turns that differ in one thing: their number, a share, a device less, what is sent when."""
+    """Yields turns that differ in one thing: their number, a share, one device fewer, what is sent when."""
     for factor in _FACTORS:
         rounds = min(max(round(turns.rounds * factor), 1), _MOST_ROUNDS)
         yield replace(turns, rounds=rounds)

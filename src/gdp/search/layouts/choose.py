@@ -21,7 +21,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
-from gdp.search.auto import auto
+from gdp.search.auto import CLASSICAL_SHARE, auto
 from gdp.search.candidate import Candidate
 from gdp.search.layouts.arrangement import Arrangement
 from gdp.search.layouts.dispatch import as_candidate, best_dispatch
@@ -37,12 +37,14 @@ from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER
 
-LARGE_OPS = 10_000  # of the whole step: from there on its ops are placed first, since layouts take long to look at
-FIRST_SHARE = 0.3  # of the time, for op placement of a large step
-QUICK_SHARE = 0.1  # of the time left, for op placement of another; if others have a chance after that,
-# of the time left, for op placement, then for replicas of one device each, and for others
-WHOLE_SHARE, REPLICAS_SHARE, FINAL_SHARE = 0.5, 0.15, 0.4
-NEAR, NEARLY = 1.3, 1.08  # times the best: as much may replicas of several devices, and of one, gain in a search
+LARGE_OPS = 10_000  # steps with more ops are op-placed first: to look at their layouts takes long
+FIRST_SHARE = 0.3  # of the budget: first op placement of a large step
+QUICK_SHARE = 0.1  # of the time left: first op placement of a small step
+WHOLE_SHARE = 0.5  # of the time left: op placement, if it may still win
+REPLICAS_SHARE = 0.15  # of the time left: search of replicas on one device each
+FINAL_SHARE = 0.4  # of the time left: search of replicas on several devices each
+NEAR = 1.3  # a search may still make replicas on several devices win if they are within this factor of the best
+NEARLY = 1.08  # the same for replicas on one device each
 OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
 _SEARCHED_OPS = 120_000  # larger steps are not searched in whole
 
@@ -89,7 +91,8 @@ def choose_layout(
     first: list[Trial] = []
     if parts.exact(1).num_ops > LARGE_OPS and (layout is None or layout.is_whole):
         # a search goes on from there: to place anew takes long
-        first = [replace(trial, is_searched=True) for trial in _ops_placed(search, clock.part(FIRST_SHARE))]
+        wholes = _ops_placed(search, clock.part(FIRST_SHARE), classical_share=CLASSICAL_SHARE / FIRST_SHARE)
+        first = [replace(trial, is_searched=True) for trial in wholes]
     screening = Screening(search, first)
     screening.run()
     trials = _confirmed(search, screening.trials)
@@ -136,7 +139,9 @@ def _finalists(search: Choosing, trials: list[Trial]) -> list[Trial]:
     return [*wholes, *chosen]
 
 
-def _ops_placed(search: Choosing, clock: Clock, limit_ns: int = NEVER) -> list[Trial]:
+def _ops_placed(
+    search: Choosing, clock: Clock, limit_ns: int = NEVER, *, classical_share: float = CLASSICAL_SHARE
+) -> list[Trial]:
     """Returns op placement of the whole step; none where its bound is not below `limit_ns`."""
     problem = Problem.build(search.parts.exact(1), search.cluster, search.constraints)
     bound_ns = lower_bound(problem)
@@ -144,7 +149,7 @@ def _ops_placed(search: Choosing, clock: Clock, limit_ns: int = NEVER) -> list[T
         return []
     step = Step.of(problem.graph, Layout())
     whole = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
-    return [_with_ops_placed(search, whole, clock)]
+    return [_with_ops_placed(search, whole, clock, classical_share)]
 
 
 def _promising(trials: list[Trial]) -> list[Trial]:
@@ -184,11 +189,12 @@ def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     return _with_whole_searched(search, trial, clock)
 
 
-def _with_ops_placed(search: Choosing, trial: Trial, clock: Clock) -> Trial:
+def _with_ops_placed(search: Choosing, trial: Trial, clock: Clock, classical_share: float) -> Trial:
     """Returns the whole step with the best op placement that is found, as `gdp.place` does."""
     assert trial.problem is not None
     bound_ns, seed, num_threads = trial.step_time_ns, search.seed, search.num_threads
-    solution = auto(Question.about(trial.problem, bound_ns=bound_ns, seed=seed, num_threads=num_threads), clock)
+    question = Question.about(trial.problem, bound_ns=bound_ns, seed=seed, num_threads=num_threads)
+    solution = auto(question, clock, classical_share=classical_share)
     best = solution.best
     if best is None:
         return replace(trial, status=NOT_ALLOWED)

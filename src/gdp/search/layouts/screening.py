@@ -16,12 +16,12 @@ from gdp.search.layouts.trial import Choosing, Trial
 from gdp.simulator.simulate import NEVER
 
 SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
-LATE_SHARE = 0.7  # of the budget: so long it goes on where nothing fits
-USUAL_SHARE = 0.5  # of the budget: so long ZeRO 1 and FSDP are looked at; DDP is at any time
-MOST_SIMULATED = 16  # arrangements, of those that fit
-FAR = 1.1  # times the best: what is slower than that at least is not simulated
+LATE_SHARE = 0.7  # of the budget: the same where nothing fits yet
+USUAL_SHARE = 0.5  # of the budget: later ZeRO 1 and FSDP are not looked at; DDP is at any time
+MOST_SIMULATED = 16  # arrangements that fit
+FAR = 1.1  # an arrangement is not simulated if it takes at least this many times the best step
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
-HOPELESS = 1.5  # times the best step: what users run is not simulated where it takes longer at least
+HOPELESS = 1.5  # what users run is not simulated if it takes at least this many times the best step
 
 
 class Screening:
@@ -60,9 +60,11 @@ class Screening:
         return self._fitting_ns is not None
 
     def _next(self) -> Estimate:
-        """Returns the most promising arrangement; later one that an estimate lets fit, and at last any with one.
+        """Returns the arrangement to look at next: the most promising one.
 
-        Where there is no time to capture further parts of the batch, those that need them come last.
+        After SCREEN_SHARE of the budget that is one of those whose estimate fits; after LATE_SHARE, one of those with
+        an estimate. Where there is no time to capture further parts of the batch, arrangements that need them come
+        last.
         """
         share, parts = self._clock.share_spent, self.search.parts
         left = self._queue.left

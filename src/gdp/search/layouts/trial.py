@@ -110,8 +110,9 @@ class Choosing:
     ) -> Trial:
         """Returns the step of an arrangement, simulated with these places [N] of a replica's ops.
 
-        Unless `is_captured`, figures between those of two captured steps do. Blocks in place of auto are those that
-        leave `reserve_bytes` in one replica, and more where all replicas together do not fit.
+        Unless `is_captured`, costs interpolated from two captured steps are good enough. `auto` becomes the fewest
+        blocks that leave `reserve_bytes` free in one replica; if the whole step then does not fit, it is simulated
+        again with a larger reserve.
         """
         parts, layout, devices = self.parts, arrangement.layout, arrangement.devices
         graph = parts.exact(layout.num_parts) if is_captured else parts.rough(layout.num_parts)
@@ -121,8 +122,10 @@ class Choosing:
         cpus, ring = self.estimator.cpus(arrangement), ring_over(self.cluster, devices)
         hosts = self.estimator.machine.hosts_of(arrangement)
         trials, began = [], self.clock.seconds
-        for way in [None] if hosts is None else [None, hosts]:
-            step = Step.of(graph, cut, places=places if arrangement.num_places > 1 else None, ring=ring, hosts=way)
+        for ring_hosts in [None] if hosts is None else [None, hosts]:
+            step = Step.of(
+                graph, cut, places=places if arrangement.num_places > 1 else None, ring=ring, hosts=ring_hosts
+            )
             problem = Problem.build(step.graph, self.cluster, self.constraints)
             placement = step.placement(places, devices, cpus)
             self.clock.spend(1)
