@@ -49,14 +49,20 @@ def device_subsets(problem: Problem, smallest: int) -> list[I64]:
     return [np.sort(by_speed[:count]) for count in sorted(counts, reverse=True)]
 
 
-def best_of(problem: Problem, candidates: Sequence[Placement]) -> Placement:
-    """The fastest of `candidates` [N] that fits in memory; if none fits, the best after repair of the nearest ones."""
+def best_of(
+    problem: Problem, candidates: Sequence[Placement], smaller: Callable[[], Sequence[Placement]] | None = None
+) -> Placement:
+    """Returns the fastest of `candidates` [N] that fits in memory.
+
+    If none fits, `smaller` makes further candidates; if none of those fits either, the nearest ones are repaired.
+    """
     if not candidates:
         raise ValueError("best_of: no candidates")
-    unique = np.unique(np.asarray(candidates, np.int64), axis=0, return_index=True)[1]
-    batch = [candidates[number] for number in sorted(unique.tolist())]
+    batch = _distinct(candidates)
     times, peaks = evaluate_many(problem, batch)
     excess = excess_bytes(problem, peaks)
+    if smaller is not None and excess.min() > 0:
+        return best_of(problem, [*batch, *smaller()])
     order = np.lexsort((times, excess))
     if excess[order[0]] == 0:
         return batch[order[0]]
@@ -68,10 +74,9 @@ def best_of(problem: Problem, candidates: Sequence[Placement]) -> Placement:
     return best
 
 
-def any_fits(problem: Problem, candidates: Sequence[Placement]) -> bool:
-    """Returns True if one of `candidates` [N] fits in memory."""
-    _, peaks = evaluate_many(problem, np.asarray(candidates))
-    return bool((excess_bytes(problem, peaks) == 0).any())
+def _distinct(candidates: Sequence[Placement]) -> list[Placement]:
+    """Returns the placements without repetitions."""
+    return list({np.asarray(placement, np.int64).tobytes(): placement for placement in candidates}.values())
 
 
 def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
-from gdp.placers.base import any_fits, best_of, device_subsets, inherit, unit_choices
+from gdp.placers.base import best_of, device_subsets, inherit, unit_choices
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate_many
@@ -42,14 +42,16 @@ def contiguous(problem: Problem, seed: int = 0) -> Placement | None:
         for units, chain in chains
         for devices in subsets[1:]
     ]
-    if not any_fits(problem, candidates):
-        candidates += [
+
+    def balanced_in_memory() -> list[Placement]:
+        return [
             units.place_allowed(stages(problem, units, chain, devices, share))
             for units, chain in chains
             for devices in subsets
             for share in _MEMORY_SHARES
         ]
-    return best_of(problem, candidates)
+
+    return best_of(problem, candidates, balanced_in_memory)
 
 
 @dataclass(frozen=True, eq=False)

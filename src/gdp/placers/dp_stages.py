@@ -17,7 +17,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.compiled import kernel
-from gdp.placers.base import any_fits, best_of, device_subsets, unit_choices
+from gdp.placers.base import best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import Chain, folded_chain, module_chain, topological_chain
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
@@ -42,11 +42,7 @@ def dp_stages(problem: Problem, seed: int = 0) -> Placement | None:
             for devices in subsets
         ]
 
-    found = candidates(0.0)
-    if not any_fits(problem, found):
-        for alive in _ALIVE:
-            found += candidates(alive)
-    return best_of(problem, found)
+    return best_of(problem, candidates(0.0), lambda: [placement for alive in _ALIVE for placement in candidates(alive)])
 
 
 def least_bottleneck(problem: Problem, units: Units, chain: Chain, devices: I64, alive: float = 0.0) -> I64:

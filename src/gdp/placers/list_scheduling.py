@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gdp.arrays import F64, I64, Bool
-from gdp.placers.base import any_fits, best_of, device_subsets, unit_choices
+from gdp.placers.base import best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
 from gdp.placers.list_kernels import Gaps, Queues, earliest_first, in_order
 from gdp.placers.schedule import PartialSchedule
@@ -175,9 +175,7 @@ def _best_schedule(problem: Problem, kernel: Kernel) -> Placement:
     most = max(_WORK // (problem.num_ops * problem.num_devices), 3)
     settings = list(product(subsets, unit_choices(problem), (True, False)))[:most]
     candidates = [run(*setting, 1.0) for setting in settings]
-    if not any_fits(problem, candidates):
-        candidates += [run(*setting, share) for setting in settings[:4] for share in _LIMITS]
-    return best_of(problem, candidates)
+    return best_of(problem, candidates, lambda: [run(*setting, share) for setting in settings[:4] for share in _LIMITS])
 
 
 def _empty_schedule(

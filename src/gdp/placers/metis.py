@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pymetis
 
 from gdp.arrays import I64
-from gdp.placers.base import any_fits, best_of, device_subsets
+from gdp.placers.base import best_of, device_subsets
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
 
@@ -41,13 +41,15 @@ def metis(problem: Problem, seed: int = 0) -> Placement | None:
     num_runs = min(max(_WORK // size, 2 * len(_IMBALANCES)), _MAX_RUNS)
     settings = [setting for setting, _ in zip(_settings(problem, seed), range(num_runs), strict=False)]
     candidates = [parts.partition(*setting) for setting in settings]
-    if not any_fits(problem, candidates):
-        candidates += [
+
+    def balanced_in_memory() -> list[Placement]:
+        return [
             parts.partition(*setting, memory_share=share)
             for setting in settings[: max(num_runs // 4, 2)]
             for share in _MEMORY_SHARES
         ]
-    return best_of(problem, candidates)
+
+    return best_of(problem, candidates, balanced_in_memory)
 
 
 def metis_blind(problem: Problem, seed: int = 0) -> Placement | None:

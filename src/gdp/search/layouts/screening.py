@@ -3,7 +3,8 @@
     arithmetic --the most promising one--> estimate --the most promising one--> simulation
 
 Arithmetic says what a step takes at least, so that an arrangement is estimated, and then simulated, when nothing that
-is known of another promises more. What users run, a replica on each device, is simulated in any case.
+is known of another promises more. What users run, a replica on each device, is simulated in any case, unless the step
+is very large and must lose.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ USUAL_SHARE = 0.5  # of the budget: later ZeRO 1 and FSDP are not looked at; DDP
 MOST_SIMULATED = 16  # arrangements that fit
 FAR = 1.1  # an arrangement is not simulated if it takes at least this many times the best step
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
+LARGE_OPS = 200_000  # of a step: to simulate it takes seconds, so it is done only if it may be the best
 HOPELESS = 1.5  # what users run is not simulated if it takes at least this many times the best step
 
 
@@ -111,9 +113,17 @@ class Screening:
             limit_ns = HOPELESS * (self._fitting_ns or NEVER)
             is_first = zero == 0 and not any(trial.layout.data > 1 for trial in self.trials)  # one line of PyTorch
             is_late = clock.stop.is_set() or (clock.share_spent > USUAL_SHARE and not is_first)
-            if best is None or not can_fit(best) or best.step_time_ns > limit_ns or is_late:
+            if best is None or not can_fit(best) or best.step_time_ns > limit_ns or is_late or self._loses(best):
                 return
             self._advance(best)
+
+    def _loses(self, known: Estimate) -> bool:
+        """Returns whether a large step of replicas on one device each computes for longer than the best one takes."""
+        way = known.arrangement
+        num_ops = self.search.parts.rough(way.layout.num_parts).num_ops * sum(way.layout.microbatches)
+        if num_ops < LARGE_OPS or self._fitting_ns is None:
+            return False
+        return self.search.estimator.least(way).step_time_ns >= self._fitting_ns
 
 
 def _ways(search: Choosing) -> list[Arrangement]:
