@@ -16,12 +16,13 @@ numbered by their last members, which keeps every tie.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
-from gdp.graph import Graph, Op, Tensor
+from gdp.graph import Graph
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.grouping import roots_of
 
@@ -70,20 +71,18 @@ def reduce(problem: Problem) -> Reduction:
     allocates = (
         problem.simulator.arrays.memory.alloc_bytes > 0
     )  # a source on an idle device starts, and allocates, at once
+    op = np.flatnonzero(only_successor >= 0)
+    after = only_successor[op]
+    is_chain = only_predecessor[after] == op
+    is_source = (only_predecessor[op] == -1) & no_time[op] & ~allocates[op]
+    # what must stay in memory may lie on another device than its reader
+    is_free = takes_time[after] & ~keeps[op] & (graph.resident_bytes[op] == 0)
+    chosen = np.flatnonzero((is_chain | is_source) & is_free)
+    op, after = op[chosen], after[chosen]
+    can_run = problem.op_time_ns >= 0
+    is_alike = (problem.allowed[op] == problem.allowed[after]) & (can_run[op] == can_run[after])
     into = np.full(graph.num_ops, -1, np.int64)
-    for op in np.flatnonzero(only_successor >= 0).tolist():
-        after = int(only_successor[op])
-        is_chain = only_predecessor[after] == op
-        is_source = only_predecessor[op] == -1 and no_time[op] and not allocates[op]
-        if (
-            (is_chain or is_source)
-            and takes_time[after]
-            and not keeps[op]
-            and graph.resident_bytes[op] == 0  # what must stay in memory may lie on another device than its reader
-            and np.array_equal(problem.allowed[op], problem.allowed[after])
-            and np.array_equal(problem.op_time_ns[op] >= 0, problem.op_time_ns[after] >= 0)
-        ):
-            into[op] = after
+    into[op] = np.where(is_alike.all(axis=1), after, -1)
     _keep_groups(graph.groups, into)
     last = roots_of(into)
     order = np.argsort(last, kind="stable")
@@ -133,34 +132,37 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     is_inner = ~is_last[graph.producers]
     owned = np.where(graph.is_resident | (graph.view_of >= 0), 0, graph.tensor_bytes)
     np.add.at(inner_bytes, reduced_op[graph.producers[is_inner]], owned[is_inner])
-    kept_tensors = np.flatnonzero(~is_inner)
+    held_by = np.flatnonzero(inner_bytes)
+    kept = np.flatnonzero(~is_inner)
     tensor_number = np.full(graph.num_tensors, -1, np.int64)
-    tensor_number[kept_tensors] = np.arange(len(kept_tensors))
-    tensors = [
-        Tensor(
-            int(reduced_op[graph.producers[tensor]]),
-            tuple(dict.fromkeys(reduced_op[graph.consumers_of(tensor)].tolist())),
-            int(graph.tensor_bytes[tensor]),
-            bool(graph.is_resident[tensor]),
-            bool(graph.is_kept[tensor]),
-            int(tensor_number[graph.view_of[tensor]]) if graph.view_of[tensor] >= 0 else -1,
-        )
-        for tensor in kept_tensors.tolist()
-    ]
-    tensors += [Tensor(op, (), int(inner_bytes[op])) for op in np.flatnonzero(inner_bytes).tolist()]
-    ops = [
-        Op(
-            name=graph.op_names[op],
-            kind=graph.kinds[op],
-            dtype=graph.dtypes[op],
-            resident_bytes=int(resident[number]),
-            phase=graph.phases[op],
-            module=graph.modules[op],
-            group=int(graph.groups[op]),
-        )
-        for number, op in enumerate(lasts.tolist())
-    ]
-    merged = Graph.build(graph.name, ops, tensors)
+    tensor_number[kept] = np.arange(len(kept))
+    is_read = ~is_inner[graph.edge_tensors]
+    tensors, consumers = tensor_number[graph.edge_tensors[is_read]], reduced_op[graph.consumers[is_read]]
+    edges = np.sort(np.unique(tensors * num_ops + consumers, return_index=True)[1])  # the first of each pair
+    counts = np.bincount(tensors[edges], minlength=len(kept) + len(held_by))
+    none, chosen = np.zeros(len(held_by), np.bool_), lasts.tolist()
+    merged = Graph(
+        name=graph.name,
+        op_names=tuple(graph.op_names[op] for op in chosen),
+        kinds=tuple(graph.kinds[op] for op in chosen),
+        flops=np.zeros(num_ops, np.int64),
+        bytes_accessed=np.zeros(num_ops, np.int64),
+        dtypes=tuple(graph.dtypes[op] for op in chosen),
+        resident_bytes=resident,
+        phases=tuple(graph.phases[op] for op in chosen),
+        modules=tuple(graph.modules[op] for op in chosen),
+        groups=graph.groups[lasts],
+        times_ns=(MappingProxyType({}),) * num_ops,
+        producers=np.concatenate((reduced_op[graph.producers[kept]], held_by)),
+        tensor_bytes=np.concatenate((graph.tensor_bytes[kept], inner_bytes[held_by])),
+        is_resident=np.concatenate((graph.is_resident[kept], none)),
+        is_kept=np.concatenate((graph.is_kept[kept], none)),
+        view_of=np.concatenate(
+            (np.where(graph.view_of[kept] >= 0, tensor_number[graph.view_of[kept]], -1), np.full(len(held_by), -1))
+        ),
+        consumer_offsets=np.concatenate(([0], np.cumsum(counts))),
+        consumers=consumers[edges],
+    )
     return Problem(
         merged,
         problem.cluster,
