@@ -41,7 +41,8 @@ _FEWEST = 3  # layouts that are tried with all numbers of turns, at least
 _STEPS = (0.3, 0.1, 0.03)  # parts of a device's share that a descent moves to another device
 _FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # changes of the number of turns
 _MOST_ROUNDS = 512
-_RESTARTS = 10  # descents from random changes of the best two layouts
+_RESTARTS = 100  # descents from random changes of the best layouts
+_TOP = 3  # layouts that restarts begin from
 _GAIN = 0.998  # a change is kept if it makes the step faster by this factor; if none is kept, smaller steps follow
 
 
@@ -80,7 +81,7 @@ def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulati
     descents.sort(key=lambda descent: descent.best_ns)
     rng = np.random.default_rng(0)
     for restart in range(_RESTARTS if descents else 0):
-        yield from descents[restart % min(len(descents), 2)].restart(rng)
+        yield from descents[restart % min(len(descents), _TOP)].restart(rng)
 
 
 def _promising(descents: "list[_Descent]") -> "list[_Descent]":
