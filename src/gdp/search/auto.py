@@ -37,19 +37,15 @@ SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go t
 NODES_PER_SIMULATION = 20  # of it while nothing fits: most are partial placements, which take far less time
 
 
-def auto(question: Question, clock: Clock, *, classical_share: float = CLASSICAL_SHARE) -> Solution:
+def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = None) -> Solution:
     """Returns the best of classical placers, weight streaming, exact placement where it is small, and the search.
 
-    No slow classical placer begins after `classical_share` of the time.
+    Placers run unless `classical` has their answers.
     """
     is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
-    classical = ClassicalRuns(question, Few.of_large(question.problem))
-    classical.run(_with_stages(question.problem, QUICK), clock)
-    classical.run(
-        [name for name in SLOW if name not in classical.baselines], clock.until(classical_share), all_of_them=False
-    )
+    classical = classical or run_classical(question, clock)
     if not classical.candidates:
         return Solution(None, classical.baselines)
     streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
@@ -58,6 +54,15 @@ def auto(question: Question, clock: Clock, *, classical_share: float = CLASSICAL
     constructed = [*classical.candidates, *exact_answer, *streaming]
     searched = search_from(question, clock, constructed)
     return Solution(best_of([*constructed, *answers], searched), classical.baselines)
+
+
+def run_classical(question: Question, clock: Clock) -> ClassicalRuns:
+    """Runs the quick classical placers, and slow ones as long as little of the time is spent."""
+    classical = ClassicalRuns(question, Few.of_large(question.problem))
+    classical.run(_with_stages(question.problem, QUICK), clock)
+    slow = [name for name in SLOW if name not in classical.baselines]
+    classical.run(slow, clock.until(CLASSICAL_SHARE), all_of_them=False)
+    return classical
 
 
 def local_search(question: Question, clock: Clock) -> Solution:

@@ -21,7 +21,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
-from gdp.search.auto import CLASSICAL_SHARE, auto
+from gdp.search.auto import auto, run_classical
 from gdp.search.candidate import Candidate
 from gdp.search.layouts.arrangement import Arrangement
 from gdp.search.layouts.dispatch import as_candidate, best_dispatch
@@ -32,19 +32,21 @@ from gdp.search.layouts.trial import ESTIMATED, NOT_ALLOWED, OK, Choosing, Trial
 from gdp.search.local_search import LocalSearch
 from gdp.search.place import plan_of
 from gdp.search.question import Question
+from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER
 
-LARGE_OPS = 10_000  # steps with more ops are op-placed first: to look at their layouts takes long
-FIRST_SHARE = 0.3  # of the budget: first op placement of a large step
+LARGE_OPS = 10_000  # classical placers place the ops of larger steps first: to look at their layouts takes long
 QUICK_SHARE = 0.1  # of the time left: first op placement of a small step
 WHOLE_SHARE = 0.5  # of the time left: op placement, if it may still win
+LARGE_SHARE = 0.8  # the same for large steps, which need one long search
 REPLICAS_SHARE = 0.15  # of the time left: search of replicas on one device each
 FINAL_SHARE = 0.4  # of the time left: search of replicas on several devices each
 NEAR = 1.3  # a search may still make replicas on several devices win if they are within this factor of the best
 NEARLY = 1.08  # the same for replicas on one device each
+FAR = 1.6  # the same for op placement by classical placers
 OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
 _SEARCHED_OPS = 120_000  # larger steps are not searched in whole
 
@@ -90,9 +92,7 @@ def choose_layout(
     search = Choosing(parts, cluster, constraints or Constraints(), clock, seed, num_threads, tell, layout)
     first: list[Trial] = []
     if parts.exact(1).num_ops > LARGE_OPS and (layout is None or layout.is_whole):
-        # a search goes on from there: to place anew takes long
-        wholes = _ops_placed(search, clock.part(FIRST_SHARE), classical_share=CLASSICAL_SHARE / FIRST_SHARE)
-        first = [replace(trial, is_searched=True) for trial in wholes]
+        first = _ops_placed(search, clock)
     screening = Screening(search, first)
     screening.run()
     trials = _confirmed(search, screening.trials)
@@ -132,24 +132,37 @@ def _finalists(search: Choosing, trials: list[Trial]) -> list[Trial]:
     wholes = [trial for trial in trials if trial.is_whole]
     chosen = _promising([trial for trial in trials if not trial.is_whole])
     best = chosen[0] if chosen else None
-    if not wholes and (search.layout is None or search.layout.is_whole):
+    limit_ns = best.step_time_ns if best is not None and best.fits else NEVER
+    if wholes:
+        wholes = [trial for trial in wholes if trial.problem is None or lower_bound(trial.problem) < limit_ns]
+    elif search.layout is None or search.layout.is_whole:
         has_time = best is None or search.clock.has(search.slowest_s)
-        limit_ns = best.step_time_ns if best is not None and best.fits else NEVER
         wholes = _ops_placed(search, search.clock.part(QUICK_SHARE), limit_ns) if has_time else []
     return [*wholes, *chosen]
 
 
-def _ops_placed(
-    search: Choosing, clock: Clock, limit_ns: int = NEVER, *, classical_share: float = CLASSICAL_SHARE
-) -> list[Trial]:
-    """Returns op placement of the whole step; none where its bound is not below `limit_ns`."""
+def _ops_placed(search: Choosing, clock: Clock, limit_ns: int = NEVER) -> list[Trial]:
+    """Returns op placement of the whole step; none where its bound is not below `limit_ns`.
+
+    Of a large step it is that of classical placers, from which a search goes on later.
+    """
     problem = Problem.build(search.parts.exact(1), search.cluster, search.constraints)
     bound_ns = lower_bound(problem)
     if bound_ns >= limit_ns:
         return []
     step = Step.of(problem.graph, Layout())
-    whole = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
-    return [_with_ops_placed(search, whole, clock, classical_share)]
+    trial = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
+    question = Question.about(problem, bound_ns=bound_ns, seed=search.seed, num_threads=search.num_threads)
+    if problem.num_ops > LARGE_OPS:
+        classical = search.classical = run_classical(question, clock)
+        solution = Solution(classical.best, classical.baselines)
+    else:
+        solution = auto(question, clock)
+    if (best := solution.best) is None:
+        return [replace(trial, status=NOT_ALLOWED)]
+    trial = replace(trial.with_candidate(as_candidate(best.replay, best.order)), baselines=solution.baselines)
+    search.tell(trial)
+    return [trial]
 
 
 def _promising(trials: list[Trial]) -> list[Trial]:
@@ -167,14 +180,19 @@ def _promising(trials: list[Trial]) -> list[Trial]:
 def _is_hopeless(trial: Trial, others: list[Trial]) -> bool:
     """Returns whether no search of `trial` is likely to make it faster than the best of `others`."""
     best = min(others, key=lambda each: each.key, default=trial)
-    gain = NEARLY if len(trial.devices[0]) == 1 else NEAR
+    gain = NEARLY if len(trial.devices[0]) == 1 else FAR if _is_constructed(trial) else NEAR
     return best.fits and trial.step_time_ns > gain * best.step_time_ns
+
+
+def _is_constructed(trial: Trial) -> bool:
+    """Returns whether only classical placers placed the ops of the whole step."""
+    return trial.is_whole and trial.problem is not None and trial.problem.num_ops > LARGE_OPS and not trial.is_searched
 
 
 def _share(trial: Trial) -> float:
     """Returns the share of the time left for a finalist: replicas of one device each leave little to be found."""
     if trial.is_whole:
-        return WHOLE_SHARE
+        return LARGE_SHARE if _is_constructed(trial) else WHOLE_SHARE
     return REPLICAS_SHARE if len(trial.devices[0]) == 1 else FINAL_SHARE
 
 
@@ -187,20 +205,6 @@ def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     if len(trial.devices[0]) > 1 and len(trial.devices) > 1 and not trial.is_searched:
         trial = _with_replica_searched(search, trial, clock.part(0.5))
     return _with_whole_searched(search, trial, clock)
-
-
-def _with_ops_placed(search: Choosing, trial: Trial, clock: Clock, classical_share: float) -> Trial:
-    """Returns the whole step with the best op placement that is found, as `gdp.place` does."""
-    assert trial.problem is not None
-    bound_ns, seed, num_threads = trial.step_time_ns, search.seed, search.num_threads
-    question = Question.about(trial.problem, bound_ns=bound_ns, seed=seed, num_threads=num_threads)
-    solution = auto(question, clock, classical_share=classical_share)
-    best = solution.best
-    if best is None:
-        return replace(trial, status=NOT_ALLOWED)
-    trial = replace(trial.with_candidate(as_candidate(best.replay, best.order)), baselines=solution.baselines)
-    search.tell(trial)
-    return trial
 
 
 def _with_replica_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
@@ -235,7 +239,8 @@ def _with_whole_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
 def _placed_from(search: Choosing, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
     """Returns the best op placement that `auto` finds from its own starts and from `start`."""
     question = Question.about(problem, seed=search.seed, num_threads=search.num_threads, starts=(start,))
-    best = auto(question, clock).best
+    known = search.classical
+    best = auto(question, clock, known if known is not None and known.question.problem is problem else None).best
     return start if best is None else min(start, as_candidate(best.replay, best.order))
 
 

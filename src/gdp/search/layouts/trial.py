@@ -15,6 +15,7 @@ from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate
+from gdp.search.classical import ClassicalRuns
 from gdp.search.layouts.arrangement import Arrangement
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
@@ -86,6 +87,7 @@ class Choosing:
     tell: Callable[[Trial], None]
     layout: Layout | None = None  # that is asked for; None: any
     refused: dict[Arrangement, str] = field(default_factory=dict)  # and why
+    classical: ClassicalRuns | None = None  # of op placement of a large step
     slowest_s: float = 0.0  # of the simulations of whole steps, which a search makes again
     estimator: Estimator = field(init=False)
 
