@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Callable[[Draws, int], Example]] = MappingProxyType(
         "mixtures": mixtures.build_mixture,
     }
 )
-_TARGET_OPS = (400, 2500)  # log-uniform; families come near it, some of their draws outside the limits
+TARGET_OPS = (400, 2500)  # log-uniform; families come near it, some of their draws outside the limits
 _OPTIMIZERS = ("adam", "adam", "adamw", "sgd-momentum", "sgd")
 _BFLOAT16_SHARE = 0.3
 _MAX_DRAWS = 100
@@ -71,7 +71,7 @@ def draw(seed: int, number: int, families: Sequence[str], built_ins: BuiltIns) -
     for attempt in range(_MAX_DRAWS):
         rng = np.random.default_rng([seed, number, attempt])
         try:
-            graph = _captured(family, f"{family}-{seed}-{number}", rng)
+            graph = captured(family, f"{family}-{seed}-{number}", rng)
         except InputError:
             rejected["cannot run"] += 1
             continue
@@ -82,10 +82,10 @@ def draw(seed: int, number: int, families: Sequence[str], built_ins: BuiltIns) -
     raise InputError(f"family {family!r}: none of {_MAX_DRAWS} draws is wanted ({dict(rejected)}); leave it out")
 
 
-def _captured(family: str, name: str, rng: np.random.Generator) -> Graph:
-    """Returns the step of one draw."""
+def captured(family: str, name: str, rng: np.random.Generator, target_ops: tuple[int, int] = TARGET_OPS) -> Graph:
+    """Returns the step of one draw, called `name`, whatever it is; InputError if it cannot run with the sizes drawn."""
     draws = Draws(rng)
-    num_ops = draws.size(*_TARGET_OPS, multiple=1)
+    num_ops = draws.size(*target_ops, multiple=1)
     optimizer, is_half = draws.one_of(*_OPTIMIZERS), draws.chance(_BFLOAT16_SHARE)
     dtype = torch.bfloat16 if is_half else torch.float32
     build = partial(_built, FAMILIES[family], draws, num_ops, dtype)
