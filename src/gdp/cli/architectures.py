@@ -1,16 +1,15 @@
 """Parses, calls and prints: `gdp architectures`."""
 
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gdp.cli.options import JsonOption
 from gdp.cli.shared import INTERRUPTED, OK, print_json, print_text
 from gdp.errors import InputError, suggest
-
-if TYPE_CHECKING:
-    from gdp.policy.training.graph_set import GraphSet
 
 
 def architectures(
@@ -31,8 +30,14 @@ def architectures(
     families = tuple(dict.fromkeys(family or FAMILIES))
     for name in families:
         if name not in FAMILIES:
-            raise InputError(f"--family: {name!r} is unknown; {suggest(name, FAMILIES)}")
+            raise InputError(f"--family: {name!r} is unknown; {suggest(name, tuple(FAMILIES))}")
     line = StatusLine("reading built-in workloads")
+    drawn, began = list[int](), time.process_time()
+
+    def on_graph(number: int) -> None:
+        drawn.append(number)
+        line.say(f"drawing graph {number + 1} of {count}")
+
     with live(line), stop_on_interrupt() as stop:
         made = make_set(
             directory,
@@ -40,22 +45,37 @@ def architectures(
             seed=seed,
             families=families,
             built_ins=BuiltIns.read,
-            on_graph=lambda number: line.say(f"drawing graph {number + 1} of {count}"),
+            on_graph=on_graph,
             must_stop=stop.is_set,
         )
+    answer = made.to_document() | {"num_drawn": len(drawn), "cpu_seconds": time.process_time() - began}
     if json:
-        print_json(made.to_document())
+        print_json(answer)
     else:
-        print_text(_text(made))
+        print_text(_text(answer))
     return INTERRUPTED if stop.is_set() else OK
 
 
-def _text(made: "GraphSet") -> str:
-    answer = made.to_document()
-    families = ", ".join(f"{name} {number}" for name, number in answer["num_by_family"].items())
-    rejected = ", ".join(f"{reason} {number}" for reason, number in answer["rejected"].items())
-    lines = [f"{answer['num_graphs']:,} graphs of {answer['num_structures']:,} structures in {made.directory}"]
-    if made.graphs:
-        lines.append("ops: " + " / ".join(f"{ops:,}" for ops in answer["num_ops_quartiles"]) + " (quartiles)")
-        lines += [f"families: {families}", f"rejected draws: {rejected or 'none'}"]
+def _text(answer: Mapping[str, Any]) -> str:
+    lines = [
+        f"{answer['num_graphs']:,} graphs of {answer['num_structures']:,} structures in {answer['directory']}",
+        f"drawn now: {answer['num_drawn']:,} in {answer['cpu_seconds']:.0f} processor seconds",
+    ]
+    if answer["num_graphs"]:
+        sizes = answer["quartiles"]
+        families = ", ".join(f"{name} {number}" for name, number in answer["num_by_family"].items())
+        rejected = ", ".join(f"{reason} {number}" for reason, number in answer["rejected"].items())
+        lines += [
+            f"families: {families}",
+            f"rejected draws: {rejected or 'none'}",
+            "least, quartiles, most",
+            f"  ops: {' / '.join(f'{value:,}' for value in sizes['num_ops'])}",
+            f"  GFLOP: {' / '.join(f'{value / 1e9:,.3g}' for value in sizes['flops'])}",
+            f"  GiB of parameters and optimizer: {_gib(sizes['held_bytes'])}",
+            f"  GiB made by the forward pass: {_gib(sizes['forward_bytes'])}",
+        ]
     return "\n".join(lines)
+
+
+def _gib(sizes: Sequence[int]) -> str:
+    return " / ".join(f"{size / 2**30:.3g}" for size in sizes)

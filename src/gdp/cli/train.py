@@ -192,12 +192,14 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
     training_set = [workload.name for workload in workloads.training_set(held_out)]
     names = [name for text in texts for name in (training_set if text == TRAINING_SET else (text,))]
     pairs: list[TaskSource] = []
+    places: Sequence[Cluster | None]
     line = StatusLine("reading graphs")
     with live(line):
         for number, name in enumerate(names, 1):
             line.say(f"reading {name} ({number} of {len(names)})")
             if GraphSet.is_at(name):
-                pairs += [TaskSource(stored, cluster) for stored in _stored(name) for cluster in clusters or [None]]
+                places = clusters or [None]
+                pairs += [TaskSource(stored, cluster) for stored in _stored(name) for cluster in places]
                 continue
             graph = read.read_model(name).graph
             _check_held_out((graph.name,), held_out, name)

@@ -26,6 +26,14 @@ INDEX = "set.json"
 _SAVE_EVERY = 50  # graphs
 
 
+def _is_mapping(value: object) -> bool:
+    """a mapping"""
+    return type(value) is dict
+
+
+_FIELDS = {"format": files.is_string, "version": files.is_size, "row": _is_mapping, "graph": _is_mapping}
+
+
 @dataclass(frozen=True, slots=True)
 class StoredGraph:
     """A graph of a set: its row, and `load` for the graph itself."""
@@ -35,6 +43,8 @@ class StoredGraph:
     family: str
     num_ops: int
     held_bytes: int  # of parameters and optimizer state
+    forward_bytes: int  # of the tensors that the forward pass makes
+    flops: int
     fingerprint: str
     structure: int  # equal for graphs that differ in sizes alone
     rejected: Mapping[str, int]  # draws before this one, by reason
@@ -45,7 +55,10 @@ class StoredGraph:
         with prefixed(self.path):
             if document["row"]["fingerprint"] != self.fingerprint:
                 raise InputError("is not the graph that the set names; make the set again")
-            return Graph.from_columns(document["graph"])
+            try:
+                return Graph.from_columns(document["graph"])
+            except (KeyError, TypeError, ValueError):
+                raise InputError("is damaged; delete it, and make the set again") from None
 
     def row(self) -> dict[str, Any]:
         """Returns what `set.json` has of the graph."""
@@ -97,12 +110,11 @@ class GraphSet:
         files.write_json(self.directory / INDEX, header | content)
 
     def to_document(self) -> dict[str, Any]:
-        """Returns the numbers of graphs, structures and rejected draws, and the range of ops."""
+        """Returns the numbers of graphs, structures and rejected draws, and quartiles of the graphs' sizes."""
         rejected: Counter[str] = Counter()
         for graph in self.graphs:
             rejected.update(graph.rejected)
-        num_ops = sorted(graph.num_ops for graph in self.graphs)
-        quarters = [num_ops[round(share * (len(num_ops) - 1) / 4)] for share in range(5)] if num_ops else []
+        sizes = ("num_ops", "held_bytes", "forward_bytes", "flops")
         return {
             "directory": str(self.directory),
             "seed": self.seed,
@@ -110,9 +122,15 @@ class GraphSet:
             "num_graphs": len(self.graphs),
             "num_structures": len({graph.structure for graph in self.graphs}),
             "num_by_family": dict(Counter(graph.family for graph in self.graphs)),
-            "num_ops_quartiles": quarters,
+            "quartiles": {name: _quartiles([getattr(graph, name) for graph in self.graphs]) for name in sizes},
             "rejected": dict(sorted(rejected.items())),
         }
+
+
+def _quartiles(values: Sequence[int]) -> list[int]:
+    """Returns the least value, the three quartiles and the largest value; [] if there are none."""
+    ordered = sorted(values)
+    return [ordered[round(quarter * (len(ordered) - 1) / 4)] for quarter in range(5)] if ordered else []
 
 
 def make_set(
@@ -127,7 +145,7 @@ def make_set(
 ) -> GraphSet:
     """Draws graphs 0 to `count` - 1 of `seed` into `directory`, those that are missing; returns what is there.
 
-    `on_graph` is called before each. InputError if the directory has a set of another seed, version or other families.
+    `on_graph` is called before each draw. InputError if the directory has a set of another seed, version or families.
     """
     from gdp.policy.training.architectures.draw import VERSION as GENERATOR
     from gdp.policy.training.architectures.draw import draw
@@ -151,9 +169,9 @@ def make_set(
         for number in range(len(graphs), count):
             if must_stop():
                 break
-            on_graph(number)
             path = _path(directory, number)
             if not path.exists():
+                on_graph(number)
                 references = references or built_ins()
                 _write(path, draw(seed, number, families, references))
             graphs.append(_stored(directory, number, _read(path)["row"]))
@@ -165,6 +183,7 @@ def make_set(
 
 
 def _write(path: Path, drawn: Any) -> None:
+    from gdp.policy.training.architectures.draw import forward_bytes
     from gdp.policy.training.architectures.likeness import structure
 
     graph: Graph = drawn.graph
@@ -173,6 +192,8 @@ def _write(path: Path, drawn: Any) -> None:
         "family": drawn.family,
         "num_ops": graph.num_ops,
         "held_bytes": int(graph.resident_bytes.sum()),
+        "forward_bytes": forward_bytes(graph),
+        "flops": int(graph.flops.sum()),
         "fingerprint": graph.fingerprint,
         "structure": structure(graph),
         "rejected": dict(drawn.rejected),
@@ -181,9 +202,11 @@ def _write(path: Path, drawn: Any) -> None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    document = files.read_json(path)
+    document: Mapping[str, Any] = files.read_json(path)
     with prefixed(path):
-        return files.require_header(document, GRAPH_FORMAT, VERSION)
+        files.require_header(document, GRAPH_FORMAT, VERSION)
+        files.require_keys(document, "graph", _FIELDS, set(_FIELDS))
+    return document
 
 
 def _stored(directory: Path, number: int, row: Mapping[str, Any]) -> StoredGraph:

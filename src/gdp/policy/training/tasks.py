@@ -75,12 +75,12 @@ class TaskSource:
         """Raises InputError for parameters that alone exceed the cluster's memory; drawn clusters have enough."""
         if self.cluster is None:
             return
-        is_read = isinstance(self.graph, Graph)
-        held_bytes = sum(self.graph.resident_bytes.tolist()) if is_read else self.graph.held_bytes
+        graph = self.graph
+        held_bytes = sum(graph.resident_bytes.tolist()) if isinstance(graph, Graph) else graph.held_bytes
         memory = sum(device.memory_bytes for device in self.cluster.devices)
         if held_bytes > memory:
             raise InputError(
-                f"graph {self.graph.name!r} holds {held_bytes} bytes for the whole step, cluster "
+                f"graph {graph.name!r} holds {held_bytes} bytes for the whole step, cluster "
                 f"{self.cluster.name!r} has {memory}; train on more or larger devices"
             )
 

@@ -108,7 +108,12 @@ def _reason(graph: Graph, built_ins: BuiltIns) -> str:
         return "too few ops"
     if graph.num_ops > MAX_OPS:
         return "too many ops"
-    is_made = graph.is_in_phase("forward")[graph.producers] & (graph.view_of < 0)
-    if graph.tensor_bytes[is_made].sum() + graph.resident_bytes.sum() > MAX_BYTES:
+    if forward_bytes(graph) + graph.resident_bytes.sum() > MAX_BYTES:
         return "too large"
     return "like a built-in workload" if built_ins.nearest(graph)[1] > MAX_LIKENESS else ""
+
+
+def forward_bytes(graph: Graph) -> int:
+    """Returns the bytes of the tensors that the forward pass makes."""
+    is_made = graph.is_in_phase("forward")[graph.producers] & (graph.view_of < 0)
+    return int(graph.tensor_bytes[is_made].sum())
