@@ -171,8 +171,8 @@ def make_set(
                 break
             path = _path(directory, number)
             if not path.exists():
-                on_graph(number)
                 references = references or built_ins()
+                on_graph(number)
                 _write(path, draw(seed, number, families, references))
             graphs.append(_stored(directory, number, _read(path)["row"]))
             if len(graphs) % _SAVE_EVERY == 0:

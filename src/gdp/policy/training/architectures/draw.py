@@ -1,4 +1,4 @@
-"""Draws architectures: number n of a seed is a function of the two alone."""
+"""Draws architectures: number n of a seed is a function of these two and the families."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,9 @@
 
 # mypy: disable-error-code=no-any-return
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,20 @@ from torch.nn import functional
 from gdp.policy.training.architectures.families.images import ConvUnit, ImageStem, ImageStyle, Resize
 from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, WeightedSum, random_classes
 
-_OPS_OF = {"identity": 0, "average": 3, "maximum": 3, "pointwise": 10, "conv": 11, "separable": 15, "grouped": 11}
-_OPS_OF |= {"dilated": 11, "factored": 15}  # ops of a step, forward, backward and update: rounded means of captures
+_OPS_OF: Mapping[str, int] = MappingProxyType(
+    {
+        "identity": 0,
+        "average": 3,
+        "maximum": 3,
+        "pointwise": 10,
+        "conv": 11,
+        "grouped": 11,
+        "dilated": 11,
+        "separable": 15,
+        "factored": 15,
+    }
+)
+"""About as many ops as a step has for each operation: forward, backward, parameters and updates."""
 _JOINS = ("add", "mean", "maximum", "product", "weighted")
 
 Edge = tuple[int, str, int]

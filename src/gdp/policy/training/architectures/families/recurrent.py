@@ -2,8 +2,9 @@
 
 # mypy: disable-error-code=no-any-return
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from gdp.policy.training.architectures.families.parts import (
     vector_norm,
 )
 
-_OPS_OF_STEP = {"lstm": 60, "gru": 48, "minimal": 36, "highway": 36, "plain": 16, "leaky": 24}
+_OPS_OF_STEP: Mapping[str, int] = MappingProxyType(
+    {"lstm": 60, "gru": 48, "minimal": 36, "highway": 36, "plain": 16, "leaky": 24}
+)
 CELLS = tuple(_OPS_OF_STEP)
 
 

@@ -2,8 +2,9 @@
 
 # mypy: disable-error-code=no-any-return
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,28 @@ from gdp.policy.training.architectures.families.parts import (
 )
 
 CROSS, EXPERTS = "cross", "experts"
-_OPS_OF = {"fused": 40, "explicit": 52, "biased": 56, "few_keys": 46, "linear": 56, "window": 50, CROSS: 46}
-_OPS_OF |= {"tokens": 22, "convolution": 24, "pool": 10, "gate": 34}
-_OPS_OF |= {"plain": 18, "gated": 24, "squared": 20, "local": 34, "deep": 27, "parallel": 34}
+_OPS_OF: Mapping[str, int] = MappingProxyType(
+    {
+        "fused": 40,
+        "explicit": 52,
+        "biased": 56,
+        "few_keys": 46,
+        "linear": 56,
+        "window": 50,
+        CROSS: 46,
+        "tokens": 22,
+        "convolution": 24,
+        "pool": 10,
+        "gate": 34,
+        "plain": 18,
+        "gated": 24,
+        "squared": 20,
+        "local": 34,
+        "deep": 27,
+        "parallel": 34,
+    }
+)
+"""About as many ops as a step has for each sublayer."""
 _FORMS = ("mf", "fmf", "mmf", "mff", "fm")
 
 
@@ -92,7 +112,7 @@ class TransformerPlan:
     def num_ops(self) -> float:
         """About as many ops as a step of one block has, on average over the kinds."""
         around = {"before": 12, "after": 12, "both": 19, "scaled": 9}[self.order]
-        ops_of = _OPS_OF | {EXPERTS: self.experts.num_ops}
+        ops_of = {**_OPS_OF, EXPERTS: self.experts.num_ops}
         return sum(ops_of[layer] + around for block in self.blocks for layer in block) / len(self.blocks)
 
 
