@@ -30,9 +30,9 @@ class ImageStyle:
             draws.one_of("batch", "batch", "group", "layer", "none"),
             draws.one_of("relu", "gelu", "silu", "elu", "leaky"),
             draws.chance(0.4),
-            draws.size(max(8, 512 // size), 16384 // size),
+            draws.size(2048 // size, 32768 // size),
             size,
-            draws.size(16, max_channels, 16),
+            draws.size(32, max_channels, 16),
         )
 
     def images(self, num_channels: int = 3) -> Tensor:

@@ -183,7 +183,7 @@ class Mixture(nn.Module):
 
 def build_mixture(draws: Draws, num_ops: int) -> Example:
     """Draws a mixture of about `num_ops` ops, with one batch."""
-    batch, width = draws.size(16, 256), draws.size(128, 1024, 64)
+    batch, width = draws.size(64, 512), draws.size(128, 1024, 64)
     kinds = [draws.one_of(*BODIES) for _ in range(draws.number(1, 3))]
     source_kind = draws.one_of(*SOURCES)
     source_ops = num_ops * _share_of_source(draws, source_kind)
@@ -251,7 +251,7 @@ class Tower(nn.Module):
 
 def build_towers(draws: Draws, num_ops: int) -> Example:
     """Draws two or three towers of about `num_ops` ops together, with one batch; equal ones may share weights."""
-    batch, width, num_classes = draws.size(32, 512), draws.size(128, 768, 64), draws.size(10, 1000, 1)
+    batch, width, num_classes = draws.size(64, 512), draws.size(128, 768, 64), draws.size(10, 1000, 1)
     count = draws.one_of(2, 2, 3)
     merge = draws.one_of("perceptron", "product", "attention", "comparison")
     shares = draws.rng.dirichlet([4.0] * count) * num_ops

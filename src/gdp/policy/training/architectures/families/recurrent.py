@@ -240,7 +240,7 @@ def build(draws: Draws, num_ops: int) -> Example:
     """Draws a recurrent model of about `num_ops` ops, with one batch."""
     plan = StackPlan.draw(draws)
     num_steps = min(max(round(num_ops / (plan.ops_per_step + 12)), 3), 64)
-    batch, has_tokens = draws.size(32, 1024), draws.chance(0.6)
+    batch, has_tokens = draws.size(64, 2048), draws.chance(0.6)
     if has_tokens:
         vocabulary = draws.size(1000, 40000, 100)
         model = RecurrentModel(draws, plan, vocabulary, vocabulary, has_tokens=True)

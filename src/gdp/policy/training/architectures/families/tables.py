@@ -118,7 +118,7 @@ class TableModel(nn.Module):
 
 def build(draws: Draws, num_ops: int) -> Example:
     """Draws a model of tables of about `num_ops` ops, with one batch."""
-    batch, num_dense = draws.size(512, 16384, 64), draws.size(8, 512)
+    batch, num_dense = draws.size(2048, 65536, 64), draws.size(8, 512)
     model = TableModel(draws, num_ops, num_dense, 12)
     numbers = [torch.randint(rows, (batch, bag)) for rows, bag in zip(model.num_rows, model.bags, strict=True)]
     values = (torch.rand(batch, len(model.heads)) < 0.5).float()

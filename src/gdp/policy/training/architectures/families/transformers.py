@@ -233,7 +233,7 @@ class EncoderDecoder(nn.Module):
 def draw_steps(draws: Draws) -> tuple[int, int]:
     """Draws a batch and a number of steps, a multiple of the windows; about as many steps in all."""
     num_steps = draws.size(32, 512, 8 * WINDOWS)
-    return draws.size(max(2048 // num_steps, 4), 16384 // num_steps, 2), num_steps
+    return draws.size(8192 // num_steps, 32768 // num_steps, 2), num_steps
 
 
 def _model(draws: Draws, plan: TransformerPlan, num_ops: int) -> Example:

@@ -126,6 +126,6 @@ def build(draws: Draws, num_ops: int) -> Example:
             (style.images(), random_classes(num_classes, style.batch)),
             {},
         )
-    num_features, batch = draws.size(64, 1024), draws.size(256, 8192)
+    num_features, batch = draws.size(64, 1024), draws.size(1024, 16384)
     model = WiredVectors(draws, num_features, num_ops, num_classes)
     return model, (torch.randn(batch, num_features), random_classes(num_classes, batch)), {}
