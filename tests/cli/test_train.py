@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from gdp.cli import main
 from gdp.models import read, workloads
 from gdp.policy import checkpoint
 from gdp.policy.checkpoint import load_checkpoint, read_checkpoint, read_manifest
+from gdp.policy.training.architectures.likeness import BuiltIns
 from policy.tiny_policy import TINY, mixed_chain, parameters, random_graph
 
 DEVICES = "2xp100-pcie-16g"
@@ -60,6 +62,28 @@ def test_the_answer_is_a_policy_that_can_be_loaded_and_trained_on(run: Run) -> N
     manifest = read_manifest("more.safetensors")
     assert [graph["name"] for graph in manifest["graphs"]] == ["random-12"]
     assert re.fullmatch("[0-9a-f]{64}", manifest["arguments"]["from"])
+
+
+def test_drawn_graphs_are_made_and_trained_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory of `gdp architectures` stands for its graphs, on drawn devices and to validate on too."""
+    monkeypatch.setattr(BuiltIns, "read", lambda: BuiltIns({"none": np.zeros(1, np.uint64)}))
+    arguments = ["architectures", "drawn", "--count", "2", "--family", "tables", "--seed", "4"]
+    assert main([*arguments, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["num_graphs"], answer["num_drawn"], answer["num_by_family"]) == (2, 2, {"tables": 2})
+    assert main(arguments) == 0
+    assert "2 graphs of 2 structures in drawn\ndrawn now: 0" in capsys.readouterr().out
+    status, _, err = run(*train("--updates", "2", "--validation", "drawn"), graphs=("drawn",), devices=None)
+    assert status == 0, err
+    manifest = read_manifest(OUT)
+    assert [graph["name"] for graph in manifest["graphs"]] == ["tables-4-0", "tables-4-1"]
+    assert manifest["clusters"] == []
+    status, _, err = run(*train("--resume", "--updates", "2"), graphs=("drawn", "chain.json.gz"))
+    assert (status, "resume with the same arguments" in err) == (2, True), err
+    assert main([*arguments[:4], "--family", "table"]) == 2
+    assert "did you mean" in capsys.readouterr().err.lower()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from gdp.cli.architectures import architectures
 from gdp.cli.bench import bench_app
 from gdp.cli.devices import devices_app
 from gdp.cli.export import export
@@ -73,6 +74,7 @@ app.command()(place)
 app.command()(run)
 app.command()(export)
 app.command()(report)
+app.command()(architectures)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -293,7 +295,8 @@ def train(
     graphs: Annotated[
         list[str],
         typer.Argument(
-            metavar="GRAPH...", help="gdp-graph files, MODELs, or training-set: all built-in graphs for training."
+            metavar="GRAPH...",
+            help="gdp-graph files, MODELs, directories of gdp architectures, or training-set: all built-in graphs.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The file to write, such as my.safetensors.")],

@@ -23,12 +23,14 @@ from gdp.models import read, workloads
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.training import ppo
+from gdp.policy.training.graph_set import GraphSet, StoredGraph
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.processes import Processes
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
 
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
+LAYOUT_SHARE = 0.3  # of varied tasks, where graphs of a set are among those to train on
 MAX_GRAPHS_PER_UPDATE = 8
 TRAINING_SET = "training-set"  # the GRAPH that stands for `workloads.training_set`
 
@@ -132,8 +134,9 @@ def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
         learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
         ppo=ppo.PAPER if policy.name == "paper" else ppo.PPOConfig(),
     )
-    tasks = Tasks(pairs, _task_config(options, policy), options.seed)
-    validation = _validation(options, clusters, held_out)
+    task_config = _task_config(options, policy, pairs)
+    tasks = Tasks(pairs, task_config, options.seed)
+    validation = _validation(options, clusters, held_out, task_config)
     seconds = None if limit is None else limit.seconds
     line = StatusLine(f"training {policy.name}")
     warm_up()
@@ -182,15 +185,22 @@ def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str
 def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence[str]) -> list[TaskSource]:
     """Returns each graph on each of `clusters`, or by default on the usual cluster of the graph.
 
+    A directory of `gdp architectures` stands for its graphs, by default without a cluster.
+
     Raises InputError for a graph without a usual cluster, and for one of a family that is `held_out`.
     """
     training_set = [workload.name for workload in workloads.training_set(held_out)]
     names = [name for text in texts for name in (training_set if text == TRAINING_SET else (text,))]
     pairs: list[TaskSource] = []
+    places: Sequence[Cluster | None]
     line = StatusLine("reading graphs")
     with live(line):
         for number, name in enumerate(names, 1):
             line.say(f"reading {name} ({number} of {len(names)})")
+            if GraphSet.is_at(name):
+                places = clusters or [None]
+                pairs += [TaskSource(stored, cluster) for stored in _stored(name) for cluster in places]
+                continue
             graph = read.read_model(name).graph
             _check_held_out((graph.name,), held_out, name)
             workload = workloads.find(graph.name)
@@ -199,6 +209,13 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
             usual = [Cluster.parse(workload.cluster)] if workload is not None else []
             pairs += [TaskSource(graph, cluster) for cluster in clusters or usual]
     return pairs
+
+
+def _stored(name: str) -> Sequence[StoredGraph]:
+    graphs = GraphSet.open(name).graphs
+    if not graphs:
+        raise InputError(f"{name}: has no graphs yet; make them with gdp architectures")
+    return graphs
 
 
 def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | None = None) -> None:
@@ -211,13 +228,20 @@ def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | N
             )
 
 
-def _task_config(options: TrainOptions, policy: Policy) -> TaskConfig:
-    config = TaskConfig(random_share=RANDOM_SHARE if options.randomize else 0.0)
+def _task_config(options: TrainOptions, policy: Policy, pairs: Sequence[TaskSource]) -> TaskConfig:
+    config = TaskConfig(
+        random_share=RANDOM_SHARE if options.randomize else 0.0,
+        layout_share=LAYOUT_SHARE if any(pair.cluster is None for pair in pairs) else 0.0,
+    )
     most = getattr(cast("Any", policy).config, "max_devices", config.max_devices)
     return replace(config, max_devices=min(most, config.max_devices), min_devices=min(most, config.min_devices))
 
 
-def _validation(options: TrainOptions, clusters: Sequence[Cluster], held_out: Sequence[str]) -> list[TrainingTask]:
-    pairs = _pairs(options.validation, clusters, held_out)  # held-out families do not decide which parameters are kept
-    tasks = Tasks(pairs, TaskConfig(), options.seed) if pairs else None
+def _validation(
+    options: TrainOptions, clusters: Sequence[Cluster], held_out: Sequence[str], config: TaskConfig
+) -> list[TrainingTask]:
+    """Returns the task of each validation graph as it is; held-out families do not decide which parameters are kept."""
+    pairs = _pairs(options.validation, clusters, held_out)
+    drawn = replace(config, random_share=0.0, layout_share=LAYOUT_SHARE)
+    tasks = Tasks(pairs, drawn, options.seed) if pairs else None
     return [tasks.unvaried(number) for number in range(len(pairs))] if tasks else []

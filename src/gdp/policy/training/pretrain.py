@@ -281,7 +281,7 @@ def _instance(policy: Policy, task: TrainingTask, rng: np.random.Generator) -> I
 
 def _manifest(tasks: Tasks, state: TrainingState, provenance: Provenance, arguments: dict[str, Any]) -> dict[str, Any]:
     graphs = {source.graph.fingerprint: source.graph for source in tasks.sources}
-    clusters = {source.cluster.fingerprint: source.cluster for source in tasks.sources}
+    clusters = {source.cluster.fingerprint: source.cluster for source in tasks.sources if source.cluster}
     return {
         "graphs": [
             {"name": graph.name, "num_ops": graph.num_ops, "fingerprint": print_} for print_, graph in graphs.items()

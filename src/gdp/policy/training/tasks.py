@@ -2,7 +2,8 @@
 
 A task is a function of (seed, update, index) alone, so neither the number of processes nor a resumed run changes it.
 Sources, pairs of a graph and a cluster, take turns in a random order, a new one for each round. Some tasks are the
-source as it is; the others vary devices, links, memory and batch size, on which a policy must not rely.
+source as it is; the others vary devices, links, memory, batch size and layout, on which a policy must not rely. A
+source without a cluster has one such task of its own, always the same.
 N ops, D devices.
 """
 
@@ -18,14 +19,16 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import MAX_DEVICES, Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.policy.training.graph_set import StoredGraph
 from gdp.policy.training.random_clusters import draw_cluster
+from gdp.policy.training.random_layouts import draw_layout, step_in
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 from gdp.units.reduction import reduce
 
 _MAX_CACHED_OPS = 1_000_000  # of reduced problems that are kept; about 1 kB an op
 _NUM_DRAWS = 8  # of clusters, until all ops can run on one
-_ORDER = 1  # spawn key: the order of sources is drawn apart from the tasks
+_ORDER, _OWN = 1, 2  # spawn keys: the order of sources, and tasks of sources without a cluster, are drawn apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +41,11 @@ class TaskConfig:
     batch_factors: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
     tight_share: float = 0.5  # of varied tasks whose memory is set to `room`
     room: tuple[float, float] = (1.5, 4.0)  # all devices' memory, in units of the step's need on one device
+    layout_share: float = 0.0  # of varied tasks whose step is cut into replicas and micro-batches
+    max_layout_ops: int = 8000  # of these steps, about
 
     def __post_init__(self) -> None:
-        for name in ("random_share", "tight_share"):
+        for name in ("random_share", "tight_share", "layout_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name)}; a share from 0 to 1 is expected")
         if not 1 <= self.min_devices <= self.max_devices <= MAX_DEVICES:
@@ -58,9 +63,26 @@ class TaskConfig:
 class TaskSource:
     """A graph on a cluster, from which tasks are made."""
 
-    graph: Graph
-    cluster: Cluster
+    graph: Graph | StoredGraph
+    cluster: Cluster | None  # None: drawn
     reference_ns: int | None = None  # of the rewards, for the source as it is; None: the lower bound
+
+    def load(self) -> Graph:
+        """Returns the graph, from its file if it has one."""
+        return self.graph if isinstance(self.graph, Graph) else self.graph.load()
+
+    def check_memory(self) -> None:
+        """Raises InputError for parameters that alone exceed the cluster's memory; drawn clusters have enough."""
+        if self.cluster is None:
+            return
+        graph = self.graph
+        held_bytes = sum(graph.resident_bytes.tolist()) if isinstance(graph, Graph) else graph.held_bytes
+        memory = sum(device.memory_bytes for device in self.cluster.devices)
+        if held_bytes > memory:
+            raise InputError(
+                f"graph {graph.name!r} holds {held_bytes} bytes for the whole step, cluster "
+                f"{self.cluster.name!r} has {memory}; train on more or larger devices"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +100,9 @@ class Tasks:
     def __init__(self, sources: Sequence[TaskSource], config: TaskConfig, seed: int) -> None:
         if not sources:
             raise InputError("there are no graphs to train on; name at least one")
-        for source in sources:
-            resident = sum(source.graph.resident_bytes.tolist())
-            memory = sum(device.memory_bytes for device in source.cluster.devices)
-            if resident > memory and config.random_share < 1:
-                raise InputError(
-                    f"graph {source.graph.name!r} holds {resident} bytes for the whole step, cluster "
-                    f"{source.cluster.name!r} has {memory}; train on more or larger devices"
-                )
+        if config.random_share < 1:
+            for source in sources:
+                source.check_memory()
         self.sources, self.config, self.seed = tuple(sources), config, seed
         self._recent: OrderedDict[int, TrainingTask] = OrderedDict()
 
@@ -97,7 +114,7 @@ class Tasks:
             "sources": [
                 {
                     "graph": source.graph.fingerprint,
-                    "cluster": source.cluster.fingerprint,
+                    "cluster": source.cluster.fingerprint if source.cluster else None,
                     "reference_ns": source.reference_ns,
                 }
                 for source in self.sources
@@ -115,14 +132,21 @@ class Tasks:
     def unvaried(self, number: int) -> TrainingTask:
         """Returns the task of source `number` as it is."""
         if number not in self._recent:
-            source = self.sources[number]
-            problem = reduce(Problem.build(source.graph, source.cluster)).problem
-            reference_ns = lower_bound(problem) if source.reference_ns is None else source.reference_ns
-            self._recent[number] = TrainingTask(problem, reference_ns, number)
+            self._recent[number] = self._own(number)
             while len(self._recent) > 1 and self._num_cached_ops() > _MAX_CACHED_OPS:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(number)
         return self._recent[number]
+
+    def _own(self, number: int) -> TrainingTask:
+        source = self.sources[number]
+        if source.cluster is None:
+            return self._vary(
+                number, np.random.default_rng(np.random.SeedSequence([self.seed, number], spawn_key=(_OWN,)))
+            )
+        problem = reduce(Problem.build(source.load(), source.cluster)).problem
+        reference_ns = lower_bound(problem) if source.reference_ns is None else source.reference_ns
+        return TrainingTask(problem, reference_ns, number)
 
     def _num_cached_ops(self) -> int:
         return sum(task.problem.num_ops for task in self._recent.values())
@@ -133,16 +157,27 @@ class Tasks:
         return int(np.random.default_rng(order).permutation(len(self.sources))[position])
 
     def _vary(self, number: int, rng: np.random.Generator) -> TrainingTask:
-        graph = scale_batch(self.sources[number].graph, float(rng.choice(self.config.batch_factors)))
+        graph, factor = self.sources[number].load(), float(rng.choice(self.config.batch_factors))
         for _ in range(_NUM_DRAWS):
             cluster = draw_cluster(rng, self.config.min_devices, self.config.max_devices)
             try:
-                problem = reduce(Problem.build(graph, cluster)).problem
+                step = self._cut(graph, factor, cluster.num_devices, rng)
+                problem = reduce(Problem.build(step, cluster)).problem
             except InputError:  # an op with measured times that cannot run on any of these
                 continue
             problem = self._set_memory(problem, rng)
             return TrainingTask(problem, lower_bound(problem), number)
+        if self.sources[number].cluster is None:
+            raise InputError(f"graph {graph.name!r}: its ops run on none of {_NUM_DRAWS} drawn clusters; name devices")
         return self.unvaried(number)
+
+    def _cut(self, graph: Graph, factor: float, num_devices: int, rng: np.random.Generator) -> Graph:
+        """Returns the step of a batch `factor` times as large, in a drawn layout or whole."""
+        config = self.config
+        if not config.layout_share or rng.random() >= config.layout_share:
+            return scale_batch(graph, factor)
+        layout = draw_layout(rng, num_devices, config.max_layout_ops // graph.num_ops)
+        return step_in(scale_batch(graph, factor / layout.num_parts), layout)
 
     def _set_memory(self, problem: Problem, rng: np.random.Generator) -> Problem:
         """Returns `problem` with all devices' memory scaled alike: to a drawn room, or up to a placement's need."""

@@ -1,0 +1,126 @@
+"""Drawn architectures: each runs, is a function of seed and number, and is like no built-in workload; sets of them."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdp.errors import InputError
+from gdp.models import read, workloads
+from gdp.policy.training.architectures.draw import FAMILIES, MAX_OPS, MIN_OPS, captured, draw
+from gdp.policy.training.architectures.likeness import MAX_LIKENESS, BuiltIns, neighbourhoods, structure
+from gdp.policy.training.graph_set import INDEX, GraphSet, make_set
+from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
+
+SMALL = (60, 100)  # ops to aim at
+PAIR = ("tables", "encoders")
+
+
+@pytest.fixture(scope="module")
+def built_ins() -> BuiltIns:
+    return BuiltIns.read(["vit"])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, built_ins: BuiltIns) -> GraphSet:
+    """A set of four graphs."""
+    directory = tmp_path_factory.mktemp("sets") / "whole"
+    return make_set(directory, 4, seed=3, families=PAIR, built_ins=lambda: built_ins)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_draws_training_steps(family: str) -> None:
+    """A draw has all phases; the same seed gives the same graph, another seed another structure."""
+    graphs = [captured(family, "drawn", np.random.default_rng(seed), SMALL) for seed in (0, 0, 1)]
+    for graph in graphs[1:]:
+        assert {"forward", "backward", "update"} <= set(graph.phases)
+        assert graph.flops.sum() > 0
+    assert graphs[0].fingerprint == graphs[1].fingerprint
+    assert structure(graphs[1]) != structure(graphs[2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_draws_run_whatever_the_sizes(family: str) -> None:
+    """Of forty draws none fails, and hardly two have one structure."""
+    graphs = [captured(family, "drawn", np.random.default_rng([7, seed])) for seed in range(40)]
+    assert len({structure(graph) for graph in graphs}) >= 39
+
+
+def test_a_draw_is_in_range_and_families_take_turns(built_ins: BuiltIns, whole: GraphSet) -> None:
+    """Number n of a seed does not depend on what was drawn before."""
+    assert [graph.family for graph in whole.graphs] == [*PAIR, *PAIR]
+    assert [graph.name for graph in whole.graphs[:2]] == ["tables-3-0", "encoders-3-1"]
+    assert all(MIN_OPS <= graph.num_ops <= MAX_OPS for graph in whole.graphs)
+    assert draw(3, 1, PAIR, built_ins).graph.fingerprint == whole.graphs[1].fingerprint
+
+
+def test_relatives_are_alike_and_sizes_do_not_matter(built_ins: BuiltIns) -> None:
+    """A ViT of another size has nearly all neighbourhoods of a ViT; CLIP, its relative, would be rejected too."""
+    larger = read.load("vit/l18-h1280-ps32-b256")
+    assert built_ins.nearest(larger) == ("vit", pytest.approx(1.0, abs=0.02))
+    clip = next(item.name for item in workloads.training_variants() if item.family == "clip")
+    assert built_ins.nearest(read.load(clip))[1] > MAX_LIKENESS
+    small = read.load("tree_lstm/h512-l8-b1024")
+    assert built_ins.nearest(small)[1] < 0.05
+    assert len(neighbourhoods(small)) <= small.num_ops
+
+
+def test_a_draw_like_a_built_in_workload_is_rejected(whole: GraphSet) -> None:
+    """With a drawn graph among the built-in workloads, its number gives the next draw."""
+    first = whole.graphs[1].load()
+    again = draw(3, 1, PAIR, BuiltIns({"twin": neighbourhoods(first)}))
+    assert again.rejected["like a built-in workload"] >= 1
+    assert structure(again.graph) != structure(first)
+
+
+def test_a_set_is_the_same_in_one_go_and_after_interruptions(
+    tmp_path: Path, whole: GraphSet, built_ins: BuiltIns
+) -> None:
+    """One part ends by request, one by a kill that left a graph without a row."""
+    directory = tmp_path / "parts"
+    calls = iter(range(10))
+    part = make_set(
+        directory, 4, seed=3, families=PAIR, built_ins=lambda: built_ins, must_stop=lambda: next(calls) == 2
+    )
+    assert len(GraphSet.open(directory).graphs) == len(part.graphs) == 2
+    shutil.copy(whole.graphs[2].path, directory)
+    (directory / ".graph-000003.json.gz.x.tmp").write_text("half")
+    done = make_set(directory, 4, seed=3, families=PAIR, built_ins=lambda: built_ins)
+    assert [graph.row() for graph in done.graphs] == [graph.row() for graph in whole.graphs]
+    assert (directory / INDEX).read_bytes() == (whole.directory / INDEX).read_bytes()
+    assert len({graph.structure for graph in done.graphs}) == 4
+
+
+def test_a_set_is_opened_without_reading_its_graphs(tmp_path: Path, whole: GraphSet) -> None:
+    directory = Path(shutil.copytree(whole.directory, tmp_path / "copy"))
+    graphs = GraphSet.open(directory).graphs
+    assert graphs[1].load().fingerprint == graphs[1].fingerprint
+    graphs[0].path.unlink()
+    assert GraphSet.open(directory).graphs == graphs
+    with pytest.raises(InputError, match="no such file"):
+        graphs[0].load()
+    shutil.copy(graphs[2].path, graphs[1].path)
+    with pytest.raises(InputError, match="is not the graph that the set names"):
+        graphs[1].load()
+
+
+def test_a_set_of_another_seed_is_refused(whole: GraphSet, built_ins: BuiltIns) -> None:
+    with pytest.raises(InputError, match="has graphs of seed 3, not 4; name another directory"):
+        make_set(whole.directory, 4, seed=4, families=PAIR, built_ins=lambda: built_ins)
+
+
+def test_graphs_without_a_cluster_have_a_task_of_their_own(whole: GraphSet) -> None:
+    """Drawn once, with cluster and layout, and the same in every process."""
+    config = TaskConfig(layout_share=0.7)
+    sources = [TaskSource(stored, None) for stored in whole.graphs[1::2] for _ in range(3)]
+    tasks = [Tasks(sources, config, 1) for _ in range(2)]
+    problems = [[each.unvaried(number).problem for each in tasks] for number in range(len(sources))]
+    for one, other in problems:
+        assert one.cluster.fingerprint == other.cluster.fingerprint
+        assert np.array_equal(one.op_time_ns, other.op_time_ns)
+    assert len({one.cluster.fingerprint for one, _ in problems}) == len(sources)
+    replicas = [any("#" in name for name in one.graph.op_names) for one, _ in problems]
+    assert 0 < sum(replicas) < len(sources)
+    assert max(one.num_ops for one, _ in problems) <= 2 * config.max_layout_ops
