@@ -19,7 +19,7 @@ from execute.test_placed_layouts import MODELS, Dropping, batches, built, placed
 from gdp import InputError
 from gdp.search.place import plan_of
 
-SAVED = "training.safetensors"
+SAVED, LOSSES = "training.safetensors", "losses.txt"
 
 
 def train(
@@ -126,6 +126,19 @@ ACTS: dict[str, Callable[[], None]] = {
 }
 
 
+def saves(out: Path, say: dict[str, Any], num_steps: int) -> None:
+    """Trains up to a step from the last file, saves each step, and writes down its loss."""
+    (out / f"{os.environ.get('RANK', '')}.pid").write_text(str(os.getpid()))
+    data, path = batches(points, num_steps), out / SAVED
+    with placed(built(Dropping), data[0], "data=2,zero=1", resume=path if path.exists() else None) as trained:
+        while trained.num_steps < num_steps:
+            loss = trained(*data[trained.num_steps])
+            if os.environ.get("RANK", "0") == "0":
+                with open(out / LOSSES, "a") as lines:
+                    lines.write(f"{trained.num_steps} {loss.item().hex()}\n")
+            trained.save(path)
+
+
 def differs(out: Path, say: dict[str, Any], how: str) -> None:
     """The second rank starts with other weights, another batch or another learning rate."""
     (batch,), rank = batches(points, 1), int(os.environ["RANK"])
@@ -184,7 +197,7 @@ def inference_plan(model: torch.nn.Module, x: Tensor) -> gdp.Plan:
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    job.__name__: job for job in (trains, in_a_group, fails, differs, cannot_write, serves)
+    job.__name__: job for job in (trains, in_a_group, fails, saves, differs, cannot_write, serves)
 }
 
 
@@ -204,3 +217,8 @@ def start(out: Path, environment: dict[str, str], job: str, *args: Any) -> None:
         status = 1
     (out / f"{rank}.json").write_text(json.dumps(say))
     sys.exit(status)
+
+
+if __name__ == "__main__":  # of torchrun
+    torch.set_num_threads(1)
+    JOBS[sys.argv[2]](Path(sys.argv[1]), {}, *map(json.loads, sys.argv[3:]))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -114,7 +115,7 @@ class Ranks:
             self._handles_sigterm = False
         if self._has_failed:  # the connections are cut; what is left of them ends with the process
             with contextlib.suppress(RuntimeError):
-                self._wait_for_readers()
+                _within(3 * CAUSE_SECONDS, self._wait_for_readers)
         elif dist.is_initialized():
             dist.destroy_process_group(self.group)
 
@@ -186,7 +187,7 @@ class Ranks:
     def store_lost(self) -> Failure:
         """Makes the failure of a store that is gone, and its owner with it."""
         if _is_store_torchruns():
-            return Failure(0, "torchrun, which started its process, is gone")
+            return Failure(0, "torchrun, which started its process, cannot be reached")
         return Failure.gone(0)
 
     def has_cause(self) -> bool:
@@ -203,11 +204,16 @@ class Ranks:
     def error_of(self, failure: Failure) -> RankError:
         """Agrees with the others on the cause of the run's end, and makes the error of it."""
         mine = failure.document(self.rank)
-        try:
+        self._has_failed = True
+
+        def settle() -> dict[str, Any]:
             until = time.monotonic() + (0 if failure.is_own else CAUSE_SECONDS)
             while not self.has_cause() and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
-            first = self.settle_cause(mine)
+            return self.settle_cause(mine)
+
+        try:
+            first = _within(3 * CAUSE_SECONDS, settle)
         except RuntimeError:
             first = mine if failure.is_own else self.store_lost().document(self.rank)
         cause = REMEDIED.get(first["kind"], RuntimeError)(first["text"]) if first["text"] else None
@@ -300,14 +306,27 @@ class HeartbeatMonitor(threading.Thread):
         super().__init__(name="gdp-heartbeats", daemon=True)
         self._ranks, self._key, self._fail = ranks, key, fail
         self.stop = threading.Event()
+        self._latest = time.monotonic()  # answer of the store
 
     def run(self) -> None:
+        threading.Thread(target=self._watch, name="gdp-heartbeats-watch", daemon=True).start()
+        self._beat()
+
+    def _watch(self) -> None:
+        """Notices a store whose host cannot be reached: calls to it do not return."""
+        while not self.stop.wait(_HEARTBEAT_SECONDS):
+            if time.monotonic() - self._latest > SILENT_SECONDS:
+                self._fail(self._ranks.store_lost())
+                return
+
+    def _beat(self) -> None:
         rank, count = self._ranks.rank, len(self._ranks.names)
         latest = {peer: (0, time.monotonic()) for peer in range(count) if peer != rank}
         try:
             store = self._ranks.store.clone()  # type: ignore[attr-defined]  # or others' waits would hold it up
             while not self.stop.wait(_HEARTBEAT_SECONDS):
                 store.add(f"{self._key}/{rank}", 1)
+                self._latest = time.monotonic()
                 if store.check(["cause"]):
                     self._fail(Failure(rank, "was told to end"))
                     return
@@ -321,6 +340,26 @@ class HeartbeatMonitor(threading.Thread):
         except RuntimeError:
             if not self.stop.is_set():
                 self._fail(self._ranks.store_lost())
+
+
+def _within(seconds: float, act: Callable[[], Any]) -> Any:
+    """Returns the answer of `act`. RuntimeError if there is none in time: the host of a store may be gone."""
+    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((act(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=answer, daemon=True).start()
+    try:
+        found, error = answers.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError(f"no answer for {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return found
 
 
 @contextlib.contextmanager
