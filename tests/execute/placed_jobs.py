@@ -139,6 +139,14 @@ def saves(out: Path, say: dict[str, Any], num_steps: int) -> None:
             trained.save(path)
 
 
+def never_closes(out: Path, say: dict[str, Any]) -> None:
+    """Takes two steps, and ends without closing anything."""
+    (batch,) = batches(points, 1)
+    trained = placed(built(Dropping), batch, "data=2")
+    trained(*batch)
+    trained(*batch)
+
+
 def differs(out: Path, say: dict[str, Any], how: str) -> None:
     """The second rank starts with other weights, another batch or another learning rate."""
     (batch,), rank = batches(points, 1), int(os.environ["RANK"])
@@ -197,7 +205,7 @@ def inference_plan(model: torch.nn.Module, x: Tensor) -> gdp.Plan:
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    job.__name__: job for job in (trains, in_a_group, fails, saves, differs, cannot_write, serves)
+    job.__name__: job for job in (trains, in_a_group, fails, saves, never_closes, differs, cannot_write, serves)
 }
 
 

@@ -12,9 +12,9 @@ from execute import placed_jobs
 from execute.placed_jobs import LOSSES, SAVED, saves
 from execute.rank_processes import PATIENCE_SECONDS, start_ranks, statuses_of
 from execute.test_kills import losses_of
-from execute.torchrun import error_lines, is_running, is_soon, pids_of, torchrun
+from execute.torchrun import STANDALONE, error_lines, is_running, is_soon, pids_of, torchrun
 
-STEPS_A_KILL = 30
+STEPS_A_KILL = 20
 END_SECONDS = 10
 
 
@@ -78,7 +78,31 @@ def test_twenty_kills_under_torchrun_lose_nothing_and_leave_no_process(tmp_path:
         assert all(line.startswith(f"gdp: error: device '{name}': ") for line in lines), lines
         assert len(lines) == 1 or killed == started.pid, lines  # without torchrun no rank knows what others say
     assert num_done >= num_kills // 2
-    assert torchrun(out, "saves", num_steps).wait(PATIENCE_SECONDS) == 0
+    last = torchrun(out, "saves", num_steps)
+    assert error_lines(last.communicate(timeout=PATIENCE_SECONDS)[1]) == []
+    assert last.returncode == 0
     check_like_unbroken(out, tmp_path / "whole", num_steps)
     rest = {path.name for path in out.iterdir()} - {LOSSES, SAVED, "0.pid", "1.pid"}
     assert len(rest) <= num_kills, "at most what a kill left half written, under another name"
+
+
+@pytest.mark.long
+def test_torchrun_restarts_a_training_that_goes_on_from_its_file(tmp_path: Path) -> None:
+    """A rank is killed, and torchrun starts both anew."""
+    out, num_steps = tmp_path / "killed", STEPS_A_KILL
+    started = torchrun(out, "saves", num_steps, options=[*STANDALONE, "--max-restarts", "1"])
+    assert is_soon(lambda: num_lines(out) > 2, PATIENCE_SECONDS)
+    os.kill(pids_of(out)[1], signal.SIGKILL)
+    _, errors = started.communicate(timeout=PATIENCE_SECONDS)
+    assert started.returncode == 0, errors
+    assert error_lines(errors) == ["gdp: error: device 'gpu1': its process, rank 1, is gone"]
+    check_like_unbroken(out, tmp_path / "whole", num_steps)
+
+
+@pytest.mark.long
+def test_a_script_may_end_without_closing(tmp_path: Path) -> None:
+    started = torchrun(tmp_path, "never_closes")
+    _, errors = started.communicate(timeout=PATIENCE_SECONDS)
+    assert started.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert error_lines(errors) == []

@@ -76,7 +76,7 @@ class Communicator:
             lane_in = CpuLane(ranks.target, program.memory_for)
             self._receivers[peer] = Receiver(self.transfers, peer, here, lane_in, self._first_tag + _TOKEN)
         self.began_ns = 0  # when all had begun the step
-        self._store, self._name, self._num_texts = ranks.store, f"executors/{ranks.num_executors}", 0
+        self._ranks, self._name, self._num_texts = ranks, f"executors/{ranks.num_executors}", 0
         self.heartbeats = HeartbeatMonitor(ranks, f"{self._name}/heartbeats", self.transfers.fail)
         for thread in self._threads:
             thread.start()
@@ -166,11 +166,15 @@ class Communicator:
         """Returns a text of each rank; by way of the store, since nobody knows their lengths."""
         self._num_texts += 1
         keys = [f"{self._name}/texts/{self._num_texts}/{rank}" for rank in range(len(self.peers) + 1)]
-        self._store.set(keys[self._rank], own)
-        self.begin_collective(_TEXTS, {})
-        texts = [self._store.get(key).decode() for key in keys]
-        self.begin_collective(_TEXTS, {})
-        self._store.delete_key(keys[self._rank])
+        try:
+            self._ranks.store.set(keys[self._rank], own)
+            self.begin_collective(_TEXTS, {})
+            texts = [self._ranks.store.get(key).decode() for key in keys]
+            self.begin_collective(_TEXTS, {})
+            self._ranks.store.delete_key(keys[self._rank])
+        except RuntimeError:
+            self.transfers.fail(self._ranks.store_lost())
+            raise Stopped from None
         return texts
 
     def _exchange(

@@ -159,7 +159,7 @@ class Ranks:
     def act_once(self, act: Callable[[], None], check: Callable[[], None]) -> None:
         """Acts on the first rank, while the others wait; an InputError of the act is raised on all.
 
-        `check` raises an error where a rank is gone.
+        `check` raises an error where a rank is gone. RankError where the store is.
         """
         self._num_acts += 1
         key, text = f"acts/{self._num_acts}", ""
@@ -168,13 +168,15 @@ class Ranks:
                 act()
             except InputError as error:
                 text = str(error)
-        with reaching_others(self.target.name):
+        try:
             if self.is_first:
                 self.store.set(key, text)
             while not self.store.check([key]):
                 check()
                 time.sleep(_POLL_SECONDS)
             text = self.store.get(key).decode()
+        except RuntimeError:
+            raise self.error_of(self.store_lost()) from None
         if text:
             raise InputError(text)
 
