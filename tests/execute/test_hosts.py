@@ -1,5 +1,6 @@
 """Two hosts train together: network namespaces on this machine, each with torchrun and a device of the plan."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -50,8 +51,13 @@ def link(number: int) -> str:
 
 
 def remove(names: list[str]) -> None:
+    """Removes the namespaces, and ends what a test that failed has left in them."""
     for name in names:
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        with contextlib.suppress(FileNotFoundError):
+            left = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+            for pid in map(int, left.stdout.split()):
+                os.kill(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 def start(out: Path, names: list[str], num_steps: int) -> Hosts:

@@ -76,8 +76,7 @@ class Communicator:
             lane_in = CpuLane(ranks.target, program.memory_for)
             self._receivers[peer] = Receiver(self.transfers, peer, here, lane_in, self._first_tag + _TOKEN)
         self.began_ns = 0  # when all had begun the step
-        self._ranks, self._name, self._num_texts = ranks, f"executors/{ranks.num_executors}", 0
-        self.heartbeats = HeartbeatMonitor(ranks, f"{self._name}/heartbeats", self.transfers.fail)
+        self.heartbeats = HeartbeatMonitor(ranks, f"heartbeats/{ranks.num_executors}", self.transfers.fail)
         for thread in self._threads:
             thread.start()
 
@@ -150,7 +149,7 @@ class Communicator:
         A rank's own tensors are not copied, if they are on the CPU.
         """
         on_cpu = {key: tensor.detach().to("cpu").contiguous() for key, tensor in own.items()}
-        headers = self._collect_texts(json.dumps([[key, *_form_of(tensor)] for key, tensor in on_cpu.items()]))
+        headers = self.collect_texts(json.dumps([[key, *_form_of(tensor)] for key, tensor in on_cpu.items()]))
         first = self._first_tag + _ITEM
         keys = dict[tuple[int, int], str]()
         incoming = dict[int, list[IncomingMessage]]()
@@ -162,20 +161,15 @@ class Communicator:
         received = self._exchange(_ITEMS, parcels, incoming, everywhere=everywhere)
         return on_cpu | {keys[place]: content for place, content in received.items()}
 
-    def _collect_texts(self, own: str) -> list[str]:
-        """Returns a text of each rank; by way of the store, since nobody knows their lengths."""
-        self._num_texts += 1
-        keys = [f"{self._name}/texts/{self._num_texts}/{rank}" for rank in range(len(self.peers) + 1)]
-        try:
-            self._ranks.store.set(keys[self._rank], own)
-            self.begin_collective(_TEXTS, {})
-            texts = [self._ranks.store.get(key).decode() for key in keys]
-            self.begin_collective(_TEXTS, {})
-            self._ranks.store.delete_key(keys[self._rank])
-        except RuntimeError:
-            self.transfers.fail(self._ranks.store_lost())
-            raise Stopped from None
-        return texts
+    def collect_texts(self, own: str) -> list[str]:
+        """Returns a text of each rank on all ranks."""
+        tag, content = self._first_tag + _ITEM, torch.frombuffer(bytearray(own.encode() or b" "), dtype=torch.uint8)
+        sizes = {peer: [_incoming_numbers(tag, 1)] for peer in self.peers}
+        lengths = self._exchange(_TEXTS, [Parcel(tag, torch.tensor([len(content)]))], sizes, everywhere=True)
+        texts = {peer: [_incoming_item(tag, [int(lengths[peer, tag])], "uint8")] for peer in self.peers}
+        received = self._exchange(_TEXTS, [Parcel(tag, content)], texts, everywhere=True)
+        received[self._rank, tag] = content
+        return [received[rank, tag].numpy().tobytes().decode().strip() for rank in range(len(self.peers) + 1)]
 
     def _exchange(
         self,

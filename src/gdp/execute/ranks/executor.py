@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Self
@@ -20,10 +20,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gdp.errors import InputError
 from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord
 from gdp.execute.lanes import lane_of
 from gdp.execute.ranks.communicator import CLOSE, STEP, Communicator, traffic_of
-from gdp.execute.ranks.ranks import CAUSE_SECONDS, INTERRUPTED, SILENT_SECONDS, Failure, RankError, Ranks
+from gdp.execute.ranks.ranks import CAUSE_SECONDS, INTERRUPTED, SILENT_SECONDS, Failure, RankError, Ranks, message_of
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker
 from gdp.models.pytorch import Program, Replay
 
@@ -176,12 +177,13 @@ class ProcessExecutor(PlanExecutor):
             found.setdefault(op, {})[value] = tensor
         return found
 
-    def check(self) -> None:
-        """Raises RankError if another rank has failed."""
+    def act_once(self, act: Callable[[], None]) -> None:
+        """Acts on the first rank, while the others wait; an InputError of the act is raised on all."""
         self._check_open()
-        with self._ending("waiting"):
-            if self._communicator.transfers.failure is not None:
-                raise Stopped
+        with self._ending("writing"):
+            text, *_ = self._communicator.collect_texts(message_of(act) if self.ranks.is_first else "")
+        if text:
+            raise InputError(text)
 
     @property
     def is_closed(self) -> bool:

@@ -62,10 +62,14 @@ class RankRunner:
     def write_once(self, write: Callable[[], None]) -> None:
         """Writes on the first rank, while the others wait; an InputError is raised on all."""
         try:
-            self._ranks.act_once(write, self._check)
+            if self._executor is not None:
+                self._executor.act_once(write)
+            else:
+                self._ranks.act_once(write)
+        except InputError:
+            raise
         except BaseException as error:
-            if not isinstance(error, InputError):
-                self.leave(error)
+            self.leave(error)
             raise
 
     def leave(self, error: BaseException) -> None:
@@ -108,13 +112,6 @@ class RankRunner:
     @property
     def _failure(self) -> RankError | None:
         return self._error if self._executor is None else self._executor.error
-
-    def _check(self) -> None:
-        if self._executor is not None:
-            self._executor.check()
-        elif self._ranks.has_cause():
-            self._error = self._ranks.error_of(Failure(self._ranks.rank, "was told to end"))
-            raise self._error
 
     def _tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Prints an error that nobody has caught, on one rank, and ends all."""

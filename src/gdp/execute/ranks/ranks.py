@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from gdp.errors import InputError
+from gdp.execute.ranks.time_limit import within
 from gdp.execute.targets import Target, find_targets, places_of
 from gdp.execute.worker import ExecutionError
 
@@ -115,7 +116,7 @@ class Ranks:
             self._handles_sigterm = False
         if self._has_failed:  # the connections are cut; what is left of them ends with the process
             with contextlib.suppress(RuntimeError):
-                _within(3 * CAUSE_SECONDS, self._wait_for_readers)
+                within(3 * CAUSE_SECONDS, self._wait_for_readers)
         elif dist.is_initialized():
             dist.destroy_process_group(self.group)
 
@@ -146,7 +147,8 @@ class Ranks:
 
     def is_first_to_say(self, text: str) -> bool:
         """Returns whether no other rank has said so. RuntimeError without store."""
-        return bool(self.store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1)
+        key = f"said/{hashlib.sha256(text.encode()).hexdigest()}"
+        return bool(within(SILENT_SECONDS, partial(self.store.add, key, 1)) == 1)
 
     def check_alike(self, key: str, digest: str, what: str) -> None:
         """Raises InputError, and ends all ranks, where the first rank that asked had another digest."""
@@ -156,23 +158,19 @@ class Ranks:
             self.settle_cause(Failure(self.rank, what).document(self.rank))
             raise InputError(f"device {self.target.name!r}: {what}")
 
-    def act_once(self, act: Callable[[], None], check: Callable[[], None]) -> None:
+    def act_once(self, act: Callable[[], None]) -> None:
         """Acts on the first rank, while the others wait; an InputError of the act is raised on all.
 
-        `check` raises an error where a rank is gone. RankError where the store is.
+        RankError where a rank, or the store, is gone. With an executor use `ProcessExecutor.act_once`.
         """
         self._num_acts += 1
-        key, text = f"acts/{self._num_acts}", ""
-        if self.is_first:
-            try:
-                act()
-            except InputError as error:
-                text = str(error)
+        key, text = f"acts/{self._num_acts}", message_of(act) if self.is_first else ""
         try:
             if self.is_first:
                 self.store.set(key, text)
-            while not self.store.check([key]):
-                check()
+            while not within(SILENT_SECONDS, partial(self.store.check, [key])):
+                if self.has_cause():
+                    raise self.error_of(Failure(self.rank, "was told to end"))
                 time.sleep(_POLL_SECONDS)
             text = self.store.get(key).decode()
         except RuntimeError:
@@ -215,7 +213,7 @@ class Ranks:
             return self.settle_cause(mine)
 
         try:
-            first = _within(3 * CAUSE_SECONDS, settle)
+            first = within(3 * CAUSE_SECONDS, settle)
         except RuntimeError:
             first = mine if failure.is_own else self.store_lost().document(self.rank)
         cause = REMEDIED.get(first["kind"], RuntimeError)(first["text"]) if first["text"] else None
@@ -344,24 +342,13 @@ class HeartbeatMonitor(threading.Thread):
                 self._fail(self._ranks.store_lost())
 
 
-def _within(seconds: float, act: Callable[[], Any]) -> Any:
-    """Returns the answer of `act`. RuntimeError if there is none in time: the host of a store may be gone."""
-    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-
-    def answer() -> None:
-        try:
-            answers.put((act(), None))
-        except BaseException as error:
-            answers.put((None, error))
-
-    threading.Thread(target=answer, daemon=True).start()
+def message_of(act: Callable[[], None]) -> str:
+    """Acts and returns the message of the InputError that it raises; "" if it does not."""
     try:
-        found, error = answers.get(timeout=seconds)
-    except Empty:
-        raise RuntimeError(f"no answer for {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return found
+        act()
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 @contextlib.contextmanager
