@@ -50,6 +50,7 @@ OF_OTHER_TOOLS = {  # options of torchrun, vLLM, Megatron-LM, torchtitan and pip
     "--node-rank",
     "--master-addr",
     "--master-port",
+    "--max-restarts",
 }
 
 

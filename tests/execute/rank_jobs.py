@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gdp.errors import InputError
 from gdp.execute.ranks import ranks as ranks_module
-from gdp.execute.ranks.executor import ProcessExecutor, RankError
-from gdp.execute.ranks.ranks import Ranks, join
+from gdp.execute.ranks.executor import ProcessExecutor
+from gdp.execute.ranks.ranks import RankError, Ranks, join
 from gdp.models.pytorch import Capture, Replay, capture
 from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.routine import Routine

@@ -1,11 +1,9 @@
 """Processes give to the bit what one gives, in whatever way the ops are placed; and whatever ends one ends all."""
 
 import json
-import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,39 +15,19 @@ import pytest
 
 from execute import rank_jobs
 from execute.rank_jobs import DEVICES, NUM_STEPS
+from execute.rank_processes import PATIENCE_SECONDS, start_ranks, statuses_of
 from gdp.errors import InputError
 from gdp.execute.ranks.ranks import join
 
-PATIENCE_SECONDS = 60
-
 
 def start(out: Path, count: int, job: str, *args: str) -> list[BaseProcess]:
-    """The ranks of a job, forked from a server that has PyTorch loaded and no threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "execute.rank_jobs"])  # the first is what takes time in a capture
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-    ranks = [
-        context.Process(target=rank_jobs.start, args=(out, {**shared, "RANK": str(rank)}, job, *args))
-        for rank in range(count)
-    ]
-    for rank in ranks:
-        rank.start()
-    return ranks
+    """Starts the ranks of a job."""
+    return start_ranks(rank_jobs.start, out, count, job, *args)
 
 
 def run(out: Path, count: int, job: str, *args: str) -> tuple[list[int | None], list[dict[str, Any]]]:
     """The exit status of each rank of a job and what it wrote; no rank is left."""
-    ranks = start(out, count, job, *args)
-    until = time.monotonic() + PATIENCE_SECONDS
-    for rank in ranks:
-        rank.join(until - time.monotonic())
-    for rank in ranks:
-        if rank.is_alive():
-            rank.kill()
-            rank.join()
-    return [rank.exitcode for rank in ranks], said(out, count)
+    return statuses_of(start(out, count, job, *args)), said(out, count)
 
 
 def said(out: Path, count: int) -> list[dict[str, Any]]:

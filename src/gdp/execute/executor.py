@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,43 @@ class StepRecord:
             ops = list(device.ops)
             start[ops], finish[ops], wait[ops] = device.start_ns, device.finish_ns, device.wait_ns
         return start, finish, wait
+
+
+class TrainingExecutor(Protocol):
+    """Runs the steps of a training; on ranks all make the same calls, with the same arguments."""
+
+    program: Program
+
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether it takes no more steps."""
+
+    def load(self, content: Mapping[int, Tensor]) -> None:
+        """Copies parameters and buffers, by tensor number as `Program.bind` gives them, to their devices."""
+
+    def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Copies optimizer state, by update and value, to the devices of the updates."""
+
+    def step(self, inputs: Mapping[int, Tensor], *, retain: bool, seed: int) -> Any:
+        """Runs one step on `inputs` and returns its record; `retain` keeps outputs."""
+
+    def loss(self, record: Any) -> Tensor | None:
+        """Returns the loss of a step; a copy on the CPU."""
+
+    def outputs(self, record: Any) -> Mapping[str, Tensor]:
+        """Returns the outputs that a step retained, by name."""
+
+    def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
+        """Returns parameters and buffers now, by tensor number; `everywhere`, or on the first rank."""
+
+    def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
+        """Returns optimizer state now, by update and value; `everywhere`, or on the first rank."""
+
+    def close(self) -> None:
+        """Ends its workers."""
+
+    def leave(self, error: BaseException) -> None:
+        """Ends its workers after an error in the script."""
 
 
 class PlanExecutor:

@@ -6,8 +6,8 @@ for batch in batches:
 model.load_state_dict(trained.state_dict())
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -21,10 +21,12 @@ from torch.utils._pytree import tree_flatten
 from gdp.errors import InputError
 from gdp.execute.clipping import with_clipping
 from gdp.execute.executable import CaptureOptions, check_choice
+from gdp.execute.executor import TrainingExecutor
 from gdp.execute.optimizer_state import OptimizerState, StateByName
-from gdp.execute.placed_step import input_sizes, placed_program
-from gdp.execute.targets import find_targets
-from gdp.execute.threads import ThreadExecutor
+from gdp.execute.placed_step import bound_inputs, placed_program
+from gdp.execute.ranks.rank_runner import RankRunner
+from gdp.execute.ranks.ranks import is_rank
+from gdp.execute.runner import Runner, ThreadRunner
 from gdp.execute.training_file import SavedTraining
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
@@ -56,7 +58,7 @@ class Placed:
 
     Make one with `placed`. A call takes the model's own arguments, of the shapes that were placed, and returns the loss
     (without a loss: the outputs by name), a copy on the CPU. Close it, or use it in a `with` statement, to end its
-    threads. After a step that failed or was interrupted, its parameters are those of half a step: it takes no more
+    workers. After a step that failed or was interrupted, its parameters are those of half a step: it takes no more
     calls, and the model stays as it was.
 
     With a layout a call takes the whole batch and returns the mean of the losses of all micro-batches. States have the
@@ -64,6 +66,9 @@ class Placed:
     buffers such as running statistics are those of the first replica.
 
     `num_steps` counts the calls and sets the random numbers of the next one: set it to go on after a saved state.
+
+    Under torchrun each device has a process. All make the same calls, with the same whole batch, and get the same
+    answers; an error on one of them ends all.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class Placed:
         training: TrainingOptions,
         *,
         graph: Graph | None,
-        on: Sequence[str] | None,
+        runner: Callable[[], Runner],
     ) -> None:
         optimizer = options.get("optimizer", "adam")
         self._optimizer = optimizer if isinstance(optimizer, Optimizer) else None
@@ -82,9 +87,9 @@ class Placed:
             raise InputError("learning_rate is that of the optimizer; leave learning_rate out")
         check_choice(options, model)
         self.model, self.plan, self.num_steps = model, plan, 0
-        self._graph, self._targets = graph, find_targets(plan.devices, on)
+        self._graph, self._runner = graph, runner()
         self._options, self._training, self._seed = options, training, training.seed
-        self._executor: ThreadExecutor | None = None
+        self._executor: TrainingExecutor | None = None
         self._optimizer_state: OptimizerState | None = None  # there once the step is captured
         self._loaded_state: dict[str, Tensor] = {}  # that is not on the devices, such as all before the first step
         self._loaded_optimizer: dict[str, dict[str, Tensor]] = {}
@@ -93,7 +98,11 @@ class Placed:
         self._is_closed = False
         self._is_resumed = False  # after steps that have made optimizer state
         if training.resume is not None:
-            self._resume(training.resume)
+            try:
+                self._resume(training.resume)
+            except BaseException as error:
+                self._runner.leave(error)
+                raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step on these inputs, a whole batch.
@@ -111,13 +120,13 @@ class Placed:
             )
         program = executor.program
         self._follow_schedulers(program)
-        inputs = self._bound_inputs(program, args, kwargs)
+        inputs = bound_inputs(program, args, kwargs)
         seed = int(np.random.SeedSequence((self._seed, self.num_steps)).generate_state(1)[0])
         record = executor.step(inputs, retain=program.loss is None, seed=seed)
         self.num_steps += 1
         if program.loss is not None:
             return self._checked(executor, executor.loss(record))
-        outputs = executor.results(record).outputs
+        outputs = executor.outputs(record)
         return {name: tensor.to("cpu", copy=True) for name, tensor in outputs.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -125,7 +134,8 @@ class Placed:
 
         ExecutionError after a step that failed.
         """
-        whole = self._whole_state()
+        executor = self._running()
+        whole = self._whole_state({} if executor is None else executor.state())
         return {name: whole[name] for name in self.model.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -155,12 +165,7 @@ class Placed:
         float32 copy of the parameter. Empty before the first step, unless a state was loaded.
         """
         executor = self._running()
-        if executor is None or self._optimizer_state is None:
-            return {
-                name: {key: tensor.clone() for key, tensor in tensors.items()}
-                for name, tensors in self._loaded_optimizer.items()
-            }
-        return self._optimizer_state.joined(executor.private())
+        return self._whole_optimizer_state({} if executor is None else executor.private())
 
     def load_optimizer_state_dict(self, state: StateByName) -> None:
         """Loads the state that `optimizer_state_dict` returned, in this layout or another.
@@ -180,21 +185,31 @@ class Placed:
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file to go on from, by `placed(..., resume=path)`; it is whole or not written at all.
 
-        It has parameters, buffers, the optimizer's state, the number of steps and the seed. InputError if it cannot be
-        written, ExecutionError after a step that failed.
+        It has parameters, buffers, the optimizer's state, the number of steps and the seed. Under torchrun the first
+        rank writes it, and the others return when it is there. InputError if it cannot be written, ExecutionError after
+        a step that failed.
         """
-        tied, state = _tied_names(self.model), self._whole_state()
-        alone = {name: tensor for name, tensor in state.items() if tied.get(name, name) == name}
-        SavedTraining(alone, self.optimizer_state_dict(), self.num_steps, self._seed).write(path)
+        executor = self._running()
+        state = {} if executor is None else executor.state(everywhere=False)
+        private = {} if executor is None else executor.private(everywhere=False)
+
+        def write() -> None:
+            tied, whole = _tied_names(self.model), self._whole_state(state)
+            alone = {name: tensor for name, tensor in whole.items() if tied.get(name, name) == name}
+            SavedTraining(alone, self._whole_optimizer_state(private), self.num_steps, self._seed).write(path)
+
+        self._runner.write_once(write)
 
     def close(self) -> None:
-        """Ends the worker threads and writes parameters and buffers back to the model, unless the last step failed."""
+        """Ends the workers and writes parameters and buffers back to the model, unless the last step failed."""
         self._is_closed = True
         executor, self._executor = self._executor, None
-        if executor is None or executor.is_closed:
-            return
-        placed = executor.program.state_by_name(executor.state())
-        executor.close()
+        placed: dict[str, Tensor] = {}
+        try:
+            if executor is not None and not executor.is_closed:
+                placed = executor.program.state_by_name(executor.state())
+        finally:
+            self._runner.close()
         with torch.no_grad():
             for name, tensor in named_state(self.model):
                 if name in placed:
@@ -203,10 +218,14 @@ class Placed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None or self._runner.is_alone:
+            self.close()
+        else:
+            self._is_closed = True
+            self._runner.leave(error)
 
-    def _running(self) -> ThreadExecutor | None:
+    def _running(self) -> TrainingExecutor | None:
         """Returns the executor, None before the first step; ExecutionError if it cannot go on."""
         if self._is_closed:
             raise ExecutionError("all", "the placed model is closed; make another")
@@ -216,7 +235,7 @@ class Placed:
             )
         return self._executor
 
-    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ThreadExecutor:
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingExecutor:
         program = placed_program(
             self.model,
             self.plan,
@@ -230,22 +249,27 @@ class Placed:
         if self._training.clip_norm is not None:
             program, order = with_clipping(program, order, self._training.clip_norm)
         optimizer_state = OptimizerState(program)
-        content = program.bind_state({**dict(named_state(self.model)), **self._loaded_state})
+        hyperparameters = self._current_hyperparameters()
+        state = {**dict(named_state(self.model)), **self._loaded_state}
+        content = program.bind_state(state)
         private = optimizer_state.cut(self._loaded_optimizer)
         if self._is_resumed:
             optimizer_state.check_complete(self._loaded_optimizer)
-        executor = ThreadExecutor(program, order, self._targets)
+        moments = {f"{name} {key}": item for name, by in self._loaded_optimizer.items() for key, item in by.items()}
+        settings = replace(self._training, resume=None), self.num_steps, self._seed, sorted(hyperparameters.items())
+        executor = self._runner.start(program, order, state | moments | dict(named_inputs(args, kwargs)), settings)
         try:
             executor.load(content)
             executor.load_private(private)
-        except BaseException:
-            executor.close()
+        except BaseException as error:
+            executor.leave(error)
             raise
-        placed = program.state_by_name(executor.state())  # the step does not have tensors that nothing uses
-        self._loaded_state = {name: tensor for name, tensor in self._loaded_state.items() if name not in placed}
+        # the step does not have tensors that nothing uses
+        names = program.state_names
+        self._loaded_state = {name: tensor for name, tensor in self._loaded_state.items() if name not in names}
         self._loaded_optimizer = {}
         self._executor, self._optimizer_state = executor, optimizer_state
-        self._constants, self._hyperparameters = _constants(args, kwargs), self._current_hyperparameters()
+        self._constants, self._hyperparameters = _constants(args, kwargs), hyperparameters
         return executor
 
     def _resume(self, path: str | Path) -> None:
@@ -258,14 +282,25 @@ class Placed:
         self._loaded_optimizer = {name: dict(tensors) for name, tensors in saved.optimizer.items()}
         self.num_steps, self._seed, self._is_resumed = saved.num_steps, saved.seed, saved.num_steps > 0
 
-    def _whole_state(self) -> dict[str, Tensor]:
-        """Returns copies on the CPU of all parameters, buffers and plain tensors, under each of their names."""
+    def _whole_state(self, state: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Returns copies on the CPU of all parameters, buffers and plain tensors, under each of their names.
+
+        `state` is that of the executor, if there is one.
+        """
         current = {**dict(named_state(self.model)), **self.model.state_dict(), **self._loaded_state}
-        executor = self._running()
-        placed = executor.program.state_by_name(executor.state()) if executor is not None else {}
+        placed = {} if self._executor is None else self._executor.program.state_by_name(state)
         return {name: placed.get(name, tensor).detach().to("cpu", copy=True) for name, tensor in current.items()}
 
-    def _checked(self, executor: ThreadExecutor, loss: Tensor | None) -> Tensor | None:
+    def _whole_optimizer_state(self, private: Mapping[int, Mapping[int, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Returns copies on the CPU of the optimizer's state by parameter; `private` is that of the executor."""
+        if self._executor is not None and self._optimizer_state is not None:
+            return self._optimizer_state.joined(private)
+        return {
+            name: {key: tensor.clone() for key, tensor in tensors.items()}
+            for name, tensors in self._loaded_optimizer.items()
+        }
+
+    def _checked(self, executor: TrainingExecutor, loss: Tensor | None) -> Tensor | None:
         """Returns the loss; ExecutionError, after which no step is taken, if it ends the training."""
         if self._training.stop_at_nan and loss is not None and not bool(torch.isfinite(loss)):
             executor.close()
@@ -299,21 +334,6 @@ class Placed:
                         program.set_keyword(op, key, value)
         self._hyperparameters = current
 
-    def _bound_inputs(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
-        """Copies the inputs. InputError names the remedy where a batch is smaller than the captured one."""
-        try:
-            return program.bind_inputs(args, kwargs)
-        except InputError as error:
-            captured = input_sizes(program)
-            given = {name: tensor.shape[0] for name, tensor in named_inputs(args, kwargs) if tensor.dim()}
-            for name, size in captured.items():
-                if name in given and given[name] < size:
-                    raise InputError(
-                        f"{name!r} has {given[name]} samples, and steps of {size} are placed: give the DataLoader "
-                        "drop_last=True, or skip or pad the last batch"
-                    ) from None
-            raise error
-
 
 def placed(
     model: nn.Module,
@@ -330,6 +350,8 @@ def placed(
 ) -> Placed:
     """Places `model` on the devices of `plan`; the answer takes the model's arguments and does one step a call.
 
+    Devices are threads of this process, or, if torchrun has started it, processes: one for each device.
+
     The first call captures the step, which must be the one that was placed: the same shapes and the same `options`
     (`training`, `optimizer`, `master_weights`, `loss`, as in `gdp.capture`). A plan with a layout takes the whole batch
     and cuts it. An optimizer of `torch.optim` gives its hyperparameters, not its state; a learning rate or momentum
@@ -344,7 +366,11 @@ def placed(
     training = TrainingOptions(
         learning_rate=learning_rate, seed=seed, clip_norm=clip_norm, stop_at_nan=stop_at_nan, resume=resume
     )
-    return Placed(model, plan, options, training, graph=graph, on=on)
+
+    def runner() -> Runner:
+        return RankRunner(plan.devices, on) if is_rank() else ThreadRunner(plan.devices, on)
+
+    return Placed(model, plan, options, training, graph=graph, runner=runner)
 
 
 def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], remedy: str, where: str = "") -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gdp.errors import InputError
 from gdp.execute.executable import CaptureOptions, check_executable, cut_step, layout_of
@@ -13,7 +13,7 @@ from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.run import check_belongs
 from gdp.graph import Graph
 from gdp.models.pytorch import Capture, Program, capture
-from gdp.models.pytorch.program import Call
+from gdp.models.pytorch.program import Call, named_inputs
 from gdp.parallel.batches import in_flight
 from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan
@@ -58,7 +58,23 @@ def placed_program(
     return program
 
 
-def input_sizes(program: Program) -> dict[str, int]:
+def bound_inputs(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Copies the inputs. InputError names the remedy where a batch is smaller than the captured one."""
+    try:
+        return program.bind_inputs(args, kwargs)
+    except InputError as error:
+        captured = _input_sizes(program)
+        given = {name: tensor.shape[0] for name, tensor in named_inputs(args, kwargs) if tensor.dim()}
+        for name, size in captured.items():
+            if name in given and given[name] < size:
+                raise InputError(
+                    f"{name!r} has {given[name]} samples, and steps of {size} are placed: give the DataLoader "
+                    "drop_last=True, or skip or pad the last batch"
+                ) from None
+        raise error
+
+
+def _input_sizes(program: Program) -> dict[str, int]:
     """Returns the first dimension of each input of a step of the whole batch; nothing for one that is cut."""
     if isinstance(program, StepProgram):
         return {}

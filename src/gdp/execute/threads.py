@@ -120,6 +120,10 @@ class ThreadExecutor(PlanExecutor):
         """Returns the results that a step retained, and the state after it; tensors are on their devices."""
         return self.program.results(_held(record) | self.state())
 
+    def outputs(self, record: StepRecord) -> Mapping[str, Tensor]:
+        """Returns the outputs that a step retained, by name; tensors are on their devices."""
+        return self.program.named_outputs(_held(record) | self.state())
+
     def loss(self, record: StepRecord) -> Tensor | None:
         """Returns the loss of a step, retained or not; a copy on the CPU."""
         loss = self.program.loss_of(_held(record))
@@ -130,12 +134,12 @@ class ThreadExecutor(PlanExecutor):
         for op, values in content.items():
             self._workers[self._home[op]].load_private(op, values)
 
-    def state(self) -> dict[int, Tensor]:
-        """Returns parameters and buffers now, by tensor number, where they are."""
+    def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
+        """Returns parameters and buffers now, by tensor number, where they are; there is one process that has them."""
         return {tensor: memory for worker in self._workers for tensor, memory in worker.state.items()}
 
-    def private(self) -> dict[int, dict[int, Tensor]]:
-        """Returns optimizer state now, by update and value, where it is."""
+    def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
+        """Returns optimizer state now, by update and value, where it is; there is one process that has it."""
         return {op: values for worker in self._workers for op, values in worker.private.items() if values}
 
     def close(self) -> None:
@@ -149,6 +153,10 @@ class ThreadExecutor(PlanExecutor):
         if self._threads:
             torch.set_num_threads(self._threads_before)
         self._threads = []
+
+    def leave(self, _error: BaseException) -> None:
+        """Ends the workers after an error in the script."""
+        self.close()
 
     def _next_answer(self) -> tuple[int, Any]:
         while True:

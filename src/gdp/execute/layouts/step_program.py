@@ -144,6 +144,11 @@ class StepProgram(Program):
         cut = {tensor for pieces in self.pieces.values() for tensor in pieces.tensors}
         return frozenset(cut | {own for tensor, own in self.first_tensors.items() if tensor not in self.pieces})
 
+    @cached_property
+    def state_names(self) -> frozenset[str]:
+        """The names that `state_by_name` has."""
+        return self.part.state_names
+
     def state_by_name(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Returns parameters and buffers of the first replica; those that are cut are put together."""
         return self.part.state_by_name(
@@ -187,12 +192,6 @@ class StepProgram(Program):
 
     def results(self, held: Mapping[int, Tensor]) -> Replay:
         """Returns the results of a step, from tensors by number; others are ignored."""
-        outputs = {}
-        for name, ref in self.outputs.items():
-            for part in range(self.num_parts):
-                tensor = self._outputs_by_part.get((ref.value, part))
-                if tensor is not None and tensor in held:
-                    outputs[f"{name}@{part}"] = view_of(held[tensor], self.layouts[ref.value], ref.layout)
         gradients = {name: pieces.joined(held) for name, pieces in self.gradient_pieces.items()}
         for name, tensor in self.gradient_tensors.items():
             ref, own = self.gradients[name], self.tensor_layouts[tensor]
@@ -200,7 +199,17 @@ class StepProgram(Program):
                 gradients[name] = part_view(held[tensor], own, own if ref.layout is None else ref.layout)
             else:
                 gradients[name] = view_of(held[tensor], self.layouts[ref.value], ref.layout)
-        return Replay(self.loss_of(held), outputs, gradients, self.state_by_name(held))
+        return Replay(self.loss_of(held), self.named_outputs(held), gradients, self.state_by_name(held))
+
+    def named_outputs(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Returns the outputs of each part of a step by name, as `results` does."""
+        outputs = {}
+        for name, ref in self.outputs.items():
+            for part in range(self.num_parts):
+                tensor = self._outputs_by_part.get((ref.value, part))
+                if tensor is not None and tensor in held:
+                    outputs[f"{name}@{part}"] = view_of(held[tensor], self.layouts[ref.value], ref.layout)
+        return outputs
 
 
 def step_program(program: Program, step: Step) -> StepProgram:

@@ -6,6 +6,8 @@ ends is noticed at once by its closed connections.
 """
 
 import itertools
+import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gdp.execute.lanes import CpuLane, Lane, Parcel
-from gdp.execute.ranks.connections import IncomingMessage, Receiver, Sender, TransferState, bytes_of
+from gdp.execute.ranks.connections import Groups, IncomingMessage, Receiver, Sender, TransferState, bytes_of
 from gdp.execute.ranks.ranks import Failure, HeartbeatMonitor, Ranks
 from gdp.execute.script import Script
 from gdp.execute.targets import CPU
@@ -27,9 +29,10 @@ from gdp.models.pytorch.strides import fill
 
 CLOSE, STEP = 0, 1  # collectives; to STEP add 1 if it is timed, 2 if it retains
 
-_RESULTS, _CLOCK = 5, 6  # further collectives
+_CLOCK, _TEXTS, _RESULTS, _ITEMS = 5, 6, 8, 10  # further collectives; to the last two add 1 if all ranks receive
 _TOKEN, _RECORD, _PING = range(3)  # tags, from the number of tensors on; tensors have their own numbers
 _NUM_PINGS = 16
+_ITEM = _PING + _NUM_PINGS  # the first tag of tensors that are none of the graph
 
 Traffic = Mapping[tuple[int, int], Sequence[int]]
 """The tensors of a step from one device to another, in order, by (source, destination)."""
@@ -64,13 +67,14 @@ class Communicator:
             for peer in self.peers
         }
         self._step: tuple[int, dict[int, Sequence[IncomingMessage]]] = (STEP, {})
-        groups = _pair_groups(count) if ranks.is_nccl else {}
+        pairs = _pair_groups(count) if ranks.is_nccl else {}
         self.transfers = TransferState(window_bytes)
         self._senders, self._receivers = {}, {}
         for peer in self.peers:
-            self._senders[peer] = Sender(self.transfers, peer, groups.get((ranks.rank, peer)), self._dense)
-            lane_in, group = CpuLane(ranks.target, program.memory_for), groups.get((peer, ranks.rank))
-            self._receivers[peer] = Receiver(self.transfers, peer, group, lane_in, self._first_tag + _TOKEN)
+            there, here = (Groups(ranks.group, pairs.get(pair)) for pair in ((ranks.rank, peer), (peer, ranks.rank)))
+            self._senders[peer] = Sender(self.transfers, peer, there, self._dense)
+            lane_in = CpuLane(ranks.target, program.memory_for)
+            self._receivers[peer] = Receiver(self.transfers, peer, here, lane_in, self._first_tag + _TOKEN)
         self.began_ns = 0  # when all had begun the step
         self.heartbeats = HeartbeatMonitor(ranks, f"heartbeats/{ranks.num_executors}", self.transfers.fail)
         for thread in self._threads:
@@ -121,23 +125,75 @@ class Communicator:
             self._fail(peer, f"did not send {missing} for {self._timeout_seconds:g} s")
         return parcel
 
-    def collect(self, own: Mapping[int, Tensor | None], wanted: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-        """Returns on the first rank copies on the CPU of the tensors `wanted` of each rank, out of its `own`."""
+    def collect(
+        self, own: Mapping[int, Tensor | None], wanted: Mapping[int, Sequence[int]], *, everywhere: bool = False
+    ) -> dict[int, Tensor]:
+        """Returns on the first rank copies on the CPU of the tensors `wanted` of each rank, out of its `own`.
+
+        `everywhere` returns them on all ranks.
+        """
         incoming = {peer: [self._incoming_tensor(tensor, CPU) for tensor in wanted[peer]] for peer in self.peers}
-        self.begin_collective(_RESULTS, incoming if self._rank == 0 else {})
-        held: dict[int, Tensor | None] = {}
-        for tensor in wanted[self._rank]:
-            parcel = self._lane.pack(tensor, own[tensor], CPU)
-            if self._rank != 0:
-                self._senders[0].put(parcel)
-                continue
-            if parcel.event is not None:
-                parcel.event.synchronize()
-            held[tensor] = None if parcel.content is None else self._copy(tensor, parcel.content)
+        parcels = [self._lane.pack(tensor, own[tensor], CPU) for tensor in wanted[self._rank]]
+        received = self._exchange(_RESULTS, parcels, incoming, everywhere=everywhere)
+        held = {tensor: content for (_, tensor), content in received.items()}
+        for tensor, content, event in parcels if everywhere or self._rank == 0 else ():
+            if event is not None:
+                event.synchronize()
+            if content is not None:
+                held[tensor] = self._copy(tensor, content)
+        return held
+
+    def collect_items(self, own: Mapping[str, Tensor], *, everywhere: bool = False) -> dict[str, Tensor]:
+        """Returns as `collect` tensors that are none of the graph, by keys of which each is on one rank.
+
+        A rank's own tensors are not copied, if they are on the CPU.
+        """
+        on_cpu = {key: tensor.detach().to("cpu").contiguous() for key, tensor in own.items()}
+        headers = self.collect_texts(json.dumps([[key, *_form_of(tensor)] for key, tensor in on_cpu.items()]))
+        first = self._first_tag + _ITEM
+        keys = dict[tuple[int, int], str]()
+        incoming = dict[int, list[IncomingMessage]]()
+        for peer in self.peers if everywhere or self._rank == 0 else ():
+            rows = json.loads(headers[peer])
+            keys |= {(peer, first + place): key for place, (key, *_) in enumerate(rows)}
+            incoming[peer] = [_incoming_item(first + place, *form) for place, (_, *form) in enumerate(rows)]
+        parcels = [Parcel(first + place, tensor) for place, tensor in enumerate(on_cpu.values())]
+        received = self._exchange(_ITEMS, parcels, incoming, everywhere=everywhere)
+        return on_cpu | {keys[place]: content for place, content in received.items()}
+
+    def collect_texts(self, own: str) -> list[str]:
+        """Returns a text of each rank on all ranks."""
+        tag, content = self._first_tag + _ITEM, torch.frombuffer(bytearray(own.encode() or b" "), dtype=torch.uint8)
+        sizes = {peer: [_incoming_numbers(tag, 1)] for peer in self.peers}
+        lengths = self._exchange(_TEXTS, [Parcel(tag, torch.tensor([len(content)]))], sizes, everywhere=True)
+        texts = {peer: [_incoming_item(tag, [int(lengths[peer, tag])], "uint8")] for peer in self.peers}
+        received = self._exchange(_TEXTS, [Parcel(tag, content)], texts, everywhere=True)
+        received[self._rank, tag] = content
+        return [received[rank, tag].numpy().tobytes().decode().strip() for rank in range(len(self.peers) + 1)]
+
+    def _exchange(
+        self,
+        kind: int,
+        parcels: Sequence[Parcel],
+        incoming: Mapping[int, Sequence[IncomingMessage]],
+        *,
+        everywhere: bool,
+    ) -> dict[tuple[int, int], Tensor]:
+        """Returns on the first rank, or everywhere, the content that others have sent, by rank and tag."""
+        receives = everywhere or self._rank == 0
+        self.begin_collective(kind + everywhere, incoming if receives else {})
+        receivers = self.peers if everywhere else [0] * (self._rank != 0)
+        for parcel in parcels:
+            for peer in receivers:
+                self._senders[peer].put(parcel)
+        received: dict[tuple[int, int], Tensor] = {}
+        for peer in self.peers if receives else ():  # before the own ones have left, or windows would fill up
+            for message in incoming[peer]:
+                content = self.take(peer, message.tag).content
+                if content is not None:
+                    received[peer, message.tag] = content
         self.finish()
-        for peer in self.peers if self._rank == 0 else ():
-            held |= {tensor: self.take(peer, tensor).content for tensor in wanted[peer]}
-        return {tensor: content for tensor, content in held.items() if content is not None}
+        return received
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Returns on the first rank, at the end of a step, the numbers of each rank; nothing on others."""
@@ -254,6 +310,15 @@ def traffic_of(all_scripts: Sequence[Script]) -> Traffic:
 
 def _incoming_numbers(tag: int, size: int) -> IncomingMessage:
     return IncomingMessage(tag, 0, partial(torch.empty, size, dtype=torch.int64))
+
+
+def _form_of(tensor: Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _incoming_item(tag: int, shape: Sequence[int], dtype: str) -> IncomingMessage:
+    make = partial(torch.empty, list(shape), dtype=getattr(torch, dtype))
+    return IncomingMessage(tag, math.prod(shape) * getattr(torch, dtype).itemsize, make)
 
 
 def _pair_groups(count: int) -> dict[tuple[int, int], dist.ProcessGroup]:

@@ -136,12 +136,19 @@ class TransferState:
         return False
 
 
+class Groups(NamedTuple):
+    """The groups of processes that a connection is part of: by gloo, and by NCCL where each rank has a GPU."""
+
+    gloo: dist.ProcessGroup | None  # None: the default group
+    nccl: dist.ProcessGroup | None  # of the two ranks alone
+
+
 class _Connection(threading.Thread):
     """One direction of the connection with a rank. With NCCL it has a stream and a group of its own."""
 
-    def __init__(self, transfers: TransferState, peer: int, group: dist.ProcessGroup | None, name: str) -> None:
+    def __init__(self, transfers: TransferState, peer: int, groups: Groups, name: str) -> None:
         super().__init__(name=f"gdp-{name}-{peer}", daemon=True)
-        self._transfers, self._peer, self._group = transfers, peer, group
+        self._transfers, self._peer, self._groups = transfers, peer, groups
         self._stream: Any = None
         self._control = torch.zeros(1, dtype=torch.uint8)  # a control tensor is sent as this, and received into it
 
@@ -161,8 +168,8 @@ class _Connection(threading.Thread):
         """Breaks the connection, as gloo does when a wait runs out, so that threads waiting at both ends wake up."""
         with contextlib.suppress(_PeerLostError, RuntimeError):
             self._post(dist.irecv, self._control, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-        if self._group is not None:
-            self._group.abort()
+        if self._groups.nccl is not None:
+            self._groups.nccl.abort()
 
     def _run(self) -> None:
         raise NotImplementedError
@@ -170,7 +177,8 @@ class _Connection(threading.Thread):
     def _post(self, post: Callable[..., Any], wire: Tensor, tag: int) -> Any:
         """Starts to send or to receive. Between two ranks NCCL knows the order only, no tags."""
         try:
-            return post(wire, self._peer, self._group, 0) if wire.is_cuda else post(wire, self._peer, None, tag)
+            group, number = (self._groups.nccl, 0) if wire.is_cuda else (self._groups.gloo, tag)
+            return post(wire, self._peer, group, number)
         except RuntimeError as error:
             raise _PeerLostError from error
 
@@ -204,10 +212,10 @@ class Sender(_Connection):
         self,
         transfers: TransferState,
         peer: int,
-        group: dist.ProcessGroup | None,
+        groups: Groups,
         dense: Callable[[int, Tensor], Tensor],
     ) -> None:
-        super().__init__(transfers, peer, group, "to")
+        super().__init__(transfers, peer, groups, "to")
         self._dense = dense
         self.items: SimpleQueue[tuple[Parcel, int] | None] = SimpleQueue()
         self.times_ns: list[tuple[int, int]] = []
@@ -240,10 +248,8 @@ class Receiver(_Connection):
     `arrivals_ns` has the times when they came; None instead of a list ends the thread.
     """
 
-    def __init__(
-        self, transfers: TransferState, peer: int, group: dist.ProcessGroup | None, lane: CpuLane, token: int
-    ) -> None:
-        super().__init__(transfers, peer, group, "from")
+    def __init__(self, transfers: TransferState, peer: int, groups: Groups, lane: CpuLane, token: int) -> None:
+        super().__init__(transfers, peer, groups, "from")
         self._lane, self._token = lane, token
         self.expected: SimpleQueue[Sequence[IncomingMessage] | None] = SimpleQueue()
         self.arrivals_ns: list[int] = []

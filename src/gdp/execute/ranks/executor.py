@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Self
@@ -24,7 +24,7 @@ from gdp.errors import InputError
 from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord
 from gdp.execute.lanes import lane_of
 from gdp.execute.ranks.communicator import CLOSE, STEP, Communicator, traffic_of
-from gdp.execute.ranks.ranks import CAUSE_SECONDS, REMEDIED, SILENT_SECONDS, Failure, Ranks, reaching_others
+from gdp.execute.ranks.ranks import CAUSE_SECONDS, INTERRUPTED, SILENT_SECONDS, Failure, RankError, Ranks, message_of
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker
 from gdp.models.pytorch import Program, Replay
 
@@ -32,7 +32,6 @@ WINDOW_BYTES = 256 << 20  # enough to keep any link busy while an op runs
 
 _NOTICE_SECONDS = 0.5  # for a failure to be noticed that led to an interrupt
 _NICE = 10  # of a thread that computes; others of the process have 0
-_INTERRUPTED = "was interrupted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,6 @@ class ProcessRecord(StepRecord):
     """A step, whole on the first rank; elsewhere only what that rank did. `transfers` are those of a timed step."""
 
     transfers: tuple[Transfer, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class RankError(ExecutionError):
-    """A rank failed or died; raised on all. `is_reporter` on the one rank that should print it, if only one does."""
-
-    is_reporter: bool = True
 
 
 def lower_priority() -> None:
@@ -110,13 +102,9 @@ class ProcessExecutor(PlanExecutor):
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
-            self._leave(error)
+            self.leave(error)
             return
-        try:
-            self.close()
-        except KeyboardInterrupt as interrupt:
-            self._leave(interrupt)
-            raise
+        self.close()
 
     def load(self, content: Mapping[int, Tensor]) -> None:
         """Copies this device's parameters and buffers out of all, by tensor number as `Program.bind` gives them."""
@@ -149,26 +137,63 @@ class ProcessExecutor(PlanExecutor):
 
     def results(self, record: ProcessRecord) -> Replay | None:
         """Returns on the first rank the results that the latest step retained, and the state after it, on the CPU."""
-        self._check_open()
-        if record is not self._latest:
-            raise ValueError("record is not of the latest step, or that retained nothing; use step(retain=True)")
+        self._check_latest(record)
         program = self.program
-        wanted: dict[int, list[int]] = {rank: [] for rank in range(len(self._scripts))}
-        for tensor in sorted(program.state_tensors | program.result_tensors):
-            keeper = program.keepers.get(tensor, int(program.graph.producers[tensor]))
-            wanted[self._home[keeper]].append(tensor)
-        own = {**record.devices[self._rank].held, **self._worker.state}
-        with self._ending("collecting results"), torch.no_grad():
-            held = self._communicator.collect(own, wanted)
+        held = self._collect(program.state_tensors | program.result_tensors, record)
         return program.results(held) if self.ranks.is_first else None
 
-    def state(self) -> dict[int, Tensor]:
-        """Returns this device's parameters and buffers now, by tensor number, where they are."""
-        return dict(self._worker.state)
+    def outputs(self, record: ProcessRecord) -> Mapping[str, Tensor]:
+        """Returns on all ranks the outputs that the latest step retained, by name, on the CPU."""
+        self._check_latest(record)
+        return self.program.named_outputs(self._collect(self.program.result_tensors, record, everywhere=True))
 
-    def private(self) -> dict[int, dict[int, Tensor]]:
-        """Returns this device's optimizer state now, by update and value, where it is."""
-        return {op: values for op, values in self._worker.private.items() if values}
+    def loss(self, record: ProcessRecord) -> Tensor | None:
+        """Returns on all ranks the loss of a step, retained or not; a copy on the CPU."""
+        self._check_open()
+        return self.program.loss_of(self._collect(self.program.loss_tensors, record, everywhere=True))
+
+    def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Copies this device's optimizer state out of all, by update and value."""
+        self._check_open()
+        with self._ending("loading optimizer state"):
+            for op, values in content.items():
+                if self._home[op] == self._rank:
+                    self._worker.load_private(op, values)
+
+    def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
+        """Returns copies on the CPU of all that `Program.state_by_name` reads; `everywhere`, or on the first rank."""
+        self._check_open()
+        return self._collect(self.program.state_tensors, everywhere=everywhere)
+
+    def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
+        """Returns all optimizer state now, by update and value; `everywhere`, or on the first rank."""
+        self._check_open()
+        own = {f"{op} {value}": item for op, values in self._worker.private.items() for value, item in values.items()}
+        with self._ending("collecting optimizer state"), torch.no_grad():
+            items = self._communicator.collect_items(own, everywhere=everywhere)
+        found: dict[int, dict[int, Tensor]] = {}
+        for key, tensor in items.items():
+            op, value = map(int, key.split())
+            found.setdefault(op, {})[value] = tensor
+        return found
+
+    def act_once(self, act: Callable[[], None]) -> None:
+        """Acts on the first rank, while the others wait; an InputError of the act is raised on all."""
+        self._check_open()
+        with self._ending("writing"):
+            text, *_ = self._communicator.collect_texts(message_of(act) if self.ranks.is_first else "")
+        if text:
+            raise InputError(text)
+
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether `close` was called, or a rank has failed, with the effects of a step half there."""
+        return self._is_closed
+
+    @property
+    def error(self) -> RankError | None:
+        """The failure that closed it."""
+        return self._error
 
     def close(self) -> None:
         """Ends the executor on all ranks; each waits for the others to close it, too."""
@@ -207,6 +232,19 @@ class ProcessExecutor(PlanExecutor):
             if isinstance(answer, BaseException):
                 raise answer
             return answer
+
+    def _collect(
+        self, tensors: Collection[int], record: ProcessRecord | None = None, *, everywhere: bool = False
+    ) -> dict[int, Tensor]:
+        """Returns `tensors` on the first rank, or everywhere: those that a step has left, and those of the state."""
+        program, doing = self.program, "collecting state" if record is None else "collecting results"
+        wanted: dict[int, list[int]] = {rank: [] for rank in range(len(self._scripts))}
+        for tensor in sorted(tensors):
+            keeper = program.keepers.get(tensor, int(program.graph.producers[tensor]))
+            wanted[self._home[keeper]].append(tensor)
+        own = {**({} if record is None else record.devices[self._rank].held), **self._worker.state}
+        with self._ending(doing), torch.no_grad():
+            return self._communicator.collect(own, wanted, everywhere=everywhere)
 
     # -- the record ------------------------------------------------------------------------------------------------
 
@@ -259,25 +297,28 @@ class ProcessExecutor(PlanExecutor):
         if self._is_closed:
             raise ExecutionError("all", "the executor is closed")
 
+    def _check_latest(self, record: ProcessRecord) -> None:
+        self._check_open()
+        if record is not self._latest:
+            raise ValueError("record is not of the latest step, or that retained nothing; use step(retain=True)")
+
     def _check_same(self) -> None:
         """Raises InputError unless all ranks have the same program and plan."""
-        ranks, program = self.ranks, self.program
+        program = self.program
         content = repr((self._scripts, program.tensor_layouts, sorted(program.layouts.items())))
         digest = hashlib.sha256(content.encode()).hexdigest()
-        with reaching_others(ranks.target.name):
-            same = ranks.store.compare_set(f"plan/{ranks.num_executors}", "", digest) == digest.encode()
-        ranks.num_executors += 1
-        if not same:
-            what = "its process has another model or plan than others have; give all the same"
-            ranks.settle_cause(Failure(self._rank, what).document(self._rank))
-            raise InputError(f"device {ranks.target.name!r}: {what}")
+        what = "its process has another model or plan than others have; give all the same"
+        number = self.ranks.num_executors
+        self.ranks.num_executors += 1
+        self.ranks.check_alike(f"plan/{number}", digest, what)
 
     @contextlib.contextmanager
     def _ending(self, doing: str) -> Iterator[None]:
-        """Tells the others of a failure here, or learns of one there, and raises it; `_leave` handles interrupts."""
+        """Tells the others of a failure or an interrupt here, or learns of one there, and raises it."""
         try:
             yield
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            self.leave(interrupt)
             raise
         except Stopped:
             raise self._end() from None
@@ -288,41 +329,28 @@ class ProcessExecutor(PlanExecutor):
             self._communicator.transfers.fail(Failure(self._rank, doing, error, is_own=True))
             raise self._end() from error
 
-    def _leave(self, error: BaseException) -> None:
+    def leave(self, error: BaseException) -> None:
         """Tells the others that `error` ends this rank, or raises the failure elsewhere that led to an interrupt."""
         if error is self._error or self._is_closed:
             return
         transfers, is_interrupt = self._communicator.transfers, isinstance(error, KeyboardInterrupt)
         if not (is_interrupt and transfers.is_failing(_NOTICE_SECONDS)):
-            what = _INTERRUPTED if is_interrupt else "left the run"
-            transfers.fail(Failure(self._rank, what, None if is_interrupt else error, is_own=True))
+            transfers.fail(Failure.left(self._rank, error))
         end = self._end()
-        if is_interrupt and end.what != _INTERRUPTED:
+        if is_interrupt and end.what != INTERRUPTED:
             raise end from None
 
     def _end(self) -> RankError:
         """Stops, agrees with the others on the cause, and makes the error of it."""
-        failure, ranks = self._communicator.transfers.failure, self.ranks
+        failure = self._communicator.transfers.failure
         assert failure is not None
         if self._error is not None:
             return self._error
         self._stop.set()
         self._queue.put(None)
         torch.set_num_threads(self._threads_before)
-        mine = failure.document(self._rank)
-        try:
-            until = time.monotonic() + (0 if failure.is_own else CAUSE_SECONDS)
-            while not ranks.has_cause() and time.monotonic() < until:
-                time.sleep(0.02)
-            first = ranks.settle_cause(mine)
-        except RuntimeError:
-            first = mine if failure.is_own else ranks.store_lost().document(self._rank)
+        error = self.ranks.error_of(failure)
         self._communicator.cut(CAUSE_SECONDS)
         self._thread.join(CAUSE_SECONDS)
-        cause = REMEDIED.get(first["kind"], RuntimeError)(first["text"]) if first["text"] else None
-        if failure.is_own and first == mine and isinstance(failure.cause, Exception):
-            cause = failure.cause
-        name, is_reporter = ranks.names[first["rank"]], first["by"] == self._rank
-        self._error = RankError(name, first["what"], cause, first["note"], is_reporter=is_reporter)
-        self._is_closed = True
-        return self._error
+        self._error, self._is_closed = error, True
+        return error

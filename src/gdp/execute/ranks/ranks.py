@@ -9,19 +9,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from gdp.errors import InputError
+from gdp.execute.ranks.time_limit import within
 from gdp.execute.targets import Target, find_targets, places_of
 from gdp.execute.worker import ExecutionError
 
+INTERRUPTED = "was interrupted"
 CAUSE_SECONDS = 1.0  # for a rank that knows more of a failure to write it down
 SILENT_SECONDS = 10.0  # without a heartbeat; a kernel or a compiler that holds Python's lock can take some
 REMEDIED: Mapping[str, type[Exception]] = {  # the kinds of causes that ExecutionError has a remedy for
@@ -31,7 +35,9 @@ REMEDIED: Mapping[str, type[Exception]] = {  # the kinds of causes that Executio
 }
 
 _HEARTBEAT_SECONDS = 0.5
+_POLL_SECONDS = 0.02  # between looks at the store
 _START_SECONDS = 5.0  # for the first rank to start and print its error
+_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})  # that torchrun sets
 
 
 class Failure(NamedTuple):
@@ -48,6 +54,13 @@ class Failure(NamedTuple):
         """Makes the failure of a rank that cannot be reached any more."""
         return cls(rank, f"its process, rank {rank}, is gone")
 
+    @classmethod
+    def left(cls, rank: int, error: BaseException) -> "Failure":
+        """Makes the failure of a rank that `error` ends, outside of the calls that all make."""
+        if isinstance(error, KeyboardInterrupt):
+            return cls(rank, INTERRUPTED, is_own=True)
+        return cls(rank, "left the run", error, is_own=True)
+
     def document(self, by: int) -> dict[str, Any]:
         """Returns the form in which rank `by` writes it down."""
         kind, text = ("", "") if self.cause is None else (type(self.cause).__name__, str(self.cause))
@@ -56,17 +69,34 @@ class Failure(NamedTuple):
         return {"by": by, "rank": self.rank, "what": self.what, "note": self.note, "kind": kind, "text": text}
 
 
+@dataclass(slots=True, eq=False)
+class RankError(ExecutionError):
+    """A rank failed or died; raised on all. `is_reporter` on the one rank that should print it, if only one does."""
+
+    is_reporter: bool = True
+
+
 class Ranks:
     """The processes of a run, one rank for each device, as `join` makes them; a context manager.
 
     torchrun ends all processes by SIGTERM as soon as one is dead: meanwhile that raises KeyboardInterrupt, so that
-    executors can say why.
+    executors can say why. `group` connects them; None: the default group, which is theirs alone.
     """
 
-    def __init__(self, targets: Sequence[Target], rank: int, hosts: Sequence[str], store: Store, *, nccl: bool) -> None:
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        rank: int,
+        hosts: Sequence[str],
+        store: Store,
+        *,
+        nccl: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.targets, self.rank, self.hosts = tuple(targets), rank, tuple(hosts)
-        self.store, self.is_nccl = store, nccl
+        self.store, self.is_nccl, self.group = store, nccl, group
         self.num_executors = 0
+        self._num_acts = 0
         self._has_failed = self._handles_sigterm = False
 
     def __enter__(self) -> Self:
@@ -81,14 +111,14 @@ class Ranks:
 
     def close(self) -> None:
         """Leaves the group of processes."""
-        if self._handles_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._handles_sigterm:  # a failure is told before torchrun's signal ends the process
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if self._has_failed else signal.SIG_DFL)
             self._handles_sigterm = False
         if self._has_failed:  # the connections are cut; what is left of them ends with the process
             with contextlib.suppress(RuntimeError):
-                self._wait_for_readers()
+                within(3 * CAUSE_SECONDS, self._wait_for_readers)
         elif dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self.group)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,10 +141,42 @@ class Ranks:
         try:
             yield
         except InputError as error:
-            digest = hashlib.sha256(str(error).encode()).hexdigest()
-            if self.store.add(f"said/{digest}", 1) > 1:
+            if not self.is_first_to_say(str(error)):
                 raise SystemExit(2) from None
             raise
+
+    def is_first_to_say(self, text: str) -> bool:
+        """Returns whether no other rank has said so. RuntimeError without store."""
+        key = f"said/{hashlib.sha256(text.encode()).hexdigest()}"
+        return bool(within(SILENT_SECONDS, partial(self.store.add, key, 1)) == 1)
+
+    def check_alike(self, key: str, digest: str, what: str) -> None:
+        """Raises InputError, and ends all ranks, where the first rank that asked had another digest."""
+        with reaching_others(self.target.name):
+            is_alike = self.store.compare_set(key, "", digest) == digest.encode()
+        if not is_alike:
+            self.settle_cause(Failure(self.rank, what).document(self.rank))
+            raise InputError(f"device {self.target.name!r}: {what}")
+
+    def act_once(self, act: Callable[[], None]) -> None:
+        """Acts on the first rank, while the others wait; an InputError of the act is raised on all.
+
+        RankError where a rank, or the store, is gone. With an executor use `ProcessExecutor.act_once`.
+        """
+        self._num_acts += 1
+        key, text = f"acts/{self._num_acts}", message_of(act) if self.is_first else ""
+        try:
+            if self.is_first:
+                self.store.set(key, text)
+            while not within(SILENT_SECONDS, partial(self.store.check, [key])):
+                if self.has_cause():
+                    raise self.error_of(Failure(self.rank, "was told to end"))
+                time.sleep(_POLL_SECONDS)
+            text = self.store.get(key).decode()
+        except RuntimeError:
+            raise self.error_of(self.store_lost()) from None
+        if text:
+            raise InputError(text)
 
     def meet(self, what: str) -> None:
         """Waits until all ranks are here. ExecutionError if one does not come."""
@@ -125,7 +187,7 @@ class Ranks:
     def store_lost(self) -> Failure:
         """Makes the failure of a store that is gone, and its owner with it."""
         if _is_store_torchruns():
-            return Failure(0, "torchrun, which started its process, is gone")
+            return Failure(0, "torchrun, which started its process, cannot be reached")
         return Failure.gone(0)
 
     def has_cause(self) -> bool:
@@ -139,21 +201,51 @@ class Ranks:
         self.store.add("readers", 1)
         return first
 
+    def error_of(self, failure: Failure) -> RankError:
+        """Agrees with the others on the cause of the run's end, and makes the error of it."""
+        mine = failure.document(self.rank)
+        self._has_failed = True
+
+        def settle() -> dict[str, Any]:
+            until = time.monotonic() + (0 if failure.is_own else CAUSE_SECONDS)
+            while not self.has_cause() and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+            return self.settle_cause(mine)
+
+        try:
+            first = within(3 * CAUSE_SECONDS, settle)
+        except RuntimeError:
+            first = mine if failure.is_own else self.store_lost().document(self.rank)
+        cause = REMEDIED.get(first["kind"], RuntimeError)(first["text"]) if first["text"] else None
+        is_reporter = first["by"] == self.rank
+        return RankError(self.names[first["rank"]], first["what"], cause, first["note"], is_reporter=is_reporter)
+
     def _wait_for_readers(self) -> None:
         """Lets the others read the cause if the store ends with this process."""
         until = time.monotonic() + 2 * CAUSE_SECONDS
         if self.is_first and not _is_store_torchruns():
             while self.store.add("readers", 0) < len(self.names) and time.monotonic() < until:
-                time.sleep(0.02)
+                time.sleep(_POLL_SECONDS)
+
+
+def is_rank() -> bool:
+    """Returns whether torchrun, or a launcher that sets its variables, started this process."""
+    return os.environ.keys() >= _VARIABLES
 
 
 def join(
-    names: Sequence[str], on: Sequence[str] | None = None, *, option: str = "on", timeout_seconds: float = 60.0
+    names: Sequence[str],
+    on: Sequence[str] | None = None,
+    *,
+    option: str = "on",
+    timeout_seconds: float = 60.0,
+    in_script: bool = False,
 ) -> Ranks:
     """Joins the processes that torchrun started, one for each device of the plan, in the order of its `names`.
 
     `on` says for each device where it runs, as in `find_targets`, on the host of its rank. NCCL connects ranks if each
-    has a GPU of its own; otherwise gloo does, through the hosts' memory. InputError for a wrong number of processes,
+    has a GPU of its own; otherwise gloo does, through the hosts' memory. `in_script` the default group stays when these
+    ranks are closed, since others may join, and the script may use it. InputError for a wrong number of processes,
     before anything else, and for a device that is not there.
     """
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "-1"))
@@ -166,11 +258,9 @@ def join(
         raise InputError(f"the plan has {devices} ({', '.join(names)}); {started}; {remedy}")
     if on is not None and len(on) != len(names):
         raise InputError(f"{option} names {len(on)} devices; the plan has {len(names)}: {', '.join(names)}")
-    patience = timedelta(seconds=timeout_seconds)
+    patience, has_group = timedelta(seconds=timeout_seconds), dist.is_initialized()
     with reaching_others(names[rank]):
-        common, _, _ = next(iter(rendezvous("env://", timeout=patience)))
-        store = PrefixStore(f"gdp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", common)
-        store.set_timeout(patience)
+        store = _fresh_store(rank, patience)
         about: dict[str, Any] = {"host": _host()}
         try:
             places = places_of(names, option) if on is None else on
@@ -190,15 +280,18 @@ def join(
         nccl = len(gpus) == count > 1 and dist.is_nccl_available()
         if nccl:
             torch.cuda.set_device(target.device)
-        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-        dist.init_process_group(backend, store=common, rank=rank, world_size=count, timeout=patience)
-    return Ranks(targets, rank, [item["host"] for item in abouts], store, nccl=nccl)
+        if not has_group:
+            backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+            shared = PrefixStore("group", store)
+            dist.init_process_group(backend, store=shared, rank=rank, world_size=count, timeout=patience)
+        group = dist.new_group(backend="gloo", timeout=patience) if has_group or in_script else None
+    return Ranks(targets, rank, [item["host"] for item in abouts], store, nccl=nccl, group=group)
 
 
-def join_or_leave(names: Sequence[str], on: Sequence[str] | None = None, *, option: str = "on") -> Ranks:
+def join_or_leave(names: Sequence[str], on: Sequence[str] | None = None, **options: Any) -> Ranks:
     """Joins; if all are refused, the first rank raises InputError, and the others exit after it."""
     try:
-        return join(names, on, option=option)
+        return join(names, on, **options)
     except InputError:
         if int(os.environ.get("RANK", "0")):
             time.sleep(_START_SECONDS)  # torchrun ends all as soon as one has ended
@@ -213,14 +306,27 @@ class HeartbeatMonitor(threading.Thread):
         super().__init__(name="gdp-heartbeats", daemon=True)
         self._ranks, self._key, self._fail = ranks, key, fail
         self.stop = threading.Event()
+        self._latest = time.monotonic()  # answer of the store
 
     def run(self) -> None:
+        threading.Thread(target=self._watch, name="gdp-heartbeats-watch", daemon=True).start()
+        self._beat()
+
+    def _watch(self) -> None:
+        """Notices a store whose host cannot be reached: calls to it do not return."""
+        while not self.stop.wait(_HEARTBEAT_SECONDS):
+            if time.monotonic() - self._latest > SILENT_SECONDS:
+                self._fail(self._ranks.store_lost())
+                return
+
+    def _beat(self) -> None:
         rank, count = self._ranks.rank, len(self._ranks.names)
         latest = {peer: (0, time.monotonic()) for peer in range(count) if peer != rank}
         try:
             store = self._ranks.store.clone()  # type: ignore[attr-defined]  # or others' waits would hold it up
             while not self.stop.wait(_HEARTBEAT_SECONDS):
                 store.add(f"{self._key}/{rank}", 1)
+                self._latest = time.monotonic()
                 if store.check(["cause"]):
                     self._fail(Failure(rank, "was told to end"))
                     return
@@ -236,6 +342,15 @@ class HeartbeatMonitor(threading.Thread):
                 self._fail(self._ranks.store_lost())
 
 
+def message_of(act: Callable[[], None]) -> str:
+    """Acts and returns the message of the InputError that it raises; "" if it does not."""
+    try:
+        act()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 @contextlib.contextmanager
 def reaching_others(name: str) -> Iterator[None]:
     """Raises ExecutionError if the others cannot be reached."""
@@ -243,6 +358,18 @@ def reaching_others(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # as all of torch.distributed's are
         raise ExecutionError(name, "could not join the others", error) from error
+
+
+def _fresh_store(rank: int, patience: timedelta) -> Store:
+    """Returns a store with nothing in it that all ranks have; each time that they join another."""
+    if dist.is_initialized():
+        common = _get_default_store().clone()  # type: ignore[attr-defined]
+    else:
+        common, _, _ = next(iter(rendezvous("env://", timeout=patience)))
+    attempt = PrefixStore(f"gdp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", common)
+    store = PrefixStore(str(attempt.add(f"joins/{rank}", 1)), attempt)
+    store.set_timeout(patience)
+    return store
 
 
 def _is_store_torchruns() -> bool:

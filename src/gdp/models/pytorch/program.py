@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -217,6 +218,19 @@ class Program:
             for name, view in source.views.items()
         }
 
+    @cached_property
+    def state_names(self) -> frozenset[str]:
+        """The names that `state_by_name` has."""
+        return frozenset(name for source in self.sources.values() if source.kind != "input" for name in source.views)
+
+    @cached_property
+    def loss_tensors(self) -> frozenset[int]:
+        """The tensors that `loss_of` reads."""
+        if self.loss is None:
+            return frozenset()
+        kept = np.flatnonzero(self.graph.is_kept).tolist()
+        return frozenset(tensor for tensor in kept if self.tensor_values[tensor] == self.loss.value)
+
     def loss_of(self, held: Mapping[int, Tensor]) -> Tensor | None:
         """Returns the loss, from the tensors by number that the graph keeps."""
         if self.loss is None:
@@ -256,21 +270,21 @@ class Program:
 
     def results(self, held: Mapping[int, Tensor]) -> Replay:
         """Returns the results of a step, from the tensors by number of `parts` and `run`; others are ignored."""
+        loss = {} if self.loss is None else self._read({"": self.loss}, held)
+        gradients = self._read(self.gradients, held)
+        return Replay(loss.get(""), self.named_outputs(held), gradients, self.state_by_name(held))
+
+    def named_outputs(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Returns the outputs of a step by name, as `results` does."""
+        return self._read(self.outputs, held)
+
+    def _read(self, refs: Mapping[str, Ref], held: Mapping[int, Tensor]) -> dict[str, Tensor]:
         wholes = {
             value: held[tensor]
             for tensor, value in enumerate(self.tensor_values)
             if value >= 0 and self.tensor_layouts[tensor] is None and tensor in held
         }
-
-        def read(ref: Ref) -> Tensor:
-            return view_of(wholes[ref.value], self.layouts[ref.value], ref.layout)
-
-        return Replay(
-            None if self.loss is None else read(self.loss),
-            {name: read(ref) for name, ref in self.outputs.items()},
-            {name: read(ref) for name, ref in self.gradients.items()},
-            self.state_by_name(held),
-        )
+        return {name: view_of(wholes[ref.value], self.layouts[ref.value], ref.layout) for name, ref in refs.items()}
 
 
 def named_state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
