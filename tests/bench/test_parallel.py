@@ -1,14 +1,17 @@
 """The benchmarks of layouts: tiny runs, statistics by hand, and files that are no measurements."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
+import gdp.bench.parallel
 from gdp.bench.layout_memory import METHODS, LayoutMemoryBenchmark
 from gdp.bench.measured import MeasuredBenchmark, MeasuredRun, PredictedRun, read_runs, statistics
 from gdp.bench.parallel import AUTO, OPS, OTHERS, ParallelBenchmark
 from gdp.budget import Budget
 from gdp.errors import InputError
+from gdp.search.layouts.choose import Choice, choose_layout
 
 HEADER = (
     "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,tensor_parallel,data_parallel,pipeline_parallel,"
@@ -83,6 +86,21 @@ def test_our_choice_stands_beside_what_users_run(tmp_path: Path) -> None:
     assert run() == figures
     with pytest.raises(InputError, match="no model 'bogus'"):
         ParallelBenchmark(models=("bogus",))
+
+
+def test_an_interrupted_search_ends_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C during a search, which answers with its best so far, leaves no row of it."""
+
+    def interrupted(*args: object, **kwargs: object) -> Choice:
+        stop = threading.Event()
+        stop.set()
+        return choose_layout(*args, stop=stop, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gdp.bench.parallel, "choose_layout", interrupted)
+    rows = tmp_path / "rows"
+    with pytest.raises(KeyboardInterrupt):
+        ParallelBenchmark(models=("wavenet/s1-lps10-s8192-b128",), devices=("2xa100-sxm-40g",)).run(rows=rows)
+    assert not list(rows.glob("*auto*"))
 
 
 def test_the_largest_model_is_found_for_each_method(tmp_path: Path) -> None:

@@ -218,6 +218,8 @@ def choose(question: RivalQuestion, budget: Budget) -> Attempt:
 
 def _attempt(plan: Plan, layout: str, began: float) -> Attempt:
     seconds = time.monotonic() - began
+    if plan.search is not None and plan.search.interrupted:  # the best so far is no row
+        raise KeyboardInterrupt
     if plan.status == "ok":
         return Attempt("ok", plan.step_time_ns, layout, "", seconds, plan)
     assert plan.search is not None, "it was searched for"
