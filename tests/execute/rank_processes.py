@@ -1,6 +1,7 @@
 """The ranks of a job as processes, forked from a server that has PyTorch loaded and no threads."""
 
 import multiprocessing
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ PRELOADED = ["torch._dynamo", "execute.rank_jobs", "execute.placed_jobs"]  # the
 
 def start_ranks(target: Callable[..., None], out: Path, count: int, job: str, *args: Any) -> list[BaseProcess]:
     """Starts `target(out, environment, job, *args)` on each rank."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -226,6 +226,7 @@ class Ranks:
         if self.is_first and not _is_store_torchruns():
             while self.store.add("readers", 0) < len(self.names) and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
+            time.sleep(10 * _POLL_SECONDS)  # the last reader has its answer, too
 
 
 def is_rank() -> bool:
