@@ -116,6 +116,10 @@ class RankRunner:
     def _tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Prints an error that nobody has caught, on one rank, and ends all."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        is_told = False
+        if isinstance(error, InputError | ExecutionError) and not isinstance(error, RankError):
+            with contextlib.suppress(RuntimeError):  # while there is a store: it may end with the first rank
+                is_told = not self._ranks.is_first_to_say(str(error))
         try:
             self.leave(error)
         except RankError as failure:
@@ -125,9 +129,6 @@ class RankRunner:
         if isinstance(error, RankError):
             _print_line(error)
         elif isinstance(error, InputError | ExecutionError):
-            is_told = False
-            with contextlib.suppress(RuntimeError):
-                is_told = not self._ranks.is_first_to_say(str(error))
             if not is_told:
                 print(f"gdp: error: {error}", file=sys.stderr, flush=True)
         else:

@@ -151,12 +151,24 @@ class Ranks:
         return bool(within(SILENT_SECONDS, partial(self.store.add, key, 1)) == 1)
 
     def check_alike(self, key: str, digest: str, what: str) -> None:
-        """Raises InputError, and ends all ranks, where the first rank that asked had another digest."""
+        """Waits for all ranks, and raises InputError on all unless their digests are those of the first rank.
+
+        RankError where a rank is gone, ExecutionError if one does not come.
+        """
+        keys = [f"{key}/{rank}" for rank in range(len(self.targets))]
         with reaching_others(self.target.name):
-            is_alike = self.store.compare_set(key, "", digest) == digest.encode()
-        if not is_alike:
-            self.settle_cause(Failure(self.rank, what).document(self.rank))
-            raise InputError(f"device {self.target.name!r}: {what}")
+            until = time.monotonic() + self.store.timeout.total_seconds()  # type: ignore[attr-defined]
+            self.store.set(keys[self.rank], digest)
+            while not within(SILENT_SECONDS, partial(self.store.check, keys)):
+                if self.has_cause():
+                    raise self.error_of(Failure(self.rank, "was told to end"))
+                if time.monotonic() > until:
+                    raise ExecutionError(self.target.name, "could not join the others")
+                time.sleep(_POLL_SECONDS)
+            digests = [self.store.get(each) for each in keys]
+        others = [name for name, found in zip(self.names, digests, strict=True) if found != digests[0]]
+        if others:
+            raise InputError(f"device {others[0]!r}: {what}")
 
     def act_once(self, act: Callable[[], None]) -> None:
         """Acts on the first rank, while the others wait; an InputError of the act is raised on all.
