@@ -223,6 +223,7 @@ class FakeCuda:
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, stand_in)
         generator = torch.Generator
+        monkeypatch.setattr(FakeTensorMode, "in_kernel_invocation", _OfEachThread())
         monkeypatch.setattr(torch, "lstm", lstm)
         monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
         monkeypatch.setattr(Tensor, "record_stream", record_stream)
@@ -239,6 +240,19 @@ class FakeCuda:
         """Judge what this thread does in here; tensors are fake."""
         with self.fake, _Watch(self):
             yield
+
+
+class _OfEachThread:
+    """A flag of a fake mode, for each thread apart: while it is set, fake tensors say that they are on meta."""
+
+    def __init__(self) -> None:
+        self._modes = threading.local()
+
+    def __get__(self, mode: FakeTensorMode | None, _class: type | None = None) -> bool:
+        return bool(vars(self._modes).get(id(mode), False))
+
+    def __set__(self, mode: FakeTensorMode, is_inside: bool) -> None:
+        vars(self._modes)[id(mode)] = is_inside
 
 
 class _Watch(TorchDispatchMode):

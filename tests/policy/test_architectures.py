@@ -31,21 +31,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory, built_ins: BuiltIns) -> Grap
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_draws_training_steps(family: str) -> None:
-    """A draw has all phases; the same seed gives the same graph, another seed another structure."""
-    graphs = [captured(family, "drawn", np.random.default_rng(seed), SMALL) for seed in (0, 0, 1)]
-    for graph in graphs[1:]:
+    """A draw has all phases, and another seed gives another structure."""
+    graphs = [captured(family, "drawn", np.random.default_rng(seed), SMALL) for seed in (0, 1)]
+    for graph in graphs:
         assert {"forward", "backward", "update"} <= set(graph.phases)
         assert graph.flops.sum() > 0
-    assert graphs[0].fingerprint == graphs[1].fingerprint
-    assert structure(graphs[1]) != structure(graphs[2])
+    assert structure(graphs[0]) != structure(graphs[1])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_draws_run_whatever_the_sizes(family: str) -> None:
-    """Of forty draws none fails, and hardly two have one structure."""
+    """Of forty draws none fails, hardly two have one structure, and a seed always gives the same graph."""
     graphs = [captured(family, "drawn", np.random.default_rng([7, seed])) for seed in range(40)]
     assert len({structure(graph) for graph in graphs}) >= 39
+    assert captured(family, "drawn", np.random.default_rng([7, 0])).fingerprint == graphs[0].fingerprint
 
 
 def test_a_draw_is_in_range_and_families_take_turns(built_ins: BuiltIns, whole: GraphSet) -> None:
