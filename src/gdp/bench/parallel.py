@@ -20,6 +20,7 @@ from gdp.bench.comparison import BEST_CLASSICAL, MeanRatio, WorkloadRow, compare
 from gdp.bench.figures import dot_plot
 from gdp.bench.rows import Rows
 from gdp.bench.runs import Run, require_verified
+from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.models import workloads
@@ -36,6 +37,7 @@ from gdp.simulator.problem import Problem
 
 HF = "hf:"  # prefix of the published configs among the models
 AUTO, OPS = "auto", "op placement"
+BOUND = "bound of any layout"
 OTHERS = (OPS, *RIVALS)
 ALL = "all"
 FURTHER = (
@@ -86,6 +88,9 @@ class ParallelRow(WorkloadRow):
     layouts: Mapping[str, str]  # by method
     reasons: Mapping[str, str]
 
+    def times_ns(self, name: str) -> tuple[int, ...] | None:
+        return (self.lower_bound_ns,) if name == BOUND else super().times_ns(name)
+
     @property
     def num_replayed(self) -> int:
         """The plans that were saved, read back and replayed."""
@@ -133,6 +138,7 @@ class ParallelBenchmark(Benchmark):
             "num_replayed": sum(row.num_replayed for row in placed),
             "means": {
                 kind: {name: compare(part, AUTO, name) for name in (BEST_CLASSICAL, *OTHERS)}
+                | {BOUND: compare(part, BOUND, BEST_CLASSICAL)}
                 for kind, part in kinds.items()
                 if part
             },
@@ -156,14 +162,10 @@ class ParallelBenchmark(Benchmark):
             OPS: lambda: place_ops(question, self.budget),
             **{rival: partial(ask, rival, question) for rival in RIVALS},
         }
+        bound = rows.row(f"{name}-bound", _settings(question), partial(bound_row, question))
         found = {}
         for method, make in methods.items():
-            settings = {
-                "graph": whole.fingerprint,
-                "cluster": cluster.fingerprint,
-                "budget": str(self.budget) if method in (OPS, AUTO) else "",
-                "gdp_version": version("gdp-placement"),
-            }
+            settings = _settings(question, str(self.budget) if method in (OPS, AUTO) else "")
             path = rows.directory / f"{re.sub('[^0-9A-Za-z.-]+', '_', f'{name}-{method}')}.plan.json.gz"
             found[method] = rows.row(f"{name}-{method}", settings, partial(made_row, make, path, question))
         ours = found.pop(AUTO)
@@ -173,7 +175,7 @@ class ParallelBenchmark(Benchmark):
             workload=name,
             cluster=devices,
             num_ops=whole.num_ops,
-            lower_bound_ns=ours["bound_ns"],
+            lower_bound_ns=bound["bound_ns"],
             baselines={key: Baseline(row["status"], row["step_time_ns"], row["seconds"]) for key, row in found.items()},
             runs={AUTO: (run,)},
             model=model,
@@ -183,13 +185,28 @@ class ParallelBenchmark(Benchmark):
         )
 
 
+def _settings(question: RivalQuestion, budget: str = "") -> dict[str, str]:
+    return {
+        "graph": question.parts.exact(1).fingerprint,
+        "cluster": question.cluster.fingerprint,
+        "budget": budget,
+        "gdp_version": version("gdp-placement"),
+    }
+
+
+def bound_row(question: RivalQuestion) -> dict[str, Any]:
+    """Returns a time that no layout of the batch on these devices can beat, as a row."""
+    question.parts.read_ahead(question.cluster.num_devices)
+    return {"bound_ns": max(layout_bound(question.parts.read, question.cluster), 1)}
+
+
 def made_row(make: Callable[[], Attempt], path: Path, question: RivalQuestion) -> dict[str, Any]:
     """Returns an attempt as a row; its plan is saved in `path`, read back and replayed. RuntimeError if it differs."""
     attempt = make()
     plan = attempt.plan
     if plan is not None:
         plan.save(path)
-    row = asdict(replace(attempt, plan=None)) | {"bound_ns": 1 if plan is None else max(plan.lower_bound_ns, 1)}
+    row = asdict(replace(attempt, plan=None))
     del row["plan"]
     if row["status"] == "ok":
         _verify(row, path, question)
