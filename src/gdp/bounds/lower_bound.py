@@ -146,20 +146,26 @@ def _transfers(problem: Problem, device_class: I64, num_classes: int) -> tuple[I
     graph, cluster = problem.graph, problem.cluster
     pairs, edge = np.unique(graph.producers[graph.edge_tensors] * graph.num_ops + graph.consumers, return_inverse=True)
     transfer = np.full((len(pairs), num_classes, num_classes), _NEVER)
+    routes = {
+        (
+            (int(cluster.bytes_per_second[source, target]), len(channels) > 0),
+            int(cluster.latency_ns[source, target]),
+            int(device_class[source]),
+            int(device_class[target]),
+        )
+        for source, row in enumerate(cluster.route_channels)
+        for target, channels in enumerate(row)
+        if source != target
+    }
     columns: dict[tuple[int, bool], I64] = {}  # by rate and whether tensors follow each other
-    for source, row in enumerate(cluster.route_channels):
-        for target, channels in enumerate(row):
-            if source == target:
-                continue
-            rate, is_queue = int(cluster.bytes_per_second[source, target]), len(channels) > 0
-            if (rate, is_queue) not in columns:
-                occupancy = np.zeros(len(pairs), np.int64)
-                merge = np.add if is_queue else np.maximum
-                merge.at(occupancy, edge, transfer_occupancy_ns(graph.tensor_bytes, rate)[graph.edge_tensors])
-                columns[rate, is_queue] = occupancy
-            total = columns[rate, is_queue] + cluster.latency_ns[source, target]
-            between = transfer[:, device_class[source], device_class[target]]
-            np.minimum(between, total, out=between)
+    for (rate, is_queue), latency_ns, source_class, target_class in sorted(routes):
+        if (rate, is_queue) not in columns:
+            occupancy = np.zeros(len(pairs), np.int64)
+            merge = np.add if is_queue else np.maximum
+            merge.at(occupancy, edge, transfer_occupancy_ns(graph.tensor_bytes, rate)[graph.edge_tensors])
+            columns[rate, is_queue] = occupancy
+        between = transfer[:, source_class, target_class]
+        np.minimum(between, columns[rate, is_queue] + latency_ns, out=between)
     return pairs // graph.num_ops, pairs % graph.num_ops, transfer
 
 

@@ -5,21 +5,22 @@ called `x@m`, the one for micro-batch 0 `x`; these names show whether a graph fr
 determines the samples of a micro-batch: models are captured with an even part of their batch.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph.copy_names import split_name
-from gdp.graph.graph import Graph, Tensor
+from gdp.graph.graph import Graph
 
 MAX_MICROBATCHES = 1024  # far beyond any use; a number with more digits is a typing error
 SHARED = -1
 """The micro-batch number of ops that all micro-batches share: parameters, buffers, updates."""
 
 ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
+_OP_TEXTS = ("op_names", "kinds", "dtypes", "phases", "modules", "times_ns")
+_OP_FIGURES = ("flops", "bytes_accessed", "resident_bytes", "groups")
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 RECOMPUTED = "!"
 """What the name of a copy ends with that computes an op's results once more, for the backward pass."""
@@ -121,52 +122,75 @@ class Excerpt:
         ops = np.flatnonzero(microbatch < count)
         number = np.full(graph.num_ops, -1)
         number[ops] = np.arange(len(ops))
-        bases = [
-            name if index <= 0 else "".join(name.rpartition(f"@{index}")[::2])
-            for name, index in zip(graph.op_names, microbatch.tolist(), strict=True)
-        ]
-        by_name = {(bases[op], int(microbatch[op])): op for op in range(graph.num_ops)}
-        last: dict[str, int] = {}  # replicas of the model may have fewer than others
-        for base, index in by_name:
-            last[base] = max(index, last.get(base, index))
+        copies = _copies(graph, microbatch)
+        row, column = np.nonzero(copies >= 0)
+        row_of = np.full(graph.num_ops, -1)
+        row_of[copies[row, column]] = row
+        left_out = np.flatnonzero(number < 0)
+        rows = row_of[left_out]
+        nearest = copies[rows, microbatch[left_out] % count]
+        nearest = np.where(nearest < 0, copies[rows, 1], nearest)  # sums begin with the second micro-batch
+        assert (nearest >= 0).all(), "each replica has one for another micro-batch"
         twin = number.copy()
-        for op in np.flatnonzero(number < 0).tolist():
-            nearest = by_name.get((bases[op], int(microbatch[op]) % count), by_name.get((bases[op], 1)))
-            assert nearest is not None, "each replica has one for another micro-batch"
-            twin[op] = number[nearest]
-        return cls(_excerpt(graph, microbatch, number, count, last, bases, by_name), ops, twin)
+        twin[left_out] = number[nearest]
+        last = np.flatnonzero(microbatch == count - 1)
+        numbers = np.arange(copies.shape[1])
+        final = np.full(graph.num_ops, -1)  # of ops of the excerpt's last micro-batch: their copies of the last of all
+        final[last] = copies[row_of[last], np.where(copies >= 0, numbers, -1).max(axis=1)[row_of[last]]]
+        return cls(_excerpt(graph, ops, number, microbatch < 0, final), ops, twin)
 
 
-def _excerpt(
-    graph: Graph,
-    microbatch: I64,
-    number: I64,
-    count: int,
-    last: dict[str, int],
-    bases: list[str],
-    by_name: dict[tuple[str, int], int],
-) -> Graph:
-    """Builds the graph of the ops that have a `number`.
+def _copies(graph: Graph, microbatch: I64) -> I64:
+    """Returns [rows, micro-batches] the copies of each op that micro-batches repeat, by replica; -1 where there is none."""
+    names = graph.copy_names
+    ops = np.flatnonzero((microbatch >= 0) & (names.replica == replica_of(graph)))
+    distinct, row = np.unique(names.replica[ops] * len(names.bases) + names.base[ops], return_inverse=True)
+    copies = np.full((len(distinct), int(microbatch.max()) + 1), -1)
+    copies[row, microbatch[ops]] = ops
+    return copies
 
-    Its last micro-batch feeds the shared ops that the last of all micro-batches feeds.
+
+def _excerpt(graph: Graph, ops: I64, number: I64, is_shared: Bool, final: I64) -> Graph:
+    """Returns the graph of `ops`; `number` [N] are their numbers in it, -1 for others.
+
+    What shared ops read of `final` [N] they read of the op whose copy it is; -1 for none.
     """
-    tensors_of = defaultdict[int, list[int]](list)
-    for tensor, producer in enumerate(graph.producers.tolist()):
-        tensors_of[producer].append(tensor)
-    rows: list[Tensor] = []
-    position: dict[int, int] = {}
-    for op in np.flatnonzero(number >= 0).tolist():
-        final = by_name[bases[op], last[bases[op]]] if microbatch[op] == count - 1 else None
-        for place, tensor in enumerate(tensors_of[op]):
-            row = graph.tensor(tensor)
-            consumers = {int(number[consumer]) for consumer in row.consumers if number[consumer] >= 0}
-            if final is not None and place < len(tensors_of[final]):
-                readers = graph.consumers_of(tensors_of[final][place])
-                consumers.update(number[readers[microbatch[readers] < 0]].tolist())
-            position[tensor] = len(rows)
-            rows.append(replace(row, producer=int(number[op]), consumers=tuple(sorted(consumers))))
-    rows = [replace(row, view_of=position[row.view_of]) if row.view_of >= 0 else row for row in rows]
-    return Graph.build(graph.name, [graph.op(op) for op in np.flatnonzero(number >= 0).tolist()], rows)
+    order = np.argsort(graph.producers, kind="stable")  # of tensors by producers
+    counts = np.bincount(graph.producers, minlength=graph.num_ops)
+    first = np.cumsum(counts) - counts
+    place = np.empty(graph.num_tensors, np.int64)  # among the tensors of one op
+    place[order] = np.arange(graph.num_tensors) - first[graph.producers[order]]
+    tensors = order[number[graph.producers[order]] >= 0]
+    position = np.full(graph.num_tensors, -1)
+    position[tensors] = np.arange(len(tensors))
+    other = final[graph.producers[tensors]]
+    has_other = (other >= 0) & (place[tensors] < counts[other])
+    stands_for = np.full(graph.num_tensors, -1)
+    stands_for[order[(first[other] + place[tensors])[has_other]]] = np.flatnonzero(has_other)
+    producers, readers = graph.edge_tensors, graph.consumers
+    is_inside = (position[producers] >= 0) & (number[readers] >= 0)
+    is_final = (stands_for[producers] >= 0) & is_shared[readers]
+    edges = np.unique(
+        np.concatenate(
+            (
+                position[producers[is_inside]] * len(ops) + number[readers[is_inside]],
+                stands_for[producers[is_final]] * len(ops) + number[readers[is_final]],
+            )
+        )
+    )
+    consumed = np.bincount(edges // len(ops), minlength=len(tensors))
+    view_of = graph.view_of[tensors]
+    chosen = ops.tolist()
+    return Graph(
+        name=graph.name,
+        **{name: tuple(map(getattr(graph, name).__getitem__, chosen)) for name in _OP_TEXTS},
+        **{name: getattr(graph, name)[ops] for name in _OP_FIGURES},
+        producers=number[graph.producers[tensors]],
+        **{name: getattr(graph, name)[tensors] for name in ("tensor_bytes", "is_resident", "is_kept")},
+        view_of=np.where(view_of >= 0, position[view_of], -1),
+        consumer_offsets=np.concatenate(([0], np.cumsum(consumed))),
+        consumers=edges % len(ops),
+    )
 
 
 def shared_ops(graph: Graph) -> tuple[Bool, Bool]:

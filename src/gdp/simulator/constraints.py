@@ -253,7 +253,7 @@ def _compile(pattern: str, text: str) -> re.Pattern[str]:
 def _intersect_groups(graph: Graph, allowed: Bool) -> None:
     """Let every op of a group go only where all of them may."""
     grouped = np.flatnonzero(graph.groups >= 0)
-    if not len(grouped):
+    if not len(grouped) or allowed[grouped].all():
         return
     _, index = np.unique(graph.groups[grouped], return_inverse=True)
     common = np.ones((int(index.max()) + 1, allowed.shape[1]), np.bool_)
@@ -301,6 +301,8 @@ def _check_pins_fit(graph: Graph, cluster: Cluster, pins: Sequence[_Rule], limit
     """InputError where what is resident of pinned ops, with their groups, is more than their device's limit."""
     for device, limit in enumerate(limits_bytes.tolist()):
         here = [rule for rule in pins if rule.devices[device]]
+        if not here:
+            continue
         pinned = np.zeros(graph.num_ops, np.bool_)
         for rule in here:
             pinned[rule.ops] = True

@@ -185,8 +185,8 @@ class Problem:
 
 def _check_sums(graph: Graph, cluster: Cluster, op_time_ns: I64) -> None:
     """InputError where sums of sizes or times could pass int64: no figure may wrap around."""
-    sizes = graph.tensor_bytes.tolist()
-    total_bytes = sum(graph.resident_bytes.tolist()) + sum(sizes)
+    sizes = graph.tensor_bytes
+    total_bytes = _exact_sum(graph.resident_bytes) + _exact_sum(sizes)
     if total_bytes > _LARGEST:
         raise InputError(
             f"graph {graph.name!r}: resident_bytes and tensors' bytes sum to {total_bytes}; check the sizes"
@@ -194,13 +194,18 @@ def _check_sums(graph: Graph, cluster: Cluster, op_time_ns: I64) -> None:
     apart = ~np.eye(cluster.num_devices, dtype=np.bool_)
     if cluster.num_devices > 1:
         slowest, latest_ns = int(cluster.bytes_per_second[apart].min()), int(cluster.latency_ns[apart].max())
-        used = [size for size, count in zip(sizes, np.diff(graph.consumer_offsets).tolist(), strict=True) if count]
-        transfers_ns = (sum(used) * 10**9 // slowest + len(used) * (latest_ns + 1)) * (cluster.num_devices - 1)
+        used = sizes[np.diff(graph.consumer_offsets) > 0]
+        transfers_ns = (_exact_sum(used) * 10**9 // slowest + len(used) * (latest_ns + 1)) * (cluster.num_devices - 1)
     else:
         transfers_ns = 0
-    total_ns = sum(op_time_ns.max(axis=1).tolist()) + transfers_ns
+    total_ns = _exact_sum(op_time_ns.max(axis=1)) + transfers_ns
     if total_ns > _LARGEST:
         raise InputError(
             f"graph {graph.name!r} on {cluster.name!r}: op times and transfers sum to {total_ns} ns; "
             "check flops, sizes, times and rates"
         )
+
+
+def _exact_sum(values: I64) -> int:
+    """Returns the sum of `values`, which may pass int64: high and low halves are added up apart."""
+    return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
