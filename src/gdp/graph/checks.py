@@ -38,12 +38,12 @@ def check(graph: "Graph") -> None:
     if (graph.groups < -1).any():
         lowest = int(np.argmin(graph.groups))
         raise InputError(f"{op_label(lowest)}: group is {graph.groups[lowest]}; -1 (none) or a number >= 0 is expected")
-    for number, phase in enumerate(graph.phases):
+    for number, phase in enumerate(graph.phases if set(graph.phases) - set(PHASES) else ()):
         if phase not in PHASES:
             raise InputError(
                 f"{op_label(number)}: phase is {phase!r}; one of {', '.join(map(repr, PHASES))} is expected"
             )
-    for number, times in enumerate(graph.times_ns):
+    for number, times in enumerate(graph.times_ns if any(graph.times_ns) else ()):
         for where, time_ns in times.items():
             if time_ns < -1:
                 raise InputError(
@@ -81,7 +81,8 @@ def _check_consumers(graph: "Graph", op_label: Any) -> None:
         raise InputError(
             f"tensor {tensors[bad]}: consumer {graph.consumers[bad]} is no op; ops are 0 to {graph.num_ops - 1}"
         )
-    if len(tensors):
+    is_rising = np.logical_or(np.diff(tensors) > 0, np.diff(graph.consumers) > 0)
+    if not is_rising.all():
         by_pair = np.lexsort((graph.consumers, tensors))
         same = (np.diff(tensors[by_pair]) == 0) & (np.diff(graph.consumers[by_pair]) == 0)
         if (bad := _first(same)) is not None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,13 +17,13 @@ import numpy as np
 from gdp import files, notebook
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError, prefixed
-from gdp.graph.checks import PHASES, check
+from gdp.graph.checks import check
 from gdp.graph.copy_names import CopyNames
+from gdp.graph.document import FORMAT, OP_FIELDS, TENSOR_FIELDS, VERSION, read_document
 from gdp.graph.views import GraphSource, OpView
 
 COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
 """What the kinds of ops begin with that move data between replicas; not all replicas have the same ones."""
-FORMAT, VERSION = "gdp-graph", 1
 _FROM_NAMES = ("copy_names", "op_numbers", "edge_tensors", "group_index", "is_collective")  # cached properties
 
 
@@ -150,28 +150,34 @@ class Graph:
     @classmethod
     def build(cls, name: str, ops: Sequence[Op], tensors: Sequence[Tensor]) -> "Graph":
         """Builds the graph of these ops and tensors; ops are numbered as given, in a topological order."""
-        counts = [len(tensor.consumers) for tensor in tensors]
-        offsets = np.zeros(len(tensors) + 1, np.int64)
-        np.cumsum(counts, out=offsets[1:])
+        of_ops = {name: [getattr(op, name) for op in ops] for name in OP_FIELDS if name != "time_ns"}
+        of_tensors = {name: [getattr(tensor, name) for tensor in tensors] for name in TENSOR_FIELDS}
+        return cls._of_values(name, of_ops | {"time_ns": [dict(op.time_ns) for op in ops]}, of_tensors)
+
+    @classmethod
+    def _of_values(cls, name: str, ops: Mapping[str, Sequence[Any]], tensors: Mapping[str, Sequence[Any]]) -> "Graph":
+        """Builds the graph of columns that are named as the fields of `gdp-graph` files."""
+        offsets = np.zeros(len(tensors["consumers"]) + 1, np.int64)
+        np.cumsum([len(consumers) for consumers in tensors["consumers"]], out=offsets[1:])
         return cls(
             name=name,
-            op_names=tuple(op.name for op in ops),
-            kinds=tuple(op.kind for op in ops),
-            flops=_int64([op.flops for op in ops], "op", "flops"),
-            bytes_accessed=_int64([op.bytes_accessed for op in ops], "op", "bytes_accessed"),
-            dtypes=tuple(op.dtype for op in ops),
-            resident_bytes=_int64([op.resident_bytes for op in ops], "op", "resident_bytes"),
-            phases=tuple(op.phase for op in ops),
-            modules=tuple(op.module for op in ops),
-            groups=_int64([op.group for op in ops], "op", "group"),
-            times_ns=tuple(MappingProxyType(dict(op.time_ns)) if op.time_ns else _NO_TIMES for op in ops),
-            producers=_int64([tensor.producer for tensor in tensors], "tensor", "producer"),
-            tensor_bytes=_int64([tensor.bytes for tensor in tensors], "tensor", "bytes"),
-            is_resident=np.array([tensor.resident for tensor in tensors], np.bool_),
-            is_kept=np.array([tensor.keep for tensor in tensors], np.bool_),
-            view_of=_int64([tensor.view_of for tensor in tensors], "tensor", "view_of"),
+            op_names=tuple(ops["name"]),
+            kinds=tuple(ops["kind"]),
+            flops=_int64(ops["flops"], "op", "flops"),
+            bytes_accessed=_int64(ops["bytes_accessed"], "op", "bytes_accessed"),
+            dtypes=tuple(ops["dtype"]),
+            resident_bytes=_int64(ops["resident_bytes"], "op", "resident_bytes"),
+            phases=tuple(ops["phase"]),
+            modules=tuple(ops["module"]),
+            groups=_int64(ops["group"], "op", "group"),
+            times_ns=tuple(MappingProxyType(times) if times else _NO_TIMES for times in ops["time_ns"]),
+            producers=_int64(tensors["producer"], "tensor", "producer"),
+            tensor_bytes=_int64(tensors["bytes"], "tensor", "bytes"),
+            is_resident=np.array(tensors["resident"], np.bool_),
+            is_kept=np.array(tensors["keep"], np.bool_),
+            view_of=_int64(tensors["view_of"], "tensor", "view_of"),
             consumer_offsets=offsets,
-            consumers=_int64([op for tensor in tensors for op in tensor.consumers], "tensor", "consumers"),
+            consumers=_int64(list(chain.from_iterable(tensors["consumers"])), "tensor", "consumers"),
         )
 
     @property
@@ -272,7 +278,8 @@ class Graph:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical content: compact JSON, sorted keys, every field explicit, no graph name."""
-        return files.fingerprint(self.to_document())
+        with files.without_collection():
+            return files.fingerprint(self.to_document())
 
     def to_document(self) -> dict[str, Any]:
         """Returns the `gdp-graph` document with every field explicit."""
@@ -281,76 +288,29 @@ class Graph:
             "format": FORMAT,
             "version": VERSION,
             "name": self.name,
-            "ops": [dict(zip(_OP_FIELDS, values, strict=True)) for values in ops],
-            "tensors": [dict(zip(_TENSOR_FIELDS, values, strict=True)) for values in tensors],
+            "ops": [dict(zip(OP_FIELDS, values, strict=True)) for values in ops],
+            "tensors": [dict(zip(TENSOR_FIELDS, values, strict=True)) for values in tensors],
         }
 
     def save(self, path: str | Path) -> None:
         """Writes a `gdp-graph` file, atomically; gzip if `path` ends in `.gz`."""
-        files.write_json(path, self.to_document())
+        with files.without_collection():
+            files.write_json(path, self.to_document())
 
     @classmethod
     def load(cls, path: str | Path) -> "Graph":
         """Reads a `gdp-graph` file. InputError names the file, the place and the remedy."""
         document = files.read_json(path)
-        with prefixed(path):
+        with prefixed(path), files.without_collection():
             return cls.from_document(document)
 
     @classmethod
     def from_document(cls, document: object) -> "Graph":
         """Builds the graph of a `gdp-graph` document; unknown keys, wrong types and versions are errors."""
-        content = files.require_header(document, FORMAT, VERSION)
-        files.require_keys(content, "graph", _DOCUMENT_FIELDS, {"name", "ops", "tensors"})
-        for number, op in enumerate(content["ops"]):
-            label = f" {op['name']!r}" if isinstance(op, dict) and isinstance(op.get("name"), str) else ""
-            files.require_keys(op, f"op {number}{label}", _OP_FIELDS, {"name"})
-        for number, tensor in enumerate(content["tensors"]):
-            files.require_keys(tensor, f"tensor {number}", _TENSOR_FIELDS, {"producer", "consumers"})
-        ops = [Op(**op) for op in content["ops"]]
-        tensors = [Tensor(**{**tensor, "consumers": tuple(tensor["consumers"])}) for tensor in content["tensors"]]
-        return cls.build(content["name"], ops, tensors)
+        return cls._of_values(*read_document(document))
 
 
 _NO_TIMES: Mapping[str, int] = MappingProxyType({})
-
-
-def _is_times(value: object) -> bool:
-    """a mapping from device names or kinds to integers of at least -1 (nanoseconds; -1: cannot run there)"""
-    return type(value) is dict and all(type(key) is str and files.is_index(item) for key, item in value.items())
-
-
-def _is_phase(value: object) -> bool:
-    """one of "forward", "backward", "update" and \"\""""
-    return type(value) is str and value in PHASES
-
-
-_DOCUMENT_FIELDS = {
-    "format": files.is_string,
-    "version": files.is_size,
-    "name": files.is_string,
-    "ops": files.is_list,
-    "tensors": files.is_list,
-}
-_OP_FIELDS = {
-    "name": files.is_string,
-    "kind": files.is_string,
-    "flops": files.is_size,
-    "bytes_accessed": files.is_size,
-    "dtype": files.is_string,
-    "resident_bytes": files.is_size,
-    "phase": _is_phase,
-    "module": files.is_string,
-    "group": files.is_index,
-    "time_ns": _is_times,
-}
-_TENSOR_FIELDS = {
-    "producer": files.is_size,
-    "consumers": files.is_number_list,
-    "bytes": files.is_size,
-    "resident": files.is_flag,
-    "keep": files.is_flag,
-    "view_of": files.is_index,
-}
 
 
 def _int64(values: Sequence[int], record: str, name: str) -> I64:

@@ -6,6 +6,7 @@ determines the samples of a micro-batch: models are captured with an even part o
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -141,7 +142,7 @@ class Excerpt:
 
 
 def _copies(graph: Graph, microbatch: I64) -> I64:
-    """Returns [rows, micro-batches] the copies of each op that micro-batches repeat, by replica; -1 where there is none."""
+    """Returns [rows, micro-batches] the copies of each op that is repeated, a row for each replica; -1 for none."""
     names = graph.copy_names
     ops = np.flatnonzero((microbatch >= 0) & (names.replica == replica_of(graph)))
     distinct, row = np.unique(names.replica[ops] * len(names.bases) + names.base[ops], return_inverse=True)
@@ -181,9 +182,10 @@ def _excerpt(graph: Graph, ops: I64, number: I64, is_shared: Bool, final: I64) -
     consumed = np.bincount(edges // len(ops), minlength=len(tensors))
     view_of = graph.view_of[tensors]
     chosen = ops.tolist()
+    texts: dict[str, Any] = {name: tuple(map(getattr(graph, name).__getitem__, chosen)) for name in _OP_TEXTS}
     return Graph(
         name=graph.name,
-        **{name: tuple(map(getattr(graph, name).__getitem__, chosen)) for name in _OP_TEXTS},
+        **texts,
         **{name: getattr(graph, name)[ops] for name in _OP_FIGURES},
         producers=number[graph.producers[tensors]],
         **{name: getattr(graph, name)[tensors] for name in ("tensor_bytes", "is_resident", "is_kept")},

@@ -1,0 +1,150 @@
+"""`gdp-graph` documents: the fields of their ops and tensors, checked column by column.
+
+Columns are checked in whole, so that a million ops are read in seconds. Where anything is wrong, the records are looked
+at one by one, to say what and where. docs/machine-model.md, section 6, is the definition.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Never
+
+from gdp import files
+from gdp.graph.checks import PHASES
+
+FORMAT, VERSION = "gdp-graph", 1
+_MISSING: Any = object()
+
+Columns = Mapping[str, Sequence[Any]]
+"""The values of each field of records."""
+
+
+def read_document(document: object) -> tuple[str, Columns, Columns]:
+    """Returns (name, columns of ops, columns of tensors); InputError for unknown keys, wrong types and versions."""
+    content = files.require_header(document, FORMAT, VERSION)
+    files.require_keys(content, "graph", _DOCUMENT_FIELDS, {"name", "ops", "tensors"})
+    ops = _columns(content["ops"], _OP_CHECKS, OP_DEFAULTS)
+    tensors = _columns(content["tensors"], _TENSOR_CHECKS, TENSOR_DEFAULTS)
+    if ops is None or tensors is None:
+        _explain(content)
+    return content["name"], ops, tensors
+
+
+def _columns(
+    records: Sequence[object], checks: Mapping[str, Callable[[list[Any]], bool]], defaults: Mapping[str, Any]
+) -> dict[str, list[Any]] | None:
+    """Returns the columns of `records`, None unless each passes its check.
+
+    Fields without a default must be in every record; no record may have others.
+    """
+    if not set(map(type, records)) <= {dict}:
+        return None
+    mappings: Sequence[dict[str, Any]] = records  # type: ignore[assignment]
+    found: dict[str, list[Any]] = {}
+    num_values = 0
+    for name, is_valid in checks.items():
+        values = [record.get(name, _MISSING) for record in mappings]
+        num_missing = values.count(_MISSING)
+        num_values += len(values) - num_missing
+        if num_missing and name not in defaults:
+            return None
+        if num_missing:
+            values = [defaults[name] if value is _MISSING else value for value in values]
+        if not is_valid(values):
+            return None
+        found[name] = values
+    return found if num_values == sum(map(len, mappings)) else None
+
+
+def _explain(content: Mapping[str, Any]) -> Never:
+    """Raises the InputError that says which op or tensor is no record of one, and why."""
+    for number, op in enumerate(content["ops"]):
+        label = f" {op['name']!r}" if isinstance(op, dict) and isinstance(op.get("name"), str) else ""
+        files.require_keys(op, f"op {number}{label}", OP_FIELDS, OP_FIELDS.keys() - OP_DEFAULTS.keys())
+    for number, tensor in enumerate(content["tensors"]):
+        files.require_keys(tensor, f"tensor {number}", TENSOR_FIELDS, TENSOR_FIELDS.keys() - TENSOR_DEFAULTS.keys())
+    raise AssertionError("a column fails its check, and each of its records passes")
+
+
+def _are(kind: type) -> Callable[[list[Any]], bool]:
+    """Returns a check that all values are of exactly this type."""
+    return lambda values: set(map(type, values)) <= {kind}
+
+
+def _are_integers(lowest: int) -> Callable[[list[Any]], bool]:
+    """Returns a check that all values are integers from `lowest` to 2^63 - 1."""
+    return lambda values: (
+        set(map(type, values)) <= {int} and min(values, default=lowest) >= lowest and max(values, default=0) < 2**63
+    )
+
+
+def _are_phases(values: list[Any]) -> bool:
+    return _are(str)(values) and set(values) <= set(PHASES)
+
+
+def _are_times(values: list[Any]) -> bool:
+    return _are(dict)(values) and all(_is_times(value) for value in values if value)
+
+
+def _are_number_lists(values: list[Any]) -> bool:
+    return _are(list)(values) and all(map(files.is_number_list, values))
+
+
+def _is_times(value: object) -> bool:
+    """a mapping from device names or kinds to integers of at least -1 (nanoseconds; -1: cannot run there)"""
+    return type(value) is dict and all(type(key) is str and files.is_index(item) for key, item in value.items())
+
+
+def _is_phase(value: object) -> bool:
+    """one of "forward", "backward", "update" and \"\""""
+    return type(value) is str and value in PHASES
+
+
+_DOCUMENT_FIELDS = {
+    "format": files.is_string,
+    "version": files.is_size,
+    "name": files.is_string,
+    "ops": files.is_list,
+    "tensors": files.is_list,
+}
+OP_FIELDS = {
+    "name": files.is_string,
+    "kind": files.is_string,
+    "flops": files.is_size,
+    "bytes_accessed": files.is_size,
+    "dtype": files.is_string,
+    "resident_bytes": files.is_size,
+    "phase": _is_phase,
+    "module": files.is_string,
+    "group": files.is_index,
+    "time_ns": _is_times,
+}
+TENSOR_FIELDS = {
+    "producer": files.is_size,
+    "consumers": files.is_number_list,
+    "bytes": files.is_size,
+    "resident": files.is_flag,
+    "keep": files.is_flag,
+    "view_of": files.is_index,
+}
+OP_DEFAULTS: Mapping[str, Any] = {
+    "kind": "",
+    "flops": 0,
+    "bytes_accessed": 0,
+    "dtype": "float32",
+    "resident_bytes": 0,
+    "phase": "",
+    "module": "",
+    "group": -1,
+    "time_ns": {},
+}
+TENSOR_DEFAULTS: Mapping[str, Any] = {"bytes": 0, "resident": False, "keep": False, "view_of": -1}
+_COLUMN_CHECKS: Mapping[Callable[[object], bool], Callable[[list[Any]], bool]] = {
+    files.is_string: _are(str),
+    files.is_flag: _are(bool),
+    files.is_size: _are_integers(0),
+    files.is_index: _are_integers(-1),
+    files.is_number_list: _are_number_lists,
+    _is_phase: _are_phases,
+    _is_times: _are_times,
+}
+_OP_CHECKS = {name: _COLUMN_CHECKS[check] for name, check in OP_FIELDS.items()}
+_TENSOR_CHECKS = {name: _COLUMN_CHECKS[check] for name, check in TENSOR_FIELDS.items()}
