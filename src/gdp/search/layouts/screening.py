@@ -4,13 +4,16 @@
 
 Arithmetic says what a step takes at least, so that an arrangement is estimated, and then simulated, when nothing that
 is known of another promises more. What users run, a replica on each device, is simulated in any case, unless the step
-is very large and must lose.
+is very large and must lose; where nothing fits, so is what takes the least memory.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from gdp.parallel.layout import NONE, Layout
-from gdp.search.layouts.arrangement import Arrangement, forced, replicated_ways
+import numpy as np
+
+from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.search.layouts.arrangement import Arrangement, forced, more_microbatches, replicated_ways
 from gdp.search.layouts.estimate import Estimate
 from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit, promise
 from gdp.search.layouts.trial import Choosing, Trial
@@ -50,6 +53,7 @@ class Screening:
         if self.search.layout is None:
             for zero in USUAL_ZERO:
                 self._simulate_usual(zero)
+            self._simulate_thriftiest()
 
     def finds_one_that_fits(self) -> bool:
         """Returns whether a layout fits; the first that does ends the screening."""
@@ -116,6 +120,22 @@ class Screening:
             if best is None or not can_fit(best) or best.step_time_ns > limit_ns or is_late or self._loses(best):
                 return
             self._advance(best)
+
+    def _simulate_thriftiest(self) -> None:
+        """Simulates FSDP with all blocks recomputed where nothing fits, with more micro-batches while there is time."""
+        ways = [way for way in _ways(self.search) if way.num_places == 1 and way.layout.zero == 3]
+        way = max(ways, key=lambda way: way.layout.data, default=None)
+        while way is not None and self._fitting_ns is None and not self._clock.stop.is_set():
+            cut = replace(way, layout=replace(way.layout, recompute=BLOCKS))
+            trial = self.search.attempt(self._simulated_together, cut)
+            self.trials += [] if trial is None else [trial]
+            is_late = self._clock.share_spent > LATE_SHARE
+            way = None if is_late else more_microbatches(way, self.search.parts.batch_size)
+
+    def _simulated_together(self, way: Arrangement) -> Trial:
+        """Returns the step of `way` with all ops of a replica in one place."""
+        num_ops = self.search.parts.rough(way.layout.num_parts).num_ops
+        return self.search.simulate(way, np.zeros(num_ops, np.int64))
 
     def _loses(self, known: Estimate) -> bool:
         """Returns whether a large step of replicas on one device each computes for longer than the best one takes."""
