@@ -9,7 +9,7 @@ from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_
 
 from gdp.budget import Budget, Clock
 from gdp.graph import Graph
-from gdp.parallel.layout import AUTO
+from gdp.parallel.layout import AUTO, BLOCKS, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute, recomputed
 from gdp.planning.layout_advice import changes_that_fit_a_layout
 from gdp.report.layout_answer import LayoutAnswer
@@ -84,6 +84,18 @@ def test_layouts_are_simulated_while_there_is_time(memory: str, monkeypatch: pyt
     assert machine.now_s <= 1.1 * BUDGET_S
     assert 0 < len(machine.layouts) <= BUDGET_S / 1.5
     assert choice.plan.status == ("ok" if memory == "1GB" else "infeasible")
+
+
+@pytest.mark.parametrize("simulation_s", [0.0, 4.0, 30.0])
+def test_what_takes_the_least_memory_is_found_however_slow_the_machine(
+    simulation_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where FSDP with all blocks recomputed just fits, an answer fits, also where one step takes all of the time."""
+    way = Layout((1,) * 4, zero=3, recompute=BLOCKS)
+    alone = choose_layout(parts_of(), machine_of([1.0] * 4, memory="1GB"), layout=way, budget="1sims")
+    memory = f"{max(alone.plan.peak_memory_bytes)}B"
+    machine = SlowMachine(simulation_s=simulation_s)
+    assert machine.choose(memory, monkeypatch).plan.status == "ok"
 
 
 def test_changes_that_fit_are_estimated_while_there_is_time() -> None:

@@ -96,6 +96,8 @@ def choose_layout(
     screening = Screening(search, first)
     screening.run()
     trials = _confirmed(search, screening.trials)
+    if not any(trial.fits for trial in trials):  # there was no time to simulate what fitted by an estimate as captured
+        trials += screening.with_least_memory()
     finalists = _finalists(search, trials)
     trials = [*finalists, *trials]
     if sum(not _is_hopeless(trial, trials) for trial in finalists) > 1:

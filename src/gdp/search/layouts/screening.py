@@ -36,6 +36,8 @@ class Screening:
         """`trials` are known already; shares of the budget are those of what is left of it now."""
         self.search, self.trials = search, [*trials]
         self._clock = search.clock.part()
+        self._has_least = search.layout is not None  # what takes the least memory was simulated, or is not asked for
+        self._is_tight = False  # it alone is known to fit
         self._queue = EstimateQueue(
             search.estimator, search.parts.batch_size, search.attempt, grows=search.layout is None
         )
@@ -49,11 +51,13 @@ class Screening:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search))
         while self._queue.left and not self._is_over(next_one := self._next()):
-            self._advance(next_one)
+            if self._fitting_ns is None and not self._has_least and self._clock.share_spent > SCREEN_SHARE:
+                self.trials += self.with_least_memory()
+            else:
+                self._advance(next_one)
         if self.search.layout is None:
             for zero in USUAL_ZERO:
                 self._simulate_usual(zero)
-            self._simulate_thriftiest()
 
     def finds_one_that_fits(self) -> bool:
         """Returns whether a layout fits; the first that does ends the screening."""
@@ -86,7 +90,8 @@ class Screening:
             is_late = clock.stop.is_set() or clock.share_spent > LATE_SHARE
             return num_trials > 0 and (is_late or (num_trials >= MOST_SIMULATED and not can_fit(next_one)))
         is_far = not can_fit(next_one) or next_one.step_time_ns > FAR * fitting_ns
-        return is_far or num_trials >= MOST_SIMULATED or clock.share_spent > SCREEN_SHARE or clock.stop.is_set()
+        is_late = clock.share_spent > (LATE_SHARE if self._is_tight else SCREEN_SHARE)
+        return is_far or num_trials >= MOST_SIMULATED or is_late or clock.stop.is_set()
 
     @property
     def _fitting_ns(self) -> int | None:
@@ -101,6 +106,7 @@ class Screening:
         self._queue.left.remove(known)
         trial = self.search.attempt(lambda way: self.search.simulate(way, known.places), known.arrangement)
         self.trials += [] if trial is None else [trial]
+        self._is_tight &= trial is None or not trial.fits
 
     def _simulate_usual(self, zero: int) -> None:
         """Simulates the replicas on single devices, with the fewest micro-batches that fit, unless they are slow."""
@@ -121,21 +127,30 @@ class Screening:
                 return
             self._advance(best)
 
-    def _simulate_thriftiest(self) -> None:
-        """Simulates FSDP with all blocks recomputed where nothing fits, with more micro-batches while there is time."""
+    def with_least_memory(self) -> list[Trial]:
+        """Returns trials of FSDP with all blocks recomputed, once: with more micro-batches until it fits.
+
+        The first is simulated at any time, others while there is time.
+        """
         ways = [way for way in _ways(self.search) if way.num_places == 1 and way.layout.zero == 3]
-        way = max(ways, key=lambda way: way.layout.data, default=None)
-        while way is not None and self._fitting_ns is None and not self._clock.stop.is_set():
+        way = None if self._has_least else max(ways, key=lambda way: way.layout.data, default=None)
+        self._has_least = True
+        trials: list[Trial] = []
+        while way is not None and not self._is_tight and not self._clock.stop.is_set():
             cut = replace(way, layout=replace(way.layout, recompute=BLOCKS))
             trial = self.search.attempt(self._simulated_together, cut)
-            self.trials += [] if trial is None else [trial]
-            is_late = self._clock.share_spent > LATE_SHARE
+            if trial is None:
+                break
+            trials.append(trial)
+            self._is_tight = trial.fits
+            is_late = self._clock.share_spent > LATE_SHARE or not self._clock.has(self.search.slowest_s)
             way = None if is_late else more_microbatches(way, self.search.parts.batch_size)
+        return trials
 
     def _simulated_together(self, way: Arrangement) -> Trial:
         """Returns the step of `way` with all ops of a replica in one place."""
-        num_ops = self.search.parts.rough(way.layout.num_parts).num_ops
-        return self.search.simulate(way, np.zeros(num_ops, np.int64))
+        num_ops = self.search.parts.exact(way.layout.num_parts).num_ops
+        return self.search.simulate(way, np.zeros(num_ops, np.int64), is_captured=True)
 
     def _loses(self, known: Estimate) -> bool:
         """Returns whether a large step of replicas on one device each computes for longer than the best one takes."""
