@@ -51,7 +51,8 @@ class Screening:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search))
         while self._queue.left and not self._is_over(next_one := self._next()):
-            if self._fitting_ns is None and not self._has_least and self._clock.share_spent > SCREEN_SHARE:
+            is_tight = self._fitting_ns is None and (bool(self.trials) or not can_fit(next_one))
+            if is_tight and not self._has_least and self._clock.share_spent > SCREEN_SHARE:
                 self.trials += self.with_least_memory()
             else:
                 self._advance(next_one)
@@ -121,8 +122,7 @@ class Screening:
             widest = max((each.arrangement.layout.data for each in usual), default=0)
             best = min((each for each in usual if each.arrangement.layout.data == widest), key=promise, default=None)
             limit_ns = HOPELESS * (self._fitting_ns or NEVER)
-            is_first = zero == 0 and not any(trial.layout.data > 1 for trial in self.trials)  # one line of PyTorch
-            is_late = clock.stop.is_set() or (clock.share_spent > USUAL_SHARE and not is_first)
+            is_late = clock.stop.is_set() or (clock.share_spent > USUAL_SHARE and zero > 0)
             if best is None or not can_fit(best) or best.step_time_ns > limit_ns or is_late or self._loses(best):
                 return
             self._advance(best)
