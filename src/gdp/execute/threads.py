@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord
 from gdp.execute.lanes import Lane, Parcel, lane_of
+from gdp.execute.rows import Content
 from gdp.execute.targets import Target
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker
 from gdp.models.pytorch import Program, Replay
@@ -33,10 +34,10 @@ class _Inbox:
     def begin(self) -> None:
         self._here.clear()
 
-    def send(self, tensor: int, content: Tensor | None, device: int) -> None:
+    def send(self, tensor: int, content: Content, device: int) -> None:
         self._queues[device].put(self._lane.pack(tensor, content, self._places[device]))
 
-    def receive(self, tensor: int) -> Tensor | None:
+    def receive(self, tensor: int) -> Content:
         while tensor not in self._here:
             parcel = self._own.get()
             if parcel is None:
