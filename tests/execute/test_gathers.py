@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gdp.execute.exchanged_rows import Content, as_tensor
 from gdp.execute.lanes import CpuLane, Parcel
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.step_program import step_program
-from gdp.execute.rows import Content, as_tensor
 from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.models.pytorch import Program, capture

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from execute.random_layouts import OPTIMIZERS
 from execute.test_layouts import MODELS, assert_equal, assert_near, captured, cpus, drawn
 from gdp.errors import InputError
+from gdp.execute.exchanged_rows import ExchangedRows
 from gdp.execute.layouts.cut import Cut, RingPlaces
-from gdp.execute.layouts.exchange_routines import Exchange, Member, Progress
+from gdp.execute.layouts.exchange_routines import Member, RowExchange, RowProgress
 from gdp.execute.layouts.routines import PieceUpdate, UpdateOfPiece
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.layouts.updates import updates_of
-from gdp.execute.rows import Rows
 from gdp.execute.threads import ThreadExecutor
 from gdp.models.pytorch import Program, Replay, capture
 from gdp.parallel.layout import Layout
@@ -61,11 +61,11 @@ def test_chunks_are_where_tensors_are_and_whole_after_a_copy(case: tuple[list[in
     sizes, cut = case
     rows = list(torch.randn(sum(sizes)).split(sizes))
     chunks = [cut.chunk(number, rows) for number in range(cut.num_chunks)]
-    joined = Rows(tuple(chunks), cut.chunk_elements, torch.float32).joined()
+    joined = ExchangedRows(tuple(chunks), cut.chunk_elements, torch.float32).joined()
     assert len(joined) == cut.num_chunks * cut.chunk_elements
-    exchange = Exchange(-1, cut, torch.float32)
+    exchange = RowExchange(-1, cut, torch.float32)
     copies = [torch.full_like(row, torch.nan) for row in rows]
-    exchange.copy_chunks(Progress(cut.split(joined, range(cut.num_chunks)), copies))
+    exchange.copy_chunks(RowProgress(cut.split(joined, range(cut.num_chunks)), copies))
     for copy, row in zip(copies, rows, strict=True):
         assert torch.equal(copy, row)
     for chunk in chunks:

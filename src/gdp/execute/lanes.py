@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gdp.execute.rows import Content, Rows, as_tensor
+from gdp.execute.exchanged_rows import Content, ExchangedRows, as_tensor
 from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch.strides import fill
 
@@ -28,7 +28,7 @@ class Parcel(NamedTuple):
     """A tensor on its way: its number, its content, and what it must wait for."""
 
     tensor: int
-    content: Any  # a tensor, Rows between devices that share memory, or None for a control tensor
+    content: Any  # a tensor, ExchangedRows between devices that share memory, or None for a control tensor
     event: Any = None  # torch.cuda.Event
 
 
@@ -57,7 +57,7 @@ class CpuLane:
         """Makes the parcel for a worker of the device `to`."""
         if content is None or to.type == "cpu":
             return Parcel(tensor, content)
-        whole = content.joined() if isinstance(content, Rows) else content
+        whole = content.joined() if isinstance(content, ExchangedRows) else content
         staged = fill(self._memory_for(tensor, CPU, is_pinned=True), whole)  # dense, or the copy would hold this up
         return _copy_on(_stream(self._streams, to, to), self._memory_for, tensor, staged, to)
 

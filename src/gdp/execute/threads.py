@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gdp.execute.exchanged_rows import Content
 from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord
 from gdp.execute.lanes import Lane, Parcel, lane_of
-from gdp.execute.rows import Content
 from gdp.execute.targets import Target
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker
 from gdp.models.pytorch import Program, Replay

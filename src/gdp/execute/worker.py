@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gdp.execute.exchanged_rows import Content
 from gdp.execute.lanes import Lane
-from gdp.execute.rows import Content
 from gdp.execute.script import Script
 from gdp.models.pytorch import Program
 

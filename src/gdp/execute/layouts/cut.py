@@ -17,7 +17,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from gdp.execute.rows import Chunk
+from gdp.execute.exchanged_rows import Chunk
 from gdp.parallel.rings import Rings
 
 Span = tuple[int, int]

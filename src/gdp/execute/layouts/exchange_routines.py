@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdp.execute.exchanged_rows import Chunk, ExchangedRows
 from gdp.execute.layouts.cut import Cut
-from gdp.execute.rows import Chunk, Rows
 from gdp.models.pytorch.strides import (
     StridedLayout,
     as_recorded,
@@ -49,7 +49,7 @@ class MadeRoutine:
 
 
 @dataclass(slots=True, eq=False)
-class Progress:
+class RowProgress:
     """An exchange of a replica under way."""
 
     chunks: list[Chunk]  # where the elements of each chunk are now
@@ -57,7 +57,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class RowExchange:
     """One exchange of a replica."""
 
     number: int  # that its progress is held by
@@ -65,18 +65,18 @@ class Exchange:
     dtype: torch.dtype  # uint8 for weights of several types, whose pieces are counted in bytes then
     device: torch.device | None = None  # None: the CPU
 
-    def on(self, device: torch.device | None) -> "Exchange":
+    def on(self, device: torch.device | None) -> "RowExchange":
         """Returns the exchange of a device."""
         return replace(self, device=device)
 
-    def progress(self, held: Held) -> Progress:
+    def progress(self, held: Held) -> RowProgress:
         """Returns the progress, from the first op that comes: a gather's chunk may be here before `ready`."""
         if self.number not in held:
-            held[self.number] = Progress([()] * self.cut.num_chunks)
-        progress: Progress = held[self.number]
+            held[self.number] = RowProgress([()] * self.cut.num_chunks)
+        progress: RowProgress = held[self.number]
         return progress
 
-    def begin(self, held: Held, rows: Sequence[Tensor], chunks: Sequence[int]) -> Progress:
+    def begin(self, held: Held, rows: Sequence[Tensor], chunks: Sequence[int]) -> RowProgress:
         """Returns the progress after one's own `chunks` of `rows` [members] have joined."""
         progress = self.progress(held)
         progress.rows = list(rows)
@@ -84,16 +84,16 @@ class Exchange:
             progress.chunks[number] = self.cut.chunk(number, rows)
         return progress
 
-    def sent(self, progress: Progress, sent: Sent) -> dict[int, Rows | Tensor]:
+    def sent(self, progress: RowProgress, sent: Sent) -> dict[int, ExchangedRows | Tensor]:
         """Returns what goes to others, by tensor; from a GPU, whose copies are of tensors, as one."""
-        found: dict[int, Rows | Tensor] = {}
+        found: dict[int, ExchangedRows | Tensor] = {}
         for tensor, numbers in sent.items():
             chunks = tuple(progress.chunks[number] for number in numbers)
-            rows = Rows(chunks, self.cut.chunk_elements, self.dtype, self.device)
+            rows = ExchangedRows(chunks, self.cut.chunk_elements, self.dtype, self.device)
             found[tensor] = rows if self.device is None else rows.joined()
         return found
 
-    def copy_chunks(self, progress: Progress, own: int | None = None) -> None:
+    def copy_chunks(self, progress: RowProgress, own: int | None = None) -> None:
         """Copies all chunks but `own` into one's own rows."""
         theirs = [number for number in range(self.cut.num_chunks) if number != own]
         targets = [row for number in theirs for row in self.cut.chunk(number, progress.rows)]
@@ -109,7 +109,7 @@ class Exchange:
 class Hop(MadeRoutine):
     """Takes a chunk from the replica before in the ring, and has it ready for the next one."""
 
-    exchange: Exchange
+    exchange: RowExchange
     taken: tuple[int, Sequence[int]] | None  # the tensor that comes, and its chunks
     is_sum: bool
     sent: Sent
@@ -121,7 +121,7 @@ class Hop(MadeRoutine):
             return {**self.exchange.sent(progress, self.sent)}
         tensor, numbers = self.taken
         content = held[tensor]
-        came = content.chunks if isinstance(content, Rows) else self.exchange.cut.split(content, numbers)
+        came = content.chunks if isinstance(content, ExchangedRows) else self.exchange.cut.split(content, numbers)
         for number, chunk in zip(numbers, came, strict=True):
             if not self.is_sum:
                 progress.chunks[number] = chunk
@@ -170,7 +170,7 @@ class Member:
 class SumReady(MadeRoutine):
     """Begins the sum of the gradients of a bucket, an all-reduce or a reduce-scatter."""
 
-    exchange: Exchange
+    exchange: RowExchange
     members: Sequence[Member]
     sent: Sent
 
@@ -194,7 +194,7 @@ class AllReduceDone(MadeRoutine):
     places.
     """
 
-    exchange: Exchange
+    exchange: RowExchange
     members: Sequence[Member]
     own: int  # the chunk
     is_overwritten: bool  # updates change gradients, and other replicas may still read the sum
@@ -207,7 +207,7 @@ class AllReduceDone(MadeRoutine):
             found[member.tensor] = content.clone() if self.is_overwritten else content
         return found
 
-    def _row(self, number: int, progress: Progress) -> Tensor:
+    def _row(self, number: int, progress: RowProgress) -> Tensor:
         pieces = self.exchange.cut.places[number]
         if len(pieces) == 1:
             chunk, place, _, _ = pieces[0]
@@ -223,7 +223,7 @@ class AllReduceDone(MadeRoutine):
 class ScatterDone(MadeRoutine):
     """Ends a reduce-scatter: of each gradient, the piece that this replica has the sum of."""
 
-    exchange: Exchange
+    exchange: RowExchange
     results: Mapping[int, tuple[int, int, int]]  # by tensor: the member, its first element, the one behind its last
     is_freed: bool  # the rest of a gradient is not needed any more
 
@@ -241,7 +241,7 @@ class ScatterDone(MadeRoutine):
 class WeightsReady(MadeRoutine):
     """Begins an all-gather of updated weights, of which each replica has updated a piece."""
 
-    exchange: Exchange
+    exchange: RowExchange
     weights: Sequence[Member]  # under the numbers that updates hold them by
     own: int  # the chunk
     sent: Sent
@@ -257,7 +257,7 @@ class WeightsReady(MadeRoutine):
 class WeightsDone(MadeRoutine):
     """Ends an all-gather of updated weights."""
 
-    exchange: Exchange
+    exchange: RowExchange
     own: int  # the chunk
 
     def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
@@ -270,7 +270,7 @@ class WeightsDone(MadeRoutine):
 class ParametersReady(MadeRoutine):
     """Begins an all-gather of parameters for a block; its users wait for the last op of the exchange."""
 
-    exchange: Exchange
+    exchange: RowExchange
     memory: int  # the number that whole parameters are held by until the end
     parameters: Sequence[Member]  # tensors of pieces; the layouts of whole parameters
     own: int  # the chunk
@@ -296,7 +296,7 @@ class ParametersReady(MadeRoutine):
 class ParametersDone(MadeRoutine):
     """Ends an all-gather of parameters."""
 
-    exchange: Exchange
+    exchange: RowExchange
     memory: int
     parameters: Sequence[Member]
     results: Mapping[int, tuple[int, StridedLayout | None]]  # as in `ParametersReady`

@@ -16,12 +16,12 @@ from gdp.errors import InputError
 from gdp.execute.layouts.cut import Cut
 from gdp.execute.layouts.exchange_routines import (
     AllReduceDone,
-    Exchange,
     GradientView,
     Hop,
     Member,
     ParametersDone,
     ParametersReady,
+    RowExchange,
     ScatterDone,
     Sent,
     SumReady,
@@ -94,7 +94,7 @@ class Exchanges:
             ]
             cut = Cut.joined([numel(member.layout) for member in members], self.places.num_inner, self.places.num_outer)
             is_overwritten = any(tensors.values[gradient] in self._overwritten for gradient in gradients)
-            return _AllReduce(Exchange(number, cut, _one_dtype(members)), members, own, is_overwritten)
+            return _AllReduce(RowExchange(number, cut, _one_dtype(members)), members, own, is_overwritten)
         updates = [self._updates_of(gradient) for gradient in gradients]
         layouts = [tensors.layout_of(of_gradient[0].weight) for of_gradient in updates]
         sizes = [numel(layout) for layout in layouts]
@@ -109,7 +109,7 @@ class Exchanges:
             Member(gradient, layout, self._view_of(of_gradient[0]), self._is_alone(gradient))
             for gradient, layout, of_gradient in zip(gradients, layouts, updates, strict=True)
         ]
-        exchange = Exchange(number, cut, tensors.layouts[tensors.values[gradients[0]]].dtype)
+        exchange = RowExchange(number, cut, tensors.layouts[tensors.values[gradients[0]]].dtype)
         return _ReduceScatter(exchange, members, own, updates, tensors, is_in_place=self.zero == 1)
 
     def _gather(self, number: int, op: int, replica: int, own: int) -> "_ReplicaExchange":
@@ -126,13 +126,13 @@ class Exchanges:
         members = [Member(kept_number(weight, replica), tensors.layout_of(weight)) for weight in weights]
         return _WeightGather(self._gathered(number, members, weights), members, own)
 
-    def _gathered(self, number: int, members: Sequence[Member], weights: Sequence[int]) -> Exchange:
+    def _gathered(self, number: int, members: Sequence[Member], weights: Sequence[int]) -> RowExchange:
         """Returns the exchange of a gather; weights of several types come together as bytes."""
         dtypes = {member.layout.dtype for member in members}
         if len(dtypes) == 1:
-            return Exchange(number, self.owned.gathered(weights, [1] * len(weights)), dtypes.pop())
+            return RowExchange(number, self.owned.gathered(weights, [1] * len(weights)), dtypes.pop())
         sizes = [member.layout.dtype.itemsize for member in members]
-        return Exchange(number, self.owned.gathered(weights, sizes), torch.uint8)
+        return RowExchange(number, self.owned.gathered(weights, sizes), torch.uint8)
 
     def _updates_of(self, gradient: int) -> list[Update]:
         """Returns the updates that read a gradient; InputError where they cannot read one piece."""
@@ -166,7 +166,7 @@ class Exchanges:
         readers = self.tensors.step.consumers_of(tensor)
         return self.tensors.step.tensor_bytes[tensor] > 0 and len(readers) == 1 and self._is_hop[int(readers[0])]
 
-    def _sent(self, exchange: Exchange, tensor: int) -> range:
+    def _sent(self, exchange: RowExchange, tensor: int) -> range:
         """Returns the chunks that a tensor which goes round has; they are the receiver's as well."""
         chunks = self._chunks(int(self.tensors.step.consumers_of(tensor)[0]))
         self.tensors.set_row(tensor, len(chunks) * exchange.cut.chunk_elements, exchange.dtype)
@@ -206,7 +206,7 @@ class _ReplicaExchange(Protocol):
     """One exchange of one replica and micro-batch."""
 
     @property
-    def exchange(self) -> Exchange: ...
+    def exchange(self) -> RowExchange: ...
 
     def ready(self, op: int, sent: Sent) -> Make:
         """Returns what makes its first op."""
@@ -217,7 +217,7 @@ class _ReplicaExchange(Protocol):
 
 @dataclass(frozen=True)
 class _AllReduce:
-    exchange: Exchange
+    exchange: RowExchange
     members: Sequence[Member]
     own: int  # the chunk
     is_overwritten: bool
@@ -231,7 +231,7 @@ class _AllReduce:
 
 @dataclass(frozen=True)
 class _ReduceScatter:
-    exchange: Exchange
+    exchange: RowExchange
     members: Sequence[Member]
     own: int  # the chunk
     updates: Sequence[Sequence[Update]]  # of each member
@@ -267,7 +267,7 @@ class _ReduceScatter:
 
 @dataclass(frozen=True)
 class _WeightGather:
-    exchange: Exchange
+    exchange: RowExchange
     members: Sequence[Member]
     own: int
 
@@ -280,7 +280,7 @@ class _WeightGather:
 
 @dataclass(frozen=True)
 class _ParameterGather:
-    exchange: Exchange
+    exchange: RowExchange
     members: Sequence[Member]
     weights: Sequence[int]  # of the program
     own: int

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gdp.execute.exchanged_rows import Content, as_tensor
 from gdp.execute.lanes import CpuLane, Lane, Parcel
 from gdp.execute.ranks.connections import Groups, IncomingMessage, Receiver, Sender, TransferState, bytes_of
 from gdp.execute.ranks.ranks import Failure, HeartbeatMonitor, Ranks
-from gdp.execute.rows import Content, as_tensor
 from gdp.execute.script import Script
 from gdp.execute.targets import CPU
 from gdp.execute.worker import Stopped

@@ -1,4 +1,4 @@
-"""Rows: elements that replicas exchange, where they lie in memory.
+"""ExchangedRows: elements that replicas exchange, where they lie in memory.
 
 Devices of one process read them there. What goes to another process, or to a GPU, is one tensor of them:
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 Chunk = tuple[Tensor, ...]
-"""Rows of elements that go round together."""
+"""ExchangedRows of elements that go round together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class ExchangedRows:
     """Chunks of `chunk_elements`, or of fewer."""
 
     chunks: tuple[Chunk, ...]
@@ -35,10 +35,10 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, dtype=self.dtype)])
 
 
-Content = Tensor | Rows | None
+Content = Tensor | ExchangedRows | None
 """What is handed over: None for a control tensor."""
 
 
 def as_tensor(content: Content) -> Tensor | None:
     """Returns what is handed over as one tensor."""
-    return content.joined() if isinstance(content, Rows) else content
+    return content.joined() if isinstance(content, ExchangedRows) else content
