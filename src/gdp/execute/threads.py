@@ -130,6 +130,10 @@ class ThreadExecutor(PlanExecutor):
         loss = self.program.loss_of(_held(record))
         return None if loss is None else loss.detach().to("cpu", copy=True)
 
+    def kept(self, record: StepRecord, tensor: int) -> Tensor:
+        """Returns a tensor that the graph keeps after a step; a copy on the CPU."""
+        return _held(record)[tensor].to("cpu", copy=True)
+
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Copies optimizer state, by update and value, to the devices of the updates."""
         for op, values in content.items():
