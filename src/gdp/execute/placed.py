@@ -35,6 +35,12 @@ from gdp.models.pytorch.program import named_inputs, named_state
 from gdp.simulator.plan import Plan
 
 
+class PlacedOptions(CaptureOptions, total=False):
+    """The further options of `placed`."""
+
+    scaler: torch.amp.GradScaler | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
     """The options of `placed` that say how a model is trained."""
@@ -350,8 +356,7 @@ def placed(
     clip_norm: float | None = None,
     stop_at_nan: bool = False,
     resume: str | Path | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    **options: Unpack[CaptureOptions],
+    **options: Unpack[PlacedOptions],
 ) -> Placed:
     """Places `model` on the devices of `plan`; the answer takes the model's arguments and does one step a call.
 
@@ -376,7 +381,7 @@ def placed(
         clip_norm=clip_norm,
         stop_at_nan=stop_at_nan,
         resume=resume,
-        scaler=scaler,
+        scaler=options.pop("scaler", None),
     )
 
     def runner() -> Runner:
