@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 import gdp
 from execute.rank_jobs import before_op
-from execute.test_placed_layouts import MODELS, Dropping, batches, built, placed, points, scheduled
+from execute.test_loss_scale import Autocast
+from execute.test_placed_layouts import MODELS, Dropping, batches, built, placed, points, scheduled, sgd
 from gdp import InputError
 from gdp.search.place import plan_of
 
@@ -30,14 +31,20 @@ def train(
     resume: Path | None = None,
     saves: Path | None = None,
     clip_norm: float | None = None,
+    scale: float | None = None,
 ) -> dict[str, Any]:
-    """Trains a model of MODELS in a layout, and saves it at the end; returns losses, states and the model's weights."""
-    build, make, optimizer_of, own_norm = MODELS[name]
+    """Trains a model of MODELS, or one in float16, in a layout, and saves it at the end.
+
+    Returns losses, states and the model's weights. `scale` is that of the loss in the first step.
+    """
+    build, make, optimizer_of, own_norm = (MODELS | {"float16": (Autocast, points, sgd, None)})[name]
     model, data = built(build), batches(make, max(steps) + 1)
     optimizer = optimizer_of(model)
     norm = own_norm if clip_norm is None else clip_norm
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    options = {"optimizer": optimizer, "clip_norm": norm, "resume": resume, "scaler": scaler}
     losses = []
-    with placed(model, data[0], text, optimizer=optimizer, clip_norm=norm, resume=resume) as trained:
+    with placed(model, data[0], text, **options) as trained:
         for step in steps:
             assert trained.num_steps == step
             scheduled(optimizer, step)
@@ -51,6 +58,7 @@ def train(
         "state": {key: tensor.tolist() for key, tensor in state.items()},
         "moments": {key: {name: item.tolist() for name, item in by.items()} for key, by in moments.items()},
         "weights": weights,
+        "scale": None if scaler is None else scaler.get_scale(),
     }
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gdp.execute.exchanged_rows import Content, as_tensor
 from gdp.execute.lanes import CpuLane, Parcel
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.step_program import step_program
@@ -61,8 +62,9 @@ def test_a_gathered_parameter_is_sent_when_it_is_whole(monkeypatch: pytest.Monke
     """Where a user is on another device that gets a copy, as processes and GPUs do, the copy has all chunks."""
     pack = CpuLane.pack
 
-    def copied(lane: CpuLane, tensor: int, content: Tensor | None, to: torch.device) -> Parcel:
-        return pack(lane, tensor, None if content is None else content.clone(), to)
+    def copied(lane: CpuLane, tensor: int, content: Content, to: torch.device) -> Parcel:
+        whole = as_tensor(content)
+        return pack(lane, tensor, None if whole is None else whole.clone(), to)
 
     torch.manual_seed(0)
     model, x, layout = Positions(), torch.randn(4, 6), Layout.parse("data=2,zero=3")

@@ -1,4 +1,4 @@
-"""The parts of a layout's execution: chunks of buffers, places in rings, refusals, memory that is overwritten late."""
+"""The parts of a layout's execution: chunks of tensors, places in rings, refusals, memory that is overwritten late."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from execute.random_layouts import OPTIMIZERS
 from execute.test_layouts import MODELS, assert_equal, assert_near, captured, cpus, drawn
 from gdp.errors import InputError
+from gdp.execute.exchanged_rows import ExchangedRows
 from gdp.execute.layouts.cut import Cut, RingPlaces
-from gdp.execute.layouts.exchange_routines import Member
+from gdp.execute.layouts.exchange_routines import Member, RowExchange, RowProgress
 from gdp.execute.layouts.routines import PieceUpdate, UpdateOfPiece
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.layouts.updates import updates_of
@@ -42,51 +43,39 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], Cut]:
 
 
 @given(cuts())
-def test_pieces_of_all_chunks_tile_each_tensor_and_share_no_place(case: tuple[list[int], Cut]) -> None:
+def test_pieces_of_all_chunks_tile_each_tensor(case: tuple[list[int], Cut]) -> None:
     sizes, cut = case
-    taken = np.zeros(cut.num_elements, np.int64)
     for member, size in enumerate(sizes):
         end = 0
-        for chunk in range(cut.num_chunks):
-            first, last, place = cut.piece(member, chunk)
-            assert first == end
-            assert first <= last
-            assert chunk * cut.chunk_elements <= place
-            assert place + last - first <= (chunk + 1) * cut.chunk_elements
-            taken[place : place + last - first] += 1
+        for chunk, place, first, last in cut.places[member]:
+            assert first == end < last
+            assert cut.pieces[chunk][place] == (member, first, last)
             end = last
         assert end == size
-    assert taken.max(initial=0) <= 1
-    assert taken.sum() == sum(sizes)
+    lengths = [sum(last - first for _, first, last in pieces) for pieces in cut.pieces]
+    assert max(lengths, default=0) == cut.chunk_elements
 
 
 @given(cuts())
-def test_what_is_packed_is_unpacked(case: tuple[list[int], Cut]) -> None:
+def test_chunks_are_where_tensors_are_and_whole_after_a_copy(case: tuple[list[int], Cut]) -> None:
     sizes, cut = case
-    buffer = torch.zeros(cut.num_elements)
     rows = list(torch.randn(sum(sizes)).split(sizes))
-    for member, row in enumerate(rows):
-        cut.pack(buffer, member, row)
-    for member, row in enumerate(rows):
-        copy = torch.full_like(row, torch.nan)
-        cut.unpack(buffer, member, copy)
+    chunks = [cut.chunk(number, rows) for number in range(cut.num_chunks)]
+    joined = ExchangedRows(tuple(chunks), cut.chunk_elements, torch.float32).joined()
+    assert len(joined) == cut.num_chunks * cut.chunk_elements
+    exchange = RowExchange(-1, cut, torch.float32)
+    copies = [torch.full_like(row, torch.nan) for row in rows]
+    exchange.copy_chunks(RowProgress(cut.split(joined, range(cut.num_chunks)), copies))
+    for copy, row in zip(copies, rows, strict=True):
         assert torch.equal(copy, row)
+    for chunk in chunks:
+        for row in chunk:
+            row.zero_()
+    assert not any(row.any() for row in rows)
 
 
-@given(SIZES, st.integers(1, 4), st.integers(1, 3))
-def test_joined_tensors_lie_in_one_piece(sizes: list[int], inner: int, outer: int) -> None:
-    cut = Cut.joined(sizes, inner, outer)
-    buffer = torch.zeros(cut.num_elements)
-    for member, size in enumerate(sizes):
-        cut.whole(buffer, member).copy_(torch.arange(float(size)))
-    for member, size in enumerate(sizes):
-        copy = torch.empty(size)
-        cut.unpack(buffer, member, copy)
-        assert copy.tolist() == list(range(size))
-
-
-@given(st.data(), SIZES)
-def test_each_replica_owns_a_chunk_and_its_rings_cover_the_buffer(data: st.DataObject, sizes: list[int]) -> None:
+@given(st.data())
+def test_each_replica_owns_a_chunk_and_its_rings_cover_all_chunks(data: st.DataObject) -> None:
     num_hosts, per_host = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     count = num_hosts * per_host
     ring = data.draw(st.permutations(range(count)))
@@ -95,25 +84,23 @@ def test_each_replica_owns_a_chunk_and_its_rings_cover_the_buffer(data: st.DataO
     places = RingPlaces.of(Rings.of(count, ring, hosts if over_hosts else None))
     assert places.num_replicas == count
     assert sorted(places.owned(replica) for replica in range(count)) == list(range(count))
-    cut = Cut.joined(sizes, places.num_inner, places.num_outer)
-    whole = list(range(cut.num_elements))
+    whole = list(range(count))
 
     def covered(replica: int, num_chunks: int, *, is_inside: bool) -> list[int]:
-        parts = (places.elements(cut, replica, chunk, is_inside=is_inside) for chunk in range(num_chunks))
-        return [element for part in parts for element in whole[part]]
+        return [one for chunk in range(num_chunks) for one in places.chunks(replica, chunk, is_inside=is_inside)]
 
     for replica in range(count):
         own = places.owned(replica)
         if not over_hosts:
             assert covered(replica, count, is_inside=False) == whole
-            assert places.elements(cut, replica, own, is_inside=False).start == own * cut.chunk_elements
+            assert list(places.chunks(replica, own, is_inside=False)) == [own]
             continue
         assert covered(replica, places.num_inner, is_inside=True) == whole
         if num_hosts == 1:  # nothing goes round between hosts
             continue
-        inner = whole[places.elements(cut, replica, places.owned_inner(replica), is_inside=True)]
+        inner = list(places.chunks(replica, places.owned_inner(replica), is_inside=True))
         assert covered(replica, places.num_outer, is_inside=False) == inner
-        assert inner[own % places.num_outer * cut.chunk_elements :][:1] == whole[own * cut.chunk_elements :][:1]
+        assert inner[own % places.num_outer] == own
 
 
 # -- refusals, and what is no reason for one --------------------------------------------------------------------------

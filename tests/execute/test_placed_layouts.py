@@ -85,6 +85,16 @@ def points(size: int) -> Batch:
     return torch.randn(size, 6), torch.randint(3, (size,))
 
 
+def wide_mlp() -> nn.Module:
+    """Returns an MLP in float64: a batch norm of two samples makes much of little, and float32 rounds too much."""
+    return Mlp().double()
+
+
+def wide_points(size: int) -> Batch:
+    x, y = points(size)
+    return x.double(), y
+
+
 def sequences(size: int) -> Batch:
     """A batch of sequences with classes."""
     return torch.randint(11, (size, 5)), torch.randint(3, (size,))
@@ -163,7 +173,7 @@ LAYOUTS = ("microbatches=4", "data=2,microbatches=1:3,zero=1", "data=4,zero=3")
 ROUNDING = 2e-3  # relative, of a loss after up to 50 updates: float32 sums in another order, passed on by each update
 
 MODELS: dict[str, tuple[Build, Callable[[int], Batch], Callable[[nn.Module], torch.optim.Optimizer], float | None]] = {
-    "batch norm": (Mlp, points, sgd, None),
+    "batch norm": (wide_mlp, wide_points, sgd, None),
     "encoder": (Encoder, sequences, adamw, None),
     "recurrent": (Recurrent, sequences, adam, 0.5),
     "tied decoder": (Decoder, sequences, adam, None),

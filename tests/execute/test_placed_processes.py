@@ -45,15 +45,18 @@ def test_processes_train_as_threads_do_and_each_goes_on_from_the_others_file(tmp
         {"name": "recurrent", "text": "data=2,microbatches=1:3,zero=1", "steps": range(3)},
         {"name": "recurrent", "text": "microbatches=4", "steps": range(3, 5)},
         {"name": "batch norm", "text": "data=2,zero=3", "steps": range(2)},
+        {"name": "float16", "text": "data=2,zero=1", "steps": range(4), "scale": 2.0**22},  # overflows at first
     ]
     expected = [
         train(**cases[0], saves=by_threads),
         train(**cases[1], resume=by_threads),
         train(**cases[2]),
+        train(**cases[3]),
     ]
-    on_ranks = [cases[0] | {"saves": by_ranks}, cases[1] | {"resume": by_threads}, cases[2]]
+    on_ranks = [cases[0] | {"saves": by_ranks}, cases[1] | {"resume": by_threads}, *cases[2:]]
     statuses, ranks = run(tmp_path / "2", 2, "trains", on_ranks)
     assert (statuses, told(ranks)) == ([0, 0], [])
+    assert expected[3]["scale"] < 2.0**22
     for rank in ranks:
         assert rank["done"] == expected
     assert by_ranks.read_bytes() == by_threads.read_bytes()

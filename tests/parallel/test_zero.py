@@ -11,6 +11,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
 from gdp.graph.microbatches import microbatch_of, replica_of
+from gdp.models.measured_times import with_times
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import replicated
 from gdp.parallel.rings import Rings
@@ -83,6 +84,26 @@ def test_zero_1_and_2_by_hand() -> None:
         simulation = run(Step.of(chain([3000]), Layout((1, 1, 1), zero)))
         assert simulation.step_time_ns == 3000 + 22_000 + 6 + 1 + 22_000
         assert simulation.peak_memory_bytes.tolist() == [3000 + 1000 + 3000 + 1000] * 3
+
+
+def test_copies_take_time_where_updates_are_measured() -> None:
+    """Gathered pieces are copied at the pace of the updates; without measured times the model knows no copies."""
+    # an update of 3,000 bytes of parameter moves 21,000 bytes in 42,000 ns: 2 ns a byte, and a copy moves each twice
+    #   zero=1, 2: two thirds are of others                                   2 x 2,000 x 2 = 8,000 ns
+    #   zero=3: one's own third is copied to be sent                          2 x 1,000 x 2 = 4,000 ns
+    #           then all that was gathered, and the piece of the gradient    12,000 ns and 4,000 ns
+    graph = chain([3000])
+    update = graph.op_numbers["w0.update"]
+    bytes_accessed = graph.bytes_accessed.copy()
+    bytes_accessed[update] = 21_000
+    times: list[dict[str, int]] = [{"x": 42_000} if op == update else {} for op in range(graph.num_ops)]
+    measured = with_times(Graph.from_columns(graph.to_columns() | {"bytes_accessed": bytes_accessed}), times)
+    gathered = {"all_gather.ready": 4000, "all_gather.done": 12_000, "reduce_scatter.done": 4000}
+    for zero, expected in enumerate([{}, {"all_gather.done": 8000}, {"all_gather.done": 8000}, gathered]):
+        step = Step.of(measured, Layout((1, 1, 1), zero)).graph
+        rows = zip(step.kinds, step.times_ns, step.is_collective, strict=True)
+        assert {(kind, table["x"]) for kind, table, is_made in rows if is_made and table} == {*expected.items()}
+        assert not any(Step.of(graph, Layout((1, 1, 1), zero)).graph.times_ns)
 
 
 def test_zero_2_frees_gradients_when_they_are_sent() -> None:

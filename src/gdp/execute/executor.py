@@ -59,6 +59,9 @@ class TrainingExecutor(Protocol):
     def outputs(self, record: Any) -> Mapping[str, Tensor]:
         """Returns the outputs that a step retained, by name."""
 
+    def kept(self, record: Any, tensor: int) -> Tensor:
+        """Returns a tensor that the graph keeps after a step; a copy on the CPU."""
+
     def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
         """Returns parameters and buffers now, by tensor number; `everywhere`, or on the first rank."""
 

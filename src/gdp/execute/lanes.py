@@ -19,15 +19,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gdp.execute.exchanged_rows import Content, ExchangedRows, as_tensor
 from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch.strides import fill
 
 
 class Parcel(NamedTuple):
-    """A tensor on its way: its number, its content (None: a control tensor), and what it must wait for."""
+    """A tensor on its way: its number, its content, and what it must wait for."""
 
     tensor: int
-    content: Tensor | None
+    content: Any  # a tensor, ExchangedRows between devices that share memory, or None for a control tensor
     event: Any = None  # torch.cuda.Event
 
 
@@ -52,18 +53,20 @@ class CpuLane:
         torch.set_num_threads(self.target.num_threads)
         yield
 
-    def pack(self, tensor: int, content: Tensor | None, to: torch.device) -> Parcel:
+    def pack(self, tensor: int, content: Content, to: torch.device) -> Parcel:
         """Makes the parcel for a worker of the device `to`."""
         if content is None or to.type == "cpu":
             return Parcel(tensor, content)
-        staged = fill(self._memory_for(tensor, CPU, is_pinned=True), content)  # dense, or the copy would hold this up
+        whole = content.joined() if isinstance(content, ExchangedRows) else content
+        staged = fill(self._memory_for(tensor, CPU, is_pinned=True), whole)  # dense, or the copy would hold this up
         return _copy_on(_stream(self._streams, to, to), self._memory_for, tensor, staged, to)
 
-    def unpack(self, parcel: Parcel) -> Tensor | None:
+    def unpack(self, parcel: Parcel) -> Content:
         """Returns the content, ready to be read here."""
         if parcel.event is not None:
             parcel.event.synchronize()
-        return parcel.content
+        content: Content = parcel.content
+        return content
 
     def settle(self) -> None:
         """Wait until all that was launched is done: kernels are, when they return."""
@@ -94,8 +97,9 @@ class CudaLane:
         with torch.cuda.device(self.target.device), torch.cuda.stream(self._compute):
             yield
 
-    def pack(self, tensor: int, content: Tensor | None, to: torch.device) -> Parcel:
+    def pack(self, tensor: int, content: Content, to: torch.device) -> Parcel:
         """Makes the parcel for a worker of the device `to`; its copy starts when all work launched so far is done."""
+        content = as_tensor(content)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._compute)
         if content is None or to == self.target.device:
@@ -105,13 +109,14 @@ class CudaLane:
         content.record_stream(stream)
         return _copy_on(stream, self._memory_for, tensor, content, to)
 
-    def unpack(self, parcel: Parcel) -> Tensor | None:
+    def unpack(self, parcel: Parcel) -> Content:
         """Returns the content, to be read on the compute stream."""
         if parcel.event is not None:
             self._compute.wait_event(parcel.event)
-        if parcel.content is not None:
-            parcel.content.record_stream(self._compute)
-        return parcel.content
+        content: Content = parcel.content
+        if isinstance(content, Tensor):
+            content.record_stream(self._compute)
+        return content
 
     def settle(self) -> None:
         """Wait until all that was launched is done, copies to others too."""

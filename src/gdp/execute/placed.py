@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from gdp.errors import InputError
-from gdp.execute.clipping import with_clipping
 from gdp.execute.executable import CaptureOptions, check_choice
 from gdp.execute.executor import TrainingExecutor
+from gdp.execute.loss_scale import LossScaler
 from gdp.execute.optimizer_state import OptimizerState, StateByName
 from gdp.execute.placed_step import bound_inputs, placed_program
 from gdp.execute.ranks.rank_runner import RankRunner
@@ -36,6 +35,12 @@ from gdp.models.pytorch.program import named_inputs, named_state
 from gdp.simulator.plan import Plan
 
 
+class PlacedOptions(CaptureOptions, total=False):
+    """The further options of `placed`."""
+
+    scaler: torch.amp.GradScaler | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
     """The options of `placed` that say how a model is trained."""
@@ -45,6 +50,7 @@ class TrainingOptions:
     clip_norm: float | None = None
     stop_at_nan: bool = False
     resume: str | Path | None = None
+    scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm"):
@@ -87,6 +93,7 @@ class Placed:
             raise InputError("learning_rate is that of the optimizer; leave learning_rate out")
         check_choice(options, model)
         self.model, self.plan, self.num_steps = model, plan, 0
+        self._scaler = LossScaler(training.scaler)
         self._graph, self._runner = graph, runner()
         self._options, self._training, self._seed = options, training, training.seed
         self._executor: TrainingExecutor | None = None
@@ -120,10 +127,12 @@ class Placed:
             )
         program = executor.program
         self._follow_schedulers(program)
+        self._scaler.begin()
         inputs = bound_inputs(program, args, kwargs)
         seed = int(np.random.SeedSequence((self._seed, self.num_steps)).generate_state(1)[0])
         record = executor.step(inputs, retain=program.loss is None, seed=seed)
         self.num_steps += 1
+        self._scaler.end(executor, record)
         if program.loss is not None:
             return self._checked(executor, executor.loss(record))
         outputs = executor.outputs(record)
@@ -196,7 +205,8 @@ class Placed:
         def write() -> None:
             tied, whole = _tied_names(self.model), self._whole_state(state)
             alone = {name: tensor for name, tensor in whole.items() if tied.get(name, name) == name}
-            SavedTraining(alone, self._whole_optimizer_state(private), self.num_steps, self._seed).write(path)
+            optimizer = self._whole_optimizer_state(private)
+            SavedTraining(alone, optimizer, self._scaler.tensors(), self.num_steps, self._seed).write(path)
 
         self._runner.write_once(write)
 
@@ -245,9 +255,7 @@ class Placed:
             learning_rate=self._training.learning_rate,
             options=self._options,
         )
-        order: Sequence[npt.ArrayLike] = self.plan.order
-        if self._training.clip_norm is not None:
-            program, order = with_clipping(program, order, self._training.clip_norm)
+        program, order = self._scaler.built(program, self.plan.order, self._training.clip_norm)
         optimizer_state = OptimizerState(program)
         hyperparameters = self._current_hyperparameters()
         state = {**dict(named_state(self.model)), **self._loaded_state}
@@ -256,7 +264,8 @@ class Placed:
         if self._is_resumed:
             optimizer_state.check_complete(self._loaded_optimizer)
         moments = {f"{name} {key}": item for name, by in self._loaded_optimizer.items() for key, item in by.items()}
-        settings = replace(self._training, resume=None), self.num_steps, self._seed, sorted(hyperparameters.items())
+        options = replace(self._training, resume=None, scaler=None), sorted(self._scaler.state().items())
+        settings = options, self.num_steps, self._seed, sorted(hyperparameters.items())
         executor = self._runner.start(program, order, state | moments | dict(named_inputs(args, kwargs)), settings)
         try:
             executor.load(content)
@@ -278,6 +287,7 @@ class Placed:
         expected = {**dict(named_state(self.model)), **self.model.state_dict()}
         state = {name: saved.state[tied[name]] for name in tied if tied[name] in saved.state} | dict(saved.state)
         _check_state(state, expected, "give the model that was saved", f"{path}: ")
+        self._scaler.load(saved.scaler, str(path))
         self._loaded_state = state
         self._loaded_optimizer = {name: dict(tensors) for name, tensors in saved.optimizer.items()}
         self.num_steps, self._seed, self._is_resumed = saved.num_steps, saved.seed, saved.num_steps > 0
@@ -346,25 +356,32 @@ def placed(
     clip_norm: float | None = None,
     stop_at_nan: bool = False,
     resume: str | Path | None = None,
-    **options: Unpack[CaptureOptions],
+    **options: Unpack[PlacedOptions],
 ) -> Placed:
     """Places `model` on the devices of `plan`; the answer takes the model's arguments and does one step a call.
 
     Devices are threads of this process, or, if torchrun has started it, processes: one for each device.
 
     The first call captures the step, which must be the one that was placed: the same shapes and the same `options`
-    (`training`, `optimizer`, `master_weights`, `loss`, as in `gdp.capture`). A plan with a layout takes the whole batch
-    and cuts it. An optimizer of `torch.optim` gives its hyperparameters, not its state; a learning rate or momentum
-    that a scheduler changes is that of the next step. `learning_rate` is for an optimizer given by name; default: that
-    of `torch.optim`. `clip_norm` clips gradients as `torch.nn.utils.clip_grad_norm_` does. `graph` is the placed graph,
-    if it has measured times. `on` says where each device of the plan is (see `gdp.execute.targets.find_targets`);
-    default: by name. `seed` sets dropout and the like apart from other runs. `stop_at_nan` ends the training at a loss
-    that is not finite. `resume` is a file that `Placed.save` wrote, with any layout: parameters, buffers, the
-    optimizer's state, the number of steps and the seed are those of the file. The model itself is left as it is until
-    `close`, which writes parameters and buffers back.
+    (`training`, `optimizer`, `master_weights`, `loss`, as in `gdp.capture`). A plan with a layout takes the whole
+    batch and cuts it. An optimizer of `torch.optim` gives its hyperparameters, not its state; a learning rate or
+    momentum that a scheduler changes is that of the next step. `learning_rate` is for an optimizer given by name;
+    default: that of `torch.optim`. `clip_norm` clips gradients as `torch.nn.utils.clip_grad_norm_` does. `graph` is
+    the placed graph, if it has measured times. `on` says where each device of the plan is (see
+    `gdp.execute.targets.find_targets`); default: by name. `seed` sets dropout and the like apart from other runs.
+    `stop_at_nan` ends the training at a loss that is not finite. `scaler` scales the loss of a step of float16
+    autocast, as `scaler.scale(loss).backward()`, `scaler.step(optimizer)` and `scaler.update()` do: it leaves out
+    updates after an overflow, grows and backs off. `resume` is a file that `Placed.save` wrote, with any layout:
+    parameters, buffers, the optimizer's state, that of the scaler, the number of steps and the seed are those of
+    the file. The model itself is left as it is until `close`, which writes parameters and buffers back.
     """
     training = TrainingOptions(
-        learning_rate=learning_rate, seed=seed, clip_norm=clip_norm, stop_at_nan=stop_at_nan, resume=resume
+        learning_rate=learning_rate,
+        seed=seed,
+        clip_norm=clip_norm,
+        stop_at_nan=stop_at_nan,
+        resume=resume,
+        scaler=options.pop("scaler", None),
     )
 
     def runner() -> Runner:

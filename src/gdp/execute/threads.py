@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gdp.execute.exchanged_rows import Content
 from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord
 from gdp.execute.lanes import Lane, Parcel, lane_of
 from gdp.execute.targets import Target
@@ -33,10 +34,10 @@ class _Inbox:
     def begin(self) -> None:
         self._here.clear()
 
-    def send(self, tensor: int, content: Tensor | None, device: int) -> None:
+    def send(self, tensor: int, content: Content, device: int) -> None:
         self._queues[device].put(self._lane.pack(tensor, content, self._places[device]))
 
-    def receive(self, tensor: int) -> Tensor | None:
+    def receive(self, tensor: int) -> Content:
         while tensor not in self._here:
             parcel = self._own.get()
             if parcel is None:
@@ -128,6 +129,10 @@ class ThreadExecutor(PlanExecutor):
         """Returns the loss of a step, retained or not; a copy on the CPU."""
         loss = self.program.loss_of(_held(record))
         return None if loss is None else loss.detach().to("cpu", copy=True)
+
+    def kept(self, record: StepRecord, tensor: int) -> Tensor:
+        """Returns a tensor that the graph keeps after a step; a copy on the CPU."""
+        return _held(record)[tensor].to("cpu", copy=True)
 
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Copies optimizer state, by update and value, to the devices of the updates."""

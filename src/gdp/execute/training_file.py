@@ -1,7 +1,8 @@
 """Training files: all that a training goes on from.
 
     NAME.safetensors    metadata {"gdp": JSON}: format, version, num_steps, seed
-                        tensors: "state/NAME" parameters and buffers, "optimizer/NAME/KEY" optimizer state
+                        tensors: "state/NAME" parameters and buffers, "optimizer/NAME/KEY" optimizer state,
+                        "scaler/KEY" that of a GradScaler
 
 A file is written under a temporary name and renamed, so it is whole or absent. Readers raise InputError with one line
 that names the file, the problem and the remedy.
@@ -21,7 +22,7 @@ from gdp.execute.optimizer_state import StateByName
 from gdp.tensor_file import TensorFormat
 
 SUFFIX = ".safetensors"
-_STATE, _OPTIMIZER = "state/", "optimizer/"
+_STATE, _OPTIMIZER, _SCALER = "state/", "optimizer/", "scaler/"
 _TRAINING = TensorFormat(
     name="gdp-training",
     version=1,
@@ -37,6 +38,7 @@ class SavedTraining:
 
     state: Mapping[str, Tensor]  # parameters and buffers by name
     optimizer: StateByName
+    scaler: Mapping[str, Tensor]  # of the loss, by key; {} without one
     num_steps: int
     seed: int
 
@@ -51,6 +53,7 @@ class SavedTraining:
             for name, by_key in self.optimizer.items()
             for key, tensor in by_key.items()
         }
+        tensors |= {_SCALER + key: tensor for key, tensor in self.scaler.items()}
         content = save(
             {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()},
             _TRAINING.header(num_steps=self.num_steps, seed=self.seed),
@@ -68,4 +71,5 @@ class SavedTraining:
                 parameter, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
                 optimizer.setdefault(parameter, {})[key] = tensor
         state = {name.removeprefix(_STATE): tensor for name, tensor in tensors.items() if name.startswith(_STATE)}
-        return cls(state, optimizer, header["num_steps"], header["seed"])
+        scaler = {name.removeprefix(_SCALER): item for name, item in tensors.items() if name.startswith(_SCALER)}
+        return cls(state, optimizer, scaler, header["num_steps"], header["seed"])

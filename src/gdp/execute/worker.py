@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gdp.execute.exchanged_rows import Content
 from gdp.execute.lanes import Lane
 from gdp.execute.script import Script
 from gdp.models.pytorch import Program
@@ -22,10 +23,10 @@ class Mailbox(Protocol):
     def begin(self) -> None:
         """Begins a step."""
 
-    def send(self, tensor: int, content: Tensor | None, device: int) -> None:
+    def send(self, tensor: int, content: Content, device: int) -> None:
         """Hands a tensor to the worker of `device`; returns before it is there."""
 
-    def receive(self, tensor: int) -> Tensor | None:
+    def receive(self, tensor: int) -> Content:
         """Returns a tensor from another worker, waiting for it if need be."""
 
     def finish(self) -> None:
@@ -128,7 +129,7 @@ class Worker:
     def _step(self, request: StepRequest) -> DeviceRecord:
         program, mailbox, lane = self.program, self.mailbox, self.lane
         device = None if lane.target.device.type == "cpu" else lane.target.device
-        held: dict[int, Tensor | None] = {}
+        held: dict[int, Any] = {}
         moments: list[Any] = []
 
         def take_time() -> None:

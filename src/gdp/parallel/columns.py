@@ -11,8 +11,6 @@ import numpy.typing as npt
 from gdp.arrays import I64, Bool
 from gdp.graph import Graph
 
-_NO_TIMES: Any = MappingProxyType({})
-
 
 class Columns:
     """Collects ops and tensors block by block; ops are numbered in the order in which they are added."""
@@ -32,7 +30,7 @@ class Columns:
             self._ops[name] += [value] * count if isinstance(value, str) else value
         self._ops["op_names"] += names
         self._ops["kinds"] += [kind] * count
-        self._ops["times_ns"] += [_NO_TIMES] * count
+        self._ops["times_ns"] += [MappingProxyType(dict(figures.get("times_ns", {})))] * count
         for name in _FIGURES:
             default = -1 if name == "groups" else 0
             self._ops[name].append(np.broadcast_to(np.asarray(block.get(name, default), np.int64), count))

@@ -22,7 +22,7 @@ from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths
 from gdp.parallel.buckets import buckets_of, gradients_of
 from gdp.parallel.columns import Columns
-from gdp.parallel.held_state import HeldState, joined_groups
+from gdp.parallel.held_state import HeldState, copy_times, joined_groups
 from gdp.parallel.rings import READY, Collective
 from gdp.parallel.sums import add_chunks
 
@@ -67,11 +67,12 @@ class FullyShardedStep:
         by_block[alone] = graph.num_ops + alone
         buckets = buckets_of(gradients, by_block.tolist(), _WHOLE_BLOCK)
         gathers = _gathers(graph, state, blocks, places)
+        writers = state.writers(graph)
         groups = joined_groups(
             graph,
             [
                 *(bucket.updates(gradients) for bucket in buckets),
-                *([op, *writers] for op, writers in state.writers(graph).items()),
+                *([op, *own] for op, own in writers.items()),
                 *(gather.parameters for gather in gathers),
             ],
         )
@@ -98,7 +99,9 @@ class FullyShardedStep:
             size = int(state.own_bytes[gather.parameters].sum())
             phase = "backward" if gather.is_backward else "forward"
             collective = Collective(f"all_gather.{index}", size, graph.dtypes[gather.parameters[0]], phase)
-            ends = collective.add_ends(columns, int(groups[gather.parameters[0]]))
+            own = sorted({op for parameter in gather.parameters for op in writers.get(parameter, ())})
+            copied = copy_times(graph, own, -(-size // count)), copy_times(graph, own, size)
+            ends = collective.add_ends(columns, int(groups[gather.parameters[0]]), copied)
             _connect(columns, graph, gather, places, number, ends)
             if (released := _released_by(gathers, index)) is not None:
                 columns.control(number[[released]], np.array([ends[0]]))
@@ -110,7 +113,9 @@ class FullyShardedStep:
         for index, bucket in enumerate(buckets):
             collective = Collective(f"reduce_scatter.{index}", bucket.num_bytes, bucket.dtype, "backward")
             owner = gradients[bucket.names[0]].updates[0]
-            ready, done = collective.add_ends(columns, int(groups[owner]))
+            updates = bucket.updates(gradients)
+            copied = {}, copy_times(graph, updates, -(-bucket.num_bytes // count))
+            ready, done = collective.add_ends(columns, int(groups[owner]), copied)
             members = [gradients[name] for name in bucket.names]
             tensors = np.array([gradient.tensor for gradient in members])  # copied first, they keep their numbers
             columns.add_edges(tensors, np.full(len(tensors), ready))

@@ -15,7 +15,7 @@ their own for the chunks; and chunks go round inside each host again. As many by
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +42,13 @@ class Collective:
         """The kind of exchange: `all_reduce`, `reduce_scatter` or `all_gather`."""
         return self.label.partition(".")[0]
 
-    def add_ends(self, columns: Columns, group: int) -> tuple[int, int]:
-        """Adds the first and the last op of one replica to `columns`; returns their numbers."""
+    def add_ends(
+        self, columns: Columns, group: int, times_ns: Sequence[Mapping[str, int]] = ({}, {})
+    ) -> tuple[int, int]:
+        """Adds the first and the last op of one replica to `columns`; returns their numbers.
+
+        `times_ns` are measured times of both by device, where there are any.
+        """
         first, last = (
             columns.add_ops(
                 [f"{self.label}.{end}"],
@@ -51,8 +56,9 @@ class Collective:
                 dtypes=self.dtype,
                 phases=self.phase,
                 groups=group,
+                times_ns=times,
             )
-            for end in (READY, DONE)
+            for end, times in zip((READY, DONE), times_ns, strict=True)
         )
         return int(first[0]), int(last[0])
 

@@ -19,7 +19,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.buckets import Bucket, Gradient, gradients_of
 from gdp.parallel.columns import Columns
-from gdp.parallel.held_state import HeldState, joined_groups
+from gdp.parallel.held_state import HeldState, copy_times, joined_groups
 from gdp.parallel.rings import Collective
 
 
@@ -74,8 +74,9 @@ class Sums:
             for index, parameters in enumerate(_alike(writers, bucket_of)):
                 size = int(state.own_bytes[parameters].sum())
                 collective = Collective(f"all_gather.{index}", size, graph.dtypes[parameters[0]], "update")
-                ready, done = collective.add_ends(columns, int(groups[parameters[0]]))
                 own = sorted({writer for op in parameters for writer in writers[op]})
+                copied = copy_times(graph, own, size - size // self.count)  # of other replicas' pieces
+                ready, done = collective.add_ends(columns, int(groups[parameters[0]]), ({}, copied))
                 waits += [(int(number[writer]), ready) for writer in own]
                 late_waits += [(done, op) for op in state.followers(graph, own)]
                 collectives.append(collective)

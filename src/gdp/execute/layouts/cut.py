@@ -1,4 +1,4 @@
-"""Cut: how the elements of several tensors are spread over replicas, and where each chunk lies in a buffer.
+"""Cut: how the elements of several tensors are spread over replicas, in a chunk for each of them.
 
     joined   tensors one after the other, in equal chunks       | a a a a b | b b c c c |
     each     every tensor in equal pieces, a chunk of each      | a a b c c | a a b c . |
@@ -14,8 +14,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil
 
+import torch
 from torch import Tensor
 
+from gdp.execute.exchanged_rows import Chunk
 from gdp.parallel.rings import Rings
 
 Span = tuple[int, int]
@@ -24,7 +26,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Pieces of tensors in a buffer with a chunk for each replica: those of a chunk lie one after the other."""
+    """The pieces of tensors that chunks have, one after the other: a chunk for each replica."""
 
     spans: tuple[tuple[Span, ...], ...]  # [members, chunks] the elements of each tensor in each chunk
 
@@ -61,45 +63,35 @@ class Cut:
         """The number of replicas."""
         return len(self.spans[0])
 
-    @property
-    def num_elements(self) -> int:
-        """The elements of the buffer."""
-        return self.num_chunks * self.chunk_elements
-
-    def piece(self, member: int, chunk: int) -> tuple[int, int, int]:
-        """Returns the elements of `member` in `chunk`, from the first to behind the last, and their place in the
-        buffer.
-        """
-        return *self.spans[member][chunk], self._places[member][chunk]
-
-    def whole(self, buffer: Tensor, member: int) -> Tensor:
-        """Returns all elements of `member` in a buffer of joined tensors: a view."""
-        spans = self.spans[member]
-        size = spans[-1][1]
-        place = next((self._places[member][chunk] for chunk, (first, last) in enumerate(spans) if last > first), 0)
-        return buffer[place : place + size]
-
-    def pack(self, buffer: Tensor, member: int, elements: Tensor) -> None:
-        """Copies the `elements` of `member` into the buffer."""
-        for chunk in range(self.num_chunks):
-            first, last, place = self.piece(member, chunk)
-            buffer[place : place + last - first].copy_(elements[first:last])
-
-    def unpack(self, buffer: Tensor, member: int, elements: Tensor) -> None:
-        """Copies `member` out of the buffer into `elements`."""
-        for chunk in range(self.num_chunks):
-            first, last, place = self.piece(member, chunk)
-            elements[first:last].copy_(buffer[place : place + last - first])
+    @cached_property
+    def pieces(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """[chunks] the pieces with elements: the member, its first element, and the one behind its last."""
+        return tuple(
+            tuple((member, first, last) for member, (first, last) in enumerate(chunk) if last > first)
+            for chunk in zip(*self.spans, strict=True)
+        )
 
     @cached_property
-    def _places(self) -> tuple[tuple[int, ...], ...]:
-        """[members, chunks] where each piece begins in the buffer."""
-        ends = [chunk * self.chunk_elements for chunk in range(self.num_chunks)]
-        places = []
-        for spans in self.spans:
-            places.append(tuple(ends))
-            ends = [end + last - first for end, (first, last) in zip(ends, spans, strict=True)]
-        return tuple(places)
+    def places(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+        """[members] where its pieces with elements are: the chunk, the place in the chunk, and the elements."""
+        found: list[list[tuple[int, int, int, int]]] = [[] for _ in self.spans]
+        for chunk, pieces in enumerate(self.pieces):
+            for place, (member, first, last) in enumerate(pieces):
+                found[member].append((chunk, place, first, last))
+        return tuple(map(tuple, found))
+
+    def chunk(self, number: int, rows: Sequence[Tensor]) -> Chunk:
+        """Returns a chunk of `rows` [members]: views."""
+        return tuple(rows[member][first:last] for member, first, last in self.pieces[number])
+
+    def split(self, joined: Tensor, chunks: Sequence[int]) -> list[Chunk]:
+        """Returns `chunks` out of one tensor of them: views."""
+        found = []
+        for place, number in enumerate(chunks):
+            sizes = [last - first for _, first, last in self.pieces[number]]
+            begin = place * self.chunk_elements
+            found.append(torch.split_with_sizes(joined[begin : begin + sum(sizes)], sizes) if sizes else ())
+        return found
 
 
 def _within(number: int, size: int) -> int:
@@ -137,13 +129,12 @@ class RingPlaces:
         """Returns the chunk, counted through, whose sum ends at a replica."""
         return self.owned_inner(replica) * self.num_outer + (self.outer[replica] + 1) % self.num_outer
 
-    def elements(self, cut: Cut, replica: int, chunk: int, *, is_inside: bool) -> slice:
-        """Returns the elements of the buffer that chunk `chunk` of a ring of a replica covers.
+    def chunks(self, replica: int, chunk: int, *, is_inside: bool) -> range:
+        """Returns the chunks of the bucket, counted through, that chunk `chunk` of a ring of a replica has.
 
         `is_inside`: the ring is one inside a host, where there are rings over hosts as well.
         """
-        size = cut.chunk_elements
         if is_inside:
-            return slice(chunk * self.num_outer * size, (chunk + 1) * self.num_outer * size)
+            return range(chunk * self.num_outer, (chunk + 1) * self.num_outer)
         first = self.owned_inner(replica) * self.num_outer if self.num_outer > 1 else 0
-        return slice((first + chunk) * size, (first + chunk + 1) * size)
+        return range(first + chunk, first + chunk + 1)

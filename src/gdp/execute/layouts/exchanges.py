@@ -1,6 +1,6 @@
 """Exchanges: the ops between replicas that a layout adds, each with what it sends, takes and makes.
 
-zero=0   gradients -> all_reduce     -> gradients in one buffer
+zero=0   gradients -> all_reduce     -> sums, under the numbers of the gradients
 zero=1   gradients -> reduce_scatter -> pieces, under the numbers of the gradients;  weights    -> all_gather
 zero=2   gradients -> reduce_scatter -> pieces, tensors of the last op;              weights    -> all_gather
 zero=3   gradients -> reduce_scatter -> pieces, tensors of the last op;              parameters -> all_gather
@@ -16,16 +16,15 @@ from gdp.errors import InputError
 from gdp.execute.layouts.cut import Cut
 from gdp.execute.layouts.exchange_routines import (
     AllReduceDone,
-    AllReduceReady,
-    Buffer,
     GradientView,
     Hop,
     Member,
     ParametersDone,
     ParametersReady,
+    RowExchange,
     ScatterDone,
-    ScatterReady,
-    Slices,
+    Sent,
+    SumReady,
     WeightsDone,
     WeightsReady,
 )
@@ -53,6 +52,8 @@ class Exchanges:
         for update in updates.values():
             self._by_gradient.setdefault(update.gradient, []).append(update)
         self._overwritten = _overwritten_gradients(tensors.program)
+        outputs = {ref.value for ref in tensors.program.outputs.values()}
+        self._kept_values = outputs | _overwritten_early(tensors.program)
         self._known: dict[tuple[str, int, int], _ReplicaExchange] = {}
         kinds, is_exchange = tensors.step.kinds, tensors.step.is_collective.tolist()
         self._is_hop = [
@@ -67,18 +68,18 @@ class Exchanges:
         key = f"{kind}.{number}", copies.microbatch[op], copies.replica[op]
         if what == READY:
             self._known[key] = self._begin(kind, op, copies.replica[op])
-        exchange = self._known[key]
-        buffer = exchange.buffer
-        sent = {tensor: self._sent(buffer, tensor) for tensor in tensors.made_by[op] if self._goes_round(tensor)}
+        own = self._known[key]
+        exchange = own.exchange
+        sent = {tensor: self._sent(exchange, tensor) for tensor in tensors.made_by[op] if self._goes_round(tensor)}
         if what == READY:
-            return exchange.ready(op, sent)
+            return own.ready(op, sent)
         if what == DONE:
-            return exchange.done(op)
+            return own.done(op)
         taken = None
         if what != "joined":
             (tensor,) = tensors.with_bytes(tensors.read_by[op])
-            taken = tensor, self._elements(buffer, op)
-        return lambda device: Hop(buffer.on(device), taken, what == "add", sent)
+            taken = tensor, self._chunks(op)
+        return lambda device: Hop(exchange.on(device), taken, what == "add", sent)
 
     def _begin(self, kind: str, op: int, replica: int) -> "_ReplicaExchange":
         number, own = -1 - 2 * len(self._known), self.places.owned(replica)
@@ -87,10 +88,13 @@ class Exchanges:
         tensors = self.tensors
         gradients = sorted(tensors.contents(op), key=self._order)
         if not self.zero:
-            members = [Member(gradient, tensors.memory_of(gradient)) for gradient in gradients]
+            members = [
+                Member(gradient, tensors.memory_of(gradient), is_alone=self._is_alone(gradient))
+                for gradient in gradients
+            ]
             cut = Cut.joined([numel(member.layout) for member in members], self.places.num_inner, self.places.num_outer)
             is_overwritten = any(tensors.values[gradient] in self._overwritten for gradient in gradients)
-            return _AllReduce(Buffer(number, cut, _one_dtype(members)), members, is_overwritten)
+            return _AllReduce(RowExchange(number, cut, _one_dtype(members)), members, own, is_overwritten)
         updates = [self._updates_of(gradient) for gradient in gradients]
         layouts = [tensors.layout_of(of_gradient[0].weight) for of_gradient in updates]
         sizes = [numel(layout) for layout in layouts]
@@ -102,11 +106,11 @@ class Exchanges:
                 for update in of_gradient:
                     self.owned.cut(update.weight, spans)
         members = [
-            Member(gradient, layout, self._view_of(of_gradient[0]))
+            Member(gradient, layout, self._view_of(of_gradient[0]), self._is_alone(gradient))
             for gradient, layout, of_gradient in zip(gradients, layouts, updates, strict=True)
         ]
-        buffer = Buffer(number, cut, tensors.layouts[tensors.values[gradients[0]]].dtype)
-        return _ReduceScatter(buffer, members, own, updates, tensors, is_in_place=self.zero == 1)
+        exchange = RowExchange(number, cut, tensors.layouts[tensors.values[gradients[0]]].dtype)
+        return _ReduceScatter(exchange, members, own, updates, tensors, is_in_place=self.zero == 1)
 
     def _gather(self, number: int, op: int, replica: int, own: int) -> "_ReplicaExchange":
         tensors = self.tensors
@@ -122,13 +126,13 @@ class Exchanges:
         members = [Member(kept_number(weight, replica), tensors.layout_of(weight)) for weight in weights]
         return _WeightGather(self._gathered(number, members, weights), members, own)
 
-    def _gathered(self, number: int, members: Sequence[Member], weights: Sequence[int]) -> Buffer:
-        """Returns the buffer of a gather; weights of several types come together as bytes."""
+    def _gathered(self, number: int, members: Sequence[Member], weights: Sequence[int]) -> RowExchange:
+        """Returns the exchange of a gather; weights of several types come together as bytes."""
         dtypes = {member.layout.dtype for member in members}
         if len(dtypes) == 1:
-            return Buffer(number, self.owned.gathered(weights, [1] * len(weights)), dtypes.pop())
+            return RowExchange(number, self.owned.gathered(weights, [1] * len(weights)), dtypes.pop())
         sizes = [member.layout.dtype.itemsize for member in members]
-        return Buffer(number, self.owned.gathered(weights, sizes), torch.uint8)
+        return RowExchange(number, self.owned.gathered(weights, sizes), torch.uint8)
 
     def _updates_of(self, gradient: int) -> list[Update]:
         """Returns the updates that read a gradient; InputError where they cannot read one piece."""
@@ -162,16 +166,36 @@ class Exchanges:
         readers = self.tensors.step.consumers_of(tensor)
         return self.tensors.step.tensor_bytes[tensor] > 0 and len(readers) == 1 and self._is_hop[int(readers[0])]
 
-    def _sent(self, buffer: Buffer, tensor: int) -> slice:
-        """Returns the elements of the buffer that a tensor which goes round has; they are the receiver's as well."""
-        elements = self._elements(buffer, int(self.tensors.step.consumers_of(tensor)[0]))
-        self.tensors.set_row(tensor, elements.stop - elements.start, buffer.dtype)
-        return elements
+    def _sent(self, exchange: RowExchange, tensor: int) -> range:
+        """Returns the chunks that a tensor which goes round has; they are the receiver's as well."""
+        chunks = self._chunks(int(self.tensors.step.consumers_of(tensor)[0]))
+        self.tensors.set_row(tensor, len(chunks) * exchange.cut.chunk_elements, exchange.dtype)
+        return chunks
 
-    def _elements(self, buffer: Buffer, op: int) -> slice:
+    def _chunks(self, op: int) -> range:
         fields = self._fields(op)
         replica = self.tensors.copies.replica[op]
-        return self.places.elements(buffer.cut, replica, int(fields[-1]), is_inside=fields[2] == _INSIDE)
+        return self.places.chunks(replica, int(fields[-1]), is_inside=fields[2] == _INSIDE)
+
+    def _is_alone(self, gradient: int) -> bool:
+        """Returns whether exchanges and updates alone read the memory of a gradient, so that its sum may be made there.
+
+        Not where the value has several tensors, such as parts that may overlap, or is an output or a gradient that
+        goes on through the backward pass.
+        """
+        tensors, step = self.tensors, self.tensors.step
+        value, producer = tensors.values[gradient], int(step.producers[gradient])
+        readers = step.consumers_of(gradient)
+        of_value = [
+            tensor for tensor in tensors.with_bytes(tensors.made_by[producer]) if tensors.values[tensor] == value
+        ]
+        return (
+            of_value == [gradient]
+            and not step.is_kept[gradient]
+            and not tensors.is_source(gradient)
+            and value not in self._kept_values
+            and all(step.is_collective[op] or step.phases[op] == "update" for op in readers.tolist())
+        )
 
     def _fields(self, op: int) -> list[str]:
         names = self.tensors.step.copy_names
@@ -182,9 +206,9 @@ class _ReplicaExchange(Protocol):
     """One exchange of one replica and micro-batch."""
 
     @property
-    def buffer(self) -> Buffer: ...
+    def exchange(self) -> RowExchange: ...
 
-    def ready(self, op: int, sent: Slices) -> Make:
+    def ready(self, op: int, sent: Sent) -> Make:
         """Returns what makes its first op."""
 
     def done(self, op: int) -> Make:
@@ -193,39 +217,40 @@ class _ReplicaExchange(Protocol):
 
 @dataclass(frozen=True)
 class _AllReduce:
-    buffer: Buffer
+    exchange: RowExchange
     members: Sequence[Member]
+    own: int  # the chunk
     is_overwritten: bool
 
-    def ready(self, op: int, sent: Slices) -> Make:
-        return lambda device: AllReduceReady(self.buffer.on(device), self.members, sent)
+    def ready(self, op: int, sent: Sent) -> Make:
+        return lambda device: SumReady(self.exchange.on(device), self.members, sent)
 
     def done(self, op: int) -> Make:
-        return lambda device: AllReduceDone(self.buffer.on(device), self.members, self.is_overwritten)
+        return lambda device: AllReduceDone(self.exchange.on(device), self.members, self.own, self.is_overwritten)
 
 
 @dataclass(frozen=True)
 class _ReduceScatter:
-    buffer: Buffer
+    exchange: RowExchange
     members: Sequence[Member]
     own: int  # the chunk
     updates: Sequence[Sequence[Update]]  # of each member
     tensors: StepTensors
     is_in_place: bool  # pieces take the numbers of the gradients; else the last op makes tensors of them
 
-    def ready(self, op: int, sent: Slices) -> Make:
-        return lambda device: ScatterReady(self.buffer.on(device), self.members, sent)
+    def ready(self, op: int, sent: Sent) -> Make:
+        return lambda device: SumReady(self.exchange.on(device), self.members, sent)
 
     def done(self, op: int) -> Make:
         results = {}
         made = {} if self.is_in_place else {self._reader(tensor): tensor for tensor in self._pieces(op)}
         for number, (member, updates) in enumerate(zip(self.members, self.updates, strict=True)):
-            first, last, place = self.buffer.cut.piece(number, self.own)
+            first, last = self.exchange.cut.spans[number][self.own]
             tensor = member.tensor if self.is_in_place else next(made[own.op] for own in updates if own.op in made)
-            results[tensor] = slice(place, place + last - first)
+            results[tensor] = number, first, last
             if not self.is_in_place:
-                self.tensors.set_row(tensor, last - first, self.buffer.dtype)
-        return lambda device: ScatterDone(self.buffer.on(device), results)
+                self.tensors.set_row(tensor, last - first, self.exchange.dtype)
+        return lambda device: ScatterDone(self.exchange.on(device), results, not self.is_in_place)
 
     def _pieces(self, op: int) -> list[int]:
         return self.tensors.with_bytes(self.tensors.made_by[op])
@@ -242,32 +267,32 @@ class _ReduceScatter:
 
 @dataclass(frozen=True)
 class _WeightGather:
-    buffer: Buffer
+    exchange: RowExchange
     members: Sequence[Member]
     own: int
 
-    def ready(self, op: int, sent: Slices) -> Make:
-        return lambda device: WeightsReady(self.buffer.on(device), self.members, self.own, sent)
+    def ready(self, op: int, sent: Sent) -> Make:
+        return lambda device: WeightsReady(self.exchange.on(device), self.members, self.own, sent)
 
     def done(self, op: int) -> Make:
-        return lambda device: WeightsDone(self.buffer.on(device), self.members)
+        return lambda device: WeightsDone(self.exchange.on(device), self.own)
 
 
 @dataclass(frozen=True)
 class _ParameterGather:
-    buffer: Buffer
+    exchange: RowExchange
     members: Sequence[Member]
     weights: Sequence[int]  # of the program
     own: int
     tensors: StepTensors
 
-    def ready(self, op: int, sent: Slices) -> Make:
-        memory, results = self.buffer.number - 1, self._gathered(op)
-        return lambda device: ParametersReady(self.buffer.on(device), memory, self.members, self.own, sent, results)
+    def ready(self, op: int, sent: Sent) -> Make:
+        memory, results = self.exchange.number - 1, self._gathered(op)
+        return lambda device: ParametersReady(self.exchange.on(device), memory, self.members, self.own, sent, results)
 
     def done(self, op: int) -> Make:
-        memory, results = self.buffer.number - 1, self._gathered(op)
-        return lambda device: ParametersDone(self.buffer.on(device), memory, self.members, results)
+        memory, results = self.exchange.number - 1, self._gathered(op)
+        return lambda device: ParametersDone(self.exchange.on(device), memory, self.members, results)
 
     def _gathered(self, op: int) -> dict[int, tuple[int, StridedLayout | None]]:
         """Returns by tensor that `op` makes of gathered parameters: the member, and the part of it."""
@@ -312,3 +337,9 @@ def _overwritten_gradients(program: Program) -> set[int]:
     gradients = {ref.value for ref in program.gradients.values()}
     late = [calls for calls, phase in zip(program.calls, program.graph.phases, strict=True) if phase == "update"]
     return gradients & {old for calls in late for call in calls for old, _ in call.writes}
+
+
+def _overwritten_early(program: Program) -> set[int]:
+    """Returns the values that ops other than updates write to."""
+    early = [calls for calls, phase in zip(program.calls, program.graph.phases, strict=True) if phase != "update"]
+    return {old for calls in early for call in calls for old, _ in call.writes}

@@ -88,20 +88,33 @@ class PieceUpdate:
         first, last = update.piece
         weight = held[update.weight.tensor]
         row = weight if update.is_cut else update.weight.row(weight)[first:last]
-        values = {update.weight_value: row, update.gradient_value: held[update.gradient]}
         if last > first:
-            for value, layout in update.state.items():
-                if value not in private:
-                    private[value] = torch.zeros(layout.size and (last - first,), dtype=layout.dtype, device=row.device)
-                    if value in update.copies:
-                        private[value].copy_(row)
-                values[value] = private[value]
+            self._begin(row, private)
+            values = {update.weight_value: row, update.gradient_value: held[update.gradient]}
+            values |= {value: private[value] for value in update.state}
             for function, args, kwargs, call in self._calls:
                 result = function(*(_filled(item, values) for item in args), **_filled(kwargs, values))
                 values |= {new: values[old] for old, new in call.writes}
                 made = zip(call.outputs, leaves(result), strict=False)
                 values |= {value: tensor for value, tensor in made if value >= 0 and tensor is not None}
         return {} if update.kept is None else {update.kept: weight}
+
+    def leave_out(self, held: Held, private: Held) -> dict[int, Any]:
+        """Returns what `run` does, with the parameter and its state as they are."""
+        update = self._update
+        first, last = update.piece
+        weight = held[update.weight.tensor]
+        if last > first:
+            self._begin(weight if update.is_cut else update.weight.row(weight)[first:last], private)
+        return {} if update.kept is None else {update.kept: weight}
+
+    def _begin(self, row: Tensor, private: Held) -> None:
+        """Makes the state of the piece `row`, if it has none yet."""
+        for value, layout in self._update.state.items():
+            if value not in private:
+                private[value] = torch.zeros(layout.size and row.shape, dtype=layout.dtype, device=row.device)
+                if value in self._update.copies:
+                    private[value].copy_(row)
 
     def set_keyword(self, key: str, value: Any) -> None:
         """Changes a constant argument, such as the learning rate, of the calls that have it."""

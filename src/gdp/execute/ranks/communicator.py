@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gdp.execute.exchanged_rows import Content, as_tensor
 from gdp.execute.lanes import CpuLane, Lane, Parcel
 from gdp.execute.ranks.connections import Groups, IncomingMessage, Receiver, Sender, TransferState, bytes_of
 from gdp.execute.ranks.ranks import Failure, HeartbeatMonitor, Ranks
@@ -252,10 +253,10 @@ class Communicator:
         self.begin_collective(*self._step)
         self.began_ns = time.perf_counter_ns()
 
-    def send(self, tensor: int, content: Tensor | None, device: int) -> None:
-        self._senders[device].put(self._lane.pack(tensor, content, self._wire_device))
+    def send(self, tensor: int, content: Content, device: int) -> None:
+        self._senders[device].put(self._lane.pack(tensor, as_tensor(content), self._wire_device))
 
-    def receive(self, tensor: int) -> Tensor | None:
+    def receive(self, tensor: int) -> Content:
         return self._lane.unpack(self.take(self._home[tensor], tensor))
 
     def finish(self) -> None:

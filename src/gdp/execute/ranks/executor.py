@@ -152,6 +152,11 @@ class ProcessExecutor(PlanExecutor):
         self._check_open()
         return self.program.loss_of(self._collect(self.program.loss_tensors, record, everywhere=True))
 
+    def kept(self, record: ProcessRecord, tensor: int) -> Tensor:
+        """Returns on all ranks a tensor that the graph keeps after a step; a copy on the CPU."""
+        self._check_open()
+        return self._collect({tensor}, record, everywhere=True)[tensor]
+
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Copies this device's optimizer state out of all, by update and value."""
         self._check_open()
