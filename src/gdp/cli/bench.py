@@ -110,6 +110,22 @@ def bench_microbatches(
     return _answer(MicrobatchesBenchmark(budget=Budget.parse(budget), seeds=seeds, models=names), out, rows, json)
 
 
+@bench_app.command("scale")
+def bench_scale(
+    budget: BudgetOption = "30s",
+    devices: Annotated[str | None, typer.Option(metavar="A,B,...", help="DEVICES each.")] = None,
+    out: OutOption = None,
+    rows: RowsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Seconds of each phase for steps of 50,000 to a million ops, and whether budgets are kept."""
+    from gdp.bench.scale import DEVICES, ScaleBenchmark
+    from gdp.budget import Budget
+
+    benchmark = ScaleBenchmark(budget=Budget.parse(budget), devices=_names(devices, DEVICES))
+    return _answer(benchmark, out, rows, json)
+
+
 @bench_app.command("simulator")
 def bench_simulator(
     out: OutOption = None,

@@ -1,0 +1,254 @@
+"""`gdp bench scale`: what each phase takes as steps grow, and whether the budget is kept.
+
+Two questions: a step that is cut already (op placement of all its ops), and a model whose layout is chosen. Each case
+runs in a process of its own, so that its memory is its own.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gdp.bench.benchmark import Benchmark, Say, require_seconds
+from gdp.bench.rows import Rows
+from gdp.bounds.lower_bound import lower_bound
+from gdp.budget import Budget
+from gdp.cluster import Cluster
+from gdp.graph import Graph
+from gdp.models.model import Reading
+from gdp.models.read import read_part
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
+from gdp.placers import CLASSICAL
+from gdp.planning.warm_up import warm_up
+from gdp.search.layouts.choose import choose_layout
+from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.trial import Trial
+from gdp.search.place import Progress, place
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
+from gdp.units.reduction import reduce
+
+CHOSEN = ""  # the layout of a case whose layout is chosen
+CASES = (
+    ("gnmt-8", "none"),
+    ("gnmt-8", "microbatches=4"),
+    ("rnnlm-8", "data=8,microbatches=4"),
+    ("gnmt-8", "data=8,microbatches=2"),
+    ("gnmt-8", CHOSEN),
+    ("bert-large", CHOSEN),
+)
+DEVICES = ("8xp100-pcie-16g", "8x(8xa100-sxm-80g)@100gbit")
+FIXED = ("cut", "problem", "bound", "reduction", "simulation", "write", "read")  # phases that any answer needs
+LATE_SHARE, LATE_S = 0.1, 2.0  # of a budget, and seconds: what an answer may take longer
+FIRST_SHARE = 0.25  # of a budget: when a plan that fits should be there
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRow:
+    """The figures of a case; times in seconds."""
+
+    model: str
+    layout: str
+    devices: str
+    num_ops: int
+    phases: Mapping[str, float]
+    first_s: float | None  # the first plan that fits, since the search began; None: none fits
+    search_s: float
+    budget_s: float
+    peak_bytes: int
+    step_time_ns: int
+    bound_ns: int
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the search ends within its budget."""
+        return self.search_s <= self.budget_s * (1 + LATE_SHARE) + LATE_S
+
+    @property
+    def is_early(self) -> bool:
+        """True if a plan that fits is there in time."""
+        return self.first_s is not None and self.first_s <= self.budget_s * FIRST_SHARE
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds of the phases that any answer needs."""
+        return sum(self.phases.get(name, 0.0) for name in FIXED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleBenchmark(Benchmark):
+    """Each case on each set of devices, with a budget."""
+
+    name = "scale"
+    options = ("budget", "devices")
+    budget: Budget = field(default_factory=lambda: Budget(seconds=30.0))
+    devices: tuple[str, ...] = DEVICES
+    cases: tuple[tuple[str, str], ...] = CASES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_seconds(self.name, self.budget, "60s")
+        for text in self.devices:
+            Cluster.parse(text)
+
+    def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
+        """Returns the rows of steps and of choices, and how fixed times grow."""
+        found = []
+        for model, layout in self.cases:
+            for devices in self.devices:
+                settings = {
+                    "model": model,
+                    "layout": layout,
+                    "devices": devices,
+                    "budget": str(self.budget),
+                    "gdp_version": version("gdp-placement"),
+                }
+                name = f"{model}-{layout or 'chosen'}-on-{devices}"
+                row = ScaleRow(**rows.row(name, settings, partial(_in_own_process, settings)))
+                found.append(row)
+                say(f"{name}: {row.num_ops:,} ops, {row.search_s:.1f} s of {self.budget}, first plan {row.first_s}")
+        cut = [row for row in found if row.layout != CHOSEN]
+        return {
+            "rows": found,
+            "cut": cut,
+            "chosen": [row for row in found if row.layout == CHOSEN],
+            "phases": FIXED,
+            "num_kept": sum(row.is_kept for row in found),
+            "num_early": sum(row.is_early for row in found),
+            "slopes": {text: _slope([row for row in cut if row.devices == text]) for text in self.devices},
+        }
+
+
+def _slope(rows: list[ScaleRow]) -> float | None:
+    """Returns the slope of fixed seconds over ops, both as logarithms; None for fewer than two sizes."""
+    if len({row.num_ops for row in rows}) < 2:
+        return None
+    ops, seconds = np.log([row.num_ops for row in rows]), np.log([row.fixed_s for row in rows])
+    return float(np.polyfit(ops, seconds, 1)[0])
+
+
+def _in_own_process(case: Mapping[str, str]) -> dict[str, Any]:
+    code = (
+        "import json, sys; from gdp.bench.scale import measured; print(json.dumps(measured(json.loads(sys.argv[1]))))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(dict(case))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def measured(case: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a case's figures, of this process, as a row."""
+    warm_up()
+    budget_s = require_seconds("scale", Budget.parse(case["budget"]), "60s")
+    make = _measured_choice if case["layout"] == CHOSEN else _measured_step
+    figures = make(case["model"], case["layout"], Cluster.parse(case["devices"]), budget_s)
+    return {
+        **{name: case[name] for name in ("model", "layout", "devices")},
+        **figures,
+        "budget_s": budget_s,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+class _Phases:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def time(self, name: str, action: Callable[[], _T]) -> _T:
+        """Returns what `action` returns."""
+        began = time.perf_counter()
+        result = action()
+        self.seconds[name] = time.perf_counter() - began
+        return result
+
+
+def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -> dict[str, Any]:
+    """Places all ops of a step that is cut already."""
+    phases, way = _Phases(), Layout.parse(layout)
+    part = read_part(model, Reading(), way.num_parts)
+    graph = phases.time("cut", lambda: Step.of(part, way).graph)
+    bound_ns = _time_fixed(phases, graph, cluster)
+    first: list[float] = []
+    began = time.perf_counter()
+
+    def tell(progress: Progress) -> None:
+        if progress.feasible and not first:
+            first.append(time.perf_counter() - began)
+
+    plan = place(graph, cluster, budget=budget_s, on_progress=tell)
+    search_s = time.perf_counter() - began
+    _write_and_read(phases, graph, plan)
+    return _figures(graph.num_ops, phases, first, search_s, plan, bound_ns)
+
+
+def _time_fixed(phases: _Phases, graph: Graph, cluster: Cluster) -> int:
+    """Times what comes before a search, and one simulation; returns the lower bound."""
+    problem = phases.time("problem", lambda: Problem.build(graph, cluster))
+    bound_ns = phases.time("bound", lambda: lower_bound(problem))
+    phases.time("reduction", lambda: reduce(problem))
+    placement = CLASSICAL["expert"](problem, 0)
+    assert placement is not None, "all ops may go anywhere"
+    phases.time("simulation", lambda: simulate(problem, placement))
+    return bound_ns
+
+
+def _measured_choice(model: str, layout: str, cluster: Cluster, budget_s: float) -> dict[str, Any]:
+    """Chooses the layout of a model and places it."""
+    parts = Parts.of_model(model)
+    parts.exact(1)
+    parts.read_ahead(cluster.num_devices)
+    first: list[float] = []
+    began = time.perf_counter()
+
+    def tell(trial: Trial) -> None:
+        if trial.fits and not first:
+            first.append(time.perf_counter() - began)
+
+    choice = choose_layout(parts, cluster, budget=budget_s, on_progress=tell)
+    search_s = time.perf_counter() - began
+    assert choice.trial.step is not None, "it was simulated"
+    phases, graph = _Phases(), choice.trial.step.graph
+    _write_and_read(phases, graph, choice.plan)
+    return _figures(graph.num_ops, phases, first, search_s, choice.plan, choice.layout_bound_ns)
+
+
+def _write_and_read(phases: _Phases, graph: Graph, plan: Plan) -> None:
+    with tempfile.TemporaryDirectory(prefix="gdp-scale-") as directory:
+        path = Path(directory) / "graph.json.gz"
+
+        def write() -> None:
+            graph.save(path)
+            plan.save(path.with_name("plan.json"))
+
+        phases.time("write", write)
+        phases.time("read", lambda: Graph.load(path))
+
+
+def _figures(
+    num_ops: int, phases: _Phases, first: list[float], search_s: float, plan: Plan, bound_ns: int
+) -> dict[str, Any]:
+    return {
+        "num_ops": num_ops,
+        "phases": phases.seconds,
+        "first_s": first[0] if first else None,
+        "search_s": search_s,
+        "step_time_ns": plan.step_time_ns,
+        "bound_ns": bound_ns,
+    }

@@ -1,0 +1,30 @@
+"""`gdp bench scale` on a workload that takes seconds: every figure is there, and phases are those of the page."""
+
+import pytest
+
+from gdp.bench.page import machine, render
+from gdp.bench.scale import CHOSEN, FIXED, ScaleBenchmark, ScaleRow, measured
+
+
+@pytest.mark.parametrize("layout", ["microbatches=2", CHOSEN])
+def test_a_case_has_all_figures_and_a_page(layout: str) -> None:
+    case = {"model": "rnnlm-2", "layout": layout, "devices": "2xp100-pcie-16g", "budget": "1s"}
+    row = ScaleRow(**measured(case))
+    assert row.first_s is not None
+    assert 0 < row.first_s <= row.search_s
+    assert 0 < row.bound_ns <= row.step_time_ns
+    assert row.num_ops > 1_000
+    assert set(row.phases) == (set(FIXED) if layout != CHOSEN else {"write", "read"})
+    shown = {
+        "rows": [row],
+        "cut": [row] if layout != CHOSEN else [],
+        "chosen": [row] if layout == CHOSEN else [],
+        "phases": FIXED,
+        "num_kept": int(row.is_kept),
+        "num_early": int(row.is_early),
+        "slopes": {row.devices: None},
+        "command": ScaleBenchmark().command,
+        "machine": machine(),
+        "budget": "1s",
+    }
+    assert "rnnlm-2 | " in render("scale", shown)
