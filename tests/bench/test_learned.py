@@ -29,7 +29,7 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
 
 STEPS = {"rnnlm-2": 2, "unet-256": 3}  # of LSTMs that stand for these workloads
-BUDGET = Budget(simulations=100)
+BUDGET = Budget(simulations=700)  # more than zero-shot takes
 
 
 def small_inputs(name: str) -> tuple[Graph, Cluster]:

@@ -87,9 +87,14 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
                 _may_choose(arrays, state, unit, stays, slack[sample], most[sample], mask)
                 _see(arrays, state, unit, before, old, most[sample], mask, features, scratch)
                 end_ns = scratch[1]
-                best = -np.inf
+                best, num_open = -np.inf, 0
                 for device in range(num_devices):
-                    if mask[device]:
+                    num_open += mask[device]
+                for device in range(num_devices):
+                    scores[device] = 0.0
+                    if mask[device] and num_open == 1:
+                        best = 0.0
+                    elif mask[device]:
                         score = 0.0
                         for k in range(NUM_FEATURES):
                             score += linear[row, unit, k] * (features[device, k] * scale[sample, later, k])
