@@ -47,7 +47,7 @@ _UNTRAINED = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
 _LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
 _MANY = 16  # from so many samples on, groups of 16 share a style: only their choices differ (POMO, Kwon et al. 2020)
-_TRAINING_TEMPERATURE = 0.3  # of constructions, most of which take the best device in use; refinements have 1
+_TRAINING_TEMPERATURE = 0.5  # of constructions, most of which take the best device in use; refinements have 1
 _TRAINING_PASSES = 2  # at most: a record of more takes time and memory, for the same weights
 
 

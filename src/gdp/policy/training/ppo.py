@@ -63,7 +63,7 @@ PAPER = PPOConfig(reward="paper", baseline="history")
 the uniform policy on inception-v3-b32)."""
 
 
-CONSTRUCTING = PPOConfig(num_epochs=1, entropy_weight=0.003)
+CONSTRUCTING = PPOConfig(num_epochs=1)
 """For policies that construct: a further step on the same trials takes as long as new trials, and is worth no more."""
 
 
