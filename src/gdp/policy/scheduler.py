@@ -46,7 +46,7 @@ _SCORER_LEARNING_RATE = 0.008
 _UNTRAINED = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
 _LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
-_MANY = 16  # from so many samples on, groups of 16 share a style: only their choices differ (POMO, Kwon et al. 2020)
+_MANY = 16  # from 16 samples on, groups of 16 share a style: only their choices differ (POMO, Kwon et al. 2020)
 _TRAINING_TEMPERATURE = 0.5  # of constructions, most of which take the best device in use; refinements have 1
 _TRAINING_PASSES = 2  # at most: a record of more takes time and memory, for the same weights
 
@@ -152,7 +152,7 @@ class SchedulerPolicy(Policy):
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
-        """See `Policy.sample`. Samples have styles drawn for training: a few have one each, of many four share one."""
+        """See `Policy.sample`. Samples have styles drawn for training: a few have one each, of many sixteen share one."""
         assert isinstance(instance, UnitInstance)
         alike = _MANY if num_samples >= _MANY else 1
         group = np.arange(num_samples) // alike
