@@ -152,7 +152,7 @@ class SchedulerPolicy(Policy):
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
-        """See `Policy.sample`. Samples have styles drawn for training: a few have one each, of many sixteen share one."""
+        """See `Policy.sample`. Samples have styles drawn for training: a few have one each; sixteen share one."""
         assert isinstance(instance, UnitInstance)
         alike = _MANY if num_samples >= _MANY else 1
         group = np.arange(num_samples) // alike
