@@ -158,16 +158,23 @@ def fingerprint(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def require_header(document: object, expected_format: str, version: int) -> Mapping[str, Any]:
-    """Checks `format` and `version` of a document; messages name neither file nor op, the caller adds the file."""
+def require_header(
+    document: object, expected_format: str, version: int, oldest: int | None = None
+) -> Mapping[str, Any]:
+    """Checks `format` and `version` of a document; messages name neither file nor op, the caller adds the file.
+
+    Versions from `oldest` (None: `version`) to `version` are read.
+    """
+    oldest = version if oldest is None else oldest
     if not isinstance(document, dict):
         raise InputError(f"the document is a {type(document).__name__}; a {expected_format} mapping is expected")
     format = document.get("format")
     if format != expected_format:
         raise InputError(f"format is {format!r}; {expected_format!r} is expected")
     document_version = document.get("version")
-    if type(document_version) is not int or document_version != version:
-        raise InputError(f"version is {document_version!r}; this gdp reads {expected_format} version {version}")
+    if type(document_version) is not int or not oldest <= document_version <= version:
+        versions = f"version {version}" if oldest == version else f"versions {oldest} to {version}"
+        raise InputError(f"version is {document_version!r}; this gdp reads {expected_format} {versions}")
     return document
 
 

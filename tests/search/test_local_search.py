@@ -6,8 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdp.budget import Budget, Clock
-from gdp.cluster import Cluster
-from gdp.graph import Graph, Op
 from gdp.placers.memory_repair import excess_bytes
 from gdp.policy.construction import Constructor
 from gdp.policy.pretrained import read_policy
@@ -17,7 +15,6 @@ from gdp.search.local_search import LocalSearch
 from gdp.search.place import Progress, place
 from gdp.search.question import Question
 from gdp.search.refinement import Refiner
-from gdp.search.screening import Screen
 from gdp.search.solvers import solve
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
@@ -49,7 +46,7 @@ def test_refinements_differ_from_the_incumbent_and_improve_a_bad_one() -> None:
     incumbent = rng.integers(0, 3, problem.num_ops)
     constructor = read_policy()
     assert isinstance(constructor, Constructor)
-    refiner = Refiner(problem, constructor, Screen(problem))
+    refiner = Refiner(problem, constructor)
     start_ns = evaluate(problem, incumbent)[0]
     times = []
     for _ in range(6):
@@ -90,20 +87,3 @@ def test_progress_only_improves_and_counts_all_simulations() -> None:
     assert [progress.simulations for progress in seen] == sorted(progress.simulations for progress in seen)
     assert plan.search is not None
     assert seen[-1].simulations <= plan.search.simulations
-
-
-def test_what_should_not_fit_is_left_out_but_for_the_most_promising() -> None:
-    """The guess at memory can be wrong where it decides all, so one of four is chosen by its bound alone."""
-    ops = [Op(f"op{op}", "mm", flops=10**9, resident_bytes=100) for op in range(8)]
-    problem = Problem.build(
-        Graph.build("independent", ops, []), Cluster.parse("2xp100-pcie-16g"),
-        max_memory_bytes={"gpu0": 350, "gpu1": 10**6},
-    )  # fmt: skip
-    halves = np.array([[0, 0, 0, 0, 1, 1, 1, 1], [1, 0, 0, 0, 0, 1, 1, 1]])  # fastest, and 50 bytes too large for gpu0
-    few = np.array([[1] * 8, *(np.eye(8, dtype=np.int64)[:6] == 0).astype(np.int64)])
-    screen = Screen(problem)
-    screen.learn(few, np.array([evaluate(problem, placement)[1] for placement in few]))
-    placements = np.concatenate((few, halves))
-    chosen = screen.most_promising(placements, 4)
-    assert sum(number >= len(few) for number in chosen) == 1
-    assert len(set(chosen.tolist())) == 4

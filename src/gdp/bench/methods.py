@@ -32,12 +32,12 @@ from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 
-ZERO_SHOT_SIMULATIONS = 64
+ZERO_SHOT_SIMULATIONS = ZeroShotConfig().num_simulations
 
 
 def zero_shot(checkpoint: Path, *, name: str = "zero-shot") -> Method:
     """Returns the method that asks the policy without training."""
-    config = ZeroShotConfig(num_simulations=ZERO_SHOT_SIMULATIONS)
+    config = ZeroShotConfig()
 
     def run(question: Question, clock: Clock) -> Solution:
         with one_thread():

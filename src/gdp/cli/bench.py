@@ -206,6 +206,36 @@ def bench_generalization(
     return _answer(benchmark, out, rows, json)
 
 
+@bench_app.command("trained")
+def bench_trained(
+    checkpoint: Annotated[Path, typer.Option(metavar="FILE", help="The trained policy.")],
+    drawn: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Drawn graphs too, of other seeds than it was trained on.")
+    ] = None,
+    graphs: Annotated[int, typer.Option(min=1, help="Number of them.")] = 26,
+    workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all that are built in.")] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Processor time of a run.")] = "3s",
+    seeds: SeedsOption = 2,
+    out: OutOption = None,
+    rows: RowsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """A trained policy against the untrained one, at equal simulations and at equal time."""
+    from gdp.bench.trained import TrainedBenchmark
+    from gdp.budget import Budget
+    from gdp.models import workloads as built_in
+
+    benchmark = TrainedBenchmark(
+        checkpoint=checkpoint,
+        drawn=drawn,
+        graphs=graphs,
+        budget=Budget.parse(budget),
+        seeds=seeds,
+        workloads=_workloads(workloads, built_in.names()),
+    )
+    return _answer(benchmark, out, rows, json)
+
+
 @bench_app.command("ablation")
 def bench_ablation(
     budget: Annotated[str, typer.Option(metavar="TIME", help="Processor time of each training.")] = "10m",

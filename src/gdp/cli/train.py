@@ -24,6 +24,7 @@ from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.training import ppo
 from gdp.policy.training.graph_set import GraphSet, StoredGraph
+from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.processes import Processes
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
@@ -32,6 +33,8 @@ from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_se
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
 LAYOUT_SHARE = 0.3  # of varied tasks, where graphs of a set are among those to train on
 MAX_GRAPHS_PER_UPDATE = 8
+MAX_POOL = 128  # problems; each takes about a megabyte
+MAX_VALIDATION_GRAPHS = 24  # of drawn families
 TRAINING_SET = "training-set"  # the GRAPH that stands for `workloads.training_set`
 
 
@@ -53,6 +56,9 @@ class TrainOptions:
     learning_rate: float | None  # None: the policy's
     randomize: bool
     validation: Sequence[str]
+    validation_families: Sequence[str]  # of drawn architectures
+    validate_every: int
+    pool: int | None
     save_every: int
     seed: int
     threads: int | None
@@ -75,13 +81,17 @@ class Trained:
         """True after the last update."""
         return self.progress.update == self.progress.updates
 
+    @property
+    def _is_validated(self) -> bool:
+        return bool(self.options.validation or self.options.validation_families)
+
     def to_document(self) -> dict[str, Any]:
         """Returns the answer of `gdp train --json`."""
         progress, out = self.progress, self.options.out
         best = best_path(out)
         return {
             "checkpoint": str(out),
-            "best_checkpoint": str(best) if self.options.validation and best.exists() else None,
+            "best_checkpoint": str(best) if self._is_validated and best.exists() else None,
             "policy": self.policy.name,
             "num_parameters": self.policy.num_parameters(),
             "updates": progress.update,
@@ -101,7 +111,7 @@ class Trained:
             f"{progress.seconds:.1f} s, {progress.cpu_hours:.3g} CPU hours in all",
             f"Checkpoint written to {self.options.out}",
         ]
-        if self.options.validation and best_path(self.options.out).exists():
+        if self._is_validated and best_path(self.options.out).exists():
             lines.append(f"The parameters that are best on the validation graphs: {best_path(self.options.out)}")
         if not self.is_done:
             lines.append("Go on with the same command and --resume")
@@ -124,7 +134,7 @@ def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
     held_out = workloads.hold_out(options.hold_out)
     _check_held_out((*options.graphs, *options.validation), held_out)
     policy, origin = _policy(options, held_out)
-    pairs = _pairs(options.graphs, clusters, held_out)
+    pairs, kept = _without_families(_pairs(options.graphs, clusters, held_out), options.validation_families)
     config = TrainingConfig(
         seed=options.seed,
         updates=options.updates,
@@ -132,11 +142,13 @@ def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
         or (MAX_GRAPHS_PER_UPDATE if options.randomize else min(len(pairs), MAX_GRAPHS_PER_UPDATE)),
         samples=options.samples,
         learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
-        ppo=ppo.PAPER if policy.name == "paper" else ppo.PPOConfig(),
+        validate_every=options.validate_every,
+        ppo=_objective(policy),
     )
+    config = replace(config, pool=_pool(options, policy, pairs, config.graphs_per_update))
     task_config = _task_config(options, policy, pairs)
     tasks = Tasks(pairs, task_config, options.seed)
-    validation = _validation(options, clusters, held_out, task_config)
+    validation = _validation([*_pairs(options.validation, clusters, held_out), *kept], options.seed, task_config)
     seconds = None if limit is None else limit.seconds
     line = StatusLine(f"training {policy.name}")
     warm_up()
@@ -237,11 +249,40 @@ def _task_config(options: TrainOptions, policy: Policy, pairs: Sequence[TaskSour
     return replace(config, max_devices=min(most, config.max_devices), min_devices=min(most, config.min_devices))
 
 
-def _validation(
-    options: TrainOptions, clusters: Sequence[Cluster], held_out: Sequence[str], config: TaskConfig
-) -> list[TrainingTask]:
+def _objective(policy: Policy) -> ppo.PPOConfig:
+    if policy.name == "paper":
+        return ppo.PAPER
+    return ppo.PPOConfig() if policy.constructor is None else ppo.CONSTRUCTING
+
+
+def _pool(options: TrainOptions, policy: Policy, pairs: Sequence[TaskSource], num_tasks: int) -> PoolConfig:
+    """Returns the pool asked for; by default a large one where tasks vary, else none: they are kept anyway."""
+    varies = options.randomize or any(pair.cluster is None for pair in pairs)
+    default = MAX_POOL - MAX_POOL % num_tasks if varies and policy.constructor is not None else 0
+    return PoolConfig(size=default if options.pool is None else options.pool)
+
+
+def _without_families(
+    pairs: Sequence[TaskSource], families: Sequence[str]
+) -> tuple[Sequence[TaskSource], Sequence[TaskSource]]:
+    """Returns (the pairs of other families, some pairs of these families of drawn architectures)."""
+    known = sorted({pair.graph.family for pair in pairs if isinstance(pair.graph, StoredGraph)})
+    for family in families:
+        if family not in known:
+            raise InputError(
+                f"--validation-family {family}: no directory has graphs of it; one of {', '.join(known)} is expected"
+            )
+    of_family = {
+        family: [pair for pair in pairs if isinstance(pair.graph, StoredGraph) and pair.graph.family == family]
+        for family in families
+    }
+    kept = [pair for some in of_family.values() for pair in some]
+    few = [pair for some in of_family.values() for pair in some[: MAX_VALIDATION_GRAPHS // len(of_family)]]
+    return [pair for pair in pairs if pair not in kept], few
+
+
+def _validation(pairs: Sequence[TaskSource], seed: int, config: TaskConfig) -> list[TrainingTask]:
     """Returns the task of each validation graph as it is; held-out families do not decide which parameters are kept."""
-    pairs = _pairs(options.validation, clusters, held_out)
     drawn = replace(config, random_share=0.0, layout_share=LAYOUT_SHARE)
-    tasks = Tasks(pairs, drawn, options.seed) if pairs else None
+    tasks = Tasks(pairs, drawn, seed) if pairs else None
     return [tasks.unvaried(number) for number in range(len(pairs))] if tasks else []

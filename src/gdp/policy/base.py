@@ -54,8 +54,8 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """Returns (log-probability [S, C] of each choice at temperature 1, mean entropy of a choice in nats), with
-        gradients."""
+        """Returns (log-probability [S, C] of each choice at the temperature at which `sample` draws by default, mean
+        entropy of a choice in nats), with gradients."""
         raise NotImplementedError
 
     def check(self) -> None:

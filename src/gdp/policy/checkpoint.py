@@ -21,7 +21,7 @@ from torch import Tensor
 from gdp import files
 from gdp.errors import InputError
 from gdp.policy.base import Policy
-from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, read_config
+from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, config_in, read_config
 
 POLICIES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -80,7 +80,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
     return Checkpoint(
         policy=header["policy"],
-        config=header["config"],
+        config=config_in(header),
         manifest=header["manifest"],
         parameters={name: tensor for name, tensor in tensors.items() if not name.startswith(TRAINING)},
         training={name.removeprefix(TRAINING): tensor for name, tensor in tensors.items() if name.startswith(TRAINING)},

@@ -1,5 +1,6 @@
 """The format of checkpoint files, and the reading of configurations in their headers."""
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,11 +19,21 @@ def _is_mapping(value: object) -> bool:
 
 CHECKPOINT = TensorFormat(
     name="gdp-checkpoint",
-    version=2,
+    version=3,
+    oldest=2,
     fields=MappingProxyType({"policy": files.is_string, "config": _is_mapping, "manifest": _is_mapping}),
     writer="`gdp train`",
     remedy="copy or train it again",
 )
+
+
+_ADDED_IN_3 = {"default": {"scorer": 0}}  # to configurations, by policy: what files of version 2 mean
+
+
+def config_in(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the configuration in a header, in the terms of the present version."""
+    config: Mapping[str, Any] = header["config"]
+    return config if header["version"] > 2 else {**_ADDED_IN_3.get(header["policy"], {}), **config}
 
 
 def read_config(config_class: Any, document: object, where: str) -> Any:

@@ -6,7 +6,7 @@ Searches draw many placements and import no more than this; `scheduler.py` holds
 S samples, P passes, U units, D devices, N ops, K features of a unit on a device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,9 +16,11 @@ from scipy.sparse import csr_array
 from gdp.arrays import F32, I64
 from gdp.errors import InputError
 from gdp.policy.instance import Instance
-from gdp.policy.rollout import RolloutArrays, RolloutOptions, RolloutRecord, roll_out
+from gdp.policy.residual import ResidualParameters
+from gdp.policy.rollout import roll_out
+from gdp.policy.rollout_arrays import Residual, RolloutArrays, RolloutOptions, RolloutRecord, Weights
 from gdp.policy.sampling import Style, options_of
-from gdp.policy.unit_features import unit_features
+from gdp.policy.unit_features import SCORER_FEATURES, unit_features
 from gdp.policy.units import UnitGraph, UnitSource
 from gdp.simulator.problem import Placement, Problem
 
@@ -37,6 +39,11 @@ class UnitInstance(Instance):
     def features(self) -> F32:
         """The features of each unit for a network, [U, F]."""
         return unit_features(self.problem, self.units)
+
+    @cached_property
+    def scorer_features(self) -> F32:
+        """The features of each unit for the residual scorer, [U, F]."""
+        return unit_features(self.problem, self.units, SCORER_FEATURES)
 
     @property
     def refines(self) -> bool:
@@ -59,27 +66,34 @@ class _Sources:
         return self.sources[id(problem)][1]
 
 
-def check_weights(base: F32) -> None:
+def check_weights(tensors: Mapping[str, F32]) -> None:
     """Raises InputError for finite weights that are too large to add up."""
-    if np.abs(base).max() > _LARGEST_WEIGHT:
-        raise InputError(f"tensor 'base' has weights beyond {_LARGEST_WEIGHT:g}; the file is damaged, train it again")
+    for name, tensor in tensors.items():
+        if np.abs(tensor).max(initial=0.0) > _LARGEST_WEIGHT:
+            raise InputError(
+                f"tensor {name!r} has weights beyond {_LARGEST_WEIGHT:g}; the file is damaged, train it again"
+            )
 
 
 class Constructor:
     """Draws placements.
 
-    `weights` gives the weights [2, U, K] of the features of devices, for each unit of an instance: first where it sees
-    the units before it, then where it sees all others.
+    `weights` gives the parameters of roll-outs for the units of an instance.
     """
 
-    def __init__(self, weights: Callable[[UnitInstance], F32]) -> None:
+    def __init__(self, weights: Callable[[UnitInstance], Weights]) -> None:
         self.weights = weights
         self._sources = _Sources()
 
     @classmethod
-    def alike(cls, base: F32) -> "Constructor":
-        """Returns a constructor that gives all units the weights `base` [2, K]."""
-        return cls(lambda instance: np.repeat(base[:, None], instance.units.num_units, axis=1))
+    def alike(cls, base: F32, residual: ResidualParameters | None = None) -> "Constructor":
+        """Returns a constructor that gives all units the weights `base` [2, K], and `residual` on top."""
+
+        def weights(instance: UnitInstance) -> Weights:
+            linear = np.repeat(base[:, None], instance.units.num_units, axis=1)
+            return Weights(linear, residual_of(residual, instance))
+
+        return cls(weights)
 
     def grouped(
         self,
@@ -101,17 +115,16 @@ class Constructor:
 
     def roll_out(
         self, instance: UnitInstance, styles: Sequence[Style], rng: np.random.Generator, *, num_recorded: int
-    ) -> tuple[I64, F32, RolloutOptions, RolloutRecord]:
-        """Returns (placements [S, N], weights, options, the record of the first `num_recorded` samples)."""
+    ) -> tuple[I64, RolloutOptions, RolloutRecord]:
+        """Returns (placements [S, N], options, the record of the first `num_recorded` samples)."""
         num_units, num_devices = instance.units.num_units, instance.problem.num_devices
-        weights = self.weights(instance)
         options = options_of(styles, num_devices, refines=instance.refines)
         num_passes = int(options.passes.max())
         record = RolloutRecord.empty(num_recorded, num_passes, num_units, num_devices)
         devices = np.empty((len(styles), num_units), np.int64)
         roll_out(
             instance.arrays,
-            weights,
+            self.weights(instance),
             options,
             _fixed(instance, len(styles), rng),
             instance.units.incumbent,
@@ -119,7 +132,14 @@ class Constructor:
             devices,
             record,
         )
-        return devices[:, instance.units.units.index], weights, options, record
+        return devices[:, instance.units.units.index], options, record
+
+
+def residual_of(parameters: ResidualParameters | None, instance: UnitInstance) -> Residual:
+    """Returns the residual scorer for the units of `instance`; without an effect it takes no time."""
+    if parameters is None or not parameters.out.any():
+        return Residual.none(instance.units.num_units)
+    return parameters.on(instance.scorer_features)
 
 
 def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -> I64:

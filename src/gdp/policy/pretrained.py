@@ -1,5 +1,6 @@
 """The trained policy of searches, read without PyTorch, which takes seconds to import."""
 
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdp.arrays import F32
-from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, read_config
+from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, config_in, read_config
 from gdp.policy.construction import Constructor, check_weights
 from gdp.policy.features import NUM_FEATURES
+from gdp.policy.residual import PREFIX, ResidualParameters, shapes
 from gdp.policy.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -26,28 +28,34 @@ def read_policy(path: str | Path | None = None) -> "Constructor | Policy":
     one. Raises InputError for a bad file."""
     path = shipped() if path is None else path
     with CHECKPOINT.opened(path, "numpy") as (header, file):
-        weights = _plain_weights(header, file)
-    if weights is not None:
-        return Constructor.alike(weights)
+        tensors = _plain_tensors(header, file)
+    if tensors is not None:
+        residual = ResidualParameters.of(tensors) if len(tensors) > 1 else None
+        return Constructor.alike(tensors["base"], residual)
     from gdp.policy.checkpoint import load_checkpoint  # raises InputError if it is no policy
 
     policy = load_checkpoint(path)
     return policy if policy.constructor is None else policy.constructor
 
 
-def _plain_weights(header: Any, file: Any) -> F32 | None:
-    """Returns the weights [2, K] of a default policy without a network and with all features, else None."""
+def _plain_tensors(header: Any, file: Any) -> Mapping[str, F32] | None:
+    """Returns the parameters of a default policy without the large network and with all features, else None."""
     if header["policy"] != "default":
         return None
-    config = read_config(SchedulerConfig, header["config"], "config")
+    config = read_config(SchedulerConfig, config_in(header), "config")
+    expected: dict[str, tuple[int, ...]] = {"base": (2, NUM_FEATURES)}
+    if config.scorer:
+        expected |= {PREFIX + name: shape for name, shape in shapes(config.scorer).items()}
     names = {name for name in file.keys() if not name.startswith(TRAINING)}  # noqa: SIM118, it is no mapping
-    if config.network or not config.device_features or names != {"base"}:
+    if config.network or not config.device_features or not config.position or names != expected.keys():
         return None
-    base = file.get_slice("base")
-    if base.get_dtype() != "F32" or base.get_shape() != [2, NUM_FEATURES]:
-        return None
-    weights: F32 = file.get_tensor("base")
-    if not np.isfinite(weights).all():
-        return None
-    check_weights(weights)
-    return weights
+    tensors: dict[str, F32] = {}
+    for name, shape in expected.items():
+        part = file.get_slice(name)
+        if part.get_dtype() != "F32" or part.get_shape() != list(shape):
+            return None
+        tensors[name] = file.get_tensor(name)
+        if not np.isfinite(tensors[name]).all():
+            return None
+    check_weights(tensors)
+    return tensors

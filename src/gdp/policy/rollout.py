@@ -1,192 +1,27 @@
 """Roll-outs of the default policy, compiled: units choose devices one after the other, as in list scheduling.
 
-The unit at hand scores each device by `weights[unit] . features`, and a device is drawn with probabilities
-softmax(scores / temperature). The features say how the device stands to the unit now: what it holds of the unit's
-neighbours, when the unit could start there, how loaded it is while the unit runs, what memory is left. They are the
-same functions for every device and free of scale, so any number and mix of devices will do, and identical devices are
-treated alike; of several that are exchangeable and still empty, only the first may be chosen.
+The unit at hand scores each device by `weights[unit] . features`, plus a small network's answer to features and unit
+where there is one, and a device is drawn with probabilities softmax(scores / temperature). The features say how the
+device stands to the unit now: what it holds of the unit's neighbours, when the unit could start there, how loaded it
+is while the unit runs, what memory is left. They are the same functions for every device and free of scale, so any
+number and mix of devices will do, and identical devices are treated alike; of several that are exchangeable and still
+empty, only the first may be chosen.
 
 In further passes over the units each chooses again, with all others in place: a greedy pass sees only what comes before
 a unit, and repeating it mends much of that (restreaming, J. Nishimura and J. Ugander, KDD 2013). A roll-out that
 refines an incumbent begins so: some units stay where the incumbent has them, the others choose again.
 
-S samples, P passes, U units, D devices, K features, B slices of the step, E pairs of units.
+S samples, P passes, U units, D devices, K features, B slices of the step, H numbers of a hidden layer.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from gdp.arrays import I64
 from gdp.compiled import allocating_inlined, allocating_kernel
 from gdp.policy.features import NUM_FEATURES
-from gdp.policy.units import UnitGraph
-from gdp.simulator.problem import Problem
-
-F32 = npt.NDArray[np.float32]
 
 _FORGET = 0.8  # of "recent units here", for each further unit
-
-
-class Shares(NamedTuple):
-    """For each unit, others with a number: units[offsets[u] : offsets[u + 1]] and shares of the same positions."""
-
-    offsets: Any  # int64 [U + 1]
-    units: Any  # int64
-    shares: Any  # float64
-
-
-class RolloutArrays(NamedTuple):
-    """The arrays that all roll-outs of a unit graph on a cluster share."""
-
-    time_ns: Any  # float64 [U, D] -1 where a unit may not go
-    work_ns: Any  # float64 [U]
-    slices: Any  # float64 [U, B]
-    slice_ns: Any  # float64 [B] work of all units
-    total_ns: float
-    near: Shares  # of a unit's transfers, with each neighbour
-    second: Shares  # the same over two steps
-    similar: Shares  # 0 to 1, how much alike units are
-    offsets: Any  # int64 [U + 1] senders to unit u are senders[offsets[u]:offsets[u + 1]], placed before it or not
-    senders: Any  # int64 [E]
-    sent_bytes: Any  # float64 [E]
-    ns_per_byte: Any  # float64 [D, D]
-    latency_ns: Any  # float64 [D, D]
-    resident_bytes: Any  # float64 [U]
-    held_bytes: Any  # float64 [U] resident, and its share of what is alive at once
-    limit_bytes: Any  # float64 [D]
-    speed: Any  # float64 [D] share of the cluster's
-    equal_before: Any  # int64 [D] an exchangeable device of lower number, the nearest one, or -1
-
-    @classmethod
-    def of(cls, problem: Problem, units: UnitGraph, equal_before: I64) -> "RolloutArrays":
-        """The arrays of `units` of `problem`."""
-        num_units, num_devices = units.num_units, problem.num_devices
-        near, second = _nearness(units.sources, units.targets, units.sent_ns, num_units)
-        similar = units.similar
-        by_target = np.argsort(units.targets, kind="stable")
-        between = ~np.eye(num_devices, dtype=np.bool_)
-        ns_per_byte, latency_ns = np.zeros((2, num_devices, num_devices))
-        ns_per_byte[between] = 1e9 / problem.cluster.bytes_per_second[between]
-        latency_ns[between] = problem.cluster.latency_ns[between]
-        times = np.where(units.time_ns >= 0, units.time_ns, np.nan)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            slowness = np.nansum(np.where(np.isnan(times), 0.0, times) + 1.0, axis=0) / np.maximum(
-                np.nansum(np.where(np.isnan(times), 0.0, units.work_ns[:, None]) + 1.0, axis=0), 1.0
-            )
-        speed = 1.0 / np.maximum(slowness, 1e-9)
-        return cls(
-            time_ns=units.time_ns,
-            work_ns=units.work_ns,
-            slices=units.slices,
-            slice_ns=np.maximum(units.slices.sum(axis=0), 1e-9),
-            total_ns=max(float(units.work_ns.sum()), 1.0),
-            near=Shares(*near),
-            second=Shares(*second),
-            similar=Shares(similar.indptr.astype(np.int64), similar.indices.astype(np.int64), similar.data),
-            offsets=np.concatenate(([0], np.cumsum(np.bincount(units.targets, minlength=num_units)))),
-            senders=units.sources[by_target],
-            sent_bytes=units.sent_bytes[by_target],
-            ns_per_byte=ns_per_byte,
-            latency_ns=latency_ns,
-            resident_bytes=units.resident_bytes,
-            held_bytes=units.resident_bytes + units.alive_bytes,
-            limit_bytes=np.maximum(problem.memory_limit_bytes.astype(np.float64), 1.0),
-            speed=speed / speed.sum(),
-            equal_before=equal_before,
-        )
-
-
-class RolloutOptions(NamedTuple):
-    """The options of each sample; see `sampling.Style`."""
-
-    scale: Any  # float32 [S, 2, K] what features are multiplied by, in the first pass and in later ones
-    row: Any  # int64 [S, 2] which weights both have
-    temperature: Any  # float64 [S] 0 takes the best device, the lowest of several
-    slack: Any  # float64 [S] a device is full at so many times its memory; the estimate counts all that is ever alive
-    most: Any  # int64 [S] devices to use, more only where memory asks for it
-    passes: Any  # int64 [S]
-
-
-class RolloutRecord(NamedTuple):
-    """Features and choices of each turn, to score them again; without samples nothing is recorded."""
-
-    devices: Any  # int64 [S, P, U]
-    features: Any  # float32 [S, P, U, D, K] scaled
-    masks: Any  # bool [S, P, U, D] what could be chosen; one device where there was no choice
-
-    @classmethod
-    def empty(cls, num_samples: int, num_passes: int, num_units: int, num_devices: int) -> "RolloutRecord":
-        """For `roll_out` to fill."""
-        shape = num_samples, num_passes, num_units
-        masks = np.zeros((*shape, num_devices), np.bool_)
-        masks[..., 0] = True  # of passes that a sample does not make
-        return cls(np.zeros(shape, np.int64), np.zeros((*shape, num_devices, NUM_FEATURES), np.float32), masks)
-
-
-@allocating_kernel
-def _nearness(sources, targets, sent_ns, num_units):
-    """(near, second) of `RolloutArrays`, each (offsets, units, shares)."""
-    count = np.zeros(num_units + 1, np.int64)
-    for pair in range(len(sources)):
-        count[sources[pair] + 1] += 1
-        count[targets[pair] + 1] += 1
-    begin = np.cumsum(count)
-    at = begin[:-1].copy()
-    other, amount = np.empty(begin[-1], np.int64), np.empty(begin[-1])
-    for pair in range(len(sources)):
-        for unit, neighbour in ((sources[pair], targets[pair]), (targets[pair], sources[pair])):
-            other[at[unit]] = neighbour
-            amount[at[unit]] = sent_ns[pair]
-            at[unit] += 1
-    sums = np.zeros(num_units)
-    near_offsets, second_offsets = np.zeros((2, num_units + 1), np.int64)
-    near_units, near_shares = np.empty(begin[-1], np.int64), np.empty(begin[-1])
-    for unit in range(num_units):  # two units may send both ways
-        end, total = near_offsets[unit], 0.0
-        for index in range(begin[unit], begin[unit + 1]):
-            if sums[other[index]] == 0.0:
-                near_units[end] = other[index]
-                end += 1
-            sums[other[index]] += max(amount[index], 1e-9)
-            total += max(amount[index], 1e-9)
-        for index in range(near_offsets[unit], end):
-            near_shares[index] = sums[near_units[index]] / total
-            sums[near_units[index]] = 0.0
-        near_offsets[unit + 1] = end
-    bound = 0
-    for unit in range(num_units):
-        steps = 0
-        for index in range(near_offsets[unit], near_offsets[unit + 1]):
-            steps += near_offsets[near_units[index] + 1] - near_offsets[near_units[index]]
-        bound += min(steps, num_units)
-    second_units, second_shares = np.empty(bound, np.int64), np.empty(bound)
-    for unit in range(num_units):
-        end = second_offsets[unit]
-        for index in range(near_offsets[unit], near_offsets[unit + 1]):
-            middle = near_units[index]
-            for further in range(near_offsets[middle], near_offsets[middle + 1]):
-                if near_units[further] == unit:
-                    continue
-                if sums[near_units[further]] == 0.0:
-                    second_units[end] = near_units[further]
-                    end += 1
-                sums[near_units[further]] += near_shares[index] * near_shares[further]
-        total = 0.0
-        for index in range(second_offsets[unit], end):
-            second_shares[index] = sums[second_units[index]]
-            total += second_shares[index]
-            sums[second_units[index]] = 0.0
-        for index in range(second_offsets[unit], end):
-            second_shares[index] /= total
-        second_offsets[unit + 1] = end
-    end, last = near_offsets[num_units], second_offsets[num_units]
-    return (near_offsets, near_units[:end], near_shares[:end]), (
-        second_offsets,
-        second_units[:last],
-        second_shares[:last],
-    )
 
 
 class _State(NamedTuple):
@@ -207,9 +42,8 @@ class _State(NamedTuple):
 def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
     """Fill `choices` int64 [S, U], and `record` if it has samples.
 
-    `weights` float32 [2, U, K], of units that see what came before them, and of units that see all others; `uniforms`
-    float64 [S, P, U] from 0 to 1 decide. `fixed` int64 [S, U] has the device of a unit that stays, else -1; `was` int64
-    [U] that of each unit in the incumbent, -1 without one.
+    `uniforms` float64 [S, P, U] from 0 to 1 decide. `fixed` int64 [S, U] has the device of a unit that stays, else -1;
+    `was` int64 [U] that of each unit in the incumbent, -1 without one.
     """
     num_samples, num_units = choices.shape
     num_devices, num_slices = len(arrays.speed), arrays.slices.shape[1]
@@ -226,6 +60,8 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
         by_device[4],
     )
     scale, rows, temperature, slack, most, passes = orders
+    linear, (of_unit, of_device, hidden, bias, out) = weights
+    layers = np.empty((2, len(out)), np.float32)
     mask = np.empty(num_devices, np.bool_)
     features = np.empty((num_devices, NUM_FEATURES), np.float32)
     scores, scratch = np.empty(num_devices), np.empty((7, num_devices))
@@ -251,18 +87,28 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
                 _may_choose(arrays, state, unit, stays, slack[sample], most[sample], mask)
                 _see(arrays, state, unit, before, old, most[sample], mask, features, scratch)
                 end_ns = scratch[1]
-                best = -np.inf
+                best, num_open = -np.inf, 0
                 for device in range(num_devices):
-                    if mask[device]:
+                    num_open += mask[device]
+                for device in range(num_devices):
+                    scores[device] = 0.0
+                    if mask[device] and num_open == 1:
+                        best = 0.0
+                    elif mask[device]:
                         score = 0.0
                         for k in range(NUM_FEATURES):
-                            features[device, k] *= scale[sample, later, k]
-                            score += weights[row, unit, k] * features[device, k]
+                            score += linear[row, unit, k] * (features[device, k] * scale[sample, later, k])
+                        if len(out) > 0:
+                            score += _residual(
+                                of_unit[row, unit], of_device, hidden, bias, out, features[device], layers
+                            )
                         scores[device] = score
                         best = max(best, score)
                 chosen = _draw(scores, best, mask, temperature[sample], uniforms[sample, turn, unit])
                 if len(record.devices) > 0:
                     record.devices[sample, turn, unit] = chosen
+                    log_prob = _log_probability(scores, best, mask, chosen, temperature[sample])
+                    record.log_prob[sample, turn, unit] = log_prob
                     for device in range(num_devices):
                         record.masks[sample, turn, unit, device] = mask[device]
                         for k in range(NUM_FEATURES):
@@ -460,3 +306,37 @@ def _draw(scores, best, mask, temperature, uniform):
             if target < 0.0:
                 break
     return chosen
+
+
+@allocating_inlined
+def _residual(of_unit, of_device, hidden, bias, out, features, layers):
+    """The network's addition to a device's score, by `rollout_arrays.Residual`."""
+    first, second = layers[0], layers[1]
+    for j in range(len(out)):
+        first[j] = of_unit[j]
+        second[j] = bias[j]
+    for k in range(NUM_FEATURES):
+        value = features[k]
+        if value != 0.0:
+            for j in range(len(out)):
+                first[j] += value * of_device[k, j]
+    for i in range(len(out)):
+        value = first[i]
+        if value > 0.0:
+            for j in range(len(out)):
+                second[j] += value * hidden[i, j]
+    addition = 0.0
+    for j in range(len(out)):
+        addition += out[j] * max(second[j], np.float32(0.0))
+    return addition
+
+
+@allocating_inlined
+def _log_probability(scores, best, mask, chosen, temperature):
+    """Of `chosen` among the devices of `mask` [D], at temperature 1 where the best device is taken."""
+    sharpness = 1.0 / temperature if temperature > 0.0 else 1.0
+    total = 0.0
+    for device in range(len(mask)):
+        if mask[device]:
+            total += np.exp((scores[device] - best) * sharpness)
+    return (scores[chosen] - best) * sharpness - np.log(total)

@@ -15,7 +15,7 @@ import numpy as np
 
 from gdp.arrays import F32, F64
 from gdp.policy.features import FEATURES, NUM_FEATURES, NUMBERS
-from gdp.policy.rollout import RolloutOptions
+from gdp.policy.rollout_arrays import RolloutOptions
 
 SIZES = (50, 100, 200, 400, 800, 1500)  # numbers of units
 _SIZE_SHARES = (0.2, 0.25, 0.25, 0.15, 0.1, 0.05)

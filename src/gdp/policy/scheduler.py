@@ -5,12 +5,13 @@
     roll-out (compiled): each unit in turn scores every device by its weights and the device's state, and draws one
 
 The roll-outs see devices only through features, the same functions for all of them (`features.py`): one set of
-parameters serves any number and mix of devices. By default all units share one set of weights. The network, which gives
-each unit its own and runs once for a problem, is there for the ablation (docs/notes/policy.md). A style
+parameters serves any number and mix of devices. By default all units share one set of weights, and a small network, the
+residual scorer, adds to the scores. The large network, which gives each unit weights of its own and runs once for a
+problem, is there for the ablation (docs/notes/policy.md). A style
 (`sampling.py`) bends the weights of each sample, so that samples differ by design. The roll-outs record the features,
 from which log-probabilities of their choices are computed again with gradients:
 
-    logits [S, P, U, D] = weights [., U, K] . features [S, P, U, D, K]
+    logits [S, P, U, D] = weights [., U, K] . features [S, P, U, D, K] + residual scorer (features, unit)
 
 A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131),
 there for single ops of one graph; graph network, segment attention and superposition are GDP's (arXiv 1910.01578).
@@ -24,24 +25,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gdp.arrays import F32
 from gdp.policy.base import Policy, Rollouts, one_thread
-from gdp.policy.construction import Constructor, UnitInstance, check_weights
+from gdp.policy.construction import Constructor, UnitInstance, check_weights, residual_of
 from gdp.policy.features import FEATURES, INITIAL_WEIGHTS, NUM_FEATURES
 from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
 from gdp.policy.instance import Instance
 from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
+from gdp.policy.residual import clipped
+from gdp.policy.residual_network import ResidualScorer
+from gdp.policy.rollout_arrays import Weights
 from gdp.policy.sampling import Style, draw_refinement, draw_style
 from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.superposition import Superposition
-from gdp.policy.unit_features import UNIT_FEATURES
+from gdp.policy.unit_features import SCORER_FEATURES, UNIT_FEATURES
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate_many
 
-_PLAIN_LEARNING_RATE = 0.05  # without a network: 48 weights of 1 to 8
+_PLAIN_LEARNING_RATE = 0.05  # without networks: 48 weights of 1 to 8
+_SCORER_LEARNING_RATE = 0.008
+_UNTRAINED = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
 _LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
-_MANY, _ALIKE = 16, 4  # from 16 samples on, groups of 4 share a style: only their choices differ
+_MANY = 16  # from 16 samples on, groups of 16 share a style: only their choices differ (POMO, Kwon et al. 2020)
+_TRAINING_TEMPERATURE = 0.5  # of constructions, most of which take the best device in use; refinements have 1
 _TRAINING_PASSES = 2  # at most: a record of more takes time and memory, for the same weights
 
 
@@ -50,9 +56,11 @@ class Choices:
     """The recorded features and choices of roll-outs."""
 
     device: Tensor  # int64 [S, P, U]
-    features: Tensor  # float32 [S, P, U, D, K] scaled by the sample's style
+    features: Tensor  # float32 [S, P, U, D, K]
     mask: Tensor  # bool [S, P, U, D]
     row: Tensor  # int64 [S, P] which weights were used
+    scale: Tensor  # float32 [S, P, K] what the sample's style multiplies weights by
+    temperature: Tensor  # float32 [S]
 
 
 class SchedulerPolicy(Policy):
@@ -90,21 +98,26 @@ class SchedulerPolicy(Policy):
             nn.init.zeros_(self.head.bias)
         seen = [float(config.position or not feature.tells_position) for feature in UNIT_FEATURES]
         used = [float(config.device_features or not feature.knows_devices) for feature in FEATURES]
+        of_scorer = [float(config.position or not feature.tells_position) for feature in SCORER_FEATURES]
+        self.residual = (
+            ResidualScorer(config.scorer, torch.tensor(of_scorer), torch.tensor(used)) if config.scorer else None
+        )
         self.register_buffer("seen", torch.tensor(seen), persistent=False)
         self.register_buffer("used", torch.tensor(used), persistent=False)
         self.constructor = Constructor(self._weights)
         if not config.network:
-            self.learning_rate = _PLAIN_LEARNING_RATE
+            self.learning_rate = _SCORER_LEARNING_RATE if config.scorer else _PLAIN_LEARNING_RATE
 
     def check(self) -> None:
         """See `Policy.check`."""
-        check_weights(self.base.detach().numpy())
+        check_weights({name: parameter.detach().numpy() for name, parameter in self.named_parameters()})
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> UnitInstance:
         """Draws units by `rng`: their number, the grouping, and whether backward ops go with their forward ops.
 
-        A share `refining` of the instances has an incumbent: the policy's own best of a few placements, refined up to
-        three times, as in the searches that use the policy.
+        A share `refining` of the instances has an incumbent: the best of a few placements of the untrained policy,
+        refined up to three times, as in the searches that use a policy. So an instance does not depend on parameters,
+        and can be kept while they change.
         """
         sizes = np.array(self.config.num_units)
         instance = self.constructor.grouped(problem, int(rng.choice(sizes)), rng)
@@ -113,7 +126,7 @@ class SchedulerPolicy(Policy):
         best: tuple[tuple[int, int], Placement] | None = None
         for _ in range(int(rng.integers(1, 5))):
             styles = [self._training_style(instance, rng) for _ in range(_NUM_TRIED)]
-            placements = self.constructor.place(instance, styles, rng)
+            placements = _UNTRAINED.place(instance, styles, rng)
             step_time_ns, peaks = evaluate_many(problem, placements, num_threads=1)
             excess = np.maximum(peaks - problem.memory_limit_bytes, 0).sum(axis=1)
             first = int(np.lexsort((step_time_ns, excess))[0])
@@ -139,41 +152,49 @@ class SchedulerPolicy(Policy):
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
-        """See `Policy.sample`. Samples have styles drawn for training: a few have one each, of many four share one."""
+        """See `Policy.sample`. Samples have styles drawn for training: a few have one each; sixteen share one."""
         assert isinstance(instance, UnitInstance)
-        alike = _ALIKE if num_samples >= _MANY else 1
+        alike = _MANY if num_samples >= _MANY else 1
         group = np.arange(num_samples) // alike
         of_group = [self._training_style(instance, rng) for _ in range(int(group[-1]) + 1)]
+        temperature *= 1.0 if instance.refines else _TRAINING_TEMPERATURE
         styles = [replace(of_group[number], temperature=temperature) for number in group]
-        drawn = self.constructor.roll_out(instance, styles, rng, num_recorded=num_samples)
-        placements, weights, options, record = drawn
-        num_passes = record.devices.shape[1]
-        row = np.repeat(options.row, (1, num_passes - 1), axis=1) if num_passes > 1 else options.row[:, :1]
-        choices = Choices(*(torch.from_numpy(array).to(self.device) for array in (*record, row)))
-        with torch.no_grad():
-            seen = torch.from_numpy(weights).to(self.device)
-            log_prob = log_probabilities(seen, choices).gather(3, choices.device[..., None])[..., 0]
+        placements, options, record = self.constructor.roll_out(instance, styles, rng, num_recorded=num_samples)
+        later = np.minimum(np.arange(record.devices.shape[1]), 1)  # of each pass
+        temperatures = np.full(num_samples, temperature or 1.0, np.float32)
+        style = options.row[:, later], options.scale[:, later], temperatures
+        arrays = record.devices, record.features, record.masks, *style
+        choices = Choices(*(torch.from_numpy(array).to(self.device) for array in arrays))
+        log_prob = torch.from_numpy(record.log_prob).to(self.device)
         return Rollouts(placements, log_prob.flatten(1), choices, group if alike > 1 else None)
 
     def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
         """See `Policy.score`."""
         assert isinstance(instance, UnitInstance)
         choices: Choices = rollouts.record
-        log_prob = log_probabilities(self.weights(instance), choices)
+        log_prob = self._log_probabilities(instance, choices)
         entropy = -(log_prob.exp() * log_prob.masked_fill(~choices.mask, 0.0)).sum(dim=3).mean()
         return log_prob.gather(3, choices.device[..., None])[..., 0].flatten(1), entropy
+
+    def _log_probabilities(self, instance: UnitInstance, choices: Choices) -> Tensor:
+        """Returns [S, P, U, D], of every device for every unit; -inf where it may not go."""
+        weights = self.weights(instance)[choices.row] * choices.scale[:, :, None]
+        logits = torch.einsum("spuk,spudk->spud", weights, choices.features)
+        if self.residual is not None:
+            open_turns = choices.mask & (choices.mask.sum(dim=3, keepdim=True) > 1)
+            sample, turn, unit, _ = where = open_turns.nonzero(as_tuple=True)
+            of_units = torch.from_numpy(clipped(instance.scorer_features)).to(self.device)
+            additions = self.residual(of_units, unit, choices.row[sample, turn], choices.features[where])
+            logits = logits.index_put(where, additions, accumulate=True)
+        logits = logits / choices.temperature[:, None, None, None]
+        return logits.masked_fill(~choices.mask, -torch.inf).log_softmax(dim=3)
 
     def _training_style(self, instance: UnitInstance, rng: np.random.Generator) -> Style:
         style = draw_refinement(rng) if instance.refines else draw_style(rng)
         return replace(style, passes=min(style.passes, _TRAINING_PASSES))
 
-    def _weights(self, instance: UnitInstance) -> F32:
+    def _weights(self, instance: UnitInstance) -> Weights:
+        residual = None if self.residual is None else self.residual.parameters_in_numpy()
         with torch.no_grad(), one_thread():
-            weights: F32 = self.weights(instance).cpu().numpy()
-        return weights
-
-
-def log_probabilities(weights: Tensor, choices: Choices) -> Tensor:
-    """Returns [S, P, U, D], of every device for every unit; -inf where it may not go. `weights` is [2, U, K]."""
-    logits = torch.einsum("spuk,spudk->spud", weights[choices.row], choices.features)
-    return logits.masked_fill(~choices.mask, -torch.inf).log_softmax(dim=3)
+            linear = self.weights(instance).cpu().numpy()
+        return Weights(np.ascontiguousarray(linear), residual_of(residual, instance))

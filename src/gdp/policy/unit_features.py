@@ -4,8 +4,9 @@ One row each: a name, and the computation from the quantities of a problem's uni
 U units, F features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,6 @@ class _Quantities:
     resident: F64  # bytes
     held: F64  # bytes
     limit: float  # bytes of all devices
-    incumbent: F64  # [U, 4]
 
     @classmethod
     def of(cls, problem: Problem, units: UnitGraph) -> "_Quantities":
@@ -52,8 +52,12 @@ class _Quantities:
             resident=units.resident_bytes,
             held=units.resident_bytes + units.alive_bytes,
             limit=max(float(problem.memory_limit_bytes.sum()), 1.0),  # no device may have memory
-            incumbent=_incumbent(problem, units),
         )
+
+    @cached_property
+    def incumbent(self) -> F64:
+        """[U, 4], from a simulation of the placement to refine."""
+        return _incumbent(self.problem, self.units)
 
     @property
     def num_units(self) -> int:
@@ -79,6 +83,7 @@ class UnitFeature:
     name: str
     compute: Callable[[_Quantities], F64 | float]
     tells_position: bool = False  # where in the step a unit is
+    knows_incumbent: bool = False  # takes a simulation
 
 
 UNIT_FEATURES = (
@@ -114,18 +119,22 @@ UNIT_FEATURES = (
     UnitFeature("largest by smallest memory", lambda q: _log_ratio(q.problem.memory_limit_bytes)),
     UnitFeature("ops by units", lambda q: np.log1p(q.problem.num_ops / q.num_units)),
     UnitFeature("mean span of heads", lambda q: (q.last - q.first).mean()),
-    UnitFeature("has an incumbent", lambda q: q.incumbent[:, 0]),
-    UnitFeature("critical in the incumbent", lambda q: q.incumbent[:, 1]),
-    UnitFeature("its device's busy share", lambda q: q.incumbent[:, 2]),
-    UnitFeature("transfers made", lambda q: q.incumbent[:, 3]),
+    UnitFeature("has an incumbent", lambda q: q.incumbent[:, 0], knows_incumbent=True),
+    UnitFeature("critical in the incumbent", lambda q: q.incumbent[:, 1], knows_incumbent=True),
+    UnitFeature("its device's busy share", lambda q: q.incumbent[:, 2], knows_incumbent=True),
+    UnitFeature("transfers made", lambda q: q.incumbent[:, 3], knows_incumbent=True),
 )
 
 
-def unit_features(problem: Problem, units: UnitGraph) -> F32:
-    """[U, F] of `units` of `problem`."""
+SCORER_FEATURES = tuple(feature for feature in UNIT_FEATURES if not feature.knows_incumbent)
+"""Those of the residual scorer, whose answers should cost next to nothing."""
+
+
+def unit_features(problem: Problem, units: UnitGraph, chosen: Sequence[UnitFeature] = UNIT_FEATURES) -> F32:
+    """[U, F] the `chosen` features of `units` of `problem`."""
     quantities = _Quantities.of(problem, units)
-    features = np.empty((units.num_units, len(UNIT_FEATURES)), np.float32)
-    for column, feature in enumerate(UNIT_FEATURES):
+    features = np.empty((units.num_units, len(chosen)), np.float32)
+    for column, feature in enumerate(chosen):
         features[:, column] = feature.compute(quantities)
     return features
 

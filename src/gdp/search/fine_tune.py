@@ -64,7 +64,7 @@ def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTun
         num_instances, num_samples = 1, num_instances * num_samples
     while not clock.is_up and len(earlier) != config.max_updates:
         if styles is not None and rng.random() < config.varying:
-            styles.vary(evaluator, config.zero_shot.per_round)
+            styles.vary(evaluator, config.zero_shot.num_styles)
             continue
         trials: list[Trials] = []
         while len(trials) < num_instances and (not clock.is_up or not trials):

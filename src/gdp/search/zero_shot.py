@@ -8,7 +8,7 @@ The simulator scores what the policy draws; the best placement that fits is the 
 a reduced one), S samples.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +21,7 @@ from gdp.policy.pretrained import read_policy
 from gdp.policy.sampling import Style, draw_style, vary
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question
-from gdp.search.refinement import NUM_CANDIDATES, NUM_UNITS, Refiner, candidates_of
-from gdp.search.screening import Screen
+from gdp.search.refinement import NUM_UNITS, Refiner, distinct
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate_many
@@ -37,15 +36,15 @@ _PARENT = 0.4  # probability that the best style is varied, then the next, and s
 class ZeroShotConfig:
     """Numbers of simulations; repairing a placement that does not fit comes on top."""
 
-    num_simulations: int = 64
-    num_drawn: int = 16  # of them on styles drawn at random
-    num_varied: int = 16  # and on variations of the best ones; the rest refines the best placement
-    per_round: int = 4  # the next round builds on the results of a round
-    num_candidates: int = NUM_CANDIDATES  # drawn for each that is simulated, fewer on large graphs
+    num_simulations: int = 512
+    num_drawn: int = 96  # of them on styles drawn at random
+    num_varied: int = 96  # and on variations of the best ones; the rest refines the best placement
+    num_styles: int = 8  # in each grouping, which takes several times as long as a placement in it
+    num_refined: int = 16  # in each grouping; the next one begins from the best of them
     refinement_units: tuple[int, ...] = NUM_UNITS  # in turn
 
     def __post_init__(self) -> None:
-        if min(self.num_drawn, self.per_round) < 1 or self.num_varied < 0:
+        if min(self.num_drawn, self.num_styles, self.num_refined) < 1 or self.num_varied < 0:
             raise ValueError(f"{self}: counts of at least 1 are expected")
         if self.num_drawn + self.num_varied > self.num_simulations:
             raise ValueError(f"{self}: num_simulations is lower than num_drawn and num_varied together")
@@ -60,10 +59,6 @@ class Evaluator:
     question: Question
     clock: Clock
     best: Candidate | None = None
-    screen: Screen = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.screen = Screen(self.problem)
 
     @property
     def problem(self) -> Problem:
@@ -84,7 +79,6 @@ class Evaluator:
     def look(self, placements: I64, step_time_ns: I64, peak_memory_bytes: I64) -> list[Figures]:
         """Takes in `placements` [S, N] that were simulated; returns their figures."""
         self.clock.spend(len(placements))
-        self.screen.learn(placements, peak_memory_bytes)
         excess = excess_bytes(self.problem, peak_memory_bytes)
         figures = [Figures(*pair) for pair in zip(excess.tolist(), step_time_ns.tolist(), strict=True)]
         first = min(range(len(figures)), key=figures.__getitem__)
@@ -108,30 +102,26 @@ class Styles:
     constructor: Constructor
     problem: Problem
     rng: np.random.Generator
-    num_candidates: int
     tried: list[tuple[Figures, Style]] = field(default_factory=list)
 
     def draw(self, evaluator: Evaluator, count: int) -> None:
-        """Constructs placements in random styles, and simulates the `count` most promising ones."""
-        self._try_out([draw_style(self.rng) for _ in range(count * self.num_candidates)], evaluator, count)
+        """Simulates placements in `count` random styles, constructed in one grouping."""
+        self._try_out([draw_style(self.rng) for _ in range(count)], evaluator)
 
     def vary(self, evaluator: Evaluator, count: int) -> None:
-        """Constructs placements in styles near to the best, and simulates the `count` most promising ones."""
-        ranks = np.minimum(self.rng.geometric(_PARENT, count * self.num_candidates) - 1, len(self.tried) - 1)
-        self._try_out([vary(self.tried[rank][1], self.rng) for rank in ranks], evaluator, count)
+        """Simulates placements in `count` styles near to the best, constructed in one grouping."""
+        ranks = np.minimum(self.rng.geometric(_PARENT, count) - 1, len(self.tried) - 1)
+        self._try_out([vary(self.tried[rank][1], self.rng) for rank in ranks], evaluator)
 
-    def _try_out(self, styles: list[Style], evaluator: Evaluator, count: int) -> None:
-        placements = np.stack([self._construct(style) for style in styles])
-        chosen = evaluator.screen.most_promising(placements, count)
+    def _try_out(self, styles: list[Style], evaluator: Evaluator) -> None:
+        first = styles[0]
+        styles = [replace(style, num_units=first.num_units, following=first.following) for style in styles]
+        instance = self.constructor.grouped(self.problem, first.num_units, self.rng, following=first.following)
+        placements = self.constructor.place(instance, styles, self.rng)
+        chosen = distinct(placements)
         figures = evaluator.try_out(placements[chosen])
         tried = [(found, styles[number]) for found, number in zip(figures, chosen.tolist(), strict=True)]
         self.tried = sorted([*self.tried, *tried], key=lambda tried: tried[0])
-
-    def _construct(self, style: Style) -> Placement:
-        """Returns a placement [N], in a grouping of its own."""
-        instance = self.constructor.grouped(self.problem, style.num_units, self.rng, following=style.following)
-        placement: Placement = self.constructor.place(instance, [style], self.rng)[0]
-        return placement
 
 
 def zero_shot(
@@ -168,15 +158,15 @@ def construct_at_once(
 ) -> Styles:
     """Lets `evaluator` look at what is drawn, varied and refined; returns the styles that were tried."""
     problem, clock, spent = evaluator.problem, evaluator.clock, evaluator.clock.simulations
-    styles = Styles(constructor, problem, rng, candidates_of(problem, config.num_candidates))
+    styles = Styles(constructor, problem, rng)
     for count, propose in ((config.num_drawn, styles.draw), (config.num_varied, styles.vary)):
-        for begin in range(0, count, config.per_round):
+        for begin in range(0, count, config.num_styles):
             if evaluator.best is not None and clock.is_up:
                 return styles
-            propose(evaluator, max(clock.at_most(min(config.per_round, count - begin)), 1))
-    refiner = Refiner(problem, constructor, evaluator.screen, config.num_candidates, config.refinement_units)
+            propose(evaluator, max(clock.at_most(min(config.num_styles, count - begin)), 1))
+    refiner = Refiner(problem, constructor, config.refinement_units)
     while not clock.is_up and (left := config.num_simulations + spent - clock.simulations) > 0:
-        count = clock.at_most(min(config.per_round, left))
+        count = clock.at_most(min(config.num_refined, left))
         evaluator.try_out(refiner.propose(evaluator.placement, count, rng))
     return styles
 
@@ -187,5 +177,5 @@ def sample_at_once(evaluator: Evaluator, policy: "Policy", rng: np.random.Genera
     instance = policy.instance(evaluator.problem, rng)
     evaluator.try_out(policy.sample(instance, 1, rng, temperature=0.0).placements)
     while not clock.is_up and (left := config.num_simulations + spent - clock.simulations) > 0:
-        count = clock.at_most(min(config.per_round, left))
+        count = clock.at_most(min(config.num_styles, left))
         evaluator.try_out(policy.sample(instance, count, rng).placements)

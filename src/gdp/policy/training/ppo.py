@@ -63,6 +63,10 @@ PAPER = PPOConfig(reward="paper", baseline="history")
 the uniform policy on inception-v3-b32)."""
 
 
+CONSTRUCTING = PPOConfig(num_epochs=1)
+"""For policies that construct: a further step on the same trials takes as long as new trials, and is worth no more."""
+
+
 @dataclass(frozen=True, eq=False)
 class Trials:
     """Placements of one problem that a policy drew, with their outcomes."""

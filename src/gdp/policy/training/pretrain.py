@@ -24,7 +24,7 @@ from torch import Tensor
 from gdp.errors import InputError
 from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import save_checkpoint
-from gdp.policy.instance import Instance
+from gdp.policy.training.pool import Pool, PoolConfig, instance_of
 from gdp.policy.training.ppo import PPOConfig, Statistics, Trials, draw_trials, improve
 from gdp.policy.training.processes import Processes
 from gdp.policy.training.state import TrainingState
@@ -48,6 +48,7 @@ class TrainingConfig:
     validate_every: int = 20
     validation_samples: int = 16
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
 
     def __post_init__(self) -> None:
         for name in ("updates", "graphs_per_update", "validate_every", "validation_samples"):
@@ -147,6 +148,7 @@ def train(
         "validation": [[task.problem.graph.fingerprint, task.problem.cluster.fingerprint] for task in validation],
         "from": provenance.origin,
     }
+    pool = Pool(tasks, policy, config.pool, config.graphs_per_update)
     state = TrainingState(policy, len(tasks.sources))
     saved = -1  # number of updates in the file
     if run.resume and processes.is_first and out.exists():
@@ -177,7 +179,7 @@ def train(
         latest = progress(None, check() if validation and state.updates == 0 else None)
         for update in range(state.updates, config.updates):
             before = time.process_time()
-            trials, sources = _draw_update(policy, tasks, config, update, processes, num_threads, must_end)
+            trials, sources = _draw_update(policy, pool, config, update, processes, num_threads, must_end)
             if processes.any(must_end()):
                 break
             for group in state.optimizer.param_groups:
@@ -226,7 +228,7 @@ def validate(
     total = torch.zeros(3, dtype=torch.float64)
     for number, task in processes.share(list(enumerate(problems))):
         rng = np.random.default_rng(np.random.SeedSequence([config.seed, _VALIDATION, number]))
-        instance = _instance(policy, task, rng)
+        instance = instance_of(policy, task, rng)
         draw = partial(draw_trials, policy, instance, config=config.ppo, reference_ns=task.reference_ns)
         outcomes = [
             draw(num_samples, rng, temperature=temperature, num_threads=num_threads)
@@ -243,7 +245,7 @@ def validate(
 
 def _draw_update(
     policy: Policy,
-    tasks: Tasks,
+    pool: Pool,
     config: TrainingConfig,
     update: int,
     processes: Processes,
@@ -255,8 +257,7 @@ def _draw_update(
     for index in processes.share(range(config.graphs_per_update)):
         if must_end():
             break
-        task, rng = tasks.draw(update, index, config.graphs_per_update)
-        instance = _instance(policy, task, rng)
+        task, instance, rng = pool.draw(update, index)
         trials.append(
             draw_trials(policy, instance, config.samples, rng, config.ppo, task.reference_ns, num_threads=num_threads)
         )
@@ -270,13 +271,6 @@ def _reward_sums(trials: Sequence[Trials], sources: Sequence[int], num_sources: 
     for source, trial in zip(sources, trials, strict=True):
         rewards[source] += torch.tensor([trial.rewards.sum(), len(trial.rewards)], dtype=torch.float64)
     return rewards
-
-
-def _instance(policy: Policy, task: TrainingTask, rng: np.random.Generator) -> Instance:
-    try:
-        return policy.instance(task.problem, rng)
-    except InputError as error:
-        raise InputError(f"{task.problem.graph.name} on {task.problem.cluster.name}: {error}") from None
 
 
 def _manifest(tasks: Tasks, state: TrainingState, provenance: Provenance, arguments: dict[str, Any]) -> dict[str, Any]:
