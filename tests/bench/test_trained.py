@@ -28,7 +28,7 @@ def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoint(path: Path, *, change: float = 0.0, seen: tuple[str, ...] = ()) -> Path:
-    policy = new_policy("default")
+    policy = new_policy("default", scorer=16)
     with torch.no_grad():
         policy.get_parameter("residual.out").fill_(change)
     rows = [{"name": name, "fingerprint": name} for name in seen]

@@ -54,7 +54,7 @@ def test_the_constructor_in_a_file_places_as_the_policy_does(checkpoint: Path) -
 
 
 def test_the_residual_scorer_adds_nothing_before_it_is_trained() -> None:
-    policy, problem = new_policy("default", seed=1), layered()
+    policy, problem = new_policy("default", seed=1, scorer=16), layered()
     assert policy.num_parameters() > 2 * NUM_FEATURES
     assert policy.constructor is not None
     untrained = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))

@@ -36,7 +36,7 @@ ABLATIONS = [
     replace(SMALL, position=False),
     replace(SMALL, device_features=False),
     replace(SMALL, network=False),
-    replace(SMALL, network=False, scorer=0),
+    replace(SMALL, network=False, scorer=8),
 ]
 
 

@@ -49,7 +49,7 @@ class AblationConfig:
     """
 
     parts: tuple[str, ...] = PARTS
-    policy: SchedulerConfig = field(default_factory=partial(SchedulerConfig, network=True, scorer=0))
+    policy: SchedulerConfig = field(default_factory=partial(SchedulerConfig, network=True))
     # no run comes near that many updates, so the learning rate stays what it is: CPU time ends training
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(updates=2**31 - 1))
     tasks: TaskConfig = field(default_factory=lambda: TaskConfig(random_share=0.75))  # as `gdp train --randomize`

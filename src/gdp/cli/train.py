@@ -49,6 +49,7 @@ class TrainOptions:
     resume: bool
     start: Path | None  # --from
     policy: str | None
+    scorer: int | None
     updates: int
     budget: str | None
     graphs_per_update: int | None
@@ -180,8 +181,12 @@ def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
 
 def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str]:
     """Returns (the policy to start with, the origin of its parameters)."""
+    name = options.policy or "default"
+    if options.scorer is not None and (options.start is not None or name != "default"):
+        raise InputError("--scorer: is for a new policy of the name default; leave it out")
     if options.start is None:
-        return checkpoint.new_policy(options.policy or "default", seed=options.seed), ""
+        changes = {} if options.scorer is None else {"scorer": options.scorer}
+        return checkpoint.new_policy(name, seed=options.seed, **changes), ""
     policy = checkpoint.load_checkpoint(options.start)
     if options.policy not in (None, policy.name):
         raise InputError(f"{options.start}: holds policy {policy.name!r}, not {options.policy!r}; leave --policy out")

@@ -49,10 +49,11 @@ class Checkpoint:
         policy.load_state_dict(dict(self.parameters))
 
 
-def new_policy(name: str, *, seed: int = 0) -> Policy:
-    """Returns policy `name` in its default configuration, with initial parameters that depend on `seed` alone."""
+def new_policy(name: str, *, seed: int = 0, **changes: Any) -> Policy:
+    """Returns policy `name` in its default configuration but for `changes`, with initial parameters that depend on
+    `seed` alone."""
     policy_class, config_class = _classes(name)
-    return _construct(policy_class, config_class(), seed)
+    return _construct(policy_class, config_class(**changes), seed)
 
 
 def save_checkpoint(

@@ -5,9 +5,9 @@
     roll-out (compiled): each unit in turn scores every device by its weights and the device's state, and draws one
 
 The roll-outs see devices only through features, the same functions for all of them (`features.py`): one set of
-parameters serves any number and mix of devices. By default all units share one set of weights, and a small network, the
-residual scorer, adds to the scores. The large network, which gives each unit weights of its own and runs once for a
-problem, is there for the ablation (docs/notes/policy.md). A style
+parameters serves any number and mix of devices. By default all units share one set of weights. A small network, the
+residual scorer, can add to the scores. The large network, which gives each unit weights of its own and runs once for a
+problem, and the residual scorer are off by default (docs/notes/policy.md). A style
 (`sampling.py`) bends the weights of each sample, so that samples differ by design. The roll-outs record the features,
 from which log-probabilities of their choices are computed again with gradients:
 

@@ -19,7 +19,7 @@ class SchedulerConfig:
     position: bool = True  # where a unit is in the step
     device_features: bool = True  # the features that know devices: loads, start times, speeds, memory
     network: bool = False  # without: one weight vector for all units; docs/notes/policy.md says why
-    scorer: int = 16  # numbers of each hidden layer of the residual scorer; 0: none, scores are linear in features
+    scorer: int = 0  # numbers of each hidden layer of the residual scorer; none: docs/results/trained.md says why
 
     def __post_init__(self) -> None:
         if not self.num_units or min(self.num_units) < 1:
