@@ -4,9 +4,10 @@ import pytest
 
 from gdp.bench.page import machine, render
 from gdp.bench.scale import CHOSEN, FIXED, ScaleBenchmark, ScaleRow, measured
+from gdp.parallel.layout import NONE
 
 
-@pytest.mark.parametrize("layout", ["microbatches=2", CHOSEN])
+@pytest.mark.parametrize("layout", [NONE, "microbatches=2", CHOSEN])
 def test_a_case_has_all_figures_and_a_page(layout: str) -> None:
     case = {"model": "rnnlm-2", "layout": layout, "devices": "2xp100-pcie-16g", "budget": "1s"}
     row = ScaleRow(**measured(case))

@@ -27,7 +27,7 @@ from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.models.model import Reading
 from gdp.models.read import read_part
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.planning.warm_up import warm_up
@@ -42,7 +42,7 @@ from gdp.units.reduction import reduce
 
 CHOSEN = ""  # the layout of a case whose layout is chosen
 CASES = (
-    ("gnmt-8", "none"),
+    ("gnmt-8", NONE),
     ("gnmt-8", "microbatches=4"),
     ("rnnlm-8", "data=8,microbatches=4"),
     ("gnmt-8", "data=8,microbatches=2"),
@@ -181,7 +181,7 @@ class _Phases:
 
 def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -> dict[str, Any]:
     """Places all ops of a step that is cut already."""
-    phases, way = _Phases(), Layout.parse(layout)
+    phases, way = _Phases(), Layout() if layout == NONE else Layout.parse(layout)
     part = read_part(model, Reading(), way.num_parts)
     graph = phases.time("cut", lambda: Step.of(part, way).graph)
     bound_ns = _time_fixed(phases, graph, cluster)
