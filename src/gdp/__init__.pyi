@@ -8,9 +8,9 @@ from .execute.placed import Placed as Placed
 from .execute.placed import placed as placed
 from .execute.run import run as run
 from .graph.accumulation import accumulated as accumulated
+from .graph.document import Op as Op
+from .graph.document import Tensor as Tensor
 from .graph.graph import Graph as Graph
-from .graph.graph import Op as Op
-from .graph.graph import Tensor as Tensor
 from .models.jax.capture import capture_jax as capture_jax
 from .models.op_costs import OpCosts as OpCosts
 from .models.pytorch.flops import register_flops as register_flops

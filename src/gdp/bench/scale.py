@@ -33,8 +33,7 @@ from gdp.placers import CLASSICAL
 from gdp.planning.warm_up import warm_up
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.parts import Parts
-from gdp.search.layouts.trial import Trial
-from gdp.search.place import Progress, place
+from gdp.search.place import place
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
@@ -185,17 +184,11 @@ def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -
     part = read_part(model, Reading(), way.num_parts)
     graph = phases.time("cut", lambda: Step.of(part, way).graph)
     bound_ns = _time_fixed(phases, graph, cluster)
-    first: list[float] = []
-    began = time.perf_counter()
-
-    def tell(progress: Progress) -> None:
-        if progress.feasible and not first:
-            first.append(time.perf_counter() - began)
-
-    plan = place(graph, cluster, budget=budget_s, on_progress=tell)
-    search_s = time.perf_counter() - began
+    plan, first_s, search_s = _timed_search(
+        lambda tell: place(graph, cluster, budget=budget_s, on_progress=lambda progress: tell(progress.feasible))
+    )
     _write_and_read(phases, graph, plan)
-    return _figures(graph.num_ops, phases, first, search_s, plan, bound_ns)
+    return _figures(graph.num_ops, phases, first_s, search_s, plan, bound_ns)
 
 
 def _time_fixed(phases: _Phases, graph: Graph, cluster: Cluster) -> int:
@@ -214,19 +207,26 @@ def _measured_choice(model: str, layout: str, cluster: Cluster, budget_s: float)
     parts = Parts.of_model(model)
     parts.exact(1)
     parts.read_ahead(cluster.num_devices)
-    first: list[float] = []
-    began = time.perf_counter()
-
-    def tell(trial: Trial) -> None:
-        if trial.fits and not first:
-            first.append(time.perf_counter() - began)
-
-    choice = choose_layout(parts, cluster, budget=budget_s, on_progress=tell)
-    search_s = time.perf_counter() - began
+    choice, first_s, search_s = _timed_search(
+        lambda tell: choose_layout(parts, cluster, budget=budget_s, on_progress=lambda trial: tell(trial.fits))
+    )
     assert choice.trial.step is not None, "it was simulated"
     phases, graph = _Phases(), choice.trial.step.graph
     _write_and_read(phases, graph, choice.plan)
-    return _figures(graph.num_ops, phases, first, search_s, choice.plan, choice.layout_bound_ns)
+    return _figures(graph.num_ops, phases, first_s, search_s, choice.plan, choice.layout_bound_ns)
+
+
+def _timed_search(search: Callable[[Callable[[bool], None]], _T]) -> tuple[_T, float | None, float]:
+    """Returns (the answer of `search`, seconds to the first plan that fits, seconds); it tells of plans if they fit."""
+    first: list[float] = []
+    began = time.perf_counter()
+
+    def tell(fits: bool) -> None:
+        if fits and not first:
+            first.append(time.perf_counter() - began)
+
+    answer = search(tell)
+    return answer, first[0] if first else None, time.perf_counter() - began
 
 
 def _write_and_read(phases: _Phases, graph: Graph, plan: Plan) -> None:
@@ -242,12 +242,12 @@ def _write_and_read(phases: _Phases, graph: Graph, plan: Plan) -> None:
 
 
 def _figures(
-    num_ops: int, phases: _Phases, first: list[float], search_s: float, plan: Plan, bound_ns: int
+    num_ops: int, phases: _Phases, first_s: float | None, search_s: float, plan: Plan, bound_ns: int
 ) -> dict[str, Any]:
     return {
         "num_ops": num_ops,
         "phases": phases.seconds,
-        "first_s": first[0] if first else None,
+        "first_s": first_s,
         "search_s": search_s,
         "step_time_ns": plan.step_time_ns,
         "bound_ns": bound_ns,

@@ -5,6 +5,7 @@ at one by one, to say what and where. docs/machine-model.md, section 6, is the d
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Never
 
 from gdp import files
@@ -12,6 +13,35 @@ from gdp.graph.checks import PHASES
 
 FORMAT, VERSION = "gdp-graph", 1
 _MISSING: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator, with the fields that a `gdp-graph` file and the machine model have."""
+
+    name: str
+    kind: str = ""
+    flops: int = 0
+    bytes_accessed: int = 0
+    dtype: str = "float32"
+    resident_bytes: int = 0
+    phase: str = ""
+    module: str = ""
+    group: int = -1
+    time_ns: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor, with the fields that a `gdp-graph` file has."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    bytes: int = 0
+    resident: bool = False
+    keep: bool = False
+    view_of: int = -1
+
 
 Columns = Mapping[str, Sequence[Any]]
 """The values of each field of records."""
@@ -26,6 +56,11 @@ def read_document(document: object) -> tuple[str, Columns, Columns]:
     if ops is None or tensors is None:
         _explain(content)
     return content["name"], ops, tensors
+
+
+def _defaults(record: type) -> dict[str, Any]:
+    """Returns the values of the fields of a dataclass that may be left out."""
+    return {item.name: item.default for item in fields(record) if item.default is not MISSING}
 
 
 def _columns(
@@ -125,18 +160,8 @@ TENSOR_FIELDS = {
     "keep": files.is_flag,
     "view_of": files.is_index,
 }
-OP_DEFAULTS: Mapping[str, Any] = {
-    "kind": "",
-    "flops": 0,
-    "bytes_accessed": 0,
-    "dtype": "float32",
-    "resident_bytes": 0,
-    "phase": "",
-    "module": "",
-    "group": -1,
-    "time_ns": {},
-}
-TENSOR_DEFAULTS: Mapping[str, Any] = {"bytes": 0, "resident": False, "keep": False, "view_of": -1}
+OP_DEFAULTS = _defaults(Op) | {"time_ns": {}}
+TENSOR_DEFAULTS = _defaults(Tensor)
 _COLUMN_CHECKS: Mapping[Callable[[object], bool], Callable[[list[Any]], bool]] = {
     files.is_string: _are(str),
     files.is_flag: _are(bool),

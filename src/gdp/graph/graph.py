@@ -5,7 +5,7 @@ docs/machine-model.md, sections 1 and 6, is the definition. N ops, T tensors, E 
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
@@ -19,40 +19,12 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError, prefixed
 from gdp.graph.checks import check
 from gdp.graph.copy_names import CopyNames
-from gdp.graph.document import FORMAT, OP_FIELDS, TENSOR_FIELDS, VERSION, read_document
+from gdp.graph.document import FORMAT, OP_FIELDS, TENSOR_FIELDS, VERSION, Op, Tensor, read_document
 from gdp.graph.views import GraphSource, OpView
 
 COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
 """What the kinds of ops begin with that move data between replicas; not all replicas have the same ones."""
 _FROM_NAMES = ("copy_names", "op_numbers", "edge_tensors", "group_index", "is_collective")  # cached properties
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operator, with the fields that a `gdp-graph` file and the machine model have."""
-
-    name: str
-    kind: str = ""
-    flops: int = 0
-    bytes_accessed: int = 0
-    dtype: str = "float32"
-    resident_bytes: int = 0
-    phase: str = ""
-    module: str = ""
-    group: int = -1
-    time_ns: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor, with the fields that a `gdp-graph` file has."""
-
-    producer: int
-    consumers: tuple[int, ...]
-    bytes: int = 0
-    resident: bool = False
-    keep: bool = False
-    view_of: int = -1
 
 
 @dataclass(frozen=True, eq=False)

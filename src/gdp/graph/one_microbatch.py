@@ -10,7 +10,8 @@ import numpy as np
 
 from gdp.errors import InputError
 from gdp.graph.accumulation import accumulated
-from gdp.graph.graph import Graph, Tensor
+from gdp.graph.document import Tensor
+from gdp.graph.graph import Graph
 from gdp.graph.microbatches import ACCUMULATE, SHARED, microbatch_of, replica_of
 
 

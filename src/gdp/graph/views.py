@@ -7,7 +7,8 @@ from gdp import notebook
 from gdp.errors import InputError, suggest
 
 if TYPE_CHECKING:
-    from gdp.graph.graph import Graph, Op
+    from gdp.graph.document import Op
+    from gdp.graph.graph import Graph
 
 
 class HasGraph(Protocol):

@@ -6,7 +6,7 @@ from itertools import groupby
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.graph.graph import Tensor
+from gdp.graph.document import Tensor
 
 
 def write_after_read(num_ops: int, tensors: Sequence[Tensor], pairs: Iterable[tuple[int, int]]) -> list[Tensor]:
