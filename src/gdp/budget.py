@@ -131,6 +131,14 @@ class Clock:
         """Returns whether `seconds` are left; always, when the budget counts simulations."""
         return not self.stop.is_set() and (self._counts or self._end - self.seconds >= seconds)
 
+    def before(self, seconds: float) -> "Clock":
+        """Returns a clock that ends `seconds` earlier; the same, when the budget counts simulations."""
+        return self if self._counts else self._between(self._begin, max(self._end - seconds, self._begin))
+
+    def at_least(self, seconds: float) -> "Clock":
+        """Returns a clock that ends with this one, but not before `seconds` from now; `stop` ends it, too."""
+        return self if self._counts else self._between(self._begin, max(self._end, self._spent + seconds))
+
     def spend(self, num_simulations: int) -> None:
         """Counts simulations that were made."""
         self._meter.simulations += num_simulations
@@ -157,3 +165,8 @@ class Clock:
         clock = copy(self)
         clock._begin, clock._end = begin, end
         return clock
+
+
+def has_time(clock: Clock | None, seconds: float = 0.0) -> bool:
+    """Returns whether `clock` has `seconds` left; always, without a clock."""
+    return clock is None or clock.has(seconds)

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from gdp.simulator.problem import Problem
 
 ADVICE_SHARE = 0.2  # of the budget
+_REPLAYS = 30  # of the plan, that take as long as to prepare a search for another machine
 _LAYOUT_SHARE = 0.7  # of it at most, for layouts beside op placement
 
 
@@ -52,14 +54,18 @@ def find_advice(
         budget = budget if clock.seconds_left is None else Budget(seconds=clock.seconds_left)
     text = f"{problem.graph.name}: {format_ms(plan.step_time_ns)}; trying other machines"
     with progress.live(progress.StatusLine(text, budget.seconds)):
+        began = time.monotonic()
+        simulation = replay(problem, plan)
+        least_s = _REPLAYS * (time.monotonic() - began)
         advice = advise(
             problem.graph,
-            replay(problem, plan),
+            simulation,
             plan,
             request.constraints,
             budget=budget,
             seed=request.seed,
             num_threads=request.threads,
+            least_s=least_s,
             stop=stop,
         )
     return advice if layout is None else replace(advice, what_ifs=(*advice.what_ifs, layout))

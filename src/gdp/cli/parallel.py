@@ -70,7 +70,7 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None, *, other
         if layout is None:
             with progress.live(f"reading a part of the batch of {model.graph.name}"):
                 parts.read_ahead(request.cluster.num_devices)
-        warm_up(("auto",), whole)
+        request = request.within_budget(model, warm_up(("auto",), whole), files.num_large)
     else:
         log(FOUND_BEFORE)
     would_fit: list[str] = []

@@ -179,7 +179,8 @@ def _place(request: PlaceRequest, model: "Model | None" = None) -> int:
         entry = request.cache_entry(graph, () if cut_too is None else [cut_too.is_captured])
         kept = plan_cache.load(entry, lambda plan: graph, request.cluster)
     if kept is None:
-        warm_up((request.placer,), problem)
+        compiled_s = warm_up((request.placer,), problem)
+        request = request.within_budget(source, compiled_s, files.num_large)
     else:
         log(FOUND_BEFORE)
     would_fit: list[str] = []

@@ -45,6 +45,11 @@ class PlanFiles:
         name = self.plan.name.replace("plan", "graph", 1) + ".gz"
         return replace(self, graph=self.graph or self.plan.with_name(name))
 
+    @property
+    def num_large(self) -> int:
+        """The number of files with all ops of the graph, beside the plan."""
+        return sum(path is not None for path in (self.graph, self.report))
+
     def check(self) -> None:
         """Raises InputError if one cannot be written."""
         from gdp.cli import values

@@ -2,8 +2,9 @@
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.models.model import Model, Reading
     from gdp.simulator.constraints import Constraints
+
+
+# that an op takes at the end of a command, to replay and keep the plan, and in each large file
+_REPLAY_US, _FILE_US = 3.0, 5.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,6 +48,7 @@ class PlaceRequest:
     json: bool
     target: "ExportTarget | None"
     limits: "ConstraintOptions"  # as given, for the next command
+    began_s: float = field(default_factory=time.monotonic)  # when the command began
 
     def read(self) -> "Model":
         """Reads the model's graph, with measured times if --times has some."""
@@ -78,6 +84,20 @@ class PlaceRequest:
         if noise is None or self.robust is not None:
             return self
         return replace(self, robust=min(round(noise, 4), 0.49))
+
+    def within_budget(self, model: "Model", compiled_s: float, num_files: int) -> "PlaceRequest":
+        """Returns the request with the budget that is left: seconds include reading a graph file, and writing.
+
+        To capture the model and to compile kernels are not included. At least half of the budget stays for the answer.
+        """
+        from gdp.budget import Budget
+
+        total = self.budget.seconds
+        if total is None:
+            return self
+        spent_s = time.monotonic() - self.began_s - model.seconds - compiled_s
+        ended_s = 1e-6 * model.graph.num_ops * (_REPLAY_US + _FILE_US * num_files)
+        return replace(self, budget=Budget(seconds=max(total - spent_s - ended_s, total / 2)))
 
     def cache_entry(self, graph: "Graph", layouts: Sequence[object] = ()) -> Path | None:
         """Returns the file that keeps the answer; None with --no-cache. `layouts`: the layouts that are asked for."""

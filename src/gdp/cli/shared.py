@@ -23,8 +23,11 @@ FOUND_BEFORE = "gdp: note: found before, with the same graph, devices and option
 _ASCII = str.maketrans("─…▁▂▃▄▅▆▇█", "-~.:-=+*#@")  # of tables, shortened names and timelines
 
 
-def warm_up(placers: Collection[str] = ("auto",), problem: "Problem | None" = None) -> None:
-    """Compiles what `placers` run on `problem`, and says how far that is; without placers, what simulates."""
+def warm_up(placers: Collection[str] = ("auto",), problem: "Problem | None" = None) -> float:
+    """Compiles what `placers` run on `problem`, and says how far that is; without placers, what simulates.
+
+    Returns the seconds that it took.
+    """
     from gdp.planning import warm_up
     from gdp.report.progress import StatusLine, live
 
@@ -37,6 +40,7 @@ def warm_up(placers: Collection[str] = ("auto",), problem: "Problem | None" = No
 
     with live(line):
         warm_up.warm_up(placers, problem, on_kernel=on_kernel)
+    return time.monotonic() - began
 
 
 def show(parts: "Iterable[RenderableType]") -> None:

@@ -119,7 +119,7 @@ class Trained:
         return "\n".join(lines)
 
 
-def run(options: TrainOptions, warm_up: Callable[[], None]) -> Trained:
+def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
     """Trains with `options`; `warm_up` compiles after all input is read. Raises InputError for bad ones."""
     limit = None if options.budget is None else Budget.parse(options.budget)
     if limit is not None and limit.seconds is None:

@@ -17,6 +17,7 @@ import numpy as np
 from gdp import files, notebook
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError, prefixed
+from gdp.graph.canonical import canonical_digest
 from gdp.graph.checks import check
 from gdp.graph.copy_names import CopyNames
 from gdp.graph.document import FORMAT, OP_FIELDS, TENSOR_FIELDS, VERSION, Op, Tensor, read_document
@@ -251,7 +252,7 @@ class Graph:
     def fingerprint(self) -> str:
         """SHA-256 of the canonical content: compact JSON, sorted keys, every field explicit, no graph name."""
         with files.without_collection():
-            return files.fingerprint(self.to_document())
+            return canonical_digest(self)
 
     def to_document(self) -> dict[str, Any]:
         """Returns the `gdp-graph` document with every field explicit."""

@@ -3,26 +3,36 @@
 N ops, T tensors, U units (groups of ops that share a device, and each other op for itself), D devices.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
+from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import evaluate_many
+from gdp.simulator.simulate import default_threads, evaluate_many
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
-Placer = Callable[[Problem, int], Placement | None]
-"""From a problem and a seed to a placement int64 [N] that obeys groups and allowed devices; None if there is none.
 
-The same problem and seed give the same answer. A placement that does not fit in memory is returned only if the placer
-found none that fits.
-"""
+class Placer(Protocol):
+    """From a problem and a seed to a placement int64 [N] that obeys groups and allowed devices; None if there is none.
 
+    The same problem and seed give the same answer, without a clock or with one that counts simulations. Once a clock
+    that counts seconds is up, the answer is the best placement so far, None before the first one. A placement that does
+    not fit in memory is returned only if the placer found none that fits.
+    """
+
+    def __call__(self, problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None: ...
+
+
+_OPS_AT_ONCE = 200_000  # simulated together, on all processors, between two looks at a clock: up to a tenth of a second
 _NUM_REPAIRS = 3  # candidates that are repaired when none of them fits
 
 
@@ -33,6 +43,14 @@ def unit_choices(problem: Problem) -> list[Units]:
     if int(following.max()) + 1 < choices[0].num_units:
         choices.insert(0, Units.of(problem, following))
     return choices
+
+
+def columns_of(problem: Problem, devices: I64) -> tuple[I64, I64]:
+    """Returns ([C] devices with different op times, [D] which of them each of `devices` is like)."""
+    if problem.simulator.time_table_ns.shape[1] == 1:
+        return devices[:1], np.zeros(len(devices), np.int64)
+    _, first, inverse = np.unique(devices, return_index=True, return_inverse=True)
+    return devices[first], inverse
 
 
 def devices_by_speed(problem: Problem) -> I64:
@@ -49,34 +67,76 @@ def device_subsets(problem: Problem, smallest: int) -> list[I64]:
     return [np.sort(by_speed[:count]) for count in sorted(counts, reverse=True)]
 
 
+class TriedPlacements:
+    """Simulates placements, and keeps their figures; after the first one only while there is time."""
+
+    def __init__(self, problem: Problem, clock: Clock | None = None) -> None:
+        self.problem, self.clock = problem, clock
+        self._figures: dict[bytes, tuple[int, int]] = {}  # (bytes over the limits, step time) by placement
+        self._slowest_s = 0.0  # to make a placement and to simulate it
+
+    def run(self, candidates: Iterable[Placement]) -> list[tuple[int, int]]:
+        """Returns (bytes over the limits, step time) of each of `candidates` [N] that there was time for."""
+        iterator, done = iter(candidates), list[tuple[int, int]]()
+        size = max(_OPS_AT_ONCE // self.problem.num_ops, default_threads())
+        while not self._figures or has_time(self.clock, self._slowest_s):
+            began = time.perf_counter()
+            keys = [_key(placement) for placement in islice(iterator, size)]
+            if not keys:
+                break
+            new = [key for key in dict.fromkeys(keys) if key not in self._figures]
+            if new:
+                times, peaks = evaluate_many(self.problem, [_placement(key) for key in new])
+                figures = zip(excess_bytes(self.problem, peaks).tolist(), times.tolist(), strict=True)
+                self._figures.update(zip(new, figures, strict=True))
+            self._slowest_s = max(self._slowest_s, time.perf_counter() - began)
+            done += [self._figures[key] for key in keys]
+        return done
+
+    @property
+    def fits(self) -> bool:
+        """True if one of the placements fits in memory."""
+        return any(excess == 0 for excess, _ in self._figures.values())
+
+    def nearest(self) -> Placement:
+        """Returns the fastest placement that fits; if none does, that with the fewest bytes over the limits."""
+        return _placement(min(self._figures, key=lambda key: self._figures[key]))
+
+    def best(self) -> Placement:
+        """Returns the fastest placement that fits; if none does, the nearest ones are repaired first."""
+        figures = self._figures
+        if not self.fits:
+            by_excess = sorted(figures, key=lambda key: figures[key])
+            fastest = min(figures, key=lambda key: figures[key][::-1])
+            for key in list(dict.fromkeys([by_excess[0], fastest, *by_excess[1:]]))[:_NUM_REPAIRS]:
+                if has_time(self.clock):
+                    self.run([fit_memory(self.problem, _placement(key), self.clock)])
+        return self.nearest()
+
+
 def best_of(
-    problem: Problem, candidates: Sequence[Placement], smaller: Callable[[], Sequence[Placement]] | None = None
+    problem: Problem,
+    candidates: Iterable[Placement],
+    smaller: Callable[[], Iterable[Placement]] | None = None,
+    clock: Clock | None = None,
 ) -> Placement:
-    """Returns the fastest of `candidates` [N] that fits in memory.
+    """Returns the fastest of `candidates` [N] that fits in memory, of those that there is time for.
 
     If none fits, `smaller` makes further candidates; if none of those fits either, the nearest ones are repaired.
     """
-    if not candidates:
-        raise ValueError("best_of: no candidates")
-    batch = _distinct(candidates)
-    times, peaks = evaluate_many(problem, batch)
-    excess = excess_bytes(problem, peaks)
-    if smaller is not None and excess.min() > 0:
-        return best_of(problem, [*batch, *smaller()])
-    order = np.lexsort((times, excess))
-    if excess[order[0]] == 0:
-        return batch[order[0]]
-    fastest = np.lexsort((excess, times))
-    chosen = list(dict.fromkeys([order[0], fastest[0], *order[1:]]))[:_NUM_REPAIRS]
-    repaired = np.array([fit_memory(problem, batch[number]) for number in chosen])
-    times, peaks = evaluate_many(problem, repaired)
-    best: Placement = repaired[np.lexsort((times, excess_bytes(problem, peaks)))[0]]
-    return best
+    tried = TriedPlacements(problem, clock)
+    tried.run(candidates)
+    if smaller is not None and not tried.fits:
+        tried.run(smaller())
+    return tried.best()
 
 
-def _distinct(candidates: Sequence[Placement]) -> list[Placement]:
-    """Returns the placements without repetitions."""
-    return list({np.asarray(placement, np.int64).tobytes(): placement for placement in candidates}.values())
+def _key(placement: Placement) -> bytes:
+    return np.asarray(placement).astype(np.uint8).tobytes()
+
+
+def _placement(key: bytes) -> Placement:
+    return np.frombuffer(key, np.uint8).astype(np.int64)
 
 
 def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:

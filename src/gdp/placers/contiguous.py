@@ -5,16 +5,17 @@ Cutting a chain for a bottleneck by binary search, each device taking as much as
 for devices of unequal speed in a given order. U units, D devices.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
-from gdp.placers.base import best_of, device_subsets, inherit, unit_choices
+from gdp.budget import Clock
+from gdp.placers.base import TriedPlacements, columns_of, device_subsets, inherit, unit_choices
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import evaluate_many
 from gdp.units.forward_units import containers
 from gdp.units.units import Units
 
@@ -23,35 +24,42 @@ _WORK = 1_000_000  # ops simulated in all, about half a second; above, the other
 _NUM_CHAINS = 3  # only on so many of the best chains
 
 
-def contiguous(problem: Problem, seed: int = 0) -> Placement | None:
+def contiguous(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Returns the best stages over 1 to D devices along several chains: topological, folded, by module and by layer.
 
     Each backward op is a unit by itself, or follows its forward op.
     """
     chains: list[tuple[Units, Chain]] = []
-    for units in unit_choices(problem):
-        chains += [(units, topological_chain(problem, units)), (units, folded_chain(problem, units))]
-        chains += [(units, module_chain(problem, units, whole_layers=whole)) for whole in (False, True)]
     subsets = device_subsets(problem, smallest=1)
-    candidates = [units.place_allowed(stages(problem, units, chain, subsets[0])) for units, chain in chains]
-    if problem.num_ops * len(chains) * len(subsets) > _WORK:
-        times, _ = evaluate_many(problem, np.array(candidates))
+    tried = TriedPlacements(problem, clock)
+
+    def on_all() -> Iterator[Placement]:
+        for units, chain in each_chain(problem):
+            chains.append((units, chain))
+            yield units.place_allowed(stages(problem, units, chain, subsets[0]))
+
+    def balanced(share: float, subsets: Sequence[I64]) -> Iterator[Placement]:
+        for units, chain in chains:
+            for devices in subsets:
+                yield units.place_allowed(stages(problem, units, chain, devices, share))
+
+    times = [time_ns for _, time_ns in tried.run(on_all())]
+    if problem.num_ops * len(times) * len(subsets) > _WORK:
         chains = [chains[number] for number in np.sort(np.argsort(times, kind="stable")[:_NUM_CHAINS])]
-    candidates += [
-        units.place_allowed(stages(problem, units, chain, devices))
-        for units, chain in chains
-        for devices in subsets[1:]
-    ]
+    tried.run(balanced(0.0, subsets[1:]))
+    if not tried.fits:
+        for share in _MEMORY_SHARES:
+            tried.run(balanced(share, subsets))
+    return tried.best()
 
-    def balanced_in_memory() -> list[Placement]:
-        return [
-            units.place_allowed(stages(problem, units, chain, devices, share))
-            for units, chain in chains
-            for devices in subsets
-            for share in _MEMORY_SHARES
-        ]
 
-    return best_of(problem, candidates, balanced_in_memory)
+def each_chain(problem: Problem) -> "Iterator[tuple[Units, Chain]]":
+    """Yields chains of units: topological, folded, by module and by layer."""
+    for units in unit_choices(problem):
+        yield units, topological_chain(problem, units)
+        yield units, folded_chain(problem, units)
+        yield units, module_chain(problem, units, whole_layers=False)
+        yield units, module_chain(problem, units, whole_layers=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,22 +77,24 @@ def stages(problem: Problem, units: Units, chain: Chain, devices: I64, memory_sh
     """
     order = chain.order
     total_ns = max(int(units.mean_time_ns().sum()), 1)
-    load = units.time_ns[order][:, devices] / total_ns
+    columns, column_of = columns_of(problem, devices) if memory_share == 0 else (devices, np.arange(len(devices)))
+    load = units.time_ns[:, columns][order] / total_ns
     if memory_share > 0:
         held = (units.resident_bytes + units.tensor_bytes)[order].astype(np.float64)
         limits = np.maximum(problem.memory_limit_bytes[devices], 1).astype(np.float64)
         held_share = held[:, None] / max(held.sum(), 1.0) * (limits.mean() / limits)
         load = (1 - memory_share) * load + memory_share * held_share
-    sums = np.concatenate((np.zeros((1, len(devices))), np.cumsum(load, axis=0)))
+    sums = np.concatenate((np.zeros((1, len(columns))), np.cumsum(load, axis=0)))
     cuts = np.arange(len(order) + 1)  # where a stage may end
     if chain.block is not None:
         blocks = chain.block[order]
         cuts = np.concatenate(([0], np.flatnonzero(blocks[1:] != blocks[:-1]) + 1, [len(order)]))
-    low, high = 0.0, float(sums[-1].max())
-    ends = _cut(sums[cuts], high)
+    sums = np.ascontiguousarray(sums[cuts].T)
+    low, high = 0.0, float(sums[:, -1].max())
+    ends = _cut(sums, column_of, high)
     for _ in range(50):  # halvings: the bottleneck to 15 digits
         middle = (low + high) / 2
-        found = _cut(sums[cuts], middle)
+        found = _cut(sums, column_of, middle)
         if found[-1] == len(cuts) - 1:
             high, ends = middle, found
         else:
@@ -94,12 +104,13 @@ def stages(problem: Problem, units: Units, chain: Chain, devices: I64, memory_sh
     return chosen
 
 
-def _cut(sums: npt.NDArray[np.float64], bottleneck: float) -> I64:
-    """Returns [stages] the row of `sums` after which each stage ends if it takes all that fits."""
-    ends = np.empty(sums.shape[1], np.int64)
+def _cut(sums: npt.NDArray[np.float64], column_of: I64, bottleneck: float) -> I64:
+    """Returns [stages] the column of `sums` [C, cuts] after which each stage ends if it takes all that fits."""
+    ends = np.empty(len(column_of), np.int64)
     start = 0
-    for stage, column in enumerate(sums.T):
-        start = max(start, int(np.searchsorted(column, column[start] + bottleneck * (1 + 1e-12), side="right")) - 1)
+    for stage, column in enumerate(column_of.tolist()):
+        most = sums[column, start] + bottleneck * (1 + 1e-12)
+        start = max(start, int(np.searchsorted(sums[column], most, side="right")) - 1)
         ends[stage] = start
     return ends
 

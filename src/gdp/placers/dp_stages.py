@@ -13,12 +13,16 @@ Chains, numbers of devices and estimates of memory are tried, and the best place
 devices, U + 1 cuts: cut c is before unit c of the chain.
 """
 
+from collections.abc import Iterator
+from itertools import chain
+
 import numpy as np
 
 from gdp.arrays import F64, I64
+from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
-from gdp.placers.base import best_of, device_subsets, unit_choices
-from gdp.placers.contiguous import Chain, folded_chain, module_chain, topological_chain
+from gdp.placers.base import best_of, columns_of, device_subsets
+from gdp.placers.contiguous import Chain, each_chain
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
 
@@ -26,33 +30,33 @@ _ALIVE = (0.25, 0.5, 1.0)  # of what a stage allocates, held at once: tried wher
 _HALVINGS = 50  # the bottleneck to 15 digits
 
 
-def dp_stages(problem: Problem, seed: int = 0) -> Placement | None:
+def dp_stages(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """The best of such stages on 1 to D devices along several chains, backward ops by themselves or with forward
     ops."""
     chains: list[tuple[Units, Chain]] = []
-    for units in unit_choices(problem):
-        chains += [(units, topological_chain(problem, units)), (units, folded_chain(problem, units))]
-        chains += [(units, module_chain(problem, units, whole_layers=whole)) for whole in (False, True)]
     subsets = device_subsets(problem, smallest=1)
 
-    def candidates(alive: float) -> list[Placement]:
-        return [
-            units.place_allowed(least_bottleneck(problem, units, chain, devices, alive))
-            for units, chain in chains
-            for devices in subsets
-        ]
+    def candidates(alive: float) -> Iterator[Placement]:
+        for units, order in chains if alive else each_chain(problem):
+            if not alive:
+                chains.append((units, order))
+            for devices in subsets:
+                yield units.place_allowed(least_bottleneck(problem, units, order, devices, alive, clock))
 
-    return best_of(problem, candidates(0.0), lambda: [placement for alive in _ALIVE for placement in candidates(alive)])
+    return best_of(problem, candidates(0.0), lambda: chain.from_iterable(map(candidates, _ALIVE)), clock)
 
 
-def least_bottleneck(problem: Problem, units: Units, chain: Chain, devices: I64, alive: float = 0.0) -> I64:
+def least_bottleneck(
+    problem: Problem, units: Units, chain: Chain, devices: I64, alive: float = 0.0, clock: Clock | None = None
+) -> I64:
     """[U] devices: `chain` in stages on `devices`, in that order, with the least bottleneck of all whose memory fits if
     a share `alive` of what their units allocate is held at once; of all, if none does so. Of several such, stages of
-    about equal time."""
+    about equal time. Once the clock is up, the bottleneck is the least known."""
     order = chain.order
-    time_ns = units.time_ns[order][:, devices].astype(np.float64)
+    columns, column_of = columns_of(problem, devices)
+    time_ns = units.time_ns[:, columns][order].astype(np.float64)
     held = (units.resident_bytes + alive * units.tensor_bytes)[order]
-    work_ns, held_bytes = _sums(time_ns), _sums(held[:, None])[:, 0]
+    work_ns, held_bytes = _sums(time_ns.T), _sums(held[None])[0]
     cut_ns = _cut_times(problem, units, order, devices)
     if chain.block is not None:
         blocks = chain.block[order]
@@ -62,16 +66,18 @@ def least_bottleneck(problem: Problem, units: Units, chain: Chain, devices: I64,
 
     def ends_under(bottleneck: float) -> I64:
         ends = np.empty(len(devices), np.int64)
-        _find_ends(work_ns, held_bytes, cut_ns, room, bottleneck, may_end, ends)
+        _find_ends(work_ns, column_of, held_bytes, cut_ns, room, bottleneck, may_end, ends)
         return ends
 
-    high = float(max(work_ns[-1].max(), cut_ns[np.isfinite(cut_ns)].max(initial=0.0)))
+    high = float(max(work_ns[:, -1].max(), cut_ns[np.isfinite(cut_ns)].max(initial=0.0)))
     ends = ends_under(high)
     if ends[-1] < 0:
         room = np.full(len(devices), np.inf)
         ends = ends_under(high)
     low = 0.0
     for _ in range(_HALVINGS):
+        if not has_time(clock):
+            break
         middle = (low + high) / 2
         candidate = ends_under(middle)
         if candidate[-1] < 0:
@@ -84,7 +90,7 @@ def least_bottleneck(problem: Problem, units: Units, chain: Chain, devices: I64,
 
 
 def _sums(values: F64) -> F64:
-    return np.ascontiguousarray(np.concatenate((np.zeros((1, values.shape[1])), np.cumsum(values, axis=0))))
+    return np.ascontiguousarray(np.concatenate((np.zeros((len(values), 1)), np.cumsum(values, axis=1)), axis=1))
 
 
 def _cut_times(problem: Problem, units: Units, order: I64, devices: I64) -> F64:
@@ -113,31 +119,33 @@ def _cut_times(problem: Problem, units: Units, order: I64, devices: I64) -> F64:
 
 
 @kernel
-def _find_ends(work_ns, held_bytes, cut_ns, room, bottleneck, may_end, ends):
+def _find_ends(work_ns, column_of, held_bytes, cut_ns, room, bottleneck, may_end, ends):
     """Fills `ends` [D] with the cut that ends each stage under the bottleneck; the last is -1 if there are none.
 
     `may_end` [D, U + 1] is working memory: whether the rest of the chain can follow if a stage ends at a cut.
     """
-    num_stages, last = work_ns.shape[1], len(held_bytes) - 1
+    num_stages, last = len(column_of), len(held_bytes) - 1
     limit = bottleneck * (1 + 1e-12)
     ends[:] = -1
     may_end[:] = False
     may_end[num_stages - 1, last] = True
     for stage in range(num_stages - 1, 0, -1):
+        column = column_of[stage]
         end = -1  # the first cut from this one on where the stage may end
         for cut in range(last, -1, -1):
             if may_end[stage, cut]:
                 end = cut
             is_cut = cut_ns[stage - 1, cut] <= limit or cut == 0 or cut == last
-            work = work_ns[end, stage] - work_ns[cut, stage]
+            work = work_ns[column, end] - work_ns[column, cut]
             if end >= 0 and is_cut and work <= limit and held_bytes[end] - held_bytes[cut] <= room[stage]:
                 may_end[stage - 1, cut] = True
     begin = 0
     for stage in range(num_stages):
-        share = (work_ns[last, stage] - work_ns[begin, stage]) / (num_stages - stage)
+        column = column_of[stage]
+        share = (work_ns[column, last] - work_ns[column, begin]) / (num_stages - stage)
         chosen, distance = -1, np.inf
         for cut in range(begin, last + 1):
-            work = work_ns[cut, stage] - work_ns[begin, stage]
+            work = work_ns[column, cut] - work_ns[column, begin]
             if work > limit or held_bytes[cut] - held_bytes[begin] > room[stage]:
                 break
             if may_end[stage, cut] and abs(work - share) < distance:

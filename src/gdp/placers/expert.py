@@ -14,6 +14,7 @@ from collections import defaultdict
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.budget import Clock
 from gdp.models import workloads
 from gdp.placers.base import inherit
 from gdp.placers.contiguous import module_chain, stages
@@ -28,7 +29,7 @@ _MIN_SHARE = 0.5
 _SLOWEST = 4.0
 
 
-def expert(problem: Problem, seed: int = 0) -> Placement | None:
+def expert(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Places layers on all devices, repaired if it does not fit in memory. (`single` uses one device.)"""
     units = Units.of(problem)
     num_allowed = problem.allowed.sum(axis=0)
@@ -40,7 +41,7 @@ def expert(problem: Problem, seed: int = 0) -> Placement | None:
         chosen = stages(problem, units, module_chain(problem, units, whole_layers=True), devices)
     else:
         chosen = devices[positions[units.first_op]]
-    return fit_memory(problem, units.place_allowed(chosen))
+    return fit_memory(problem, units.place_allowed(chosen), clock)
 
 
 def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:

@@ -27,6 +27,7 @@ from gdp.simulator.heaps import pop_top, push
 from gdp.simulator.problem import Problem
 
 NEVER = np.iinfo(np.int64).max
+NUM_STATE = 3  # of what the kernels below go on from
 
 
 _WAITING, _READY = (
@@ -96,23 +97,28 @@ class Gaps(NamedTuple):
 
 
 @kernel
-def earliest_first(arrays, schedule, queues):
-    """Places all ops, each time the (ready op, device) that can start first, ties by rank; the op then goes to the
-    device where it ends first."""
+def earliest_first(arrays, schedule, queues, state, size):
+    """Places `size` further ops, each time the (ready op, device) that can start first, ties by rank; the op then goes
+    to the device where it ends first. Returns True once all are placed.
+
+    `state` [NUM_STATE] is 0 at the beginning; between calls it has the numbers of ops left and of fresh ones.
+    """
     rank, _, _, keys, items, sizes, missing, is_ready, is_placed, options, last, fresh, is_uniform = queues[:13]
     offers, offer_ns, is_stale = queues[13:]
     op_time_ns, unit, _, _, _, _, unit_device, finish_ns, free_ns = schedule[:9]
     ready_ns, _, foresight = schedule[14:]
     tensor_offsets, consumer_offsets, consumers = arrays[2:5]
     num_ops, num_devices = op_time_ns.shape
-    num_fresh, num_left = 0, 0
-    for op in range(num_ops):
-        if not is_placed[op]:
-            num_left += 1
-            if missing[op] == 0:
-                fresh[num_fresh] = op
-                num_fresh += 1
-    while num_left > 0:
+    has_begun, num_left, num_fresh = state[0], state[1], state[2]
+    if not has_begun:
+        for op in range(num_ops):
+            if not is_placed[op]:
+                num_left += 1
+                if missing[op] == 0:
+                    fresh[num_fresh] = op
+                    num_fresh += 1
+    end = max(num_left - size, 0)
+    while num_left > end:
         for position in range(num_fresh):
             op = fresh[position]
             is_ready[op] = True
@@ -183,7 +189,10 @@ def earliest_first(arrays, schedule, queues):
             if missing[consumer] == 0:
                 fresh[num_fresh] = consumer
                 num_fresh += 1
-    settle_rest(schedule)
+    state[0], state[1], state[2] = 1, num_left, num_fresh
+    if num_left == 0:
+        settle_rest(schedule)
+    return num_left == 0
 
 
 @inner
@@ -243,8 +252,12 @@ def _candidate(arrays, schedule, queues, device):
 
 
 @kernel
-def in_order(arrays, schedule, op_of_rank, gaps):
-    """Places ops in the order of `op_of_rank` (topological), each where it ends first, in the first gap long enough."""
+def in_order(arrays, schedule, op_of_rank, gaps, state, size):
+    """Places `size` further ops in the order of `op_of_rank` (topological), each where it ends first, in the first gap
+    long enough. Returns True once all are placed.
+
+    `state` [NUM_STATE] is 0 at the beginning; between calls it has the number of ops that were placed.
+    """
     op_time_ns, unit, _, _, _, floating, unit_device, finish_ns, free_ns = schedule[:9]
     ready_ns, _, foresight = schedule[14:]
     starts, ends, counts = gaps
@@ -254,7 +267,8 @@ def in_order(arrays, schedule, op_of_rank, gaps):
         for device in range(num_devices):
             if 0 < op_time_ns[op, device] < shortest:
                 shortest = op_time_ns[op, device]
-    for rank in range(num_ops):
+    end = min(state[0] + size, num_ops)
+    for rank in range(state[0], end):
         op = np.int64(op_of_rank[rank])
         if floating[op]:
             continue
@@ -288,7 +302,10 @@ def in_order(arrays, schedule, op_of_rank, gaps):
                 starts[best, counts[best]], ends[best, counts[best]] = free_ns[best], begin
                 counts[best] += 1
             free_ns[best] = begin + time_ns
-    settle_rest(schedule)
+    state[0] = end
+    if end == num_ops:
+        settle_rest(schedule)
+    return end == num_ops
 
 
 @inner

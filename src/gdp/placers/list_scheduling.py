@@ -8,16 +8,19 @@ published (no contention, no foresight) and with better ones; the best placement
 of ops.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from gdp.arrays import F64, I64, Bool
-from gdp.placers.base import best_of, device_subsets, unit_choices
+from gdp.budget import Clock, has_time
+from gdp.placers.base import TriedPlacements, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
-from gdp.placers.list_kernels import Gaps, Queues, earliest_first, in_order
+from gdp.placers.list_kernels import NUM_STATE, Gaps, Queues, earliest_first, in_order
 from gdp.placers.schedule import PartialSchedule
 from gdp.simulator.longest_paths import longest_from, ranks_of
 from gdp.simulator.orders import B_LEVEL, GPIPE
@@ -25,16 +28,22 @@ from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
 
 _WORK = 2_000_000  # ops x devices scheduled in all, about 1 s
+_LEAST_NS = 300  # that an op takes for each device; docs/results/scale.md has what placers take
+_SLICE = 500_000  # ops x devices between two looks at the clock
 _LIMITS = (0.85, 0.7)  # of the memory, tried when what was planned with all of it does not fit
 _MAX_LP_EDGES = 3000  # above, the favourite children are found greedily: the linear program would take many seconds
 _FAVOURITE = 0.5  # Baechi's rounding of the relaxation
 
-Kernel = Callable[[PartialSchedule], None]
+Slice = Callable[[I64, int], bool]
+"""Places so many further ops, from the state in an array; returns True once all are placed."""
 
 
-def m_topo(problem: Problem, seed: int = 0) -> Placement | None:
+def m_topo(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Devices filled in turn along the topological order, to an equal share of their memory plus the largest unit."""
-    candidates = []
+    return best_of(problem, _filled_in_turn(problem), clock=clock)
+
+
+def _filled_in_turn(problem: Problem) -> Iterator[Placement]:
     for units in unit_choices(problem):
         order = topological_chain(problem, units).order
         held = (units.resident_bytes + units.tensor_bytes)[order]
@@ -50,31 +59,34 @@ def m_topo(problem: Problem, seed: int = 0) -> Placement | None:
             ends[-1] = units.num_units
             chosen = np.empty(units.num_units, np.int64)
             chosen[order] = devices[np.searchsorted(ends, np.arange(units.num_units), side="right")]
-            candidates.append(units.place_allowed(chosen))
-    return best_of(problem, candidates)
+            yield units.place_allowed(chosen)
 
 
-def m_etf(problem: Problem, seed: int = 0) -> Placement | None:
+def m_etf(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Earliest time first: of all ready ops and devices with room, the pair that can start first."""
-    return _earliest_first(problem, np.full(problem.num_ops, -1))
+    return _earliest_first(problem, np.full(problem.num_ops, -1), clock)
 
 
-def m_sct(problem: Problem, seed: int = 0) -> Placement | None:
+def m_sct(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Small communication times: as m-ETF, but a device waits for the favourite child of the op that it ran last,
     unless there is something urgent to do (an op that could start at once on any device)."""
-    return _earliest_first(problem, favourite_children(problem))
+    if not _may_end(problem, clock):
+        return None
+    return _earliest_first(problem, favourite_children(problem), clock)
 
 
-def heft(problem: Problem, seed: int = 0) -> Placement | None:
+def heft(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Heterogeneous earliest finish time: ops by upward rank with mean transfer times, each where it ends first."""
+    if not _may_end(problem, clock):
+        return None
     sources, targets, transfer_ns = _transfers(problem)
     ranked_ns = upward_ranks(problem, sources, targets, transfer_ns)
     _, op_of_rank = ranks_of(problem.priority(GPIPE if GPIPE in problem.orders else B_LEVEL, ranked_ns))
 
-    def kernel(schedule: PartialSchedule) -> None:
-        in_order(problem.simulator.arrays, schedule, op_of_rank, Gaps.of(schedule))
+    def begin(schedule: PartialSchedule) -> Slice:
+        return partial(in_order, problem.simulator.arrays, schedule, op_of_rank, Gaps.of(schedule))
 
-    return _best_schedule(problem, kernel)
+    return _best_schedule(problem, begin, clock)
 
 
 def upward_ranks(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) -> I64:
@@ -152,30 +164,66 @@ def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) 
     return np.asarray(found.x[:num_pairs], np.float64).round(9) if found.status == 0 else None
 
 
-def _earliest_first(problem: Problem, favourites: I64) -> Placement:
-    def kernel(schedule: PartialSchedule) -> None:
-        earliest_first(problem.simulator.arrays, schedule, Queues.of(problem, favourites, schedule))
+def _earliest_first(problem: Problem, favourites: I64, clock: Clock | None) -> Placement | None:
+    def begin(schedule: PartialSchedule) -> Slice:
+        return partial(earliest_first, problem.simulator.arrays, schedule, Queues.of(problem, favourites, schedule))
 
-    return _best_schedule(problem, kernel)
+    return _best_schedule(problem, begin, clock)
 
 
-def _best_schedule(problem: Problem, kernel: Kernel) -> Placement:
+def _best_schedule(
+    problem: Problem, begin: Callable[[PartialSchedule], Slice], clock: Clock | None
+) -> Placement | None:
+    if not _may_end(problem, clock):
+        return None
     floating = _floating(problem)
 
-    def run(devices: I64, units: Units, refined: bool, memory_share: float) -> Placement:
+    def run(devices: I64, units: Units, refined: bool, memory_share: float) -> Placement | None:
         allowed = np.zeros_like(units.allowed)
         allowed[:, devices] = units.allowed[:, devices]
         nowhere = ~allowed.any(axis=1)
         allowed[nowhere] = units.allowed[nowhere]
         schedule = _empty_schedule(problem, units, floating, allowed, memory_share, refined)
-        kernel(schedule)
+        if not _is_completed(begin(schedule), problem, clock):
+            return None
         return np.asarray(schedule.unit_device[units.index], np.int64)
+
+    def made(settings: Sequence[tuple[I64, Units, bool]], shares: Sequence[float]) -> Iterator[Placement]:
+        for setting in settings:
+            for share in shares:
+                placement = run(*setting, share)
+                if placement is None:
+                    return
+                yield placement
 
     subsets = device_subsets(problem, smallest=min(2, problem.num_devices))
     most = max(_WORK // (problem.num_ops * problem.num_devices), 3)
     settings = list(product(subsets, unit_choices(problem), (True, False)))[:most]
-    candidates = [run(*setting, 1.0) for setting in settings]
-    return best_of(problem, candidates, lambda: [run(*setting, share) for setting in settings[:4] for share in _LIMITS])
+    tried = TriedPlacements(problem, clock)
+    if not tried.run(made(settings, (1.0,))):
+        return None
+    if not tried.fits:
+        tried.run(made(settings[:4], _LIMITS))
+    return tried.best()
+
+
+def _may_end(problem: Problem, clock: Clock | None) -> bool:
+    """Returns whether there is time for one schedule, by what it takes at least."""
+    return has_time(clock, 1e-9 * _LEAST_NS * problem.num_ops * problem.num_devices)
+
+
+def _is_completed(place_some: Slice, problem: Problem, clock: Clock | None) -> bool:
+    """Places all ops, a slice at a time; returns False as soon as there is no time for the rest."""
+    state, done = np.zeros(NUM_STATE, np.int64), 0
+    num_slices = -(-problem.num_ops * problem.num_devices // _SLICE)
+    size = -(-problem.num_ops // num_slices)
+    began = time.perf_counter()
+    while not place_some(state, size):
+        done += size
+        passed_s = time.perf_counter() - began
+        if not has_time(clock, passed_s * max(problem.num_ops - done, 0) / done):
+            return False
+    return True
 
 
 def _empty_schedule(

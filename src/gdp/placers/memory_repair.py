@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gdp.arrays import F64, I64, Bool
+from gdp.budget import Clock, has_time
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, evaluate, simulate
 from gdp.units.grouping import group_units
@@ -25,15 +26,17 @@ def excess_bytes(problem: Problem, peak_memory_bytes: I64) -> I64:
     return np.asarray(np.maximum(peak_memory_bytes - problem.memory_limit_bytes, 0).sum(axis=-1), np.int64)
 
 
-def fit_memory(problem: Problem, placement: Placement) -> Placement:
+def fit_memory(problem: Problem, placement: Placement, clock: Clock | None = None) -> Placement:
     """Changes `placement` [N] until it fits in memory, within a bounded number of simulations; returns the nearest.
+
+    Once the clock is up, it is the nearest so far.
 
     Groups and allowed devices stay obeyed. A placement that fits is returned as it is.
     """
     best = np.asarray(placement, np.int64)
     step_time_ns, peaks = evaluate(problem, best)
     best_key = int(excess_bytes(problem, peaks)), step_time_ns
-    if best_key[0] == 0 or problem.num_devices == 1:
+    if best_key[0] == 0 or problem.num_devices == 1 or not has_time(clock):
         return best
     units = Units.of(problem)
     pairs = units.pairs()
@@ -44,7 +47,7 @@ def fit_memory(problem: Problem, placement: Placement) -> Placement:
             key = int(excess_bytes(problem, peaks)), step_time_ns
             if key < best_key:
                 best, best_key = candidate, key
-            if best_key[0] == 0:
+            if best_key[0] == 0 or not has_time(clock):
                 return best
         if groups.num_units < num_groups:
             break

@@ -10,6 +10,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import pymetis
 
 from gdp.arrays import I64
+from gdp.budget import Clock, has_time
 from gdp.placers.base import best_of, device_subsets
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
@@ -26,38 +28,48 @@ _IMBALANCES = (30, 100, 300, 1000)  # METIS' ufactor: a part may be heavier than
 _WORK = 3_000_000  # vertices and edges partitioned in all, about 1 s
 _MAX_RUNS = 256
 _MEMORY_SHARES = (0.5, 0.8)
+_PREPARED_NS, _PARTITIONED_NS = 500, 20_000
 # METIS complains on standard output and leaves parts empty if a part has few vertices or one vertex most of the weight.
 _VERTICES_PER_PART = 8  # at least
 _SMALLEST_TARGET = 0.1  # of an equal share; slower devices get no part
 _SMALLEST_WEIGHT = 0.02  # of the mean weight
 
 
-def metis(problem: Problem, seed: int = 0) -> Placement | None:
-    """Returns the best partition over numbers of parts, imbalances, METIS' two algorithms and seeds, made to fit."""
+def metis(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
+    """Returns the best partition over numbers of parts, imbalances, METIS' two algorithms and seeds, made to fit.
+
+    None where there is no time for one.
+    """
     if problem.num_devices == 1:
         return np.zeros(problem.num_ops, np.int64)
+    if not has_time(clock, partition_s(problem, problem.num_devices)):
+        return None
     parts = Partitioner(problem)
     size = len(parts.units.index) + len(parts.graph.neighbours)
     num_runs = min(max(_WORK // size, 2 * len(_IMBALANCES)), _MAX_RUNS)
-    settings = [setting for setting, _ in zip(_settings(problem, seed), range(num_runs), strict=False)]
-    candidates = [parts.partition(*setting) for setting in settings]
+    settings = list(islice(_settings(problem, seed), num_runs))
 
-    def balanced_in_memory() -> list[Placement]:
-        return [
-            parts.partition(*setting, memory_share=share)
-            for setting in settings[: max(num_runs // 4, 2)]
-            for share in _MEMORY_SHARES
-        ]
+    def balanced_in_memory() -> Iterator[Placement]:
+        for setting in settings[: max(num_runs // 4, 2)]:
+            for share in _MEMORY_SHARES:
+                yield parts.partition(*setting, memory_share=share)
 
-    return best_of(problem, candidates, balanced_in_memory)
+    return best_of(problem, (parts.partition(*setting) for setting in settings), balanced_in_memory, clock)
 
 
-def metis_blind(problem: Problem, seed: int = 0) -> Placement | None:
+def metis_blind(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Partitions as the placement papers do: once, k-way, with the default imbalance, blind to memory."""
     if problem.num_devices == 1:
         return np.zeros(problem.num_ops, np.int64)
     everywhere = np.arange(problem.num_devices)
     return Partitioner(problem).partition(everywhere, _IMBALANCES[0], False, seed)
+
+
+def partition_s(problem: Problem, num_parts: int) -> float:
+    """Returns about how many seconds it takes to prepare METIS for `problem` and to run it once, without a pause."""
+    num_units = int(problem.graph.group_index.max()) + 1
+    prepared_ns = _PREPARED_NS * (problem.num_ops + len(problem.graph.consumers))
+    return 1e-9 * (prepared_ns + _PARTITIONED_NS * num_units * (1 + num_parts / 8))
 
 
 def _settings(problem: Problem, seed: int) -> Iterator[tuple[I64, int, bool, int]]:

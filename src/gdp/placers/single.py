@@ -2,20 +2,21 @@
 
 import numpy as np
 
-from gdp.placers.memory_repair import excess_bytes
+from gdp.budget import Clock
+from gdp.placers.base import TriedPlacements
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import evaluate_many
 
 
-def single(problem: Problem, seed: int = 0) -> Placement | None:
+def single(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Places all ops on the fastest device where they fit; None if no device may run all ops."""
     devices = np.flatnonzero(problem.allowed.all(axis=0))
     if not len(devices):
         return None
+    has_twins = problem.simulator.time_table_ns.shape[1] == 1
     alike: dict[tuple[bytes, int], int] = {}  # the first device of each kind and memory
     for device in devices.tolist():
-        alike.setdefault((problem.op_time_ns[:, device].tobytes(), int(problem.memory_limit_bytes[device])), device)
-    candidates = np.repeat(np.array(list(alike.values()))[:, None], problem.num_ops, axis=1)
-    times, peaks = evaluate_many(problem, candidates)
-    best: Placement = candidates[np.lexsort((times, excess_bytes(problem, peaks)))[0]]
-    return best
+        times = b"" if has_twins else problem.op_time_ns[:, device].tobytes()
+        alike.setdefault((times, int(problem.memory_limit_bytes[device])), device)
+    tried = TriedPlacements(problem, clock)
+    tried.run(np.full(problem.num_ops, device) for device in alike.values())
+    return tried.nearest()

@@ -81,11 +81,12 @@ def advise(
     budget: Budget,
     seed: int = 0,
     num_threads: int | None = None,
+    least_s: float = 0.0,
     stop: threading.Event | None = None,
 ) -> Advice:
     """Searches plans for changed machines from `plan`, whose replay is `simulation`, each in a part of `budget`.
 
-    After `stop`, and when the budget is spent, the changes left are not asked.
+    After `stop`, and when the budget has no `least_s` left for one, the changes left are not asked.
     """
     changes = list(_changes(simulation, constraints))
     clock = Clock(budget, stop=stop)
@@ -94,7 +95,7 @@ def advise(
     if simulation.problem.num_devices < MAX_DEVICES and all(change.change != "one device more" for change in changes):
         not_asked.append("one device more (nothing tells how it would be linked)")
     for turn, change in enumerate(changes, 1):
-        if clock.stop.is_set() or clock.seconds_left == 0.0:
+        if clock.stop.is_set() or clock.seconds_left == 0.0 or not clock.has(least_s):
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
             not_asked.append(f"{change.change} ({why})")
             continue
@@ -104,7 +105,7 @@ def advise(
                 change.cluster,
                 change.constraints,
                 placer="local-search",
-                budget=_share(budget, clock, len(changes), turn),
+                budget=_share(budget, clock, len(changes), turn, least_s),
                 seed=seed,
                 robust=0.0,
                 starts=[change.start],
@@ -179,11 +180,12 @@ def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Chan
         yield _Change("twice the memory", "on every device", larger, constraints.times_memory(2), start)
 
 
-def _share(budget: Budget, clock: Clock, num_changes: int, turn: int) -> Budget:
-    """Returns the budget of the change whose `turn` it is, from 1 on."""
+def _share(budget: Budget, clock: Clock, num_changes: int, turn: int, least_s: float) -> Budget:
+    """Returns the budget of the change whose `turn` it is, from 1 on; `least_s` if that is left."""
     if budget.simulations is not None:
         return budget.part(1 / num_changes)
-    return Budget(seconds=(clock.seconds_left or 0.0) / (num_changes + 1 - turn))
+    left_s = clock.seconds_left or 0.0
+    return Budget(seconds=max(left_s / (num_changes + 1 - turn), min(least_s, left_s)))
 
 
 def changes_that_fit(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import orjson
 
 _MAGIC = b"GDP1"
+_LARGE_BYTES = 2**25  # more is packed less tightly, three times as fast
 _TYPES = {"f8": "<f8", "i4": "<i4", "u1": "u1"}
 
 
@@ -30,7 +31,8 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[str, npt.ArrayLi
         body += bytes(-len(body) % 8)
     head = orjson.dumps({**header, "columns": places})
     start = _MAGIC + struct.pack("<I", len(head)) + head
-    packed = gzip.compress(start + bytes(-len(start) % 8) + bytes(body), compresslevel=6, mtime=0)
+    level = 6 if len(body) < _LARGE_BYTES else 1
+    packed = gzip.compress(start + bytes(-len(start) % 8) + bytes(body), compresslevel=level, mtime=0)
     return base64.b64encode(packed).decode()
 
 

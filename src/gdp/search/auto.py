@@ -29,10 +29,12 @@ from gdp.units.units import Units
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that `auto` always runs
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
+QUICK_SHARE = 0.4  # of the time left: then these end with the best that they have
 CLASSICAL_SHARE = 0.15  # of the time: later no slow placer begins
 STREAMING_SHARE = 0.2  # of the budget at most
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
 FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
+PREPARED, REPLAYED = 20, 4  # simulations that take as long as to prepare a search, and to replay its answer
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go to the exact placer; its effort there
 NODES_PER_SIMULATION = 20  # of it while nothing fits: most are partial placements, which take far less time
 
@@ -52,14 +54,14 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     answers = replayed_starts(question)
     exact_answer = placed_exactly(question, clock, classical.best) if is_small else []
     constructed = [*classical.candidates, *exact_answer, *streaming]
-    searched = search_from(question, clock, constructed)
-    return Solution(best_of([*constructed, *answers], searched), classical.baselines)
+    best = best_of([*constructed, *answers], search_from(question, clock, constructed))
+    return Solution(best, classical.baselines)
 
 
 def run_classical(question: Question, clock: Clock) -> ClassicalRuns:
     """Runs the quick classical placers, and slow ones as long as little of the time is spent."""
     classical = ClassicalRuns(question, Few.of_large(question.problem))
-    classical.run(_with_stages(question.problem, QUICK), clock)
+    classical.run(_with_stages(question.problem, QUICK), clock.part(QUICK_SHARE))
     slow = [name for name in SLOW if name not in classical.baselines]
     classical.run(slow, clock.until(CLASSICAL_SHARE), all_of_them=False)
     return classical
@@ -73,8 +75,7 @@ def local_search(question: Question, clock: Clock) -> Solution:
         return Solution(None)
     streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
     constructed, answers = [*classical.candidates, *streaming], replayed_starts(question)
-    searched = search_from(question, clock, constructed)
-    return Solution(best_of([*constructed, *answers], searched))
+    return Solution(best_of([*constructed, *answers], search_from(question, clock, constructed)))
 
 
 def streamed(question: Question, clock: Clock, rival: Candidate | None) -> list[Candidate]:
@@ -122,12 +123,17 @@ def placed_exactly(question: Question, clock: Clock, best: Candidate | None) -> 
     return [] if answer.placement is None else [question.try_orders(answer.placement)]
 
 
-def search_from(question: Question, clock: Clock, constructed: Sequence[Candidate]) -> Candidate:
+def search_from(question: Question, clock: Clock, constructed: Sequence[Candidate]) -> Candidate | None:
     """Returns the best that the local search finds from what was constructed and from the starts given, replayed.
 
-    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent.
+    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. None
+    where there is no time to prepare it.
     """
     problem, noise = question.reduction.problem, question.noise
+    if not question.has_time(clock, PREPARED + REPLAYED):
+        return None
+    if clock.seconds_left is not None:
+        clock = clock.before(REPLAYED * question.simulation_s)
     search = LocalSearch(
         problem,
         clock,
@@ -137,7 +143,8 @@ def search_from(question: Question, clock: Clock, constructed: Sequence[Candidat
         on_progress=question.tell,
     )
     placements = [question.reduction.restrict(candidate.placement) for candidate in constructed]
-    starts = [Candidate(placement) for placement in [*placements, *interleaved_stages(problem)]]
+    further = interleaved_stages(problem) if question.has_time(clock, PREPARED) else []
+    starts = [Candidate(placement) for placement in [*placements, *further]]
     given = [_reduced(question, start) for start in question.starts]
     if (few := Few.of(problem)) is None:
         search.start([*starts, *given])
@@ -148,15 +155,16 @@ def search_from(question: Question, clock: Clock, constructed: Sequence[Candidat
     search_without(search, FEWER_DEVICES_SHARE / 2, last)
     if noise is not None:
         search.run(last)
-        search.score_under(noise.reduced_ns)
+        if not clock.is_up:
+            search.score_under(noise.reduced_ns)
     search.run()
     return question.replay(search.best)
 
 
-def best_of(answers: Sequence[Candidate], searched: Candidate) -> Candidate:
+def best_of(answers: Sequence[Candidate], searched: Candidate | None) -> Candidate:
     """Returns the best candidate that is not slower, under the problem's own op times, than an answer that fits."""
     fastest_ns = min((answer.replay.step_time_ns for answer in answers if answer.fits), default=NEVER)
-    candidates = [*answers, searched]
+    candidates = [*answers] if searched is None else [*answers, searched]
     eligible = [x for x in candidates if x.fits and x.replay.step_time_ns <= fastest_ns]
     return min(eligible or candidates)
 

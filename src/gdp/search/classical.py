@@ -1,7 +1,7 @@
 """The classical placers' answers to one question."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gdp.budget import Clock
@@ -11,9 +11,9 @@ from gdp.search.fewer_microbatches import Few
 from gdp.search.question import Question
 from gdp.simulator.orders import B_LEVEL
 from gdp.simulator.plan import Baseline
-from gdp.simulator.problem import Problem
+from gdp.simulator.problem import Placement, Problem
 
-QUICKLY_S = 0.5  # a placer that takes no longer may run after the time
+QUICKLY_S = 0.5  # that placers may take even after the time, all together
 _STAGES = ("contiguous", "dp-stages")
 
 
@@ -34,25 +34,26 @@ class ClassicalRuns:
     def run(self, names: Sequence[str], clock: Clock, *, all_of_them: bool = True) -> None:
         """Runs the placers `names`; all of them, or as many as begin before a clock that counts time is up.
 
-        Of all, those are left out that there is no time for, by the slowest one before them, once an answer fits; where
-        placers take milliseconds there is always time.
+        Of all, those are left out that there is no time for, by the slowest one before them, once an answer fits; there
+        is always time for placers that take milliseconds. A placer ends with the clock, with the best that it has.
         """
         slowest_s = 0.0
+        least = clock.at_least(QUICKLY_S)
         for name in names:
-            if clock.stop.is_set():
+            if clock.stop.is_set() and self.candidates:
                 return
             is_late = clock.seconds_left == 0.0
             fits = self.best is not None and self.best.fits
-            is_long = all_of_them and fits and slowest_s > QUICKLY_S and not clock.has(slowest_s)
+            is_long = all_of_them and fits and not least.has(slowest_s)
             if is_long or (is_late and not all_of_them):
                 self.baselines[name] = Baseline("skipped", None, 0.0)
                 continue
             began = time.perf_counter()
-            found = self._best_of(name, num_orders=1 if is_late else None)
+            found = self._best_of(name, least)
             seconds = time.perf_counter() - began
             slowest_s = max(slowest_s, seconds)
             if found is None:
-                self.baselines[name] = Baseline("failed", None, seconds)
+                self.baselines[name] = Baseline("failed" if least.has(0.0) else "skipped", None, seconds)
                 continue
             status = "ok" if found.replay.feasible else "infeasible"
             self.baselines[name] = Baseline(status, found.replay.step_time_ns, seconds)
@@ -60,26 +61,31 @@ class ClassicalRuns:
             clock.spend(1)
             self.question.tell(found)
 
-    def _best_of(self, name: str, num_orders: int | None) -> Candidate | None:
-        """Returns the placer's best answer over the first `num_orders` orders of micro-batches to judge placements in.
+    def _best_of(self, name: str, clock: Clock) -> Candidate | None:
+        """Returns the placer's best answer over the orders of micro-batches to judge placements in.
 
-        Where placers see a few micro-batches only, contiguous stages are cut for all of them, too.
+        Where placers see a few micro-batches only, contiguous stages are cut for all of them, too. Once the clock is
+        up, the answer is the best of those that were looked at.
         """
-        question, problem, place = self.question, self.question.problem, CLASSICAL[name]
-        seen = problem if self.few is None else self.few.problem
-        placements = [place(judged, question.seed) for judged in _in_orders(seen)[:num_orders]]
-        if self.few is not None:
-            placements = [None if found is None else self.few.expand(found) for found in placements]
-            if name in _STAGES:
-                placements.append(place(problem, question.seed))
-        return min(
-            (
-                question.try_orders(placement)
-                for placement in placements
-                if placement is not None and not problem.broken_constraints(placement)
-            ),
-            default=None,
-        )
+        best, slowest_s = None, 0.0
+        for placement in self._placements(name, clock):
+            if placement is None or self.question.problem.broken_constraints(placement):
+                continue
+            began = time.perf_counter()
+            candidate = self.question.try_orders(placement, clock=clock)
+            best = candidate if best is None else min(best, candidate)
+            slowest_s = max(slowest_s, time.perf_counter() - began)
+            if not clock.has(slowest_s):
+                break
+        return best
+
+    def _placements(self, name: str, clock: Clock) -> Iterator[Placement | None]:
+        problem, seed, place = self.question.problem, self.question.seed, CLASSICAL[name]
+        for judged in _in_orders(problem if self.few is None else self.few.problem):
+            placement = place(judged, seed, clock)
+            yield placement if placement is None or self.few is None else self.few.expand(placement)
+        if self.few is not None and name in _STAGES:
+            yield place(problem, seed, clock)
 
 
 def _in_orders(problem: Problem) -> list[Problem]:

@@ -20,7 +20,7 @@ def search_without(search: LocalSearch, share: float, until: float) -> None:
     none begins after a share `until` of it.
     """
     clock = search.clock
-    while clock.share_spent < until and not search.is_over and search.best.fits:
+    while clock.share_spent < until and not search.is_over and search.best.fits and clock.has(search.prepared_s):
         best = search.best
         problem = _without_least_useful(search.problem, best)
         if problem is None:

@@ -42,6 +42,7 @@ class LocalSearch:
         `on_progress` is told of the best candidate, of `problem`, after each round.
         """
         self.problem, self.clock, self.seed, self.bound_ns = problem, clock.part(), seed, bound_ns
+        self._began_s, self.prepared_s = clock.seconds, 0.0  # seconds of the clock, and those until it was started
         self.config, self.on_progress = config or SearchConfig(), on_progress
         self.num_threads = num_threads or default_threads()
         num_islands = self.config.num_islands or (self.num_threads if clock.simulations_left is None else 4)
@@ -75,11 +76,17 @@ class LocalSearch:
     def start(self, starts: Sequence[Candidate], *, num_more: int | None = None) -> None:
         """Begins from `starts`, placements [N] that obey groups and allowed devices and need not fit in memory.
 
-        Their figures are measured. The search makes up to `num_more` further starts itself.
+        Their figures are measured, those of the first one always. The search makes up to `num_more` further starts
+        itself.
         """
         config, limit, clock = self.config, self.clock.simulations_left, self.clock
-        began = clock.seconds
-        self._queue = [self._measure(start) for start in starts]
+        began, slowest_s = clock.seconds, 0.0
+        for start in starts:
+            if self._queue and not clock.has(slowest_s):
+                break
+            before = clock.seconds
+            self._queue.append(self._measure(start))
+            slowest_s = max(slowest_s, clock.seconds - before)
         measured_s = clock.seconds - began
         if self.is_over:
             return
@@ -88,7 +95,7 @@ class LocalSearch:
         num_more = wanted_more if limit is None else min(wanted_more, limit // 20)
         more = diverse_starts(self.problem, self._followers, num_more, self.seed, clock.part(config.start_share))
         began = clock.seconds
-        self._queue += [self._measure(Candidate(start)) for start in more]
+        self._queue += [self._measure(Candidate(start)) for start in more if clock.has(slowest_s)]
         num_islands = len(self._islands)
         if limit is None:  # most simulations of a search stop early: half of a full one on average
             seconds_per_move = (clock.seconds - began + measured_s) / len(self._queue) / 2
@@ -99,6 +106,7 @@ class LocalSearch:
         self._num_moves = max(min(wanted, affordable // config.num_cycles), 1)
         num_cycles = num_islands * affordable // self._num_moves
         self._queue = _best_distinct(self._queue, max(min(config.num_tried, num_cycles // 2), 1))
+        self.prepared_s = clock.seconds - self._began_s
 
     def adopt(self, candidate: Candidate) -> None:
         """Takes in what was found elsewhere."""

@@ -7,7 +7,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from numbers import Integral, Real
 from typing import Unpack
@@ -31,6 +31,8 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
 from gdp.units.reduction import reduce
 
+FEWEST_UNDER_NOISE = 500  # simulations that there must be time for, or a search is without noise by default
+RECORD_S = 0.5  # seconds that the replays under noise of the answer may take after the time
 NUM_PERTURBATIONS = 4  # tables of perturbed op times that a search averages over, the same for all it compares
 
 
@@ -81,14 +83,17 @@ def place(
     solver_of(placer).prepare()
     clock = Clock(Budget.of(budget), stop=stop)
     problem = Problem.build(graph, cluster, Constraints.of(constraints, keywords, place))
+    _ = problem.graph.fingerprint  # the graph keeps it: for a million ops it takes seconds, which are of the budget
     reduction, bound_ns = reduce(problem), lower_bound(problem)
-    noise = Noise.draw(reduction, noise_share, NUM_PERTURBATIONS, seed) if noise_share else None
     report = None if on_progress is None else _best_so_far(on_progress, clock, bound_ns)
-    question = Question(problem, reduction, bound_ns, seed, noise, starts, checkpoint, num_threads, report)
+    question = Question(problem, reduction, bound_ns, seed, None, starts, checkpoint, num_threads, report)
+    if noise_share and (robust is not None or question.has_time(clock, FEWEST_UNDER_NOISE)):
+        question = replace(question, noise=Noise.draw(reduction, noise_share, NUM_PERTURBATIONS, seed))
     solution = solve(placer, question, clock)
     if solution.best is None:
         names = f"{problem.graph.name!r} on {problem.cluster.name!r}"
         raise InputError(f"placer {placer!r} found no placement of {names}; use placer auto")
+    noise_share = 0.0 if question.noise is None else noise_share
     return plan_of(solution.best.replay, bound_ns, placer, seed, _search_record(solution, clock, noise_share, seed))
 
 
@@ -148,6 +153,6 @@ def _search_record(solution: Solution, clock: Clock, robust: float, seed: int) -
         busy_fraction=best.busy_fraction,
         missing_bytes=best.missing_bytes,
         interrupted=clock.stop.is_set(),
-        under_noise=step_times_under_noise(best, robust, seed + 1) if robust else None,
+        under_noise=step_times_under_noise(best, robust, seed + 1, clock.at_least(RECORD_S)) if robust else None,
         order=solution.best.order,
     )

@@ -1,8 +1,13 @@
 """Question: what a solver is asked. It judges placements, of the problem as given or of its reduction."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
+
+from gdp.budget import Clock, has_time
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.noise import Noise, mean_step_time_ns
 from gdp.simulator.problem import Placement, Problem
@@ -31,6 +36,20 @@ class Question:
         """Returns the question about `problem` with its reduction; `others` are further fields."""
         return replace(cls(problem, reduce(problem)), **others)  # type: ignore[arg-type]
 
+    @cached_property
+    def simulation_s(self) -> float:
+        """The seconds of one simulation of the problem as given."""
+        placement, seconds = np.argmax(self.problem.allowed, axis=1), []
+        for _ in range(2):  # the first one may have to load compiled code
+            began = time.perf_counter()
+            simulate(self.problem, placement)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
+    def has_time(self, clock: Clock, num_simulations: int) -> bool:
+        """Returns whether `clock` has the time that so many simulations take; always, when it counts simulations."""
+        return clock.has(0.0 if clock.seconds_left is None else num_simulations * self.simulation_s)
+
     def tell(self, candidate: Candidate) -> None:
         """Reports a candidate to whoever asked."""
         if self.on_progress is not None:
@@ -44,13 +63,25 @@ class Question:
         figures = Figures(int(simulation.missing_bytes.sum()), step_time_ns)
         return Candidate(simulation.placement, figures, None, order or self.problem.order, simulation)
 
-    def try_orders(self, placement: Placement, orders: Sequence[str] | None = None) -> Candidate:
-        """Returns `placement` [N] of the problem as given in the best of `orders`, by default the problem's."""
+    def try_orders(
+        self, placement: Placement, orders: Sequence[str] | None = None, clock: Clock | None = None
+    ) -> Candidate:
+        """Returns `placement` [N] of the problem as given in the best of `orders`, by default the problem's.
+
+        The clock may end before the last of them; the problem's own order is always tried, first.
+        """
         problem = self.problem
-        return min(
-            self.judge(simulate(problem, placement, priority=problem.priority(order, problem.b_level_ns)), order)
-            for order in orders or problem.orders
-        )
+        best, slowest_s = None, 0.0
+        for order in sorted(orders or problem.orders, key=lambda order: order != problem.order):
+            if best is not None and not has_time(clock, slowest_s):
+                break
+            began = time.perf_counter()
+            priority = problem.priority(order, problem.b_level_ns)
+            candidate = self.judge(simulate(problem, placement, priority=priority), order)
+            best = candidate if best is None else min(best, candidate)
+            slowest_s = max(slowest_s, time.perf_counter() - began)
+        assert best is not None, "a problem has an order"
+        return best
 
     def replay(self, reduced: Candidate) -> Candidate:
         """Returns a candidate of the reduced problem as one of the problem as given, replayed in full."""

@@ -22,6 +22,8 @@ from gdp.simulator.simulate import simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
+ORDER_SHARE = 0.1  # of the time: later no further order of micro-batches is tried
+
 
 @dataclass(frozen=True, slots=True)
 class Solver:
@@ -51,18 +53,18 @@ def solve(name: str, question: Question, clock: Clock) -> Solution:
     solver = solver_of(name)
     if question.noise is not None and not solver.under_noise:
         raise InputError(f"robust: {name} knows one set of costs only; use another placer")
-    return solver.solve(_in_good_order(question), clock)
+    return solver.solve(_in_good_order(question, clock), clock)
 
 
-def _in_good_order(question: Question) -> Question:
-    """Returns the question in the order of micro-batches in which contiguous stages do best."""
-    problem = question.problem
+def _in_good_order(question: Question, clock: Clock) -> Question:
+    """Returns the question in the order of micro-batches in which contiguous stages do best, if there is time."""
+    problem, clock = question.problem, clock.until(ORDER_SHARE)
     if problem.microbatch.max() < 1:
         return question
     units = Units.of(problem, forward_units(problem))
     chain = folded_chain(problem, units)
     placement = units.place_allowed(stages(problem, units, chain, np.sort(devices_by_speed(problem))))
-    return question.in_order(replace(question, noise=None).try_orders(placement).order)
+    return question.in_order(replace(question, noise=None).try_orders(placement, clock=clock).order)
 
 
 def _run_classical(name: str, question: Question, clock: Clock) -> Solution:

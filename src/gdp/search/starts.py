@@ -10,7 +10,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.placers.base import device_subsets
-from gdp.placers.metis import Partitioner
+from gdp.placers.metis import Partitioner, partition_s
 from gdp.simulator.problem import Placement, Problem
 
 _MAX_CONSUMERS = (None, 8, 3)
@@ -25,7 +25,8 @@ def diverse_starts(problem: Problem, followers: I64, num_starts: int, seed: int,
     rng = np.random.default_rng(np.random.SeedSequence([seed, 0x57A275]))
     subsets = device_subsets(problem, smallest=2)
     starts: list[Placement] = []
-    while len(starts) < num_starts and not clock.stop.is_set() and clock.seconds_left != 0.0:
+    seconds = partition_s(problem, problem.num_devices)
+    while len(starts) < num_starts and clock.has(seconds):
         partitioner = Partitioner(
             problem,
             followers if rng.random() < 0.5 else None,

@@ -24,7 +24,8 @@ from gdp.simulator.simulate import NEVER, run_batch
 from gdp.units.grouping import group_units, move_arrays
 from gdp.units.units import Pairs, Units
 
-_CHUNK = 32  # moves between two looks at the clock
+_CHUNK, _CHUNK_OPS = 32, 2_000_000  # moves between two looks at the clock, and ops in all of them: half a second
+_RETUNED_S = 0.1  # that further priorities may take after the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +136,15 @@ class Island:
             share = min(max(num_moves * level // sum(levels), 1), left)
             best = self._anneal(best, level, mate, share, clock)
             left -= share
-        return best if clock.stop.is_set() else self._retune(best)
+        return best if clock.stop.is_set() else self._retune(best, clock.at_least(_RETUNED_S))
 
     def _anneal(
         self, start: Candidate, num_groups: int, mate: Placement | None, num_moves: int, clock: Clock
     ) -> Candidate:
         """Returns the best candidate met while about `num_groups` groups of `start` change devices."""
         config, workspace = self.config, self.workspace
+        if clock.is_up:
+            return start
         noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.pairs.first)))
         score: npt.NDArray[np.float64] = noise
         if self.rng.random() < self.config.weighted:
@@ -159,20 +162,24 @@ class Island:
         state, figures = self.state, start.figures
         state.placement[:] = state.best[:] = start.placement
         state.figures[:] = (*2 * [figures.step_time_ns], *2 * [figures.excess_bytes], 0)
-        for first in range(0, num_moves, _CHUNK):
+        chunk = min(_CHUNK, max(_CHUNK_OPS // self.problem.num_ops, 1))
+        for first in range(0, num_moves, chunk):
             if clock.is_up:
                 break
             temperature = config.hot * (config.cold / config.hot) ** (first / num_moves)
-            moves = annealing.MoveConfig(min(_CHUNK, num_moves - first), temperature, config.guided)
+            moves = annealing.MoveConfig(min(chunk, num_moves - first), temperature, config.guided)
             annealing.anneal(self.arrays, objective, dispatch, workspace, grouping, state, self.rng, moves)
         self.num_simulations += int(state.figures[annealing.NUM_SIMULATIONS])
         best = Figures(int(state.figures[annealing.BEST_EXCESS]), int(state.figures[annealing.BEST_NS]))
         return replace(start, placement=state.best.astype(np.int64), figures=best) if best < start.figures else start
 
-    def _retune(self, best: Candidate) -> Candidate:
+    def _retune(self, best: Candidate, clock: Clock) -> Candidate:
         """Returns `best` with a priority that knows its transfers, where that is faster."""
+        began = clock.seconds
         levels_ns = communication_levels(self.problem, best.placement)
         for order in self.problem.orders:
+            if not clock.has(clock.seconds - began):
+                break
             priority = self.problem.priority(order, levels_ns)
             best = min(best, self.measure(Candidate(best.placement, priority=priority, order=order)))
         return best

@@ -164,15 +164,15 @@ class Problem:
     def broken_constraints(self, placement: Placement) -> list[str]:
         """Returns the constraints that `placement` breaks besides memory: groups that are split, misplaced ops."""
         reasons = []
-        groups = self.graph.groups
-        grouped = np.flatnonzero(groups >= 0)
-        device_of_group: dict[int, int] = {}
-        for op in grouped.tolist():
-            device = device_of_group.setdefault(int(groups[op]), int(placement[op]))
-            if device != placement[op]:
-                names = f"{self.cluster.devices[device].name} and {self.cluster.devices[int(placement[op])].name}"
-                reasons.append(f"group {groups[op]} is split over {names}")
-                break
+        unit, groups = self.graph.group_index, self.graph.groups
+        first = np.empty(int(unit.max()) + 1, np.int64)  # the device of each unit's first op
+        first[unit[::-1]] = placement[::-1]
+        split = np.flatnonzero(first[unit] != placement)
+        if len(split):
+            op = int(split[0])
+            both = int(first[unit[op]]), int(placement[op])
+            names = " and ".join(self.cluster.devices[device].name for device in both)
+            reasons.append(f"group {groups[op]} is split over {names}")
         misplaced = np.flatnonzero(~self.allowed[np.arange(self.num_ops), placement])
         if len(misplaced) and not reasons:
             op = int(misplaced[0])

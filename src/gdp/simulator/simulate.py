@@ -135,6 +135,24 @@ def simulate(
         )
 
 
+def replay_time_ns(problem: Problem, placement: Placement, order: Sequence[npt.ArrayLike], op_times_ns: I64) -> int:
+    """Replays `order` under each of the tables `op_times_ns` [K, N, D]; returns the mean step time, rounded down.
+
+    InputError for an order that deadlocks.
+    """
+    devices, simulator = problem.check_placement(placement), problem.simulator
+    dispatch = Dispatch(*simulator.ranks(problem.order), *_flat_order(order, devices, problem.num_devices))
+    time_ns = np.zeros(1, np.int64)
+    tables = op_times_ns.view()
+    tables.setflags(write=False)  # Numba would compile everything anew for writable ones
+    with simulator.workspace() as workspace:
+        no_peaks = np.zeros((1, 0), np.int64)
+        run_batch(simulator.arrays, tables, devices[None], dispatch, NEVER, 0, workspace, time_ns, no_peaks)
+    if time_ns[0] == DEADLOCK:
+        raise InputError("order: deadlock under other op times; reorder")
+    return int(time_ns[0])
+
+
 def evaluate(problem: Problem, placement: npt.ArrayLike, *, priority: npt.ArrayLike | None = None) -> tuple[int, I64]:
     """(step time in ns, peak memory in bytes [D]) of `placement`."""
     times, peaks = evaluate_many(problem, np.asarray(placement)[None], priority=priority, num_threads=1)
