@@ -90,7 +90,7 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None, *, other
         looked_at = LayoutAnswer.of_document(answer.layouts)
         fits = plan.status == "ok"
         if fits:
-            failure = files.write(answer, simulation)
+            failure = files.write(answer, simulation, stop)
             if kept is None and not stop.is_set():
                 plan_cache.store(entry, answer)
         elif not stop.is_set() and layout is None:
@@ -177,7 +177,7 @@ def _find(
         )
         assert choice.trial.candidate is not None
         simulation = choice.trial.candidate.replay
-        problem, plan = simulation.problem, _beside_single(request, parts, _under_noise(request, choice.plan))
+        problem, plan = simulation.problem, _beside_single(request, parts, _under_noise(request, choice.plan, clock))
     advice = None
     if request.with_advice and plan.status == "ok":
         if choice.trial.is_whole:
@@ -204,9 +204,10 @@ def _changes_that_fit(request: PlaceRequest, parts: "Parts", clock: "Clock") -> 
         return changes_that_fit_a_layout(parts, request.cluster, request.constraints, clock)
 
 
-def _under_noise(request: PlaceRequest, plan: "Plan") -> "Plan":
-    """Returns `plan` with its step times when op times vary."""
+def _under_noise(request: PlaceRequest, plan: "Plan", clock: "Clock") -> "Plan":
+    """Returns `plan` with its step times when op times vary, if there is time to replay it."""
     from gdp.search.noise import DEFAULT_NOISE, step_times_under_noise
+    from gdp.search.place import RECORD_S
     from gdp.simulator.simulate import replay
 
     share = DEFAULT_NOISE if request.robust is None else request.robust
@@ -214,7 +215,8 @@ def _under_noise(request: PlaceRequest, plan: "Plan") -> "Plan":
     assert plan.problem is not None
     if not share or plan.search.interrupted:
         return plan
-    noisy = step_times_under_noise(replay(plan.problem, plan), share, request.seed + 1)
+    simulation = replay(plan.problem, plan)
+    noisy = step_times_under_noise(simulation, share, request.seed + 1, clock.at_least(RECORD_S))
     return replace(plan, search=replace(plan.search, under_noise=noisy))
 
 

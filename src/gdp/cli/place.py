@@ -199,7 +199,7 @@ def _place(request: PlaceRequest, model: "Model | None" = None) -> int:
             if placed.graph is not graph:
                 files = files.with_graph()
                 log(f"gdp: note: {_offloaded(request, files)}")
-            failure = files.write(answer, simulation)
+            failure = files.write(answer, simulation, stop)
             if kept is None and not stop.is_set() and placed.graph is graph:
                 plan_cache.store(entry, answer)
         elif not stop.is_set():

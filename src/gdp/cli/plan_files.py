@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.simulator.simulate import Simulation
+
+
+_MANY_OPS = 50_000  # to write all of them into a file takes half a second
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,13 @@ class PlanFiles:
             note = f"gdp: note: {' and '.join(map(str, first))} {verb}; this plan will be {plan}"
         return PlanFiles(plan, kept, None, None, False, note)
 
-    def write(self, answer: "KeptAnswer", simulation: "Simulation") -> InputError | None:
-        """Writes all of them, the plan first; returns the error that ended it, if any."""
+    def write(
+        self, answer: "KeptAnswer", simulation: "Simulation", stop: threading.Event | None = None
+    ) -> InputError | None:
+        """Writes all of them, the plan first; returns the error that ended it, if any.
+
+        After `stop` no files are written that would take seconds; a note says which.
+        """
         from gdp.report.layout_answer import LayoutAnswer
         from gdp.report.page import write_page
         from gdp.report.page_data import PageData
@@ -98,10 +107,15 @@ class PlanFiles:
         try:
             with live(line):
                 for path, write in steps:
-                    if path is not None:
-                        line.say(f"writing {path}")
-                        write(path)
-                        self.written.append(path)
+                    if path is None:
+                        continue
+                    is_long = path in (self.graph, self.report) and problem.num_ops > _MANY_OPS
+                    if is_long and stop is not None and stop.is_set():
+                        log(f"gdp: note: {path} is not written, for that takes seconds")
+                        continue
+                    line.say(f"writing {path}")
+                    write(path)
+                    self.written.append(path)
         except InputError as error:
             return error
         return None

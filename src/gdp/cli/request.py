@@ -95,7 +95,7 @@ class PlaceRequest:
         total = self.budget.seconds
         if total is None:
             return self
-        spent_s = time.monotonic() - self.began_s - model.seconds - compiled_s
+        spent_s = 0.0 if model.is_captured else time.monotonic() - self.began_s - compiled_s
         ended_s = 1e-6 * model.graph.num_ops * (_REPLAY_US + _FILE_US * num_files)
         return replace(self, budget=Budget(seconds=max(total - spent_s - ended_s, total / 2)))
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gdp.placers.base import Placer
+from gdp.placers.base import NoTimeError, Placer
 from gdp.placers.contiguous import contiguous
 from gdp.placers.dp_stages import dp_stages
 from gdp.placers.expert import expert
@@ -12,7 +12,7 @@ from gdp.placers.memory_repair import fit_memory
 from gdp.placers.metis import metis, metis_blind
 from gdp.placers.single import single
 
-__all__ = ["CLASSICAL", "Placer", "fit_memory", "metis_blind"]
+__all__ = ["CLASSICAL", "NoTimeError", "Placer", "fit_memory", "metis_blind"]
 
 CLASSICAL: Mapping[str, Placer] = MappingProxyType(
     {

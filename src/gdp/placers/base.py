@@ -21,12 +21,16 @@ from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 
+class NoTimeError(Exception):
+    """Says that a placer has no time for a placement."""
+
+
 class Placer(Protocol):
     """From a problem and a seed to a placement int64 [N] that obeys groups and allowed devices; None if there is none.
 
     The same problem and seed give the same answer, without a clock or with one that counts simulations. Once a clock
-    that counts seconds is up, the answer is the best placement so far, None before the first one. A placement that does
-    not fit in memory is returned only if the placer found none that fits.
+    that counts seconds is up, the answer is the best placement so far; NoTimeError before the first one. A placement
+    that does not fit in memory is returned only if the placer found none that fits.
     """
 
     def __call__(self, problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None: ...

@@ -18,7 +18,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64, Bool
 from gdp.budget import Clock, has_time
-from gdp.placers.base import TriedPlacements, best_of, device_subsets, unit_choices
+from gdp.placers.base import NoTimeError, TriedPlacements, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
 from gdp.placers.list_kernels import NUM_STATE, Gaps, Queues, earliest_first, in_order
 from gdp.placers.schedule import PartialSchedule
@@ -70,15 +70,13 @@ def m_etf(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placem
 def m_sct(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Small communication times: as m-ETF, but a device waits for the favourite child of the op that it ran last,
     unless there is something urgent to do (an op that could start at once on any device)."""
-    if not _may_end(problem, clock):
-        return None
+    _check_time(problem, clock)
     return _earliest_first(problem, favourite_children(problem), clock)
 
 
 def heft(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Heterogeneous earliest finish time: ops by upward rank with mean transfer times, each where it ends first."""
-    if not _may_end(problem, clock):
-        return None
+    _check_time(problem, clock)
     sources, targets, transfer_ns = _transfers(problem)
     ranked_ns = upward_ranks(problem, sources, targets, transfer_ns)
     _, op_of_rank = ranks_of(problem.priority(GPIPE if GPIPE in problem.orders else B_LEVEL, ranked_ns))
@@ -174,8 +172,7 @@ def _earliest_first(problem: Problem, favourites: I64, clock: Clock | None) -> P
 def _best_schedule(
     problem: Problem, begin: Callable[[PartialSchedule], Slice], clock: Clock | None
 ) -> Placement | None:
-    if not _may_end(problem, clock):
-        return None
+    _check_time(problem, clock)
     floating = _floating(problem)
 
     def run(devices: I64, units: Units, refined: bool, memory_share: float) -> Placement | None:
@@ -201,15 +198,16 @@ def _best_schedule(
     settings = list(product(subsets, unit_choices(problem), (True, False)))[:most]
     tried = TriedPlacements(problem, clock)
     if not tried.run(made(settings, (1.0,))):
-        return None
+        raise NoTimeError
     if not tried.fits:
         tried.run(made(settings[:4], _LIMITS))
     return tried.best()
 
 
-def _may_end(problem: Problem, clock: Clock | None) -> bool:
-    """Returns whether there is time for one schedule, by what it takes at least."""
-    return has_time(clock, 1e-9 * _LEAST_NS * problem.num_ops * problem.num_devices)
+def _check_time(problem: Problem, clock: Clock | None) -> None:
+    """Raises NoTimeError unless there is time for one schedule, by what it takes at least."""
+    if not has_time(clock, 1e-9 * _LEAST_NS * problem.num_ops * problem.num_devices):
+        raise NoTimeError
 
 
 def _is_completed(place_some: Slice, problem: Problem, clock: Clock | None) -> bool:

@@ -19,7 +19,7 @@ import pymetis
 
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
-from gdp.placers.base import best_of, device_subsets
+from gdp.placers.base import NoTimeError, best_of, device_subsets
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
 
@@ -36,14 +36,11 @@ _SMALLEST_WEIGHT = 0.02  # of the mean weight
 
 
 def metis(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
-    """Returns the best partition over numbers of parts, imbalances, METIS' two algorithms and seeds, made to fit.
-
-    None where there is no time for one.
-    """
+    """Returns the best partition over numbers of parts, imbalances, METIS' two algorithms and seeds, made to fit."""
     if problem.num_devices == 1:
         return np.zeros(problem.num_ops, np.int64)
     if not has_time(clock, partition_s(problem, problem.num_devices)):
-        return None
+        raise NoTimeError
     parts = Partitioner(problem)
     size = len(parts.units.index) + len(parts.graph.neighbours)
     num_runs = min(max(_WORK // size, 2 * len(_IMBALANCES)), _MAX_RUNS)

@@ -17,7 +17,7 @@ from gdp.placers.interleaved import interleaved_stages
 from gdp.search.candidate import Candidate
 from gdp.search.classical import ClassicalRuns
 from gdp.search.fewer_devices import search_without
-from gdp.search.fewer_microbatches import Few, best_of_few
+from gdp.search.fewer_microbatches import Few, best_of_few, is_large
 from gdp.search.local_search import LocalSearch
 from gdp.search.question import Question
 from gdp.search.solution import Solution
@@ -28,13 +28,16 @@ from gdp.units.units import Units
 
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
 QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that `auto` always runs
+BY_WORTH = ("expert", "contiguous", "dp-stages", "m-topo", "single", "heft")  # the same where time is short
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
-QUICK_SHARE = 0.4  # of the time left: then these end with the best that they have
+QUICK_SHARE, HURRIED_SHARE = 0.4, 0.7  # of the time left: then these end with the best that they have
 CLASSICAL_SHARE = 0.15  # of the time: later no slow placer begins
 STREAMING_SHARE = 0.2  # of the budget at most
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
 FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
 PREPARED, REPLAYED = 20, 4  # simulations that take as long as to prepare a search, and to replay its answer
+UNHURRIED = 1000  # simulations of a large problem that there must be time for, or classical placers come first
+SEARCHED = 200  # the same, or there is no search
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go to the exact placer; its effort there
 NODES_PER_SIMULATION = 20  # of it while nothing fits: most are partial placements, which take far less time
 
@@ -60,17 +63,25 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
 
 def run_classical(question: Question, clock: Clock) -> ClassicalRuns:
     """Runs the quick classical placers, and slow ones as long as little of the time is spent."""
-    classical = ClassicalRuns(question, Few.of_large(question.problem))
-    classical.run(_with_stages(question.problem, QUICK), clock.part(QUICK_SHARE))
+    is_hurried = is_large(question.problem) and not question.has_time(clock, UNHURRIED)
+    classical = ClassicalRuns(question, Few.of_large(question.problem), is_hurried)
+    if is_hurried:
+        clock = clock.before(REPLAYED * question.simulation_s)
+        clock = clock.part(HURRIED_SHARE) if question.has_time(clock, SEARCHED) else clock
+        classical.run(BY_WORTH, clock)
+    else:
+        classical.run(_with_stages(question.problem, QUICK), clock.part(QUICK_SHARE))
+        clock = clock.until(CLASSICAL_SHARE)
     slow = [name for name in SLOW if name not in classical.baselines]
-    classical.run(slow, clock.until(CLASSICAL_SHARE), all_of_them=False)
+    classical.run(slow, clock, all_of_them=False)
     return classical
 
 
 def local_search(question: Question, clock: Clock) -> Solution:
     """Returns what the local search finds from two classical answers and the starts given."""
-    classical = ClassicalRuns(question, Few.of_large(question.problem))
-    classical.run(_with_stages(question.problem, FEWEST), clock)
+    is_hurried = is_large(question.problem) and not question.has_time(clock, UNHURRIED)
+    classical = ClassicalRuns(question, Few.of_large(question.problem), is_hurried)
+    classical.run(_with_stages(question.problem, FEWEST), clock.part(HURRIED_SHARE))
     if not classical.candidates:
         return Solution(None)
     streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
@@ -130,7 +141,7 @@ def search_from(question: Question, clock: Clock, constructed: Sequence[Candidat
     where there is no time to prepare it.
     """
     problem, noise = question.reduction.problem, question.noise
-    if not question.has_time(clock, PREPARED + REPLAYED):
+    if is_large(question.problem) and not question.has_time(clock, SEARCHED):
         return None
     if clock.seconds_left is not None:
         clock = clock.before(REPLAYED * question.simulation_s)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gdp.budget import Clock
-from gdp.placers import CLASSICAL
+from gdp.placers import CLASSICAL, NoTimeError
 from gdp.search.candidate import Candidate
 from gdp.search.fewer_microbatches import Few
 from gdp.search.question import Question
@@ -14,6 +14,7 @@ from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Placement, Problem
 
 QUICKLY_S = 0.5  # that placers may take even after the time, all together
+_LEAST = 6  # simulations that take as long as a placer at least
 _STAGES = ("contiguous", "dp-stages")
 
 
@@ -23,6 +24,7 @@ class ClassicalRuns:
 
     question: Question
     few: Few | None = None  # what placers see of a problem with many micro-batches, if not all of it
+    is_hurried: bool = False  # micro-batches are in the problem's own order only
     candidates: list[Candidate] = field(default_factory=list)
     baselines: dict[str, Baseline] = field(default_factory=dict)  # of every placer asked, by name
 
@@ -34,26 +36,28 @@ class ClassicalRuns:
     def run(self, names: Sequence[str], clock: Clock, *, all_of_them: bool = True) -> None:
         """Runs the placers `names`; all of them, or as many as begin before a clock that counts time is up.
 
-        Of all, those are left out that there is no time for, by the slowest one before them, once an answer fits; there
-        is always time for placers that take milliseconds. A placer ends with the clock, with the best that it has.
+        Of all, those are left out that there is no time for, once an answer fits; there is always time for placers that
+        take milliseconds. A placer ends after half of the time left, with the best that it has.
         """
-        slowest_s = 0.0
         least = clock.at_least(QUICKLY_S)
         for name in names:
             if clock.stop.is_set() and self.candidates:
                 return
             is_late = clock.seconds_left == 0.0
             fits = self.best is not None and self.best.fits
-            is_long = all_of_them and fits and not least.has(slowest_s)
+            is_long = all_of_them and fits and not self.question.has_time(least, _LEAST)
             if is_long or (is_late and not all_of_them):
                 self.baselines[name] = Baseline("skipped", None, 0.0)
                 continue
             began = time.perf_counter()
-            found = self._best_of(name, least)
+            try:
+                found = self._best_of(name, least.part(0.5).at_least(min(QUICKLY_S, least.seconds_left or 0.0)))
+            except NoTimeError:
+                self.baselines[name] = Baseline("skipped", None, time.perf_counter() - began)
+                continue
             seconds = time.perf_counter() - began
-            slowest_s = max(slowest_s, seconds)
             if found is None:
-                self.baselines[name] = Baseline("failed" if least.has(0.0) else "skipped", None, seconds)
+                self.baselines[name] = Baseline("failed", None, seconds)
                 continue
             status = "ok" if found.replay.feasible else "infeasible"
             self.baselines[name] = Baseline(status, found.replay.step_time_ns, seconds)
@@ -72,16 +76,21 @@ class ClassicalRuns:
             if placement is None or self.question.problem.broken_constraints(placement):
                 continue
             began = time.perf_counter()
-            candidate = self.question.try_orders(placement, clock=clock)
+            candidate = self.question.try_orders(placement, self._orders, clock)
             best = candidate if best is None else min(best, candidate)
             slowest_s = max(slowest_s, time.perf_counter() - began)
             if not clock.has(slowest_s):
                 break
         return best
 
+    @property
+    def _orders(self) -> Sequence[str] | None:
+        return (self.question.problem.order,) if self.is_hurried else None
+
     def _placements(self, name: str, clock: Clock) -> Iterator[Placement | None]:
         problem, seed, place = self.question.problem, self.question.seed, CLASSICAL[name]
-        for judged in _in_orders(problem if self.few is None else self.few.problem):
+        seen = problem if self.few is None else self.few.problem
+        for judged in [seen] if self.is_hurried else _in_orders(seen):
             placement = place(judged, seed, clock)
             yield placement if placement is None or self.few is None else self.few.expand(placement)
         if self.few is not None and name in _STAGES:

@@ -14,7 +14,7 @@ from gdp.search.local_search import LocalSearch
 from gdp.simulator.problem import Placement, Problem
 
 FEW = 4  # micro-batches
-_LARGE = 60_000  # ops; classical placers take many seconds beyond
+_LARGE = 60_000  # ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Few:
     @classmethod
     def of_large(cls, problem: Problem) -> "Few | None":
         """Returns the first few micro-batches of a large problem, else None."""
-        return cls.of(problem) if problem.num_ops > _LARGE else None
+        return cls.of(problem) if is_large(problem) else None
 
     def restrict(self, placement: Placement) -> Placement:
         """Returns a placement of all micro-batches as one of the few."""
@@ -52,6 +52,11 @@ class Few:
     def expand(self, placement: Placement) -> Placement:
         """Returns a placement of the few micro-batches as one of all."""
         return placement[self.excerpt.twin]
+
+
+def is_large(problem: Problem) -> bool:
+    """Returns whether classical placers and a search take many seconds."""
+    return problem.num_ops > _LARGE
 
 
 def best_of_few(few: Few, search: LocalSearch, starts: Sequence[Candidate], share: float) -> list[Candidate]:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -36,15 +35,13 @@ class Question:
         """Returns the question about `problem` with its reduction; `others` are further fields."""
         return replace(cls(problem, reduce(problem)), **others)  # type: ignore[arg-type]
 
-    @cached_property
+    @property
     def simulation_s(self) -> float:
         """The seconds of one simulation of the problem as given."""
-        placement, seconds = np.argmax(self.problem.allowed, axis=1), []
-        for _ in range(2):  # the first one may have to load compiled code
-            began = time.perf_counter()
-            simulate(self.problem, placement)
-            seconds.append(time.perf_counter() - began)
-        return min(seconds)
+        problem, simulator = self.problem, self.problem.simulator
+        while simulator.num_timed < 2:  # the first one may have to load compiled code
+            simulate(problem, np.argmax(problem.allowed, axis=1))
+        return simulator.fastest_s
 
     def has_time(self, clock: Clock, num_simulations: int) -> bool:
         """Returns whether `clock` has the time that so many simulations take; always, when it counts simulations."""

@@ -22,7 +22,7 @@ from gdp.simulator.simulate import simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
-ORDER_SHARE = 0.1  # of the time: later no further order of micro-batches is tried
+ORDER_SHARE = 0.4  # of the time: later no further order of micro-batches is tried
 
 
 @dataclass(frozen=True, slots=True)

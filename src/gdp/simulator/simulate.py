@@ -5,6 +5,7 @@ N ops, T tensors, D devices, B placements. Times in ns, sizes in bytes. The comp
 """
 
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def simulate(
     Raises InputError for a placement on a device that cannot run the op, and for an order that deadlocks or does not
     list each device's ops once.
     """
+    began = time.perf_counter()
     devices = problem.check_placement(placement)
     num_devices = problem.num_devices
     simulator = problem.simulator
@@ -119,6 +121,7 @@ def simulate(
         placed = devices.astype(np.int64)
         sent = slice(0, int(schedule.num_transfers[0]))
         finish_ns = schedule.finish_ns.copy()
+        simulator.time(time.perf_counter() - began)
         return Simulation(
             problem=problem,
             placement=placed,

@@ -7,6 +7,7 @@ It owns the flat arrays that the compiled engine takes, the ranks that ready ops
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +38,7 @@ class Simulator:
     def __init__(self, problem: "Problem") -> None:
         self.graph, self.cluster = problem.graph, problem.cluster
         self.op_time_ns, self.microbatch = problem.op_time_ns, problem.microbatch
+        self.num_timed, self.fastest_s = 0, inf  # simulations in full, and the seconds of the fastest one
         self._ranks: dict[str, Ranks] = {}
         self._spare_workspaces: list[Workspace] = []
 
@@ -95,6 +97,10 @@ class Simulator:
         """Returns the dispatch by `priority` [N], by default by that of `order`."""
         ranks = self.ranks(order) if priority is None else ranks_of(priority)
         return Dispatch(*ranks, np.zeros(self.cluster.num_devices + 1, np.int64), np.zeros(0, np.uint32))
+
+    def time(self, seconds: float) -> None:
+        """Notes what a simulation in full took."""
+        self.num_timed, self.fastest_s = self.num_timed + 1, min(self.fastest_s, seconds)
 
     @contextmanager
     def workspace(self) -> Iterator[Workspace]:

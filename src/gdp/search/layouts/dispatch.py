@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.budget import Clock, has_time
 from gdp.graph.microbatches import ACCUMULATE, base_name
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
@@ -22,10 +23,11 @@ from gdp.simulator.simulate import Simulation, simulate
 _LARGE = 60_000  # ops, of which few orders are tried
 
 
-def best_dispatch(problem: Problem, step: Step, placement: Placement) -> Candidate:
+def best_dispatch(problem: Problem, step: Step, placement: Placement, clock: Clock | None = None) -> Candidate:
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
 
-    `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it.
+    `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it. The first way is always
+    tried, others while there is time.
     """
     levels = levels_of(problem, step, placement)
     orders = [order for order in problem.orders if order != B_LEVEL]
@@ -33,10 +35,14 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement) -> Candida
     if problem.num_ops > _LARGE:
         orders, few_levels = orders[:2], levels[-2:]
     ways = [(order, level) for order in orders for level in few_levels] + [(B_LEVEL, level) for level in levels]
-    found = [
-        as_candidate(simulate(problem, placement, priority=problem.priority(order, level)), order)
-        for order, level in ways
-    ]
+    found: list[Candidate] = []
+    slowest_s = 0.0
+    for order, level in ways:
+        if found and not has_time(clock, slowest_s):
+            return min(found)
+        began = 0.0 if clock is None else clock.seconds
+        found.append(as_candidate(simulate(problem, placement, priority=problem.priority(order, level)), order))
+        slowest_s = 0.0 if clock is None else max(slowest_s, clock.seconds - began)
     if problem.microbatch.max() > 0 and len(np.unique(placement[problem.microbatch >= 0])) > step.layout.data:
         published = simulate_1f1b(problem, placement, _stages(step, placement), step.replica, levels[-1:])
         found.append(as_candidate(published, ONE_F_ONE_B))

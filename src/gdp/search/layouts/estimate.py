@@ -14,6 +14,7 @@ import numpy as np
 from scipy.sparse.csgraph import connected_components
 
 from gdp.arrays import I64
+from gdp.budget import Clock
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.errors import InputError
@@ -61,6 +62,7 @@ class Estimator:
     parts: Parts
     cluster: Cluster
     constraints: Constraints
+    clock: Clock | None = None  # looked at where blocks are chosen
     _figures: dict[tuple[int, str | tuple[str, ...]], PartFigures] = field(default_factory=dict)
     _rings_ns: dict[tuple[tuple[int, ...], ...], int] = field(default_factory=dict)
     _places: dict[tuple[tuple[str, ...], tuple[int, ...]], list[I64]] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class Estimator:
                 self._ranked_blocks(arrangement),
                 places,
                 lambda way: self._lacking(replace(arrangement, layout=way), places) + reserve_bytes,
+                self.clock,
             )
         return self._resolved[key]
 

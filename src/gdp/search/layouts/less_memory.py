@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.budget import Clock, has_time
 from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
 from gdp.search.layouts.arrangement import Arrangement, more_microbatches
 
@@ -35,7 +36,11 @@ def with_less_memory(arrangement: Arrangement, batch_size: int, *, has_cpu: bool
 
 
 def with_chosen_blocks(
-    layout: Layout, ranked: Sequence[tuple[str, int]], places: I64, lacking: Callable[[Layout], I64]
+    layout: Layout,
+    ranked: Sequence[tuple[str, int]],
+    places: I64,
+    lacking: Callable[[Layout], I64],
+    clock: Clock | None = None,
 ) -> Layout:
     """Returns `layout` with blocks in place of auto.
 
@@ -49,7 +54,7 @@ def with_chosen_blocks(
 
     of_place = [[path for path, op in ranked if places[op] == place] for place in range(int(places.max()) + 1)]
     shares = _OFFLOADED_SHARES if is_offload else (1.0,)
-    chosen = fewest_blocks(of_place, lambda paths: lacking(with_blocks(paths))[: len(of_place)], shares)
+    chosen = fewest_blocks(of_place, lambda paths: lacking(with_blocks(paths))[: len(of_place)], shares, clock)
     return with_blocks(BLOCKS if chosen and len(chosen) == len(ranked) else chosen)
 
 
@@ -57,6 +62,7 @@ def fewest_blocks(
     ranked: Sequence[Sequence[str]],
     lacking: Callable[[tuple[str, ...]], I64],
     shares: Sequence[float] = (1.0,),
+    clock: Clock | None = None,
 ) -> tuple[str, ...]:
     """Returns the fewest paths with which no place lacks memory; all of a place that lacks some even then.
 
@@ -64,6 +70,7 @@ def fewest_blocks(
     each place with these blocks recomputed; 0 or less where it fits. Memory is taken to fall with each block: the
     number is guessed between two that were tried, as if all blocks saved the same. Where all together lack some, other
     `shares` of them are tried in turn: links may not take the activations of all blocks in time, and then these wait.
+    Once the clock has no time for a further try, the answer is the fewest that were tried with success.
     """
 
     def first(counts: I64) -> tuple[str, ...]:
@@ -82,9 +89,11 @@ def fewest_blocks(
     else:
         high, lacks_high = most, lacking(first(most))
     low = np.where(lacks_high > 0, high, 0)
+    slowest_s = 0.0
     for _ in range(_MOST_PROBES):
-        if (high - low <= 1).all():
+        if (high - low <= 1).all() or not has_time(clock, slowest_s):
             break
+        began = 0.0 if clock is None else clock.seconds
         share = lacks_low / np.maximum(lacks_low - lacks_high, 1)
         guess = low + np.ceil((high - low) * share).astype(np.int64)
         guess = np.where(high - low > 1, np.clip(guess, low + 1, high - 1), high)
@@ -92,4 +101,5 @@ def fewest_blocks(
         is_low = (lacks > 0) & (guess < high)
         low, lacks_low = np.where(is_low, guess, low), np.where(is_low, lacks, lacks_low)
         high, lacks_high = np.where(is_low, high, guess), np.where(is_low, lacks_high, lacks)
+        slowest_s = 0.0 if clock is None else max(slowest_s, clock.seconds - began)
     return first(high)

@@ -92,7 +92,7 @@ class Choosing:
     estimator: Estimator = field(init=False)
 
     def __post_init__(self) -> None:
-        self.estimator = Estimator(self.parts, self.cluster, self.constraints)
+        self.estimator = Estimator(self.parts, self.cluster, self.constraints, self.clock)
 
     def attempt(self, action: Callable[[Arrangement], _T], way: Arrangement) -> _T | None:
         """Returns `action(way)`; None where the model has no such part or cannot be cut so.
@@ -136,7 +136,7 @@ class Choosing:
                 break
             trial = Trial(layout, devices, OK, 0, 0, step, problem, places=places)
             trial = replace(trial, is_captured=parts.is_captured(layout.num_parts))
-            trials.append(trial.with_candidate(best_dispatch(problem, step, placement)))
+            trials.append(trial.with_candidate(best_dispatch(problem, step, placement, self.clock)))
         best = min(trials, key=lambda trial: trial.key)
         self.tell(best)
         self.slowest_s = max(self.slowest_s, self.clock.seconds - began)

@@ -1,0 +1,106 @@
+"""Random interruptions of `gdp place`: an answer or a clear refusal each time, in time, and no half-written file."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gdp.bench.graphs import lstm_training_graph
+from gdp.cluster import Cluster
+from gdp.graph import Graph
+from gdp.graph.accumulation import accumulated
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import verify
+
+DEVICES = "8xp100-pcie-16g"
+BUDGET_S = 6.0
+LATE_SHARE, LATE_S = 0.1, 2.0  # of a budget, and seconds: what an answer may take longer
+STARTED_S = 1.5  # that Python takes to load gdp: before that, a signal ends Python
+ANSWERED_S = 2.0  # after a signal
+SLOW = 2.0  # times as much on a machine that runs other tests as well
+OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of a command that was interrupted: its status, what it printed, and the seconds after the signal."""
+
+    status: int
+    out: str
+    err: str
+    late_s: float
+
+
+def place(graph: Path, out: Path, number: int | None, delay_s: float, options: Sequence[str] = ()) -> Ending:
+    """Sends signal `number` to a command after `delay_s`; None: its budget of that many seconds ends it."""
+    budget = f"{BUDGET_S if number is not None else delay_s:g}s"
+    command = [sys.executable, "-m", "gdp", "place", str(graph), "--devices", DEVICES, "--budget", budget]
+    command += ["--out", str(out), "--json", "--no-cache", *options]
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        end_s = began + delay_s
+        if number is not None:
+            try:
+                process.wait(delay_s)
+            except subprocess.TimeoutExpired:
+                process.send_signal(number)
+            end_s = min(time.monotonic(), end_s)
+        printed = process.communicate(timeout=120)
+    return Ending(process.returncode, *printed, time.monotonic() - end_s)
+
+
+def check(ending: Ending, graph: Graph, out: Path) -> None:
+    """An answer is whole and true, a refusal is a line, and files are whole or absent."""
+    assert "Traceback" not in ending.err
+    assert ending.status in (OK, NOTHING_FITS, INTERRUPTED), ending.err
+    left = {path.name for path in out.iterdir()} if out.exists() else set()
+    assert left <= {"plan.json", "graph.json.gz", "cluster.json", "report.html"}
+    if ending.out:
+        assert json.loads(ending.out)["status"] in ("ok", "infeasible")
+    else:
+        assert "gdp: " in ending.err
+    if "plan.json" in left:
+        assert verify(Problem.build(graph, Cluster.parse(DEVICES)), Plan.load(out / "plan.json")) == []
+    if "graph.json.gz" in left:
+        assert Graph.load(out / "graph.json.gz").fingerprint == graph.fingerprint
+    if "report.html" in left:
+        assert (out / "report.html").read_text().rstrip().endswith("</html>")
+
+
+def interrupted(graph: Graph, count: int, seed: int, tmp_path: Path) -> None:
+    """Checks `count` random interruptions: signals at any moment, and budgets of any length."""
+    source, draw = tmp_path / "step.json.gz", random.Random(seed)
+    graph.save(source)
+    for number in range(count):
+        out = tmp_path / f"out{number}"
+        sent = draw.choice((signal.SIGINT, signal.SIGTERM, None))
+        if sent is None:
+            budget_s = draw.uniform(0.1, BUDGET_S)
+            ending = place(source, out, None, budget_s)
+            limit_s = STARTED_S + LATE_SHARE * budget_s + LATE_S + graph.num_ops * 2e-5  # what half of it does not do
+        else:
+            delay_s = draw.uniform(STARTED_S, STARTED_S + BUDGET_S)
+            ending = place(source, out, sent, delay_s)
+            limit_s = ANSWERED_S
+        check(ending, graph, out)
+        assert ending.late_s <= SLOW * limit_s, f"{number}: {sent}, {ending}"
+
+
+def test_random_interruptions_leave_an_answer_or_a_refusal_in_time(tmp_path: Path) -> None:
+    interrupted(accumulated(lstm_training_graph(20), 4), 4, 0, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_steps", [4, 40, 160, 400])
+def test_many_random_interruptions_of_steps_of_several_sizes(num_steps: int, tmp_path: Path) -> None:
+    make = partial(accumulated, lstm_training_graph(num_steps), 16)
+    interrupted(make(), 50, num_steps, tmp_path)
