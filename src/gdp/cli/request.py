@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from gdp.simulator.constraints import Constraints
 
 
-# that an op takes at the end of a command, to replay and keep the plan, and in each large file
-_REPLAY_US, _FILE_US = 3.0, 5.0
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlaceRequest:
     """Holds the options of `gdp place`, parsed."""
@@ -91,13 +87,13 @@ class PlaceRequest:
         To capture the model and to compile kernels are not included. At least half of the budget stays for the answer.
         """
         from gdp.budget import Budget
+        from gdp.planning.fixed_time import search_s
 
-        total = self.budget.seconds
-        if total is None:
+        total_s = self.budget.seconds
+        if total_s is None:
             return self
         spent_s = 0.0 if model.is_captured else time.monotonic() - self.began_s - compiled_s
-        ended_s = 1e-6 * model.graph.num_ops * (_REPLAY_US + _FILE_US * num_files)
-        return replace(self, budget=Budget(seconds=max(total - spent_s - ended_s, total / 2)))
+        return replace(self, budget=Budget(seconds=search_s(total_s, spent_s, model.graph.num_ops, num_files)))
 
     def cache_entry(self, graph: "Graph", layouts: Sequence[object] = ()) -> Path | None:
         """Returns the file that keeps the answer; None with --no-cache. `layouts`: the layouts that are asked for."""

@@ -2,7 +2,7 @@
 
     single ... contiguous --> METIS ... --> local search --> the best of all
     weight streaming, where no single device holds all --^
-    given starts, exact placement of small problems -----^
+    given starts, replicas, exact placement -------------^
 
 A placer takes seconds on a graph of 50,000 ops: with a small budget the slower ones are skipped, so that time is left
 for the search.
@@ -14,6 +14,7 @@ from dataclasses import replace
 from gdp.budget import Clock
 from gdp.placers.exact import exact
 from gdp.placers.interleaved import interleaved_stages
+from gdp.placers.replicated import replicated_stages
 from gdp.search.candidate import Candidate
 from gdp.search.classical import ClassicalRuns
 from gdp.search.fewer_devices import search_without
@@ -50,15 +51,26 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
+    replicated = placed_by_replicas(question, clock)
     classical = classical or run_classical(question, clock)
     if not classical.candidates:
         return Solution(None, classical.baselines)
     streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
     answers = replayed_starts(question)
     exact_answer = placed_exactly(question, clock, classical.best) if is_small else []
-    constructed = [*classical.candidates, *exact_answer, *streaming]
+    constructed = [*classical.candidates, *replicated, *exact_answer, *streaming]
     best = best_of([*constructed, *answers], search_from(question, clock, constructed))
     return Solution(best, classical.baselines)
+
+
+def placed_by_replicas(question: Question, clock: Clock) -> list[Candidate]:
+    """Returns stages of each replica on devices of its own; none without replicas."""
+    candidates = []
+    for placement in replicated_stages(question.problem):
+        candidates.append(question.try_orders(placement, clock=clock))
+        clock.spend(1)
+        question.tell(candidates[-1])
+    return candidates
 
 
 def run_classical(question: Question, clock: Clock) -> ClassicalRuns:

@@ -54,7 +54,7 @@ def place(
     constraints: Constraints | None = None,
     *,
     placer: str = "auto",
-    budget: Budget | str | float = "30s",
+    budget: Clock | Budget | str | float = "30s",
     seed: int = 0,
     robust: float | str | None = None,
     checkpoint: str | None = None,
@@ -67,7 +67,7 @@ def place(
     """Returns the best plan of `graph` on `cluster` that `placer` finds within `budget`.
 
     `graph` may be a `Capture`, `cluster` the text of DEVICES such as "2xl4-24g+cpu-16core", and `budget` a number of
-    seconds, "30s" or "20000sims".
+    seconds, "30s", "20000sims" or a clock that has begun.
     `auto` runs the classical placers, slow ones if there is time, and searches in the time left; it never answers worse
     than the best of them, and never with a plan that does not fit where it found one that does. When nothing fits, the
     plan has the status "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in
@@ -81,7 +81,7 @@ def place(
     """
     noise_share = _check(placer, seed, robust)
     solver_of(placer).prepare()
-    clock = Clock(Budget.of(budget), stop=stop)
+    clock = Clock.of(budget, stop=stop)
     problem = Problem.build(graph, cluster, Constraints.of(constraints, keywords, place))
     _ = problem.graph.fingerprint  # the graph keeps it: for a million ops it takes seconds, which are of the budget
     reduction, bound_ns = reduce(problem), lower_bound(problem)

@@ -27,7 +27,7 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement, clock: Clo
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
 
     `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it. The first way is always
-    tried, others while there is time.
+    tried, others of a large step while there is time.
     """
     levels = levels_of(problem, step, placement)
     orders = [order for order in problem.orders if order != B_LEVEL]
@@ -36,13 +36,10 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement, clock: Clo
         orders, few_levels = orders[:2], levels[-2:]
     ways = [(order, level) for order in orders for level in few_levels] + [(B_LEVEL, level) for level in levels]
     found: list[Candidate] = []
-    slowest_s = 0.0
     for order, level in ways:
-        if found and not has_time(clock, slowest_s):
+        if found and problem.num_ops > _LARGE and not has_time(clock, 2 * problem.simulator.fastest_s):
             return min(found)
-        began = 0.0 if clock is None else clock.seconds
         found.append(as_candidate(simulate(problem, placement, priority=problem.priority(order, level)), order))
-        slowest_s = 0.0 if clock is None else max(slowest_s, clock.seconds - began)
     if problem.microbatch.max() > 0 and len(np.unique(placement[problem.microbatch >= 0])) > step.layout.data:
         published = simulate_1f1b(problem, placement, _stages(step, placement), step.replica, levels[-1:])
         found.append(as_candidate(published, ONE_F_ONE_B))

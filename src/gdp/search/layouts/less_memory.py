@@ -70,7 +70,7 @@ def fewest_blocks(
     each place with these blocks recomputed; 0 or less where it fits. Memory is taken to fall with each block: the
     number is guessed between two that were tried, as if all blocks saved the same. Where all together lack some, other
     `shares` of them are tried in turn: links may not take the activations of all blocks in time, and then these wait.
-    Once the clock has no time for a further try, the answer is the fewest that were tried with success.
+    Once the clock is up, the answer is the fewest that were tried with success.
     """
 
     def first(counts: I64) -> tuple[str, ...]:
@@ -89,11 +89,9 @@ def fewest_blocks(
     else:
         high, lacks_high = most, lacking(first(most))
     low = np.where(lacks_high > 0, high, 0)
-    slowest_s = 0.0
     for _ in range(_MOST_PROBES):
-        if (high - low <= 1).all() or not has_time(clock, slowest_s):
+        if (high - low <= 1).all() or not has_time(clock):
             break
-        began = 0.0 if clock is None else clock.seconds
         share = lacks_low / np.maximum(lacks_low - lacks_high, 1)
         guess = low + np.ceil((high - low) * share).astype(np.int64)
         guess = np.where(high - low > 1, np.clip(guess, low + 1, high - 1), high)
@@ -101,5 +99,4 @@ def fewest_blocks(
         is_low = (lacks > 0) & (guess < high)
         low, lacks_low = np.where(is_low, guess, low), np.where(is_low, lacks, lacks_low)
         high, lacks_high = np.where(is_low, high, guess), np.where(is_low, lacks_high, lacks)
-        slowest_s = 0.0 if clock is None else max(slowest_s, clock.seconds - began)
     return first(high)
