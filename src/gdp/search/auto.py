@@ -53,7 +53,7 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
         question = question.unreduced()
     replicated = placed_by_replicas(question, clock)
     classical = classical or run_classical(question, clock)
-    if not classical.candidates:
+    if not (classical.candidates or replicated):
         return Solution(None, classical.baselines)
     streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
     answers = replayed_starts(question)
@@ -65,8 +65,10 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
 
 def placed_by_replicas(question: Question, clock: Clock) -> list[Candidate]:
     """Returns stages of each replica on devices of its own; none without replicas."""
-    candidates = []
-    for placement in replicated_stages(question.problem):
+    candidates: list[Candidate] = []
+    for placement in () if clock.stop.is_set() else replicated_stages(question.problem):
+        if candidates and not question.has_time(clock, REPLAYED):
+            break
         candidates.append(question.try_orders(placement, clock=clock))
         clock.spend(1)
         question.tell(candidates[-1])

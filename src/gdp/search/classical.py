@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from gdp.budget import Clock
 from gdp.placers import CLASSICAL, NoTimeError
 from gdp.search.candidate import Candidate
-from gdp.search.fewer_microbatches import Few
+from gdp.search.fewer_microbatches import Few, is_large
 from gdp.search.question import Question
 from gdp.simulator.orders import B_LEVEL
 from gdp.simulator.plan import Baseline
@@ -41,7 +41,7 @@ class ClassicalRuns:
         """
         least = clock.at_least(QUICKLY_S)
         for name in names:
-            if clock.stop.is_set() and self.candidates:
+            if clock.stop.is_set() and (self.candidates or is_large(self.question.problem)):
                 return
             is_late = clock.seconds_left == 0.0
             fits = self.best is not None and self.best.fits

@@ -20,7 +20,9 @@ from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction
 from gdp.errors import InputError
 from gdp.graph import GraphSource
+from gdp.search.auto import SEARCHED
 from gdp.search.candidate import Candidate
+from gdp.search.fewer_microbatches import is_large
 from gdp.search.noise import DEFAULT_NOISE, Noise, step_times_under_noise
 from gdp.search.question import Question
 from gdp.search.solution import Solution
@@ -29,7 +31,7 @@ from gdp.simulator.constraints import ConstraintKeywords, Constraints
 from gdp.simulator.plan import Plan, Search
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
-from gdp.units.reduction import reduce
+from gdp.units.reduction import Reduction, reduce
 
 FEWEST_UNDER_NOISE = 500  # simulations that there must be time for, or a search is without noise by default
 RECORD_S = 0.5  # seconds that the replays under noise of the answer may take after the time
@@ -84,11 +86,16 @@ def place(
     clock = Clock.of(budget, stop=stop)
     problem = Problem.build(graph, cluster, Constraints.of(constraints, keywords, place))
     _ = problem.graph.fingerprint  # the graph keeps it: for a million ops it takes seconds, which are of the budget
-    reduction, bound_ns = reduce(problem), lower_bound(problem)
+    bound_ns = lower_bound(problem)
+    if clock.stop.is_set() and is_large(problem):
+        raise InputError("interrupted before there was a placement; place again")
     report = None if on_progress is None else _best_so_far(on_progress, clock, bound_ns)
-    question = Question(problem, reduction, bound_ns, seed, None, starts, checkpoint, num_threads, report)
+    nothing = Reduction.nothing(problem)
+    question = Question(problem, nothing, bound_ns, seed, None, starts, checkpoint, num_threads, report)
+    if not is_large(problem) or solver_of(placer).asks_policy or question.has_time(clock, SEARCHED):
+        question = replace(question, reduction=reduce(problem))  # which only a search needs
     if noise_share and (robust is not None or question.has_time(clock, FEWEST_UNDER_NOISE)):
-        question = replace(question, noise=Noise.draw(reduction, noise_share, NUM_PERTURBATIONS, seed))
+        question = replace(question, noise=Noise.draw(question.reduction, noise_share, NUM_PERTURBATIONS, seed))
     solution = solve(placer, question, clock)
     if solution.best is None:
         names = f"{problem.graph.name!r} on {problem.cluster.name!r}"

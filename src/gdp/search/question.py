@@ -45,7 +45,8 @@ class Question:
 
     def has_time(self, clock: Clock, num_simulations: int) -> bool:
         """Returns whether `clock` has the time that so many simulations take; always, when it counts simulations."""
-        return clock.has(0.0 if clock.seconds_left is None else num_simulations * self.simulation_s)
+        is_timed = clock.seconds_left is not None and clock.has(0.0)
+        return clock.has(num_simulations * self.simulation_s if is_timed else 0.0)
 
     def tell(self, candidate: Candidate) -> None:
         """Reports a candidate to whoever asked."""

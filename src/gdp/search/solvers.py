@@ -59,7 +59,7 @@ def solve(name: str, question: Question, clock: Clock) -> Solution:
 def _in_good_order(question: Question, clock: Clock) -> Question:
     """Returns the question in the order of micro-batches in which contiguous stages do best, if there is time."""
     problem, clock = question.problem, clock.until(ORDER_SHARE)
-    if problem.microbatch.max() < 1:
+    if problem.microbatch.max() < 1 or clock.stop.is_set():
         return question
     units = Units.of(problem, forward_units(problem))
     chain = folded_chain(problem, units)
