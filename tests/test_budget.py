@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdp.budget import Budget, Clock
+from gdp.budget import Budget, Clock, has_time
 from gdp.errors import InputError
 
 SHARES = st.floats(0.0, 1.0)
@@ -64,3 +64,22 @@ def test_what_is_no_budget(text: str) -> None:
     """Bad texts are one clear error."""
     with pytest.raises(InputError, match="budget is"):
         Budget.parse(text)
+
+
+def test_a_clock_ends_earlier_or_not_before_some_seconds() -> None:
+    now = [0.0]
+    clock = Clock(Budget(seconds=10.0), timer=lambda: now[0])
+    assert clock.before(3.0).seconds_left == 7.0
+    now[0] = 9.0
+    assert clock.before(3.0).seconds_left == 0.0
+    assert clock.at_least(2.0).seconds_left == 2.0
+    assert clock.at_least(0.5).seconds_left == 1.0
+
+
+def test_seconds_do_not_end_a_clock_that_counts_simulations() -> None:
+    clock = Clock(Budget(simulations=10))
+    assert clock.before(3.0).simulations_left == clock.at_least(3.0).simulations_left == 10
+    assert has_time(clock, 1e9)
+    clock.stop.set()
+    assert not has_time(clock)
+    assert has_time(None, 1e9)

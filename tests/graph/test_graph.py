@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from gdp import files
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.write_after_read import write_after_read
@@ -136,6 +137,11 @@ def test_a_file_that_is_read_and_written_again_is_bit_equal(tmp_path: Path, name
     Graph.load(tmp_path / name).save(tmp_path / f"again-{name}")
     assert (tmp_path / f"again-{name}").read_bytes() == (tmp_path / name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"again-{name}", name]
+
+
+@given(instances())
+def test_a_fingerprint_is_that_of_the_document(instance: Instance) -> None:
+    assert instance.graph.fingerprint == files.fingerprint(instance.graph.to_document())
 
 
 def test_a_fingerprint_leaves_out_the_name_and_spelled_out_defaults_and_nothing_else() -> None:

@@ -1,0 +1,65 @@
+"""Placers on a clock: each answers with the best that it has, or says that it has none."""
+
+import numpy as np
+import pytest
+
+from gdp.budget import Budget, Clock
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
+from gdp.placers import CLASSICAL, NoTimeError
+from gdp.placers import list_scheduling as lists
+from gdp.placers.base import TriedPlacements
+from gdp.placers.replicated import replicated_stages
+from gdp.simulator.problem import Problem
+from problems import CASES, accumulating, recurrent
+
+
+def up() -> Clock:
+    """Returns a clock that is up."""
+    return Clock(Budget(seconds=0.0))
+
+
+@pytest.mark.parametrize("name", CLASSICAL)
+@pytest.mark.parametrize("case", CASES)
+def test_a_placer_whose_clock_is_up_has_a_placement_or_says_that_it_has_none(name: str, case: str) -> None:
+    problem = CASES[case].problem()
+    try:
+        placement = CLASSICAL[name](problem, 0, up())
+    except NoTimeError:
+        return
+    assert placement is None or not problem.broken_constraints(placement)
+
+
+@pytest.mark.parametrize("name", CLASSICAL)
+def test_a_clock_with_time_changes_no_placement(name: str) -> None:
+    problem = Problem.build(recurrent(), "3xp100-pcie-16g")
+    without, with_one = CLASSICAL[name](problem, 0), CLASSICAL[name](problem, 0, Clock(Budget(seconds=1e6)))
+    np.testing.assert_array_equal(without, with_one)
+
+
+@pytest.mark.parametrize("name", ["heft", "m-etf", "m-sct"])
+def test_list_schedules_made_in_slices_are_those_made_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.build(accumulating(), "3xp100-pcie-16g")
+    at_once = CLASSICAL[name](problem, 0)
+    monkeypatch.setattr(lists, "_SLICE", 7 * problem.num_devices)
+    np.testing.assert_array_equal(at_once, CLASSICAL[name](problem, 0))
+
+
+def test_the_first_placement_is_tried_at_any_time() -> None:
+    problem = Problem.build(recurrent(), "2xl4-24g")
+    assert TriedPlacements(problem, up()).run([np.zeros(problem.num_ops, np.int64)])
+
+
+def test_replicas_are_placed_on_devices_of_their_own() -> None:
+    """Two replicas on four devices: each uses two of them, and none of the other's."""
+    step = Step.of(recurrent(), Layout.parse("data=2"))
+    problem = Problem.build(step.graph, "4xp100-pcie-16g")
+    placements = replicated_stages(problem)
+    assert placements
+    for placement in placements:
+        own = [set(placement[(step.replica == replica) & ~step.graph.is_collective].tolist()) for replica in range(2)]
+        assert own == [{0, 1}, {2, 3}]
+
+
+def test_a_step_without_replicas_has_no_stages_of_replicas() -> None:
+    assert replicated_stages(Problem.build(recurrent(), "2xl4-24g")) == []
