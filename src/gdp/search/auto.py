@@ -66,10 +66,11 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
 def placed_by_replicas(question: Question, clock: Clock) -> list[Candidate]:
     """Returns stages of each replica on devices of its own; none without replicas."""
     candidates: list[Candidate] = []
+    orders = (question.problem.order,) if is_large(question.problem) else None
     for placement in () if clock.stop.is_set() else replicated_stages(question.problem):
         if candidates and not question.has_time(clock, REPLAYED):
             break
-        candidates.append(question.try_orders(placement, clock=clock))
+        candidates.append(question.try_orders(placement, orders, clock))
         clock.spend(1)
         question.tell(candidates[-1])
     return candidates

@@ -49,7 +49,8 @@ class Units:
     @cached_property
     def time_ns(self) -> I64:
         """[U, D] the unit's ops one after the other; ops that cannot run on the device count as 0."""
-        return self.sum(np.maximum(self.problem.op_time_ns, 0))
+        sums = self.sum(np.maximum(self.problem.simulator.time_table_ns, 0))
+        return np.broadcast_to(sums, (self.num_units, self.problem.num_devices))  # one column where devices are alike
 
     @cached_property
     def work_ns(self) -> I64:
