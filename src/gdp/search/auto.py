@@ -1,11 +1,11 @@
-"""`auto`: classical placers, then a local search from all their answers in the time left.
+"""`auto`: classical placers, then the policy from their best answer, then a local search in the time left.
 
-    single ... contiguous --> METIS ... --> local search --> the best of all
-    weight streaming, where no single device holds all --^
-    given starts, exact placement of small problems -----^
+    single ... --> contiguous ... METIS ... --> policy --> local search --> the best of all
+    weight streaming, where no single device holds all ----^
+    given starts, exact placement of small problems -------^
 
 A placer takes seconds on a graph of 50,000 ops: with a small budget the slower ones are skipped, so that time is left
-for the search.
+for the policy and for the search.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,16 @@ from gdp.search.local_search import LocalSearch
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.streaming import stream_weights
+from gdp.search.zero_shot import draw_near
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
 from gdp.units.units import Units
 
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
-QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that `auto` always runs
+QUICKEST = ("single", "expert", "m-topo")  # classical placers that `auto` always runs
+QUICK = (*QUICKEST, "heft", "contiguous")  # those that it runs without a policy
+STAGES = ("contiguous", "dp-stages")
+STAGES_PER_LIST = 10.0  # times as long as `m-topo` takes `contiguous`: 4 to 14 times on graphs of 5,000 to 55,000 ops
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
 CLASSICAL_SHARE = 0.15  # of the time: later no slow placer begins
 STREAMING_SHARE = 0.2  # of the budget at most
@@ -38,29 +42,51 @@ NODES_PER_SIMULATION = 20  # of it while nothing fits: most are partial placemen
 
 
 def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = None) -> Solution:
-    """Returns the best of classical placers, weight streaming, exact placement where it is small, and the search.
+    """Returns the best of classical placers, weight streaming, exact placement where it is small, policy, and search.
 
-    Placers run unless `classical` has their answers.
+    Placers run unless `classical` has their answers. A budget in simulations leaves the policy out: its simulations
+    take several times as long as those of the search, so their number is no measure to share by.
     """
     is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
-    classical = classical or run_classical(question, clock)
+    asks_policy = question.asks_policy and clock.simulations_left is None
+    classical = classical or run_classical(question, clock, before_policy=asks_policy)
     if not classical.candidates:
         return Solution(None, classical.baselines)
     streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
     answers = replayed_starts(question)
     exact_answer = placed_exactly(question, clock, classical.best) if is_small else []
     constructed = [*classical.candidates, *exact_answer, *streaming]
-    searched = search_from(question, clock, constructed)
+    if asks_policy:
+        drawn, is_complete = draw_near(question, clock, [*constructed, *answers])
+        constructed.append(drawn)
+        if clock.is_up:
+            return Solution(best_of([*constructed, *answers], drawn), classical.baselines)
+        searched = search_from(question, clock, [min(constructed)], num_more=None if is_complete else 0)
+    else:
+        searched = search_from(question, clock, constructed)
     return Solution(best_of([*constructed, *answers], searched), classical.baselines)
 
 
-def run_classical(question: Question, clock: Clock) -> ClassicalRuns:
-    """Runs the quick classical placers, and slow ones as long as little of the time is spent."""
-    classical = ClassicalRuns(question, Few.of_large(question.problem))
-    classical.run(_with_stages(question.problem, QUICK), clock)
-    slow = [name for name in SLOW if name not in classical.baselines]
+def run_classical(question: Question, clock: Clock, *, before_policy: bool = False) -> ClassicalRuns:
+    """Runs the quick classical placers, and slow ones as long as little of the time is spent.
+
+    Before a policy only the quickest run in any case, and stages while there is time for them or no plan fits.
+    """
+    problem = question.problem
+    classical, quick = ClassicalRuns(question, Few.of_large(problem)), _with_stages(problem, QUICK)
+    if not before_policy:
+        classical.run(quick, clock)
+    else:
+        classical.run(QUICKEST[:-1], clock)
+        began = clock.seconds
+        classical.run(QUICKEST[-1:], clock)
+        stages_s = STAGES_PER_LIST * (clock.seconds - began)
+        for name in (name for name in quick if name in STAGES):
+            is_asked = clock.has(stages_s) or classical.best is None or not classical.best.fits
+            classical.run((name,), clock if is_asked else clock.until(0.0), all_of_them=is_asked)
+    slow = [name for name in (*quick, *SLOW) if name not in classical.baselines]
     classical.run(slow, clock.until(CLASSICAL_SHARE), all_of_them=False)
     return classical
 
@@ -122,10 +148,13 @@ def placed_exactly(question: Question, clock: Clock, best: Candidate | None) -> 
     return [] if answer.placement is None else [question.try_orders(answer.placement)]
 
 
-def search_from(question: Question, clock: Clock, constructed: Sequence[Candidate]) -> Candidate:
+def search_from(
+    question: Question, clock: Clock, constructed: Sequence[Candidate], *, num_more: int | None = None
+) -> Candidate:
     """Returns the best that the local search finds from what was constructed and from the starts given, replayed.
 
-    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent.
+    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. It
+    makes up to `num_more` further starts itself.
     """
     problem, noise = question.reduction.problem, question.noise
     search = LocalSearch(
@@ -140,7 +169,7 @@ def search_from(question: Question, clock: Clock, constructed: Sequence[Candidat
     starts = [Candidate(placement) for placement in [*placements, *interleaved_stages(problem)]]
     given = [_reduced(question, start) for start in question.starts]
     if (few := Few.of(problem)) is None:
-        search.start([*starts, *given])
+        search.start([*starts, *given], num_more=num_more)
     else:
         search.start([*best_of_few(few, search, starts, FEW_MICROBATCHES_SHARE), *starts, *given], num_more=0)
     last = 1.0 if noise is None else 1.0 - ROBUST_SHARE
