@@ -15,25 +15,28 @@ from gdp.budget import Clock
 from gdp.placers.exact import exact
 from gdp.placers.interleaved import interleaved_stages
 from gdp.search.candidate import Candidate
-from gdp.search.classical import ClassicalRuns
+from gdp.search.classical import QUICKLY_S, ClassicalRuns
 from gdp.search.fewer_devices import search_without
 from gdp.search.fewer_microbatches import Few, best_of_few
 from gdp.search.local_search import LocalSearch
 from gdp.search.question import Question
 from gdp.search.solution import Solution
+from gdp.search.starts import diverse_starts
 from gdp.search.streaming import stream_weights
 from gdp.search.zero_shot import draw_near
-from gdp.simulator.problem import Problem
+from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
+from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
 QUICKEST = ("single", "expert", "m-topo")  # classical placers that `auto` always runs
 QUICK = (*QUICKEST, "heft", "contiguous")  # those that it runs without a policy
 STAGES = ("contiguous", "dp-stages")
-STAGES_PER_LIST = 10.0  # times as long as `m-topo` takes `contiguous`: 4 to 14 times on graphs of 5,000 to 55,000 ops
+STAGES_PER_LIST = 7.0  # times as long as `m-topo` takes `contiguous`: 4 to 14 times on graphs of 5,000 to 55,000 ops
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
 CLASSICAL_SHARE = 0.15  # of the time: later no slow placer begins
+NUM_PARTITIONS, PARTITIONS_SHARE = 64, 0.1  # for a policy to refine, and of the time left at most
 STREAMING_SHARE = 0.2  # of the budget at most
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
 FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
@@ -59,11 +62,16 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     exact_answer = placed_exactly(question, clock, classical.best) if is_small else []
     constructed = [*classical.candidates, *exact_answer, *streaming]
     if asks_policy:
-        drawn, is_complete = draw_near(question, clock, [*constructed, *answers])
+        reduced = question.reduction.problem
+        known = [question.reduction.restrict(candidate.placement) for candidate in [*constructed, *answers]]
+        partitions = diverse_starts(
+            reduced, forward_units(reduced), NUM_PARTITIONS, question.seed, clock.part(PARTITIONS_SHARE)
+        )
+        drawn = draw_near(question, clock, [*known, *interleaved_stages(reduced), *partitions])
         constructed.append(drawn)
         if clock.is_up:
             return Solution(best_of([*constructed, *answers], drawn), classical.baselines)
-        searched = search_from(question, clock, [min(constructed)], num_more=None if is_complete else 0)
+        searched = search_from(question, clock, [drawn], partitions)
     else:
         searched = search_from(question, clock, constructed)
     return Solution(best_of([*constructed, *answers], searched), classical.baselines)
@@ -72,11 +80,12 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
 def run_classical(question: Question, clock: Clock, *, before_policy: bool = False) -> ClassicalRuns:
     """Runs the quick classical placers, and slow ones as long as little of the time is spent.
 
-    Before a policy only the quickest run in any case, and stages while there is time for them or no plan fits.
+    Before a policy, and without micro-batches, only the quickest run in any case, and stages while there is time for
+    them or no plan fits.
     """
     problem = question.problem
     classical, quick = ClassicalRuns(question, Few.of_large(problem)), _with_stages(problem, QUICK)
-    if not before_policy:
+    if not before_policy or problem.microbatch.max() > 0:
         classical.run(quick, clock)
     else:
         classical.run(QUICKEST[:-1], clock)
@@ -84,7 +93,8 @@ def run_classical(question: Question, clock: Clock, *, before_policy: bool = Fal
         classical.run(QUICKEST[-1:], clock)
         stages_s = STAGES_PER_LIST * (clock.seconds - began)
         for name in (name for name in quick if name in STAGES):
-            is_asked = clock.has(stages_s) or classical.best is None or not classical.best.fits
+            has_time = clock.has(stages_s - QUICKLY_S)
+            is_asked = has_time or classical.best is None or not classical.best.fits
             classical.run((name,), clock if is_asked else clock.until(0.0), all_of_them=is_asked)
     slow = [name for name in (*quick, *SLOW) if name not in classical.baselines]
     classical.run(slow, clock.until(CLASSICAL_SHARE), all_of_them=False)
@@ -149,12 +159,12 @@ def placed_exactly(question: Question, clock: Clock, best: Candidate | None) -> 
 
 
 def search_from(
-    question: Question, clock: Clock, constructed: Sequence[Candidate], *, num_more: int | None = None
+    question: Question, clock: Clock, constructed: Sequence[Candidate], partitions: Sequence[Placement] = ()
 ) -> Candidate:
     """Returns the best that the local search finds from what was constructed and from the starts given, replayed.
 
-    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. It
-    makes up to `num_more` further starts itself.
+    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent.
+    `partitions` of the reduced problem are starts too; without any it makes some.
     """
     problem, noise = question.reduction.problem, question.noise
     search = LocalSearch(
@@ -166,10 +176,10 @@ def search_from(
         on_progress=question.tell,
     )
     placements = [question.reduction.restrict(candidate.placement) for candidate in constructed]
-    starts = [Candidate(placement) for placement in [*placements, *interleaved_stages(problem)]]
+    starts = [Candidate(placement) for placement in [*placements, *interleaved_stages(problem), *partitions]]
     given = [_reduced(question, start) for start in question.starts]
     if (few := Few.of(problem)) is None:
-        search.start([*starts, *given], num_more=num_more)
+        search.start([*starts, *given], num_more=0 if partitions else None)
     else:
         search.start([*best_of_few(few, search, starts, FEW_MICROBATCHES_SHARE), *starts, *given], num_more=0)
     last = 1.0 if noise is None else 1.0 - ROBUST_SHARE

@@ -154,23 +154,23 @@ def zero_shot(
     return evaluator.solution()
 
 
-def draw_near(question: Question, clock: Clock, candidates: Sequence[Candidate]) -> tuple[Candidate, bool]:
-    """Returns the policy's best answer, no worse than the `candidates`, and whether it had time for all its placements.
+def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> Candidate:
+    """Returns the policy's best answer.
 
-    It draws placements of its own, and refines the best one of all. It takes a part of the time, and all of it where
-    few simulations could follow.
+    It draws placements of its own, and refines the best of these and of those `known`, which are of the reduced
+    problem. It takes a part of the time, and all of it where few simulations could follow.
     """
     evaluator, rng = Evaluator(question, clock), np.random.default_rng(question.seed)
     began = clock.seconds
-    evaluator.try_out(np.stack([question.reduction.restrict(candidate.placement) for candidate in candidates]))
-    simulation_s, left_s = (clock.seconds - began) / len(candidates), clock.seconds_left
+    evaluator.try_out(np.stack(known))
+    simulation_s, left_s = (clock.seconds - began) / len(known), clock.seconds_left
     is_short = left_s is not None and left_s < FEW_SIMULATIONS * simulation_s
     evaluator.clock = clock.part(1.0 if is_short else NEAR_SHARE)
     config = ZeroShotConfig(num_simulations=NUM_NEAR, draw_share=DRAW_SHARE)
     draw_at_once(evaluator, read_policy(question.checkpoint), rng, config)
     best = evaluator.solution().best
     assert best is not None
-    return best, not evaluator.clock.is_up
+    return best
 
 
 def draw_at_once(
