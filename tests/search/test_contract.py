@@ -63,7 +63,7 @@ def test_the_policy_refines_what_is_known_and_ends_where_nothing_is_left() -> No
         candidates = [question.try_orders(placement) for placement in placements]
         clock = Clock(Budget(simulations=200))
         known = [question.reduction.restrict(placement) for placement in placements]
-        drawn = draw_near(question, clock, known)
+        drawn, _ = draw_near(question, clock, known)
         assert drawn.figures <= min(candidates).figures
         assert (clock.simulations == len(candidates)) == (case == "one device")
         reached = Clock(Budget(simulations=200))

@@ -24,16 +24,15 @@ from gdp.search.solution import Solution
 from gdp.search.starts import diverse_starts
 from gdp.search.streaming import stream_weights
 from gdp.search.zero_shot import draw_near
-from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
-QUICKEST = ("single", "expert", "m-topo")  # classical placers that `auto` always runs
-QUICK = (*QUICKEST, "heft", "contiguous")  # those that it runs without a policy
-STAGES = ("contiguous", "dp-stages")
-STAGES_PER_LIST = 7.0  # times as long as `m-topo` takes `contiguous`: 4 to 14 times on graphs of 5,000 to 55,000 ops
+QUICKEST = ("single", "expert")  # classical placers that `auto` always runs
+QUICK = (*QUICKEST, "m-topo", "heft", "contiguous")  # and without a policy these too
+STAGES_S = 2e-6  # for each op and device, about what `contiguous` takes: 0.9 to 5 us on graphs of 5,000 to 55,000 ops
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
 CLASSICAL_SHARE = 0.15  # of the time: later no slow placer begins
 NUM_PARTITIONS, PARTITIONS_SHARE = 64, 0.1  # for a policy to refine, and of the time left at most
@@ -67,11 +66,11 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
         partitions = diverse_starts(
             reduced, forward_units(reduced), NUM_PARTITIONS, question.seed, clock.part(PARTITIONS_SHARE)
         )
-        drawn = draw_near(question, clock, [*known, *interleaved_stages(reduced), *partitions])
+        drawn, is_complete = draw_near(question, clock, [*known, *interleaved_stages(reduced), *partitions])
         constructed.append(drawn)
         if clock.is_up:
             return Solution(best_of([*constructed, *answers], drawn), classical.baselines)
-        searched = search_from(question, clock, [drawn], partitions)
+        searched = search_from(question, clock, [drawn], num_more=None if is_complete else 0)
     else:
         searched = search_from(question, clock, constructed)
     return Solution(best_of([*constructed, *answers], searched), classical.baselines)
@@ -80,23 +79,17 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
 def run_classical(question: Question, clock: Clock, *, before_policy: bool = False) -> ClassicalRuns:
     """Runs the quick classical placers, and slow ones as long as little of the time is spent.
 
-    Before a policy, and without micro-batches, only the quickest run in any case, and stages while there is time for
-    them or no plan fits.
+    Before a policy, and without micro-batches, few of the quick ones count as such once a plan fits.
     """
     problem = question.problem
     classical, quick = ClassicalRuns(question, Few.of_large(problem)), _with_stages(problem, QUICK)
-    if not before_policy or problem.microbatch.max() > 0:
-        classical.run(quick, clock)
-    else:
-        classical.run(QUICKEST[:-1], clock)
-        began = clock.seconds
-        classical.run(QUICKEST[-1:], clock)
-        stages_s = STAGES_PER_LIST * (clock.seconds - began)
-        for name in (name for name in quick if name in STAGES):
-            has_time = clock.has(stages_s - QUICKLY_S)
-            is_asked = has_time or classical.best is None or not classical.best.fits
-            classical.run((name,), clock if is_asked else clock.until(0.0), all_of_them=is_asked)
-    slow = [name for name in (*quick, *SLOW) if name not in classical.baselines]
+    if before_policy and problem.microbatch.max() < 1:
+        classical.run(QUICKEST, clock)
+        if classical.best is not None and classical.best.fits:
+            stages_s = STAGES_S * problem.num_ops * problem.num_devices
+            quick = ("contiguous",) if clock.has(stages_s - QUICKLY_S) else ()
+    classical.run([name for name in quick if name not in classical.baselines], clock)
+    slow = [name for name in (*QUICK, *SLOW) if name not in classical.baselines]
     classical.run(slow, clock.until(CLASSICAL_SHARE), all_of_them=False)
     return classical
 
@@ -159,12 +152,12 @@ def placed_exactly(question: Question, clock: Clock, best: Candidate | None) -> 
 
 
 def search_from(
-    question: Question, clock: Clock, constructed: Sequence[Candidate], partitions: Sequence[Placement] = ()
+    question: Question, clock: Clock, constructed: Sequence[Candidate], *, num_more: int | None = None
 ) -> Candidate:
     """Returns the best that the local search finds from what was constructed and from the starts given, replayed.
 
-    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent.
-    `partitions` of the reduced problem are starts too; without any it makes some.
+    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. It
+    makes up to `num_more` further starts itself.
     """
     problem, noise = question.reduction.problem, question.noise
     search = LocalSearch(
@@ -176,10 +169,10 @@ def search_from(
         on_progress=question.tell,
     )
     placements = [question.reduction.restrict(candidate.placement) for candidate in constructed]
-    starts = [Candidate(placement) for placement in [*placements, *interleaved_stages(problem), *partitions]]
+    starts = [Candidate(placement) for placement in [*placements, *interleaved_stages(problem)]]
     given = [_reduced(question, start) for start in question.starts]
     if (few := Few.of(problem)) is None:
-        search.start([*starts, *given], num_more=0 if partitions else None)
+        search.start([*starts, *given], num_more=num_more)
     else:
         search.start([*best_of_few(few, search, starts, FEW_MICROBATCHES_SHARE), *starts, *given], num_more=0)
     last = 1.0 if noise is None else 1.0 - ROBUST_SHARE

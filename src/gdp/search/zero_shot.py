@@ -154,8 +154,8 @@ def zero_shot(
     return evaluator.solution()
 
 
-def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> Candidate:
-    """Returns the policy's best answer.
+def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> tuple[Candidate, bool]:
+    """Returns the policy's best answer, and whether it had time for all its placements.
 
     It draws placements of its own, and refines the best of these and of those `known`, which are of the reduced
     problem. It takes a part of the time, and all of it where few simulations could follow.
@@ -170,7 +170,7 @@ def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> C
     draw_at_once(evaluator, read_policy(question.checkpoint), rng, config)
     best = evaluator.solution().best
     assert best is not None
-    return best
+    return best, not evaluator.clock.is_up
 
 
 def draw_at_once(
