@@ -8,12 +8,12 @@ from gdp.bench.short import LARGE, PAPERS, WITH, WITHOUT, ShortBenchmark
 def test_both_answers_have_figures_and_a_page(tmp_path: Path) -> None:
     """A workload of the papers and a larger step, each with and without the policy."""
     names = ("wavenet-2x9", "wavenet-2x9:microbatches=2")
-    figures = ShortBenchmark(workloads=names, seconds=(0.1, 0.2), seeds=1).run(out=tmp_path)
-    assert [(mean["part"], mean["seconds"]) for mean in figures["means"]] == [
-        (PAPERS, 0.1),
-        (PAPERS, 0.2),
-        (LARGE, 0.1),
-        (LARGE, 0.2),
+    figures = ShortBenchmark(workloads=names, budgets=("0.1s", "0.2s"), seeds=1).run(out=tmp_path)
+    assert [(mean["part"], mean["budget"]) for mean in figures["means"]] == [
+        (PAPERS, "0.1s"),
+        (PAPERS, "0.2s"),
+        (LARGE, "0.1s"),
+        (LARGE, "0.2s"),
     ]
     for row in figures["rows"]:
         ran = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdp.bench import methods
-from gdp.bench.benchmark import Benchmark, Say
+from gdp.bench.benchmark import Benchmark, Say, require_seconds
 from gdp.bench.comparison import MeanRatio, WorkloadRow, compare, ratio_dots
 from gdp.bench.figures import dot_plot
 from gdp.bench.graphs import workload_inputs
@@ -28,7 +28,7 @@ from gdp.planning.warm_up import warm_up
 
 WITH, WITHOUT = "with", "without"
 PAPERS, LARGE = "papers", "large steps"
-SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
+BUDGETS = ("0.5s", "1s", "2s", "5s", "10s")
 LARGE_STEPS = (
     "amoebanet:data=4",
     "transformer-xl-8:microbatches=4",
@@ -49,7 +49,7 @@ class ShortMean:
     """The step times with the policy over those without it, over the problems of a part."""
 
     part: str
-    seconds: float
+    budget: str
     ratio: MeanRatio
     num_better: int
     num_worse: int
@@ -58,13 +58,13 @@ class ShortMean:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortBenchmark(Benchmark):
-    """Each problem with each seed within each number of seconds; a large step is called WORKLOAD:LAYOUT."""
+    """Each problem with each seed within each budget; a large step is called WORKLOAD:LAYOUT."""
 
     name = "short"
-    options = ("seeds", "workloads")
+    options = ("seeds", "budgets", "workloads")
     seeds: int = 2
     workloads: tuple[str, ...] = (*paper_names(), *LARGE_STEPS)
-    seconds: tuple[float, ...] = SECONDS
+    budgets: tuple[str, ...] = BUDGETS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,37 +73,39 @@ class ShortBenchmark(Benchmark):
             workloads.get(workload)
             if layout:
                 Layout.parse(layout)
+        for text in self.budgets:
+            require_seconds(self.name, Budget.parse(text), "0.5s")
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
-        """Returns [seconds][problem] rows, and means over the problems of each part."""
+        """Returns [budget][problem] rows, and means over the problems of each part."""
         warm_up(("auto",))
-        placed: dict[float, list[WorkloadRow]] = {seconds: [] for seconds in self.seconds}
+        placed: dict[str, list[WorkloadRow]] = {budget: [] for budget in self.budgets}
         for name in self.workloads:
             runs = WorkloadRuns(name, rows, _inputs(name))
-            for seconds, some in placed.items():
-                some.append(self._place(runs, seconds))
-                say(f"{seconds:g} s: {some[-1]}")
+            for budget, some in placed.items():
+                some.append(self._place(runs, budget))
+                say(f"{budget}: {some[-1]}")
         parts = {PAPERS: paper_names(), LARGE: [name for name in self.workloads if ":" in name]}
         return {
             "placed": placed,
             "rows": [row for some in placed.values() for row in some],
             "means": [
-                _mean(part, seconds, [row for row in some if row.workload in names])
+                _mean(part, budget, [row for row in some if row.workload in names])
                 for part, names in parts.items()
-                for seconds, some in placed.items()
+                for budget, some in placed.items()
                 if any(row.workload in names for row in some)
             ],
             "names": self.workloads,
         }
 
     def draw(self, measured: Mapping[str, Any]) -> bytes:
-        dots = {f"{seconds:g} s": ratio_dots(some, WITH, WITHOUT) for seconds, some in measured["placed"].items()}
+        dots = {budget: ratio_dots(some, WITH, WITHOUT) for budget, some in measured["placed"].items()}
         return dot_plot("Short budgets", "step time with the policy over that without it; a dot for each problem", dots)
 
-    def _place(self, runs: WorkloadRuns, seconds: float) -> WorkloadRow:
+    def _place(self, runs: WorkloadRuns, budget: str) -> WorkloadRow:
         found = {}
         for name in (WITH, WITHOUT):
-            method = methods.auto(Budget(seconds=seconds), asks_policy=name == WITH, name=f"{name}-{seconds:g}s")
+            method = methods.auto(Budget.parse(budget), asks_policy=name == WITH, name=f"{name}-{budget}")
             found[name] = tuple(runs.run(method, seed) for seed in range(self.seeds))
         return WorkloadRow(**runs.facts, baselines={}, runs=found)
 
@@ -118,12 +120,12 @@ def _inputs(name: str) -> tuple[Graph, Cluster]:
     )
 
 
-def _mean(part: str, seconds: float, rows: Sequence[WorkloadRow]) -> ShortMean:
-    ratios = ratio_dots(rows, WITH, WITHOUT)
+def _mean(part: str, budget: str, rows: Sequence[WorkloadRow]) -> ShortMean:
+    ratios, seconds = ratio_dots(rows, WITH, WITHOUT), require_seconds("short", Budget.parse(budget), "0.5s")
     spent = [sum(row.mean_of(name, "cpu_seconds") for row in rows) / len(rows) / seconds for name in (WITH, WITHOUT)]
     return ShortMean(
         part,
-        seconds,
+        budget,
         compare(rows, WITH, WITHOUT),
         sum(ratio < 1 - _EVEN for ratio in ratios),
         sum(ratio > 1 + _EVEN for ratio in ratios),
