@@ -93,20 +93,21 @@ def plain_search(budget: Budget) -> Method:
     """
 
     def run(question: Question, clock: Clock) -> Solution:
-        return solve("auto", question, clock)
+        return solve("auto", replace(question, asks_policy=False), clock)
 
     return Method("search", run, budget, counts_cpu=True, num_threads=1)
 
 
-def auto(budget: Budget, *, counts_cpu: bool = True) -> Method:
+def auto(budget: Budget, *, counts_cpu: bool = True, asks_policy: bool = True, name: str = "auto") -> Method:
     """Returns the default of `gdp place`, noise included: on one thread by processor time, or on all by the wall's."""
 
     def run(question: Question, clock: Clock) -> Solution:
         noise = Noise.draw(question.reduction, DEFAULT_NOISE, NUM_PERTURBATIONS, question.seed)
-        return solve("auto", replace(question, noise=noise, bound_ns=lower_bound(question.problem)), clock)
+        bound_ns = lower_bound(question.problem)
+        return solve("auto", replace(question, noise=noise, bound_ns=bound_ns, asks_policy=asks_policy), clock)
 
     num_threads = 1 if counts_cpu else None
-    return Method("auto", run, budget, counts_cpu, num_threads, settings={"noise": DEFAULT_NOISE})
+    return Method(name, run, budget, counts_cpu, num_threads, settings={"noise": DEFAULT_NOISE})
 
 
 def classical() -> Method:

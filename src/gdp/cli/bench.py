@@ -47,6 +47,24 @@ def bench_search(
     return _answer(benchmark, out, rows, json)
 
 
+@bench_app.command("short")
+def bench_short(
+    workloads: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="WORKLOAD or WORKLOAD:LAYOUT each. Default: 24.")
+    ] = None,
+    budgets: Annotated[str | None, typer.Option(metavar="A,B,...", help="Of processor time. Default: five.")] = None,
+    seeds: SeedsOption = 2,
+    out: OutOption = None,
+    rows: RowsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """`auto` within 0.5 to 10 s, with the policy and without it."""
+    from gdp.bench.short import BUDGETS, ShortBenchmark
+
+    names = _names(workloads, ShortBenchmark().workloads)
+    return _answer(ShortBenchmark(seeds=seeds, workloads=names, budgets=_names(budgets, BUDGETS)), out, rows, json)
+
+
 @bench_app.command("machines")
 def bench_machines(
     workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: twenty.")] = None,

@@ -175,9 +175,7 @@ def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
 
     asking = [name for name, solver in SOLVERS.items() if solver.asks_policy]
     if not set(placers) & set(asking):
-        raise InputError(
-            f"--checkpoint: {', '.join(placers)} asks no policy; use it with --placer {' or '.join(asking)}"
-        )
+        raise InputError(f"--checkpoint: {', '.join(placers)} takes none; use it with --placer {' or '.join(asking)}")
     from gdp.policy.checkpoint import load_checkpoint
 
     load_checkpoint(checkpoint)

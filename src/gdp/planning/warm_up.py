@@ -45,13 +45,11 @@ def warm_up(
     Without placers these are the kernels of the simulator and of the lower bound. `on_kernel` is called as each kernel
     has been compiled, and never where all come from the cache.
     """
-    is_learned = any(name.startswith("gdp-") for name in placers)
     is_exact = "exact" in placers or (len(placers) > 0 and problem is not None and is_small(problem))
     modules = (
         *_SIMULATION,
-        *(_SEARCH if placers else ()),
+        *((*_SEARCH, *_POLICY) if placers else ()),
         *(_EXACT if is_exact else ()),
-        *(_POLICY if is_learned else ()),
     )
     with event.install_listener("numba:compile", _Counter(kernels_of(modules), on_kernel)):
         cluster = Cluster.parse("2xp100-pcie-16g")
@@ -60,10 +58,9 @@ def warm_up(
         lower_bound(problem)
         if placers:
             place(_step(_NUM_OPS), cluster, budget=Budget(simulations=80))
+            place(_step(_NUM_OPS), cluster, budget=Budget(simulations=80), placer="gdp-zero-shot")
         if is_exact:
             place(_step(4), cluster, budget=Budget(simulations=20), placer="exact")
-        if is_learned:
-            place(_step(_NUM_OPS), cluster, budget=Budget(simulations=80), placer="gdp-zero-shot")
 
 
 def is_small(problem: Problem) -> bool:

@@ -1,11 +1,11 @@
-"""`auto`: classical placers, then a local search from all their answers in the time left.
+"""`auto`: classical placers, then the policy from their best answer, then a local search in the time left.
 
-    single ... contiguous --> METIS ... --> local search --> the best of all
-    weight streaming, where no single device holds all --^
-    given starts, replicas, exact placement -------------^
+    single ... --> contiguous ... METIS ... --> policy --> local search --> the best of all
+    weight streaming, where no single device holds all ----^
+    given starts, replicas, exact placement ---------------^
 
 A placer takes seconds on a graph of 50,000 ops: with a small budget the slower ones are skipped, so that time is left
-for the search.
+for the policy and for the search.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,27 @@ from gdp.search.fewer_microbatches import Few, best_of_few, is_large
 from gdp.search.local_search import LocalSearch
 from gdp.search.question import Question
 from gdp.search.solution import Solution
+from gdp.search.starts import diverse_starts
 from gdp.search.streaming import stream_weights
+from gdp.search.zero_shot import draw_near
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
+from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
-QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that `auto` always runs
+QUICKEST = ("single", "expert")  # classical placers that `auto` always runs
+QUICK = (*QUICKEST, "m-topo", "heft", "contiguous")  # and without a policy these too
 BY_WORTH = ("expert", "contiguous", "dp-stages", "m-topo", "single", "heft")  # the same where time is short
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
 QUICK_SHARE, HURRIED_SHARE = 0.4, 0.7  # of the time left: then these end with the best that they have
 CLASSICAL_SHARE = 0.15  # of the time: later no slow placer begins
+NUM_PARTITIONS, PARTITIONS_SHARE = 64, 0.1  # for a policy to refine, and of the time left at most
 STREAMING_SHARE = 0.2  # of the budget at most
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
 FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
 PREPARED, REPLAYED = 20, 4  # simulations that take as long as to prepare a search, and to replay its answer
+SEARCHED_ALONE = 3000  # simulations that there must be time for, or `auto` asks the policy before the search
 UNHURRIED = 1000  # simulations of a large problem that there must be time for, or classical placers come first
 SEARCHED = 200  # the same, or there is no search
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go to the exact placer; its effort there
@@ -44,23 +50,50 @@ NODES_PER_SIMULATION = 20  # of it while nothing fits: most are partial placemen
 
 
 def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = None) -> Solution:
-    """Returns the best of classical placers, weight streaming, exact placement where it is small, and the search.
+    """Returns the best of classical placers, weight streaming, exact placement where it is small, policy, and search.
 
-    Placers run unless `classical` has their answers.
+    Placers run unless `classical` has their answers. A budget in simulations leaves the policy out: its simulations
+    take several times as long as those of the search, so their number is no measure to share by.
     """
     is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
     replicated = placed_by_replicas(question, clock)
-    classical = classical or run_classical(question, clock)
+    asks_policy = policy_helps(question, clock)
+    classical = classical or run_classical(question, clock, before_policy=asks_policy)
     if not (classical.candidates or replicated):
         return Solution(None, classical.baselines)
     streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
     answers = replayed_starts(question)
     exact_answer = placed_exactly(question, clock, classical.best) if is_small else []
     constructed = [*classical.candidates, *replicated, *exact_answer, *streaming]
-    best = best_of([*constructed, *answers], search_from(question, clock, constructed))
-    return Solution(best, classical.baselines)
+    starts, num_more = constructed, None
+    if asks_policy and not clock.is_up:
+        drawn, is_complete = asked_policy(question, clock, [*constructed, *answers])
+        constructed, starts, num_more = [*constructed, drawn], [drawn], None if is_complete else 0
+    searched = None if asks_policy and clock.is_up else search_from(question, clock, starts, num_more=num_more)
+    return Solution(best_of([*constructed, *answers], searched), classical.baselines)
+
+
+def policy_helps(question: Question, clock: Clock) -> bool:
+    """Returns whether `auto` asks the policy: where the time is short, but not so short that placers take it all."""
+    if not question.asks_policy or clock.simulations_left is not None:
+        return False
+    return not question.has_time(clock, SEARCHED_ALONE) and not hurries(question, clock)
+
+
+def hurries(question: Question, clock: Clock) -> bool:
+    """Returns whether classical placers come first and have most of the time: on large problems with little time."""
+    return is_large(question.problem) and not question.has_time(clock, UNHURRIED)
+
+
+def asked_policy(question: Question, clock: Clock, candidates: Sequence[Candidate]) -> tuple[Candidate, bool]:
+    """Returns the policy's best answer, beginning from `candidates` and partitions, and whether it had all its time."""
+    problem = question.reduction.problem
+    known = [question.reduction.restrict(candidate.placement) for candidate in candidates]
+    followers = forward_units(problem)
+    partitions = diverse_starts(problem, followers, NUM_PARTITIONS, question.seed, clock.part(PARTITIONS_SHARE))
+    return draw_near(question, clock, [*known, *interleaved_stages(problem), *partitions])
 
 
 def placed_by_replicas(question: Question, clock: Clock) -> list[Candidate]:
@@ -76,26 +109,33 @@ def placed_by_replicas(question: Question, clock: Clock) -> list[Candidate]:
     return candidates
 
 
-def run_classical(question: Question, clock: Clock) -> ClassicalRuns:
-    """Runs the quick classical placers, and slow ones as long as little of the time is spent."""
-    is_hurried = is_large(question.problem) and not question.has_time(clock, UNHURRIED)
-    classical = ClassicalRuns(question, Few.of_large(question.problem), is_hurried)
+def run_classical(question: Question, clock: Clock, *, before_policy: bool = False) -> ClassicalRuns:
+    """Runs the quick classical placers, and slow ones as long as little of the time is spent.
+
+    Before a policy, and without micro-batches, few of the quick ones count as such once a plan fits.
+    """
+    problem, is_hurried = question.problem, hurries(question, clock)
+    classical = ClassicalRuns(question, Few.of_large(problem), is_hurried)
+    quick = _with_stages(problem, QUICK)
     if is_hurried:
         clock = clock.before(REPLAYED * question.simulation_s)
         clock = clock.part(HURRIED_SHARE) if question.has_time(clock, SEARCHED) else clock
         classical.run(BY_WORTH, clock)
     else:
-        classical.run(_with_stages(question.problem, QUICK), clock.part(QUICK_SHARE))
+        if before_policy and problem.microbatch.max() < 1:
+            classical.run(QUICKEST, clock)
+            if classical.best is not None and classical.best.fits:
+                quick = ("contiguous",)
+        classical.run([name for name in quick if name not in classical.baselines], clock.part(QUICK_SHARE))
         clock = clock.until(CLASSICAL_SHARE)
-    slow = [name for name in SLOW if name not in classical.baselines]
+    slow = [name for name in (*QUICK, *SLOW) if name not in classical.baselines]
     classical.run(slow, clock, all_of_them=False)
     return classical
 
 
 def local_search(question: Question, clock: Clock) -> Solution:
     """Returns what the local search finds from two classical answers and the starts given."""
-    is_hurried = is_large(question.problem) and not question.has_time(clock, UNHURRIED)
-    classical = ClassicalRuns(question, Few.of_large(question.problem), is_hurried)
+    classical = ClassicalRuns(question, Few.of_large(question.problem), hurries(question, clock))
     classical.run(_with_stages(question.problem, FEWEST), clock.part(HURRIED_SHARE))
     if not classical.candidates:
         return Solution(None)
@@ -149,11 +189,13 @@ def placed_exactly(question: Question, clock: Clock, best: Candidate | None) -> 
     return [] if answer.placement is None else [question.try_orders(answer.placement)]
 
 
-def search_from(question: Question, clock: Clock, constructed: Sequence[Candidate]) -> Candidate | None:
+def search_from(
+    question: Question, clock: Clock, constructed: Sequence[Candidate], *, num_more: int | None = None
+) -> Candidate | None:
     """Returns the best that the local search finds from what was constructed and from the starts given, replayed.
 
-    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. None
-    where there is no time to prepare it.
+    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. It
+    makes up to `num_more` further starts itself. None where there is no time to prepare it.
     """
     problem, noise = question.reduction.problem, question.noise
     if is_large(question.problem) and not question.has_time(clock, SEARCHED):
@@ -173,7 +215,7 @@ def search_from(question: Question, clock: Clock, constructed: Sequence[Candidat
     starts = [Candidate(placement) for placement in [*placements, *further]]
     given = [_reduced(question, start) for start in question.starts]
     if (few := Few.of(problem)) is None:
-        search.start([*starts, *given])
+        search.start([*starts, *given], num_more=num_more)
     else:
         search.start([*best_of_few(few, search, starts, FEW_MICROBATCHES_SHARE), *starts, *given], num_more=0)
     last = 1.0 if noise is None else 1.0 - ROBUST_SHARE

@@ -70,11 +70,12 @@ def place(
 
     `graph` may be a `Capture`, `cluster` the text of DEVICES such as "2xl4-24g+cpu-16core", and `budget` a number of
     seconds, "30s", "20000sims" or a clock that has begun.
-    `auto` runs the classical placers, slow ones if there is time, and searches in the time left; it never answers worse
-    than the best of them, and never with a plan that does not fit where it found one that does. When nothing fits, the
-    plan has the status "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in
-    simulations the same seed gives the same plan. Constraints are those of `Problem.build`, one value or keywords such
-    as `pins={"encoder": "gpu0"}`, `forbid`, `max_memory={"gpu0": "12GiB"}` and `reserve="10%"`. `robust` is the
+    `auto` runs the classical placers, slow ones if there is time, asks the policy where the time is short, and
+    searches in the time left; it never answers worse than the best of them, and never with a plan that does not fit
+    where it found one that does. When nothing fits, the plan has the status "infeasible" and
+    `plan.search.missing_bytes` says where and by how much. With a budget in simulations the same seed gives the same
+    plan. Constraints are those of `Problem.build`, one value or keywords such as `pins={"encoder": "gpu0"}`, `forbid`,
+    `max_memory={"gpu0": "12GiB"}` and `reserve="10%"`. `robust` is the
     relative deviation of op times over which searches average the step time (default: 0.02; 0: not at all), to choose
     among plans that are not slower than a baseline without it. `checkpoint` is the file of a policy for the learned
     placers, in place of the one that comes with gdp. Searches begin from `starts` too, moved where constraints do not

@@ -8,6 +8,7 @@ The simulator scores what the policy draws; the best placement that fits is the 
 a reduced one), S samples.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ from gdp.simulator.simulate import evaluate_many
 if TYPE_CHECKING:  # PyTorch takes seconds to import
     from gdp.policy.base import Policy
 
+NUM_NEAR, DRAW_SHARE = 2000, 0.4  # before a search: simulations at most, and `draw_share`
+NEAR_SHARE = 0.5  # of the time before a search
+FEW_SIMULATIONS = 500  # with time for no more no search follows
 _PARENT = 0.4  # probability that the best style is varied, then the next, and so on
 
 
@@ -39,6 +43,7 @@ class ZeroShotConfig:
     num_simulations: int = 512
     num_drawn: int = 96  # of them on styles drawn at random
     num_varied: int = 96  # and on variations of the best ones; the rest refines the best placement
+    draw_share: float = 1.0  # of the time at most for drawing, and as much for varying
     num_styles: int = 8  # in each grouping, which takes several times as long as a placement in it
     num_refined: int = 16  # in each grouping; the next one begins from the best of them
     refinement_units: tuple[int, ...] = NUM_UNITS  # in turn
@@ -64,6 +69,14 @@ class Evaluator:
     def problem(self) -> Problem:
         """The reduced problem."""
         return self.question.reduction.problem
+
+    @property
+    def is_over(self) -> bool:
+        """True when there is a placement, and it cannot be improved or the clock is up."""
+        if self.best is None:
+            return False
+        reached = self.best.fits and self.best.step_time_ns <= self.question.bound_ns
+        return reached or self.clock.is_up or self.problem.num_devices == 1
 
     @property
     def placement(self) -> Placement:
@@ -141,6 +154,25 @@ def zero_shot(
     return evaluator.solution()
 
 
+def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> tuple[Candidate, bool]:
+    """Returns the policy's best answer, and whether it had time for all its placements.
+
+    It draws placements of its own, and refines the best of these and of those `known`, which are of the reduced
+    problem. It takes a part of the time, and all of it where few simulations could follow.
+    """
+    evaluator, rng = Evaluator(question, clock), np.random.default_rng(question.seed)
+    began = clock.seconds
+    evaluator.try_out(np.stack(known))
+    simulation_s, left_s = (clock.seconds - began) / len(known), clock.seconds_left
+    is_short = left_s is not None and left_s < FEW_SIMULATIONS * simulation_s
+    evaluator.clock = clock.part(1.0 if is_short else NEAR_SHARE)
+    config = ZeroShotConfig(num_simulations=NUM_NEAR, draw_share=DRAW_SHARE)
+    draw_at_once(evaluator, read_policy(question.checkpoint), rng, config)
+    best = evaluator.solution().best
+    assert best is not None
+    return best, not evaluator.clock.is_up
+
+
 def draw_at_once(
     evaluator: Evaluator, policy: "Policy | Constructor", rng: np.random.Generator, config: ZeroShotConfig
 ) -> Styles | None:
@@ -159,15 +191,17 @@ def construct_at_once(
     """Lets `evaluator` look at what is drawn, varied and refined; returns the styles that were tried."""
     problem, clock, spent = evaluator.problem, evaluator.clock, evaluator.clock.simulations
     styles = Styles(constructor, problem, rng)
-    for count, propose in ((config.num_drawn, styles.draw), (config.num_varied, styles.vary)):
+    for turn, (count, propose) in enumerate(((config.num_drawn, styles.draw), (config.num_varied, styles.vary)), 1):
+        part = clock.until(min(config.draw_share * turn, 1.0))
         for begin in range(0, count, config.num_styles):
-            if evaluator.best is not None and clock.is_up:
+            if evaluator.is_over:
                 return styles
+            if styles.tried and part.is_up:
+                break
             propose(evaluator, max(clock.at_most(min(config.num_styles, count - begin)), 1))
     refiner = Refiner(problem, constructor, config.refinement_units)
-    while not clock.is_up and (left := config.num_simulations + spent - clock.simulations) > 0:
-        count = clock.at_most(min(config.num_refined, left))
-        evaluator.try_out(refiner.propose(evaluator.placement, count, rng))
+    while not evaluator.is_over and (left := clock.at_most(config.num_simulations + spent - clock.simulations)) > 0:
+        evaluator.try_out(refiner.propose(evaluator.placement, min(config.num_refined, left), rng))
     return styles
 
 
