@@ -28,7 +28,8 @@ from gdp.policy.training.graph_set import GraphSet, StoredGraph
 from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.processes import Processes
-from gdp.policy.training.style_training import StyleTrainingConfig, train_styles
+from gdp.policy.training.style_outcomes import PART
+from gdp.policy.training.style_training import StyleTrainingConfig, outcomes_path, train_styles
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
 
@@ -84,6 +85,12 @@ class Trained:
         """True after the last update."""
         return self.progress.update == self.progress.updates
 
+    def _written(self) -> str:
+        out = self.options.out
+        if self.options.styles is not None and not self.is_done:
+            return f"Outcomes of {self.progress.update // PART * PART} problems are kept in {outcomes_path(out)}"
+        return f"Checkpoint written to {out}"
+
     @property
     def _is_validated(self) -> bool:
         return bool(self.options.validation or self.options.validation_families)
@@ -112,7 +119,7 @@ class Trained:
         lines = [
             f"{self.policy.name} ({self.policy.num_parameters():,} parameters), {training_sentence(progress)}",
             f"{progress.seconds:.1f} s, {progress.cpu_hours:.3g} CPU hours in all",
-            f"Checkpoint written to {self.options.out}",
+            self._written(),
         ]
         if self._is_validated and best_path(self.options.out).exists():
             lines.append(f"The parameters that are best on the validation graphs: {best_path(self.options.out)}")
