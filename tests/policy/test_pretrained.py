@@ -71,7 +71,7 @@ MIXED = "p100-pcie-16g+v100-sxm-32g+2xp100-pcie-16g"
 @pytest.mark.parametrize(
     ("problem", "devices"),
     [
-        (layered(), "001110212201122012200120"),
+        (layered(), "001110111102221022200220"),
         (Problem.build(random_graph(24, 0), Cluster.parse(MIXED)), "111111111110101111222333"),
     ],
 )
