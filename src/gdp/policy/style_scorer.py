@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from gdp.arrays import F32, F64
+from gdp.arrays import F32, F64, I64
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.problem_features import PROBLEM_FEATURES, problem_features
 from gdp.policy.sampling import Style
@@ -74,6 +74,15 @@ class StyleScores:
         """Returns [S] for styles with these `numbers` [S, F]; low is good."""
         scores: F32 = self.last_layer(numbers) @ self.scorer.out
         return scores
+
+    def for_one_grouping(self, styles: Sequence[Style], numbers: F32) -> tuple[Style, I64]:
+        """Returns (the best of `styles`, the positions [S] of all, those first that are best in its grouping).
+
+        `numbers` [S, F] are those of the styles.
+        """
+        best = styles[int(np.argmin(self.of(numbers)))]
+        in_its_grouping = in_grouping(numbers, best.num_units, best.following)
+        return best, np.argsort(self.of(in_its_grouping), kind="stable")
 
     def learn(self, numbers: F32, ranks: F64) -> "StyleScores":
         """Returns scores that also know how styles with these `numbers` [S, F] ranked on the problem, from 0 to 1.

@@ -21,7 +21,7 @@ from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.policy.construction import Constructor
 from gdp.policy.pretrained import read_policy
 from gdp.policy.sampling import Style, draw_styles, vary
-from gdp.policy.style_scorer import StyleScores, in_grouping, style_numbers
+from gdp.policy.style_scorer import StyleScores, style_numbers
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question
 from gdp.search.refinement import NUM_UNITS, Refiner, distinct
@@ -123,9 +123,7 @@ class StylePool:
         if len(tried) > 1:
             ranks = (np.arange(len(tried)) + 0.5) / len(tried)
             scores = scores.learn(style_numbers([style for _, style in tried], scores.num_devices), ranks)
-        best = self.styles[int(np.argmin(scores.of(self.numbers)))]
-        numbers = in_grouping(self.numbers, best.num_units, best.following)
-        order = np.argsort(scores.of(numbers), kind="stable")
+        best, order = scores.for_one_grouping(self.styles, self.numbers)
         taken = [replace(self.styles[n], num_units=best.num_units, following=best.following) for n in order[:count]]
         left = np.sort(order[count:])
         self.styles, self.numbers = [self.styles[number] for number in left], self.numbers[left]

@@ -16,8 +16,8 @@ from gdp.arrays import F32, F64, I64
 from gdp.errors import InputError
 from gdp.policy.construction import Constructor
 from gdp.policy.problem_features import problem_features
-from gdp.policy.sampling import Style, draw_styles, widen
-from gdp.policy.style_scorer import StyleScores, in_grouping, style_numbers
+from gdp.policy.sampling import draw_styles, widen
+from gdp.policy.style_scorer import StyleScores, style_numbers
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate_many
 from gdp.tensor_file import TensorFormat
@@ -65,9 +65,10 @@ def try_styles(
         styles = draw_styles(pool * num_styles, rng)
         if number % 2:
             styles = [widen(style, rng) for style in styles]
-        if scores is not None and pool > 1:
-            styles = _preferred(styles, scores, num_styles)
         first = styles[0]
+        if scores is not None and pool > 1:
+            first, order = scores.for_one_grouping(styles, style_numbers(styles, problem.num_devices))
+            styles = [styles[position] for position in order[:num_styles]]
         styles = [replace(style, num_units=first.num_units, following=first.following) for style in styles]
         instance = constructor.grouped(problem, first.num_units, rng, following=first.following)
         step_time_ns, peaks = evaluate_many(problem, constructor.place(instance, styles, rng), num_threads=1)
@@ -76,14 +77,6 @@ def try_styles(
         excess.append(np.maximum(peaks - problem.memory_limit_bytes, 0).sum(axis=1))
     ranks = _ranks(np.concatenate(times), np.concatenate(excess))
     return Outcomes(problem_features(constructor.source(problem)), np.concatenate(numbers), ranks)
-
-
-def _preferred(styles: Sequence[Style], scores: StyleScores, count: int) -> list[Style]:
-    numbers = style_numbers(styles, scores.num_devices)
-    best = styles[int(np.argmin(scores.of(numbers)))]
-    order = np.argsort(scores.of(in_grouping(numbers, best.num_units, best.following)), kind="stable")
-    first = replace(styles[int(order[0])], num_units=best.num_units, following=best.following)
-    return [first, *(styles[int(number)] for number in order[1:count])]
 
 
 def _ranks(step_time_ns: I64, excess_bytes: I64) -> F32:
