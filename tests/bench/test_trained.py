@@ -13,6 +13,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.policy.checkpoint import new_policy, save_checkpoint
+from gdp.policy.scheduler import SchedulerPolicy
 
 NAMES = ("rnnlm-2", "unet-256")
 
@@ -28,9 +29,12 @@ def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoint(path: Path, *, change: float = 0.0, seen: tuple[str, ...] = ()) -> Path:
-    policy = new_policy("default", scorer=16)
-    with torch.no_grad():
-        policy.get_parameter("residual.out").fill_(change)
+    policy = new_policy("default", style_scorer=16)
+    assert isinstance(policy, SchedulerPolicy)
+    assert policy.styles is not None
+    if change:
+        policy.styles.reset(torch.Generator().manual_seed(0))
+        torch.nn.init.constant_(policy.styles.out, change)
     rows = [{"name": name, "fingerprint": name} for name in seen]
     save_checkpoint(path, policy, {"command": "gdp train", "updates": 1, "cpu_hours": 0.1, "graphs": rows})
     return path

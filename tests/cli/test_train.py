@@ -18,6 +18,7 @@ from gdp.cli import main
 from gdp.models import read, workloads
 from gdp.policy import checkpoint
 from gdp.policy.checkpoint import load_checkpoint, read_checkpoint, read_manifest
+from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.training.architectures.likeness import BuiltIns
 from policy.tiny_policy import TINY, mixed_chain, parameters, random_graph
 
@@ -86,6 +87,20 @@ def test_drawn_graphs_are_made_and_trained_on(
     assert "did you mean" in capsys.readouterr().err.lower()
 
 
+def test_a_style_scorer_is_trained_on_outcomes(run: Run) -> None:
+    """192 styles are tried on each problem, and nothing but the scorer is trained."""
+    status, out, err = run(
+        "--styles", "8", "--updates", "2", "--out", OUT, "--randomize", "--validation", "random.json.gz"
+    )
+    assert (status, f"Checkpoint written to {OUT}" in out) == (0, True), err
+    manifest, policy = read_manifest(OUT), load_checkpoint(OUT)
+    assert (manifest["updates"], manifest["num_trials"]) == (2, 2 * 192)
+    assert -1 <= manifest["rank_correlation"] <= 1
+    assert policy.constructor is not None
+    assert policy.constructor.style_scorer() is not None
+    assert torch.equal(policy.get_parameter("base"), torch.tensor(INITIAL_WEIGHTS))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_and_resumes(run: Run, number: signal.Signals) -> None:
     args = train("--save-every", "1", "--updates", "100000")
@@ -121,6 +136,7 @@ def test_the_seed_alone_decides(run: Run) -> None:
     ("args", "message"),
     [
         (train("--policy", "gnn"), "policy 'gnn' is unknown; one of default, paper, tiny is expected"),
+        (train("--styles", "8"), "--styles: is for a new policy of the name default; leave it out"),
         (train("--budget", "100sims"), "--budget is '100sims'; a time such as 10m is expected"),
         (train("--from", "graph.txt"), "graph.txt: no such file"),
         (train("--from", "random.json.gz"), "random.json.gz: truncated, or no safetensors file"),

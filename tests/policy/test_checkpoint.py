@@ -80,7 +80,7 @@ WEIGHT = "score_device.0.weight"
     ("change", "message"),
     [
         (set_header(format="gdp-plan"), "format is 'gdp-plan'; 'gdp-checkpoint' is expected"),
-        (set_header(version=1), "version is 1; this gdp reads gdp-checkpoint versions 2 to 3"),
+        (set_header(version=1), "version is 1; this gdp reads gdp-checkpoint versions 2 to 4"),
         (set_header(policy="hdp"), "policy 'hdp' is unknown; one of default, paper, tiny is expected"),
         (set_header(extra=1), "header: unknown key 'extra'"),
         (set_header(manifest=[]), r"header: manifest is \[\]; a mapping is expected"),

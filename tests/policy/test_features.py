@@ -12,7 +12,7 @@ from gdp.arrays import F64, I64
 from gdp.cluster import Cluster
 from gdp.policy.features import FEATURES, INITIAL_WEIGHTS, NUM_FEATURES, NUMBERS
 from gdp.policy.rollout import roll_out
-from gdp.policy.rollout_arrays import Residual, RolloutArrays, RolloutRecord, Weights
+from gdp.policy.rollout_arrays import RolloutArrays, RolloutRecord
 from gdp.policy.sampling import draw_style, options_of
 from gdp.policy.unit_features import UNIT_FEATURES, unit_features
 from gdp.policy.units import UnitGraph, UnitSource
@@ -157,8 +157,7 @@ def test_each_column_of_the_roll_out_is_its_row_of_the_table(
     fixed = np.where(rng.random(shape) < 0.5, units.incumbent, -1)
     style = replace(draw_style(rng), scale=np.ones((2, NUM_FEATURES), np.float32), passes=num_passes, most=most)
     options = options_of([replace(style, temperature=1.0)], problem.num_devices, refines=refines)
-    linear = rng.normal(size=(2, units.num_units, NUM_FEATURES)).astype(np.float32)
-    weights = Weights(linear, Residual.none(units.num_units))
+    weights = rng.normal(size=(2, units.num_units, NUM_FEATURES)).astype(np.float32)
     record, chosen = RolloutRecord.empty(1, num_passes, units.num_units, problem.num_devices), np.zeros(shape, np.int64)
     arrays = RolloutArrays.of(problem, units, source.equal_before)
     uniforms = rng.random((1, num_passes, units.num_units))

@@ -13,30 +13,31 @@ from safetensors.torch import save_file
 
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.policy.checkpoint import load_checkpoint, new_policy, read_manifest, save_checkpoint
-from gdp.policy.construction import Constructor
-from gdp.policy.features import INITIAL_WEIGHTS, NUM_FEATURES
+from gdp.policy.checkpoint import load_checkpoint, read_manifest, save_checkpoint
+from gdp.policy.features import NUM_FEATURES
 from gdp.policy.pretrained import read_policy, shipped
 from gdp.policy.sampling import draw_style
 from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.style_scorer import style_numbers
 from gdp.simulator.problem import Problem
 from policy.test_scheduler import SMALL, layered, policy_of
 from policy.tiny_policy import random_graph
 
 
-@pytest.fixture(params=["plain", "scorer", "network", "version 2"])
+@pytest.fixture(params=["plain", "styles", "network", "version 2"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Of a policy whose weights are all different."""
     if request.param == "version 2":
-        return Path(VERSION_2)
-    policy = policy_of(replace(SMALL, network=request.param == "network", scorer=0 if request.param == "plain" else 8))
+        return VERSION_2
+    size = 8 if request.param == "styles" else 0
+    policy = policy_of(replace(SMALL, network=request.param == "network", style_scorer=size))
     with torch.no_grad():
         policy.get_parameter("base").add_(torch.linspace(0, 1, 2 * policy.get_parameter("base").shape[1]).view(2, -1))
     save_checkpoint(tmp_path / "policy.safetensors", policy, {})
     return tmp_path / "policy.safetensors"
 
 
-VERSION_2 = shipped()  # written before there was a residual scorer
+VERSION_2 = Path(__file__).parents[1] / "data" / "policy-version-2.safetensors"  # shipped once
 
 
 def place(constructor: object, problem: Problem) -> np.ndarray:
@@ -53,12 +54,15 @@ def test_the_constructor_in_a_file_places_as_the_policy_does(checkpoint: Path) -
     assert np.array_equal(place(read_policy(checkpoint), problem), place(policy.constructor, problem))
 
 
-def test_the_residual_scorer_adds_nothing_before_it_is_trained() -> None:
-    policy, problem = new_policy("default", seed=1, scorer=16), layered()
-    assert policy.num_parameters() > 2 * NUM_FEATURES
-    assert policy.constructor is not None
-    untrained = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
-    assert np.array_equal(place(policy.constructor, problem), place(untrained, problem))
+def test_the_scores_of_styles_in_a_file_are_those_of_the_policy(checkpoint: Path) -> None:
+    """Where a policy has learned none, nor has its file."""
+    policy, problem = load_checkpoint(checkpoint), layered()
+    assert isinstance(policy, SchedulerPolicy)
+    numbers = style_numbers([draw_style(np.random.default_rng(seed)) for seed in range(8)], problem.num_devices)
+    in_file, in_policy = (one.scores(problem) for one in (read_policy(checkpoint), policy.constructor))  # type: ignore[union-attr]
+    assert (in_file is None) == (in_policy is None) == (policy.styles is None)
+    if in_file is not None and in_policy is not None:
+        assert np.array_equal(in_file.of(numbers), in_policy.of(numbers))
 
 
 MIXED = "p100-pcie-16g+v100-sxm-32g+2xp100-pcie-16g"
@@ -67,7 +71,7 @@ MIXED = "p100-pcie-16g+v100-sxm-32g+2xp100-pcie-16g"
 @pytest.mark.parametrize(
     ("problem", "devices"),
     [
-        (layered(), "001110212201122012200120"),
+        (layered(), "001110111102221022200220"),
         (Problem.build(random_graph(24, 0), Cluster.parse(MIXED)), "111111111110101111222333"),
     ],
 )
@@ -129,7 +133,7 @@ def test_a_damaged_file_is_the_same_clear_error_for_all_who_read_it(
     tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
 ) -> None:
     path = tmp_path / "policy.safetensors"
-    save_checkpoint(path, policy_of(replace(SMALL, network=False, scorer=0)), {})
+    save_checkpoint(path, policy_of(replace(SMALL, network=False)), {})
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     save_file(tensors, path, metadata)

@@ -14,7 +14,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.policy.construction import UnitInstance
 from gdp.policy.features import NUM_FEATURES, NUMBERS
 from gdp.policy.rollout import roll_out
-from gdp.policy.rollout_arrays import Residual, RolloutArrays, RolloutRecord, Weights
+from gdp.policy.rollout_arrays import RolloutArrays, RolloutRecord
 from gdp.policy.sampling import draw_refinement, draw_style, options_of, vary
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.scheduler_config import SchedulerConfig
@@ -36,7 +36,7 @@ ABLATIONS = [
     replace(SMALL, position=False),
     replace(SMALL, device_features=False),
     replace(SMALL, network=False),
-    replace(SMALL, network=False, scorer=8),
+    replace(SMALL, network=False, style_scorer=8),
 ]
 
 
@@ -50,8 +50,9 @@ def policy_of(config: SchedulerConfig, seed: int = 0) -> SchedulerPolicy:
     policy = SchedulerPolicy(config)
     if config.network:
         torch.nn.init.normal_(policy.head.weight, std=0.5)
-    if policy.residual is not None:
-        torch.nn.init.normal_(policy.residual.out, std=0.5)
+    if policy.styles is not None:
+        policy.styles.reset(torch.Generator().manual_seed(seed))
+        torch.nn.init.normal_(policy.styles.out, std=0.5)
     return policy
 
 
@@ -116,8 +117,7 @@ def test_renaming_devices_renames_what_the_policy_sees_of_them(names: list[int],
     arrays = RolloutArrays.of(problem, units, alone)
     fixed = rng(2).integers(0, 4, (1, units.num_units))
     fixed[0, -1] = -1
-    linear = rng(3).normal(size=(2, units.num_units, NUM_FEATURES)).astype(np.float32)
-    weights = Weights(linear, Residual.none(units.num_units))
+    weights = rng(3).normal(size=(2, units.num_units, NUM_FEATURES)).astype(np.float32)
     style = replace(draw_style(rng(4)), temperature=0.0, passes=passes)
     seen = []
     for placed in (fixed, np.where(fixed < 0, -1, np.array(names)[fixed])):
@@ -134,8 +134,7 @@ def test_what_devices_hold_is_as_if_counted_anew_after_many_passes() -> None:
     problem = layered(num_devices=3)
     units = UnitSource.of(problem).draw(24, rng(1))
     arrays = RolloutArrays.of(problem, units, np.full(3, -1))
-    linear = np.repeat(rng(3).normal(size=(2, 1, NUM_FEATURES)), units.num_units, axis=1).astype(np.float32)
-    weights = Weights(linear, Residual.none(units.num_units))
+    weights = np.repeat(rng(3).normal(size=(2, 1, NUM_FEATURES)), units.num_units, axis=1).astype(np.float32)
     style = replace(draw_style(rng(5)), temperature=2.0, passes=6, slack=1e9, most=1.0)
     chosen, record = np.zeros((1, units.num_units), np.int64), RolloutRecord.empty(1, 6, units.num_units, 3)
     free = np.full((1, units.num_units), -1)

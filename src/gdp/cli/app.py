@@ -316,8 +316,11 @@ def train(
         Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from the parameters in this file.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="default, or paper: GDP as published.")] = None,
-    scorer: Annotated[
-        int | None, typer.Option(metavar="H", min=0, help="Numbers in each layer of a residual scorer, such as 16.")
+    styles: Annotated[
+        int | None,
+        typer.Option(
+            metavar="H", min=1, help="Learn which styles suit a problem, by H numbers a layer; N is of problems."
+        ),
     ] = None,
     updates: Annotated[
         int, typer.Option(metavar="N", min=1, help="Number of updates, over which the learning rate falls.")
@@ -364,7 +367,7 @@ def train(
             resume=resume,
             start=start,
             policy=policy,
-            scorer=scorer,
+            styles=styles,
             updates=updates,
             budget=budget,
             graphs_per_update=graphs_per_update,

@@ -22,11 +22,14 @@ from gdp.errors import InputError
 from gdp.models import read, workloads
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy
+from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.training import ppo
 from gdp.policy.training.graph_set import GraphSet, StoredGraph
 from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.processes import Processes
+from gdp.policy.training.style_outcomes import PART
+from gdp.policy.training.style_training import StyleTrainingConfig, outcomes_path, train_styles
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
 
@@ -49,7 +52,7 @@ class TrainOptions:
     resume: bool
     start: Path | None  # --from
     policy: str | None
-    scorer: int | None
+    styles: int | None
     updates: int
     budget: str | None
     graphs_per_update: int | None
@@ -82,6 +85,12 @@ class Trained:
         """True after the last update."""
         return self.progress.update == self.progress.updates
 
+    def _written(self) -> str:
+        out = self.options.out
+        if self.options.styles is not None and not self.is_done:
+            return f"Outcomes of {self.progress.update // PART * PART} problems are kept in {outcomes_path(out)}"
+        return f"Checkpoint written to {out}"
+
     @property
     def _is_validated(self) -> bool:
         return bool(self.options.validation or self.options.validation_families)
@@ -110,7 +119,7 @@ class Trained:
         lines = [
             f"{self.policy.name} ({self.policy.num_parameters():,} parameters), {training_sentence(progress)}",
             f"{progress.seconds:.1f} s, {progress.cpu_hours:.3g} CPU hours in all",
-            f"Checkpoint written to {self.options.out}",
+            self._written(),
         ]
         if self._is_validated and best_path(self.options.out).exists():
             lines.append(f"The parameters that are best on the validation graphs: {best_path(self.options.out)}")
@@ -173,19 +182,23 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
                 on_update=report,
             )
             provenance = Provenance(origin=origin, held_out=held_out, command=options.command)
-            progress = train(
-                policy, tasks, config, options.out, validation=validation, provenance=provenance, run=training_run
-            )
+            more: Any = {"validation": validation, "provenance": provenance, "run": training_run}
+            if options.styles is None:
+                progress = train(policy, tasks, config, options.out, **more)
+            else:
+                assert isinstance(policy, SchedulerPolicy)
+                style_config = StyleTrainingConfig(seed=options.seed, num_tasks=options.updates)
+                progress = train_styles(policy, tasks, style_config, options.out, **more)
         return Trained(policy, progress, options, stop.is_set(), processes.is_first)
 
 
 def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str]:
     """Returns (the policy to start with, the origin of its parameters)."""
     name = options.policy or "default"
-    if options.scorer is not None and (options.start is not None or name != "default"):
-        raise InputError("--scorer: is for a new policy of the name default; leave it out")
+    if options.styles is not None and (options.start is not None or name != "default"):
+        raise InputError("--styles: is for a new policy of the name default; leave it out")
     if options.start is None:
-        changes = {} if options.scorer is None else {"scorer": options.scorer}
+        changes = {} if options.styles is None else {"style_scorer": options.styles}
         return checkpoint.new_policy(name, seed=options.seed, **changes), ""
     policy = checkpoint.load_checkpoint(options.start)
     if options.policy not in (None, policy.name):

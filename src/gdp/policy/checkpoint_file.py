@@ -19,7 +19,7 @@ def _is_mapping(value: object) -> bool:
 
 CHECKPOINT = TensorFormat(
     name="gdp-checkpoint",
-    version=3,
+    version=4,
     oldest=2,
     fields=MappingProxyType({"policy": files.is_string, "config": _is_mapping, "manifest": _is_mapping}),
     writer="`gdp train`",
@@ -27,13 +27,17 @@ CHECKPOINT = TensorFormat(
 )
 
 
-_ADDED_IN_3 = {"default": {"scorer": 0}}  # to configurations, by policy: what files of version 2 mean
+_ADDED_IN_4 = {"default": {"style_scorer": 0}}  # to configurations, by policy: what older files mean
+_GONE_IN_4 = ("scorer",)  # fields of older configurations that were 0 in all files of use
 
 
 def config_in(header: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the configuration in a header, in the terms of the present version."""
     config: Mapping[str, Any] = header["config"]
-    return config if header["version"] > 2 else {**_ADDED_IN_3.get(header["policy"], {}), **config}
+    if header["version"] > 3:
+        return config
+    kept = {name: value for name, value in config.items() if name not in _GONE_IN_4 or value != 0}
+    return {**_ADDED_IN_4.get(header["policy"], {}), **kept}
 
 
 def read_config(config_class: Any, document: object, where: str) -> Any:

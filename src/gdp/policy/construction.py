@@ -16,11 +16,11 @@ from scipy.sparse import csr_array
 from gdp.arrays import F32, I64
 from gdp.errors import InputError
 from gdp.policy.instance import Instance
-from gdp.policy.residual import ResidualParameters
 from gdp.policy.rollout import roll_out
-from gdp.policy.rollout_arrays import Residual, RolloutArrays, RolloutOptions, RolloutRecord, Weights
+from gdp.policy.rollout_arrays import RolloutArrays, RolloutOptions, RolloutRecord
 from gdp.policy.sampling import Style, options_of
-from gdp.policy.unit_features import SCORER_FEATURES, unit_features
+from gdp.policy.style_scorer import StyleScorer, StyleScores
+from gdp.policy.unit_features import unit_features
 from gdp.policy.units import UnitGraph, UnitSource
 from gdp.simulator.problem import Placement, Problem
 
@@ -39,11 +39,6 @@ class UnitInstance(Instance):
     def features(self) -> F32:
         """The features of each unit for a network, [U, F]."""
         return unit_features(self.problem, self.units)
-
-    @cached_property
-    def scorer_features(self) -> F32:
-        """The features of each unit for the residual scorer, [U, F]."""
-        return unit_features(self.problem, self.units, SCORER_FEATURES)
 
     @property
     def refines(self) -> bool:
@@ -78,22 +73,33 @@ def check_weights(tensors: Mapping[str, F32]) -> None:
 class Constructor:
     """Draws placements.
 
-    `weights` gives the parameters of roll-outs for the units of an instance.
+    `weights` gives the weights [2, U, K] of features for the units of an instance, `style_scorer` the knowledge of
+    which styles suit a problem, if there is any.
     """
 
-    def __init__(self, weights: Callable[[UnitInstance], Weights]) -> None:
-        self.weights = weights
+    def __init__(
+        self, weights: Callable[[UnitInstance], F32], style_scorer: Callable[[], StyleScorer | None] = lambda: None
+    ) -> None:
+        self.weights, self.style_scorer = weights, style_scorer
         self._sources = _Sources()
 
     @classmethod
-    def alike(cls, base: F32, residual: ResidualParameters | None = None) -> "Constructor":
-        """Returns a constructor that gives all units the weights `base` [2, K], and `residual` on top."""
+    def alike(cls, base: F32, style_scorer: StyleScorer | None = None) -> "Constructor":
+        """Returns a constructor that gives all units the weights `base` [2, K]."""
 
-        def weights(instance: UnitInstance) -> Weights:
-            linear = np.repeat(base[:, None], instance.units.num_units, axis=1)
-            return Weights(linear, residual_of(residual, instance))
+        def weights(instance: UnitInstance) -> F32:
+            return np.repeat(base[:, None], instance.units.num_units, axis=1)
 
-        return cls(weights)
+        return cls(weights, lambda: style_scorer)
+
+    def scores(self, problem: Problem) -> StyleScores | None:
+        """Returns the scores of styles on `problem`, if the policy has learned any."""
+        scorer = self.style_scorer()
+        return None if scorer is None else scorer.on(self.source(problem))
+
+    def source(self, problem: Problem) -> UnitSource:
+        """Returns the part that all groupings of `problem` share."""
+        return self._sources.of(problem)
 
     def grouped(
         self,
@@ -105,7 +111,7 @@ class Constructor:
         incumbent: Placement | None = None,
     ) -> UnitInstance:
         """Draws about `num_units` units, to place or, with `incumbent` [N], to refine; see `UnitSource.draw`."""
-        source = self._sources.of(problem)
+        source = self.source(problem)
         units = source.draw(num_units, rng, following=following, incumbent=incumbent)
         return UnitInstance(problem, units, RolloutArrays.of(problem, units, source.equal_before))
 
@@ -133,13 +139,6 @@ class Constructor:
             record,
         )
         return devices[:, instance.units.units.index], options, record
-
-
-def residual_of(parameters: ResidualParameters | None, instance: UnitInstance) -> Residual:
-    """Returns the residual scorer for the units of `instance`; without an effect it takes no time."""
-    if parameters is None or not parameters.out.any():
-        return Residual.none(instance.units.num_units)
-    return parameters.on(instance.scorer_features)
 
 
 def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -> I64:

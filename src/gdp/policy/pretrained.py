@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdp.arrays import F32
+from gdp.policy import style_scorer
 from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, config_in, read_config
 from gdp.policy.construction import Constructor, check_weights
 from gdp.policy.features import NUM_FEATURES
-from gdp.policy.residual import PREFIX, ResidualParameters, shapes
 from gdp.policy.scheduler_config import SchedulerConfig
+from gdp.policy.style_scorer import StyleScorer
 
 if TYPE_CHECKING:
     from gdp.policy.base import Policy
@@ -30,8 +31,8 @@ def read_policy(path: str | Path | None = None) -> "Constructor | Policy":
     with CHECKPOINT.opened(path, "numpy") as (header, file):
         tensors = _plain_tensors(header, file)
     if tensors is not None:
-        residual = ResidualParameters.of(tensors) if len(tensors) > 1 else None
-        return Constructor.alike(tensors["base"], residual)
+        scorer = StyleScorer.of(tensors) if style_scorer.PREFIX + "out" in tensors else None
+        return Constructor.alike(tensors["base"], scorer)
     from gdp.policy.checkpoint import load_checkpoint  # raises InputError if it is no policy
 
     policy = load_checkpoint(path)
@@ -44,8 +45,9 @@ def _plain_tensors(header: Any, file: Any) -> Mapping[str, F32] | None:
         return None
     config = read_config(SchedulerConfig, config_in(header), "config")
     expected: dict[str, tuple[int, ...]] = {"base": (2, NUM_FEATURES)}
-    if config.scorer:
-        expected |= {PREFIX + name: shape for name, shape in shapes(config.scorer).items()}
+    if config.style_scorer:
+        shapes = style_scorer.shapes(config.style_scorer)
+        expected |= {style_scorer.PREFIX + name: shape for name, shape in shapes.items()}
     names = {name for name in file.keys() if not name.startswith(TRAINING)}  # noqa: SIM118, it is no mapping
     if config.network or not config.device_features or not config.position or names != expected.keys():
         return None

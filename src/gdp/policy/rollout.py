@@ -1,7 +1,7 @@
 """Roll-outs of the default policy, compiled: units choose devices one after the other, as in list scheduling.
 
-The unit at hand scores each device by `weights[unit] . features`, plus a small network's answer to features and unit
-where there is one, and a device is drawn with probabilities softmax(scores / temperature). The features say how the
+The unit at hand scores each device by `weights[unit] . features`, and a device is drawn with probabilities
+softmax(scores / temperature). The features say how the
 device stands to the unit now: what it holds of the unit's neighbours, when the unit could start there, how loaded it
 is while the unit runs, what memory is left. They are the same functions for every device and free of scale, so any
 number and mix of devices will do, and identical devices are treated alike; of several that are exchangeable and still
@@ -11,7 +11,7 @@ In further passes over the units each chooses again, with all others in place: a
 a unit, and repeating it mends much of that (restreaming, J. Nishimura and J. Ugander, KDD 2013). A roll-out that
 refines an incumbent begins so: some units stay where the incumbent has them, the others choose again.
 
-S samples, P passes, U units, D devices, K features, B slices of the step, H numbers of a hidden layer.
+S samples, P passes, U units, D devices, K features, B slices of the step.
 """
 
 from typing import Any, NamedTuple
@@ -60,11 +60,10 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
         by_device[4],
     )
     scale, rows, temperature, slack, most, passes = orders
-    linear, (of_unit, of_device, hidden, bias, out) = weights
-    layers = np.empty((2, len(out)), np.float32)
     mask = np.empty(num_devices, np.bool_)
     features = np.empty((num_devices, NUM_FEATURES), np.float32)
     scores, scratch = np.empty(num_devices), np.empty((7, num_devices))
+    end_ns = scratch[1]
     for sample in range(num_samples):
         state.device[:] = -1
         state.slices[:] = 0.0
@@ -85,25 +84,26 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
                 if stays < 0 and state.device[unit] >= 0:
                     _take(arrays, state, unit)
                 _may_choose(arrays, state, unit, stays, slack[sample], most[sample], mask)
-                _see(arrays, state, unit, before, old, most[sample], mask, features, scratch)
-                end_ns = scratch[1]
-                best, num_open = -np.inf, 0
+                num_open, only = 0, 0
                 for device in range(num_devices):
-                    num_open += mask[device]
-                for device in range(num_devices):
-                    scores[device] = 0.0
-                    if mask[device] and num_open == 1:
-                        best = 0.0
-                    elif mask[device]:
-                        score = 0.0
-                        for k in range(NUM_FEATURES):
-                            score += linear[row, unit, k] * (features[device, k] * scale[sample, later, k])
-                        if len(out) > 0:
-                            score += _residual(
-                                of_unit[row, unit], of_device, hidden, bias, out, features[device], layers
-                            )
-                        scores[device] = score
-                        best = max(best, score)
+                    if mask[device]:
+                        num_open += 1
+                        only = device
+                best = 0.0
+                if num_open > 1 or len(record.devices) > 0:
+                    _see(arrays, state, unit, before, old, most[sample], mask, features, scratch)
+                else:  # without a choice the features do not matter
+                    end_ns[only] = _end_ns(arrays, state, unit, only)
+                scores[:] = 0.0
+                if num_open > 1:
+                    best = -np.inf
+                    for device in range(num_devices):
+                        if mask[device]:
+                            score = 0.0
+                            for k in range(NUM_FEATURES):
+                                score += weights[row, unit, k] * (features[device, k] * scale[sample, later, k])
+                            scores[device] = score
+                            best = max(best, score)
                 chosen = _draw(scores, best, mask, temperature[sample], uniforms[sample, turn, unit])
                 if len(record.devices) > 0:
                     record.devices[sample, turn, unit] = chosen
@@ -272,6 +272,24 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
 
 
 @allocating_inlined
+def _end_ns(arrays, state, unit, device):
+    """The end of the unit on the device, as `_see` has it."""
+    offsets, senders, sent_bytes = arrays.offsets, arrays.senders, arrays.sent_bytes
+    ns_per_byte, latency_ns = arrays.ns_per_byte, arrays.latency_ns
+    home_of, finish_ns = state.device, state.finish_ns
+    ready = 0.0
+    for index in range(offsets[unit], offsets[unit + 1]):
+        sender = senders[index]
+        home = home_of[sender]
+        if home >= 0 and sender < unit:
+            transfer = 0.0
+            if home != device:
+                transfer = sent_bytes[index] * ns_per_byte[home, device] + latency_ns[home, device]
+            ready = max(ready, finish_ns[sender] + transfer)
+    return max(ready, state.free_ns[device]) + arrays.time_ns[unit, device]
+
+
+@allocating_inlined
 def _gather(those, home_of, unit, on_device):
     """Fill `on_device` [D] with the sum of the unit's shares with units there."""
     offsets, units, shares = those
@@ -306,29 +324,6 @@ def _draw(scores, best, mask, temperature, uniform):
             if target < 0.0:
                 break
     return chosen
-
-
-@allocating_inlined
-def _residual(of_unit, of_device, hidden, bias, out, features, layers):
-    """The network's addition to a device's score, by `rollout_arrays.Residual`."""
-    first, second = layers[0], layers[1]
-    for j in range(len(out)):
-        first[j] = of_unit[j]
-        second[j] = bias[j]
-    for k in range(NUM_FEATURES):
-        value = features[k]
-        if value != 0.0:
-            for j in range(len(out)):
-                first[j] += value * of_device[k, j]
-    for i in range(len(out)):
-        value = first[i]
-        if value > 0.0:
-            for j in range(len(out)):
-                second[j] += value * hidden[i, j]
-    addition = 0.0
-    for j in range(len(out)):
-        addition += out[j] * max(second[j], np.float32(0.0))
-    return addition
 
 
 @allocating_inlined

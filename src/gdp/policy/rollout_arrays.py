@@ -1,7 +1,6 @@
 """The arrays that roll-outs of the default policy read and fill.
 
-S samples, P passes, U units, D devices, K features, B slices of the step, E pairs of units, H numbers of a hidden
-layer.
+S samples, P passes, U units, D devices, K features, B slices of the step, E pairs of units.
 """
 
 from typing import Any, NamedTuple
@@ -82,33 +81,6 @@ class RolloutArrays(NamedTuple):
             speed=speed / speed.sum(),
             equal_before=equal_before,
         )
-
-
-class Residual(NamedTuple):
-    """A network of two hidden layers, whose answer for a unit and a device is added to the linear score.
-
-    The first layer is a sum of two parts, one by the unit and one by the device, so that the unit's is computed once.
-    Where H is 0 there is no network.
-    """
-
-    of_unit: Any  # float32 [2, U, H] of units that see those before them, and of units that see all others
-    of_device: Any  # float32 [K, H]
-    hidden: Any  # float32 [H, H]
-    bias: Any  # float32 [H] of the second layer
-    out: Any  # float32 [H]
-
-    @classmethod
-    def none(cls, num_units: int) -> "Residual":
-        """Adds nothing, in no time."""
-        shapes = (2, num_units, 0), (NUM_FEATURES, 0), (0, 0), (0,), (0,)
-        return cls(*(np.empty(shape, np.float32) for shape in shapes))
-
-
-class Weights(NamedTuple):
-    """The parameters of a policy as the roll-out needs them for the units of an instance."""
-
-    linear: Any  # float32 [2, U, K] of units that see those before them, and of units that see all others
-    residual: Residual
 
 
 class RolloutOptions(NamedTuple):

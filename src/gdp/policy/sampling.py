@@ -24,7 +24,7 @@ _KINDS, _KIND_SHARES = ("mixed", "finish", "stages"), (0.75, 0.1, 0.15)
 _PASSES, _PASS_SHARES = (1, 2, 3, 5), (0.35, 0.2, 0.25, 0.2)
 _MOST, _MOST_SHARES = (0.25, 0.5, 0.75, 1.0), (0.15, 0.15, 0.15, 0.55)
 _SLACKS = (0.6, 0.8, 1.0, 1.3, 1e9)
-_SPREAD, _LATER_SPREAD, _VARIATION = 0.7, 0.5, 0.3  # standard deviations of the logarithm of a scale
+_SPREAD, _LATER_SPREAD, _VARIATION, _WIDER = 0.7, 0.5, 0.3, 0.5  # standard deviations of the logarithm of a scale
 _LEFT_OUT = 0.1  # probability of each feature to be left out
 _SPECIAL = [number for number, feature in enumerate(FEATURES) if feature.mixed_share is not None]
 _MIXED_SHARES = [feature.mixed_share for feature in FEATURES if feature.mixed_share is not None]
@@ -53,34 +53,40 @@ class Style:
     passes: int
 
 
-def draw_style(rng: np.random.Generator) -> Style:
-    """Draws a style to construct with: mostly a mixture of all features, else by the earliest finish or by stages."""
-    kind = str(rng.choice(_KINDS, p=_KIND_SHARES))
-    first = _scales(rng, _SPREAD)
-    first[_SPECIAL] *= rng.random(len(_SPECIAL)) < (_MIXED_SHARES if kind == "mixed" else _STAGES_SHARES)
-    num_units = int(rng.choice(SIZES, p=_SIZE_SHARES))
-    if kind == "finish":
-        first = np.zeros(NUM_FEATURES)
-        for name, scales in _FINISH.items():
-            first[NUMBERS[name]] = rng.choice(scales)
-        num_units = int(rng.choice(_FINE))
-    sees_all = bool(rng.random() < 0.5)
-    later = _without_special(_scales(rng, _LATER_SPREAD)) if sees_all else first
-    return Style(
-        scale=np.stack((first, later)).astype(np.float32),
-        sees_all=sees_all,
-        num_units=num_units,
-        following=bool(rng.random() < 0.5),
-        most=float(rng.choice(_MOST, p=_MOST_SHARES)),
-        slack=float(rng.choice(_SLACKS)),
-        temperature=float(rng.choice((0.0, 0.5), p=(0.7, 0.3))),
-        passes=int(rng.choice(_PASSES, p=_PASS_SHARES)),
+def draw_styles(count: int, rng: np.random.Generator) -> list[Style]:
+    """Draws styles to construct with: mostly mixtures of all features, else by the earliest finish or by stages."""
+    kinds = rng.choice(_KINDS, count, p=_KIND_SHARES)
+    by_finish, by_stages = kinds == "finish", kinds == "stages"
+    first = _scales(rng, _SPREAD, count)
+    shares = np.where(by_stages[:, None], _STAGES_SHARES, _MIXED_SHARES)
+    first[:, _SPECIAL] *= rng.random((count, len(_SPECIAL))) < shares
+    first[by_finish] = 0.0
+    for name, scales in _FINISH.items():
+        first[by_finish, NUMBERS[name]] = rng.choice(scales, int(by_finish.sum()))
+    sees_all = rng.random(count) < 0.5
+    later = np.where(sees_all[:, None], _without_special(_scales(rng, _LATER_SPREAD, count)), first)
+    num_units = np.where(by_finish, rng.choice(_FINE, count), rng.choice(SIZES, count, p=_SIZE_SHARES))
+    columns = (
+        np.stack((first, later), axis=1).astype(np.float32),
+        sees_all.tolist(),
+        num_units.tolist(),
+        (rng.random(count) < 0.5).tolist(),
+        rng.choice(_MOST, count, p=_MOST_SHARES).tolist(),
+        rng.choice(_SLACKS, count).tolist(),
+        rng.choice((0.0, 0.5), count, p=(0.7, 0.3)).tolist(),
+        rng.choice(_PASSES, count, p=_PASS_SHARES).tolist(),
     )
+    return [Style(*values) for values in zip(*columns, strict=True)]
+
+
+def draw_style(rng: np.random.Generator) -> Style:
+    """Draws one style; see `draw_styles`."""
+    return draw_styles(1, rng)[0]
 
 
 def draw_refinement(rng: np.random.Generator) -> Style:
     """Draws a style to refine an incumbent with, in any units."""
-    scale = _without_special(_scales(rng, _LATER_SPREAD))
+    scale = _without_special(_scales(rng, _LATER_SPREAD, 1))[0]
     return Style(
         scale=np.stack((scale, scale)).astype(np.float32),
         sees_all=True,
@@ -106,6 +112,20 @@ def vary(style: Style, rng: np.random.Generator) -> Style:
     )
 
 
+def widen(style: Style, rng: np.random.Generator) -> Style:
+    """Draws a style in a wider neighbourhood of `style`, with options as likely as any."""
+    factors = np.exp(rng.normal(0.0, _WIDER, (2, NUM_FEATURES)))
+    if not style.sees_all:
+        factors[1] = factors[0]
+    return replace(
+        style,
+        scale=(style.scale * factors).astype(np.float32),
+        most=float(rng.choice(_MOST)),
+        slack=float(rng.choice(_SLACKS)),
+        passes=int(rng.choice(_PASSES)),
+    )
+
+
 def options_of(styles: Sequence[Style], num_devices: int, *, refines: bool) -> RolloutOptions:
     """Returns `styles` as options of the compiled roll-out; a refinement sees all others from the first pass on."""
     most = [max(int(np.ceil(style.most * num_devices)), 1) for style in styles]
@@ -119,11 +139,12 @@ def options_of(styles: Sequence[Style], num_devices: int, *, refines: bool) -> R
     )
 
 
-def _scales(rng: np.random.Generator, spread: float) -> F64:
-    """Draws scales [K] around 1, some 0."""
-    return np.exp(rng.normal(0.0, spread, NUM_FEATURES)) * (rng.random(NUM_FEATURES) >= _LEFT_OUT)
+def _scales(rng: np.random.Generator, spread: float, count: int) -> F64:
+    """Draws scales [S, K] around 1, some 0."""
+    shape = count, NUM_FEATURES
+    return np.exp(rng.normal(0.0, spread, shape)) * (rng.random(shape) >= _LEFT_OUT)
 
 
 def _without_special(scales: F64) -> F64:
-    scales[_SPECIAL] = 0.0
+    scales[:, _SPECIAL] = 0.0
     return scales

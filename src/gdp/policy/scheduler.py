@@ -5,13 +5,13 @@
     roll-out (compiled): each unit in turn scores every device by its weights and the device's state, and draws one
 
 The roll-outs see devices only through features, the same functions for all of them (`features.py`): one set of
-parameters serves any number and mix of devices. By default all units share one set of weights. A small network, the
-residual scorer, can add to the scores. The large network, which gives each unit weights of its own and runs once for a
-problem, and the residual scorer are off by default (docs/notes/policy.md). A style
-(`sampling.py`) bends the weights of each sample, so that samples differ by design. The roll-outs record the features,
-from which log-probabilities of their choices are computed again with gradients:
+parameters serves any number and mix of devices. By default all units share one set of weights; the network, which
+gives each unit weights of its own and runs once for a problem, is off (docs/notes/policy.md). A style (`sampling.py`)
+bends the weights of each sample, so that samples differ by design; the style scorer (`style_scorer.py`) tells which
+styles suit a problem. The roll-outs record the features, from which log-probabilities of their choices are computed
+again with gradients:
 
-    logits [S, P, U, D] = weights [., U, K] . features [S, P, U, D, K] + residual scorer (features, unit)
+    logits [S, P, U, D] = weights [., U, K] . features [S, P, U, D, K]
 
 A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131),
 there for single ops of one graph; graph network, segment attention and superposition are GDP's (arXiv 1910.01578).
@@ -25,24 +25,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gdp.arrays import F32
 from gdp.policy.base import Policy, Rollouts, one_thread
-from gdp.policy.construction import Constructor, UnitInstance, check_weights, residual_of
+from gdp.policy.construction import Constructor, UnitInstance, check_weights
 from gdp.policy.features import FEATURES, INITIAL_WEIGHTS, NUM_FEATURES
 from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
 from gdp.policy.instance import Instance
 from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
-from gdp.policy.residual import clipped
-from gdp.policy.residual_network import ResidualScorer
-from gdp.policy.rollout_arrays import Weights
 from gdp.policy.sampling import Style, draw_refinement, draw_style
 from gdp.policy.scheduler_config import SchedulerConfig
+from gdp.policy.style_network import StyleNetwork
+from gdp.policy.style_scorer import StyleScorer
 from gdp.policy.superposition import Superposition
-from gdp.policy.unit_features import SCORER_FEATURES, UNIT_FEATURES
+from gdp.policy.unit_features import UNIT_FEATURES
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate_many
 
 _PLAIN_LEARNING_RATE = 0.05  # without networks: 48 weights of 1 to 8
-_SCORER_LEARNING_RATE = 0.008
 _UNTRAINED = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
 _LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
@@ -98,15 +97,12 @@ class SchedulerPolicy(Policy):
             nn.init.zeros_(self.head.bias)
         seen = [float(config.position or not feature.tells_position) for feature in UNIT_FEATURES]
         used = [float(config.device_features or not feature.knows_devices) for feature in FEATURES]
-        of_scorer = [float(config.position or not feature.tells_position) for feature in SCORER_FEATURES]
-        self.residual = (
-            ResidualScorer(config.scorer, torch.tensor(of_scorer), torch.tensor(used)) if config.scorer else None
-        )
         self.register_buffer("seen", torch.tensor(seen), persistent=False)
         self.register_buffer("used", torch.tensor(used), persistent=False)
-        self.constructor = Constructor(self._weights)
+        self.styles = StyleNetwork(config.style_scorer) if config.style_scorer else None
+        self.constructor = Constructor(self._weights, self._style_scorer)
         if not config.network:
-            self.learning_rate = _SCORER_LEARNING_RATE if config.scorer else _PLAIN_LEARNING_RATE
+            self.learning_rate = _PLAIN_LEARNING_RATE
 
     def check(self) -> None:
         """See `Policy.check`."""
@@ -180,12 +176,6 @@ class SchedulerPolicy(Policy):
         """Returns [S, P, U, D], of every device for every unit; -inf where it may not go."""
         weights = self.weights(instance)[choices.row] * choices.scale[:, :, None]
         logits = torch.einsum("spuk,spudk->spud", weights, choices.features)
-        if self.residual is not None:
-            open_turns = choices.mask & (choices.mask.sum(dim=3, keepdim=True) > 1)
-            sample, turn, unit, _ = where = open_turns.nonzero(as_tuple=True)
-            of_units = torch.from_numpy(clipped(instance.scorer_features)).to(self.device)
-            additions = self.residual(of_units, unit, choices.row[sample, turn], choices.features[where])
-            logits = logits.index_put(where, additions, accumulate=True)
         logits = logits / choices.temperature[:, None, None, None]
         return logits.masked_fill(~choices.mask, -torch.inf).log_softmax(dim=3)
 
@@ -193,8 +183,9 @@ class SchedulerPolicy(Policy):
         style = draw_refinement(rng) if instance.refines else draw_style(rng)
         return replace(style, passes=min(style.passes, _TRAINING_PASSES))
 
-    def _weights(self, instance: UnitInstance) -> Weights:
-        residual = None if self.residual is None else self.residual.parameters_in_numpy()
+    def _weights(self, instance: UnitInstance) -> F32:
         with torch.no_grad(), one_thread():
-            linear = self.weights(instance).cpu().numpy()
-        return Weights(np.ascontiguousarray(linear), residual_of(residual, instance))
+            return np.ascontiguousarray(self.weights(instance).cpu().numpy())
+
+    def _style_scorer(self) -> StyleScorer | None:
+        return None if self.styles is None else self.styles.in_numpy()

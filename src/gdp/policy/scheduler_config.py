@@ -19,10 +19,10 @@ class SchedulerConfig:
     position: bool = True  # where a unit is in the step
     device_features: bool = True  # the features that know devices: loads, start times, speeds, memory
     network: bool = False  # without: one weight vector for all units; docs/notes/policy.md says why
-    scorer: int = 0  # numbers of each hidden layer of the residual scorer; none: docs/results/trained.md says why
+    style_scorer: int = 0  # numbers of each hidden layer of the style scorer; none: styles are random
 
     def __post_init__(self) -> None:
         if not self.num_units or min(self.num_units) < 1:
             raise ValueError(f"num_units is {self.num_units}; numbers of at least 1 are expected")
-        if self.scorer < 0:
-            raise ValueError(f"scorer is {self.scorer}; at least 0 is expected")
+        if self.style_scorer < 0:
+            raise ValueError(f"style_scorer is {self.style_scorer}; at least 0 is expected")

@@ -4,7 +4,7 @@ One row each: a name, and the computation from the quantities of a problem's uni
 U units, F features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,7 +83,6 @@ class UnitFeature:
     name: str
     compute: Callable[[_Quantities], F64 | float]
     tells_position: bool = False  # where in the step a unit is
-    knows_incumbent: bool = False  # takes a simulation
 
 
 UNIT_FEATURES = (
@@ -119,22 +118,18 @@ UNIT_FEATURES = (
     UnitFeature("largest by smallest memory", lambda q: _log_ratio(q.problem.memory_limit_bytes)),
     UnitFeature("ops by units", lambda q: np.log1p(q.problem.num_ops / q.num_units)),
     UnitFeature("mean span of heads", lambda q: (q.last - q.first).mean()),
-    UnitFeature("has an incumbent", lambda q: q.incumbent[:, 0], knows_incumbent=True),
-    UnitFeature("critical in the incumbent", lambda q: q.incumbent[:, 1], knows_incumbent=True),
-    UnitFeature("its device's busy share", lambda q: q.incumbent[:, 2], knows_incumbent=True),
-    UnitFeature("transfers made", lambda q: q.incumbent[:, 3], knows_incumbent=True),
+    UnitFeature("has an incumbent", lambda q: q.incumbent[:, 0]),
+    UnitFeature("critical in the incumbent", lambda q: q.incumbent[:, 1]),
+    UnitFeature("its device's busy share", lambda q: q.incumbent[:, 2]),
+    UnitFeature("transfers made", lambda q: q.incumbent[:, 3]),
 )
 
 
-SCORER_FEATURES = tuple(feature for feature in UNIT_FEATURES if not feature.knows_incumbent)
-"""Those of the residual scorer, whose answers should cost next to nothing."""
-
-
-def unit_features(problem: Problem, units: UnitGraph, chosen: Sequence[UnitFeature] = UNIT_FEATURES) -> F32:
-    """[U, F] the `chosen` features of `units` of `problem`."""
+def unit_features(problem: Problem, units: UnitGraph) -> F32:
+    """[U, F] the features of `units` of `problem`, by `UNIT_FEATURES`."""
     quantities = _Quantities.of(problem, units)
-    features = np.empty((units.num_units, len(chosen)), np.float32)
-    for column, feature in enumerate(chosen):
+    features = np.empty((units.num_units, len(UNIT_FEATURES)), np.float32)
+    for column, feature in enumerate(UNIT_FEATURES):
         features[:, column] = feature.compute(quantities)
     return features
 

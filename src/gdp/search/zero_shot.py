@@ -10,16 +10,18 @@ a reduced one), S samples.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import F32, I64
 from gdp.budget import Clock
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.policy.construction import Constructor
 from gdp.policy.pretrained import read_policy
-from gdp.policy.sampling import Style, draw_style, vary
+from gdp.policy.sampling import Style, draw_styles, vary
+from gdp.policy.style_scorer import StyleScores, style_numbers
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question
 from gdp.search.refinement import NUM_UNITS, Refiner, distinct
@@ -33,6 +35,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
 NUM_NEAR, DRAW_SHARE = 2000, 0.4  # before a search: simulations at most, and `draw_share`
 NEAR_SHARE = 0.5  # of the time before a search
 FEW_SIMULATIONS = 500  # with time for no more no search follows
+_POOL = 384  # styles to take from
 _PARENT = 0.4  # probability that the best style is varied, then the next, and so on
 
 
@@ -109,6 +112,37 @@ class Evaluator:
 
 
 @dataclass(eq=False)
+class StylePool:
+    """Random styles, of which a trained policy takes those first that it expects to suit the problem.
+
+    The policy learns from those that were tried on the problem already.
+    """
+
+    scores: StyleScores
+    rng: np.random.Generator
+    styles: list[Style] = field(default_factory=list)
+    numbers: F32 = field(default_factory=lambda: np.empty((0, 0), np.float32))  # [S, F] of the styles
+
+    def take(self, count: int, tried: Sequence[tuple[Figures, Style]]) -> list[Style]:
+        """Returns `count` styles for one grouping: that of the best style, and the best styles in it.
+
+        `tried` has the styles before them, the best first.
+        """
+        if len(self.styles) < count:
+            self.styles = draw_styles(max(_POOL, count), self.rng)
+            self.numbers = style_numbers(self.styles, self.scores.num_devices)
+        scores = self.scores
+        if len(tried) > 1:
+            ranks = (np.arange(len(tried)) + 0.5) / len(tried)
+            scores = scores.learn(style_numbers([style for _, style in tried], scores.num_devices), ranks)
+        best, order = scores.for_one_grouping(self.styles, self.numbers)
+        taken = [replace(self.styles[n], num_units=best.num_units, following=best.following) for n in order[:count]]
+        left = np.sort(order[count:])
+        self.styles, self.numbers = [self.styles[number] for number in left], self.numbers[left]
+        return taken
+
+
+@dataclass(eq=False)
 class Styles:
     """Styles tried on a problem, the best first."""
 
@@ -117,9 +151,16 @@ class Styles:
     rng: np.random.Generator
     tried: list[tuple[Figures, Style]] = field(default_factory=list)
 
+    @cached_property
+    def pool(self) -> StylePool | None:
+        """The pool that a trained policy takes styles from."""
+        scores = self.constructor.scores(self.problem)
+        return None if scores is None else StylePool(scores, self.rng)
+
     def draw(self, evaluator: Evaluator, count: int) -> None:
-        """Simulates placements in `count` random styles, constructed in one grouping."""
-        self._try_out([draw_style(self.rng) for _ in range(count)], evaluator)
+        """Simulates placements in `count` styles, random ones or those that the policy takes, in one grouping."""
+        styles = draw_styles(count, self.rng) if self.pool is None else self.pool.take(count, self.tried)
+        self._try_out(styles, evaluator)
 
     def vary(self, evaluator: Evaluator, count: int) -> None:
         """Simulates placements in `count` styles near to the best, constructed in one grouping."""

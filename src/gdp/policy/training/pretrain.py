@@ -161,7 +161,8 @@ def train(
 
     def save(path: Path, *, is_final: bool, **more: Any) -> None:
         if processes.is_first:
-            manifest = _manifest(tasks, state, provenance, arguments) | more
+            manifest = manifest_of(tasks, provenance, arguments, updates=state.updates, cpu_hours=state.cpu_hours)
+            manifest |= more
             save_checkpoint(path, policy, manifest, None if is_final else state.tensors())
 
     def check() -> Validation:
@@ -273,7 +274,10 @@ def _reward_sums(trials: Sequence[Trials], sources: Sequence[int], num_sources: 
     return rewards
 
 
-def _manifest(tasks: Tasks, state: TrainingState, provenance: Provenance, arguments: dict[str, Any]) -> dict[str, Any]:
+def manifest_of(
+    tasks: Tasks, provenance: Provenance, arguments: dict[str, Any], *, updates: int, cpu_hours: float
+) -> dict[str, Any]:
+    """Returns the record of a run, for a checkpoint."""
     graphs = {source.graph.fingerprint: source.graph for source in tasks.sources}
     clusters = {source.cluster.fingerprint: source.cluster for source in tasks.sources if source.cluster}
     return {
@@ -285,8 +289,8 @@ def _manifest(tasks: Tasks, state: TrainingState, provenance: Provenance, argume
         "command": provenance.command,
         "gdp_version": version("gdp-placement"),
         "commit": _commit(),
-        "updates": state.updates,
-        "cpu_hours": state.cpu_hours,
+        "updates": updates,
+        "cpu_hours": cpu_hours,
         "arguments": arguments,
         "held_out": list(provenance.held_out),
     }

@@ -1,0 +1,170 @@
+"""Training of the style scorer: styles are tried on many problems, and a network learns how they rank.
+
+    task n:  problem --> styles, tried and ranked --> outcomes       the first half of the tasks: random styles
+    fit:     (problem, style) --> logarithm of the rank              the second half: also styles that the fit prefers
+
+That is regression, not reinforcement: each trial teaches, whether it was good or bad. Everything depends on (seed,
+number of the task) and on the tasks before it, so a killed run resumes to the same parameters.
+R rows: a style on a problem each. M features of a problem, F numbers of a style.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+
+from gdp import files
+from gdp.errors import InputError
+from gdp.policy.base import one_thread
+from gdp.policy.checkpoint import save_checkpoint
+from gdp.policy.construction import Constructor
+from gdp.policy.features import INITIAL_WEIGHTS
+from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.style_network import StyleNetwork
+from gdp.policy.style_scorer import StyleScores, target
+from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun, manifest_of
+from gdp.policy.training.style_outcomes import PART, Outcomes, read_parts, try_styles, write_part
+from gdp.policy.training.tasks import Tasks, TrainingTask
+
+_VALIDATION = 2**32 - 1  # in the place of a task's number; no task has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StyleTrainingConfig:
+    """Numbers of a run: with the same tasks they give the same parameters."""
+
+    seed: int = 0
+    num_tasks: int = 2000
+    num_groupings: int = 24  # of each task's problem
+    num_styles: int = 8  # in each grouping, as in searches
+    epochs: int = 12
+    batch: int = 1024  # rows
+    learning_rate: float = 3e-3  # the highest; it rises for a third of the epochs and falls to nothing
+    weight_decay: float = 0.01
+    noise: float = 0.3  # deviation of noise on features of problems, in theirs: new problems are unlike all others
+
+    def __post_init__(self) -> None:
+        for name in ("num_tasks", "num_groupings", "num_styles", "epochs", "batch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; at least 1 is expected")
+
+
+def train_styles(
+    policy: SchedulerPolicy,
+    tasks: Tasks,
+    config: StyleTrainingConfig,
+    out: Path,
+    *,
+    validation: Sequence[TrainingTask] = (),
+    provenance: Provenance | None = None,
+    run: TrainingRun | None = None,
+) -> TrainingProgress:
+    """Trains the style scorer of `policy` in place; writes the checkpoint `out` after the last task.
+
+    The outcomes of tasks are kept beside it, in `outcomes_path(out)`; a run that resumes goes on from them. Raises
+    InputError for outcomes of another run.
+    """
+    assert policy.styles is not None
+    started, fit_seconds = time.monotonic(), 0.0
+    provenance, run = provenance or Provenance(), run or TrainingRun()
+    arguments = {"training": asdict(config), "tasks": tasks.to_document(), "from": provenance.origin}
+    directory, key = outcomes_path(out), files.fingerprint(arguments)
+    outcomes = read_parts(directory, key) if run.resume else []
+    constructor = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
+
+    def progress() -> TrainingProgress:
+        cpu_hours = (sum(one.cpu_seconds for one in outcomes) + fit_seconds) / 3600
+        elapsed = time.monotonic() - started
+        left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
+        return TrainingProgress(len(outcomes), config.num_tasks, None, None, elapsed, cpu_hours, left)
+
+    with one_thread():
+        checks = [
+            _outcome(task, constructor, None, config, np.random.default_rng([config.seed, _VALIDATION, number]))
+            for number, task in enumerate(validation)
+        ]
+        half = config.num_tasks // 2
+        is_fitted = False
+        while len(outcomes) < config.num_tasks:
+            if run.is_over(started):
+                return progress()
+            number = len(outcomes)
+            if number >= half and not is_fitted:
+                fit(policy.styles, outcomes[:half], config)
+                is_fitted = True
+            before = time.process_time()
+            task, rng = tasks.draw(number, 0, 1)
+            scores = policy.constructor.scores(task.problem) if is_fitted else None
+            outcome = _outcome(task, constructor, scores, config, rng)
+            outcomes.append(replace(outcome, cpu_seconds=time.process_time() - before))
+            if len(outcomes) % PART == 0:
+                write_part(directory, number // PART, key, outcomes[-PART:])
+            if run.on_update is not None:
+                run.on_update(progress())
+        before = time.process_time()
+        fit(policy.styles, outcomes, config)
+        fit_seconds = time.process_time() - before
+        correlation = _correlation(policy.styles, checks)
+    figures: dict[str, Any] = {"rank_correlation": correlation, "num_trials": sum(len(one.ranks) for one in outcomes)}
+    manifest = manifest_of(tasks, provenance, arguments, updates=len(outcomes), cpu_hours=progress().cpu_hours)
+    save_checkpoint(out, policy, manifest | figures)
+    return progress()
+
+
+def outcomes_path(out: Path) -> Path:
+    """Returns the directory of the outcomes of tasks: `NAME.outcomes`."""
+    return out.with_suffix(".outcomes")
+
+
+def fit(network: StyleNetwork, outcomes: Sequence[Outcomes], config: StyleTrainingConfig) -> None:
+    """Trains `network` anew on `outcomes`, to predict the logarithms of ranks."""
+    generator = torch.Generator().manual_seed(config.seed)
+    network.reset(generator)
+    features = torch.from_numpy(np.stack([outcome.features for outcome in outcomes]))
+    network.normalize(features.mean(dim=0), features.std(dim=0, correction=0).clamp(min=1e-3))
+    numbers = torch.from_numpy(np.concatenate([outcome.numbers for outcome in outcomes]))
+    ranks = np.concatenate([outcome.ranks for outcome in outcomes])
+    targets = torch.from_numpy(target(ranks)).float()
+    problem = torch.repeat_interleave(
+        torch.arange(len(outcomes)), torch.tensor([len(outcome.ranks) for outcome in outcomes])
+    )
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, config.learning_rate, weight_decay=config.weight_decay)
+    num_steps = config.epochs * -(-len(ranks) // config.batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, total_steps=num_steps)
+    for _ in range(config.epochs):
+        for rows in torch.split(torch.randperm(len(ranks), generator=generator), config.batch):
+            seen = features[problem[rows]]
+            seen = seen + config.noise * network.deviation * torch.randn(seen.shape, generator=generator)
+            error = network(seen, numbers[rows]) - targets[rows]
+            optimizer.zero_grad()
+            (error**2).mean().backward()
+            optimizer.step()
+            schedule.step()
+
+
+def _outcome(
+    task: TrainingTask,
+    constructor: Constructor,
+    scores: StyleScores | None,
+    config: StyleTrainingConfig,
+    rng: np.random.Generator,
+) -> Outcomes:
+    return try_styles(task.problem, constructor, scores, config.num_groupings, config.num_styles, rng)
+
+
+def _correlation(network: StyleNetwork, outcomes: Sequence[Outcomes]) -> float | None:
+    """Returns the mean over problems of Spearman's correlation of scores and ranks."""
+    if not outcomes:
+        return None
+    with torch.no_grad():
+        scores = [
+            network(torch.from_numpy(one.features).expand(len(one.ranks), -1), torch.from_numpy(one.numbers))
+            for one in outcomes
+        ]
+    return float(np.mean([spearmanr(score, one.ranks).statistic for score, one in zip(scores, outcomes, strict=True)]))

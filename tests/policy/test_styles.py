@@ -1,0 +1,163 @@
+"""A style scorer says which styles suit a problem: searches take those first, and training learns it from outcomes."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gdp.cluster import Cluster
+from gdp.errors import InputError
+from gdp.policy.checkpoint import load_checkpoint, new_policy
+from gdp.policy.construction import Constructor
+from gdp.policy.features import INITIAL_WEIGHTS
+from gdp.policy.problem_features import PROBLEM_FEATURES, problem_features
+from gdp.policy.sampling import draw_styles
+from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.style_network import StyleNetwork
+from gdp.policy.style_scorer import StyleScores, in_grouping, style_numbers
+from gdp.policy.training import style_outcomes, style_training
+from gdp.policy.training.pretrain import TrainingProgress, TrainingRun
+from gdp.policy.training.style_outcomes import Outcomes, read_parts, try_styles, write_part
+from gdp.policy.training.style_training import StyleTrainingConfig, fit, outcomes_path, train_styles
+from gdp.policy.units import UnitSource
+from gdp.search.candidate import Figures
+from gdp.search.zero_shot import StylePool
+from gdp.simulator.problem import Problem
+from policy.tiny_policy import random_graph, tiny_tasks
+
+CONFIG = StyleTrainingConfig(num_tasks=6, num_groupings=3, num_styles=4, epochs=2, batch=16)
+PROBLEM = Problem.build(random_graph(24, 0), Cluster.parse("p100-pcie-16g+v100-sxm-32g"))
+UNTRAINED = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
+
+
+def network(seed: int = 0) -> StyleNetwork:
+    net, generator = StyleNetwork(8), torch.Generator().manual_seed(seed)
+    net.reset(generator)
+    with torch.no_grad():
+        net.out.copy_(torch.randn(8, generator=generator))
+    net.normalize(torch.full((len(PROBLEM_FEATURES),), 0.5), torch.full((len(PROBLEM_FEATURES),), 2.0))
+    return net
+
+
+def scores_of(net: StyleNetwork, problem: Problem = PROBLEM) -> StyleScores:
+    scorer = net.in_numpy()
+    assert scorer is not None
+    return scorer.on(UnitSource.of(problem))
+
+
+@pytest.mark.parametrize("devices", ["p100-pcie-16g", "4xp100-pcie-16g", "p100-pcie-16g+cpu-16core"])
+def test_problem_features_are_finite_and_small(devices: str) -> None:
+    features = problem_features(UnitSource.of(Problem.build(random_graph(24, 0), Cluster.parse(devices))))
+    assert features.shape == (len(PROBLEM_FEATURES),)
+    assert np.isfinite(features).all()
+    assert np.abs(features).max() <= 16
+
+
+def test_problem_features_do_not_depend_on_the_unit_of_time() -> None:
+    """Devices and links half as fast: shares and ratios stay, up to rounding and the overhead of each op."""
+    problem = Problem.build(random_graph(24, 0), Cluster.parse("4xp100-pcie-16g"))
+    cluster = problem.cluster
+    slow = replace(cluster, bytes_per_second=cluster.bytes_per_second // 2, latency_ns=cluster.latency_ns * 2)
+    slowed = Problem.build(problem.graph, slow, op_time_ns=problem.op_time_ns * 2)
+    features = [problem_features(UnitSource.of(one)) for one in (problem, slowed)]
+    np.testing.assert_allclose(*features, atol=1e-5)
+
+
+def test_scores_are_those_of_the_network_in_pytorch() -> None:
+    net = network()
+    numbers = style_numbers(draw_styles(32, np.random.default_rng(0)), PROBLEM.num_devices)
+    features = torch.from_numpy(problem_features(UnitSource.of(PROBLEM))).expand(32, -1)
+    expected = net(features, torch.from_numpy(numbers)) - net.hidden_bias @ torch.zeros(8)
+    np.testing.assert_allclose(scores_of(net).of(numbers), expected.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_styles_of_one_grouping_are_scored_as_if_drawn_in_it() -> None:
+    styles = draw_styles(5, np.random.default_rng(1))
+    moved = [replace(style, num_units=styles[0].num_units, following=styles[0].following) for style in styles]
+    numbers = in_grouping(style_numbers(styles, 4), styles[0].num_units, styles[0].following)
+    assert np.array_equal(numbers, style_numbers(moved, 4))
+
+
+def test_scores_learn_from_ranks_on_the_problem() -> None:
+    """The errors on styles that were tried shrink, and an exact prediction changes nothing."""
+    scores = scores_of(network())
+    numbers = style_numbers(draw_styles(64, np.random.default_rng(2)), PROBLEM.num_devices)
+    ranks = np.random.default_rng(3).permutation(64) / 64
+    wanted = np.log(ranks + 0.02)
+
+    def error(known: StyleScores) -> float:
+        return float(np.std(wanted - known.of(numbers)))
+
+    assert error(scores.learn(numbers, ranks)) < error(scores)
+    exact = np.exp(scores.of(numbers).astype(np.float64)) - 0.02
+    np.testing.assert_allclose(scores.learn(numbers, exact).of(numbers), scores.of(numbers), atol=1e-4)
+
+
+def test_a_pool_gives_the_best_styles_of_one_grouping_and_none_twice() -> None:
+    scores = scores_of(network())
+    pool = StylePool(scores, np.random.default_rng(4))
+    first = pool.take(8, [])
+    left = style_numbers(pool.styles, PROBLEM.num_devices)
+    assert len({(style.num_units, style.following) for style in first}) == 1
+    in_first = scores.of(in_grouping(left, first[0].num_units, first[0].following))
+    assert scores.of(style_numbers(first, PROBLEM.num_devices)).max() <= in_first.min() + 1e-5
+    tried = [(Figures(0, number), style) for number, style in enumerate(first)]
+    scales = [style.scale.tobytes() for style in (*first, *pool.take(8, tried))]
+    assert len(set(scales)) == 16
+
+
+def test_outcomes_rank_what_fits_before_what_does_not() -> None:
+    ranks = style_outcomes._ranks(np.array([5, 1, 9, 3]), np.array([0, 7, 0, 2]))
+    assert ranks.tolist() == [0.125, 0.875, 0.375, 0.625]
+
+
+def test_the_fit_ranks_what_it_saw() -> None:
+    """Here the rank of a style depends on its number of units alone."""
+    rng, net = np.random.default_rng(5), StyleNetwork(8)
+    outcomes = []
+    for _ in range(8):
+        numbers = style_numbers(draw_styles(64, rng), 4)
+        ranks = (np.argsort(np.argsort(numbers[:, 0] + 1e-3 * rng.random(64))) + 0.5) / 64
+        outcomes.append(Outcomes(rng.random(len(PROBLEM_FEATURES), np.float32), numbers, ranks.astype(np.float32)))
+    fit(net, outcomes, replace(CONFIG, epochs=60))
+    assert style_training._correlation(net, outcomes) > 0.8  # type: ignore[operator]
+
+
+def trained(out: Path, run: TrainingRun | None = None) -> tuple[SchedulerPolicy, TrainingProgress]:
+    policy = new_policy("default", style_scorer=8)
+    assert isinstance(policy, SchedulerPolicy)
+    return policy, train_styles(policy, tiny_tasks(), CONFIG, out, run=run)
+
+
+def test_a_run_that_was_interrupted_resumes_to_the_same_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted after five of six tasks, four of which are in files; the checkpoint has what training gave."""
+    monkeypatch.setattr(style_training, "PART", 2)
+    whole, progress = trained(tmp_path / "whole.safetensors")
+    assert (progress.update, progress.updates) == (6, 6)
+    stop, out = threading.Event(), tmp_path / "parts.safetensors"
+
+    def stop_after_five(progress: TrainingProgress) -> None:
+        if progress.update == 5:
+            stop.set()
+
+    _, progress = trained(out, TrainingRun(stop=stop, on_update=stop_after_five))
+    assert progress.update == 5
+    assert not out.exists()
+    trained(out, TrainingRun(resume=True))
+    resumed = load_checkpoint(out)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+
+def test_outcomes_of_another_run_are_refused(tmp_path: Path) -> None:
+    outcome = try_styles(PROBLEM, UNTRAINED, None, 1, 4, np.random.default_rng(0))
+    directory = outcomes_path(tmp_path / "mine.safetensors")
+    write_part(directory, 0, "one run", [outcome])
+    assert np.array_equal(read_parts(directory, "one run")[0].numbers, outcome.numbers)
+    with pytest.raises(InputError, match="is of a run with other options; delete the directory"):
+        read_parts(directory, "another run")
