@@ -104,11 +104,18 @@ class PlanExecutor:
         self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int | None
     ) -> list[StepRequest]:
         """[D] Makes the requests of the next step; see `ThreadExecutor.step`."""
+        seed = self._seed(seed)
+        return [StepRequest(inputs, seed, script, is_timed) for script in self._chosen_scripts(retain=retain)]
+
+    def _chosen_scripts(self, *, retain: bool) -> tuple[Script, ...]:
+        """[D] Returns the scripts of a step, which may retain results."""
         if retain and not self._retaining_scripts:
             self._retaining_scripts = scripts(self.program, self.order, self.program.result_tensors)
-        seed = self.num_steps * self.program.num_draws if seed is None else seed
-        chosen = self._retaining_scripts if retain else self._scripts
-        return [StepRequest(inputs, seed, script, is_timed) for script in chosen]
+        return self._retaining_scripts if retain else self._scripts
+
+    def _seed(self, seed: int | None) -> int:
+        """Returns the seed of the next step, where none is given another one than before."""
+        return self.num_steps * self.program.num_draws if seed is None else seed
 
     def _load(self, op: int, content: Mapping[int, Tensor], worker: Worker) -> None:
         """Copies the content of a source, if it is a parameter or buffer with one, to its worker."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from gdp.arrays import I64
 from gdp.execute.executor import StepRecord
 from gdp.execute.targets import Target
-from gdp.execute.threads import ThreadExecutor
+from gdp.execute.host_executor import HostExecutor, host_executor
 from gdp.models.pytorch import Program
 
 Order = Sequence[npt.ArrayLike]
@@ -98,9 +98,9 @@ def measure_arms(
     """
     measurements = {name: Measurement(arm.order, arm.program.graph.num_ops) for name, arm in arms.items()}
     with ExitStack() as stack:
-        executors: dict[str, ThreadExecutor] = {}
+        executors: dict[str, HostExecutor] = {}
         for name, arm in arms.items():
-            executors[name] = stack.enter_context(ThreadExecutor(arm.program, arm.order, targets))
+            executors[name] = stack.enter_context(host_executor(arm.program, arm.order, targets))
             executors[name].load(arm.content)
         if gc.isenabled():
             stack.callback(gc.enable)

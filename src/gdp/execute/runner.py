@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gdp.execute.executor import TrainingExecutor
 from gdp.execute.targets import find_targets
-from gdp.execute.threads import ThreadExecutor
+from gdp.execute.host_executor import HostExecutor, host_executor
 from gdp.models.pytorch import Program
 
 
@@ -40,13 +40,13 @@ class ThreadRunner:
 
     def __init__(self, names: Sequence[str], on: Sequence[str] | None) -> None:
         self._targets = find_targets(names, on)
-        self._executor: ThreadExecutor | None = None
+        self._executor: HostExecutor | None = None
 
     def start(
         self, program: Program, order: Sequence[npt.ArrayLike], _start: Mapping[str, Tensor], _settings: object
-    ) -> ThreadExecutor:
+    ) -> HostExecutor:
         """Makes an executor."""
-        self._executor = ThreadExecutor(program, order, self._targets)
+        self._executor = host_executor(program, order, self._targets)
         return self._executor
 
     def write_once(self, write: Callable[[], None]) -> None:

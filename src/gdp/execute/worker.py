@@ -41,6 +41,7 @@ class StepRequest:
     seed: int  # added to those of the program's random numbers
     script: Script
     is_timed: bool = False
+    owns_inputs: bool = False  # they are copies, which ops may overwrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,8 @@ class Worker:
                 if (source := program.sources.get(op)) is not None:
                     content = self.state.get(source.tensor)
                     if content is None:
-                        content = self._on_device(source.tensor, request.inputs[source.tensor])
+                        content = request.inputs[source.tensor]
+                        content = content if request.owns_inputs else self._on_device(source.tensor, content)
                     held.update(program.parts(op, content))
                 else:
                     held.update(program.routine(op, device).run(held, self.private[op], request.seed))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gdp.execute.calibrate.work import Extent, Figure, Log
 from gdp.execute.executor import StepRecord
 from gdp.execute.targets import Target
-from gdp.execute.threads import ThreadExecutor
+from gdp.execute.host_executor import host_executor
 from gdp.models.pytorch import Program, capture
 
 
@@ -40,7 +40,7 @@ def timed_steps(
 ) -> list[StepRecord]:
     """Runs timed steps, after one that does not count."""
     inputs = {source.tensor: program.memory_for(source.tensor).zero_() for source in program.sources.values()}
-    with ThreadExecutor(program, order, targets) as executor:
+    with host_executor(program, order, targets) as executor:
         return [executor.step(inputs, is_timed=True) for _ in range(num + 1)][1:]
 
 
