@@ -35,6 +35,12 @@ class StepRecord:
         return start, finish, wait
 
 
+def held_tensors(record: StepRecord) -> dict[int, Tensor]:
+    """Returns the tensors with content that devices hold after a step, by number."""
+    tensors = (item for device in record.devices for item in device.held.items())
+    return {tensor: content for tensor, content in tensors if content is not None}
+
+
 class TrainingExecutor(Protocol):
     """Runs the steps of a training; on ranks all make the same calls, with the same arguments."""
 

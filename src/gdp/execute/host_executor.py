@@ -14,4 +14,6 @@ HostExecutor = ThreadExecutor | ForkedExecutor
 
 def host_executor(program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> HostExecutor:
     """Makes an executor of the program on `targets` [D]."""
-    return (ForkedExecutor if may_fork(targets) else ThreadExecutor)(program, order, targets)
+    if may_fork(targets):
+        return ForkedExecutor(program, order, targets)
+    return ThreadExecutor(program, order, targets)

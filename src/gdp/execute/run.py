@@ -25,6 +25,7 @@ from gdp.execute.equality import (
     without_parameters,
 )
 from gdp.execute.executable import CaptureOptions, Executable, as_planned, check_executable, layout_of
+from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.machine import machine_notes
 from gdp.execute.measurement import Arm, Measurement, Order, measure_arms, one_device_order
@@ -32,7 +33,6 @@ from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
 from gdp.execute.targets import CPU, Target, find_targets
-from gdp.execute.host_executor import host_executor
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.models.measured_times import OpTime

@@ -7,8 +7,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from gdp.execute.executor import TrainingExecutor
-from gdp.execute.targets import find_targets
 from gdp.execute.host_executor import HostExecutor, host_executor
+from gdp.execute.targets import find_targets
 from gdp.models.pytorch import Program
 
 

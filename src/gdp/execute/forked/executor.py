@@ -28,14 +28,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord
+from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
 from gdp.execute.forked.child_memory import keep_freed_memory
 from gdp.execute.forked.mailbox import SharedMailbox
 from gdp.execute.forked.messages import receive_tensors, send_tensors
 from gdp.execute.forked.shared_memory import SharedMemory
 from gdp.execute.lanes import CpuLane
-from gdp.execute.ranks.communicator import traffic_of
 from gdp.execute.ranks.ranks import REMEDIED
+from gdp.execute.script import traffic_of
 from gdp.execute.targets import Target
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Worker
 from gdp.models.pytorch import Program, Replay
@@ -66,7 +66,7 @@ def may_fork(targets: Sequence[Target]) -> bool:
     """
     return (
         sys.platform == "linux"
-        and not torch.cuda.is_initialized()
+        and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         and not current_process().daemon
         and all(target.device.type == "cpu" and target.num_threads == 1 for target in targets)
     )
@@ -100,7 +100,7 @@ class ForkedExecutor(PlanExecutor):
     def _fork(self, memory: SharedMemory) -> None:
         context, traffic, program = get_context("fork"), traffic_of(self._scripts), self.program
         sent = {tensor for tensors in traffic.values() for tensor in tensors if program.tensor_values[tensor] >= 0}
-        slots = {tensor: memory.like(program.memory_for(tensor)) for tensor in sorted(sent)}
+        slots = {tensor: memory.like(_slot(program, tensor)) for tensor in sorted(sent)}
         semaphores = {pair: context.Semaphore(0) for pair, tensors in traffic.items() if tensors}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: kernels here have none
@@ -169,7 +169,7 @@ class ForkedExecutor(PlanExecutor):
 
     def loss(self, record: StepRecord) -> Tensor | None:
         """Returns the loss of a step, retained or not."""
-        return self.program.loss_of({t: item for device in record.devices for t, item in device.held.items()})
+        return self.program.loss_of(held_tensors(record))
 
     def kept(self, record: StepRecord, tensor: int) -> Tensor:
         """Returns a tensor that the graph keeps after the latest step."""
@@ -354,6 +354,17 @@ class ForkedExecutor(PlanExecutor):
         connection.send((record.ops, record.start_ns, record.finish_ns, record.wait_ns, record.end_ns))
         send_tensors(connection, {tensor: item for tensor, item in held.items() if item is not None})
         return record.held
+
+
+def _slot(program: Program, tensor: int) -> Tensor:
+    """Returns memory like that of a tensor; a part has the strides that it has in the whole.
+
+    Some kernels, such as that of batch normalisation, add in another order in a compact copy.
+    """
+    part = program.tensor_layouts[tensor]
+    if part is None:
+        return program.memory_for(tensor)
+    return torch.empty_strided(part.size, part.stride, dtype=part.dtype)
 
 
 _NONE = object()

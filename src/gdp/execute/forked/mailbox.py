@@ -11,19 +11,17 @@ A slot is written again in the next step, which begins when all devices have don
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing.synchronize import Semaphore
 
 from torch import Tensor
 
 from gdp.execute.exchanged_rows import Content, ExchangedRows
+from gdp.execute.script import Traffic
 from gdp.models.pytorch.strides import fill
 
 _SPINS = 300  # looks at a semaphore before the process sleeps: about the time that a core needs to wake up, 0.1 ms
 _POLL_SECONDS = 0.5  # for which it sleeps at most between looks at its parent
-
-Traffic = Mapping[tuple[int, int], Sequence[int]]
-"""The tensors of a step from one device to another, in order, by (source, destination)."""
 
 
 class SharedMailbox:

@@ -15,7 +15,7 @@ def send_tensors(connection: Connection, tensors: Mapping[Any, Tensor]) -> None:
     connection.send([(key, item.dtype, tuple(item.shape), item.stride()) for key, item in tensors.items()])
     for item in tensors.values():
         if item.numel():
-            connection.send_bytes(bytes_of(item.detach()).numpy())
+            connection.send_bytes(bytes_of(item.detach()).numpy().data)
 
 
 def receive_tensors(connection: Connection) -> dict[Any, Tensor]:
@@ -24,5 +24,5 @@ def receive_tensors(connection: Connection) -> dict[Any, Tensor]:
     for key, dtype, size, stride in connection.recv():
         found[key] = memory = torch.empty_strided(size, stride, dtype=dtype)
         if memory.numel():
-            connection.recv_bytes_into(bytes_of(memory).numpy())
+            connection.recv_bytes_into(bytes_of(memory).numpy().data)
     return found

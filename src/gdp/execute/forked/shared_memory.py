@@ -1,4 +1,4 @@
-"""SharedMemory: tensors that forked processes share. It has no name, so it ends with the last of them, however it ends."""
+"""SharedMemory: tensors that forked processes share; it has no name, so it ends with the last of them."""
 
 import mmap
 
