@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from execute.test_threads import assert_same, cpus, randomly_placed
+from execute.placed_steps import assert_same, cpus, randomly_placed
 from gdp.execute.exchanged_rows import ExchangedRows
 from gdp.execute.forked.executor import ForkedExecutor, may_fork
 from gdp.execute.forked.shared_memory import SharedMemory
@@ -159,8 +159,8 @@ def test_a_killed_process_ends_the_step_with_its_name_and_all_others() -> None:
 
 
 TRAINING = """
-import sys, time
-import torch
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
 sys.path[:0] = {paths!r}
 from execute.test_forked import *
 found, content = tower()

@@ -1,4 +1,4 @@
-"""gdp's arm of `gdp bench execution --against`: layouts of a subject, chosen by measured times and run by threads.
+"""gdp's arm of `gdp bench execution --against`: layouts of a subject, chosen by measured times and run on this host.
 
 parts of the batch --captured, ops measured--> Parts --choose_layout--> plan --step_program--> host_executor
 """

@@ -1,4 +1,4 @@
-"""Runner: runs a training, by threads of this process or together with the processes that torchrun started."""
+"""Runner: runs a training, on this host or together with the processes that torchrun started."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -33,8 +33,8 @@ class Runner(Protocol):
         """Ends the executor."""
 
 
-class ThreadRunner:
-    """Runs a training by threads of this process, one for each device; `on` as in `find_targets`."""
+class HostRunner:
+    """Runs a training on the devices of this host; `on` as in `find_targets`."""
 
     is_alone = is_first = True
 

@@ -20,7 +20,7 @@ from gdp.execute.exchanged_rows import Content, ExchangedRows
 from gdp.execute.script import Traffic
 from gdp.models.pytorch.strides import fill
 
-_SPINS = 300  # looks at a semaphore before the process sleeps: about the time that a core needs to wake up, 0.1 ms
+_SPINS = 3000  # looks at a semaphore before the process sleeps, about 1 ms: to wake it up again takes 0.1 ms
 _POLL_SECONDS = 0.5  # for which it sleeps at most between looks at its parent
 
 

@@ -6,6 +6,7 @@ counts where ops are small.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -67,7 +68,7 @@ class Routine:
                 f"if {slot} is None: {slot} = private[{key}] = begun({layout}, {copied}, {self._name(device)})"
             )
         for call in calls:
-            lines += self._call_lines(call)
+            lines += self._call_lines(in_place(program, op, call) if device is None else call)
         outputs = [f"{self._name(tensor)}: {self._read(program.ref_of(tensor))}" for tensor in program.outputs_of[op]]
         exec(_compiled("\n    ".join((*lines, f"return {{{', '.join(outputs)}}}"))), self._names)
         self._function = self._names["function"]
@@ -220,6 +221,41 @@ def _recorded(
             yield None
         else:  # kernels omit tensors that only a backward pass would read, and no op reads
             yield empty(layout, device) if tensor is None else as_recorded(tensor, layout)
+
+
+def in_place(program: "Program", op: int, call: "Call") -> "Call":
+    """Returns the call; a sum of gradients is made in the memory of a term that nothing else reads.
+
+    Autograd does so; a capture holds on to all tensors, so that it sees a sum in new memory. The bits are the same.
+    """
+    if call.func is not torch.ops.aten.add.Tensor or len(call.args) != 2 or call.kwargs or len(call.outputs) != 1:
+        return call
+    (made,) = call.outputs
+    for term, other in (call.args, call.args[::-1]):
+        if is_alone(program, op, term) and term != other and program.layouts[term.value] == program.layouts.get(made):
+            return replace(call, func=torch.ops.aten.add_.Tensor, args=(term, other), outputs=(made,))
+    return call
+
+
+def is_alone(program: "Program", op: int, ref: Any) -> bool:
+    """Returns whether `op` alone reads the memory of a whole value, which another op has made anew."""
+    from gdp.models.pytorch.program import Ref
+
+    if type(ref) is not Ref or ref.layout is not None:
+        return False
+    graph = program.graph
+    for tensor in program.inputs_of[op]:
+        if program.tensor_values[tensor] == ref.value and program.tensor_layouts[tensor] is None:
+            producer = int(graph.producers[tensor])
+            made = [other for other in program.outputs_of[producer] if program.tensor_values[other] == ref.value]
+            return (
+                made == [tensor]
+                and graph.consumers_of(tensor).tolist() == [op]
+                and not graph.is_kept[tensor]
+                and tensor not in program.result_tensors
+                and any(ref.value in call.outputs for call in program.calls[producer])
+            )
+    return False
 
 
 def leaves(result: Any) -> list[Tensor | None]:
