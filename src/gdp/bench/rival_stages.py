@@ -48,7 +48,7 @@ class PipelinedStage(nn.Module):
 
 
 class _Contiguous(torch.autograd.Function):
-    """What stages send has to be contiguous: outputs, and gradients of inputs."""
+    """Makes outputs of a stage, and gradients of its inputs, contiguous: it sends both."""
 
     @staticmethod
     def forward(_context: Any, tensor: Tensor) -> Tensor:
