@@ -59,8 +59,9 @@ def test_measured_devices_have_sane_figures_and_their_file_gives_the_same_cluste
         for pair in ((0, 1), (1, 0)):
             route = cluster.route(*pair)
             assert US <= route.latency_ns <= 10 * MS
-            assert (route.bytes_per_second, route.channels) == (BY_REFERENCE_BYTES_PER_SECOND, ())
-        assert any("by reference" in note for note in found.notes)
+            assert 1e8 < route.bytes_per_second < 1e12
+            assert route.channels == ()
+        assert any("into memory that both share" in note for note in found.notes)
 
 
 def test_work_that_a_device_cannot_do_is_none_and_a_mistake_is_raised_not_waited_for() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gdp
+from execute.placed_steps import CLUSTER, assert_same, cpus, randomly_placed
 from gdp import Cluster, InputError, Plan, Problem, simulate
 from gdp.cluster.detect.host import available_cores
 from gdp.execute.lanes import lane_of
@@ -18,35 +19,9 @@ from gdp.execute.script import scripts
 from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
-from gdp.models.pytorch import Capture, Replay, capture
+from gdp.models.pytorch import capture
 from gdp.search.place import plan_of
-from gdp.simulator.simulate import Simulation
 from tiny_models import EXECUTED, TINY
-
-CLUSTER = Cluster.parse("4xp100-pcie-16g")
-
-
-def randomly_placed(found: Capture, num_devices: int, seed: int) -> Simulation:
-    """The step with its ops on random devices, groups kept, each device's ops in the order of the machine model."""
-    random, groups = np.random.default_rng(seed), found.graph.groups
-    placement = random.integers(0, num_devices, found.graph.num_ops)
-    for group in set(groups[groups >= 0].tolist()):
-        placement[groups == group] = placement[groups == group][0]
-    return simulate(Problem.build(found.graph, CLUSTER), placement)
-
-
-def cpus(count: int = 4) -> list[Target]:
-    return [Target(f"cpu{number}", CPU) for number in range(count)]
-
-
-def assert_same(found: Replay, expected: Replay) -> None:
-    for kind in ("outputs", "gradients", "state"):
-        here, there = getattr(found, kind), getattr(expected, kind)
-        assert here.keys() == there.keys()
-        for name in here:
-            assert torch.equal(here[name], there[name]), f"{kind} {name}"
-    if expected.loss is not None:
-        assert torch.equal(found.loss, expected.loss)
 
 
 @pytest.mark.parametrize("name", EXECUTED)

@@ -1,6 +1,6 @@
-"""gdp's arm of `gdp bench execution --against`: layouts of a subject, chosen by measured times and run by threads.
+"""gdp's arm of `gdp bench execution --against`: layouts of a subject, chosen by measured times and run on this host.
 
-parts of the batch --captured, ops measured--> Parts --choose_layout--> plan --step_program--> ThreadExecutor
+parts of the batch --captured, ops measured--> Parts --choose_layout--> plan --step_program--> host_executor
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from gdp.bench.training_subjects import Subject
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.execute.executable import Executable
+from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.measurement import Order
 from gdp.execute.targets import Target
-from gdp.execute.threads import ThreadExecutor
 from gdp.graph import Graph
 from gdp.models.pytorch import Program, capture
 from gdp.parallel.layout import Layout
@@ -78,7 +78,7 @@ class OwnSteps:
     targets: Sequence[Target]
 
     def __enter__(self) -> Self:
-        self._executor = ThreadExecutor(self.program, self.order, self.targets)
+        self._executor = host_executor(self.program, self.order, self.targets)
         self._executor.load(self.content)
         return self
 

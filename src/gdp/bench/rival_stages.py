@@ -3,6 +3,7 @@
 The first stage gets the batch. What the second one reads of it, such as the labels, it is given by name.
 """
 
+import copy
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
 
 from gdp.arrays import I64
 from gdp.bench.training_subjects import Inputs, Subject
@@ -40,7 +42,26 @@ class PipelinedStage(nn.Module):
         self.module, self.sources = module, tuple(sources)
 
     def forward(self, *sent: Tensor, **named: Tensor) -> Any:
-        return self.module(*(named[item] if isinstance(item, str) else sent[item] for item in self.sources))
+        sent = tuple(map(_contiguous, sent))
+        outputs = self.module(*(named[item] if isinstance(item, str) else sent[item] for item in self.sources))
+        return tree_map_only(Tensor, _contiguous, outputs)
+
+
+class _Contiguous(torch.autograd.Function):
+    """Makes outputs of a stage, and gradients of its inputs, contiguous: it sends both."""
+
+    @staticmethod
+    def forward(_context: Any, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
+
+    @staticmethod
+    def backward(_context: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    found: Tensor = _Contiguous.apply(tensor)  # type: ignore[no-untyped-call]
+    return found
 
 
 @dataclass(frozen=True)
@@ -73,7 +94,11 @@ def balanced_cut(graph: Graph, times_ns: I64) -> str:
 
 
 def halves(module: nn.Module, inputs: Inputs, cut: str) -> Halves:
-    """Traces `module` with `inputs` and cuts it in front of the module `cut`. CutError where that is not possible."""
+    """Traces `module` with `inputs` and cuts it in front of the module `cut`. CutError where that is not possible.
+
+    Where indices would be sent, such as those of experts, it is cut in front of the layer around: PyTorch tries stages
+    out with other content, which is no index.
+    """
     from torch.distributed.pipelining import SplitPoint, pipeline
 
     args, kwargs = inputs
@@ -82,7 +107,7 @@ def halves(module: nn.Module, inputs: Inputs, cut: str) -> Halves:
     if not cut:
         raise CutError("it has no modules to be cut at")
     try:
-        pipe = pipeline(module, args, split_spec={cut: SplitPoint.BEGINNING})
+        pipe = pipeline(copy.deepcopy(module), args, split_spec={cut: SplitPoint.BEGINNING})
     except Exception as error:  # whatever the tracer meets
         raise CutError(f"torch.export cannot trace it: {type(error).__name__}") from error
     if pipe.num_stages != NUM_STAGES:
@@ -92,6 +117,14 @@ def halves(module: nn.Module, inputs: Inputs, cut: str) -> Halves:
     first, second = nodes
     sources = [_source(node, first, roots) for node in second.args]
     names = pipe.replicated_params
+    with torch.no_grad():
+        sent = pipe.get_stage_module(0)(*(args[roots.index(node)] for node in first.args))
+    sent = sent if isinstance(sent, (tuple, list)) else (sent,)
+    if not all(sent[item].is_floating_point() for item in sources if isinstance(item, int)):
+        numbered = [path for path in _ancestors(cut) if _NUMBERED.fullmatch(path)]
+        if not numbered:
+            raise CutError("its first stage sends indices, with which the second one cannot be tried out")
+        return halves(module, inputs, numbered[-1])
     return Halves(
         (
             PipelinedStage(pipe.get_stage_module(0), range(len(first.args))),
@@ -101,6 +134,11 @@ def halves(module: nn.Module, inputs: Inputs, cut: str) -> Halves:
         {item: int(item.removeprefix(_INPUT)) for item in sources if isinstance(item, str)},
         tuple(tuple(f"module.{names_of[node.name]}" for node in nodes) for names_of in names if len(names_of) > 1),
     )
+
+
+def _ancestors(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 _INPUT = "input_"

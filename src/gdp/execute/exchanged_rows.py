@@ -34,6 +34,19 @@ class ExchangedRows:
                 parts.append(torch.zeros(missing, dtype=self.dtype, device=self.device))
         return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, dtype=self.dtype)])
 
+    def copy_to(self, memory: Tensor) -> None:
+        """Copies the chunks into `memory`, which is as long as all of them together."""
+        targets: list[Tensor] = []
+        rows: list[Tensor] = []
+        for number, chunk in enumerate(self.chunks):
+            first = number * self.chunk_elements
+            for row in chunk:
+                targets.append(memory[first : first + len(row)])
+                rows.append(row)
+                first += len(row)
+        if rows:
+            torch._foreach_copy_(targets, rows)
+
 
 Content = Tensor | ExchangedRows | None
 """What is handed over: None for a control tensor."""

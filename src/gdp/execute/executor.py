@@ -35,6 +35,12 @@ class StepRecord:
         return start, finish, wait
 
 
+def held_tensors(record: StepRecord) -> dict[int, Tensor]:
+    """Returns the tensors with content that devices hold after a step, by number."""
+    tensors = (item for device in record.devices for item in device.held.items())
+    return {tensor: content for tensor, content in tensors if content is not None}
+
+
 class TrainingExecutor(Protocol):
     """Runs the steps of a training; on ranks all make the same calls, with the same arguments."""
 
@@ -104,11 +110,18 @@ class PlanExecutor:
         self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int | None
     ) -> list[StepRequest]:
         """[D] Makes the requests of the next step; see `ThreadExecutor.step`."""
+        seed = self._seed(seed)
+        return [StepRequest(inputs, seed, script, is_timed) for script in self._chosen_scripts(retain=retain)]
+
+    def _chosen_scripts(self, *, retain: bool) -> tuple[Script, ...]:
+        """[D] Returns the scripts of a step, which may retain results."""
         if retain and not self._retaining_scripts:
             self._retaining_scripts = scripts(self.program, self.order, self.program.result_tensors)
-        seed = self.num_steps * self.program.num_draws if seed is None else seed
-        chosen = self._retaining_scripts if retain else self._scripts
-        return [StepRequest(inputs, seed, script, is_timed) for script in chosen]
+        return self._retaining_scripts if retain else self._scripts
+
+    def _seed(self, seed: int | None) -> int:
+        """Returns the seed of the next step, where none is given another one than before."""
+        return self.num_steps * self.program.num_draws if seed is None else seed
 
     def _load(self, op: int, content: Mapping[int, Tensor], worker: Worker) -> None:
         """Copies the content of a source, if it is a parameter or buffer with one, to its worker."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gdp.arrays import I64
 from gdp.execute.executor import StepRecord
+from gdp.execute.host_executor import HostExecutor, host_executor
 from gdp.execute.targets import Target
-from gdp.execute.threads import ThreadExecutor
 from gdp.models.pytorch import Program
 
 Order = Sequence[npt.ArrayLike]
@@ -98,10 +98,11 @@ def measure_arms(
     """
     measurements = {name: Measurement(arm.order, arm.program.graph.num_ops) for name, arm in arms.items()}
     with ExitStack() as stack:
-        executors: dict[str, ThreadExecutor] = {}
+        executors: dict[str, HostExecutor] = {}
         for name, arm in arms.items():
-            executors[name] = stack.enter_context(ThreadExecutor(arm.program, arm.order, targets))
-            executors[name].load(arm.content)
+            executor = executors[name] = host_executor(arm.program, arm.order, targets)
+            stack.callback(executor.close)
+            executor.load(arm.content)
         if gc.isenabled():
             stack.callback(gc.enable)
         gc.disable()

@@ -25,7 +25,7 @@ from gdp.execute.optimizer_state import OptimizerState, StateByName
 from gdp.execute.placed_step import bound_inputs, placed_program
 from gdp.execute.ranks.rank_runner import RankRunner
 from gdp.execute.ranks.ranks import is_rank
-from gdp.execute.runner import Runner, ThreadRunner
+from gdp.execute.runner import HostRunner, Runner
 from gdp.execute.training_file import SavedTraining
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
@@ -360,7 +360,8 @@ def placed(
 ) -> Placed:
     """Places `model` on the devices of `plan`; the answer takes the model's arguments and does one step a call.
 
-    Devices are threads of this process, or, if torchrun has started it, processes: one for each device.
+    Single cores are processes that are forked from this one, other devices threads; if torchrun has started this
+    process, it is one of the devices.
 
     The first call captures the step, which must be the one that was placed: the same shapes and the same `options`
     (`training`, `optimizer`, `master_weights`, `loss`, as in `gdp.capture`). A plan with a layout takes the whole
@@ -385,7 +386,7 @@ def placed(
     )
 
     def runner() -> Runner:
-        return RankRunner(plan.devices, on) if is_rank() else ThreadRunner(plan.devices, on)
+        return RankRunner(plan.devices, on) if is_rank() else HostRunner(plan.devices, on)
 
     return Placed(model, plan, options, training, graph=graph, runner=runner)
 

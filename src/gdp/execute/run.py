@@ -25,6 +25,7 @@ from gdp.execute.equality import (
     without_parameters,
 )
 from gdp.execute.executable import CaptureOptions, Executable, as_planned, check_executable, layout_of
+from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.machine import machine_notes
 from gdp.execute.measurement import Arm, Measurement, Order, measure_arms, one_device_order
@@ -32,7 +33,6 @@ from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
 from gdp.execute.targets import CPU, Target, find_targets
-from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.models.measured_times import OpTime
@@ -261,7 +261,7 @@ def op_times(executable: Executable, run: RunResult, kinds: Sequence[str]) -> di
 
 def first_step(program: Program, order: Order, targets: Sequence[Target], content: Mapping[int, Tensor]) -> Replay:
     """Returns the results of a step in full precision, on the CPU, so that they hold no memory elsewhere."""
-    with full_precision(), ThreadExecutor(program, order, targets) as executor:
+    with full_precision(), host_executor(program, order, targets) as executor:
         executor.load(content)
         return on_cpu(executor.results(executor.step(content, retain=True)))
 

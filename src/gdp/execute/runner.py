@@ -1,4 +1,4 @@
-"""Runner: runs a training, by threads of this process or together with the processes that torchrun started."""
+"""Runner: runs a training, on this host or together with the processes that torchrun started."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -7,8 +7,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from gdp.execute.executor import TrainingExecutor
+from gdp.execute.host_executor import HostExecutor, host_executor
 from gdp.execute.targets import find_targets
-from gdp.execute.threads import ThreadExecutor
 from gdp.models.pytorch import Program
 
 
@@ -33,20 +33,20 @@ class Runner(Protocol):
         """Ends the executor."""
 
 
-class ThreadRunner:
-    """Runs a training by threads of this process, one for each device; `on` as in `find_targets`."""
+class HostRunner:
+    """Runs a training on the devices of this host; `on` as in `find_targets`."""
 
     is_alone = is_first = True
 
     def __init__(self, names: Sequence[str], on: Sequence[str] | None) -> None:
         self._targets = find_targets(names, on)
-        self._executor: ThreadExecutor | None = None
+        self._executor: HostExecutor | None = None
 
     def start(
         self, program: Program, order: Sequence[npt.ArrayLike], _start: Mapping[str, Tensor], _settings: object
-    ) -> ThreadExecutor:
+    ) -> HostExecutor:
         """Makes an executor."""
-        self._executor = ThreadExecutor(program, order, self._targets)
+        self._executor = host_executor(program, order, self._targets)
         return self._executor
 
     def write_once(self, write: Callable[[], None]) -> None:

@@ -7,9 +7,9 @@ dependencies; they are sent and awaited like all others, without content.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, pairwise, permutations
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ class Task:
 
 
 Script = tuple[Task, ...]
+
+Traffic = Mapping[tuple[int, int], Sequence[int]]
+"""The tensors of a step from one device to another, in order, by (source, destination)."""
 
 
 def scripts(
@@ -94,3 +97,13 @@ def _check_order(program: Program, lists: Sequence[Sequence[int]]) -> None:
         raise InputError(
             f"order: deadlock, op {graph.op_names[stuck]!r} waits for one that comes after it; place the graph anew"
         )
+
+
+def traffic_of(all_scripts: Sequence[Script]) -> Traffic:
+    """Returns the traffic of a step of these scripts [D]."""
+    traffic: dict[tuple[int, int], list[int]] = {pair: [] for pair in permutations(range(len(all_scripts)), 2)}
+    for source, script in enumerate(all_scripts):
+        for task in script:
+            for device, tensor in task.sends:
+                traffic[source, device].append(tensor)
+    return traffic

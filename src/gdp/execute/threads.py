@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gdp.execute.exchanged_rows import Content
-from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord
+from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
 from gdp.execute.lanes import Lane, Parcel, lane_of
 from gdp.execute.targets import Target
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker
@@ -119,20 +119,20 @@ class ThreadExecutor(PlanExecutor):
 
     def results(self, record: StepRecord) -> Replay:
         """Returns the results that a step retained, and the state after it; tensors are on their devices."""
-        return self.program.results(_held(record) | self.state())
+        return self.program.results(held_tensors(record) | self.state())
 
     def outputs(self, record: StepRecord) -> Mapping[str, Tensor]:
         """Returns the outputs that a step retained, by name; tensors are on their devices."""
-        return self.program.named_outputs(_held(record) | self.state())
+        return self.program.named_outputs(held_tensors(record) | self.state())
 
     def loss(self, record: StepRecord) -> Tensor | None:
         """Returns the loss of a step, retained or not; a copy on the CPU."""
-        loss = self.program.loss_of(_held(record))
+        loss = self.program.loss_of(held_tensors(record))
         return None if loss is None else loss.detach().to("cpu", copy=True)
 
     def kept(self, record: StepRecord, tensor: int) -> Tensor:
         """Returns a tensor that the graph keeps after a step; a copy on the CPU."""
-        return _held(record)[tensor].to("cpu", copy=True)
+        return held_tensors(record)[tensor].to("cpu", copy=True)
 
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Copies optimizer state, by update and value, to the devices of the updates."""
@@ -180,9 +180,3 @@ class ThreadExecutor(PlanExecutor):
             self._answers.put((number, error))
         except BaseException as error:  # whatever it is, the main thread must hear of it
             self._answers.put((number, ExecutionError(worker.lane.target.name, "its worker", error)))
-
-
-def _held(record: StepRecord) -> dict[int, Tensor]:
-    """Returns the tensors with content that devices hold after a step, by number."""
-    tensors = (item for device in record.devices for item in device.held.items())
-    return {tensor: content for tensor, content in tensors if content is not None}

@@ -41,6 +41,7 @@ class StepRequest:
     seed: int  # added to those of the program's random numbers
     script: Script
     is_timed: bool = False
+    owns_inputs: bool = False  # they are copies, which ops may overwrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,48 +128,52 @@ class Worker:
             raise
 
     def _step(self, request: StepRequest) -> DeviceRecord:
-        program, mailbox, lane = self.program, self.mailbox, self.lane
+        program, mailbox, lane, stop = self.program, self.mailbox, self.lane, self.stop
         device = None if lane.target.device.type == "cpu" else lane.target.device
         held: dict[int, Any] = {}
         moments: list[Any] = []
-
-        def take_time() -> None:
-            if request.is_timed:
-                moments.append(lane.now())
-
+        is_timed, seed, sources, private = request.is_timed, request.seed, program.sources, self.private
         mailbox.begin()
-        take_time()
+        if is_timed:
+            moments.append(lane.now())
         for task in request.script:
             op = task.op
-            if self.stop.is_set():
+            if stop.is_set():
                 raise Stopped
             try:
                 for tensor in task.awaited:
                     held[tensor] = mailbox.receive(tensor)
-                take_time()
-                if (source := program.sources.get(op)) is not None:
-                    content = self.state.get(source.tensor)
-                    if content is None:
-                        content = self._on_device(source.tensor, request.inputs[source.tensor])
-                    held.update(program.parts(op, content))
+                if is_timed:
+                    moments.append(lane.now())
+                if op in sources:
+                    held.update(program.parts(op, self._content(sources[op].tensor, request)))
                 else:
-                    held.update(program.routine(op, device).run(held, self.private[op], request.seed))
+                    held.update(program.routine(op, device).run(held, private[op], seed))
                 for to, tensor in task.sends:
                     mailbox.send(tensor, held.get(tensor), to)
                 for tensor in task.drops:
                     held.pop(tensor, None)
             except Exception as error:
                 raise ExecutionError(lane.target.name, f"op {program.graph.op_names[op]!r}", error) from error
-            take_time()
+            if is_timed:
+                moments.append(lane.now())
         mailbox.finish()
         lane.settle()
         end_ns = time.perf_counter_ns()
-        if not request.is_timed:
+        if not is_timed:
             return DeviceRecord(held, end_ns=end_ns)
         times_ns = lane.times_ns(moments)
         starts, finishes = tuple(times_ns[1::2]), tuple(times_ns[2::2])
         waits = tuple(start - before for start, before in zip(starts, times_ns[0::2], strict=False))
         return DeviceRecord(held, tuple(task.op for task in request.script), starts, finishes, waits, end_ns)
+
+    def _content(self, tensor: int, request: StepRequest) -> Tensor:
+        """Returns the content of a source: memory of the device, or a copy of an input."""
+        content = self.state.get(tensor)
+        if content is None:
+            content = request.inputs[tensor]
+            return content if request.owns_inputs else self._on_device(tensor, content)
+        return content
 
     def _on_device(self, tensor: int, memory: Tensor) -> Tensor:
         return self.program.memory_for(tensor, self.lane.target.device).copy_(memory)

@@ -8,7 +8,7 @@ Every kind of work runs on all devices at once, then on each alone:
 The cluster has the figures of all at once, since a placed step runs so: cores share memory, caches and the clock's
 margin. The figures of a device alone are given beside it. All figures are medians, since other processes disturb some.
 
-Launch overhead and latency come from chains of tiny ops, captured and run by `ThreadExecutor` as a plan is:
+Launch overhead and latency come from chains of tiny ops, captured and run as a plan is:
 
     launch    cpu0   add add add add add         time of an add, from start to finish
     latency   cpu0   add     add     add         time by which a hand-over lengthens the chain,

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from gdp.execute.calibrate.work import Extent, Figure, Log
 from gdp.execute.executor import StepRecord
+from gdp.execute.forked.executor import may_fork
+from gdp.execute.host_executor import host_executor
 from gdp.execute.targets import Target
-from gdp.execute.threads import ThreadExecutor
 from gdp.models.pytorch import Program, capture
 
 
@@ -40,7 +41,7 @@ def timed_steps(
 ) -> list[StepRecord]:
     """Runs timed steps, after one that does not count."""
     inputs = {source.tensor: program.memory_for(source.tensor).zero_() for source in program.sources.values()}
-    with ThreadExecutor(program, order, targets) as executor:
+    with host_executor(program, order, targets) as executor:
         return [executor.step(inputs, is_timed=True) for _ in range(num + 1)][1:]
 
 
@@ -76,8 +77,10 @@ def launches(targets: Sequence[Target], effort: Extent, log: Log) -> tuple[list[
         paces_ns.append(_chain_ns(alone) / num_ops)
     note = (
         f"tiny ops on all devices at once: one in {_chain_ns(busy) / num_ops / 1000:.1f} us on each, alone in "
-        f"{max(paces_ns) / 1000:.1f} us, since the worker threads of one process take turns in Python"
+        f"{max(paces_ns) / 1000:.1f} us"
     )
+    if not may_fork(targets):
+        note += ", since the worker threads of one process take turns in Python"
     return figures, [note] if num_devices > 1 else []
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations, permutations
 
 import torch
@@ -23,6 +23,7 @@ from gdp.execute.calibrate.work import (
     together,
     whole,
 )
+from gdp.execute.forked.executor import may_fork
 from gdp.execute.lanes import lane_of
 from gdp.execute.targets import Target
 from gdp.models.pytorch import capture
@@ -40,19 +41,30 @@ def routes_between(targets: Sequence[Target], effort: Extent, log: Log) -> tuple
         time_ns = hop_ns(program, (targets[a], targets[b]), effort.num_steps)
         latencies_ns[a, b] = latencies_ns[b, a] = max(round(time_ns), 0)
     pairs = list(permutations(range(len(targets)), 2))
-    # as CpuLane.pack does it
-    by_reference = [pair for pair in pairs if all(targets[end].device.type == "cpu" for end in pair)]
-    copied = [pair for pair in pairs if pair not in by_reference]
-    routes = {pair: Route(latencies_ns[pair], BY_REFERENCE_BYTES_PER_SECOND, ()) for pair in by_reference}
+    between_cpus = [pair for pair in pairs if all(targets[end].device.type == "cpu" for end in pair)]
+    copied = [pair for pair in pairs if pair not in between_cpus]
+    shared_rate, notes = _between_cpus(targets, between_cpus, effort, log)
+    routes = {pair: Route(latencies_ns[pair], shared_rate, ()) for pair in between_cpus}
     rates = {}
     for a, b in copied:
         log(f"copies from {targets[a].name} to {targets[b].name}")
         rates[a, b] = _copy_rate(targets[a], targets[b], effort)
     channels = _channels([target.name for target in targets], copied, _rivals(targets, copied, effort, log))
     routes |= {pair: Route(latencies_ns[pair], rates[pair], channels[pair]) for pair in copied}
-    if not by_reference:
-        return routes, []
-    return routes, [_by_reference_note([targets[end] for end in by_reference[0]], effort.num_steps)]
+    return routes, notes
+
+
+def _between_cpus(targets: Sequence[Target], pairs: Sequence[Pair], effort: Extent, log: Log) -> tuple[int, list[str]]:
+    """Measures bytes per second that a CPU copies for others, if they are processes; threads hand over a reference."""
+    if not pairs:
+        return BY_REFERENCE_BYTES_PER_SECOND, []
+    first, second = (targets[end] for end in pairs[0])
+    if not may_fork(targets):
+        return BY_REFERENCE_BYTES_PER_SECOND, [_by_reference_note((first, second), effort.num_steps)]
+    log(f"copies into memory that {first.name} and {second.name} share")
+    rate = _rate({size: time_alone(_copy_here(first, size), effort.seconds, "copies") for size in COPY_BYTES})
+    note = f"{first.name} copies what it hands {second.name} into memory that both share, at {rate / 1e9:.1f} GB/s"
+    return rate, [note]
 
 
 def _by_reference_note(pair: Sequence[Target], num_steps: int) -> str:
@@ -77,10 +89,30 @@ def _by_reference_note(pair: Sequence[Target], num_steps: int) -> str:
 
 def _copy_rate(source: Target, target: Target, effort: Extent) -> int:
     """Measures bytes per second by a line through the times of several sizes."""
-    _, ns_per_byte = line_through(
-        {size: time_alone(_copy(source, target, size), effort.seconds, "copies") for size in COPY_BYTES}
-    )
+    return _rate({size: time_alone(_copy(source, target, size), effort.seconds, "copies") for size in COPY_BYTES})
+
+
+def _rate(times_ns: Mapping[int, float]) -> int:
+    """Returns bytes per second of copies, from their times by size."""
+    _, ns_per_byte = line_through(times_ns)
     return whole(1e9 / max(ns_per_byte, 1e9 / BY_REFERENCE_BYTES_PER_SECOND))
+
+
+def _copy_here(target: Target, num_bytes: int) -> Job:
+    """Makes the job of a copy in a CPU's memory."""
+    lane = lane_of(target, copy_memory)
+
+    def prepare() -> Once:
+        content, memory = (copy_memory(num_bytes, target.device).zero_() for _ in range(2))
+
+        def once() -> int:
+            start_ns = time.perf_counter_ns()
+            memory.copy_(content)
+            return time.perf_counter_ns() - start_ns
+
+        return once
+
+    return lane, prepare
 
 
 def _copy(source: Target, target: Target, num_bytes: int) -> Job:

@@ -22,7 +22,7 @@ from gdp.execute.exchanged_rows import Content, as_tensor
 from gdp.execute.lanes import CpuLane, Lane, Parcel
 from gdp.execute.ranks.connections import Groups, IncomingMessage, Receiver, Sender, TransferState, bytes_of
 from gdp.execute.ranks.ranks import Failure, HeartbeatMonitor, Ranks
-from gdp.execute.script import Script
+from gdp.execute.script import Traffic
 from gdp.execute.targets import CPU
 from gdp.execute.worker import Stopped
 from gdp.models.pytorch import Program
@@ -34,9 +34,6 @@ _CLOCK, _TEXTS, _RESULTS, _ITEMS = 5, 6, 8, 10  # further collectives; to the la
 _TOKEN, _RECORD, _PING = range(3)  # tags, from the number of tensors on; tensors have their own numbers
 _NUM_PINGS = 16
 _ITEM = _PING + _NUM_PINGS  # the first tag of tensors that are none of the graph
-
-Traffic = Mapping[tuple[int, int], Sequence[int]]
-"""The tensors of a step from one device to another, in order, by (source, destination)."""
 
 
 class Communicator:
@@ -295,18 +292,6 @@ class Communicator:
         if content.dtype == made.dtype and content.stride() == made.stride and tuple(content.shape) == made.size:
             return content
         return fill(self._program.memory_for(tag, content.device), content)
-
-
-def traffic_of(all_scripts: Sequence[Script]) -> Traffic:
-    """Returns the traffic of a step of these scripts [D]."""
-    traffic: dict[tuple[int, int], list[int]] = {
-        pair: [] for pair in itertools.permutations(range(len(all_scripts)), 2)
-    }
-    for source, script in enumerate(all_scripts):
-        for task in script:
-            for device, tensor in task.sends:
-                traffic[source, device].append(tensor)
-    return traffic
 
 
 def _incoming_numbers(tag: int, size: int) -> IncomingMessage:

@@ -23,8 +23,9 @@ from torch import Tensor
 from gdp.errors import InputError
 from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord
 from gdp.execute.lanes import lane_of
-from gdp.execute.ranks.communicator import CLOSE, STEP, Communicator, traffic_of
+from gdp.execute.ranks.communicator import CLOSE, STEP, Communicator
 from gdp.execute.ranks.ranks import CAUSE_SECONDS, INTERRUPTED, SILENT_SECONDS, Failure, RankError, Ranks, message_of
+from gdp.execute.script import traffic_of
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker
 from gdp.models.pytorch import Program, Replay
 

@@ -118,9 +118,15 @@ class Program:
 
     def set_keyword(self, op: int, key: str, value: Any) -> None:
         """Changes an argument, such as the learning rate, of `op` on every device that it is prepared for."""
+        self.changed_keywords[op, key] = value
         for (prepared, _), routine in self._routines.items():
             if prepared == op:
                 routine.set_keyword(key, value)
+
+    @cached_property
+    def changed_keywords(self) -> dict[tuple[int, str], Any]:
+        """The arguments that `set_keyword` has changed, by op and keyword."""
+        return {}
 
     @cached_property
     def num_draws(self) -> int:

@@ -1,11 +1,14 @@
 """Routine: an op of a Program prepared for repeated execution on one device.
 
-The memory and the view of each argument are determined once; a run fills in the tensors and calls the kernels. An op
-works on a list of slots: its inputs, its optimizer state, and the results of its calls.
+The memory and the view of each argument are determined once, and become code that a run executes: the overhead of an op
+counts where ops are small.
 """
 
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,9 +20,7 @@ from gdp.models.pytorch.strides import StridedLayout, as_recorded, compact_strid
 if TYPE_CHECKING:
     from gdp.models.pytorch.program import Call, Program, Ref
 
-Slots = list[Any]
-Reader = Callable[[Slots], Any]
-
+set_grad_enabled = torch._C._set_grad_enabled  # of which `torch.set_grad_enabled` makes an object each time
 _default_generator_lock = threading.Lock()  # for operators that draw from PyTorch's global generator only
 
 
@@ -36,151 +37,225 @@ class OpRoutine(Protocol):
 
 
 class Routine:
-    """The op `op` of `program` on `device` (None: the CPU, as captured)."""
+    """The op `op` of `program` on `device` (None: the CPU, as captured).
+
+    It is a function of a few lines, such as
+
+        s0 = inputs[n0]
+        s1 = f1(s0, view_of(s0, n2, n3))
+        return {n4: s1}
+
+    Numbers, layouts and constants have names, so that routines of like ops share their code.
+    """
 
     def __init__(self, program: "Program", op: int, device: torch.device | None = None) -> None:
         self.program, self.device = program, device
-        self._values: dict[int, int] = {}  # slot of each value that is whole
-        self._parts: dict[int, dict[StridedLayout | None, int]] = {}  # slot of each part of a value
+        self._values: dict[int, str] = {}  # the name of each value that is whole
+        self._parts: dict[int, dict[StridedLayout | None, str]] = {}  # the name of each part of a value
         self._num_slots = 0
-        self._inputs = [(tensor, self._add_input(tensor)) for tensor in program.inputs_of[op]]
-        self._private = [(value, self._new_slot(value)) for value in program.private.get(op, ())]
+        self._names: dict[str, Any] = dict(_HELPERS)
+        self._keywords: dict[str, list[str]] = {}  # names of constant arguments
+        calls = program.calls[op]
+        self._grad_modes = [call.is_grad_enabled for call in calls] or [False]
+        lines = [f"{self._add_input(tensor)} = inputs[{self._name(tensor)}]" for tensor in program.inputs_of[op]]
+        private = [(value, self._new_slot(value)) for value in program.private.get(op, ())]
         copies = {value: ref for value, ref in program.state_copies.items() if ref.value in self._values}
-        self._copied = {value: self._reader(copies[value]) for value, _ in self._private if value in copies}
-        self._calls = [_BoundCall(call, self) for call in program.calls[op]]
-        self._outputs = [(tensor, self._reader(program.ref_of(tensor))) for tensor in program.outputs_of[op]]
+        for value, slot in private:
+            key, layout = self._name(value), self._name(program.layouts[value])
+            copied = self._read(copies[value]) if value in copies else "None"
+            lines.append(f"{slot} = private.get({key})")
+            lines.append(
+                f"if {slot} is None: {slot} = private[{key}] = begun({layout}, {copied}, {self._name(device)})"
+            )
+        for call in calls:
+            lines += self._call_lines(in_place(program, op, call) if device is None else call)
+        outputs = [f"{self._name(tensor)}: {self._read(program.ref_of(tensor))}" for tensor in program.outputs_of[op]]
+        exec(_compiled("\n    ".join((*lines, f"return {{{', '.join(outputs)}}}"))), self._names)
+        self._function = self._names["function"]
+        self._grad_mode = self._grad_modes[0] if len(set(self._grad_modes)) == 1 else None  # None: changes inside
 
     def run(self, inputs: Mapping[int, Tensor], private: MutableMapping[int, Tensor], seed: int = 0) -> dict[int, Any]:
         """Executes the op; see `Program.run`."""
-        slots: Slots = [None] * self._num_slots
-        for tensor, slot in self._inputs:
-            slots[slot] = inputs[tensor]
-        for value, slot in self._private:
-            if value not in private:
-                private[value] = torch.zeros_like(empty(self.program.layouts[value], self.device))
-                if value in self._copied:
-                    private[value].copy_(self._copied[value](slots))
-            slots[slot] = private[value]
-        is_grad_enabled = torch.is_grad_enabled()
+        before = torch.is_grad_enabled()
+        if before is not self._grad_mode:
+            set_grad_enabled(self._grad_modes[0])
         try:
-            for call in self._calls:
-                call.run(slots, seed)
+            outputs: dict[int, Any] = self._function(inputs, private, seed)
         finally:
-            torch.set_grad_enabled(is_grad_enabled)
-        return {tensor: read(slots) for tensor, read in self._outputs}
+            if before is not self._grad_mode:
+                set_grad_enabled(before)
+        return outputs
 
     def set_keyword(self, key: str, value: Any) -> None:
         """Changes an argument, such as the learning rate, of the calls that have it."""
-        for call in self._calls:
-            call.set_keyword(key, value)
+        for name in self._keywords.get(key, ()):
+            self._names[name] = value
 
-    # -- slots -----------------------------------------------------------------------------------------------------
+    # -- names -----------------------------------------------------------------------------------------------------
 
-    def _add_input(self, tensor: int) -> int:
+    def _name(self, item: Any) -> str:
+        """Returns a name for a number, a layout or a constant."""
+        name = f"n{len(self._names)}"
+        self._names[name] = item
+        return name
+
+    def _slot(self) -> str:
+        self._num_slots += 1
+        return f"s{self._num_slots}"
+
+    def _add_input(self, tensor: int) -> str:
         value, part = self.program.tensor_values[tensor], self.program.tensor_layouts[tensor]
         if part is None:
             return self._new_slot(value)
-        slot = self._parts.setdefault(value, {})[part] = self._num_slots
-        self._num_slots += 1
+        slot = self._parts.setdefault(value, {})[part] = self._slot()
         return slot
 
-    def _new_slot(self, value: int) -> int:
-        slot = self._values[value] = self._num_slots
-        self._num_slots += 1
+    def _new_slot(self, value: int) -> str:
+        slot = self._values[value] = self._slot()
         return slot
 
-    def made_by(self, call: "Call") -> list[tuple[int, StridedLayout] | None]:
-        """Returns, for each tensor that `call` returns, the slot to keep it in and its layout, or None."""
+    # -- code ------------------------------------------------------------------------------------------------------
+
+    def _call_lines(self, call: "Call") -> list[str]:
+        """Returns the lines that make a call and name its results."""
+        args = [self._argument(item) for item in call.args]
+        kwargs = dict(call.kwargs)
+        if self.device is not None and "device" in kwargs:
+            kwargs["device"] = self.device
+        pairs = {key: self._argument(item) for key, item in kwargs.items()}
+        for key, name in pairs.items():
+            if name in self._names:
+                self._keywords.setdefault(key, []).append(name)
+        made = self._made_by(call)
+        function = self._name(function_for(call.func, self.device))
+        lines = [f"set_grad_enabled({call.is_grad_enabled})"] if len(set(self._grad_modes)) > 1 else []
+        if call.seed >= 0:
+            keywords = ", ".join(f"{key!r}: {name}" for key, name in pairs.items())
+            constants = f"{self._name(call)}, [{', '.join(args)}], {{{keywords}}}, {self._name(self.device)}"
+            result = f"seeded({function}, {constants}, {self._name(call.seed)} + seed)"
+        else:
+            result = f"{function}({', '.join((*args, *(f'{key}={name}' for key, name in pairs.items())))})"
+        if not any(made):
+            return [*lines, result]
+        if len(made) > 1:
+            slots = ", ".join("_" if item is None else item[0] for item in made)
+            layouts = self._name([None if item is None else item[1] for item in made])
+            return [*lines, f"{slots}, = recorded({result}, {layouts}, {self._name(self.device)})"]
+        assert made[0] is not None
+        slot, layout = made[0]
+        strides, recorded = self._name(layout.stride), self._name(layout)
+        return [
+            *lines,
+            f"{slot} = {result}",
+            f"if not isinstance({slot}, Tensor): {slot} = {slot}[0]",
+            f"if {slot}.stride() != {strides}: {slot} = as_recorded({slot}, {recorded})",
+        ]
+
+    def _made_by(self, call: "Call") -> list[tuple[str, StridedLayout] | None]:
+        """Returns, for each tensor that `call` returns, its name and its layout, or None."""
         for old, new in call.writes:
             self._values[new] = self._values[old]
-        made: list[tuple[int, StridedLayout] | None] = []
+        made: list[tuple[str, StridedLayout] | None] = []
         for value in call.outputs:
             is_new = value >= 0 and value not in self._values
             made.append((self._new_slot(value), self.program.layouts[value]) if is_new else None)
         return made
 
-    def reader(self, item: Any) -> Reader | None:
-        """Returns a function that makes an argument from the slots; None if the argument is constant."""
+    def _argument(self, item: Any) -> str:
+        """Returns the code of an argument."""
         from gdp.models.pytorch.program import Ref
 
         if type(item) is Ref:
-            return self._reader(item)
-        if type(item) is tuple or type(item) is list:
-            kind, readers = type(item), [self.reader(part) for part in item]
-            if any(readers):
-                return lambda slots: kind(
-                    [part if read is None else read(slots) for part, read in zip(item, readers, strict=True)]
-                )
-        elif isinstance(item, Tensor) and self.device is not None:
-            moved = item.to(self.device)
-            return lambda _slots: moved
-        return None
+            return self._read(item)
+        if type(item) in (tuple, list) and _has_ref(item):
+            parts = ", ".join(self._argument(part) for part in item)
+            return f"[{parts}]" if type(item) is list else f"({parts},)"
+        if isinstance(item, Tensor) and self.device is not None:
+            item = item.to(self.device)
+        return self._name(item)
 
-    def _reader(self, ref: "Ref") -> Reader:
+    def _read(self, ref: "Ref") -> str:
+        """Returns the code of a value, or of a view of it."""
         made, view = self.program.layouts[ref.value], ref.layout
         slot = self._values.get(ref.value)
         if slot is not None:
-            whole = slot
             if view is None or view == made:
-                return lambda slots: slots[whole]
-            return lambda slots: view_of(slots[whole], made, view)
+                return slot
+            if view.dtype != made.dtype:
+                return f"view_of({slot}, {self._name(made)}, {self._name(view)})"
+            offset = self._name(view.offset - made.offset)
+            size, stride = self._name(view.size), self._name(view.stride)
+            return f"{slot}.as_strided({size}, {stride}, {slot}.storage_offset() + {offset})"
         assert view is not None, "the graph gives an op that reads a whole value the whole value"
         part = part_layout(view)
         assert part is not None, "and one that reads views which overlap themselves, too"
-        at, (size, stride), compact = self._parts[ref.value][part], view[:2], compact_strides(view, part)
+        slot = self._parts[ref.value][part]  # as `part_view`, with strides computed once
+        size, stride, compact = (self._name(item) for item in (view.size, view.stride, compact_strides(view, part)))
+        strides = f"{stride} if {slot}.stride() == {self._name(part.stride)} else {compact}"
+        return f"{slot}.as_strided({size}, {strides}, {slot}.storage_offset())"
 
-        def read_part(slots: Slots) -> Tensor:  # as `part_view`, with strides computed once
-            content: Tensor = slots[at]
-            return content.as_strided(
-                size, stride if content.stride() == part.stride else compact, content.storage_offset()
+
+@lru_cache(maxsize=4096)
+def _compiled(body: str) -> CodeType:
+    return compile(f"def function(inputs, private, seed):\n    {body}\n", "<op>", "exec")
+
+
+def _has_ref(item: Any) -> bool:
+    from gdp.models.pytorch.program import Ref
+
+    return type(item) is Ref or (type(item) in (tuple, list) and any(map(_has_ref, item)))
+
+
+def _begun(layout: StridedLayout, copied: Tensor | None, device: torch.device | None) -> Tensor:
+    """Returns new optimizer state: zeros, or a copy of a parameter."""
+    state = torch.zeros_like(empty(layout, device))
+    return state if copied is None else state.copy_(copied)
+
+
+def _recorded(
+    result: Any, layouts: Sequence[StridedLayout | None], device: torch.device | None
+) -> Iterator[Tensor | None]:
+    """Yields the tensors of a result in the layouts of the capture; None for those that nothing reads."""
+    for layout, tensor in zip(layouts, leaves(result), strict=True):
+        if layout is None:
+            yield None
+        else:  # kernels omit tensors that only a backward pass would read, and no op reads
+            yield empty(layout, device) if tensor is None else as_recorded(tensor, layout)
+
+
+def in_place(program: "Program", op: int, call: "Call") -> "Call":
+    """Returns the call; a sum of gradients is made in the memory of a term that nothing else reads.
+
+    Autograd does so; a capture holds on to all tensors, so that it sees a sum in new memory. The bits are the same.
+    """
+    if call.func is not torch.ops.aten.add.Tensor or len(call.args) != 2 or call.kwargs or len(call.outputs) != 1:
+        return call
+    (made,) = call.outputs
+    for term, other in (call.args, call.args[::-1]):
+        if is_alone(program, op, term) and term != other and program.layouts[term.value] == program.layouts.get(made):
+            return replace(call, func=torch.ops.aten.add_.Tensor, args=(term, other), outputs=(made,))
+    return call
+
+
+def is_alone(program: "Program", op: int, ref: Any) -> bool:
+    """Returns whether `op` alone reads the memory of a whole value, which another op has made anew."""
+    from gdp.models.pytorch.program import Ref
+
+    if type(ref) is not Ref or ref.layout is not None:
+        return False
+    graph = program.graph
+    for tensor in program.inputs_of[op]:
+        if program.tensor_values[tensor] == ref.value and program.tensor_layouts[tensor] is None:
+            producer = int(graph.producers[tensor])
+            made = [other for other in program.outputs_of[producer] if program.tensor_values[other] == ref.value]
+            return (
+                made == [tensor]
+                and graph.consumers_of(tensor).tolist() == [op]
+                and not graph.is_kept[tensor]
+                and tensor not in program.result_tensors
+                and any(ref.value in call.outputs for call in program.calls[producer])
             )
-
-        return read_part
-
-
-class _BoundCall:
-    """A call with the slots of its arguments and results."""
-
-    __slots__ = ("_args", "_call", "_device", "_func", "_kwargs", "_made", "_read_args", "_read_kwargs", "_results")
-
-    def __init__(self, call: "Call", routine: Routine) -> None:
-        self._call, self._func, self._device = call, function_for(call.func, routine.device), routine.device
-        self._args, self._kwargs = list(call.args), dict(call.kwargs)
-        if routine.device is not None and "device" in call.kwargs:
-            self._kwargs["device"] = routine.device
-        args = [(at, routine.reader(item)) for at, item in enumerate(call.args)]
-        kwargs = [(key, routine.reader(item)) for key, item in call.kwargs.items()]
-        self._read_args = [(at, read) for at, read in args if read is not None]
-        self._read_kwargs = [(key, read) for key, read in kwargs if read is not None]
-        self._made = routine.made_by(call)
-
-    def set_keyword(self, key: str, value: Any) -> None:
-        """Changes a constant argument, if the call has one of that name."""
-        if key in self._kwargs:
-            self._kwargs = {**self._kwargs, key: value}
-
-    def run(self, slots: Slots, seed: int) -> None:
-        args, kwargs, call = self._args.copy(), self._kwargs, self._call
-        for at, read in self._read_args:
-            args[at] = read(slots)
-        if self._read_kwargs:
-            kwargs = kwargs | {key: read(slots) for key, read in self._read_kwargs}
-        if torch.is_grad_enabled() != call.is_grad_enabled:
-            torch.set_grad_enabled(call.is_grad_enabled)
-        if call.seed >= 0:
-            result = _seeded(self._func, call, args, kwargs, self._device, call.seed + seed)
-        else:
-            result = self._func(*args, **kwargs)
-        made = self._made
-        if len(made) == 1:
-            if made[0] is not None:
-                slots[made[0][0]] = as_recorded(result if isinstance(result, Tensor) else result[0], made[0][1])
-            return
-        for target, tensor in zip(made, leaves(result), strict=True):
-            if target is not None:
-                slot, layout = target
-                # kernels omit tensors that only a backward pass would read, and no op reads
-                slots[slot] = empty(layout, self._device) if tensor is None else as_recorded(tensor, layout)
+    return False
 
 
 def leaves(result: Any) -> list[Tensor | None]:
@@ -206,3 +281,14 @@ def _seeded(
             return func(*args, **kwargs)
         finally:
             generator.set_state(state)
+
+
+_HELPERS: Mapping[str, Any] = {
+    "Tensor": Tensor,
+    "as_recorded": as_recorded,
+    "begun": _begun,
+    "recorded": _recorded,
+    "seeded": _seeded,
+    "set_grad_enabled": set_grad_enabled,
+    "view_of": view_of,
+}

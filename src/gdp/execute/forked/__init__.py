@@ -1,0 +1,1 @@
+"""A plan on the processor cores of one host, a process for each, which share memory."""

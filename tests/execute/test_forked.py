@@ -1,0 +1,259 @@
+"""Plans run by forked processes that share memory: the bits of PyTorch, and an end of all when one fails or dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from execute.placed_steps import assert_same, cpus, randomly_placed
+from gdp.execute.exchanged_rows import ExchangedRows
+from gdp.execute.forked.executor import ForkedExecutor, may_fork
+from gdp.execute.forked.shared_memory import SharedMemory
+from gdp.execute.host_executor import host_executor
+from gdp.execute.measurement import one_device_order
+from gdp.execute.targets import CPU, Target
+from gdp.execute.threads import ThreadExecutor
+from gdp.execute.worker import ExecutionError
+from gdp.models.pytorch import Capture, Program, Replay, capture
+from tiny_models import EXECUTED, TINY
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
+
+
+class Tower(nn.Module):
+    """A few products, each of which waits for the one before."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def tower() -> tuple[Capture, dict[int, Tensor]]:
+    model, x = Tower(), torch.rand(8, 64)
+    found = capture(model, [x], name="tower")
+    return found, found.program.bind(model, [x], {})
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_threads_and_processes_give_the_same_bits(name: str) -> None:
+    """Three steps of a random placement, by threads and by processes, end alike in all they leave."""
+    model, args, kwargs = EXECUTED[name]()
+    found = capture(model, args, kwargs, name=name)
+    content, order = found.program.bind(model, args, kwargs), randomly_placed(found, 3, 1).order
+
+    def trained(kind: type[ThreadExecutor | ForkedExecutor]) -> tuple[Replay, dict[int, dict[int, Tensor]]]:
+        with kind(found.program, order, cpus()) as executor:
+            executor.load(content)
+            for retain in (False, False, True):
+                record = executor.step(content, retain=retain)
+            results = executor.results(record)
+            state = {key: tensor.clone() for key, tensor in results.state.items()}
+            private = {op: {key: item.clone() for key, item in by.items()} for op, by in executor.private().items()}
+            return Replay(results.loss, results.outputs, results.gradients, state), private
+
+    (here, private_here), (there, private_there) = trained(ThreadExecutor), trained(ForkedExecutor)
+    assert_same(there, here)
+    assert private_here.keys() == private_there.keys()
+    for op, values in private_here.items():
+        assert all(torch.equal(private_there[op][key], item) for key, item in values.items())
+
+
+def test_single_cores_are_processes_and_all_others_threads() -> None:
+    """Kernels with threads of their own cannot be forked."""
+    assert may_fork(cpus())
+    assert not may_fork([Target("cpu0", CPU, (0, 1)), *cpus(1)])
+    assert not may_fork([Target("cuda0", torch.device("cuda", 0)), *cpus(1)])
+    found, _ = tower()
+    with host_executor(found.program, one_device_order(found.graph.num_ops, 0, 2), cpus(2)) as executor:
+        assert isinstance(executor, ForkedExecutor)
+
+
+def test_changed_arguments_of_updates_reach_the_processes() -> None:
+    """A learning rate that falls to zero stops the training, in the processes too."""
+    found, content = tower()
+    program: Program = found.program
+    updates = [op for op, phase in enumerate(program.graph.phases) if phase == "update"]
+    with ForkedExecutor(program, randomly_placed(found, 2, 0).order, cpus()) as executor:
+        executor.load(content)
+        executor.step(content)
+        before = {key: tensor.clone() for key, tensor in executor.state().items()}
+        executor.step(content)
+        assert any(not torch.equal(before[key], tensor) for key, tensor in executor.state().items())
+        for op in updates:
+            program.set_keyword(op, "lr", 0.0)
+        before = {key: tensor.clone() for key, tensor in executor.state().items()}
+        executor.step(content)
+        assert all(torch.equal(before[key], tensor) for key, tensor in executor.state().items())
+
+
+def test_optimizer_state_goes_in_and_out() -> None:
+    """A training goes on in other processes from the state of the first ones, bit for bit."""
+    found, content = tower()
+    order = randomly_placed(found, 3, 2).order
+    with ForkedExecutor(found.program, order, cpus()) as executor:
+        executor.load(content)
+        for _ in range(2):
+            executor.step(content)
+        state, private = {key: item.clone() for key, item in executor.state().items()}, executor.private()
+        expected = executor.loss(executor.step(content))
+        after = {key: item.clone() for key, item in executor.state().items()}
+    with ForkedExecutor(found.program, randomly_placed(found, 2, 5).order, cpus()) as executor:
+        executor.load(state)
+        executor.load_private(private)
+        assert torch.equal(executor.loss(executor.step(content)), expected)
+        assert all(torch.equal(after[key], item) for key, item in executor.state().items())
+
+
+def test_a_record_that_is_not_the_latest_is_refused() -> None:
+    """Processes keep what the latest step has left."""
+    found, content = tower()
+    with ForkedExecutor(found.program, randomly_placed(found, 2, 0).order, cpus()) as executor:
+        executor.load(content)
+        record = executor.step(content, retain=True)
+        executor.step(content)
+        with pytest.raises(ValueError, match="latest"):
+            executor.results(record)
+
+
+def test_a_killed_process_ends_the_step_with_its_name_and_all_others() -> None:
+    """Whether between steps or within one; the others end within seconds."""
+    found, content = tower()
+    executor = ForkedExecutor(found.program, randomly_placed(found, 3, 0).order, cpus())
+    executor.load(content)
+    executor.step(content)
+    pids = [child.pid for child in executor._children]
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(ExecutionError, match=r"device 'cpu1': its process, \d+, was ended by SIGKILL"):
+        executor.step(content)
+    assert executor.is_closed
+    wait_until(lambda: not any(map(is_there, pids)))
+    with pytest.raises(ExecutionError, match="closed"):
+        executor.step(content)
+
+
+TRAINING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+sys.path[:0] = {paths!r}
+from execute.test_forked import *
+found, content = tower()
+executor = ForkedExecutor(found.program, randomly_placed(found, 3, 0).order, cpus())
+executor.load(content)
+executor.step(content)
+print(*(child.pid for child in executor._children), flush=True)
+try:
+    while True:
+        executor.step(content)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_processes_end_with_the_one_that_has_forked_them(number: signal.Signals) -> None:
+    """However that ends, in a step: none is left, and no shared memory has a name that could be left."""
+    here = Path(__file__).parent
+    before = set(os.listdir("/dev/shm"))
+    code = TRAINING.format(paths=[str(here.parent)])
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 4
+    time.sleep(0.3)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert out == ("interrupted\n" if number == signal.SIGINT else "")
+    wait_until(lambda: not any(map(is_there, pids)))
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_no_process_outlives_its_executor() -> None:
+    """Not after steps, and not after none."""
+    found, content = tower()
+    for steps in (0, 2):
+        executor = ForkedExecutor(found.program, randomly_placed(found, 2, 0).order, cpus())
+        pids = [child.pid for child in executor._children]
+        executor.load(content)
+        for _ in range(steps):
+            executor.step(content)
+        executor.close()
+        assert not any(map(is_there, pids))
+
+
+def test_rows_are_copied_as_they_are_joined() -> None:
+    """Rows of an exchange go into shared memory without a copy between."""
+    rows = [torch.arange(float(length)) + length for length in (4, 1, 2, 1)]
+    found = ExchangedRows(((rows[0], rows[1]), (rows[2], rows[3])), 5, torch.float32)
+    memory = SharedMemory().like(torch.empty(10))
+    found.copy_to(memory)
+    assert torch.equal(memory, found.joined())
+
+
+def test_shared_memory_has_the_layout_of_its_template() -> None:
+    """Sizes, strides and types are kept, and no two tensors overlap."""
+    memory = SharedMemory()
+    templates = [
+        torch.empty(3, 5).t(),
+        torch.empty(0, 4),
+        torch.empty((), dtype=torch.int64),
+        torch.empty(1000, dtype=torch.bool),
+        torch.empty(20 << 20),  # more than a block
+        torch.empty(7, dtype=torch.bfloat16),
+    ]
+    made = [memory.like(template) for template in templates]
+    for number, (tensor, template) in enumerate(zip(made, templates, strict=True)):
+        assert (tensor.shape, tensor.stride(), tensor.dtype) == (template.shape, template.stride(), template.dtype)
+        tensor.fill_(number % 2)
+    assert [tensor.float().mean().item() for tensor in made if tensor.numel()] == [0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["gnmt", "inception", "dlrm"])
+def test_inference_gives_the_bits_of_pytorch(name: str) -> None:
+    """Outputs that a step retains are collected from the processes."""
+    model, args, kwargs = TINY[name]()
+    model.eval()
+    found = capture(model, args, kwargs, name=name, training=False)
+    with torch.no_grad():
+        expected = model(*args, **kwargs)
+    content = found.program.bind(model, args, kwargs)
+    with ForkedExecutor(found.program, randomly_placed(found, 3, 0).order, cpus()) as executor:
+        executor.load(content)
+        record = executor.step(content, retain=True, is_timed=True)
+        (output,) = executor.outputs(record).values()
+    assert torch.equal(output, expected)
+    start, finish, wait = record.op_times_ns(found.graph.num_ops)
+    assert (finish > start).all()
+    assert (wait >= 0).all()
+    assert start.min() >= record.start_ns
+    assert finish.max() <= record.finish_ns
+    assert np.all(finish - start < 60e9)
