@@ -55,7 +55,9 @@ def place(graph: Path, out: Path, number: int | None, delay_s: float, options: S
                 process.send_signal(number)
             end_s = min(time.monotonic(), end_s)
         printed = process.communicate(timeout=120)
-    return Ending(process.returncode, *printed, time.monotonic() - end_s)
+    # Python ends itself by SIGINT after an interrupt in an exec of text, as imports have; to a shell that is 130, too
+    status = INTERRUPTED if process.returncode == -signal.SIGINT else process.returncode
+    return Ending(status, *printed, time.monotonic() - end_s)
 
 
 def check(ending: Ending, graph: Graph, out: Path) -> None:
