@@ -104,6 +104,7 @@ class ForkedExecutor(PlanExecutor):
         semaphores = {pair: context.Semaphore(0) for pair, tensors in traffic.items() if tensors}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: kernels here have none
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # of JAX, which no child uses
             for number, target in enumerate(self.targets):
                 here, there = context.Pipe()
                 mailbox = SharedMailbox(number, traffic, slots, semaphores)
