@@ -46,7 +46,7 @@ SEARCHED_ALONE = 3000  # simulations that there must be time for, or `auto` asks
 UNHURRIED = 1000  # simulations of a large problem that there must be time for, or classical placers come first
 SEARCHED = 200  # the same, or there is no search
 SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go to the exact placer; its effort there
-NODES_PER_SIMULATION = 20  # of it while nothing fits: most are partial placements, which take far less time
+NODES_PER_SIMULATION = 100  # of it while nothing fits: most are partial placements, which take far less time
 
 
 def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = None) -> Solution:
