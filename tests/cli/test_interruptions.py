@@ -97,6 +97,22 @@ def interrupted(graph: Graph, count: int, seed: int, tmp_path: Path) -> None:
         assert ending.late_s <= SLOW * limit_s, f"{number}: {sent}, {ending}"
 
 
+def test_an_interrupt_in_a_callback_is_not_lost() -> None:
+    """Ctrl-C in a callback of compiled code, where Python ignores exceptions, ends the program and prints nothing."""
+    script = """
+import ctypes, os, signal, sys, time
+from gdp.cli.app import repeat_interrupt
+sys.unraisablehook = repeat_interrupt
+try:
+    ctypes.CFUNCTYPE(None)(lambda: (os.kill(os.getpid(), signal.SIGINT), None)[1])()
+    time.sleep(20)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("interrupted\n", "")
+
+
 def test_random_interruptions_leave_an_answer_or_a_refusal_in_time(tmp_path: Path) -> None:
     interrupted(accumulated(lstm_training_graph(20), 4), 4, 0, tmp_path)
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -60,6 +61,7 @@ from gdp.cli.shared import (
 from gdp.errors import InputError
 
 _TRACEBACK = "--traceback"
+_REPEATED_S = 0.01  # after which the callback is over
 
 app = typer.Typer(
     help="Place the operators of a neural network on devices so that one step is as fast as possible within memory.",
@@ -87,6 +89,7 @@ def main(args: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != _TRACEBACK]
     if args is None and "TORCHELASTIC_RUN_ID" not in os.environ:  # processes of torchrun have handlers of their own
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        sys.unraisablehook = repeat_interrupt
     try:
         status = int(app(words, prog_name="gdp", standalone_mode=False) or OK)
         with quiet_pipe():
@@ -104,6 +107,14 @@ def main(args: Sequence[str] | None = None) -> int:
                 signal.signal(number, signal.SIG_IGN)
         fail("interrupted", INTERRUPTED)
     return status
+
+
+def repeat_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Repeats a Ctrl-C that came in a callback of compiled code, as when kernels are loaded, which Python ignores."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        threading.Timer(_REPEATED_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 @app.callback(invoke_without_command=True)
