@@ -101,12 +101,9 @@ def draw_refinement(rng: np.random.Generator) -> Style:
 
 def vary(style: Style, rng: np.random.Generator) -> Style:
     """Draws a style near to `style`."""
-    factors = np.exp(rng.normal(0.0, _VARIATION, (2, NUM_FEATURES)))
-    if not style.sees_all:
-        factors[1] = factors[0]
     return replace(
         style,
-        scale=(style.scale * factors).astype(np.float32),
+        scale=_bent(style, _VARIATION, rng),
         num_units=int(rng.choice(SIZES[:-1])) if rng.random() < 0.3 else style.num_units,
         passes=int(rng.choice(_PASSES)) if rng.random() < 0.3 else style.passes,
     )
@@ -114,16 +111,21 @@ def vary(style: Style, rng: np.random.Generator) -> Style:
 
 def widen(style: Style, rng: np.random.Generator) -> Style:
     """Draws a style in a wider neighbourhood of `style`, with options as likely as any."""
-    factors = np.exp(rng.normal(0.0, _WIDER, (2, NUM_FEATURES)))
-    if not style.sees_all:
-        factors[1] = factors[0]
     return replace(
         style,
-        scale=(style.scale * factors).astype(np.float32),
+        scale=_bent(style, _WIDER, rng),
         most=float(rng.choice(_MOST)),
         slack=float(rng.choice(_SLACKS)),
         passes=int(rng.choice(_PASSES)),
     )
+
+
+def _bent(style: Style, spread: float, rng: np.random.Generator) -> F32:
+    """Draws scales [2, K] near to those of `style`; both passes alike where later ones see no more."""
+    factors = np.exp(rng.normal(0.0, spread, (2, NUM_FEATURES)))
+    if not style.sees_all:
+        factors[1] = factors[0]
+    return (style.scale * factors).astype(np.float32)
 
 
 def options_of(styles: Sequence[Style], num_devices: int, *, refines: bool) -> RolloutOptions:
