@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gdp.bench.benchmark import Benchmark, Say, pick
 from gdp.bench.figures import dot_plot
@@ -95,14 +96,18 @@ class ExecutionAgainstBenchmark(Benchmark):
             "devices": [device.name for device in cluster.devices],
             "notes": list(calibration.notes),
             "mean_speedup": geometric_mean(ratios) if ratios else None,
+            "median_error": float(np.median(np.abs(_predicted_over_measured(measured) - 1))),
         }
 
     def draw(self, measured: Mapping[str, Any]) -> bytes:
-        dots = {
-            row["workload"]: [item["predicted_ns"] / item["measured_ns"] for item in row["predictions"]["items"]]
-            for row in measured["rows"]
-        }
+        dots = {row["workload"]: _predicted_over_measured([row]).tolist() for row in measured["rows"]}
         return dot_plot("Predicted step times", "predicted over measured; a dot for each layout and placement", dots)
+
+
+def _predicted_over_measured(rows: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.float64]:
+    """Returns the ratio of each layout and placement of all rows."""
+    items = [item for row in rows for item in row["predictions"]["items"]]
+    return np.array([item["predicted_ns"] / item["measured_ns"] for item in items])
 
 
 def _measure(
@@ -133,7 +138,7 @@ def _measure(
         "predicted_ns": plan.step_time_ns,
         "arms": arms,
         "best": best,
-        "speedup": float(np.median(arms[best]["step_ns"]) / np.median(own_ns)) if best else 1.0,
+        "speedup": float(np.median(ratios)),
         "speedup_quartiles": np.percentile(ratios, (25, 75)).tolist(),
         "predictions": predictions(
             measured,
