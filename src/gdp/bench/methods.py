@@ -5,6 +5,7 @@ With a budget in time they run on one thread by processor time, so that a busy m
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gdp import files
 from gdp.bench.comparison import best_baselines
@@ -18,7 +19,7 @@ from gdp.placers import CLASSICAL, metis_blind
 from gdp.planning.warm_up import warm_up as compile_search
 from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import load_checkpoint, new_policy
-from gdp.policy.training.ppo import PAPER
+from gdp.policy.training.ppo import PAPER, PPOConfig
 from gdp.search.classical import ClassicalRuns
 from gdp.search.fine_tune import FineTuneConfig, fine_tune
 from gdp.search.noise import DEFAULT_NOISE, Noise
@@ -66,12 +67,15 @@ def from_scratch(budget: Budget) -> Method:
     return Method("gdp-one", run, budget, counts_cpu=True, num_threads=1)
 
 
-def published(budget: Budget) -> Method:
-    """Returns GDP-one as published: the `paper` policy, untrained, with the paper's reward and advantage."""
+def published(budget: Budget, *, ppo: PPOConfig = PAPER, **changes: Any) -> Method:
+    """Returns GDP-one as published: the `paper` policy, untrained, with the paper's reward and advantage.
+
+    `changes` are those of the policy's configuration.
+    """
 
     def run(question: Question, clock: Clock) -> Solution:
-        policy = new_policy("paper", seed=question.seed)
-        return fine_tune(question, clock, policy=policy, config=FineTuneConfig(ppo=PAPER))
+        policy = new_policy("paper", seed=question.seed, **changes)
+        return fine_tune(question, clock, policy=policy, config=FineTuneConfig(ppo=ppo))
 
     return Method("gdp-published", run, budget, counts_cpu=True, num_threads=1)
 

@@ -200,6 +200,30 @@ def bench_paper(
     return _answer(benchmark, out, rows, json)
 
 
+@bench_app.command("published")
+def bench_published(
+    evaluations: Annotated[int, typer.Option(min=1, help="Placements that a run simulates.")] = 20_000,
+    patience: Annotated[int, typer.Option(min=1, help="In a row that bring nothing, and a run ends.")] = 3_000,
+    workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: six.")] = None,
+    methods: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: all seven.")] = None,
+    seeds: SeedsOption = 2,
+    out: OutOption = None,
+    rows: RowsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """GDP as published and HDP until they are flat, and what the paper's parts are worth."""
+    from gdp.bench.published import METHODS, WORKLOADS, PublishedBenchmark
+
+    benchmark = PublishedBenchmark(
+        evaluations=evaluations,
+        patience=patience,
+        seeds=seeds,
+        workloads=_workloads(workloads, WORKLOADS),
+        methods=_names(methods, tuple(METHODS)),
+    )
+    return _answer(benchmark, out, rows, json)
+
+
 @bench_app.command("generalization")
 def bench_generalization(
     checkpoints: CheckpointsOption,
