@@ -1,11 +1,12 @@
-"""Random placements of captured steps on cores, and their results."""
+"""Random placements of captured steps on cores, their results, and a small step."""
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from gdp import Cluster, Problem, simulate
 from gdp.execute.targets import CPU, Target
-from gdp.models.pytorch import Capture, Replay
+from gdp.models.pytorch import Capture, Replay, capture
 from gdp.simulator.simulate import Simulation
 
 CLUSTER = Cluster.parse("4xp100-pcie-16g")
@@ -18,6 +19,26 @@ def randomly_placed(found: Capture, num_devices: int, seed: int) -> Simulation:
     for group in set(groups[groups >= 0].tolist()):
         placement[groups == group] = placement[groups == group][0]
     return simulate(Problem.build(found.graph, CLUSTER), placement)
+
+
+class Tower(nn.Module):
+    """A few products, each of which waits for the one before."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def tower() -> tuple[Capture, dict[int, Tensor]]:
+    """Returns the captured step of a tower, and what it starts from."""
+    model, x = Tower(), torch.rand(8, 64)
+    found = capture(model, [x], name="tower")
+    return found, found.program.bind(model, [x], {})
 
 
 def cpus(count: int = 4) -> list[Target]:

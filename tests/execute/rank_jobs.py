@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from execute.test_layouts import check, offload_small_tensors
 from gdp.errors import InputError
 from gdp.execute.ranks import ranks as ranks_module
 from gdp.execute.ranks.executor import ProcessExecutor
@@ -24,7 +26,7 @@ from gdp.models.pytorch.routine import Routine
 from tiny_models import EXECUTED
 
 NUM_STEPS = 3
-DEVICES = ("north", "east", "south")
+DEVICES = ("north", "east", "south", "west")
 
 
 def placed(name: str, count: int, seed: int) -> tuple[Capture, dict[int, Tensor], list[list[int]]]:
@@ -118,6 +120,19 @@ def far(ranks: Ranks, say: dict[str, Any]) -> None:
     equal(ranks, say, "rnnlm")
 
 
+def layouts(ranks: Ranks, say: dict[str, Any], name: str, *seeds: int) -> None:
+    """Steps of a model in random layouts, as PyTorch makes them."""
+
+    def start(program: Program, order: Any, _targets: Any) -> ProcessExecutor:
+        return ProcessExecutor(program, order, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        offload_small_tensors(patch)
+        for seed in seeds:
+            check(name, seed, start)
+            say["seeds"] = say.get("seeds", 0) + 1
+
+
 def one_fails(ranks: Ranks, say: dict[str, Any], how: str) -> None:
     """The rank of the second device fails in the middle of its second step."""
     captured, bound, order = placed("rnnlm", len(ranks.names), 0)
@@ -164,7 +179,7 @@ def one_has_another_plan(ranks: Ranks, say: dict[str, Any]) -> None:
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    job.__name__: job for job in (equal, far, one_fails, first_dies, one_leaves, one_has_another_plan)
+    job.__name__: job for job in (equal, far, layouts, one_fails, first_dies, one_leaves, one_has_another_plan)
 }
 
 
@@ -181,7 +196,7 @@ def before_op(count: int, act: Callable[[], None]) -> None:
     Routine.run = counted  # type: ignore[method-assign]
 
 
-def do(out: Path, job: str, *args: str) -> int:
+def do(out: Path, job: str, *args: Any) -> int:
     """A rank's part of the job, as its environment says; the exit status."""
     say: dict[str, Any] = {}
     rank, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
@@ -197,7 +212,7 @@ def do(out: Path, job: str, *args: str) -> int:
     return status
 
 
-def start(out: Path, environment: dict[str, str], job: str, *args: str) -> None:
+def start(out: Path, environment: dict[str, str], job: str, *args: Any) -> None:
     """`do`, in a process that has PyTorch loaded."""
     os.environ.update(environment)
     if "stopped" in args:

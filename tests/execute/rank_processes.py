@@ -29,9 +29,9 @@ def start_ranks(target: Callable[..., None], out: Path, count: int, job: str, *a
     return ranks
 
 
-def statuses_of(ranks: list[BaseProcess]) -> list[int | None]:
+def statuses_of(ranks: list[BaseProcess], patience_seconds: float = PATIENCE_SECONDS) -> list[int | None]:
     """Waits for all ranks, kills those that take too long, and returns the exit status of each."""
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + patience_seconds
     for rank in ranks:
         rank.join(until - time.monotonic())
     for rank in ranks:

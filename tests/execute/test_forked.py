@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from execute.placed_steps import assert_same, cpus, randomly_placed
+from execute.placed_steps import assert_same, cpus, randomly_placed, tower
 from gdp.execute.exchanged_rows import ExchangedRows
 from gdp.execute.forked.executor import ForkedExecutor, may_fork
 from gdp.execute.forked.shared_memory import SharedMemory
@@ -22,29 +21,10 @@ from gdp.execute.measurement import one_device_order
 from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
-from gdp.models.pytorch import Capture, Program, Replay, capture
-from tiny_models import EXECUTED, TINY
+from gdp.models.pytorch import Replay, capture
+from tiny_models import EXECUTED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
-
-
-class Tower(nn.Module):
-    """A few products, each of which waits for the one before."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def tower() -> tuple[Capture, dict[int, Tensor]]:
-    model, x = Tower(), torch.rand(8, 64)
-    found = capture(model, [x], name="tower")
-    return found, found.program.bind(model, [x], {})
 
 
 def is_there(pid: int) -> bool:
@@ -93,42 +73,6 @@ def test_single_cores_are_processes_and_all_others_threads() -> None:
     found, _ = tower()
     with host_executor(found.program, one_device_order(found.graph.num_ops, 0, 2), cpus(2)) as executor:
         assert isinstance(executor, ForkedExecutor)
-
-
-def test_changed_arguments_of_updates_reach_the_processes() -> None:
-    """A learning rate that falls to zero stops the training, in the processes too."""
-    found, content = tower()
-    program: Program = found.program
-    updates = [op for op, phase in enumerate(program.graph.phases) if phase == "update"]
-    with ForkedExecutor(program, randomly_placed(found, 2, 0).order, cpus()) as executor:
-        executor.load(content)
-        executor.step(content)
-        before = {key: tensor.clone() for key, tensor in executor.state().items()}
-        executor.step(content)
-        assert any(not torch.equal(before[key], tensor) for key, tensor in executor.state().items())
-        for op in updates:
-            program.set_keyword(op, "lr", 0.0)
-        before = {key: tensor.clone() for key, tensor in executor.state().items()}
-        executor.step(content)
-        assert all(torch.equal(before[key], tensor) for key, tensor in executor.state().items())
-
-
-def test_optimizer_state_goes_in_and_out() -> None:
-    """A training goes on in other processes from the state of the first ones, bit for bit."""
-    found, content = tower()
-    order = randomly_placed(found, 3, 2).order
-    with ForkedExecutor(found.program, order, cpus()) as executor:
-        executor.load(content)
-        for _ in range(2):
-            executor.step(content)
-        state, private = {key: item.clone() for key, item in executor.state().items()}, executor.private()
-        expected = executor.loss(executor.step(content))
-        after = {key: item.clone() for key, item in executor.state().items()}
-    with ForkedExecutor(found.program, randomly_placed(found, 2, 5).order, cpus()) as executor:
-        executor.load(state)
-        executor.load_private(private)
-        assert torch.equal(executor.loss(executor.step(content)), expected)
-        assert all(torch.equal(after[key], item) for key, item in executor.state().items())
 
 
 def test_a_record_that_is_not_the_latest_is_refused() -> None:
@@ -235,25 +179,3 @@ def test_shared_memory_has_the_layout_of_its_template() -> None:
         assert (tensor.shape, tensor.stride(), tensor.dtype) == (template.shape, template.stride(), template.dtype)
         tensor.fill_(number % 2)
     assert [tensor.float().mean().item() for tensor in made if tensor.numel()] == [0.0, 0.0, 1.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("name", ["gnmt", "inception", "dlrm"])
-def test_inference_gives_the_bits_of_pytorch(name: str) -> None:
-    """Outputs that a step retains are collected from the processes."""
-    model, args, kwargs = TINY[name]()
-    model.eval()
-    found = capture(model, args, kwargs, name=name, training=False)
-    with torch.no_grad():
-        expected = model(*args, **kwargs)
-    content = found.program.bind(model, args, kwargs)
-    with ForkedExecutor(found.program, randomly_placed(found, 3, 0).order, cpus()) as executor:
-        executor.load(content)
-        record = executor.step(content, retain=True, is_timed=True)
-        (output,) = executor.outputs(record).values()
-    assert torch.equal(output, expected)
-    start, finish, wait = record.op_times_ns(found.graph.num_ops)
-    assert (finish > start).all()
-    assert (wait >= 0).all()
-    assert start.min() >= record.start_ns
-    assert finish.max() <= record.finish_ns
-    assert np.all(finish - start < 60e9)

@@ -1,19 +1,22 @@
 """A step in micro-batches and replicas, placed at random, computes what PyTorch computes part by part."""
 
 import zlib
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from execute.random_layouts import LEARNING_RATE, Drawn, Unplaced
+from gdp.execute.host_executor import host_executor
 from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import DeviceRecord
 from gdp.graph import Graph
-from gdp.models.pytorch import Capture, capture
+from gdp.models.pytorch import Capture, Replay, capture
 from gdp.models.workloads.base import Example
 from gdp.parallel.offload import Offload, offloaded
 from tiny_models import CONFIGS, tiny
@@ -44,12 +47,20 @@ NOT_A_MEAN = {  # the loss of the whole batch is no mean of those of its parts
     "clip",  # samples are told apart from all others of the batch
 }
 EPSILON = float(torch.finfo(torch.float32).eps)
-NUM_STEPS = 3
+NUM_STEPS, NUM_DEVICES = 3, 4
+
+Start = Callable[..., Any]
+"""Makes an executor of a program, in an order, on targets."""
 
 
 @pytest.fixture(autouse=True)
 def offload_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """All activations of a block wait on the host, not only those of a megabyte."""
+    offload_small_tensors(monkeypatch)
+
+
+def offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tensors of any size wait on the host."""
     for function in (Offload.of.__func__, offloaded):  # type: ignore[attr-defined]
         monkeypatch.setitem(function.__kwdefaults__, "least_bytes", 64)
 
@@ -93,47 +104,56 @@ def assert_only_kept(devices: tuple[DeviceRecord, ...], graph: Graph) -> None:
     assert all(tensor >= 0 and graph.is_kept[tensor] for tensor in held)
 
 
-def check(name: str, seed: int) -> None:
-    """Three steps of a random layout on random devices, and of PyTorch."""
+def check(name: str, seed: int, start: Start) -> None:
+    """Three steps of a random layout on random devices, and of PyTorch; where ranks run it, each checks them."""
     case = drawn(name, seed)
-    optimizer = "adam" if case.sums_in_order and not case.layout.zero else "sgd-momentum"
+    is_exact = case.sums_in_order and not case.layout.zero
+    optimizer = "adam" if is_exact else "sgd-momentum"
     program = case.program(captured(name, optimizer))
     torch.manual_seed(seed)
     model, (_, args, kwargs) = example(name, 1)[0], example(name, case.layout.num_parts)
     parts = program.split(args, kwargs)
     unplaced = Unplaced.of(model, case.layout.data, optimizer)
     content = program.bind(model, args, kwargs)
-    with ThreadExecutor(program, case.order(program.graph), cpus(4)) as executor:
+    with start(program, case.order(program.graph), cpus(NUM_DEVICES)) as executor:
         executor.load(content)
         results = executor.results(executor.step(content, retain=True))
         expected = unplaced.step(parts, case.layout.microbatches)
-        assert results.loss is not None
-        assert expected.loss is not None
-        assert torch.equal(results.loss, expected.loss)
-        assert_equal(dict(results.outputs), dict(expected.outputs))
-        gradients = dict(results.gradients), dict(expected.gradients)
-        states = dict(results.state), dict(expected.state)
-        if case.sums_in_order:
-            assert_equal(*gradients)
-        # a sum of n numbers in any order is off by (n - 1) / 2 roundings of the sum of their sizes at most
-        bounds = {key: len(parts) * EPSILON * size for key, size in unplaced.magnitude.items()}
-        assert_near(*gradients, bounds)
-        first_names = {parameter: key for key, parameter in model.named_parameters()}
-        aliases = model.named_parameters(remove_duplicate=False)
-        bounds = {alias: bounds[key] for alias, tied in aliases if (key := first_names[tied]) in bounds}
-        if optimizer == "adam":
-            assert_equal(*states)
-        else:
-            assert_near(*states, {key: bounds_of_update(key, tensor, bounds) for key, tensor in states[1].items()})
+        if results is not None:  # the first rank has them
+            # a sum of n numbers in any order is off by (n - 1) / 2 roundings of the sum of their sizes at most
+            bounds = {key: len(parts) * EPSILON * size for key, size in unplaced.magnitude.items()}
+            check_first_step(results, expected, model, bounds, in_order=case.sums_in_order, is_exact=is_exact)
         for _ in range(NUM_STEPS - 1):
             record = executor.step(content)
             assert_only_kept(record.devices, program.graph)
             expected = unplaced.step(parts, case.layout.microbatches)
         states = program.state_by_name(executor.state()), dict(expected.state)
-    if optimizer == "adam":
+        if is_exact:
+            assert_equal(*states)
+        elif name not in NORMALISED:  # two samples are normalised to -1 and 1, which makes much of a rounding
+            assert_near(*states, 1e-5)
+
+
+def check_first_step(
+    results: Replay, expected: Replay, model: nn.Module, bounds: dict[str, Tensor], *, in_order: bool, is_exact: bool
+) -> None:
+    """Loss and outputs are equal, gradients within `bounds`, and equal if `in_order`; states are if `is_exact`."""
+    assert results.loss is not None
+    assert expected.loss is not None
+    assert torch.equal(results.loss, expected.loss)
+    assert_equal(dict(results.outputs), dict(expected.outputs))
+    gradients = dict(results.gradients), dict(expected.gradients)
+    states = dict(results.state), dict(expected.state)
+    if in_order:
+        assert_equal(*gradients)
+    assert_near(*gradients, bounds)
+    first_names = {parameter: key for key, parameter in model.named_parameters()}
+    aliases = model.named_parameters(remove_duplicate=False)
+    bounds = {alias: bounds[key] for alias, tied in aliases if (key := first_names[tied]) in bounds}
+    if is_exact:
         assert_equal(*states)
-    elif name not in NORMALISED:  # two samples are normalised to -1 and 1, which makes much of a rounding
-        assert_near(*states, 1e-5)
+    else:
+        assert_near(*states, {key: bounds_of_update(key, tensor, bounds) for key, tensor in states[1].items()})
 
 
 def bounds_of_update(key: str, weight: Tensor, of_gradients: dict[str, Tensor]) -> Tensor:
@@ -143,11 +163,11 @@ def bounds_of_update(key: str, weight: Tensor, of_gradients: dict[str, Tensor]) 
     return LEARNING_RATE * of_gradients[key] + 2 * EPSILON * weight.abs()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "start"), enumerate((host_executor, ThreadExecutor, host_executor)))
 @pytest.mark.parametrize("name", MODELS)
-def test_random_layouts_compute_what_pytorch_does(name: str, seed: int) -> None:
+def test_random_layouts_compute_what_pytorch_does(name: str, seed: int, start: Start) -> None:
     """Loss, outputs, gradients and three updates: bit for bit where sums have one order, else to rounding."""
-    check(name, seed)
+    check(name, seed, start)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_A_MEAN])
@@ -156,7 +176,7 @@ def test_gradients_are_those_of_the_whole_batch(name: str) -> None:
     program = case.program(captured(name, "sgd-momentum"))
     model, (_, args, kwargs) = example(name, 1)[0], example(name, case.layout.num_parts)
     content = program.bind(model, args, kwargs)
-    with ThreadExecutor(program, case.order(program.graph), cpus(4)) as executor:
+    with host_executor(program, case.order(program.graph), cpus(NUM_DEVICES)) as executor:
         executor.load(content)
         results = executor.results(executor.step(content, retain=True))
     loss = model(*args, **kwargs)
@@ -179,7 +199,7 @@ def test_parts_draw_numbers_of_their_own_wherever_they_are(name: str) -> None:
         model, (_, args, kwargs) = tiny(name, 1)[0], tiny(name, case.layout.num_parts)
         content, results = step.bind(model, args, kwargs), []
         for order in (case.order(step.graph), [np.arange(step.graph.num_ops)]):
-            with ThreadExecutor(step, order, cpus(len(order))) as executor:
+            with host_executor(step, order, cpus(len(order))) as executor:
                 executor.load(content)
                 results.append(executor.results(executor.step(content, retain=True)))
         placed, alone = results
@@ -198,7 +218,9 @@ def test_parts_draw_numbers_of_their_own_wherever_they_are(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("start", [host_executor, ThreadExecutor])
 @pytest.mark.parametrize("name", MODELS)
-def test_many_random_layouts_compute_what_pytorch_does(name: str) -> None:
+def test_many_random_layouts_compute_what_pytorch_does(name: str, start: Start) -> None:
+    """25 layouts of each model, by forked processes and by threads."""
     for seed in range(3, 28):
-        check(name, seed)
+        check(name, seed, start)

@@ -130,11 +130,11 @@ def _execute(
     interrupted: threading.Event,
     **options: Any,
 ) -> "tuple[Executable, RunResult | None]":
-    """Runs the model on threads, or under torchrun with a process for each device.
+    """Runs the model on this host, or under torchrun as one of its processes.
 
-    On threads, Ctrl-C ends the measurement after the step that runs, and sets `interrupted`.
+    On this host, Ctrl-C ends the measurement after the step that runs, and sets `interrupted`.
     """
-    from gdp.execute.run import run_on_ranks, run_on_threads
+    from gdp.execute.run import run_on_host, run_on_ranks
 
     if not _is_rank():
         from gdp.execute.targets import find_targets
@@ -148,7 +148,7 @@ def _execute(
         warm_up(())
         executable = build()
         with _live(f"running on {', '.join(target.place for target in targets)}"), stop_on_interrupt() as stop:
-            result = run_on_threads(executable, plan, targets, **options, stop=stop)
+            result = run_on_host(executable, plan, targets, **options, stop=stop)
         if stop.is_set():
             interrupted.set()
         return executable, result

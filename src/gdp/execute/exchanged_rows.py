@@ -1,6 +1,6 @@
 """ExchangedRows: elements that replicas exchange, where they lie in memory.
 
-Devices of one process read them there. What goes to another process, or to a GPU, is one tensor of them:
+Devices that are threads read them there. What goes into shared memory, over gloo or to a GPU is one tensor of them:
 
     chunk 0   | a a a a | b |       chunk 1   | b b | c c |
     joined    | a a a a   b   b b   c c . |                     chunks are filled up to the same length

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,23 @@ class PlanExecutor:
         self._home = {task.op: device for device, script in enumerate(self._scripts) for task in script}
         self._threads_before = torch.get_num_threads()
         self._check_dropout(devices)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.leave(error)
+
+    def close(self) -> None:
+        """Ends its workers."""
+        raise NotImplementedError
+
+    def leave(self, _error: BaseException) -> None:
+        """Ends its workers after an error in the script."""
+        self.close()
 
     def _check_dropout(self, devices: Sequence[torch.device]) -> None:
         names = self.program.graph.op_names

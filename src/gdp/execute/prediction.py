@@ -50,8 +50,8 @@ class OpPrediction:
 class HandOver:
     """Tensors that went from one device to another: medians of predicted and measured times in ns.
 
-    Between threads they are the tensors that an op waited for, and times begin at the end of their op. Between
-    processes they are all tensors, and times begin when the route was free.
+    On one host they are the tensors that an op waited for, and times begin at the end of their op. Between ranks they
+    are all tensors, and times begin when the route was free.
     """
 
     source: str

@@ -121,7 +121,7 @@ def run(
 
     `options` (`training`, `optimizer`, `master_weights`, `loss`) are those of the capture that was placed; the inputs
     are those of the whole batch. `on` says where devices are, as in `gdp.execute.targets.find_targets`; see
-    `gdp.execute.run.run_on_threads` for the others and for errors. The model is left as it is.
+    `gdp.execute.run.run_on_host` for the others and for errors. The model is left as it is.
     """
     captured = capture(model, args, kwargs, name=type(model).__name__, **options)
     check_executable(captured.program)
@@ -129,7 +129,7 @@ def run(
     executable = as_planned(
         executable, plan, lambda args, kwargs: capture(model, args, kwargs, name=captured.graph.name, **options)
     )
-    return run_on_threads(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
+    return run_on_host(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
 
 
 def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
@@ -143,7 +143,7 @@ def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
     )
 
 
-def run_on_threads(
+def run_on_host(
     executable: Executable,
     plan: Plan,
     targets: Sequence[Target],
@@ -208,7 +208,7 @@ def run_on_ranks(
     steps: int = 20,
     warm_up_steps: int = 2,
 ) -> RunResult | None:
-    """Measures and checks as `run_on_threads`, with a process for each device and no run on one device.
+    """Measures and checks as `run_on_host`, with a process for each device and no run on one device.
 
     All ranks make this call with the same model and plan. None on all ranks but the first.
     """

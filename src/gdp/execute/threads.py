@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Self
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -72,12 +72,6 @@ class ThreadExecutor(PlanExecutor):
         ]
         for thread in self._threads:
             thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
     @property
     def is_closed(self) -> bool:
@@ -158,10 +152,6 @@ class ThreadExecutor(PlanExecutor):
         if self._threads:
             torch.set_num_threads(self._threads_before)
         self._threads = []
-
-    def leave(self, _error: BaseException) -> None:
-        """Ends the workers after an error in the script."""
-        self.close()
 
     def _next_answer(self) -> tuple[int, Any]:
         while True:

@@ -14,13 +14,15 @@ Launch overhead and latency come from chains of tiny ops, captured and run as a 
     latency   cpu0   add     add     add         time by which a hand-over lengthens the chain,
               cpu1       add     add             the mean of both directions
 
+Between processes on cores, chains of larger tensors give the bandwidth: each is copied into shared memory, and the next
+op reads what another core has just written.
+
 Copies from and to CUDA devices are those of the lanes. Two routes whose copies slow each other down share a channel.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -37,6 +39,7 @@ from gdp.execute.calibrate.work import (
     Figure,
     Log,
     Work,
+    cache_bytes,
     job_of,
     per_second,
     time_alone,
@@ -166,7 +169,7 @@ def _bandwidths(devices: Sequence[LocalDevice], effort: Extent, log: Log) -> lis
     for device in devices:
         streamed_bytes = min(effort.streamed_bytes, device.memory_bytes // 8)
         if device.target.device.type == "cpu":  # GPUs do not tell their caches, and add fast
-            streamed_bytes = min(streamed_bytes, max(2 * _cache_bytes(), 64 * MIB))
+            streamed_bytes = min(streamed_bytes, max(2 * cache_bytes(), 64 * MIB))
         works.append(_addition(streamed_bytes // 12))
         jobs.append(job_of(device.target, works[-1], torch.float32))
     log("memory bandwidth on all devices at once")
@@ -187,12 +190,6 @@ def _addition(num_elements: int) -> Work:
         return lambda: torch.add(a, b, out=out)
 
     return Work(3 * 4 * num_elements, make)
-
-
-def _cache_bytes() -> int:
-    """Returns the size of the processor's largest cache; 0 where it is not known."""
-    texts = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((1024 * int(text[:-1]) for text in texts if text[:-1].isdecimal() and text.endswith("K")), default=0)
 
 
 def _load_notes() -> list[str]:

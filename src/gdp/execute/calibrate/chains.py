@@ -30,9 +30,9 @@ class Chains(nn.Module):
         return outputs
 
 
-def chain_program(num_chains: int, num_ops: int) -> Program:
-    """Captures chains; the ops are the inputs, then those of the first chain, then those of the second, and so on."""
-    inputs = [torch.zeros(1) for _ in range(num_chains)]
+def chain_program(num_chains: int, num_ops: int, num_bytes: int = 4) -> Program:
+    """Captures chains of tensors of `num_bytes`; the ops are the inputs, then those of each chain in turn."""
+    inputs = [torch.zeros(num_bytes // 4) for _ in range(num_chains)]
     return capture(Chains(num_ops), inputs, name="chains", training=False).program
 
 

@@ -17,6 +17,7 @@ from gdp.execute.calibrate.work import (
     Log,
     Once,
     Pair,
+    cache_bytes,
     copy_memory,
     line_through,
     time_alone,
@@ -29,6 +30,9 @@ from gdp.execute.targets import Target
 from gdp.models.pytorch import capture
 
 COPY_BYTES = (1024, MIB, 16 * MIB, 64 * MIB)
+_HOP_BYTES = (1024, 64 * 1024, MIB, 8 * MIB)
+_HOPPED_BYTES = 64 * MIB  # of a chain, where that is more than the caches have: in a step, other tensors are in them
+_LEAST_NS = 500.0  # of a hand-over; what takes less has not reached another core
 _SLOWED_DOWN = 1.5  # copies that take turns need twice as long, copies that do not need little more than alone
 
 
@@ -55,16 +59,25 @@ def routes_between(targets: Sequence[Target], effort: Extent, log: Log) -> tuple
 
 
 def _between_cpus(targets: Sequence[Target], pairs: Sequence[Pair], effort: Extent, log: Log) -> tuple[int, list[str]]:
-    """Measures bytes per second that a CPU copies for others, if they are processes; threads hand over a reference."""
+    """Measures bytes per second that a CPU hands to another, if they are processes; threads hand over a reference.
+
+    The other reads what is still in the first one's cache, and its memory is new to the caches of both: so chains whose
+    ops alternate between the two tell more than copies of one core.
+    """
     if not pairs:
         return BY_REFERENCE_BYTES_PER_SECOND, []
-    first, second = (targets[end] for end in pairs[0])
+    first, second = pair = [targets[end] for end in pairs[0]]
     if not may_fork(targets):
-        return BY_REFERENCE_BYTES_PER_SECOND, [_by_reference_note((first, second), effort.num_steps)]
-    log(f"copies into memory that {first.name} and {second.name} share")
-    rate = _rate({size: time_alone(_copy_here(first, size), effort.seconds, "copies") for size in COPY_BYTES})
-    note = f"{first.name} copies what it hands {second.name} into memory that both share, at {rate / 1e9:.1f} GB/s"
-    return rate, [note]
+        return BY_REFERENCE_BYTES_PER_SECOND, [_by_reference_note(pair, effort.num_steps)]
+    log(f"tensors that {first.name} hands {second.name}")
+    rate = _rate({num_bytes: max(_hop_ns(pair, num_bytes, effort), _LEAST_NS) for num_bytes in _HOP_BYTES})
+    return rate, [f"{first.name} hands tensors to {second.name} in memory that both share, at {rate / 1e9:.1f} GB/s"]
+
+
+def _hop_ns(pair: Sequence[Target], num_bytes: int, effort: Extent) -> float:
+    """Measures the time of a hand-over of tensors that together do not stay in the caches."""
+    num_ops = min(max(_HOPPED_BYTES, 2 * cache_bytes()) // num_bytes, effort.num_ops)
+    return hop_ns(chain_program(1, max(num_ops, 8), num_bytes), pair, effort.num_steps)
 
 
 def _by_reference_note(pair: Sequence[Target], num_steps: int) -> str:
@@ -96,23 +109,6 @@ def _rate(times_ns: Mapping[int, float]) -> int:
     """Returns bytes per second of copies, from their times by size."""
     _, ns_per_byte = line_through(times_ns)
     return whole(1e9 / max(ns_per_byte, 1e9 / BY_REFERENCE_BYTES_PER_SECOND))
-
-
-def _copy_here(target: Target, num_bytes: int) -> Job:
-    """Makes the job of a copy in a CPU's memory."""
-    lane = lane_of(target, copy_memory)
-
-    def prepare() -> Once:
-        content, memory = (copy_memory(num_bytes, target.device).zero_() for _ in range(2))
-
-        def once() -> int:
-            start_ns = time.perf_counter_ns()
-            memory.copy_(content)
-            return time.perf_counter_ns() - start_ns
-
-        return once
-
-    return lane, prepare
 
 
 def _copy(source: Target, target: Target, num_bytes: int) -> Job:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -171,3 +172,9 @@ def per_second(work: Work, time_ns: float) -> float:
 def whole(figure: float) -> int:
     """Rounds a figure, to 1 at least."""
     return max(round(figure), 1)
+
+
+def cache_bytes() -> int:
+    """Returns the size of the processor's largest cache; 0 where it is not known."""
+    texts = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((1024 * int(text[:-1]) for text in texts if text[:-1].isdecimal() and text.endswith("K")), default=0)

@@ -21,8 +21,9 @@ from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import connection as pipes
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from threading import Event
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn
 
 import numpy.typing as npt
 import torch
@@ -89,8 +90,7 @@ class ForkedExecutor(PlanExecutor):
         for source in program.sources.values():
             found = self._inputs if source.kind == "input" else self._state
             found[source.tensor] = memory.like(program.memory_for(source.tensor))
-        self._loaded: set[int] = set()
-        self._children: list[Any] = []
+        self._children: list[BaseProcess] = []
         self._connections: list[Connection] = []
         for op in range(program.graph.num_ops):  # once for all processes
             if op in self._home and op not in program.sources:
@@ -114,18 +114,12 @@ class ForkedExecutor(PlanExecutor):
                 child = context.Process(target=self._serve, args=(number, worker, there), daemon=True)
                 child.name = f"gdp-{target.name}"
                 self._children.append(child)
-                child.start()
+                _start(child)
                 there.close()
 
     def _sources_of(self, number: int) -> list[Any]:
         sources = self.program.sources.items()
         return [source for op, source in sources if self._home.get(op) == number and source.kind != "input"]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
     @property
     def is_closed(self) -> bool:
@@ -355,6 +349,15 @@ class ForkedExecutor(PlanExecutor):
         connection.send((record.ops, record.start_ns, record.finish_ns, record.wait_ns, record.end_ns))
         send_tensors(connection, {tensor: item for tensor, item in held.items() if item is not None})
         return record.held
+
+
+def _start(child: BaseProcess) -> None:
+    """Starts a process without Ctrl-C, which it would tell of before it can ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        child.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _slot(program: Program, tensor: int) -> Tensor:

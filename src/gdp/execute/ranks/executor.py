@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Self
 
 import numpy.typing as npt
 import torch
@@ -97,15 +96,6 @@ class ProcessExecutor(PlanExecutor):
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name=f"gdp-{ranks.target.name}", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None:
-            self.leave(error)
-            return
-        self.close()
 
     def load(self, content: Mapping[int, Tensor]) -> None:
         """Copies this device's parameters and buffers out of all, by tensor number as `Program.bind` gives them."""
