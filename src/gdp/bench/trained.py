@@ -140,24 +140,24 @@ class TrainedBenchmark(Benchmark):
         return {graph.name: partial(_drawn, tasks, number) for number, graph in enumerate(stored)}
 
     def _row(
-        self, rows: Rows, problem: tuple[str, Callable[[], Problem]], arm: MeasuredPolicy, seed: int
+        self, rows: Rows, problem: tuple[str, Callable[[], Problem]], policy: MeasuredPolicy, seed: int
     ) -> list[float]:
         """Returns the step time in ns within each of `limits`; 0 where nothing fits."""
         name, make = problem
         settings = {
-            "checkpoint": arm.digest,
+            "checkpoint": policy.digest,
             "budget": str(self.budget),
             "drawn": None if self.drawn is None else str(self.drawn),
         }
 
         def place() -> dict[str, Any]:
             question = Question.about(make(), seed=seed, num_threads=1)
-            counted = [_after(question, arm.constructor, count) for count in SIMULATIONS]
+            counted = [_after(question, policy.constructor, count) for count in SIMULATIONS]
             seconds = self.budget.seconds or 0.0
-            timed = _within(question, arm.constructor, seconds) if arm.name != RANDOM else [0] * len(TIMES)
+            timed = _within(question, policy.constructor, seconds) if policy.name != RANDOM else [0] * len(TIMES)
             return {"step_time_ns": [*counted, *timed]}
 
-        times: list[float] = rows.row(f"{name}-{arm.name}-seed{seed}", settings, place)["step_time_ns"]
+        times: list[float] = rows.row(f"{name}-{policy.name}-seed{seed}", settings, place)["step_time_ns"]
         return times
 
     def _means(self, part: str, times: Mapping[str, list[list[list[float]]]]) -> list[TransferMean]:
