@@ -45,7 +45,7 @@ def test_an_untrained_checkpoint_is_even_and_another_is_not(tmp_path: Path) -> N
     figures = []
     for number, change in enumerate((0.0, 5.0)):
         path = checkpoint(tmp_path / f"{number}.safetensors", change=change)
-        bench = TrainedBenchmark(checkpoint=path, budget=budget, seeds=1, workloads=NAMES)
+        bench = TrainedBenchmark(checkpoint=(path,), budget=budget, seeds=1, workloads=NAMES)
         figures.append(bench.run(out=tmp_path / str(number)))
     counted = [
         [mean["ratio"] for mean in one["means"] if mean["arm"] == TRAINED and "simulation" in mean["limit"]]
@@ -60,4 +60,26 @@ def test_an_untrained_checkpoint_is_even_and_another_is_not(tmp_path: Path) -> N
 def test_a_workload_that_was_trained_on_is_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "seen.safetensors", seen=NAMES[:1])
     with pytest.raises(InputError, match="was trained on rnnlm-2; leave it out of --workloads"):
-        TrainedBenchmark(checkpoint=path, workloads=NAMES).run()
+        TrainedBenchmark(checkpoint=(path,), workloads=NAMES).run()
+
+
+def test_policies_of_other_seeds_stand_beside_the_first(tmp_path: Path) -> None:
+    """The second one is untrained, so it is even with the untrained policy."""
+    paths = checkpoint(tmp_path / "first.safetensors", change=5.0), checkpoint(tmp_path / "second.safetensors")
+    bench = TrainedBenchmark(checkpoint=paths, budget=Budget(seconds=0.1), seeds=1, workloads=NAMES[:1])
+    figures = bench.run(rows=tmp_path / "rows")
+    assert list(figures["trainings"]) == ["trained", "trained, second"]
+    ratios = {(mean["arm"], mean["limit"]): mean["ratio"] for mean in figures["means"]}
+    assert ratios["trained, second", "16 simulations"] == 1.0
+    assert any(ratios["trained", limit] != 1.0 for limit in bench.limits[:4])
+    assert bench.command.count("--checkpoint") == 2
+    assert len(list((tmp_path / "rows").iterdir())) == 4
+
+
+def test_two_policies_of_one_name_are_refused(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in "abc"]
+    for directory in directories:
+        directory.mkdir()
+    paths = tuple(checkpoint(directory / "one.safetensors") for directory in directories)
+    with pytest.raises(InputError, match="two files have one name"):
+        TrainedBenchmark(checkpoint=paths, workloads=NAMES).run()

@@ -99,6 +99,16 @@ def test_a_style_scorer_is_trained_on_outcomes(run: Run) -> None:
     assert policy.constructor is not None
     assert policy.constructor.style_scorer() is not None
     assert torch.equal(policy.get_parameter("base"), torch.tensor(INITIAL_WEIGHTS))
+    status, out, err = run("--styles", "8", "--updates", "3", "--out", OUT, "--randomize", "--resume", "--json")
+    assert (status, json.loads(out)["updates"]) == (0, 3), err
+
+
+def test_samples_are_the_styles_of_a_problem(run: Run) -> None:
+    status, _, err = run("--styles", "8", "--updates", "2", "--samples", "16", "--out", OUT)
+    assert (status, read_manifest(OUT)["num_trials"]) == (0, 2 * 16), err
+    Path(OUT).unlink()
+    status, _, err = run("--styles", "8", "--updates", "2", "--samples", "16", "--out", OUT)
+    assert (status, "tiny.outcomes: exists; go on with it by --resume" in err) == (2, True), err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -137,6 +147,9 @@ def test_the_seed_alone_decides(run: Run) -> None:
     [
         (train("--policy", "gnn"), "policy 'gnn' is unknown; one of default, paper, tiny is expected"),
         (train("--styles", "8"), "--styles: is for a new policy of the name default; leave it out"),
+        (["--styles", "8", "--out", OUT, "--pool", "8"], "--pool: means nothing with --styles; leave one of both out"),
+        (["--styles", "8", "--out", OUT, "--save-every", "8"], "--save-every: means nothing with --styles"),
+        (["--styles", "8", "--out", OUT, "--samples", "12"], "--samples is 12; with --styles a multiple of 8 is"),
         (train("--budget", "100sims"), "--budget is '100sims'; a time such as 10m is expected"),
         (train("--from", "graph.txt"), "graph.txt: no such file"),
         (train("--from", "random.json.gz"), "random.json.gz: truncated, or no safetensors file"),

@@ -8,7 +8,7 @@ import pytest
 
 from gdp.errors import InputError
 from gdp.models import read, workloads
-from gdp.policy.training.architectures.draw import FAMILIES, MAX_OPS, MIN_OPS, captured, draw
+from gdp.policy.training.architectures.draw import DEFAULT, FAMILIES, MAX_OPS, MIN_OPS, captured, draw
 from gdp.policy.training.architectures.likeness import MAX_LIKENESS, BuiltIns, neighbourhoods, structure
 from gdp.policy.training.graph_set import INDEX, GraphSet, make_set
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
@@ -124,3 +124,11 @@ def test_graphs_without_a_cluster_have_a_task_of_their_own(whole: GraphSet) -> N
     replicas = [any("#" in name for name in one.graph.op_names) for one, _ in problems]
     assert 0 < sum(replicas) < len(sources)
     assert max(one.num_ops for one, _ in problems) <= 2 * config.max_layout_ops
+
+
+def test_unrolled_nets_are_drawn_where_they_are_named() -> None:
+    """So a number of a seed stays the same graph of the other families; they have few modules for their ops."""
+    assert "unrolled" not in DEFAULT
+    graph = draw(0, 0, ("unrolled",), BuiltIns({"none": np.zeros(1, np.uint64)})).graph
+    assert MIN_OPS <= graph.num_ops <= MAX_OPS
+    assert len(set(graph.modules)) < graph.num_ops / 40

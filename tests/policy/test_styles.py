@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing import event_accumulator
 
 from gdp.cluster import Cluster
 from gdp.errors import InputError
@@ -28,7 +29,7 @@ from gdp.search.zero_shot import StylePool
 from gdp.simulator.problem import Problem
 from policy.tiny_policy import random_graph, tiny_tasks
 
-CONFIG = StyleTrainingConfig(num_tasks=6, num_groupings=3, num_styles=4, epochs=2, batch=16)
+CONFIG = StyleTrainingConfig(num_tasks=6, first_fit=2, num_groupings=3, num_styles=4, epochs=2, batch=16)
 PROBLEM = Problem.build(random_graph(24, 0), Cluster.parse("p100-pcie-16g+v100-sxm-32g"))
 UNTRAINED = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
 
@@ -126,16 +127,24 @@ def test_the_fit_ranks_what_it_saw() -> None:
     assert style_training._correlation(net, outcomes) > 0.8  # type: ignore[operator]
 
 
-def trained(out: Path, run: TrainingRun | None = None) -> tuple[SchedulerPolicy, TrainingProgress]:
-    policy = new_policy("default", style_scorer=8)
+def trained(
+    out: Path, run: TrainingRun | None = None, num_tasks: int = CONFIG.num_tasks
+) -> tuple[SchedulerPolicy, TrainingProgress]:
+    policy, tasks = new_policy("default", style_scorer=8), tiny_tasks()
     assert isinstance(policy, SchedulerPolicy)
-    return policy, train_styles(policy, tiny_tasks(), CONFIG, out, run=run)
+    config, validation = replace(CONFIG, num_tasks=num_tasks), [tasks.unvaried(0)]
+    return policy, train_styles(policy, tasks, config, out, validation=validation, run=run)
+
+
+def same(policy: SchedulerPolicy, out: Path) -> bool:
+    resumed = load_checkpoint(out)
+    return all(torch.equal(parameter, resumed.get_parameter(name)) for name, parameter in policy.named_parameters())
 
 
 def test_a_run_that_was_interrupted_resumes_to_the_same_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted after five of six tasks, four of which are in files; the checkpoint has what training gave."""
+    """Interrupted after five of six tasks, the last one in a part that is not full."""
     monkeypatch.setattr(style_training, "PART", 2)
     whole, progress = trained(tmp_path / "whole.safetensors")
     assert (progress.update, progress.updates) == (6, 6)
@@ -148,10 +157,34 @@ def test_a_run_that_was_interrupted_resumes_to_the_same_parameters(
     _, progress = trained(out, TrainingRun(stop=stop, on_update=stop_after_five))
     assert progress.update == 5
     assert not out.exists()
+    drawn: list[int] = []
+    trained(out, TrainingRun(resume=True, on_update=lambda progress: drawn.append(progress.update)))
+    assert drawn == [5, 6, 6]  # the fit to four tasks again, the last task, the last fit
+    assert same(whole, out)
+
+
+def test_a_run_that_has_ended_goes_on_to_more_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From three tasks to six, the parameters of six."""
+    monkeypatch.setattr(style_training, "PART", 2)
+    whole, _ = trained(tmp_path / "whole.safetensors")
+    out = tmp_path / "longer.safetensors"
+    assert not same(trained(out, num_tasks=3)[0], tmp_path / "whole.safetensors")
     trained(out, TrainingRun(resume=True))
-    resumed = load_checkpoint(out)
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter, resumed.get_parameter(name)), name
+    assert same(whole, out)
+
+
+def test_fits_follow_at_twice_as_many_tasks() -> None:
+    config = StyleTrainingConfig(first_fit=25)
+    assert [config.last_fit(number) for number in (24, 25, 49, 50, 99, 100, 5000)] == [0, 25, 25, 50, 50, 100, 3200]
+
+
+def test_tensorboard_gets_the_rank_correlation_of_each_fit(tmp_path: Path) -> None:
+    board = tmp_path / "board"
+    _, progress = trained(tmp_path / "mine.safetensors", TrainingRun(tensorboard=board))
+    events = event_accumulator.EventAccumulator(str(board)).Reload()
+    curve = events.Scalars("validation/rank_correlation")
+    assert [point.step for point in curve] == [2, 4, 6]
+    assert curve[-1].value == pytest.approx(progress.rank_correlation)
 
 
 def test_outcomes_of_another_run_are_refused(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Benchmark(ABC):
                 values = value if setting.metadata.get("repeated") else [",".join(value)]
             else:
                 values = [f"{value:g}" if isinstance(value, float) else str(value)]
-            words += [f"{flag} {shlex.quote(text)}" for text in values]
+            words += [f"{flag} {shlex.quote(str(text))}" for text in values]
         return " ".join(words)
 
     def _settings(self) -> dict[str, Any]:

@@ -22,12 +22,17 @@ class HeldOut:
 
     @classmethod
     def read(cls, path: Path) -> "HeldOut":
-        """Returns the checkpoint `path`. InputError for a bad file, or one that was trained on a family held out."""
+        """Returns the checkpoint `path`; one that was trained on no built-in workload holds all families out.
+
+        InputError for a bad file, or one that was trained on a family held out.
+        """
         manifest = read_manifest(path)
+        graphs = frozenset(graph["name"] for graph in manifest.get("graphs", ()))
+        is_new_to_all = bool(graphs) and not any(workloads.find(name) for name in graphs)
         checkpoint = cls(
             path=path,
-            families=frozenset(manifest.get("held_out", ())),
-            graphs=frozenset(graph["name"] for graph in manifest.get("graphs", ())),
+            families=frozenset(workloads.family_names() if is_new_to_all else manifest.get("held_out", ())),
+            graphs=graphs,
             updates=manifest.get("updates", 0),
             cpu_hours=manifest.get("cpu_hours", 0.0),
             is_best="validation" in manifest,

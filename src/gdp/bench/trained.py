@@ -20,7 +20,7 @@ import torch
 from gdp import files
 from gdp.arrays import Bool
 from gdp.bench import methods
-from gdp.bench.benchmark import Benchmark, Say, require_seconds
+from gdp.bench.benchmark import REPEATED, Benchmark, Say, require_seconds
 from gdp.bench.figures import dot_plot
 from gdp.bench.graphs import workload_inputs
 from gdp.bench.rows import Rows
@@ -38,7 +38,7 @@ from gdp.search.question import Question
 from gdp.search.zero_shot import ZeroShotConfig, zero_shot
 from gdp.simulator.problem import Problem
 
-TRAINED, UNTRAINED, RANDOM = ARMS = ("trained", "untrained", "random")
+TRAINED, UNTRAINED, RANDOM = "trained", "untrained", "random"
 WORKLOADS, DRAWN = "workloads", "drawn graphs"
 SIMULATIONS = (1, 4, 16, 64)
 TIMES = (0.1, 1 / 3, 1.0)  # shares of the budget
@@ -62,12 +62,21 @@ class TransferMean:
     num_problems: int  # where both fit with every seed
 
 
+@dataclass(frozen=True, eq=False)
+class MeasuredPolicy:
+    """A policy that is measured."""
+
+    name: str
+    constructor: Constructor
+    digest: str | None = None  # of its checkpoint
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainedBenchmark(Benchmark):
     """Each problem with each seed and arm."""
 
     name = "trained"
-    checkpoint: Path
+    checkpoint: tuple[Path, ...] = field(metadata=REPEATED)  # others than the first: trained with other seeds
     drawn: Path | None = None  # directory of `gdp architectures`, of another seed than the graphs trained on
     graphs: int = 26  # of it
     budget: Budget = field(default_factory=lambda: Budget(seconds=3.0))
@@ -79,25 +88,23 @@ class TrainedBenchmark(Benchmark):
         require_seconds(self.name, self.budget, "3s")
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
-        manifest = read_manifest(self.checkpoint)
-        problems = {WORKLOADS: self._workloads(manifest), **({DRAWN: self._drawn(manifest)} if self.drawn else {})}
+        manifests = {path: read_manifest(path) for path in self.checkpoint}
+        problems = {WORKLOADS: self._workloads(manifests), **({DRAWN: self._drawn(manifests)} if self.drawn else {})}
         arms = _arms(self.checkpoint)
         methods.warm_up()
         step_times: dict[str, dict[str, list[list[list[float]]]]] = {}  # by part and arm: [problem][seed][limit]
         for part, some in problems.items():
-            step_times[part] = {arm: [] for arm in ARMS}
+            step_times[part] = {arm.name: [] for arm in arms}
             for name, make in some.items():
                 made = cache(make)  # once for all arms and seeds, and not if all rows are there
-                for arm in ARMS:
-                    step_times[part][arm].append(
-                        [self._row(rows, (name, made), arm, arms[arm], seed) for seed in range(self.seeds)]
-                    )
+                for arm in arms:
+                    runs = [self._row(rows, (name, made), arm, seed) for seed in range(self.seeds)]
+                    step_times[part][arm.name].append(runs)
                 say(f"{part}: {name}")
         means = [mean for part in problems for mean in self._means(part, step_times[part])]
-        training = {key: manifest[key] for key in ("command", "updates", "cpu_hours")}
         return {
             "means": means,
-            "training": training | {"num_graphs": len(manifest["graphs"])},
+            "trainings": {arm.name: _training(manifests[path]) for arm, path in zip(arms, manifests, strict=False)},
             "ratios": {part: _ratios(step_times[part][TRAINED], step_times[part][UNTRAINED]) for part in problems},
             "names": {part: list(some) for part, some in problems.items()},
             "limits": self.limits,
@@ -115,47 +122,49 @@ class TrainedBenchmark(Benchmark):
         seconds = [f"{share * (self.budget.seconds or 0.0):.2g} s" for share in TIMES]
         return [*(f"{count} simulation{'s' if count > 1 else ''}" for count in SIMULATIONS), *seconds]
 
-    def _workloads(self, manifest: Mapping[str, Any]) -> dict[str, Callable[[], Problem]]:
-        seen = {graph["name"] for graph in manifest["graphs"]} & set(self.workloads)
-        if seen:
-            raise InputError(f"{self.checkpoint}: was trained on {min(seen)}; leave it out of --workloads")
+    def _workloads(self, manifests: Mapping[Path, Mapping[str, Any]]) -> dict[str, Callable[[], Problem]]:
+        for path, manifest in manifests.items():
+            if seen := {graph["name"] for graph in manifest["graphs"]} & set(self.workloads):
+                raise InputError(f"{path}: was trained on {min(seen)}; leave it out of --workloads")
         return {name: partial(_workload, name) for name in self.workloads}
 
-    def _drawn(self, manifest: Mapping[str, Any]) -> dict[str, Callable[[], Problem]]:
+    def _drawn(self, manifests: Mapping[Path, Mapping[str, Any]]) -> dict[str, Callable[[], Problem]]:
         assert self.drawn is not None
         stored = GraphSet.open(self.drawn).graphs[: self.graphs]
-        seen = {graph["fingerprint"] for graph in manifest["graphs"]}
-        for graph in stored:
-            if graph.fingerprint in seen:
+        for path, manifest in manifests.items():
+            seen = {graph["fingerprint"] for graph in manifest["graphs"]}
+            if graph := next((graph for graph in stored if graph.fingerprint in seen), None):
                 remedy = "draw graphs with another --seed"
-                raise InputError(f"{self.drawn}: {self.checkpoint} was trained on {graph.name}; {remedy}")
+                raise InputError(f"{self.drawn}: {path} was trained on {graph.name}; {remedy}")
         tasks = Tasks([TaskSource(graph, None) for graph in stored], TaskConfig(layout_share=0.3), _SEED)
         return {graph.name: partial(_drawn, tasks, number) for number, graph in enumerate(stored)}
 
     def _row(
-        self, rows: Rows, problem: tuple[str, Callable[[], Problem]], arm: str, constructor: Constructor, seed: int
+        self, rows: Rows, problem: tuple[str, Callable[[], Problem]], policy: MeasuredPolicy, seed: int
     ) -> list[float]:
         """Returns the step time in ns within each of `limits`; 0 where nothing fits."""
         name, make = problem
         settings = {
-            "checkpoint": files.digest(self.checkpoint),
+            "checkpoint": policy.digest,
             "budget": str(self.budget),
             "drawn": None if self.drawn is None else str(self.drawn),
         }
 
         def place() -> dict[str, Any]:
             question = Question.about(make(), seed=seed, num_threads=1)
-            counted = [_after(question, constructor, count) for count in SIMULATIONS]
+            counted = [_after(question, policy.constructor, count) for count in SIMULATIONS]
             seconds = self.budget.seconds or 0.0
-            timed = _within(question, constructor, seconds) if arm != RANDOM else [0] * len(TIMES)
+            timed = _within(question, policy.constructor, seconds) if policy.name != RANDOM else [0] * len(TIMES)
             return {"step_time_ns": [*counted, *timed]}
 
-        times: list[float] = rows.row(f"{name}-{arm}-seed{seed}", settings, place)["step_time_ns"]
+        times: list[float] = rows.row(f"{name}-{policy.name}-seed{seed}", settings, place)["step_time_ns"]
         return times
 
     def _means(self, part: str, times: Mapping[str, list[list[list[float]]]]) -> list[TransferMean]:
         means = []
-        for arm in (TRAINED, RANDOM):
+        for arm in times:
+            if arm == UNTRAINED:
+                continue
             ratios = _ratios(times[arm], times[UNTRAINED])
             for number, limit in enumerate(self.limits):
                 logs = np.log([ratio for row in ratios if (ratio := row[number]) is not None])
@@ -185,13 +194,37 @@ def _drawn(tasks: Tasks, number: int) -> Problem:
     return tasks.unvaried(number).problem
 
 
-def _arms(checkpoint: Path) -> dict[str, Constructor]:
-    trained, shuffled = load_checkpoint(checkpoint), load_checkpoint(checkpoint)
-    if trained.constructor is None or shuffled.constructor is None:
-        raise InputError(f"{checkpoint}: holds policy {trained.name!r}; one that constructs in units is expected")
+def _arms(checkpoints: Sequence[Path]) -> list[MeasuredPolicy]:
+    """Returns the arms; a row of the untrained one serves all checkpoints."""
+    first, *others = checkpoints
+    names = [TRAINED, *(f"{TRAINED}, {path.stem}" for path in others)]
+    if len(set(names)) < len(names):
+        raise InputError("--checkpoint: two files have one name; give each a name of its own")
+    trained = [
+        MeasuredPolicy(name, _constructor(path, load_checkpoint(path)), files.digest(path))
+        for name, path in zip(names, checkpoints, strict=True)
+    ]
+    shuffled = load_checkpoint(first)
     _shuffle(shuffled)
     untrained = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
-    return {TRAINED: trained.constructor, UNTRAINED: untrained, RANDOM: shuffled.constructor}
+    return [
+        *trained,
+        MeasuredPolicy(UNTRAINED, untrained),
+        MeasuredPolicy(RANDOM, _constructor(first, shuffled), trained[0].digest),
+    ]
+
+
+def _constructor(checkpoint: Path, policy: Policy) -> Constructor:
+    if policy.constructor is None:
+        raise InputError(f"{checkpoint}: holds policy {policy.name!r}; one that constructs in units is expected")
+    return policy.constructor
+
+
+def _training(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the cost of a training and its result on the families that validate."""
+    costs = {key: manifest[key] for key in ("command", "updates", "cpu_hours")}
+    results = {key: manifest.get(key) for key in ("seed", "num_trials", "rank_correlation")}
+    return {**costs, **results, "num_graphs": len(manifest["graphs"])}
 
 
 def _shuffle(policy: Policy) -> None:

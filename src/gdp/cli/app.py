@@ -340,7 +340,14 @@ def train(
     graphs_per_update: Annotated[
         int | None, typer.Option(metavar="G", min=1, help="Graphs in an update. Default: all, at most 8.")
     ] = None,
-    samples: Annotated[int, typer.Option(metavar="S", min=2, help="Placements of a graph in an update.")] = 16,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=2,
+            help="Placements of a graph in an update. Default: 16; with --styles 192, a multiple of 8.",
+        ),
+    ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of Adam. Default: the policy's.")] = None,
     randomize: Annotated[bool, typer.Option("--randomize", help="Vary devices, links, memory and batch size.")] = False,
     validation: Annotated[
@@ -351,7 +358,9 @@ def train(
         list[str] | None,
         typer.Option(metavar="FAMILY", help="Of directories, keep this family to validate on. Repeatable."),
     ] = None,
-    validate_every: Annotated[int, typer.Option(metavar="K", min=1, help="Validate every K updates.")] = 20,
+    validate_every: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Validate every K updates. Default: 20.")
+    ] = None,
     pool: Annotated[
         int | None,
         typer.Option(
@@ -360,7 +369,9 @@ def train(
             help="Problems kept, for 32 updates each; 0: all new ones. Default: at most 128.",
         ),
     ] = None,
-    save_every: Annotated[int, typer.Option(metavar="K", min=1, help="Write CHECKPOINT every K updates.")] = 10,
+    save_every: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Write CHECKPOINT every K updates. Default: 10.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the training.")] = 0,
     threads: ThreadsOption = None,
     tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Write TensorBoard scalars there.")] = None,

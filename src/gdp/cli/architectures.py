@@ -17,17 +17,18 @@ def architectures(
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of graphs, those that are there included.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     family: Annotated[
-        list[str] | None, typer.Option(metavar="FAMILY", help="Draw from this family alone. Repeatable. Default: all.")
+        list[str] | None,
+        typer.Option(metavar="FAMILY", help="Draw from this family alone. Repeatable. Default: all but unrolled."),
     ] = None,
     json: JsonOption = False,
 ) -> int:
     """Draw architectures and keep the graphs of their training steps, to train policies on; Ctrl-C saves."""
-    from gdp.policy.training.architectures.draw import FAMILIES
+    from gdp.policy.training.architectures.draw import DEFAULT, FAMILIES
     from gdp.policy.training.architectures.likeness import BuiltIns
     from gdp.policy.training.graph_set import make_set
     from gdp.report.progress import StatusLine, live, stop_on_interrupt
 
-    families = tuple(dict.fromkeys(family or FAMILIES))
+    families = tuple(dict.fromkeys(family or DEFAULT))
     for name in families:
         if name not in FAMILIES:
             raise InputError(f"--family: {name!r} is unknown; {suggest(name, tuple(FAMILIES))}")

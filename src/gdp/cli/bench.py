@@ -250,7 +250,10 @@ def bench_generalization(
 
 @bench_app.command("trained")
 def bench_trained(
-    checkpoint: Annotated[Path, typer.Option(metavar="FILE", help="The trained policy.")],
+    checkpoint: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="The trained policy. Repeatable: others of its kind, to compare with."),
+    ],
     drawn: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Drawn graphs too, of other seeds than it was trained on.")
     ] = None,
@@ -268,7 +271,7 @@ def bench_trained(
     from gdp.models import workloads as built_in
 
     benchmark = TrainedBenchmark(
-        checkpoint=checkpoint,
+        checkpoint=tuple(checkpoint),
         drawn=drawn,
         graphs=graphs,
         budget=Budget.parse(budget),

@@ -28,7 +28,6 @@ from gdp.policy.training.graph_set import GraphSet, StoredGraph
 from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.processes import Processes
-from gdp.policy.training.style_outcomes import PART
 from gdp.policy.training.style_training import StyleTrainingConfig, outcomes_path, train_styles
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
@@ -36,6 +35,7 @@ from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_se
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
 LAYOUT_SHARE = 0.3  # of varied tasks, where graphs of a set are among those to train on
 MAX_GRAPHS_PER_UPDATE = 8
+SAMPLES, VALIDATE_EVERY, SAVE_EVERY = 16, 20, 10
 MAX_POOL = 128  # problems; each takes about a megabyte
 MAX_VALIDATION_GRAPHS = 24  # of drawn families
 TRAINING_SET = "training-set"  # the GRAPH that stands for `workloads.training_set`
@@ -43,7 +43,7 @@ TRAINING_SET = "training-set"  # the GRAPH that stands for `workloads.training_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """Holds the options of `gdp train`; the default of `graphs_per_update` depends on the number of graphs."""
+    """Holds the options of `gdp train`; None stands for a default, which may depend on others."""
 
     graphs: Sequence[str]
     devices: Sequence[str]  # none: the usual devices of each workload
@@ -56,14 +56,14 @@ class TrainOptions:
     updates: int
     budget: str | None
     graphs_per_update: int | None
-    samples: int
+    samples: int | None
     learning_rate: float | None  # None: the policy's
     randomize: bool
     validation: Sequence[str]
     validation_families: Sequence[str]  # of drawn architectures
-    validate_every: int
+    validate_every: int | None
     pool: int | None
-    save_every: int
+    save_every: int | None
     seed: int
     threads: int | None
     tensorboard: Path | None
@@ -88,7 +88,7 @@ class Trained:
     def _written(self) -> str:
         out = self.options.out
         if self.options.styles is not None and not self.is_done:
-            return f"Outcomes of {self.progress.update // PART * PART} problems are kept in {outcomes_path(out)}"
+            return f"Outcomes of {self.progress.update} problems are kept in {outcomes_path(out)}"
         return f"Checkpoint written to {out}"
 
     @property
@@ -111,6 +111,7 @@ class Trained:
             "cpu_hours": progress.cpu_hours,
             "statistics": None if progress.statistics is None else asdict(progress.statistics),
             "validation": None if progress.validation is None else asdict(progress.validation),
+            "rank_correlation": progress.rank_correlation,
         }
 
     def to_text(self) -> str:
@@ -131,6 +132,7 @@ class Trained:
 def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
     """Trains with `options`; `warm_up` compiles after all input is read. Raises InputError for bad ones."""
     limit = None if options.budget is None else Budget.parse(options.budget)
+    _check_styles(options)
     if limit is not None and limit.seconds is None:
         raise InputError(f"--budget is {options.budget!r}; a time such as 10m is expected")
     if options.tensorboard is not None and find_spec("tensorboard") is None:
@@ -138,8 +140,9 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
             f"--tensorboard {options.tensorboard}: tensorboard is not installed; pip install 'gdp-placement[train]'"
         )
     values.check_writable(options.out)
-    if options.out.exists() and not options.resume:
-        raise InputError(f"{options.out}: exists; go on with it by --resume, or choose another --out")
+    begun = options.out if options.styles is None else outcomes_path(options.out)
+    if existing := [path for path in (options.out, begun) if path.exists() and not options.resume]:
+        raise InputError(f"{existing[0]}: exists; go on with it by --resume, or choose another --out")
     clusters = [Cluster.parse(text) for text in options.devices]
     held_out = workloads.hold_out(options.hold_out)
     _check_held_out((*options.graphs, *options.validation), held_out)
@@ -150,15 +153,15 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
         updates=options.updates,
         graphs_per_update=options.graphs_per_update
         or (MAX_GRAPHS_PER_UPDATE if options.randomize else min(len(pairs), MAX_GRAPHS_PER_UPDATE)),
-        samples=options.samples,
+        samples=options.samples or SAMPLES,
         learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
-        validate_every=options.validate_every,
+        validate_every=options.validate_every or VALIDATE_EVERY,
         ppo=_objective(policy),
     )
     config = replace(config, pool=_pool(options, policy, pairs, config.graphs_per_update))
     task_config = _task_config(options, policy, pairs)
     tasks = Tasks(pairs, task_config, options.seed)
-    validation = _validation([*_pairs(options.validation, clusters, held_out), *kept], options.seed, task_config)
+    validation = _validation([*_pairs(options.validation, clusters, held_out), *kept], task_config)
     seconds = None if limit is None else limit.seconds
     line = StatusLine(f"training {policy.name}")
     warm_up()
@@ -167,13 +170,15 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
         line.say(f"training {policy.name}: {training_sentence(progress)}", progress.seconds_left)
 
     with Processes.join() as processes, stop_on_interrupt() as stop:
-        if options.resume and not options.out.exists() and processes.is_first:
-            log(f"gdp: {options.out}: no such file yet, training starts anew")
+        if options.styles is not None and processes.count > 1:
+            raise InputError("--styles: trains in one process; start it without torchrun")
+        if options.resume and not begun.exists() and processes.is_first:
+            log(f"gdp: {begun}: no such file yet, training starts anew")
         policy.to(processes.device)
         with live(line) if processes.is_first else contextlib.nullcontext():
             training_run = TrainingRun(
                 resume=options.resume,
-                save_every=options.save_every,
+                save_every=options.save_every or SAVE_EVERY,
                 seconds=seconds,
                 stop=stop,
                 tensorboard=options.tensorboard,
@@ -187,16 +192,34 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
                 progress = train(policy, tasks, config, options.out, **more)
             else:
                 assert isinstance(policy, SchedulerPolicy)
-                style_config = StyleTrainingConfig(seed=options.seed, num_tasks=options.updates)
-                progress = train_styles(policy, tasks, style_config, options.out, **more)
+                progress = train_styles(policy, tasks, _style_config(options), options.out, **more)
         return Trained(policy, progress, options, stop.is_set(), processes.is_first)
+
+
+def _check_styles(options: TrainOptions) -> None:
+    """Raises InputError for options that mean nothing to --styles."""
+    if options.styles is None:
+        return
+    if options.start is not None or options.policy not in (None, "default"):
+        raise InputError("--styles: is for a new policy of the name default; leave it out")
+    for name in ("graphs_per_update", "learning_rate", "validate_every", "pool", "save_every"):
+        if getattr(options, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')}: means nothing with --styles; leave one of both out")
+    _style_config(options)
+
+
+def _style_config(options: TrainOptions) -> StyleTrainingConfig:
+    config = StyleTrainingConfig(seed=options.seed, num_tasks=options.updates)
+    if options.samples is None:
+        return config
+    if options.samples % config.num_styles:
+        raise InputError(f"--samples is {options.samples}; with --styles a multiple of {config.num_styles} is expected")
+    return replace(config, num_groupings=options.samples // config.num_styles)
 
 
 def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str]:
     """Returns (the policy to start with, the origin of its parameters)."""
     name = options.policy or "default"
-    if options.styles is not None and (options.start is not None or name != "default"):
-        raise InputError("--styles: is for a new policy of the name default; leave it out")
     if options.start is None:
         changes = {} if options.styles is None else {"style_scorer": options.styles}
         return checkpoint.new_policy(name, seed=options.seed, **changes), ""
@@ -299,8 +322,8 @@ def _without_families(
     return [pair for pair in pairs if pair not in kept], few
 
 
-def _validation(pairs: Sequence[TaskSource], seed: int, config: TaskConfig) -> list[TrainingTask]:
-    """Returns the task of each validation graph as it is; held-out families do not decide which parameters are kept."""
+def _validation(pairs: Sequence[TaskSource], config: TaskConfig) -> list[TrainingTask]:
+    """Returns the task of each validation graph as it is, for all seeds alike."""
     drawn = replace(config, random_share=0.0, layout_share=LAYOUT_SHARE)
-    tasks = Tasks(pairs, drawn, seed) if pairs else None
+    tasks = Tasks(pairs, drawn, seed=0) if pairs else None
     return [tasks.unvaried(number) for number in range(len(pairs))] if tasks else []

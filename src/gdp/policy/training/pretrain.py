@@ -27,6 +27,7 @@ from gdp.policy.checkpoint import save_checkpoint
 from gdp.policy.training.pool import Pool, PoolConfig, instance_of
 from gdp.policy.training.ppo import PPOConfig, Statistics, Trials, draw_trials, improve
 from gdp.policy.training.processes import Processes
+from gdp.policy.training.scalars import Scalars
 from gdp.policy.training.state import TrainingState
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
@@ -92,6 +93,16 @@ class TrainingProgress:
     seconds: float  # of this run
     cpu_hours: float  # of all processes and of the runs before this one
     seconds_left: float | None  # None without a limit
+    rank_correlation: float | None = None  # on validation problems, of a style scorer
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the figures, for TensorBoard."""
+        values = {} if self.statistics is None else {f"train/{name}": x for name, x in asdict(self.statistics).items()}
+        if self.validation is not None:
+            values |= {f"validation/{name}": value for name, value in asdict(self.validation).items()}
+        if self.rank_correlation is not None:
+            values["validation/rank_correlation"] = self.rank_correlation
+        return values | {"cpu_hours": self.cpu_hours}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +187,7 @@ def train(
         left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
         return TrainingProgress(state.updates, config.updates, statistics, checked, elapsed, state.cpu_hours, left)
 
-    with _Scalars(run.tensorboard if processes.is_first else None, state.updates) as scalars, one_thread():
+    with Scalars(run.tensorboard if processes.is_first else None, state.updates) as scalars, one_thread():
         latest = progress(None, check() if validation and state.updates == 0 else None)
         for update in range(state.updates, config.updates):
             before = time.process_time()
@@ -202,7 +213,7 @@ def train(
             state.count_update(rewards, cpu_seconds)
             is_due = bool(validation) and state.updates % config.validate_every == 0
             latest = progress(statistics, check() if is_due else latest.validation)
-            scalars.write(latest, config.learning_rate_at(update))
+            scalars.write(latest.update, latest.scalars() | {"learning_rate": config.learning_rate_at(update)})
             if run.on_update is not None:
                 run.on_update(latest)
             if state.updates % run.save_every == 0:
@@ -309,36 +320,3 @@ def _commit() -> str | None:
         return git("describe", "--always", "--dirty", "--abbrev=40")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-class _Scalars:
-    """TensorBoard's files in a directory, if there is one; values of a killed run after `updates` are dropped."""
-
-    def __init__(self, directory: Path | None, updates: int) -> None:
-        self.writer: Any = None
-        if directory is None:
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise InputError(
-                f"--tensorboard {directory}: tensorboard is not installed; pip install 'gdp-placement[train]'"
-            ) from None
-        self.writer = SummaryWriter(str(directory), purge_step=updates)
-
-    def __enter__(self) -> "_Scalars":
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-    def write(self, progress: TrainingProgress, learning_rate: float) -> None:
-        if self.writer is None:
-            return
-        assert progress.statistics is not None
-        values = {f"train/{name}": value for name, value in asdict(progress.statistics).items()}
-        if progress.validation is not None:
-            values |= {f"validation/{name}": value for name, value in asdict(progress.validation).items()}
-        for name, value in {**values, "learning_rate": learning_rate, "cpu_hours": progress.cpu_hours}.items():
-            self.writer.add_scalar(name, value, progress.update)

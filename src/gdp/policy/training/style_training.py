@@ -1,10 +1,11 @@
 """Training of the style scorer: styles are tried on many problems, and a network learns how they rank.
 
-    task n:  problem --> styles, tried and ranked --> outcomes       the first half of the tasks: random styles
-    fit:     (problem, style) --> logarithm of the rank              the second half: also styles that the fit prefers
+    task n:  problem --> styles, tried and ranked --> outcomes       n even: random styles
+    fit:     (problem, style) --> logarithm of the rank              n odd:  also styles that the last fit prefers
 
-That is regression, not reinforcement: each trial teaches, whether it was good or bad. Everything depends on (seed,
-number of the task) and on the tasks before it, so a killed run resumes to the same parameters.
+That is regression, not reinforcement: each trial teaches, whether it was good or bad. The network is fitted anew each
+time that there are twice as many outcomes, and at the end. Everything depends on (seed, number of the task) and on the
+tasks before it, so a killed run resumes to the same parameters, and a run goes on to more tasks.
 R rows: a style on a problem each. M features of a problem, F numbers of a style.
 """
 
@@ -28,6 +29,7 @@ from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.style_network import StyleNetwork
 from gdp.policy.style_scorer import StyleScores, target
 from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun, manifest_of
+from gdp.policy.training.scalars import Scalars
 from gdp.policy.training.style_outcomes import PART, Outcomes, read_parts, try_styles, write_part
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
@@ -40,6 +42,7 @@ class StyleTrainingConfig:
 
     seed: int = 0
     num_tasks: int = 2000
+    first_fit: int = 25  # tasks before the first fit; further ones follow after twice as many, and so on
     num_groupings: int = 24  # of each task's problem
     num_styles: int = 8  # in each grouping, as in searches
     epochs: int = 12
@@ -49,9 +52,15 @@ class StyleTrainingConfig:
     noise: float = 0.3  # deviation of noise on features of problems, in theirs: new problems are unlike all others
 
     def __post_init__(self) -> None:
-        for name in ("num_tasks", "num_groupings", "num_styles", "epochs", "batch"):
+        for name in ("num_tasks", "first_fit", "num_groupings", "num_styles", "epochs", "batch"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; at least 1 is expected")
+
+    def last_fit(self, num_tasks: int) -> int:
+        """Returns the number of tasks that the last fit before task number `num_tasks` had; 0 before the first."""
+        if num_tasks < self.first_fit:
+            return 0
+        return self.first_fit << ((num_tasks // self.first_fit).bit_length() - 1)
 
 
 def train_styles(
@@ -66,50 +75,65 @@ def train_styles(
 ) -> TrainingProgress:
     """Trains the style scorer of `policy` in place; writes the checkpoint `out` after the last task.
 
-    The outcomes of tasks are kept beside it, in `outcomes_path(out)`; a run that resumes goes on from them. Raises
+    The outcomes of tasks are kept beside it, in `outcomes_path(out)`; a run that resumes goes on from them, and one of
+    fewer tasks can be continued. The rank correlation on the `validation` problems is noted after each fit. Raises
     InputError for outcomes of another run.
     """
     assert policy.styles is not None
-    started, fit_seconds = time.monotonic(), 0.0
+    network = policy.styles
+    started, fit_seconds, fitted_on = time.monotonic(), 0.0, 0
+    correlation: float | None = None
     provenance, run = provenance or Provenance(), run or TrainingRun()
     arguments = {"training": asdict(config), "tasks": tasks.to_document(), "from": provenance.origin}
-    directory, key = outcomes_path(out), files.fingerprint(arguments)
-    outcomes = read_parts(directory, key) if run.resume else []
+    lasting = arguments | {"training": {**asdict(config), "num_tasks": None}}
+    directory, key = outcomes_path(out), files.fingerprint(lasting)
+    outcomes = read_parts(directory, key)[: config.num_tasks] if run.resume else []
     constructor = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
 
     def progress() -> TrainingProgress:
         cpu_hours = (sum(one.cpu_seconds for one in outcomes) + fit_seconds) / 3600
         elapsed = time.monotonic() - started
         left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
-        return TrainingProgress(len(outcomes), config.num_tasks, None, None, elapsed, cpu_hours, left)
+        return TrainingProgress(len(outcomes), config.num_tasks, None, None, elapsed, cpu_hours, left, correlation)
 
-    with one_thread():
+    def keep() -> None:
+        if outcomes:
+            first = (len(outcomes) - 1) // PART * PART
+            write_part(directory, first // PART, key, outcomes[first:])
+
+    def fit_to(num_tasks: int) -> None:
+        nonlocal correlation, fit_seconds, fitted_on
+        before = time.process_time()
+        fit(network, outcomes[:num_tasks], config)
+        fit_seconds += time.process_time() - before
+        fitted_on, correlation = num_tasks, _correlation(network, checks)
+        latest = progress()
+        scalars.write(num_tasks, latest.scalars())
+        if run.on_update is not None:
+            run.on_update(latest)
+
+    with Scalars(run.tensorboard, len(outcomes)) as scalars, one_thread():
         checks = [
-            _outcome(task, constructor, None, config, np.random.default_rng([config.seed, _VALIDATION, number]))
+            _outcome(task, constructor, None, config, np.random.default_rng([_VALIDATION, number]))
             for number, task in enumerate(validation)
         ]
-        half = config.num_tasks // 2
-        is_fitted = False
-        while len(outcomes) < config.num_tasks:
+        while (number := len(outcomes)) < config.num_tasks:
             if run.is_over(started):
+                keep()
                 return progress()
-            number = len(outcomes)
-            if number >= half and not is_fitted:
-                fit(policy.styles, outcomes[:half], config)
-                is_fitted = True
+            if fitted_on != (last := config.last_fit(number)):
+                fit_to(last)
             before = time.process_time()
             task, rng = tasks.draw(number, 0, 1)
-            scores = policy.constructor.scores(task.problem) if is_fitted else None
+            proposes = bool(fitted_on) and number % 2 == 1
+            scores = policy.constructor.scores(task.problem) if proposes else None
             outcome = _outcome(task, constructor, scores, config, rng)
             outcomes.append(replace(outcome, cpu_seconds=time.process_time() - before))
-            if len(outcomes) % PART == 0:
-                write_part(directory, number // PART, key, outcomes[-PART:])
+            if len(outcomes) % PART == 0 or len(outcomes) == config.num_tasks:
+                keep()
             if run.on_update is not None:
                 run.on_update(progress())
-        before = time.process_time()
-        fit(policy.styles, outcomes, config)
-        fit_seconds = time.process_time() - before
-        correlation = _correlation(policy.styles, checks)
+        fit_to(config.num_tasks)
     figures: dict[str, Any] = {"rank_correlation": correlation, "num_trials": sum(len(one.ranks) for one in outcomes)}
     manifest = manifest_of(tasks, provenance, arguments, updates=len(outcomes), cpu_hours=progress().cpu_hours)
     save_checkpoint(out, policy, manifest | figures)

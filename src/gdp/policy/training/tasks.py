@@ -10,6 +10,7 @@ N ops, D devices.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,13 @@ class TrainingTask:
     """A problem to place, reduced (`gdp.units.reduction`)."""
 
     problem: Problem
-    reference_ns: int  # a lower bound on the step time unless the source gives another
+    given_ns: int | None  # the reference of the source, if it gives one
     source: int  # number of the source
+
+    @cached_property
+    def reference_ns(self) -> int:
+        """The reference of rewards: a lower bound on the step time unless the source gives another."""
+        return lower_bound(self.problem) if self.given_ns is None else self.given_ns
 
 
 class Tasks:
@@ -145,8 +151,7 @@ class Tasks:
                 number, np.random.default_rng(np.random.SeedSequence([self.seed, number], spawn_key=(_OWN,)))
             )
         problem = reduce(Problem.build(source.load(), source.cluster)).problem
-        reference_ns = lower_bound(problem) if source.reference_ns is None else source.reference_ns
-        return TrainingTask(problem, reference_ns, number)
+        return TrainingTask(problem, source.reference_ns, number)
 
     def _num_cached_ops(self) -> int:
         return sum(task.problem.num_ops for task in self._recent.values())
@@ -166,7 +171,7 @@ class Tasks:
             except InputError:  # an op with measured times that cannot run on any of these
                 continue
             problem = self._set_memory(problem, rng)
-            return TrainingTask(problem, lower_bound(problem), number)
+            return TrainingTask(problem, None, number)
         if self.sources[number].cluster is None:
             raise InputError(f"graph {graph.name!r}: its ops run on none of {_NUM_DRAWS} drawn clusters; name devices")
         return self.unvaried(number)

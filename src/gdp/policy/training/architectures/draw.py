@@ -20,6 +20,7 @@ from gdp.policy.training.architectures.families import (
     tables,
     transformers,
     u_shapes,
+    unrolled,
     wired,
 )
 from gdp.policy.training.architectures.families.parts import Draws, Example
@@ -43,9 +44,13 @@ FAMILIES: Mapping[str, Callable[[Draws, int], Example]] = MappingProxyType(
         "tables": tables.build,
         "towers": mixtures.build_towers,
         "mixtures": mixtures.build_mixture,
+        "unrolled": unrolled.build,
     }
 )
+FURTHER = ("unrolled",)  # drawn where they are named, so that a number of a seed stays the same graph without them
+DEFAULT = tuple(family for family in FAMILIES if family not in FURTHER)
 TARGET_OPS = (400, 2500)  # log-uniform; families come near it, some of their draws outside the limits
+TARGETS: Mapping[str, tuple[int, int]] = MappingProxyType({"unrolled": (1000, 2900)})  # where they are others
 _OPTIMIZERS = ("adam", "adam", "adamw", "sgd-momentum", "sgd")
 _BFLOAT16_SHARE = 0.3
 _MAX_DRAWS = 100
@@ -71,7 +76,7 @@ def draw(seed: int, number: int, families: Sequence[str], built_ins: BuiltIns) -
     for attempt in range(_MAX_DRAWS):
         rng = np.random.default_rng([seed, number, attempt])
         try:
-            graph = captured(family, f"{family}-{seed}-{number}", rng)
+            graph = captured(family, f"{family}-{seed}-{number}", rng, TARGETS.get(family, TARGET_OPS))
         except InputError:
             rejected["cannot run"] += 1
             continue
