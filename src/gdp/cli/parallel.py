@@ -79,7 +79,7 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None, *, other
         try:
             with request.named():
                 clock = Clock(request.budget, stop=stop)
-                answer, problem = _find(request, parts, layout, clock) if kept is None else (kept, None)
+                answer, problem = (kept, None) if kept else _find(request, parts, layout, clock, files.num_large)
         except InputError:
             if stop.is_set():  # before there was any plan
                 return INTERRUPTED
@@ -126,7 +126,7 @@ def _parts(request: PlaceRequest, model: "Model", layout: "Layout | None", *, is
         return None
     try:
         with request.named():
-            parts = Parts.of_model(request.model, request.reading, model.graph, model.seconds)
+            parts = Parts.of_model(request.model, request.reading, model.graph, model.captured_s)
             if layout is not None:
                 parts.check(layout.num_parts)
     except InputError:
@@ -146,10 +146,11 @@ def _problem_of(request: PlaceRequest, plan: "Plan", parts: "Parts") -> "Problem
 
 
 def _find(
-    request: PlaceRequest, parts: "Parts", layout: "Layout | None", clock: "Clock"
+    request: PlaceRequest, parts: "Parts", layout: "Layout | None", clock: "Clock", num_files: int
 ) -> "tuple[KeptAnswer, Problem]":
-    """Returns the answer, and the problem that its plan solves."""
+    """Returns the answer, and the problem that its plan solves; `num_files` large files are written after it."""
     from gdp.budget import Clock
+    from gdp.planning.fixed_time import written_s
     from gdp.planning.layout_advice import advise_on_layouts
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report import layouts, progress
@@ -184,7 +185,8 @@ def _find(
             advice = find_advice(request, problem, plan, clock.stop)
             plan = advice.plan
         elif layout is None:
-            clock = Clock(advice_budget(request, clock.seconds), stop=clock.stop)
+            last_s = written_s(problem.num_ops, num_files)
+            clock = Clock(advice_budget(request, clock.seconds, last_s), stop=clock.stop)
             text = f"{name}: {format_ms(plan.step_time_ns)}; estimating other machines"
             with progress.live(progress.StatusLine(text, clock.seconds_left)):
                 advice = advise_on_layouts(choice, parts, request.constraints, clock)

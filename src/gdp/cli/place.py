@@ -285,9 +285,8 @@ def _search(
         return placed.plan, problem if placed.problem.graph is graph else placed.problem
     budget = request.budget.part(1 - ADVICE_SHARE) if request.with_advice else request.budget
     plan = find_plan(
-        graph,
+        problem,
         request.cluster,
-        request.constraints,
         placer=request.placer,
         budget=budget,
         checkpoint=request.checkpoint,

@@ -122,7 +122,8 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
         if isinstance(answer, JaxFunction):
             return _read_jax(text, answer, reading, num_microbatches)
         notes, unknown = _notes(text, answer), answer.coverage.unknown
-        model = Model(answer.graph, unknown, is_captured=True, notes=notes, seconds=answer.seconds)
+        seconds = answer.seconds
+        model = Model(answer.graph, unknown, is_captured=True, notes=notes, seconds=seconds, captured_s=seconds)
         graph_cache.write(entry, model)
     return model
 
@@ -301,7 +302,7 @@ def _is_onnx(text: str) -> bool:
 def _is_graph_file(text: str) -> bool:
     if text.startswith(HUGGING_FACE):
         return False
-    return (os.path.isfile(text) and not text.endswith(".onnx")) or text.endswith((".json", ".gz"))
+    return (os.path.isfile(text) and not text.endswith(".onnx")) or text.endswith((".json", ".gz", ".safetensors"))
 
 
 def _workload(name: str, num_microbatches: int) -> Build:
