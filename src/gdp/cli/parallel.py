@@ -75,7 +75,7 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None, *, other
         log(FOUND_BEFORE)
     would_fit: list[str] = []
     failure: InputError | None = None
-    with progress.stop_on_interrupt() as stop:
+    with progress.stop_on_interrupt(has_answer=kept is not None) as stop:
         try:
             with request.named():
                 clock = Clock(request.budget, stop=stop)
@@ -157,10 +157,12 @@ def _find(
     from gdp.report.layout_answer import LayoutAnswer
     from gdp.report.tables import format_ms
 
-    name = parts.exact(1).name
+    name, stop = parts.exact(1).name, clock.stop
     line = progress.StatusLine(f"{name} on {request.cluster.name}: looking at layouts")
 
     def tell(trial: "Trial") -> None:
+        if isinstance(stop, progress.Stop):
+            stop.has_answer = True
         line.say(f"{name}: {trial.layout} {layouts.state(trial)}")
 
     with progress.live(line):
@@ -177,6 +179,7 @@ def _find(
             on_progress=tell,
         )
         assert choice.trial.candidate is not None
+        tell(choice.trial)
         simulation = choice.trial.candidate.replay
         problem, plan = simulation.problem, _beside_single(request, parts, _under_noise(request, choice.plan, clock))
     advice = None

@@ -153,10 +153,10 @@ class Choosing:
         if len(places) != graph.num_ops:  # few samples may have other ops than those that places were found for
             places = self.estimator.estimate(arrangement).places
         cut = self.estimator.resolved(arrangement, places, reserve_bytes=reserve_bytes)
-        num_ops, trials = self.num_ops(arrangement), list[Trial]()
+        cpus, num_ops, trials = self.estimator.cpus(arrangement), self.num_ops(arrangement), list[Trial]()
         for hosts in self.estimator.ring_hosts(arrangement)[: 1 if num_ops > LARGE_OPS else None]:
             with self.simulation.measured(num_ops, self.clock):
-                trials.append(self._simulated(replace(arrangement, layout=cut), graph, places, hosts))
+                trials.append(self._simulated(replace(arrangement, layout=cut), graph, places, hosts, cpus))
             if trials[-1].status == NOT_ALLOWED:
                 break
         best = replace(min(trials, key=lambda trial: trial.key), layout=layout)
@@ -169,13 +169,20 @@ class Choosing:
         more = self.simulate(arrangement, places, is_captured=is_captured, reserve_bytes=more_bytes)
         return min(best, more, key=lambda trial: trial.key)
 
-    def _simulated(self, cut: Arrangement, graph: Graph, places: I64, hosts: tuple[int, ...] | None) -> Trial:
-        """Returns the step of `graph` cut as it is said, with rings over `hosts` [R]."""
+    def _simulated(
+        self,
+        cut: Arrangement,
+        graph: Graph,
+        places: I64,
+        hosts: tuple[int, ...] | None,
+        cpus: tuple[int, ...] | None,
+    ) -> Trial:
+        """Returns the step of `graph` cut as it is said, with rings over `hosts` [R], activations on `cpus` [R]."""
         layout, devices = cut.layout, cut.devices
         own_places = places if cut.num_places > 1 else None
         step = Step.of(graph, layout, places=own_places, ring=ring_over(self.cluster, devices), hosts=hosts)
         problem = Problem.build(step.graph, self.cluster, self.constraints)
-        placement = step.placement(places, devices, self.estimator.cpus(cut))
+        placement = step.placement(places, devices, cpus)
         self.clock.spend(1)
         if problem.broken_constraints(placement):
             return Trial(layout, devices, NOT_ALLOWED, 0, 0)
