@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdp.budget import Budget, Clock, has_time
+from gdp.budget import Budget, Clock, Pace, has_time
 from gdp.errors import InputError
 
 SHARES = st.floats(0.0, 1.0)
@@ -83,3 +83,14 @@ def test_seconds_do_not_end_a_clock_that_counts_simulations() -> None:
     clock.stop.set()
     assert not has_time(clock)
     assert has_time(None, 1e9)
+
+
+def test_a_pace_is_that_of_the_largest_step() -> None:
+    """100 ops take 1 s, then 10 ops 5 s, which no larger step is judged by; 200 ops take 3 s."""
+    timer, pace = Timer(), Pace(op_us=7.0)
+    clock = Clock(Budget(seconds=100.0), timer=timer)
+    assert pace.seconds(10**6) == pytest.approx(7.0)
+    for num_ops, seconds, of_1000 in [(100, 1.0, 10.0), (10, 5.0, 10.0), (200, 3.0, 15.0)]:
+        with pace.measured(num_ops, clock):
+            timer.now_s += seconds
+        assert pace.seconds(1000) == pytest.approx(of_1000)

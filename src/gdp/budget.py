@@ -1,9 +1,10 @@
 """Budgets of a search: seconds, or a number of simulations, which makes an answer reproducible."""
 
+import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 
@@ -165,6 +166,27 @@ class Clock:
         clock = copy(self)
         clock._begin, clock._end = begin, end
         return clock
+
+
+@dataclass(slots=True)
+class Pace:
+    """The time that one kind of work takes for each op of a step, as it was for the largest step so far."""
+
+    op_us: float  # at first a guess
+    num_ops: int = 0  # of the step that it was measured on; 0: none was
+
+    def seconds(self, num_ops: int) -> float:
+        """Returns about how long the work takes for a step of `num_ops`."""
+        return 1e-6 * self.op_us * num_ops
+
+    @contextlib.contextmanager
+    def measured(self, num_ops: int, clock: Clock | None) -> Iterator[None]:
+        """Measures the work of the block, on a step of `num_ops`, by `clock`; without a clock, by that of the wall."""
+        timer = time.monotonic if clock is None else lambda: clock.seconds
+        began = timer()
+        yield
+        if num_ops >= self.num_ops:
+            self.num_ops, self.op_us = num_ops, 1e6 * (timer() - began) / num_ops
 
 
 def has_time(clock: Clock | None, seconds: float = 0.0) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from gdp.bench.page import machine, render
-from gdp.bench.scale import CHOSEN, FIXED, ScaleBenchmark, ScaleRow, measured
+from gdp.bench.scale import AS_JSON, CHOSEN, FIXED, ScaleBenchmark, ScaleRow, measured
 from gdp.parallel.layout import NONE
 
 
@@ -15,12 +15,12 @@ def test_a_case_has_all_figures_and_a_page(layout: str) -> None:
     assert 0 < row.first_s <= row.search_s <= row.total_s
     assert 0 < row.bound_ns <= row.step_time_ns
     assert row.num_ops > 1_000
-    assert set(row.phases) == (set(FIXED) if layout != CHOSEN else {"write"})
+    assert set(row.phases) == ({*FIXED, *AS_JSON} if layout != CHOSEN else {"write"})
     shown = {
         "rows": [row],
         "cut": [row] if layout != CHOSEN else [],
         "chosen": [row] if layout == CHOSEN else [],
-        "phases": FIXED,
+        "phases": (*FIXED, *AS_JSON),
         "num_kept": int(row.is_kept),
         "num_early": int(row.is_early),
         "slopes": {row.devices: None},

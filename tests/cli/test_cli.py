@@ -428,6 +428,20 @@ def test_capture_writes_the_graph_of_a_function(run: Run) -> None:
     assert "update" in Graph.load("sgd.json").phases
 
 
+def test_a_graph_in_columns_is_placed_as_the_same_in_json(run: Run) -> None:
+    assert run("capture", "graph.json.gz", "--out", "graph.safetensors")[0] == 0
+    answers = []
+    for name in ("graph.json.gz", "graph.safetensors"):
+        status, out, _ = run("place", name, *place("--json", "--no-cache")[2:])
+        assert status == 0
+        answers.append(json.loads(out))
+    assert answers[0]["graph"] == answers[1]["graph"]
+    assert answers[0]["step_time_ns"] == answers[1]["step_time_ns"]
+    assert run("simulate", "graph.safetensors", "--devices", DEVICES, "--plan", "plan.json")[0] == 0
+    assert run("capture", "graph.safetensors", "--out", "again.json.gz")[0] == 0
+    assert Path("again.json.gz").read_bytes() == Path("graph.json.gz").read_bytes()
+
+
 def test_a_cluster_that_is_shown_as_json_is_a_cluster_file(run: Run) -> None:
     status, out, _ = run("devices", "show", "2xl4-24g+cpu-16core", "--json")
     assert status == 0
@@ -597,6 +611,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["compare", "graph.json.gz", "--devices", DEVICES, "--forbid", "conv=gpu0"], ["matches no op's kind"]),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--seeds", "0"], ["--seeds"]),
     (["capture", "graph.json.gz", "--out", "again.json"], ["is a gdp-graph file already"]),
+    (["place", "none.safetensors", "--devices", DEVICES], ["none.safetensors: no such file"]),
     (["capture", "cli_broken:fails", "--out", "graph.yaml"], ["--out graph.yaml", ".json.gz"]),
     (["capture", "cli_broken:fails", "--out", "g.json", "--optimizer", "adagrad"], ["'adagrad'", "adam, adamw, sgd"]),
     (["devices", "show", "toaster"], ["no kind 'toaster'"]),

@@ -1,13 +1,14 @@
 """Stages that take long say so: a live line on a terminal, now and then a line in a log."""
 
 import io
+import signal
 import sys
 import time
 
 import pytest
 
 from gdp.report import progress
-from gdp.report.progress import SearchLine, StatusLine, live
+from gdp.report.progress import SearchLine, StatusLine, live, stop_on_interrupt
 from gdp.search.place import Progress
 
 
@@ -67,3 +68,14 @@ def test_a_terminal_shows_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatc
     assert "chain on 2 devices: 2.000 ms (does not fit yet)" in shown
     assert "simulations" not in shown  # no more than one line
     assert shown.endswith("\x1b[1A\x1b[2K")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_work_at_once_until_there_is_an_answer(number: int) -> None:
+    with stop_on_interrupt(has_answer=False) as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        assert not stop.is_set()
+        stop.has_answer = True
+        signal.raise_signal(number)
+        assert stop.is_set()

@@ -86,6 +86,26 @@ def test_layouts_are_simulated_while_there_is_time(memory: str, monkeypatch: pyt
     assert choice.plan.status == ("ok" if memory == "1GB" else "infeasible")
 
 
+@pytest.mark.parametrize("op_s", [0.01, 0.04, 0.2])
+def test_no_step_is_simulated_that_there_is_no_time_for(op_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 16 to 2,000 ops at 10, 40 or 200 ms an op: all but the first end within the budget."""
+    machine = SlowMachine()
+    simulated: Callable[..., Any] = Choosing._simulated
+    ends: list[float] = []
+
+    def slow(search: Choosing, *args: Any) -> Any:
+        trial = simulated(search, *args)
+        machine.now_s += op_s * trial.problem.num_ops
+        ends.append(machine.now_s)
+        return trial
+
+    monkeypatch.setattr(Choosing, "_simulated", slow)
+    choice = machine.choose("1GB", monkeypatch)
+    assert choice.plan.status == "ok"
+    assert len(ends) < 2 or ends[-1] <= BUDGET_S
+    assert ends
+
+
 @pytest.mark.parametrize("simulation_s", [0.0, 4.0, 30.0])
 def test_what_takes_the_least_memory_is_found_however_slow_the_machine(
     simulation_s: float, monkeypatch: pytest.MonkeyPatch

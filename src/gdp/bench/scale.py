@@ -51,6 +51,7 @@ CASES = (
 )
 DEVICES = ("8xp100-pcie-16g", "8x(8xa100-sxm-80g)@100gbit")
 FIXED = ("cut", "read", "problem", "bound", "reduction", "simulation", "write")  # phases that any answer needs
+AS_JSON = ("JSON, read", "JSON, written")  # the same graph in the other form of file
 LATE_SHARE, LATE_S = 0.1, 2.0  # of a budget, and seconds: what an answer may take longer
 FIRST_SHARE = 0.25  # of a budget: when a plan that fits should be there
 
@@ -127,7 +128,7 @@ class ScaleBenchmark(Benchmark):
             "rows": found,
             "cut": cut,
             "chosen": [row for row in found if row.layout == CHOSEN],
-            "phases": FIXED,
+            "phases": (*FIXED, *AS_JSON),
             "num_kept": sum(row.is_kept for row in found),
             "num_early": sum(row.is_early for row in found),
             "slopes": {text: _slope([row for row in cut if row.devices == text]) for text in self.devices},
@@ -181,14 +182,16 @@ class _Phases:
 
 
 def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -> dict[str, Any]:
-    """Places all ops of a step that is cut already, as `gdp place` does with its graph file."""
+    """Places all ops of a step that is cut already, as `gdp place` does with its graph file in columns."""
     phases, way = _Phases(), Layout() if layout == NONE else Layout.parse(layout)
     part = read_part(model, Reading(), way.num_parts)
     cut = phases.time("cut", lambda: Step.of(part, way).graph)
     with tempfile.TemporaryDirectory(prefix="gdp-scale-") as directory:
-        path = Path(directory) / "graph.json.gz"
+        path, other = Path(directory) / "graph.safetensors", Path(directory) / "graph.json.gz"
         phases.time("write", lambda: cut.save(path))
         graph = phases.time("read", lambda: Graph.load(path))
+        phases.time(AS_JSON[1], lambda: cut.save(other))
+        phases.time(AS_JSON[0], lambda: Graph.load(other))
     bound_ns = _time_fixed(phases, cut, cluster)
     search = Budget(seconds=search_s(budget_s, phases.seconds["read"], graph.num_ops))
     plan, first_s, searched_s = _timed_search(

@@ -5,8 +5,8 @@ Shared out over devices, without launches, transfers or one op waiting for anoth
 
     T >= sum over ops of min over devices of y[d] * time[op, d]        for any weights y >= 0 that sum to 1
 
-where time[op, d] is the larger of flops and bytes at the device's rates: pieces of an op sum to at least that. N ops, D
-devices.
+where time[op, d] is the larger of flops and bytes at the device's rates: pieces of an op sum to at least that. Devices
+of a class, which are alike, have equal weights. N ops, C classes.
 """
 
 import math
@@ -18,7 +18,7 @@ from gdp.arrays import F64, I64
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.microbatches import shared_ops
-from gdp.simulator.costs import op_times
+from gdp.simulator.costs import op_time_classes
 
 _ROUNDS = 60  # of the ascent over weights
 
@@ -32,30 +32,34 @@ def layout_bound(steps: Mapping[int, Graph], cluster: Cluster) -> int:
     """
     if any(any(graph.times_ns) for graph in steps.values()):
         return 0
-    return min(_shared_out(_work_ns(graph, num_parts, cluster)) for num_parts, graph in steps.items())
+    return min(_shared_out(*_work_ns(graph, num_parts, cluster)) for num_parts, graph in steps.items())
 
 
-def _work_ns(graph: Graph, num_parts: int, cluster: Cluster) -> I64:
-    """Returns the work [N, D] of all parts, without launches."""
-    launches = np.array([device.launch_ns for device in cluster.devices], np.int64)
-    times = op_times(graph, cluster)
+def _work_ns(graph: Graph, num_parts: int, cluster: Cluster) -> tuple[I64, I64]:
+    """Returns the work of all parts [N, C], without launches, and the number of devices [C] in each class."""
+    times, device_class = op_time_classes(graph, cluster)
+    _, first, counts = np.unique(device_class, return_index=True, return_counts=True)
+    launches = np.array([cluster.devices[device].launch_ns for device in first.tolist()], np.int64)
     work_ns = np.maximum(times - np.where(times > 0, launches, 0) - 1, 0)  # rounded up once: less than 1 ns
     _, is_update = shared_ops(graph)
-    return np.asarray(np.where(is_update[:, None], work_ns, work_ns * num_parts), np.int64)
+    return np.asarray(np.where(is_update[:, None], work_ns, work_ns * num_parts), np.int64), counts
 
 
-def _shared_out(work_ns: I64) -> int:
-    """Returns the least load of the most loaded device, from below, over all ways to share `work_ns` [N, D] out."""
+def _shared_out(work_ns: I64, counts: I64) -> int:
+    """Returns the least load of the most loaded device, from below, over all ways to share `work_ns` [N, C] out.
+
+    `counts` [C] are the numbers of devices, over which the work of a class is spread evenly.
+    """
     rates = 1.0 / np.maximum(work_ns.sum(axis=0), 1)
-    weights = rates / rates.sum()
+    weights = rates / (rates * counts).sum()
     best = 0.0
-    for turn in range(_ROUNDS):
+    for turn in range(_ROUNDS if len(counts) > 1 else 1):
         best = max(best, _value(work_ns, weights))
         chosen = np.argmin(work_ns * weights, axis=1)
-        loads = np.bincount(chosen, work_ns[np.arange(len(work_ns)), chosen], work_ns.shape[1])
+        loads = np.bincount(chosen, work_ns[np.arange(len(work_ns)), chosen], len(counts)) / counts
         step = 0.5 / (turn + 1)
         weights = weights * np.exp(step * (loads / max(loads.max(), 1.0) - 1.0))
-        weights /= weights.sum()
+        weights /= (weights * counts).sum()
     return math.floor(best * (1 - 1e-9))
 
 

@@ -22,14 +22,17 @@ _REPLAYS = 30  # of the plan, that take as long as to prepare a search for anoth
 _LAYOUT_SHARE = 0.7  # of it at most, for layouts beside op placement
 
 
-def advice_budget(request: PlaceRequest, seconds: float) -> "Budget":
-    """Returns the budget for advice after `seconds`: a share of the whole, or what is left of it if that is less."""
+def advice_budget(request: PlaceRequest, seconds: float, written_s: float = 0.0) -> "Budget":
+    """Returns the budget for advice after `seconds`: a share of the whole, or what is left of it if that is less.
+
+    Files take `written_s` after it.
+    """
     from gdp.budget import Budget
 
     total = request.budget.seconds
     if total is None:
         return request.budget.part(ADVICE_SHARE)
-    return Budget(seconds=min(ADVICE_SHARE * total, max(total - seconds, 0.0)))
+    return Budget(seconds=min(ADVICE_SHARE * total, max(total - seconds - written_s, 0.0)))
 
 
 def find_advice(

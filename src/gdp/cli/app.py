@@ -61,6 +61,7 @@ from gdp.cli.shared import (
 from gdp.errors import InputError
 
 _TRACEBACK = "--traceback"
+_GRAPH_FILES = (".json", ".json.gz", ".safetensors")
 _REPEATED_S = 0.01  # after which the callback is over
 
 app = typer.Typer(
@@ -272,7 +273,9 @@ def simulate(
 @with_options
 def capture(
     model: ModelArgument,
-    out: Annotated[Path, typer.Option(metavar="GRAPH.json.gz", help="The file to write.")],
+    out: Annotated[
+        Path, typer.Option(metavar="GRAPH.json.gz", help="The file to write: .json, .json.gz or .safetensors.")
+    ],
     *,
     model_options: ReadingOptions,
     json: JsonOption = False,
@@ -280,12 +283,13 @@ def capture(
     """Write the graph of one step of MODEL."""
     from gdp.cli import values
 
-    if not out.name.endswith((".json", ".json.gz")):
-        raise InputError(f"--out {out}: a name that ends in .json or .json.gz is expected")
+    if not out.name.endswith(_GRAPH_FILES):
+        raise InputError(f"--out {out}: a name that ends in .json, .json.gz or .safetensors is expected")
     reading = model_options.reading()
     values.check_writable(out)
     source = read_graph(model, reading)
-    if model.endswith((".json", ".json.gz")) and model_options.microbatches == 1:
+    is_like_it = model.endswith(".safetensors") == out.name.endswith(".safetensors")  # else a file in the other form
+    if model.endswith(_GRAPH_FILES) and is_like_it and model_options.microbatches == 1:
         raise InputError(f"{model}: is a gdp-graph file already; name a workload or module:function")
     from gdp.report.progress import live
 

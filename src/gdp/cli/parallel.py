@@ -75,11 +75,11 @@ def place_parallel(request: PlaceRequest, text: str, sweep: str | None, *, other
         log(FOUND_BEFORE)
     would_fit: list[str] = []
     failure: InputError | None = None
-    with progress.stop_on_interrupt() as stop:
+    with progress.stop_on_interrupt(has_answer=kept is not None) as stop:
         try:
             with request.named():
                 clock = Clock(request.budget, stop=stop)
-                answer, problem = _find(request, parts, layout, clock) if kept is None else (kept, None)
+                answer, problem = (kept, None) if kept else _find(request, parts, layout, clock, files.num_large)
         except InputError:
             if stop.is_set():  # before there was any plan
                 return INTERRUPTED
@@ -126,7 +126,7 @@ def _parts(request: PlaceRequest, model: "Model", layout: "Layout | None", *, is
         return None
     try:
         with request.named():
-            parts = Parts.of_model(request.model, request.reading, model.graph, model.seconds)
+            parts = Parts.of_model(request.model, request.reading, model.graph, model.captured_s)
             if layout is not None:
                 parts.check(layout.num_parts)
     except InputError:
@@ -146,20 +146,23 @@ def _problem_of(request: PlaceRequest, plan: "Plan", parts: "Parts") -> "Problem
 
 
 def _find(
-    request: PlaceRequest, parts: "Parts", layout: "Layout | None", clock: "Clock"
+    request: PlaceRequest, parts: "Parts", layout: "Layout | None", clock: "Clock", num_files: int
 ) -> "tuple[KeptAnswer, Problem]":
-    """Returns the answer, and the problem that its plan solves."""
+    """Returns the answer, and the problem that its plan solves; `num_files` large files are written after it."""
     from gdp.budget import Clock
+    from gdp.planning.fixed_time import written_s
     from gdp.planning.layout_advice import advise_on_layouts
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report import layouts, progress
     from gdp.report.layout_answer import LayoutAnswer
     from gdp.report.tables import format_ms
 
-    name = parts.exact(1).name
+    name, stop = parts.exact(1).name, clock.stop
     line = progress.StatusLine(f"{name} on {request.cluster.name}: looking at layouts")
 
     def tell(trial: "Trial") -> None:
+        if isinstance(stop, progress.Stop):
+            stop.has_answer = True
         line.say(f"{name}: {trial.layout} {layouts.state(trial)}")
 
     with progress.live(line):
@@ -176,6 +179,7 @@ def _find(
             on_progress=tell,
         )
         assert choice.trial.candidate is not None
+        tell(choice.trial)
         simulation = choice.trial.candidate.replay
         problem, plan = simulation.problem, _beside_single(request, parts, _under_noise(request, choice.plan, clock))
     advice = None
@@ -184,7 +188,8 @@ def _find(
             advice = find_advice(request, problem, plan, clock.stop)
             plan = advice.plan
         elif layout is None:
-            clock = Clock(advice_budget(request, clock.seconds), stop=clock.stop)
+            last_s = written_s(problem.num_ops, num_files)
+            clock = Clock(advice_budget(request, clock.seconds, last_s), stop=clock.stop)
             text = f"{name}: {format_ms(plan.step_time_ns)}; estimating other machines"
             with progress.live(progress.StatusLine(text, clock.seconds_left)):
                 advice = advise_on_layouts(choice, parts, request.constraints, clock)

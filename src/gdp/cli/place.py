@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.models.model import Model
     from gdp.planning.plan_cache import KeptAnswer
+    from gdp.report.progress import Stop
+    from gdp.search.place import Progress
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
 
@@ -185,7 +187,7 @@ def _place(request: PlaceRequest, model: "Model | None" = None) -> int:
         log(FOUND_BEFORE)
     would_fit: list[str] = []
     failure: InputError | None = None
-    with progress.stop_on_interrupt() as stop:
+    with progress.stop_on_interrupt(has_answer=kept is not None) as stop:
         try:
             with request.named():
                 answer, placed = (kept, problem) if kept is not None else _find(request, problem, stop, cut_too)
@@ -242,7 +244,7 @@ def _build(request: PlaceRequest, graph: "Graph") -> "Problem":
 
 
 def _find(
-    request: PlaceRequest, problem: "Problem", stop: threading.Event, model: "Model | None"
+    request: PlaceRequest, problem: "Problem", stop: "Stop", model: "Model | None"
 ) -> "tuple[KeptAnswer, Problem]":
     """Returns the answer, and the problem that its plan solves: of another graph where weights are offloaded.
 
@@ -252,8 +254,14 @@ def _find(
     from gdp.report import progress
 
     line = progress.SearchLine(f"{problem.graph.name} on {problem.cluster.name}")
+
+    def tell(news: "Progress") -> None:
+        stop.has_answer = True
+        line(news)
+
     with progress.live(line):
-        plan, placed = _search(request, problem, line, stop)
+        plan, placed = _search(request, problem, tell, stop)
+    stop.has_answer = True
     advice = None
     if request.with_advice and plan.status == "ok" and placed is problem:
         advice = find_advice(request, problem, plan, stop, model)
@@ -285,9 +293,8 @@ def _search(
         return placed.plan, problem if placed.problem.graph is graph else placed.problem
     budget = request.budget.part(1 - ADVICE_SHARE) if request.with_advice else request.budget
     plan = find_plan(
-        graph,
+        problem,
         request.cluster,
-        request.constraints,
         placer=request.placer,
         budget=budget,
         checkpoint=request.checkpoint,

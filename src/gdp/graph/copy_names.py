@@ -7,8 +7,9 @@ import numpy as np
 
 from gdp.arrays import I64
 
-_MICROBATCHES = {str(number): number for number in range(1, 10_000)}
-_REPLICAS = {str(number): number for number in range(1, 1000)}
+NUM_MICROBATCHES, NUM_REPLICAS = 10_000, 1000  # numbers in names are below these
+_MICROBATCHES = {str(number): number for number in range(1, NUM_MICROBATCHES)}
+_REPLICAS = {str(number): number for number in range(1, NUM_REPLICAS)}
 
 
 def split_name(name: str) -> tuple[str, int, int]:

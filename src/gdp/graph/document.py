@@ -116,14 +116,14 @@ def _are_phases(values: list[Any]) -> bool:
 
 
 def _are_times(values: list[Any]) -> bool:
-    return _are(dict)(values) and all(_is_times(value) for value in values if value)
+    return _are(dict)(values) and all(is_times(value) for value in values if value)
 
 
 def _are_number_lists(values: list[Any]) -> bool:
     return _are(list)(values) and all(map(files.is_number_list, values))
 
 
-def _is_times(value: object) -> bool:
+def is_times(value: object) -> bool:
     """a mapping from device names or kinds to integers of at least -1 (nanoseconds; -1: cannot run there)"""
     return type(value) is dict and all(type(key) is str and files.is_index(item) for key, item in value.items())
 
@@ -150,7 +150,7 @@ OP_FIELDS = {
     "phase": _is_phase,
     "module": files.is_string,
     "group": files.is_index,
-    "time_ns": _is_times,
+    "time_ns": is_times,
 }
 TENSOR_FIELDS = {
     "producer": files.is_size,
@@ -169,7 +169,7 @@ _COLUMN_CHECKS: Mapping[Callable[[object], bool], Callable[[list[Any]], bool]] =
     files.is_index: _are_integers(-1),
     files.is_number_list: _are_number_lists,
     _is_phase: _are_phases,
-    _is_times: _are_times,
+    is_times: _are_times,
 }
 _OP_CHECKS = {name: _COLUMN_CHECKS[check] for name, check in OP_FIELDS.items()}
 _TENSOR_CHECKS = {name: _COLUMN_CHECKS[check] for name, check in TENSOR_FIELDS.items()}

@@ -19,6 +19,7 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError, prefixed
 from gdp.graph.canonical import canonical_digest
 from gdp.graph.checks import check
+from gdp.graph.column_file import is_in_columns, read_columns, write_columns
 from gdp.graph.copy_names import CopyNames
 from gdp.graph.document import FORMAT, OP_FIELDS, TENSOR_FIELDS, VERSION, Op, Tensor, read_document
 from gdp.graph.views import GraphSource, OpView
@@ -266,16 +267,26 @@ class Graph:
         }
 
     def save(self, path: str | Path) -> None:
-        """Writes a `gdp-graph` file, atomically; gzip if `path` ends in `.gz`."""
+        """Writes a `gdp-graph` file, atomically: columns for `.safetensors`, else JSON, gzip for `.gz`."""
         with files.without_collection():
-            files.write_json(path, self.to_document())
+            if is_in_columns(path):
+                write_columns(self, path)
+            else:
+                files.write_json(path, self.to_document())
 
     @classmethod
     def load(cls, path: str | Path) -> "Graph":
         """Reads a `gdp-graph` file. InputError names the file, the place and the remedy."""
-        document = files.read_json(path)
-        with prefixed(path), files.without_collection():
-            return cls.from_document(document)
+        if not is_in_columns(path):
+            document = files.read_json(path)
+            with prefixed(path), files.without_collection():
+                return cls.from_document(document)
+        with files.without_collection():
+            fields, names = read_columns(path)
+            with prefixed(path):
+                graph = cls(**fields)
+        graph.__dict__["copy_names"] = names
+        return graph
 
     @classmethod
     def from_document(cls, document: object) -> "Graph":

@@ -64,8 +64,8 @@ def read(path: Path | None) -> Model | None:
         graph = Graph.from_columns(content["graph"])
         notes = tuple(map(str, content.get("notes", ())))
         served = None if content.get("served") is None else ServedStep.from_document(content["served"])
-        captured = bool(content.get("captured"))
-        return Model(graph, content["unknown"], is_captured=captured, notes=notes, served=served)
+        captured, seconds = bool(content.get("captured")), float(content.get("seconds", 0.0))
+        return Model(graph, content["unknown"], captured, notes=notes, served=served, captured_s=seconds)
     return None
 
 
@@ -77,6 +77,7 @@ def write(path: Path | None, model: Model) -> None:
         "graph": model.graph.to_columns(),
         "unknown": dict(model.unknown_costs),
         "captured": model.is_captured,
+        "seconds": model.seconds,
         "notes": list(model.notes),
         "served": None if model.served is None else model.served.to_document(),
     }

@@ -30,6 +30,7 @@ class Model:
     notes: tuple[str, ...] = ()  # assumptions and differences, a sentence each
     served: ServedStep | None = None  # of a prefill or decode step
     seconds: float = 0.0  # that capturing it took; 0: it was read from a file
+    captured_s: float = 0.0  # the same, also where it was kept from an earlier command; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,18 @@ def has_samples(text: str) -> bool:
 
 def read_part(text: str, reading: Reading, num_parts: int) -> Graph:
     """Reads MODEL with 1 / `num_parts` of its batch (a file: whole)."""
-    text = with_prefix(text)
-    return reading.finish(_read_one(text, reading, num_parts)).graph
+    return read_part_model(text, reading, num_parts).graph
+
+
+def read_part_model(text: str, reading: Reading, num_parts: int) -> Model:
+    """Reads MODEL with 1 / `num_parts` of its batch (a file: whole), with what is known of its costs."""
+    return reading.finish(_read_one(with_prefix(text), reading, num_parts))
+
+
+def is_kept(text: str, reading: Reading, num_parts: int) -> bool:
+    """Returns whether 1 / `num_parts` of the batch of MODEL was captured before, and need not be again."""
+    entry = graph_cache.model_entry(with_prefix(text), reading, num_parts)
+    return entry is not None and entry.is_file()
 
 
 def batch_size(text: str, reading: Reading) -> int | None:
@@ -112,7 +122,8 @@ def _read_one(text: str, reading: Reading, num_microbatches: int) -> Model:
         if isinstance(answer, JaxFunction):
             return _read_jax(text, answer, reading, num_microbatches)
         notes, unknown = _notes(text, answer), answer.coverage.unknown
-        model = Model(answer.graph, unknown, is_captured=True, notes=notes, seconds=answer.seconds)
+        seconds = answer.seconds
+        model = Model(answer.graph, unknown, is_captured=True, notes=notes, seconds=seconds, captured_s=seconds)
         graph_cache.write(entry, model)
     return model
 
@@ -291,7 +302,7 @@ def _is_onnx(text: str) -> bool:
 def _is_graph_file(text: str) -> bool:
     if text.startswith(HUGGING_FACE):
         return False
-    return (os.path.isfile(text) and not text.endswith(".onnx")) or text.endswith((".json", ".gz"))
+    return (os.path.isfile(text) and not text.endswith(".onnx")) or text.endswith((".json", ".gz", ".safetensors"))
 
 
 def _workload(name: str, num_microbatches: int) -> Build:
@@ -307,7 +318,7 @@ def _workload(name: str, num_microbatches: int) -> Build:
     if os.sep in name:
         raise InputError(f"{name}: no such file; check the path")
     raise InputError(
-        f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz) or module:function; "
+        f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz, .safetensors) or module:function; "
         f"{suggest(name, workloads.names())}"
     )
 

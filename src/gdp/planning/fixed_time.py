@@ -9,5 +9,9 @@ def search_s(total_s: float, spent_s: float, num_ops: int, num_files: int = 0) -
 
     Plan and `num_files` large files are written after it. At least half of the budget is for the search.
     """
-    written_s = 1e-6 * num_ops * (_REPLAY_US + _FILE_US * num_files)
-    return max(total_s - spent_s - written_s, total_s / 2)
+    return max(total_s - spent_s - written_s(num_ops, num_files), total_s / 2)
+
+
+def written_s(num_ops: int, num_files: int = 0) -> float:
+    """Returns about how long it takes to write the plan of a step of `num_ops`, and `num_files` large files."""
+    return 1e-6 * num_ops * (_REPLAY_US + _FILE_US * num_files)

@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 
 from gdp.bounds.layout_bound import layout_bound
-from gdp.budget import Clock
+from gdp.budget import Clock, Pace
 from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
 from gdp.graph import Graph
@@ -52,11 +52,12 @@ def advise_on_layouts(choice: Choice, parts: Parts, constraints: Constraints, cl
     matters = filled > MEMORY_MATTERS
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
-    factors = _factors(choice, quick, cluster, constraints, clock)
+    estimator = Estimator(quick, cluster, constraints, clock)
+    factors = _factors(choice, estimator, clock)
     for change in _layout_changes(quick, cluster, constraints, memory_matters=matters):
         estimate = None
         if not clock.is_up:
-            estimate = _best_estimate(change, factors, clock)
+            estimate = _best_estimate(change, factors, clock, estimator.pace)
         if estimate is None:
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
             not_asked.append(f"{change.change} ({why})")
@@ -75,7 +76,7 @@ def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, c
     parts = parts.within(clock)
     if clock.is_up:
         return None
-    estimator = Estimator(parts, cluster, constraints)
+    estimator = Estimator(parts, cluster, constraints, clock)
 
     def attempt(action: Callable[[Arrangement], Estimate], way: Arrangement) -> Estimate | None:
         with contextlib.suppress(InputError):  # the model fails with so few samples, or there is no time to read it
@@ -83,7 +84,7 @@ def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, c
         return None
 
     queue = EstimateQueue(estimator, parts.batch_size, attempt)
-    queue.add(replicated_ways(estimator.machine, parts.batch_size, is_fixed=parts.is_fixed))
+    queue.add(replicated_ways(estimator.machine, parts.batch_size, is_fixed=parts.is_fixed), clock)
     best = queue.best(clock)
     if best is None or not can_fit(best):
         return None
@@ -181,19 +182,15 @@ class _HalfParts:
         return self.parts.exact(num_parts // 2)
 
 
-def _factors(
-    choice: Choice, parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock
-) -> dict[_Kind, float]:
+def _factors(choice: Choice, estimator: Estimator, clock: Clock) -> dict[_Kind, float]:
     """Returns simulated / estimated step times of the best layout of each kind that was simulated."""
-    estimator = Estimator(parts, cluster, constraints)
     factors: dict[_Kind, float] = {}
     for trial in choice.trials:  # the best first
-        way = Arrangement(trial.layout, trial.devices)
         if clock.is_up:
             break
-        if trial.candidate is not None and not trial.is_whole and _kind(way) not in factors:
-            estimate = estimator.estimate(way)
-            factors[_kind(way)] = trial.step_time_ns / max(estimate.step_time_ns, 1)
+        kind = _kind(trial.way)
+        if trial.candidate is not None and not trial.is_whole and kind not in factors and estimator.has_time(trial.way):
+            factors[kind] = trial.step_time_ns / max(estimator.estimate(trial.way).step_time_ns, 1)
     return factors
 
 
@@ -201,9 +198,12 @@ def _kind(way: Arrangement) -> _Kind:
     return way.layout.zero, way.num_places == 1
 
 
-def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock) -> Estimate | None:
-    """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before."""
-    estimator = Estimator(change.parts, change.cluster, change.constraints)
+def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock, pace: Pace) -> Estimate | None:
+    """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before.
+
+    `pace` is that of estimates so far.
+    """
+    estimator = Estimator(change.parts, change.cluster, change.constraints, clock, pace)
 
     def attempt(action: Callable[[Arrangement], Estimate], way: Arrangement) -> Estimate | None:
         with contextlib.suppress(InputError):  # of parts that are not known
@@ -212,5 +212,5 @@ def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock:
         return None
 
     queue = EstimateQueue(estimator, change.parts.batch_size, attempt)
-    queue.add(replicated_ways(estimator.machine, change.parts.batch_size))
+    queue.add(replicated_ways(estimator.machine, change.parts.batch_size), clock)
     return queue.best(clock)

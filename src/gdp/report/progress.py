@@ -136,12 +136,25 @@ def _in_log(line: StatusLine | str) -> Iterator[None]:
         thread.join()
 
 
+class Stop(threading.Event):
+    """Is set by the first Ctrl-C or a SIGTERM. While no answer would be lost, they end the work at once instead."""
+
+    def __init__(self, *, has_answer: bool) -> None:
+        super().__init__()
+        self.has_answer = has_answer
+
+
 @contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Yields an event that the first Ctrl-C or a SIGTERM sets; a second Ctrl-C ends the process."""
-    stop = threading.Event()
+def stop_on_interrupt(*, has_answer: bool = True) -> Iterator[Stop]:
+    """Yields an event that the first Ctrl-C or a SIGTERM sets; a second Ctrl-C ends the process.
+
+    They raise KeyboardInterrupt as long as `has_answer` of the event is false, as it is from the start here.
+    """
+    stop = Stop(has_answer=has_answer)
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        if not stop.has_answer:
+            raise KeyboardInterrupt
         if stop.is_set() and number == signal.SIGINT:
             os._exit(_INTERRUPTED)
         stop.set()

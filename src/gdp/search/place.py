@@ -51,7 +51,7 @@ class Progress:
 
 
 def place(
-    graph: GraphSource,
+    graph: GraphSource | Problem,
     cluster: Cluster | str,
     constraints: Constraints | None = None,
     *,
@@ -68,8 +68,8 @@ def place(
 ) -> Plan:
     """Returns the best plan of `graph` on `cluster` that `placer` finds within `budget`.
 
-    `graph` may be a `Capture`, `cluster` the text of DEVICES such as "2xl4-24g+cpu-16core", and `budget` a number of
-    seconds, "30s", "20000sims" or a clock that has begun.
+    `graph` may be a `Capture`, or a `Problem` on `cluster`, which has its constraints; `cluster` the text of DEVICES
+    such as "2xl4-24g+cpu-16core", and `budget` a number of seconds, "30s", "20000sims" or a clock that has begun.
     `auto` runs the classical placers, slow ones if there is time, asks the policy where the time is short, and
     searches in the time left; it never answers worse than the best of them, and never with a plan that does not fit
     where it found one that does. When nothing fits, the plan has the status "infeasible" and
@@ -85,7 +85,12 @@ def place(
     noise_share = _check(placer, seed, robust)
     solver_of(placer).prepare()
     clock = Clock.of(budget, stop=stop)
-    problem = Problem.build(graph, cluster, Constraints.of(constraints, keywords, place))
+    if isinstance(graph, Problem):
+        if graph.cluster is not cluster or constraints is not None or keywords:
+            raise InputError("place: a problem has its devices and constraints; give no others")
+        problem = graph
+    else:
+        problem = Problem.build(graph, cluster, Constraints.of(constraints, keywords, place))
     _ = problem.graph.fingerprint  # the graph keeps it: for a million ops it takes seconds, which are of the budget
     bound_ns = lower_bound(problem)
     if clock.stop.is_set() and is_large(problem):

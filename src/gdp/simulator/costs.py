@@ -33,32 +33,41 @@ _MAX = 2**63 - 1
 
 def op_times(graph: Graph, cluster: Cluster) -> I64:
     """int64[N, D]: ns of each op on each device, -1 where it cannot run. InputError names an op that overflows."""
-    times, is_measured = _measured_times(graph, cluster)
-    rows_by_dtype = _rows_by_dtype(graph)
-    modelled: dict[object, I64] = {}  # [N] by figures: most devices are like others
-    for column, device in enumerate(cluster.devices):
-        is_needed = ~is_measured[:, column]
+    times_ns, device_class = op_time_classes(graph, cluster)
+    return np.take(times_ns, device_class, axis=1)
+
+
+def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
+    """Returns the times [N, C] of `op_times` on each class of devices that are alike, and the class [D] of each."""
+    measured, rows_by_dtype = _measured_times(graph), _rows_by_dtype(graph)
+    columns: dict[object, I64] = {}  # [N] by figures: most devices are like others
+    classes = []
+    for device in cluster.devices:
+        names = [name for name in (device.kind, device.name) if name in measured]
         rates = tuple(sorted(device.flops_per_second.items()))
-        figures = (rates, device.memory_bytes_per_second, device.launch_ns, is_needed.tobytes())
-        if figures not in modelled:
-            modelled[figures] = _roofline(graph, device, rows_by_dtype, is_needed)
-        np.copyto(times[:, column], modelled[figures], where=is_needed)
-    return times
+        figures = (rates, device.memory_bytes_per_second, device.launch_ns, *names)
+        if figures not in columns:
+            times_ns, is_measured = _times_on(device, measured, graph.num_ops)
+            modelled_ns = _roofline(graph, device, rows_by_dtype, ~is_measured)
+            columns[figures] = np.where(is_measured, times_ns, modelled_ns)
+        classes.append(list(columns).index(figures))
+    return np.stack(list(columns.values()), axis=1), np.array(classes, np.int64)
 
 
 def count_time_sources(graph: Graph, cluster: Cluster) -> dict[str, dict[str, int]]:
     """By device name, how many of the N ops have which source: `measured`, `cannot_run`, `roofline` or `free`."""
-    times, is_measured = _measured_times(graph, cluster)
+    measured = _measured_times(graph)
     is_free = (graph.flops == 0) & (graph.bytes_accessed == 0)
-    return {
-        device.name: {
-            "measured": int((is_measured[:, column] & (times[:, column] >= 0)).sum()),
-            "cannot_run": int((is_measured[:, column] & (times[:, column] < 0)).sum()),
-            "roofline": int((~is_measured[:, column] & ~is_free).sum()),
-            "free": int((~is_measured[:, column] & is_free).sum()),
+    counts = {}
+    for device in cluster.devices:
+        times_ns, is_measured = _times_on(device, measured, graph.num_ops)
+        counts[device.name] = {
+            "measured": int((is_measured & (times_ns >= 0)).sum()),
+            "cannot_run": int((is_measured & (times_ns < 0)).sum()),
+            "roofline": int((~is_measured & ~is_free).sum()),
+            "free": int((~is_measured & is_free).sum()),
         }
-        for column, device in enumerate(cluster.devices)
-    }
+    return counts
 
 
 def transfer_occupancy_ns(tensor_bytes: I64, bytes_per_second: int) -> I64:
@@ -98,23 +107,25 @@ def unused_names(graph: Graph, cluster: Cluster) -> list[str]:
     ]
 
 
-def _measured_times(graph: Graph, cluster: Cluster) -> tuple[I64, Bool]:
-    """[N, D] the times that the graph gives, 0 where it gives none, and where it gives one."""
+def _measured_times(graph: Graph) -> Mapping[str, tuple[list[int], list[int]]]:
+    """Returns the ops that the graph gives a time, and these times, by the name or kind of devices."""
     entries: dict[str, tuple[list[int], list[int]]] = {}
-    for op, table in enumerate(graph.times_ns):
+    for op, table in enumerate(graph.times_ns if any(graph.times_ns) else ()):
         for where, time_ns in table.items():
             ops, times = entries.setdefault(where, ([], []))
             ops.append(op)
             times.append(time_ns)
-    result = np.zeros((graph.num_ops, cluster.num_devices), np.int64)
-    is_measured = np.zeros(result.shape, np.bool_)
-    for column, device in enumerate(cluster.devices):
-        for where in (device.kind, device.name):  # the name last: it overrides the kind
-            if where in entries:
-                ops, times = entries[where]
-                result[ops, column] = times
-                is_measured[ops, column] = True
-    return result, is_measured
+    return entries
+
+
+def _times_on(device: Device, measured: Mapping[str, tuple[list[int], list[int]]], num_ops: int) -> tuple[I64, Bool]:
+    """Returns the times [N] that the graph gives on `device`, 0 where it gives none, and where it gives one."""
+    times_ns, is_measured = np.zeros(num_ops, np.int64), np.zeros(num_ops, np.bool_)
+    for where in (device.kind, device.name):  # the name last: it overrides the kind
+        if where in measured:
+            ops, times = measured[where]
+            times_ns[ops], is_measured[ops] = times, True
+    return times_ns, is_measured
 
 
 def _rows_by_dtype(graph: Graph) -> Mapping[str, npt.NDArray[np.intp]]:

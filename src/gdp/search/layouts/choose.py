@@ -23,7 +23,6 @@ from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
 from gdp.search.auto import auto, run_classical
 from gdp.search.candidate import Candidate
-from gdp.search.layouts.arrangement import Arrangement
 from gdp.search.layouts.dispatch import as_candidate, best_dispatch
 from gdp.search.layouts.estimate import Estimate
 from gdp.search.layouts.parts import Parts
@@ -116,12 +115,14 @@ def choose_layout(
 
 
 def _confirmed(search: Choosing, trials: list[Trial]) -> list[Trial]:
-    """Returns `trials`, of which those that may be searched are simulated as captured."""
+    """Returns `trials`, of which those that may be searched are simulated as captured, while there is time."""
     while rough := [trial for trial in _promising(trials) if not trial.is_captured]:
         places = rough[0].places
         assert places is not None
-        way = Arrangement(rough[0].layout, rough[0].devices)
-        exact = search.attempt(partial(search.simulate, places=places, is_captured=True), way)
+        way = rough[0].way
+        exact = None
+        if search.has_time(way) or not any(trial.fits for trial in trials if trial.is_captured):
+            exact = search.attempt(partial(search.simulate, places=places, is_captured=True), way)
         trials = [trial for trial in trials if trial is not rough[0]] + ([] if exact is None else [exact])
     return trials
 
@@ -138,7 +139,7 @@ def _finalists(search: Choosing, trials: list[Trial]) -> list[Trial]:
     if wholes:
         wholes = [trial for trial in wholes if trial.problem is None or lower_bound(trial.problem) < limit_ns]
     elif search.layout is None or search.layout.is_whole:
-        has_time = best is None or search.clock.has(search.slowest_s)
+        has_time = best is None or search.clock.has(search.simulation.seconds(search.parts.exact(1).num_ops))
         wholes = _ops_placed(search, search.clock.part(QUICK_SHARE), limit_ns) if has_time else []
     return [*wholes, *chosen]
 
@@ -202,10 +203,13 @@ def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     """Returns `trial` after a search of one replica, and of the whole step in the time left."""
     # a search would move ops out of their stages, and activations away from the host
     is_kept = trial.layout.stages is not None or trial.layout.offload != NONE
-    if trial.candidate is None or clock.is_up or is_kept or not (trial.is_whole or clock.has(search.slowest_s)):
+    if trial.candidate is None or trial.problem is None or is_kept:
+        return trial
+    clock = clock.before(search.closing_s(trial.problem.num_ops))
+    if clock.is_up or not (trial.is_whole or clock.has(search.seconds(trial.way))):
         return trial
     if len(trial.devices[0]) > 1 and len(trial.devices) > 1 and not trial.is_searched:
-        trial = _with_replica_searched(search, trial, clock.part(0.5))
+        trial = _with_replica_searched(search, trial, clock.before(search.seconds(trial.way)).part(0.5))
     return _with_whole_searched(search, trial, clock)
 
 
@@ -221,9 +225,9 @@ def _with_replica_searched(search: Choosing, trial: Trial, clock: Clock) -> Tria
     found = _placed_from(search, problem, start, clock)
     places = np.empty_like(trial.places)
     places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
-    if np.array_equal(places, trial.places):
+    if np.array_equal(places, trial.places) or not search.has_time(trial.way):
         return trial
-    other = search.simulate(Arrangement(layout, trial.devices), places, is_captured=True)
+    other = search.simulate(trial.way, places, is_captured=True)
     return min(trial, other, key=lambda each: each.key)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.sparse.csgraph import connected_components
 
 from gdp.arrays import I64
-from gdp.budget import Clock
+from gdp.budget import Clock, Pace, has_time
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.errors import InputError
@@ -35,14 +35,17 @@ from gdp.search.layouts.part_figures import PartFigures, with_gradients_cut
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.traffic import busiest_channel_ns
 from gdp.simulator.constraints import Constraints, memory_limits
+from gdp.simulator.costs import op_time_classes
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 _QUICKER = 1.25  # times the slowest link: links of one host, on which rings may close first
-_ENOUGH = 2  # micro-batches of a place that are simulated
+_ENOUGH, _ENOUGH_OPS = 2, 120_000  # micro-batches of a place that are simulated; ops of all, after the first
 _QUICK_OPS = 3_000  # in one micro-batch, for dynamic programming in about a second
+_MOST_GUESSES = 4  # at the places of a replica's ops
+_ESTIMATE_US = 15.0  # for an op of a replica, before it was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,9 @@ class Estimator:
     cluster: Cluster
     constraints: Constraints
     clock: Clock | None = None  # looked at where blocks are chosen
+    pace: Pace = field(default_factory=lambda: Pace(_ESTIMATE_US))  # of replicas
     _figures: dict[tuple[int, str | tuple[str, ...]], PartFigures] = field(default_factory=dict)
-    _rings_ns: dict[tuple[tuple[int, ...], ...], int] = field(default_factory=dict)
+    _rings_ns: dict[tuple[tuple[tuple[int, ...], ...], tuple[int, ...] | None], int] = field(default_factory=dict)
     _places: dict[tuple[tuple[str, ...], tuple[int, ...]], list[I64]] = field(default_factory=dict)
     _steps: dict[tuple[int, int, str | tuple[str, ...], int], Step] = field(default_factory=dict)
     _recomputations: dict[str | tuple[str, ...], list[tuple[Graph, Recomputation]]] = field(default_factory=dict)
@@ -75,10 +79,10 @@ class Estimator:
     @cached_property
     def machine(self) -> DeviceSpeeds:
         """The speed and the kind of each device."""
-        times = Problem.build(self.parts.exact(1), self.cluster).op_time_ns
-        alone = np.where((times < 0).any(axis=0), np.inf, np.maximum(times, 0).sum(axis=0))
-        columns = np.concatenate((times, self.limits_bytes[None]))
-        return DeviceSpeeds(alone, np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1), _hosts(self.cluster))
+        times, device_class = op_time_classes(self.parts.exact(1), self.cluster)
+        alone = np.where((times < 0).any(axis=0), np.inf, np.maximum(times, 0).sum(axis=0))[device_class]
+        kinds = np.unique(np.stack((device_class, self.limits_bytes)), axis=1, return_inverse=True)[1].reshape(-1)
+        return DeviceSpeeds(alone, kinds, _hosts(self.cluster))
 
     @cached_property
     def limits_bytes(self) -> I64:
@@ -89,6 +93,14 @@ class Estimator:
         """Returns the fastest estimate over constructive places of a replica, of those that fit if any does."""
         guesses = [self._with_places(arrangement, places) for places in self._candidates(arrangement)]
         return min(guesses, key=lambda guess: (guess.missing_bytes > 0, guess.step_time_ns))
+
+    def has_time(self, arrangement: Arrangement) -> bool:
+        """Returns whether there is time for an estimate."""
+        layout, num_places = arrangement.layout, arrangement.num_places
+        num_ops = self.parts.rough(layout.num_parts).num_ops
+        num_guesses = 1 if num_places == 1 else _MOST_GUESSES
+        num_ops *= num_guesses * self._seen(layout, max(layout.microbatches), num_places)
+        return has_time(self.clock, self.pace.seconds(num_ops))
 
     def least(self, arrangement: Arrangement) -> Estimate:
         """Returns what a pipeline would take that is never empty, without rings: arithmetic alone.
@@ -153,8 +165,8 @@ class Estimator:
             if layout.offload == AUTO:
                 self._ranked[key] = longest_held_blocks(graph)
             else:
-                times_ns = Problem.build(graph, self.cluster).op_time_ns[:, device]
-                self._ranked[key] = cheapest_blocks(graph, times_ns)
+                times_ns, device_class = op_time_classes(graph, self.cluster)
+                self._ranked[key] = cheapest_blocks(graph, times_ns[:, device_class[device]])
         return self._ranked[key]
 
     @cached_property
@@ -203,7 +215,7 @@ class Estimator:
         slowest_ns, missing = 0, int(self._lacking(cut, places).max())
         for replica, count in enumerate(layout.microbatches):
             simulation, load_ns = self._replica(cut, replica, places)
-            more = count - _seen(layout, count, num_places)
+            more = count - self._seen(layout, count, num_places)
             slowest_ns = max(slowest_ns, simulation.step_time_ns + more * int(load_ns.max()))
         if layout.zero:  # updates are cut over replicas
             slowest_ns -= int(figures.once_ns[arrangement.devices[0][0]] * (1 - 1 / layout.data)) // num_places
@@ -218,23 +230,29 @@ class Estimator:
         In the simulation the CPU that its activations go to comes after the P places.
         """
         layout, cpus, own = arrangement.layout, self.cpus(arrangement), arrangement.devices[replica]
-        few = _seen(layout, layout.microbatches[replica], len(own))
+        few = self._seen(layout, layout.microbatches[replica], len(own))
         devices = own if cpus is None else (*own, cpus[replica])
         kinds = tuple(int(self.machine.kinds[device]) for device in devices)
         is_captured = self.parts.is_captured(layout.num_parts)
         share = _gradient_share(layout, layout.microbatches[replica])
         key = (layout.num_parts, is_captured, layout.recompute, layout.offload, kinds, few, share, places.tobytes())
         if key not in self._replicas:
-            step = self._step(layout, few, share)
-            problem = self.alone(step.graph, devices)
-            placement = step.placement(places, [range(len(own))], None if cpus is None else [len(own)])
-            orders = [simulate(problem.in_order(order), placement) for order in problem.orders]
-            best = min(orders, key=lambda found: (found.missing_bytes.any(), found.step_time_ns))
-            times_ns = problem.op_time_ns[np.arange(problem.num_ops), placement]
-            is_once = np.logical_or(*shared_ops(step.graph))
-            load_ns = np.bincount(placement, np.where(is_once, 0, times_ns), len(devices))[: len(own)] / few
+            with self.pace.measured(few * self.parts.rough(layout.num_parts).num_ops, self.clock):
+                step = self._step(layout, few, share)
+                problem = self.alone(step.graph, devices)
+                placement = step.placement(places, [range(len(own))], None if cpus is None else [len(own)])
+                orders = [simulate(problem.in_order(order), placement) for order in problem.orders]
+                best = min(orders, key=lambda found: (found.missing_bytes.any(), found.step_time_ns))
+                times_ns = problem.op_time_ns[np.arange(problem.num_ops), placement]
+                is_once = np.logical_or(*shared_ops(step.graph))
+                load_ns = np.bincount(placement, np.where(is_once, 0, times_ns), len(devices))[: len(own)] / few
             self._replicas[key] = best, np.asarray(load_ns, np.int64)
         return self._replicas[key]
+
+    def _seen(self, layout: Layout, count: int, num_places: int) -> int:
+        """Returns the number of micro-batches of a replica to simulate, of `count`."""
+        enough = max(_ENOUGH_OPS // self.parts.rough(layout.num_parts).num_ops, 1)
+        return min(count, _ENOUGH * num_places, enough)
 
     def _step(self, layout: Layout, count: int, share: int = 1) -> Step:
         """Returns a replica's step with `count` micro-batches; cut from captured ones only, but for offload.
@@ -280,7 +298,7 @@ class Estimator:
         key = layout.num_parts, recompute
         if key not in self._figures:
             graph = self._step(replace(layout, recompute=recompute, offload=NONE), 1).graph
-            self._figures[key] = PartFigures.of(graph, Problem.build(graph, self.cluster).op_time_ns)
+            self._figures[key] = PartFigures.of(graph, self.cluster)
         return self._figures[key]
 
     def alone(self, graph: Graph, devices: Sequence[int]) -> Problem:
@@ -293,7 +311,7 @@ class Estimator:
         layout, num_places = arrangement.layout, arrangement.num_places
         if layout.data == 1:
             return 0
-        slowest_ns = self._ring_ns(arrangement)
+        slowest_ns = self._ring_ns(arrangement, self.ring_hosts(arrangement)[0])
         num_buckets = figures.gradient_bytes / num_places / BUCKET_BYTES
         total_ns = num_buckets * slowest_ns
         if layout.zero == 3:  # two gathers, of half a ring each, for every micro-batch
@@ -302,19 +320,28 @@ class Estimator:
         last_pass_ns = min(figures.backward_ns[d] for devices in arrangement.devices for d in devices) / num_places
         return int(max(total_ns - last_pass_ns, 0) + min(num_buckets, 1) * slowest_ns)
 
-    def _ring_ns(self, arrangement: Arrangement) -> int:
+    def ring_hosts(self, arrangement: Arrangement) -> list[tuple[int, ...] | None]:
+        """Returns the hosts [R] of replicas for rings inside hosts and over them, and None for rings over all.
+
+        The one in which a bucket is quickest comes first; there are only rings over all where hosts are no use.
+        """
+        hosts = self.machine.hosts_of(arrangement) if arrangement.layout.data > 1 else None
+        if hosts is None:
+            return [None]
+        return sorted((None, hosts), key=lambda hosts: self._ring_ns(arrangement, hosts))
+
+    def _ring_ns(self, arrangement: Arrangement, hosts: tuple[int, ...] | None) -> int:
         """Returns what a bucket takes in the rings of all places at once, when nothing else runs."""
         devices = arrangement.devices
-        if devices not in self._rings_ns:
+        if (devices, hosts) not in self._rings_ns:
             places = np.arange(arrangement.num_places)
             one, layout = _parameters(BUCKET_BYTES, len(places)), Layout((1,) * len(devices))
-            ring, ring_ns = ring_over(self.cluster, devices), []
-            for hosts in {None, self.machine.hosts_of(arrangement)}:
-                step = Step.of(one, layout, places=places[one.groups], ring=ring, hosts=hosts)
-                placement = step.placement(one.groups, devices)
-                ring_ns.append(simulate(Problem.build(step.graph, self.cluster), placement).step_time_ns)
-            self._rings_ns[devices] = min(ring_ns)
-        return self._rings_ns[devices]
+            ring = ring_over(self.cluster, devices)
+            step = Step.of(one, layout, places=places[one.groups], ring=ring, hosts=hosts)
+            placement = step.placement(one.groups, devices)
+            problem = Problem.build(step.graph, self.cluster)
+            self._rings_ns[devices, hosts] = simulate(problem, placement).step_time_ns
+        return self._rings_ns[devices, hosts]
 
     def _saved_bytes(self, figures: PartFigures, layout: Layout) -> int:
         """Returns what ZeRO saves on a replica."""
@@ -353,11 +380,6 @@ def _hosts(cluster: Cluster) -> I64 | None:
         return None
     is_near = (rates > np.sqrt(float(apart.min()) * float(apart.max()))) | np.eye(len(rates), dtype=np.bool_)
     return np.asarray(connected_components(is_near, directed=False)[1], np.int64)
-
-
-def _seen(layout: Layout, count: int, num_places: int) -> int:
-    """Returns the number of micro-batches of a replica to simulate, of `count`."""
-    return min(count, _ENOUGH * num_places)
 
 
 def _gradient_share(layout: Layout, count: int) -> int:

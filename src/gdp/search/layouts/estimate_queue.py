@@ -7,7 +7,7 @@ arithmetic --the most promising one--> estimate
 
 from collections.abc import Callable, Iterable
 
-from gdp.budget import Clock
+from gdp.budget import Clock, has_time
 from gdp.search.layouts.arrangement import Arrangement
 from gdp.search.layouts.estimate import Estimate, Estimator
 from gdp.search.layouts.less_memory import with_less_memory
@@ -25,14 +25,20 @@ class EstimateQueue:
         self.left: list[Estimate] = []
         self._batch_size, self._attempt, self._grows = batch_size, attempt, grows
         self._seen: set[Arrangement] = set()
+        self._num_parts: set[int] = set()  # of the batch, that were looked at
 
-    def add(self, ways: Iterable[Arrangement]) -> None:
-        """Adds what arithmetic says of new arrangements, and of others that take less memory than do not fit."""
+    def add(self, ways: Iterable[Arrangement], clock: Clock | None = None) -> None:
+        """Adds what arithmetic says of new arrangements, and of others that take less memory than do not fit.
+
+        Once one is there, further parts of the batch are looked at while there is time.
+        """
         pending = list(ways)[::-1]
         while pending:
             way = pending.pop()
-            if way in self._seen:
+            num_parts = way.layout.num_parts
+            if way in self._seen or (num_parts not in self._num_parts and self.left and not has_time(clock)):
                 continue
+            self._num_parts.add(num_parts)
             self._seen.add(way)
             least = self._attempt(self.estimator.least, way)
             if least is not None:
@@ -49,14 +55,13 @@ class EstimateQueue:
 
     def best(self, clock: Clock) -> Estimate | None:
         """Returns the most promising of all, estimated; None where there is none, or time is up before."""
-        slowest_s = 0.0
-        while self.left and not clock.is_up and clock.has(slowest_s):
+        while self.left and not clock.is_up:
             most = min(self.left, key=promise)
             if len(most.places):
                 return most
-            began = clock.seconds
+            if not self.estimator.has_time(most.arrangement):
+                return None
             self.estimate(most)
-            slowest_s = max(slowest_s, clock.seconds - began)
             clock.spend(1)
         return None
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import gradients_of
+from gdp.simulator.costs import op_time_classes
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +25,9 @@ class PartFigures:
     resident_bytes: int  # of these two, and of buffers
 
     @classmethod
-    def of(cls, graph: Graph, times_ns: I64) -> "PartFigures":
-        """Returns the sums of the step `graph`, whose ops take `times_ns` [N, D]."""
+    def of(cls, graph: Graph, cluster: Cluster) -> "PartFigures":
+        """Returns the sums of the step `graph`."""
+        times_ns, device_class = op_time_classes(graph, cluster)
         is_source, is_update = shared_ops(graph)
         is_backward = graph.is_in_phase("backward") & ~is_update
         times = np.maximum(times_ns, 0)
@@ -34,9 +37,9 @@ class PartFigures:
         is_own = graph.is_resident & own[graph.producers] & (graph.view_of < 0)
         parameter_bytes = int(graph.tensor_bytes[is_own].sum())
         return cls(
-            once_ns=times[is_update].sum(axis=0),
-            backward_ns=times[is_backward].sum(axis=0),
-            each_ns=times[~is_update & ~is_source].sum(axis=0),
+            once_ns=times[is_update].sum(axis=0)[device_class],
+            backward_ns=times[is_backward].sum(axis=0)[device_class],
+            each_ns=times[~is_update & ~is_source].sum(axis=0)[device_class],
             gradient_bytes=sum(gradient.num_bytes for gradient in gradients.values()),
             state_bytes=max(int(graph.resident_bytes[own].sum()) - parameter_bytes, 0),
             parameter_bytes=parameter_bytes,

@@ -2,9 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from functools import cache, partial
 from itertools import combinations
+from math import inf
 from types import MappingProxyType
 
 from gdp.budget import Clock
@@ -13,8 +15,11 @@ from gdp.graph import Graph
 from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
 from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.model import Reading
-from gdp.models.read import batch_size, has_samples, read_model, read_part
+from gdp.models.read import batch_size, has_samples, is_kept, read_model, read_part_model
 from gdp.parallel.interpolation import have_same_ops, interpolated
+
+_MOST_AHEAD = 500_000  # ops of a step of so many parts: in a larger one a replica on each device takes too long
+_KEPT_US = 10.0  # that an op takes which is read from the cache
 
 
 class Parts:
@@ -28,18 +33,20 @@ class Parts:
         *,
         is_fixed: bool = False,
         seconds: float = 0.0,
+        is_kept: Callable[[int], bool] = lambda num_parts: False,
     ) -> None:
         """`read(K)` returns the step of 1/K of `batch_size` samples; `whole` is the one of all, if it is there.
 
         `is_fixed`: `batch_size` counts micro-batches, which stay as they are: K is 1 or as many. `seconds`: what it
-        took to read `whole`.
+        took to capture `whole`. `is_kept(K)` tells whether the step of 1/K is in a cache, and is read in no time.
         """
         self.batch_size, self.is_fixed = batch_size, is_fixed
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
         self._rough: dict[int, Graph] = {}
         self._failures: dict[int, InputError] = {}
-        self._seconds = {1: seconds}  # that reading took
+        self._seconds = {1: seconds}  # that capturing took
+        self._is_kept = cache(is_kept)
         self._refused: set[int] = set()
         self._clock: Clock | None = None
 
@@ -60,7 +67,14 @@ class Parts:
                 f"--parallel: {text} has no batch that can be split: it has one sample, or is a step of JAX or of your "
                 "own; gdp capture the step of one micro-batch, and give that file with --microbatches M"
             )
-        return cls(lambda num_parts: read_part(text, reading, num_parts), samples, whole, seconds=seconds)
+
+        def read(num_parts: int) -> Graph:
+            model = read_part_model(text, reading, num_parts)
+            parts._seconds[num_parts] = model.captured_s
+            return model.graph
+
+        parts = cls(read, samples, whole, seconds=seconds, is_kept=partial(is_kept, text, reading))
+        return parts
 
     @classmethod
     def of_graph(cls, graph: Graph) -> "Parts":
@@ -98,8 +112,11 @@ class Parts:
         return self._exact[num_parts]
 
     def read_ahead(self, num_devices: int) -> None:
-        """Reads the step of a part for each device, or of the next larger one: others are interpolated from it."""
-        for count in range(num_devices, 1, -1):
+        """Reads the step of a part for each device, or of the next larger one: others are interpolated from it.
+
+        Of a large step it is a part for as many devices as a step may have replicas that can be looked at in time.
+        """
+        for count in range(min(num_devices, max(_MOST_AHEAD // self.exact(1).num_ops, 2)), 1, -1):
             if self.divides(count):
                 with contextlib.suppress(InputError):  # a layer may fail with so few samples
                     self.exact(count)
@@ -107,7 +124,7 @@ class Parts:
 
     def _read_in_time(self, num_parts: int) -> Graph:
         clock = self._clock
-        if not self.has_time:
+        if num_parts not in self.readable([num_parts]):
             self._refused.add(num_parts)
             raise InputError(
                 f"--parallel: no time is left to read the model with 1/{num_parts} of its batch; give a larger --budget"
@@ -119,7 +136,8 @@ class Parts:
             self._failures[num_parts] = error
             raise
         finally:
-            self._seconds[num_parts] = (time.monotonic() if clock is None else clock.seconds) - began
+            seconds = (time.monotonic() if clock is None else clock.seconds) - began
+            self._seconds[num_parts] = max(self._seconds.get(num_parts, 0.0), seconds)
 
     def rough(self, num_parts: int) -> Graph:
         """Returns the step of one of `num_parts`, as captured where it was read and for the first two asked for."""
@@ -156,10 +174,19 @@ class Parts:
         """The numbers of parts that there was no time to read, in all that share what is read."""
         return frozenset(self._refused - set(self._exact))
 
-    @property
-    def has_time(self) -> bool:
-        """True if there is time to read another part."""
-        return self._clock is None or self._clock.has(max(self._seconds.values()))
+    def readable(self, counts: Iterable[int]) -> set[int]:
+        """Returns those of the numbers of parts whose steps were read, or can be in the time left."""
+        clock, left_s = self._clock, inf
+        if clock is not None:
+            seconds_left = clock.seconds_left
+            left_s = 0.0 if clock.stop.is_set() else inf if seconds_left is None else seconds_left
+        num_ops = max((graph.num_ops for graph in self._exact.values()), default=0)
+        captured_s, kept_s = max(self._seconds.values()), 1e-6 * _KEPT_US * num_ops
+        return {
+            count
+            for count in counts
+            if count in self._exact or (kept_s if self._is_kept(count) else captured_s) <= left_s
+        }
 
     def divides(self, num_parts: int) -> bool:
         """Returns whether the batch has so many equal parts."""

@@ -25,7 +25,7 @@ USUAL_SHARE = 0.5  # of the budget: later ZeRO 1 and FSDP are not looked at; DDP
 MOST_SIMULATED = 16  # arrangements that fit
 FAR = 1.1  # an arrangement is not simulated if it takes at least this many times the best step
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
-LARGE_OPS = 200_000  # of a step: to simulate it takes seconds, so it is done only if it may be the best
+_MUST_WIN_OPS = 200_000  # of a step: to simulate it takes seconds, so it is done only if it may be the best
 HOPELESS = 1.5  # what users run is not simulated if it takes at least this many times the best step
 
 
@@ -41,15 +41,16 @@ class Screening:
         self._queue = EstimateQueue(
             search.estimator, search.parts.batch_size, search.attempt, grows=search.layout is None
         )
+        self._put_aside: list[Estimate] = []  # there is no time to look at them
 
     @property
     def estimates(self) -> list[Estimate]:
         """Estimates of the arrangements that were not simulated, the most promising first."""
-        return sorted(self._queue.left, key=promise)
+        return sorted([*self._queue.left, *self._put_aside], key=promise)
 
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
-        self._queue.add(_ways(self.search))
+        self._queue.add(_ways(self.search), self._clock.until(SCREEN_SHARE))
         while self._queue.left and not self._is_over(next_one := self._next()):
             is_tight = self._fitting_ns is None and (bool(self.trials) or not can_fit(next_one))
             if is_tight and not self._has_least and self._clock.share_spent > SCREEN_SHARE:
@@ -62,12 +63,12 @@ class Screening:
 
     def finds_one_that_fits(self) -> bool:
         """Returns whether a layout fits; the first that does ends the screening."""
-        self._queue.add(_ways(self.search))
         clock = self._clock
+        self._queue.add(_ways(self.search), clock)
         while self._fitting_ns is None and self._queue.left and not clock.is_up:
             if self._is_over(next_one := self._next()):
                 break
-            self._advance(next_one)
+            self._advance(next_one, is_needed=False)
         return self._fitting_ns is not None
 
     def _next(self) -> Estimate:
@@ -79,8 +80,8 @@ class Screening:
         """
         share, parts = self._clock.share_spent, self.search.parts
         left = self._queue.left
-        if not parts.has_time:
-            left = [each for each in left if parts.is_captured(each.arrangement.layout.num_parts)] or left
+        readable = parts.readable({each.arrangement.layout.num_parts for each in left})
+        left = [each for each in left if each.arrangement.layout.num_parts in readable] or left
         estimated = [each for each in left if len(each.places) and (can_fit(each) or share > LATE_SHARE)]
         return min(estimated if estimated and share > SCREEN_SHARE else left, key=promise)
 
@@ -99,15 +100,23 @@ class Screening:
         """The step time of the best trial that fits; None: there is none."""
         return min((trial.step_time_ns for trial in self.trials if trial.fits), default=None)
 
-    def _advance(self, known: Estimate) -> None:
-        """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation."""
-        if not len(known.places):
+    def _advance(self, known: Estimate, *, is_needed: bool = True) -> None:
+        """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation.
+
+        What there is no time for is put aside, unless there is no trial yet and one `is_needed`.
+        """
+        search, way = self.search, known.arrangement
+        is_needed = is_needed and not self.trials
+        if not is_needed and not (search.has_time(way) if len(known.places) else search.estimator.has_time(way)):
+            self._queue.left.remove(known)
+            self._put_aside.append(known)
+        elif len(known.places):
+            self._queue.left.remove(known)
+            trial = search.attempt(lambda way: search.simulate(way, known.places), way)
+            self.trials += [] if trial is None else [trial]
+            self._is_tight &= trial is None or not trial.fits
+        else:
             self._queue.estimate(known)
-            return
-        self._queue.left.remove(known)
-        trial = self.search.attempt(lambda way: self.search.simulate(way, known.places), known.arrangement)
-        self.trials += [] if trial is None else [trial]
-        self._is_tight &= trial is None or not trial.fits
 
     def _simulate_usual(self, zero: int) -> None:
         """Simulates the replicas on single devices, with the fewest micro-batches that fit, unless they are slow."""
@@ -143,7 +152,7 @@ class Screening:
                 break
             trials.append(trial)
             self._is_tight = trial.fits
-            is_late = self._clock.share_spent > LATE_SHARE or not self._clock.has(self.search.slowest_s)
+            is_late = self._clock.share_spent > LATE_SHARE or not self.search.has_time(cut)
             way = None if is_late else more_microbatches(way, self.search.parts.batch_size)
         return trials
 
@@ -155,8 +164,7 @@ class Screening:
     def _loses(self, known: Estimate) -> bool:
         """Returns whether a large step of replicas on one device each computes for longer than the best one takes."""
         way = known.arrangement
-        num_ops = self.search.parts.rough(way.layout.num_parts).num_ops * sum(way.layout.microbatches)
-        if num_ops < LARGE_OPS or self._fitting_ns is None:
+        if self.search.num_ops(way) < _MUST_WIN_OPS or self._fitting_ns is None:
             return False
         return self.search.estimator.least(way).step_time_ns >= self._fitting_ns
 
@@ -166,4 +174,5 @@ def _ways(search: Choosing) -> list[Arrangement]:
     machine, batch_size = search.estimator.machine, search.parts.batch_size
     if search.layout is not None:
         return [] if search.layout.is_whole else forced(machine, search.layout, batch_size)
-    return replicated_ways(machine, batch_size, is_fixed=search.parts.is_fixed)
+    ways = replicated_ways(machine, batch_size, is_fixed=search.parts.is_fixed)
+    return sorted(ways, key=lambda way: way.num_places)  # those that are quickest to look at

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from gdp.arrays import I64
-from gdp.budget import Clock
+from gdp.budget import Clock, Pace
 from gdp.cluster import Cluster
 from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
@@ -26,6 +28,9 @@ from gdp.simulator.problem import Problem
 
 _T = TypeVar("_T")
 OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", "estimated"
+LARGE_OPS = 60_000  # of a step: to cut and simulate it takes a second
+_SIMULATION_US = 15.0  # for an op, before it was measured: to cut the step, and to simulate it in several orders
+_CLOSING_US = 8.0  # the same at the end: bound, fingerprint, replay and plan file
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +50,11 @@ class Trial:
     baselines: Mapping[str, Baseline] = field(default_factory=dict)  # of op placement: the placers it began from
     is_searched: bool = False
     is_captured: bool = True  # False: simulated with figures between those of two captured steps
+
+    @property
+    def way(self) -> Arrangement:
+        """The arrangement that it is of."""
+        return Arrangement(self.layout, self.devices)
 
     @property
     def is_whole(self) -> bool:
@@ -88,7 +98,7 @@ class Choosing:
     layout: Layout | None = None  # that is asked for; None: any
     refused: dict[Arrangement, str] = field(default_factory=dict)  # and why
     classical: ClassicalRuns | None = None  # of op placement of a large step
-    slowest_s: float = 0.0  # of the simulations of whole steps, which a search makes again
+    simulation: Pace = field(default_factory=lambda: Pace(_SIMULATION_US))  # of whole steps
     estimator: Estimator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +117,28 @@ class Choosing:
             self.refused[way] = str(error)
             return None
 
+    def num_ops(self, way: Arrangement) -> int:
+        """Returns about how many ops the step of `way` has, those of exchanges included."""
+        layout = way.layout
+        num_ops = self.parts.rough(layout.num_parts).num_ops * sum(layout.microbatches)
+        if layout.data == 1:
+            return num_ops
+        num_buckets = self.estimator.figures(layout).gradient_bytes // BUCKET_BYTES + way.num_places
+        num_rounds = layout.microbatches[0] if layout.zero == 3 else 1
+        return num_ops + 2 * layout.data * (layout.data - 1) * num_buckets * num_rounds
+
+    def seconds(self, way: Arrangement) -> float:
+        """Returns about how long it takes to simulate the step of `way`."""
+        return self.simulation.seconds(self.num_ops(way))
+
+    def closing_s(self, num_ops: int) -> float:
+        """Returns about how long the answer takes once a step of `num_ops` is chosen."""
+        return 1e-6 * _CLOSING_US * num_ops
+
+    def has_time(self, way: Arrangement) -> bool:
+        """Returns whether the step of `way` can be simulated, and be the answer."""
+        return self.clock.has(self.seconds(way) + self.closing_s(self.num_ops(way)))
+
     def simulate(
         self, arrangement: Arrangement, places: I64, *, is_captured: bool = False, reserve_bytes: int = 0
     ) -> Trial:
@@ -114,34 +146,46 @@ class Choosing:
 
         Unless `is_captured`, costs interpolated from two captured steps are good enough. `auto` becomes the fewest
         blocks that leave `reserve_bytes` free in one replica; if the whole step then does not fit, it is simulated
-        again with a larger reserve.
+        again with a larger reserve. A large step has the rings that a bucket is quickest in, others the best.
         """
-        parts, layout, devices = self.parts, arrangement.layout, arrangement.devices
+        parts, layout = self.parts, arrangement.layout
         graph = parts.exact(layout.num_parts) if is_captured else parts.rough(layout.num_parts)
         if len(places) != graph.num_ops:  # few samples may have other ops than those that places were found for
             places = self.estimator.estimate(arrangement).places
         cut = self.estimator.resolved(arrangement, places, reserve_bytes=reserve_bytes)
-        cpus, ring = self.estimator.cpus(arrangement), ring_over(self.cluster, devices)
-        hosts = self.estimator.machine.hosts_of(arrangement)
-        trials, began = [], self.clock.seconds
-        for ring_hosts in [None] if hosts is None else [None, hosts]:
-            step = Step.of(
-                graph, cut, places=places if arrangement.num_places > 1 else None, ring=ring, hosts=ring_hosts
-            )
-            problem = Problem.build(step.graph, self.cluster, self.constraints)
-            placement = step.placement(places, devices, cpus)
-            self.clock.spend(1)
-            if problem.broken_constraints(placement):
-                trials.append(Trial(layout, devices, NOT_ALLOWED, 0, 0))
+        cpus, num_ops, trials = self.estimator.cpus(arrangement), self.num_ops(arrangement), list[Trial]()
+        for hosts in self.estimator.ring_hosts(arrangement)[: 1 if num_ops > LARGE_OPS else None]:
+            with self.simulation.measured(num_ops, self.clock):
+                trials.append(self._simulated(replace(arrangement, layout=cut), graph, places, hosts, cpus))
+            if trials[-1].status == NOT_ALLOWED:
                 break
-            trial = Trial(layout, devices, OK, 0, 0, step, problem, places=places)
-            trial = replace(trial, is_captured=parts.is_captured(layout.num_parts))
-            trials.append(trial.with_candidate(best_dispatch(problem, step, placement, self.clock)))
-        best = min(trials, key=lambda trial: trial.key)
+        best = replace(min(trials, key=lambda trial: trial.key), layout=layout)
         self.tell(best)
-        self.slowest_s = max(self.slowest_s, self.clock.seconds - began)
-        more_bytes, has_time = reserve_bytes + best.missing_bytes, self.clock.has(self.slowest_s)
-        if not has_time or self.estimator.resolved(arrangement, places, reserve_bytes=more_bytes) == cut:
+        more_bytes = reserve_bytes + best.missing_bytes
+        if not self.has_time(arrangement):
+            return best
+        if self.estimator.resolved(arrangement, places, reserve_bytes=more_bytes) == cut:
             return best
         more = self.simulate(arrangement, places, is_captured=is_captured, reserve_bytes=more_bytes)
         return min(best, more, key=lambda trial: trial.key)
+
+    def _simulated(
+        self,
+        cut: Arrangement,
+        graph: Graph,
+        places: I64,
+        hosts: tuple[int, ...] | None,
+        cpus: tuple[int, ...] | None,
+    ) -> Trial:
+        """Returns the step of `graph` cut as it is said, with rings over `hosts` [R], activations on `cpus` [R]."""
+        layout, devices = cut.layout, cut.devices
+        own_places = places if cut.num_places > 1 else None
+        step = Step.of(graph, layout, places=own_places, ring=ring_over(self.cluster, devices), hosts=hosts)
+        problem = Problem.build(step.graph, self.cluster, self.constraints)
+        placement = step.placement(places, devices, cpus)
+        self.clock.spend(1)
+        if problem.broken_constraints(placement):
+            return Trial(layout, devices, NOT_ALLOWED, 0, 0)
+        is_captured = self.parts.is_captured(layout.num_parts)
+        trial = Trial(layout, devices, OK, 0, 0, step, problem, places=places, is_captured=is_captured)
+        return trial.with_candidate(best_dispatch(problem, step, placement, self.clock))

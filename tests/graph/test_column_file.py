@@ -1,0 +1,152 @@
+"""gdp-graph files in columns: the same graphs as JSON, strict readers, one-line errors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from safetensors.numpy import load, save
+
+from gdp.bench.graphs import lstm_training_graph
+from gdp.errors import InputError
+from gdp.graph import Graph, Op, Tensor
+from gdp.graph.column_file import COLUMNS
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
+from strategies import Instance, instances
+
+Columns = dict[str, Any]
+
+
+def stored(graph: Graph, directory: Path) -> Graph:
+    """Returns `graph` as it is read from a file that it was written to."""
+    graph.save(directory / "graph.safetensors")
+    return Graph.load(directory / "graph.safetensors")
+
+
+def with_odd_names() -> Graph:
+    """Names that look like copies and are none, that are none by the order of their ends, and of no letters."""
+    names = ["a", "a@1", "a#2@1", "a@1#2", "@1", "#", "a@01", "a@1@2", "ä\n\0", "a@10000", "a#1000"]
+    times = {"p100-pcie-16g": 5, "gpu1": -1}
+    ops = [Op(name, phase="forward", time_ns=times if number % 2 else {}) for number, name in enumerate(names)]
+    return Graph.build("odd", ops, [Tensor(0, (1, 2), 2**40), Tensor(1, (), 3, keep=True), Tensor(0, (5,), view_of=0)])
+
+
+def changed(directory: Path, change: Callable[[Columns], None], header: dict[str, str] | None = None) -> Path:
+    """Returns a file whose columns were changed."""
+    path = directory / "graph.safetensors"
+    with_odd_names().save(path)
+    columns = load(path.read_bytes())
+    change(columns)
+    path.write_bytes(save(columns, header or COLUMNS.header(name="odd")))
+    return path
+
+
+@given(instances())
+def test_a_graph_survives_its_columns_and_keeps_its_fingerprint(instance: Instance) -> None:
+    graph = instance.graph
+    with TemporaryDirectory() as directory:
+        read = stored(graph, Path(directory))
+    assert read.to_document() == graph.to_document()
+    assert read.fingerprint == graph.fingerprint
+
+
+@pytest.mark.parametrize("layout", ["data=2,microbatches=3", "microbatches=4", "data=2,zero=3,microbatches=2"])
+def test_copies_are_known_by_their_names_after_reading(layout: str, tmp_path: Path) -> None:
+    graph = Step.of(lstm_training_graph(3), Layout.parse(layout)).graph
+    read = stored(graph, tmp_path)
+    assert read.to_document() == graph.to_document()
+    parsed = Graph.from_document(graph.to_document()).copy_names
+    for name in ("base", "microbatch", "replica"):
+        assert np.array_equal(getattr(read.copy_names, name), getattr(parsed, name))
+    assert read.copy_names.bases == parsed.bases
+
+
+def test_odd_names_and_times_survive(tmp_path: Path) -> None:
+    graph = with_odd_names()
+    assert stored(graph, tmp_path).to_document() == graph.to_document()
+
+
+def test_columns_read_and_written_again_are_bit_equal(tmp_path: Path) -> None:
+    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    with_odd_names().save(first)
+    Graph.load(first).save(again)
+    assert again.read_bytes() == first.read_bytes()
+
+
+def _set(name: str, values: Any, dtype: Any = np.int32) -> Callable[[Columns], None]:
+    return lambda columns: columns.update({name: np.array(values, dtype)})
+
+
+def _first(name: str, value: int, op: int = 0) -> Callable[[Columns], None]:
+    def change(columns: Columns) -> None:
+        columns[name] = columns[name].copy()
+        columns[name][op] = value
+
+    return change
+
+
+def _text(name: str, values: object) -> Callable[[Columns], None]:
+    return _set(f"{name}.values", np.frombuffer(json.dumps(values).encode(), np.uint8), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        (lambda columns: columns.pop("op/flops"), ["column 'op/flops' is missing"]),
+        (_set("op/colour", [1]), ["column 'op/colour' is unknown"]),
+        (_set("op/group", [1, 2]), ["column 'op/group' is I32 [2]", "I32 or I64 [11] is expected"]),
+        (_set("op/group", [[1], [2]]), ["column 'op/group' is I32 [2, 1]"]),
+        (_set("op/flops", [1.5] * 11, np.float32), ["column 'op/flops' is F32"]),
+        (_set("tensor/keep", [0, 0, 0]), ["column 'tensor/keep' is I32", "BOOL [3] is expected"]),
+        (_first("op/kind", 7), ["column 'op/kind' has numbers beyond 0 to 0"]),
+        (_first("op/name", -1), ["column 'op/name' has numbers beyond"]),
+        (_first("op/name.microbatch", 0, op=2), ["op 2 'a#2'", "other ends than its columns"]),
+        (_first("op/name.replica", 1000), ["'op/name.replica' has numbers beyond 0 to 999"]),
+        (_text("op/kind", [1]), ["'op/kind.values' is no JSON list of distinct strings"]),
+        (_text("op/phase", ["sideways"]), ["op 0 'a'", "phase is 'sideways'"]),
+        (_text("op/time_ns", ["{}", '{"gpu0": 1.5}']), ["op/time_ns", "1.5", "is expected"]),
+        (_set("op/dtype.values", [91, 34], np.uint8), ["'op/dtype.values' is no JSON list"]),
+        (_first("tensor/consumers.offsets", 1), ["does not rise from 0 to 3"]),
+        (_set("tensor/consumers.offsets", [0, 2, 1, 3]), ["does not rise from 0 to 3"]),
+        (_first("tensor/producer", 11), ["tensor 0", "producer 11 is no op"]),
+        (_first("op/flops", -1), ["op 0 'a'", "flops is -1"]),
+    ],
+)
+def test_bad_columns_are_refused_in_one_line(
+    change: Callable[[Columns], None], fragments: list[str], tmp_path: Path
+) -> None:
+    path = changed(tmp_path, change)
+    with pytest.raises(InputError) as caught:
+        Graph.load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_truncated_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "graph.safetensors"
+    with_odd_names().save(path)
+    whole = path.read_bytes()
+    for content, fragment in [
+        (whole[:-1], "truncated, or no safetensors file"),
+        (whole[:100], "truncated, or no safetensors file"),
+        (b"", "truncated, or no safetensors file"),
+        (b'{"format": "gdp-graph"}', "truncated, or no safetensors file"),
+        (save({"weight": np.zeros(3)}), "has no gdp header; name a file that `gdp capture` wrote"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=fragment) as caught:
+            Graph.load(path)
+        assert str(caught.value).startswith(f"{path}: ")
+    with pytest.raises(InputError, match="no such file"):
+        Graph.load(tmp_path / "other.safetensors")
+    policy = Path(__file__).parent.parent / "data" / "policy-version-2.safetensors"
+    with pytest.raises(InputError, match="format is 'gdp-checkpoint'; 'gdp-graph' is expected"):
+        Graph.load(policy)
