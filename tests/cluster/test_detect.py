@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fake_nvml import CALLS, H100, L4, MIB, P100, Card, FakeNvml
 from gdp.cli import main
 from gdp.cluster import Cluster, Route
-from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND, GB, GIB, KINDS
+from gdp.cluster.catalogue import GB, GIB, KINDS
 from gdp.cluster.detect import Machine, detect, host, visible
 from gdp.cluster.detect.figures import KIND_BY_NAME
 from gdp.cluster.detect.routes import pcie_bytes_per_second
@@ -342,7 +342,7 @@ def test_without_gpus_cores_share_what_they_have_and_hand_tensors_over() -> None
     assert [device.name for device in cluster.devices] == [device.name for device in machine.devices]
     assert {device.memory_bytes for device in cluster.devices} == {16 * GIB}
     routes = set(routes_of(machine).values())
-    assert routes == {Route(94_000, BY_REFERENCE_BYTES_PER_SECOND, ())}
+    assert routes == {Route(2_700, 12 * GB, ())}
 
 
 # PyTorch's view, and the command line

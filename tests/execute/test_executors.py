@@ -13,6 +13,7 @@ from execute.placed_steps import CLUSTER, cpus, randomly_placed, tower
 from gdp import Problem, simulate
 from gdp.execute.forked.executor import ForkedExecutor
 from gdp.execute.host_executor import HostExecutor
+from gdp.execute.script import scripts
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import capture
@@ -42,6 +43,8 @@ def test_inference_gives_the_bits_of_pytorch(name: str, kind: type[HostExecutor]
     start, finish, wait = record.op_times_ns(found.graph.num_ops)
     assert (finish > start).all()
     assert (wait >= 0).all()
+    awaiting = {task.op for script in scripts(found.program, executor.order) for task in script if task.awaited}
+    assert not wait[[op for op in range(found.graph.num_ops) if op not in awaiting]].any()
     assert start.min() >= record.start_ns
     assert finish.max() <= record.finish_ns
     assert np.all(finish - start < 60e9)

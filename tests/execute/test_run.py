@@ -331,7 +331,7 @@ def test_an_interrupt_gives_the_results_of_the_steps_done(
     assert main(arguments) == 130
     printed = capsys.readouterr()
     assert json.loads(printed.out)["steps"] == 3
-    assert "interrupted after 3 of 100,000 steps" in printed.err
+    assert "3 of 100,000 steps were run" in printed.err
 
 
 def test_python_speaks_of_its_own_arguments() -> None:

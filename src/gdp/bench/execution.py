@@ -186,9 +186,7 @@ def _placements(
     for _ in range(config.placement_rounds):
         for name, simulation in simulations.items():
             order = {name: simulation.order}
-            measurements = measure_in_turn(
-                program, content, order, targets, steps=config.placement_repeats, warm_up_steps=1
-            )
+            measurements = measure_in_turn(program, content, order, targets, steps=config.placement_repeats)
             step_ns[name] += measurements[name].step_ns
     return [
         {"placement": name, "predicted_ns": simulation.step_time_ns, "measured_ns": int(np.median(step_ns[name]))}

@@ -61,9 +61,7 @@ def predictions(subject: MeasuredSubject, plan: Plan, *, count: int, rounds: int
     for _ in range(rounds):
         for trial in trials:
             content = subject.content(trial.program)
-            measured = measure_in_turn(
-                trial.program, content, {"": trial.order}, subject.targets, steps=repeats, warm_up_steps=1
-            )
+            measured = measure_in_turn(trial.program, content, {"": trial.order}, subject.targets, steps=repeats)
             step_ns[trial.name] += measured[""].step_ns
     medians = [int(np.median(step_ns[trial.name])) for trial in trials]
     predicted = [trial.predicted_ns for trial in trials]

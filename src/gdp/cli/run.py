@@ -117,7 +117,7 @@ def run(
     if not result.is_equal:
         return fail(f"error: the results are not those of {result.reference}; this is a fault of gdp", FAILED)
     if interrupted.is_set():
-        log(f"gdp: interrupted after {len(result.placed.records):,} of {steps:,} steps")
+        log(f"gdp: {len(result.placed.records):,} of {steps:,} steps were run")
         return INTERRUPTED
     return OK
 

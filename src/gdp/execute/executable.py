@@ -20,7 +20,7 @@ from gdp.models.pytorch.loss import Loss
 from gdp.models.pytorch.program import named_inputs
 from gdp.models.pytorch.signature import signatures
 from gdp.models.pytorch.step import OptimizerChoice, StepOptions, rule_choice
-from gdp.models.read import builder_of, check_runnable
+from gdp.models.read import builder_of, check_runnable, without_tracebacks
 from gdp.models.user_function import printing_to_stderr
 from gdp.parallel.batches import BatchStream, in_flight
 from gdp.parallel.layout import Layout
@@ -98,7 +98,7 @@ def read_executable(
             master_weights=reading.master_weights,
         )
 
-    with printing_to_stderr():
+    with printing_to_stderr(), without_tracebacks():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             built = build()

@@ -52,7 +52,7 @@ class DeviceRecord:
     ops: tuple[int, ...] = ()
     start_ns: tuple[int, ...] = ()
     finish_ns: tuple[int, ...] = ()
-    wait_ns: tuple[int, ...] = ()  # for tensors from other devices, before each op started
+    wait_ns: tuple[int, ...] = ()  # for tensors from other devices, before each op started; 0 if it takes none
     end_ns: int = 0  # when all was done
 
 
@@ -144,7 +144,7 @@ class Worker:
                 for tensor in task.awaited:
                     held[tensor] = mailbox.receive(tensor)
                 if is_timed:
-                    moments.append(lane.now())
+                    moments.append(lane.now() if task.awaited else moments[-1])
                 if op in sources:
                     held.update(program.parts(op, self._content(sources[op].tensor, request)))
                 else:

@@ -36,7 +36,7 @@ class MeasuredTimes:
         self.path = Path(path)
         if not create and not self.path.is_file():
             raise InputError(f"{path}: no such file of measured times; `gdp run --times {path}` makes one")
-        with closing(self._connect()) as connection:
+        with closing(self._connect(create=create)) as connection:
             self._check(connection, create)
 
     def store(self, device_kind: str, library: str, times: Iterable[OpTime]) -> None:
@@ -68,10 +68,12 @@ class MeasuredTimes:
             rows = connection.execute("SELECT device_kind, library, count(*) FROM op_times GROUP BY 1, 2").fetchall()
         return {(kind, library): number for kind, library, number in rows}
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, *, create: bool = False) -> sqlite3.Connection:
         try:
+            if create:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             return sqlite3.connect(self.path, timeout=_LONGEST_WAIT_SECONDS)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise InputError(f"{self.path}: cannot be opened ({error}); choose another place") from None
 
     def _check(self, connection: sqlite3.Connection, create: bool) -> None:

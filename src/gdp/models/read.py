@@ -386,13 +386,13 @@ def _capture(build: Callable[[], Any], name: str, reading: Reading) -> "Capture 
     """Returns the captured step, or the answer of `build` if that is no PyTorch model."""
     from gdp.models.pytorch.step import StepOptions, capture_or_answer
 
-    with user_function.printing_to_stderr(), _without_tracebacks():
+    with user_function.printing_to_stderr(), without_tracebacks():
         options = StepOptions(reading.training, reading.optimizer, master_weights=reading.master_weights)
         return capture_or_answer(build, name, options)
 
 
 @contextlib.contextmanager
-def _without_tracebacks() -> Iterator[None]:
+def without_tracebacks() -> Iterator[None]:
     """Silences the traceback that PyTorch logs, besides raising, when an operator fails on fake tensors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level

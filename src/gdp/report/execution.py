@@ -18,7 +18,8 @@ def run_report(run: RunResult) -> Iterator[RenderableType]:
     """Yields the answer of `gdp run`."""
     places = ", ".join(f"{target.name} ({target.place})" for target in run.targets)
     cut = f", {run.layout}" if run.layout else ""
-    yield Text(f"{run.graph_name}{cut}: {len(run.placed.step_ns)} steps on {places}")
+    count = len(run.placed.step_ns)
+    yield Text(f"{run.graph_name}{cut}: {count} step{'s' if count > 1 else ''} on {places}")
     yield Text(_headline(run), style="bold")
     yield Text(f"{_equality(run.equality, run.reference)}")
     if (served := run.served) is not None:

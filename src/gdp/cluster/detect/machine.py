@@ -15,10 +15,10 @@ from gdp.cluster.detect.visible import Visible, visible_cards
 from gdp.cluster.device import Device, Route
 
 MAX_CPU_DEVICES = 16
-"""An assumption: with more worker threads, most would wait for Python's global lock."""
+"""An assumption: with more cores, most would wait for memory."""
 
-# A tiny op on each of two cores at once takes 16.4 us, since their threads take turns (docs/results/execution.md).
-_CORES_LAUNCH_NS = 16_400
+# A tiny op on each of two cores at once takes 2.7 us in forked processes (docs/notes/execution.md).
+_CORES_LAUNCH_NS = 2_700
 
 _IDLE_BYTES = GIB // 16  # an assumption: an idle card has a few MiB in use, one with a process on it hundreds
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
-from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND, COPY_LATENCY_NS, LINKS, SOCKET
+from gdp.cluster.catalogue import COPY_LATENCY_NS, GB, LINKS, SOCKET
 from gdp.cluster.detect.figures import slot_of
 from gdp.cluster.detect.nvml import (
     BOARD,
@@ -36,8 +36,8 @@ _WORDS = {
     SYSTEM: "different NUMA nodes",
 }
 
-# From one core's thread to another's in gdp run: cpu0 hands cpu1 1 KiB in 94 us (docs/results/execution.md).
-_HAND_OVER_NS = 94_000
+# From one core's process to another's in gdp run, and the copy into memory that both share (docs/notes/execution.md).
+_HAND_OVER_NS, _HAND_OVER_BYTES_PER_SECOND = 2_700, 12 * GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Links:
 
     def _route(self, a: str, b: str) -> Route:
         if a not in self._gpus and b not in self._gpus:
-            return Route(_HAND_OVER_NS, BY_REFERENCE_BYTES_PER_SECOND, ())
+            return Route(_HAND_OVER_NS, _HAND_OVER_BYTES_PER_SECOND, ())
         if a not in self._gpus or b not in self._gpus:
             card, way = (a, "up") if a in self._gpus else (b, "down")
             passed = [card, self._switches[card]] if card in self._switches else [card]
