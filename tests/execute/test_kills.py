@@ -67,14 +67,16 @@ def losses_of(directory: Path) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(200, marks=pytest.mark.long)])
-def test_a_training_that_is_killed_loses_nothing(tmp_path: Path, num_kills: int) -> None:
+@pytest.mark.parametrize(
+    ("num_kills", "seed"), [(2, 0), *(pytest.param(50, seed, marks=pytest.mark.long) for seed in range(1, 5))]
+)
+def test_a_training_that_is_killed_loses_nothing(tmp_path: Path, num_kills: int, seed: int) -> None:
     """Every loss is that of an unbroken run, and the file is whole at any moment."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(whole, PLACE).wait() == 0
     killed.mkdir()
     shutil.copy(whole / "plan.json", killed)
-    steps, chance = str(STEPS_A_KILL * num_kills), random.Random(0)
+    steps, chance = str(STEPS_A_KILL * num_kills), random.Random(seed)
     assert run(whole, SCRIPT, steps).wait() == 0
     done = 0
     for _ in range(num_kills):

@@ -63,7 +63,7 @@ def test_place_run_and_place_again_with_what_was_measured(
     model = f"run_models:{model}"
     assert place(model) == 0
     plan = ["--plan", "p/plan.json", *ON, "--steps", "3"]
-    found = answer(capsys, "run", model, *plan, "--times", "times.db")
+    found = answer(capsys, "run", model, *plan, "--times", "new/times.db")
     assert found["results"]["equal"]
     assert reference in found["results"]["reference"]
     assert found["results"]["bit_equal_tensors"] == found["results"]["tensors"] > 4
@@ -73,9 +73,9 @@ def test_place_run_and_place_again_with_what_was_measured(
     devices = found["prediction"]["devices"]
     assert sum(device["num_ops"] for device in devices) == len(Plan.load("p/plan.json").placement)
 
-    assert sum(MeasuredTimes("times.db").count().values()) > 0
+    assert sum(MeasuredTimes("new/times.db").count().values()) > 0
     placed = answer(
-        capsys, "place", model, "--devices", "two.yaml", "--budget", "50sims", "--out", "p", "--times", "times.db"
+        capsys, "place", model, "--devices", "two.yaml", "--budget", "50sims", "--out", "p", "--times", "new/times.db"
     )
     assert all(count["measured"] > 0 and not count["roofline"] for count in placed["op_times"].values())
     again = answer(capsys, "run", model, *plan)
