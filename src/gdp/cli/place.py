@@ -263,7 +263,7 @@ def _find(
         plan, placed = _search(request, problem, tell, stop)
     stop.has_answer = True
     advice = None
-    if request.with_advice and plan.status == "ok" and placed is problem:
+    if request.with_advice and plan.status == "ok" and placed is problem and not stop.is_set():
         advice = find_advice(request, problem, plan, stop, model)
         plan = advice.plan
     return KeptAnswer(plan, advice, tuple(progress.improvements(line.history))), placed

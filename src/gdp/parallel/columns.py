@@ -45,7 +45,7 @@ class Columns:
         new = {"op_names": names, "groups": groups, **changed}
         for name in _TEXTS:
             column = new.get(name)
-            self._ops[name] += [getattr(graph, name)[op] for op in chosen] if column is None else column
+            self._ops[name] += map(getattr(graph, name).__getitem__, chosen) if column is None else column
         for name in _FIGURES:
             column = new.get(name)
             self._ops[name].append(getattr(graph, name)[ops] if column is None else column)
@@ -107,10 +107,10 @@ class Columns:
             texts = {column: tuple(map(columns[column].__getitem__, order.tolist())) for column in _TEXTS}
             columns |= texts | {column: columns[column][order] for column in _FIGURES}
             columns["producers"], consumers = number[columns["producers"]], number[consumers]
-        order = np.lexsort((consumers, tensors))
+        edges = np.sort(tensors * self.num_ops + consumers)
         counts = np.bincount(tensors, minlength=self.num_tensors)
         offsets = np.concatenate(([0], np.cumsum(counts)))
-        return Graph(name=name, **columns, consumer_offsets=offsets, consumers=consumers[order])
+        return Graph(name=name, **columns, consumer_offsets=offsets, consumers=edges % self.num_ops)
 
     def _numbered(self, count: int) -> I64:
         self.num_ops += count

@@ -13,6 +13,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.copy_names import CopyNames
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import BUCKET_BYTES, buckets_of, gradients_of
 from gdp.parallel.columns import Columns
@@ -63,14 +64,16 @@ def joined(
     columns, numbers = Columns(), []
     next_group = 0
     groups, positions, instances = [], [], []
+    exchanges = {id(graph): _instances(graph, by_label) for graph in {id(graph): graph for graph in replicas}.values()}
     for replica, graph in enumerate(replicas):
         own_groups = np.where(graph.groups >= 0, graph.groups + next_group, -1)
         next_group = int(own_groups.max()) + 1
         everything = np.arange(graph.num_ops)
-        names = graph.op_names if not replica else [name + suffix(replica) for name in graph.op_names]
+        end = suffix(replica)
+        names = graph.op_names if not replica else [name + end for name in graph.op_names]
         numbers.append(columns.copy_ops(graph, everything, names, own_groups))
         columns.copy_tensors(graph, numbers[replica])
-        own = _instances(graph, by_label)
+        own = exchanges[id(graph)]
         ends = np.array([done for _, done in own.values()], np.int64)
         positions.append(2 * np.searchsorted(ends, everything, side="right"))
         groups.append(own_groups)
@@ -90,7 +93,32 @@ def joined(
         pairs = [[graph.op_numbers[name] for name in names] for names in releases]
         sources, targets = numbers[replica][np.array(pairs, np.int64).reshape(-1, 2)].T
         columns.control(sources, targets)
-    return columns.build(replicas[0].name, np.concatenate(positions))
+    whole = columns.build(replicas[0].name, np.concatenate(positions))
+    if not any(graph.copy_names.replica.any() for graph in replicas):
+        whole.__dict__["copy_names"] = _copy_names(replicas, whole, np.concatenate(positions))
+    return whole
+
+
+def _copy_names(replicas: Sequence[Graph], whole: Graph, position: I64) -> CopyNames:
+    """Returns the parts of the names of `whole`, whose ops of replicas, then those of exchanges, are at `position` [M].
+
+    To split a million names takes more than a second, and those of one replica are known.
+    """
+    order = np.argsort(position, kind="stable")
+    num_own = sum(graph.num_ops for graph in replicas)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    others = CopyNames.of([whole.op_names[op] for op in place[num_own:].tolist()])
+    numbers: dict[str, int] = {}
+    parts = []
+    for replica, names in enumerate([*(graph.copy_names for graph in replicas), others]):
+        number = np.array([numbers.setdefault(base, len(numbers)) for base in names.bases], np.int64)
+        own = names.replica if names is others else np.full(len(names.base), replica)
+        parts.append((number[names.base], names.microbatch, own))
+    base, microbatch, replica_of_op = (np.concatenate(column)[order] for column in zip(*parts, strict=True))
+    for column in (base, microbatch, replica_of_op):
+        column.setflags(write=False)
+    return CopyNames(tuple(numbers), base, microbatch, replica_of_op)
 
 
 def _instances(graph: Graph, by_label: Mapping[str, Collective]) -> dict[tuple[str, str], tuple[int, int]]:

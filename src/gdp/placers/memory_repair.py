@@ -41,6 +41,8 @@ def fit_memory(problem: Problem, placement: Placement, clock: Clock | None = Non
     units = Units.of(problem)
     pairs = units.pairs()
     for num_groups in _LEVELS:
+        if not has_time(clock):
+            return best
         groups = group_units(units, pairs, [best], num_groups, pairs.transfer_ns.astype(np.float64), slack=3.0)
         for candidate in _moves(groups, units, pairs, best):
             step_time_ns, peaks = evaluate(problem, candidate)

@@ -59,7 +59,8 @@ def place_document(
     `path` is None if no plan was written; `would_fit` lists changes with which a plan would fit.
     """
     assert plan.search is not None
-    noisy = plan.search.under_noise
+    noisy, problem = plan.search.under_noise, plan.problem
+    is_known = problem is not None and problem.graph is graph  # of a large graph it takes a second to find out
     return {
         "graph": graph_document(graph),
         "cluster": cluster_document(cluster),
@@ -77,7 +78,9 @@ def place_document(
         "seconds": plan.search.seconds,
         "simulations": plan.search.simulations,
         "plan": None if path is None else str(path),
-        "microbatches": count_microbatches(graph),
+        "microbatches": max(int(problem.microbatch.max()) + 1, 1)
+        if problem and is_known
+        else count_microbatches(graph),
         "order": plan.search.order,
         "under_noise": None if noisy is None else asdict(noisy),
         "advice": None if advice is None else advice_document(advice),

@@ -57,7 +57,7 @@ class ClassicalRuns:
                 continue
             seconds = time.perf_counter() - began
             if found is None:
-                self.baselines[name] = Baseline("failed", None, seconds)
+                self.baselines[name] = Baseline("skipped" if clock.stop.is_set() else "failed", None, seconds)
                 continue
             status = "ok" if found.replay.feasible else "infeasible"
             self.baselines[name] = Baseline(status, found.replay.step_time_ns, seconds)
@@ -73,6 +73,8 @@ class ClassicalRuns:
         """
         best, slowest_s = None, 0.0
         for placement in self._placements(name, clock):
+            if clock.stop.is_set() and (best is not None or self.candidates):
+                break
             if placement is None or self.question.problem.broken_constraints(placement):
                 continue
             began = time.perf_counter()

@@ -209,7 +209,8 @@ def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     if clock.is_up or not (trial.is_whole or clock.has(search.seconds(trial.way))):
         return trial
     if len(trial.devices[0]) > 1 and len(trial.devices) > 1 and not trial.is_searched:
-        trial = _with_replica_searched(search, trial, clock.before(search.seconds(trial.way)).part(0.5))
+        share = 0.5 if trial.problem.num_ops <= _SEARCHED_OPS else 1.0
+        trial = _with_replica_searched(search, trial, clock.before(search.seconds(trial.way)).part(share))
     return _with_whole_searched(search, trial, clock)
 
 

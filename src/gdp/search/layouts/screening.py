@@ -19,6 +19,7 @@ from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit, promise
 from gdp.search.layouts.trial import Choosing, Trial
 from gdp.simulator.simulate import NEVER
 
+FIRST_SHARE = 0.1  # of the budget: later, while there is no trial, replicas of one device each are looked at
 SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
 LATE_SHARE = 0.7  # of the budget: the same where nothing fits yet
 USUAL_SHARE = 0.5  # of the budget: later ZeRO 1 and FSDP are not looked at; DDP is at any time
@@ -52,7 +53,8 @@ class Screening:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search), self._clock.until(SCREEN_SHARE))
         while self._queue.left and not self._is_over(next_one := self._next()):
-            is_tight = self._fitting_ns is None and (bool(self.trials) or not can_fit(next_one))
+            may_fit = can_fit(next_one) and len(next_one.places) > 0 and not self.trials
+            is_tight = self._fitting_ns is None and not may_fit
             if is_tight and not self._has_least and self._clock.share_spent > SCREEN_SHARE:
                 self.trials += self.with_least_memory()
             else:
@@ -82,6 +84,8 @@ class Screening:
         left = self._queue.left
         readable = parts.readable({each.arrangement.layout.num_parts for each in left})
         left = [each for each in left if each.arrangement.layout.num_parts in readable] or left
+        if not self.trials and share > FIRST_SHARE:  # pipelines take long to estimate, and a plan should be there soon
+            left = [each for each in left if each.arrangement.num_places == 1 and can_fit(each)] or left
         estimated = [each for each in left if len(each.places) and (can_fit(each) or share > LATE_SHARE)]
         return min(estimated if estimated and share > SCREEN_SHARE else left, key=promise)
 
