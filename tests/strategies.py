@@ -56,16 +56,17 @@ def instances(
     draw: st.DrawFn,
     max_ops: int = 41,
     max_devices: int = 5,
+    min_devices: int = 1,
     num_placements: int = 1,
     keep_groups: bool = False,
     features: Set[str] = frozenset(FEATURES),
 ) -> Instance:
-    """Steps of 1 to `max_ops` ops on 1 to `max_devices` devices with some of `features`.
+    """Steps of 1 to `max_ops` ops on `min_devices` to `max_devices` devices with some of `features`.
 
     Each group has a device that can run all its ops; only with `keep_groups` do the placements put them on one.
     """
     num_ops = draw(st.sampled_from(range(1, max_ops + 1)))  # drawn evenly, where `integers` favours the least
-    num_devices = draw(st.sampled_from(range(1, max_devices + 1)))
+    num_devices = draw(st.sampled_from(range(min_devices, max_devices + 1)))
     chosen = draw(st.sets(st.sampled_from([feature for feature in FEATURES if feature in features])))
     seed = draw(st.integers(0, 2**32 - 1))
     graph, op_time_ns = _graph(seed, num_ops, num_devices, chosen)

@@ -1,6 +1,6 @@
-"""Types of arrays, for annotations."""
+"""Types of arrays, for annotations, and tables whose columns are alike."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,3 +10,22 @@ F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Content = npt.NDArray[Any]  # of any type
+_Value = TypeVar("_Value", bound=np.generic)
+
+
+def narrow(table: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
+    """Returns one column [N, 1] of a table [N, D] that is broadcast from one, else the table itself.
+
+    With a thousand devices a table takes gigabytes, so that those of equal devices are broadcast.
+    """
+    return table[:, :1] if table.strides[1] == 0 else table
+
+
+def wide(table: npt.NDArray[_Value], num_columns: int) -> npt.NDArray[_Value]:
+    """Returns the table with `num_columns`, broadcast where `table` has one column."""
+    return table if table.shape[1] == num_columns else np.broadcast_to(table, (len(table), num_columns))
+
+
+def rows_of(table: npt.NDArray[_Value], rows: npt.NDArray[Any]) -> npt.NDArray[_Value]:
+    """Returns the table [M, D] of these `rows` [M], broadcast where `table` [N, D] is."""
+    return wide(narrow(table)[rows], table.shape[1])

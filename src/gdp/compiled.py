@@ -24,6 +24,12 @@ _OPTIONS: dict[str, Any] = {
     "error_model": "numpy",
 }
 
+INLINED: Any = {name: value for name, value in _OPTIONS.items() if name != "cache"} | {
+    "no_cpython_wrapper": True,
+    "forceinline": True,
+}
+"""Options of a function that becomes part of its callers, as `numba.extending.overload` takes them."""
+
 _UNREADABLE = (AttributeError, ImportError, EOFError, IndexError, KeyError, TypeError, ValueError, pickle.PickleError)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdp.cluster import Cluster, Device, Route
-from gdp.cluster.catalogue import KINDS, LINKS
+from gdp.cluster.catalogue import KINDS, LINKS, MACHINES
 from gdp.cluster.quantities import parse_number, parse_rate, parse_size, parse_time
 from gdp.errors import InputError
 
@@ -159,10 +159,10 @@ BAD_FILES = {
     "other version": ("format: gdp-cluster\nversion: 2\n", ["version is 2", "version 1"]),
     "unknown key": (TWO + LINK + "colour: red\n", ["cluster: unknown key 'colour'", "known keys: format"]),
     "no name": ("format: gdp-cluster\nversion: 1\ndevices: []\n", ["name is missing", "add it"]),
-    "no devices": (HEAD + "devices: []\n", ["devices: there are 0", "1 to 64 are expected"]),
-    "65 devices": (
-        HEAD + "devices:\n" + "".join(f"  - {{name: d{i}, kind: l4-24g}}\n" for i in range(65)),
-        ["devices: there are 65", "1 to 64"],
+    "no devices": (HEAD + "devices: []\n", ["devices: there are 0", "1 to 1,024 are expected"]),
+    "1,025 devices": (
+        HEAD + "devices:\n" + "".join(f"  - {{name: d{i}, kind: l4-24g}}\n" for i in range(1025)),
+        ["devices: there are 1025", "1 to 1,024"],
     ),
     "unknown key in a device": (
         HEAD + "devices:\n  - {name: a, kind: l4-24g, speed: 1}\n",
@@ -302,6 +302,8 @@ def test_every_built_in_kind_makes_a_pair_with_routes_both_ways(kind: str) -> No
 def test_the_tables_in_the_documentation_are_those_of_the_code() -> None:
     text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
     dtypes = ("float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "int8")
+    for name, machine in MACHINES.items():
+        assert f"| `{name}` | `({machine.local})@{machine.network}` | {machine.source} |" in text
     for name, kind in KINDS.items():
         rates = [f"{kind.flops_per_second[t] / 1e12:g}" if t in kind.flops_per_second else "-" for t in dtypes]
         links = f"{kind.port}, {kind.nvlink}" if kind.nvlink else kind.port
@@ -369,6 +371,45 @@ def test_hosts_share_a_network_card_in_each_direction() -> None:
     assert cluster.route(0, 3).latency_ns == 20_000  # the copy and the network
 
 
+def test_pods_share_uplinks() -> None:
+    """Two uplinks of 100 Gbit/s for four network cards: hosts 0 and 2 of a pod take turns, and so do 1 and 3."""
+    cluster = Cluster.parse("2x(4x(2xa100-sxm-80g)@100gbit)@200gbit")
+    assert [device.name for device in cluster.devices][7:9] == ["pod0.host3.gpu1", "pod1.host0.gpu0"]
+    channels = channels_of(cluster)
+    assert channels["pod0.host2.gpu0>pod1.host1.gpu1"] == (
+        "pod0.host2.gpu0.pcie.up",
+        "pod0.host2.net.out",
+        "pod0.up0.out",
+        "pod1.host1.gpu1.pcie.down",
+        "pod1.host1.net.in",
+        "pod1.up1.in",
+    )
+    assert "pod0.up0.out" in channels["pod0.host0.gpu1>pod1.host0.gpu0"]
+    assert not any("up" in name.split(".") for name in channels["pod0.host0.gpu0>pod0.host3.gpu1"][1:])
+    rates = cluster.bytes_per_second
+    assert rates[0, 2] == rates[0, 8] == 12_500_000_000, "that of a network card"
+    slow = Cluster.parse("2x(4x(2xa100-sxm-80g)@100gbit)@40gbit")
+    assert slow.bytes_per_second[0, 8] == 5_000_000_000, "that of the uplink"
+    assert "pod0.up.out" in channels_of(slow)["pod0.host3.gpu1>pod1.host0.gpu0"]
+    full = Cluster.parse("2x(4x(2xa100-sxm-80g)@100gbit)@400gbit")
+    assert full.route(0, 8).channels == ("pod0.host0.gpu0.pcie.up", "pod0.host0.net.out", "pod1.host0.gpu0.pcie.down",
+                                         "pod1.host0.net.in")  # fmt: skip
+
+
+def test_machines_have_a_network_card_for_each_device() -> None:
+    """A DGX H100 has eight cards of 400 Gbit/s, an EC2 p4d four for eight devices."""
+    cluster = Cluster.parse("128xDGX-H100")
+    assert cluster.num_devices == 1024
+    assert cluster.route(3, 8 + 5) == Route(
+        20_000,
+        50_000_000_000,
+        ("host0.gpu3.pcie.up", "host0.net3.out", "host1.gpu5.pcie.down", "host1.net5.in"),
+    )
+    assert "host0.net1.out" in Cluster.parse("2xaws-p4d").route(5, 8).channels
+    spelled = Cluster.parse("2x(16x(8xa100-sxm-80g)@8x200gbit)@6400gbit")
+    assert spelled.fingerprint == Cluster.parse("2x(16xdgx-a100)@6400gbit").fingerprint
+
+
 def test_a_link_suffix_replaces_the_kinds_own_link() -> None:
     assert Cluster.parse("2xa100-sxm-80g:pcie5").route(0, 1) == Route(
         10_000, 55 * 10**9, ("gpu0.pcie.up", "gpu1.pcie.down")
@@ -384,12 +425,17 @@ def test_a_link_suffix_replaces_the_kinds_own_link() -> None:
         ("2xa100-sxm-80g+", "no kind ''"),
         ("2xl4-24g:pci4", "did you mean pcie4"),
         ("cpu-16core:pcie4", "no link 'pcie4' for cpu-16core"),
-        ("65xl4-24g", "65 devices; 1 to 64"),
-        ("33x(2xl4-24g)@10gbit", "66 devices; 1 to 64"),
+        ("1025xl4-24g", "1,025 devices; 1 to 1,024"),
+        ("513x(2xl4-24g)@10gbit", "1,026 devices; 1 to 1,024"),
+        ("9x(16xdgx-a100)@400gbit", "1,152 devices; 1 to 1,024"),
+        ("2x(2xdgx-a100)@0gbit", "at least 1"),
+        ("2x(2xdgx-a100)@2x400gbit", "one uplink rate"),
+        ("2x(2x(2xl4-24g)@10gbit+cpu-16core)@20gbit", "no kind"),
+        ("2xdgx-a10", "no kind"),
         ("cpu-16core+0xl4-24g", "0 devices"),
         ("0x(l4-24g)@10gbit", "at least 1"),
         ("2x(l4-24g)@0gbit", "at least 1"),
-        ("9" * 5000 + "xl4-24g", "1 to 64"),
+        ("9" * 5000 + "xl4-24g", "1 to 1,024"),
         ("2x(2xl4-24g)", "no kind"),
     ],
 )

@@ -13,9 +13,12 @@ def test_fields_stand_in_the_order_in_which_the_engine_unpacks_them() -> None:
         records.Dispatch: "rank op_of_rank order_offsets order_ops",
         records.Scratch: "missing bits0 bits1 bits2 running until_ns remaining_ns channel_free_ns "
         "last num_waiting heap_ns heap_item",
+        records.ManyScratch: "missing ready num_ready is_idle changed is_changed remaining_ns channel_free_ns "
+        "destinations last num_waiting end_ns end_item heap_ns heap_item",
         records.Schedule: "finish_ns ops num_ops transfer_tensor transfer_route transfer_start_ns transfer_end_ns "
-        "arrival_ns first following num_transfers",
-        records.Memory: "freed_ns freed_by op_frees_bytes transfer_frees_bytes last_there heap_ns heap_item peak_bytes",
+        "arrival_ns first following num_transfers begins first_in next_in first_out next_out",
+        records.Memory: "freed_ns freed_by op_frees_bytes transfer_frees_bytes last_there last_tensor heap_ns "
+        "heap_item peak_bytes",
         records.Workspace: "scratch schedule memory",
     }
     assert {record: list(record._fields) for record in expected} == {

@@ -1,17 +1,22 @@
 """The compiled simulator equals the machine model in plain Python, in every figure."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from gdp.errors import InputError
+from gdp.graph import Graph, Op, Tensor
+from gdp.simulator import records
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, evaluate_many, simulate
 from hand_cases import HAND_CASES, HandCase
 from reference_simulator import Schedule, b_levels, replay, run
 from strategies import Instance, instances
 
-UNLIMITED = np.full(64, 2**62)
+UNLIMITED = np.full(130, 2**62)
 
 
 def _problem(instance: Instance | HandCase) -> Problem:
@@ -67,9 +72,15 @@ def test_hand_case(case: HandCase) -> None:
         assert tuple(simulation.peak_memory_bytes.tolist()) == case.peak_memory_bytes
 
 
-@given(instances())
-@settings(max_examples=2500)
-def test_equals_reference(instance: Instance) -> None:
+@contextmanager
+def _as_on_many_devices() -> Iterator[None]:
+    """Makes all simulators those for more devices than a word has bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "WORD_DEVICES", 0)
+        yield
+
+
+def _check_against_reference(instance: Instance) -> None:
     """Every start, finish, transfer, order and peak equals the plain-Python reference, run and replayed."""
     problem = _problem(instance)
     arguments = (instance.graph, instance.cluster, instance.op_time_ns, instance.placement)
@@ -77,15 +88,59 @@ def test_equals_reference(instance: Instance) -> None:
     assert _figures(simulate(problem, instance.placement, priority=instance.priority)) == _expected(expected)
     assert _figures(simulate(problem, instance.placement, order=expected.order)) == _expected(expected)
     assert problem.b_level_ns.tolist() == b_levels(instance.graph, instance.op_time_ns)
+    order = [np.flatnonzero(instance.placement == device) for device in range(instance.cluster.num_devices)]
+    replayed = _figures(simulate(problem, instance.placement, order=order))  # an order that no priority gives
+    assert replayed == _expected(replay(*arguments, order))
 
 
 @given(instances())
-@settings(max_examples=500)
-def test_replay_of_any_order_equals_reference(instance: Instance) -> None:
-    """Orders that no priority gives replay alike too: devices start their ops by number, which never deadlocks."""
-    order = [np.flatnonzero(instance.placement == device) for device in range(instance.cluster.num_devices)]
-    expected = replay(instance.graph, instance.cluster, instance.op_time_ns, instance.placement, order)
-    assert _figures(simulate(_problem(instance), instance.placement, order=order)) == _expected(expected)
+@settings(max_examples=2500)
+def test_equals_reference(instance: Instance) -> None:
+    """The engine for up to 64 devices equals the machine model in plain Python."""
+    _check_against_reference(instance)
+
+
+@given(instances())
+@settings(max_examples=1000)
+def test_the_engine_for_many_devices_equals_reference_on_few(instance: Instance) -> None:
+    """The engine for more than 64 devices equals it on the same steps."""
+    with _as_on_many_devices():
+        _check_against_reference(instance)
+
+
+@given(instances(min_devices=65, max_devices=130, max_ops=60))
+@settings(max_examples=40)
+def test_equals_reference_on_many_devices(instance: Instance) -> None:
+    """It equals it on 65 to 130 unlike devices, with channels that they share."""
+    _check_against_reference(instance)
+
+
+@given(instances(num_placements=4))
+@settings(max_examples=200)
+def test_an_early_stop_on_many_devices_is_a_lower_bound(instance: Instance) -> None:
+    """Steps that are stopped early leave nothing behind in the working memory of the next one."""
+    with _as_on_many_devices():
+        problem = _problem(instance)
+        times, peaks = evaluate_many(problem, instance.placements, num_threads=1)
+        stop_ns = sorted(times.tolist())[1]
+        stopped, _ = evaluate_many(problem, instance.placements, stop_ns=stop_ns, num_threads=1)
+        for time_ns, lower in zip(times.tolist(), stopped.tolist(), strict=True):
+            assert lower == time_ns if time_ns < stop_ns else stop_ns <= lower <= time_ns
+        again = evaluate_many(problem, instance.placements, num_threads=1)
+        assert np.array_equal(again[0], times)
+        assert np.array_equal(again[1], peaks)
+
+
+def test_working_memory_does_not_grow_with_ops_times_devices() -> None:
+    """On 512 devices no array is larger than the routes or the edges of the graph."""
+    graph = Graph.build(
+        "chain", [Op(f"op{n}", flops=1) for n in range(5000)], [Tensor(n, (n + 1,)) for n in range(4999)]
+    )
+    problem = Problem.build(graph, "64x(8xl4-24g)@100gbit")
+    workspace = records.Workspace.of(problem.simulator.arrays)
+    sizes = [array.size for record in workspace for array in record]
+    assert max(sizes) <= 512 * 512
+    assert problem.op_time_ns.strides[1] == problem.allowed.strides[1] == 0, "devices that are alike share a column"
 
 
 @given(instances(num_placements=5))

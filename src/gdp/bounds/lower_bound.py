@@ -30,7 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool
+from gdp.arrays import F64, I64, Bool, narrow
+from gdp.cluster import Cluster
 from gdp.compiled import inlined, inner, kernel
 from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.problem import Problem
@@ -99,6 +100,9 @@ def lower_bound(problem: Problem) -> int:
 
 def _classes(op_time_ns: I64) -> tuple[I64, I64, I64]:
     """(times [N, C] of each class, class of each device [D], number of its devices [C])."""
+    if narrow(op_time_ns).shape[1] < op_time_ns.shape[1]:
+        device_class = np.zeros(op_time_ns.shape[1], np.int64)
+        return np.ascontiguousarray(narrow(op_time_ns)), device_class, np.bincount(device_class)
     columns = [column.tobytes() for column in op_time_ns.T]
     first = sorted(columns.index(column) for column in set(columns))
     device_class = np.array([first.index(columns.index(column)) for column in columns])
@@ -146,19 +150,8 @@ def _transfers(problem: Problem, device_class: I64, num_classes: int) -> tuple[I
     graph, cluster = problem.graph, problem.cluster
     pairs, edge = np.unique(graph.producers[graph.edge_tensors] * graph.num_ops + graph.consumers, return_inverse=True)
     transfer = np.full((len(pairs), num_classes, num_classes), _NEVER)
-    routes = {
-        (
-            (int(cluster.bytes_per_second[source, target]), len(channels) > 0),
-            int(cluster.latency_ns[source, target]),
-            int(device_class[source]),
-            int(device_class[target]),
-        )
-        for source, row in enumerate(cluster.route_channels)
-        for target, channels in enumerate(row)
-        if source != target
-    }
     columns: dict[tuple[int, bool], I64] = {}  # by rate and whether tensors follow each other
-    for (rate, is_queue), latency_ns, source_class, target_class in sorted(routes):
+    for rate, is_queue, latency_ns, source_class, target_class in _distinct_routes(cluster, device_class):
         if (rate, is_queue) not in columns:
             occupancy = np.zeros(len(pairs), np.int64)
             merge = np.add if is_queue else np.maximum
@@ -167,6 +160,24 @@ def _transfers(problem: Problem, device_class: I64, num_classes: int) -> tuple[I
         between = transfer[:, source_class, target_class]
         np.minimum(between, columns[rate, is_queue] + latency_ns, out=between)
     return pairs // graph.num_ops, pairs % graph.num_ops, transfer
+
+
+def _distinct_routes(cluster: Cluster, device_class: I64) -> list[tuple[int, bool, int, int, int]]:
+    """Returns each (rate, whether it has a channel, latency, class of its start and of its end) of routes, sorted."""
+    sources, targets = np.nonzero(~np.eye(cluster.num_devices, dtype=np.bool_))
+    figures = (
+        cluster.bytes_per_second[sources, targets],
+        cluster.num_channels[sources, targets] > 0,
+        cluster.latency_ns[sources, targets],
+        device_class[sources],
+        device_class[targets],
+    )
+    code = np.zeros(len(sources), np.int64)  # of each route: equal for those that are alike
+    for figure in figures:
+        values, number = np.unique(figure, return_inverse=True)
+        code = np.unique(code * max(len(values), 1) + number, return_inverse=True)[1]
+    first = np.unique(code, return_index=True)[1]
+    return sorted(zip(*(figure[first].tolist() for figure in figures), strict=True))
 
 
 @kernel

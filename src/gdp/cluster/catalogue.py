@@ -129,6 +129,36 @@ LINKS: Mapping[str, LinkKind] = MappingProxyType(
 NETWORK_LATENCY_NS = 10_000
 
 
+@dataclass(frozen=True, slots=True)
+class MachineKind:
+    """A host as it is sold or rented: its devices, and its network cards for them."""
+
+    local: str
+    network: str  # the number of cards and the rate of one
+    source: str
+
+
+MACHINES: Mapping[str, MachineKind] = MappingProxyType(
+    {
+        "dgx-a100": MachineKind("8xa100-sxm-80g", "8x200gbit", "NVIDIA DGX A100 data sheet: 8 ConnectX of 200 Gb/s"),
+        "dgx-h100": MachineKind("8xh100-sxm-80g", "8x400gbit", "NVIDIA DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s"),
+        "dgx-b200": MachineKind("8xb200-sxm-180g", "8x400gbit", "NVIDIA DGX B200 data sheet: 8 ConnectX-7 of 400 Gb/s"),
+        "aws-p4d": MachineKind("8xa100-sxm-40g", "4x100gbit", "AWS, EC2 P4 instances: p4d.24xlarge, 400 Gbps with EFA"),
+        "aws-p5": MachineKind("8xh100-sxm-80g", "8x400gbit", "AWS, EC2 P5 instances: p5.48xlarge, 3,200 Gbps with EFA"),
+        "azure-nd-a100-v4": MachineKind(
+            "8xa100-sxm-40g", "8x200gbit", "Microsoft, ND A100 v4-series: 200 Gb/s InfiniBand for each GPU"
+        ),
+        "azure-nd-h100-v5": MachineKind(
+            "8xh100-sxm-80g", "8x400gbit", "Microsoft, ND H100 v5-series: 400 Gb/s InfiniBand for each GPU"
+        ),
+        "gcp-a2-ultra": MachineKind("8xa100-sxm-80g", "1x100gbit", "Google Cloud, a2-ultragpu-8g: up to 100 Gbps"),
+        "gcp-a3-mega": MachineKind(
+            "8xh100-sxm-80g", "8x200gbit", "Google Cloud, a3-megagpu-8g: 8 network cards, up to 1,600 Gbps"
+        ),
+    }
+)
+
+
 def _rates(**tera_per_second: float) -> Mapping[str, int]:
     return MappingProxyType({dtype: round(value * TERA) for dtype, value in tera_per_second.items()})
 

@@ -10,6 +10,8 @@ from gdp.cluster.cluster import Cluster
 from gdp.cluster.device import MAX_DEVICES, Device, Route
 from gdp.errors import InputError
 
+MOST_CHANGED = 64  # devices: of more, one more or less matters little, and to build the cluster takes seconds
+
 
 def routes_of(cluster: Cluster) -> dict[tuple[int, int], Route]:
     """The route of every ordered pair of devices, as `Cluster.build` takes them."""
@@ -28,9 +30,9 @@ def with_another(cluster: Cluster, like: int) -> Cluster | None:
 
     The new device has channels of its own where `like` has, and shares the others. It is connected to `like` as another
     device of that kind is; if there is none, by the links of the kind. None if the links are not known, or the cluster
-    is full.
+    is large.
     """
-    if cluster.num_devices == MAX_DEVICES:
+    if cluster.num_devices >= MOST_CHANGED:
         return None
     template, new = cluster.devices[like], cluster.num_devices
     device = replace(template, name=_free_name(cluster, template))

@@ -34,7 +34,7 @@ class Cluster:
     """
 
     name: str
-    devices: tuple[Device, ...]  # [D] at most 64
+    devices: tuple[Device, ...]  # [D] at most 1,024
     channels: tuple[str, ...]  # unique names
     latency_ns: I64  # [D, D] 0 on the diagonal
     bytes_per_second: I64  # [D, D] 0 on the diagonal
@@ -67,10 +67,11 @@ class Cluster:
         numbers = {channel: number for number, channel in enumerate(channels)}
         latency_ns, bytes_per_second = np.zeros((2, num_devices, num_devices), np.int64)
         route_channels = [[()] * num_devices for _ in devices]  # type: list[list[tuple[int, ...]]]
+        sources, targets = np.array(list(routes), np.int64).reshape(-1, 2).T
+        latency_ns[sources, targets] = [route.latency_ns for route in routes.values()]
+        bytes_per_second[sources, targets] = [route.bytes_per_second for route in routes.values()]
         for (source, target), route in routes.items():
-            latency_ns[source, target] = route.latency_ns
-            bytes_per_second[source, target] = route.bytes_per_second
-            route_channels[source][target] = tuple(sorted(numbers[channel] for channel in route.channels))
+            route_channels[source][target] = tuple(sorted([numbers[channel] for channel in route.channels]))
         return cls(name, tuple(devices), channels, latency_ns, bytes_per_second, tuple(map(tuple, route_channels)))
 
     @classmethod
@@ -132,17 +133,18 @@ class Cluster:
             }
             for device in self.devices
         ]
+        names, channels = [device.name for device in self.devices], self.channels
+        rates, latencies = self.bytes_per_second.tolist(), self.latency_ns.tolist()
         links = [
             {
-                "from": self.devices[source].name,
-                "to": self.devices[target].name,
-                "bandwidth": route.bytes_per_second,
-                "latency": route.latency_ns,
+                "from": names[source],
+                "to": names[target],
+                "bandwidth": rates[source][target],
+                "latency": latencies[source][target],
                 "both": False,
-                "channels": sorted(route.channels),
+                "channels": sorted([channels[number] for number in self.route_channels[source][target]]),
             }
             for source, target in permutations(range(self.num_devices), 2)
-            for route in [self.route(source, target)]
         ]
         return {
             "format": cluster_file.FORMAT,
@@ -151,6 +153,17 @@ class Cluster:
             "devices": devices,
             "links": links,
         }
+
+    @cached_property
+    def num_channels(self) -> I64:
+        """[D, D] the number of channels of each route."""
+        counts = np.fromiter((len(channels) for row in self.route_channels for channels in row), np.int64)
+        return counts.reshape(self.num_devices, self.num_devices)
+
+    @cached_property
+    def channels_in_turn(self) -> I64:
+        """The channels of the route from device 0 to 0, then of that from 0 to 1, and so on."""
+        return np.fromiter((each for row in self.route_channels for channels in row for each in channels), np.int64)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -206,17 +219,23 @@ def _check(cluster: Cluster) -> None:
         raise InputError(
             f"cluster {cluster.name!r}: route_channels is not {num_devices} rows of {num_devices}; mend it"
         )
-    for source, target in permutations(range(num_devices), 2):
-        pair = f"{cluster.devices[source].name} -> {cluster.devices[target].name}"
-        bytes_per_second, latency_ns = cluster.bytes_per_second[source, target], cluster.latency_ns[source, target]
-        if bytes_per_second <= 0:
-            raise InputError(
-                f"route {pair}: bandwidth is {bytes_per_second}; give every pair a route of at least 1 byte per second"
-            )
-        if latency_ns < 0:
-            raise InputError(f"route {pair}: latency is {latency_ns} ns; at least 0 is expected")
-        numbers = cluster.route_channels[source][target]
-        if list(numbers) != sorted({number for number in numbers if 0 <= number < num_channels}):
-            raise InputError(
-                f"route {pair}: channels {numbers} are not ascending numbers below {num_channels}; mend them"
-            )
+    apart = ~np.eye(num_devices, dtype=np.bool_)
+
+    def name(pair: I64) -> str:
+        return f"route {cluster.devices[pair[0]].name} -> {cluster.devices[pair[1]].name}"
+
+    for pair in np.argwhere((cluster.bytes_per_second <= 0) & apart)[:1]:
+        raise InputError(
+            f"{name(pair)}: bandwidth is {cluster.bytes_per_second[tuple(pair)]}; give every pair a route of at least "
+            "1 byte per second"
+        )
+    for pair in np.argwhere((cluster.latency_ns < 0) & apart)[:1]:
+        raise InputError(f"{name(pair)}: latency is {cluster.latency_ns[tuple(pair)]} ns; at least 0 is expected")
+    route = np.repeat(np.arange(num_devices * num_devices), cluster.num_channels.reshape(-1))
+    numbers = cluster.channels_in_turn
+    is_wrong = (numbers < 0) | (numbers >= num_channels)
+    is_wrong[1:] |= (np.diff(numbers) <= 0) & (np.diff(route) == 0)
+    for place in np.flatnonzero(is_wrong)[:1]:
+        pair = np.array(divmod(int(route[place]), num_devices))
+        own = cluster.route_channels[pair[0]][pair[1]]
+        raise InputError(f"{name(pair)}: channels {own} are not ascending numbers below {num_channels}; mend them")

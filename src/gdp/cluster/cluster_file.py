@@ -129,6 +129,7 @@ def _built_in_figures(name: str) -> dict[str, Any]:
 
 def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tuple[int, int], Route]:
     names = [device.name for device in devices]
+    number_of = {name: number for number, name in enumerate(names)}
     routes: dict[tuple[int, int], Route] = {}
     entry_of: dict[tuple[int, int], int] = {}
     own: dict[str, int] = {}  # entry of each channel that belongs to one route
@@ -137,7 +138,7 @@ def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tu
         where = f"link {number}"
         files.require_keys(record, where, _LINK_FIELDS, {"from", "to", "bandwidth", "latency"})
         assert isinstance(record, dict)
-        sources, targets = (_endpoints(record[key], f"{where}: {key}", names) for key in ("from", "to"))
+        sources, targets = (_endpoints(record[key], f"{where}: {key}", number_of) for key in ("from", "to"))
         pairs = [(a, b) for a in sources for b in targets if a != b]
         if not pairs:
             raise InputError(f"{where}: links {names[sources[0]]!r} to itself; name two different devices")
@@ -175,16 +176,16 @@ def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tu
     return routes
 
 
-def _endpoints(value: str | list[str], where: str, names: Sequence[str]) -> list[int]:
+def _endpoints(value: str | list[str], where: str, number_of: Mapping[str, int]) -> list[int]:
     if value == "*":
-        return list(range(len(names)))
+        return list(range(len(number_of)))
     listed = [value] if isinstance(value, str) else value
     for name in listed:
-        if name not in names:
-            raise InputError(f"{where} {name!r} is no device; {suggest(name, names)}")
+        if name not in number_of:
+            raise InputError(f"{where} {name!r} is no device; {suggest(name, list(number_of))}")
         if listed.count(name) > 1:
             raise InputError(f"{where} {name!r} is listed twice; list it once")
-    return [names.index(name) for name in listed]
+    return [number_of[name] for name in listed]
 
 
 def _is_json(path: str | Path) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from gdp.errors import InputError
 
-MAX_DEVICES = 64
-"""A set of devices fits in the bits of one integer."""
+MAX_DEVICES = 1024
+"""A cluster has a route for each pair of devices: a million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Route:
 def check_devices(devices: Sequence[Device]) -> None:
     """Raises InputError for too many devices, unusable names and figures out of range."""
     if not 1 <= len(devices) <= MAX_DEVICES:
-        raise InputError(f"devices: there are {len(devices)}; 1 to {MAX_DEVICES} are expected")
+        raise InputError(f"devices: there are {len(devices)}; 1 to {MAX_DEVICES:,} are expected")
     numbers: dict[str, int] = {}
     for number, device in enumerate(devices):
         label = f"device {number} {device.name!r}"

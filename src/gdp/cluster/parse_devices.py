@@ -5,26 +5,40 @@ docs/devices.md explains presets.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
-from gdp.cluster.catalogue import GB, KINDS, LINKS, NETWORK_LATENCY_NS, SOCKET, LinkKind
+from gdp.cluster.catalogue import GB, KINDS, LINKS, MACHINES, NETWORK_LATENCY_NS, SOCKET, LinkKind
 from gdp.cluster.device import MAX_DEVICES, Device, Route
 from gdp.errors import InputError, suggest
 
 _GROUP = re.compile(r"(?:([0-9]+)x)?([^:]*)(?::(.*))?")
-_HOSTS = re.compile(r"([0-9]+)x\((.*)\)@([0-9]{1,6})gbit")
+_TOGETHER = re.compile(r"([0-9]+)x\((.*)\)@(?:([0-9]{1,3})x)?([0-9]{1,6})gbit")
+_MACHINES = re.compile(rf"([0-9]+)x({'|'.join(map(re.escape, MACHINES))})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Network:
+    """The network cards of a host."""
+
+    link: LinkKind  # of one card
+    num_cards: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A device of a preset with its links; `host` is "" or "host0." and so on, `index` its number on the host."""
+    """A device of a preset with its links; `host` is "", "host0." or "pod0.host0." and so on, `index` its number on
+    the host.
+    """
 
     device: Device
     host: str
     index: int
     port: LinkKind
     nvlink: LinkKind | None
+    card: str = ""  # of the network: "host0.net" and so on
+    pod: str = ""  # "pod0." and so on
+    uplink: str = ""  # of the pod, which the network card takes: "pod0.up3"; "": it has one of its own
 
     @property
     def is_cpu(self) -> bool:
@@ -34,28 +48,97 @@ class _Part:
 def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
     """Returns the devices of a preset such as `4xp100-pcie-16g` and the route of every ordered pair of them.
 
-    preset = local | COUNT "x(" local ")@" RATE "gbit"      hosts, each with a network card of RATE in each direction
+    preset = local | hosts | pods
+    pods   = COUNT "x(" hosts ")@" RATE "gbit"       each with uplinks of RATE in each direction, which its hosts share
+    hosts  = COUNT "x" MACHINE | COUNT "x(" local ")@" [ COUNT "x" ] RATE "gbit"      RATE of one of its network cards
     local  = group { "+" group }
-    group  = [ COUNT "x" ] KIND [ ":" LINK ]                LINK: pcie3-5 or nvlink1-5 instead of the kind's own
+    group  = [ COUNT "x" ] KIND [ ":" LINK ]         LINK: pcie3-5 or nvlink1-5 instead of the kind's own
 
     Upper and lower case are the same.
     """
-    hosts = _HOSTS.fullmatch(text)
-    if hosts is None:
+    lower = text.lower()
+    outer = _TOGETHER.fullmatch(_spelled(lower))
+    if outer is None:
         parts = _parts(text, text, "")
         return [part.device for part in parts], _routes(parts, None)
-    num_hosts, gbit = int(hosts[1][:6]), int(hosts[3])
-    if num_hosts == 0 or gbit == 0:
+    inner = _TOGETHER.fullmatch(_spelled(outer[2]))
+    num_pods, uplink_gbit = (1, 0) if inner is None else (_count(outer[1]), int(outer[4]))
+    hosts = outer if inner is None else inner
+    num_hosts, num_cards, gbit = _count(hosts[1]), _count(hosts[3] or "1"), int(hosts[4])
+    if 0 in (num_pods, num_hosts, num_cards, gbit) or (inner is not None and uplink_gbit == 0):
         raise InputError(f"devices {text!r}: hosts and network rate must be at least 1, as in 2x(4xl4-24g)@10gbit")
+    if inner is not None and outer[3] is not None:
+        raise InputError(f"devices {text!r}: a pod has one uplink rate, as in 2x(4x(8xl4-24g)@10gbit)@20gbit")
     num_local = len(_parts(hosts[2], text, ""))
-    _check_count(text, num_hosts * num_local)
-    parts = [part for number in range(num_hosts) for part in _parts(hosts[2], text, f"host{number}.")]
-    return [part.device for part in parts], _routes(parts, LinkKind("network", gbit * GB // 8, NETWORK_LATENCY_NS))
+    _check_count(text, num_pods * num_hosts * num_local)
+    network = _Network(LinkKind("network", gbit * GB // 8, NETWORK_LATENCY_NS), num_cards)
+    uplinks = _Uplinks(num_hosts * num_cards, gbit, uplink_gbit) if inner is not None else None
+    parts = [
+        part
+        for pod in range(num_pods)
+        for host in range(num_hosts)
+        for part in _on_host(hosts[2], text, network, "" if uplinks is None else f"pod{pod}.", host, uplinks)
+    ]
+    rate = network.link.bytes_per_second
+    between_pods = (
+        None if uplinks is None else LinkKind("uplink", min(rate, uplinks.bytes_per_second), NETWORK_LATENCY_NS)
+    )
+    return [part.device for part in parts], _routes(parts, network.link, between_pods)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uplinks:
+    """The uplinks of a pod.
+
+    A transfer takes a channel for itself, so what carries several at once is several: as many as have the rate of a
+    network card each. Cards take one of them each in turn.
+    """
+
+    num_cards: int  # of the pod
+    card_gbit: int
+    gbit: int
+
+    @property
+    def count(self) -> int:
+        return min(max(self.gbit // self.card_gbit, 1), self.num_cards)
+
+    @property
+    def bytes_per_second(self) -> int:
+        """The rate of one of them."""
+        return self.gbit * GB // 8 // self.count
+
+    def of_card(self, number: int) -> str:
+        """Returns the uplink of a network card of the pod; "" where each card has one for itself."""
+        if self.count == self.num_cards and self.gbit >= self.card_gbit * self.num_cards:
+            return ""
+        return "up" if self.count == 1 else f"up{number % self.count}"
+
+
+def _on_host(local: str, text: str, network: _Network, pod: str, number: int, uplinks: _Uplinks | None) -> list[_Part]:
+    """Returns the devices of a host; each one takes a network card in turn."""
+    host = f"{pod}host{number}."
+    parts = []
+    for turn, part in enumerate(_parts(local, text, host)):
+        card = turn % network.num_cards
+        uplink = "" if uplinks is None else uplinks.of_card(number * network.num_cards + card)
+        name = f"{host}net" if network.num_cards == 1 else f"{host}net{card}"
+        parts.append(replace(part, card=name, pod=pod, uplink=uplink and f"{pod}{uplink}"))
+    return parts
+
+
+def _spelled(text: str) -> str:
+    """Returns `2xdgx-a100` as hosts with network cards, other text as it is."""
+    match = _MACHINES.fullmatch(text.strip())
+    return text if match is None else f"{match[1]}x({MACHINES[match[2]].local})@{MACHINES[match[2]].network}"
+
+
+def _count(text: str) -> int:
+    return int(text[:6])
 
 
 def _check_count(text: str, num_devices: int) -> None:
     if not 1 <= num_devices <= MAX_DEVICES:
-        raise InputError(f"devices {text!r}: these are {num_devices} devices; 1 to {MAX_DEVICES} are expected")
+        raise InputError(f"devices {text!r}: these are {num_devices:,} devices; 1 to {MAX_DEVICES:,} are expected")
 
 
 def _parts(local: str, text: str, host: str) -> list[_Part]:
@@ -83,12 +166,15 @@ def _parts(local: str, text: str, host: str) -> list[_Part]:
     return parts
 
 
-def _routes(parts: Sequence[_Part], network: LinkKind | None) -> dict[tuple[int, int], Route]:
+def _routes(
+    parts: Sequence[_Part], network: LinkKind | None, uplink: LinkKind | None = None
+) -> dict[tuple[int, int], Route]:
+    """Returns all routes; `network` is the link between hosts, `uplink` that between pods."""
     routes = {}
     for source, target in permutations(range(len(parts)), 2):
         a, b = parts[source], parts[target]
         if a.host != b.host:
-            routes[source, target] = _slot_route(a, b, network)
+            routes[source, target] = _slot_route(a, b, network if a.pod == b.pod else uplink)
         elif a.is_cpu and b.is_cpu:
             channels = (f"{a.device.name}.{SOCKET}.out", f"{b.device.name}.{SOCKET}.in")
             routes[source, target] = Route(a.port.latency_ns, a.port.bytes_per_second, channels)
@@ -117,7 +203,9 @@ def _slot_route(a: _Part, b: _Part, network: LinkKind | None) -> Route:
     """
     slots = [part.port for part in (a, b) if not part.is_cpu]
     up = () if a.is_cpu else (f"{a.device.name}.pcie.up",)
-    between = () if network is None else (f"{a.host}net.out", f"{b.host}net.in")
+    between: tuple[str, ...] = () if network is None else (f"{a.card}.out", f"{b.card}.in")
+    if a.pod != b.pod:
+        between += tuple(f"{part.uplink}.{way}" for part, way in ((a, "out"), (b, "in")) if part.uplink)
     down = () if b.is_cpu else (f"{b.device.name}.pcie.down",)
     copy_ns = max((slot.latency_ns for slot in slots), default=0)  # one copy, over any number of links
     network_ns = 0 if network is None else network.latency_ns

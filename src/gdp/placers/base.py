@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64
+from gdp.arrays import I64, narrow
 from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
 from gdp.placers.memory_repair import excess_bytes, fit_memory
@@ -59,9 +59,16 @@ def columns_of(problem: Problem, devices: I64) -> tuple[I64, I64]:
 
 def devices_by_speed(problem: Problem) -> I64:
     """[D] the devices that may run the most ops first, then the faster ones, then by number."""
-    allowed = problem.allowed
-    work_ns = np.where(allowed, problem.op_time_ns, 0).sum(axis=0)
-    return np.lexsort((np.arange(problem.num_devices), work_ns, -allowed.sum(axis=0)))
+    work_ns, num_allowed = allowed_work(problem)
+    return np.lexsort((np.arange(problem.num_devices), work_ns, -num_allowed))
+
+
+def allowed_work(problem: Problem) -> tuple[I64, I64]:
+    """Returns ([D] the time of all ops that may go to each device, [D] their number)."""
+    allowed = narrow(problem.allowed)
+    sums = np.where(allowed, narrow(problem.op_time_ns), 0).sum(axis=0), allowed.sum(axis=0)
+    work_ns, num_allowed = np.broadcast_arrays(*sums, np.zeros(problem.num_devices, np.int64))[:2]
+    return work_ns, num_allowed
 
 
 def device_subsets(problem: Problem, smallest: int) -> list[I64]:
@@ -136,11 +143,11 @@ def best_of(
 
 
 def _key(placement: Placement) -> bytes:
-    return np.asarray(placement).astype(np.uint8).tobytes()
+    return np.asarray(placement).astype(np.uint16).tobytes()
 
 
 def _placement(key: bytes) -> Placement:
-    return np.frombuffer(key, np.uint8).astype(np.int64)
+    return np.frombuffer(key, np.uint16).astype(np.int64)
 
 
 def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:

@@ -16,7 +16,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.models import workloads
-from gdp.placers.base import inherit
+from gdp.placers.base import allowed_work, inherit
 from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.memory_repair import fit_memory
 from gdp.simulator.problem import Placement, Problem
@@ -32,8 +32,8 @@ _SLOWEST = 4.0
 def expert(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Places layers on all devices, repaired if it does not fit in memory. (`single` uses one device.)"""
     units = Units.of(problem)
-    num_allowed = problem.allowed.sum(axis=0)
-    mean_ns = np.where(problem.allowed, problem.op_time_ns, 0).sum(axis=0) / np.maximum(num_allowed, 1)
+    work_ns, num_allowed = allowed_work(problem)
+    mean_ns = work_ns / np.maximum(num_allowed, 1)
     mean_ns[num_allowed == 0] = np.inf
     devices = np.flatnonzero(mean_ns <= _SLOWEST * mean_ns.min())
     positions = _layer_devices(problem, len(devices))

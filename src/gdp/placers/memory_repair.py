@@ -18,6 +18,7 @@ from gdp.units.units import Pairs, Units
 
 _LEVELS = (128, 512, 2048)  # numbers of groups to move, coarse to fine
 _ROUNDS = 8  # simulated batches of moves at each level, for each device
+_MOST_HELD = 2**26  # ops times devices: `held_bytes` makes a table of them, of half a GB
 _FOREVER = np.iinfo(np.int64).max
 
 
@@ -36,7 +37,8 @@ def fit_memory(problem: Problem, placement: Placement, clock: Clock | None = Non
     best = np.asarray(placement, np.int64)
     step_time_ns, peaks = evaluate(problem, best)
     best_key = int(excess_bytes(problem, peaks)), step_time_ns
-    if best_key[0] == 0 or problem.num_devices == 1 or not has_time(clock):
+    is_too_wide = problem.num_ops * problem.num_devices > _MOST_HELD
+    if best_key[0] == 0 or problem.num_devices == 1 or is_too_wide or not has_time(clock):
         return best
     units = Units.of(problem)
     pairs = units.pairs()

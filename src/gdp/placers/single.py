@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from gdp.arrays import narrow
 from gdp.budget import Clock
 from gdp.placers.base import TriedPlacements
 from gdp.simulator.problem import Placement, Problem
@@ -9,7 +10,8 @@ from gdp.simulator.problem import Placement, Problem
 
 def single(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Places all ops on the fastest device where they fit; None if no device may run all ops."""
-    devices = np.flatnonzero(problem.allowed.all(axis=0))
+    is_anywhere = narrow(problem.allowed).all(axis=0)
+    devices = np.flatnonzero(np.broadcast_to(is_anywhere, problem.num_devices))
     if not len(devices):
         return None
     has_twins = problem.simulator.time_table_ns.shape[1] == 1

@@ -7,30 +7,47 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gdp.cluster import Cluster, Device, Route
-from gdp.cluster.catalogue import KINDS, LINKS, DeviceKind
+from gdp.cluster.catalogue import KINDS, LINKS, MACHINES, DeviceKind
 from gdp.report.tables import digits, format_gib, new_table
 
+_MOST_DEVICES, _SHOWN_OF_MANY = 64, 16  # of more devices the first are shown
 _FOLDED = 6  # routes that differ in names alone are one line from so many on
 
 
 def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     """Yields the devices of a cluster and its routes."""
     devices = new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch")
-    for device in cluster.devices:
+    is_many = cluster.num_devices > _MOST_DEVICES
+    shown = cluster.devices[:_SHOWN_OF_MANY] if is_many else cluster.devices
+    for device in shown:
         devices.add_row(
             device.name,
             device.kind,
             *_figures(device),
         )
     yield devices
+    if is_many:
+        yield Text(f"and {cluster.num_devices - len(shown)} more devices; routes from the first one, by rate:")
     if cluster.num_devices == 1:
         return
     yield ""
     routes = new_table("from", "to", ">bandwidth", ">latency", "channels")
-    for start, end, route, channels in _folded_routes(cluster):
+    for start, end, route, channels in _routes_by_rate(cluster) if is_many else _folded_routes(cluster):
         rate, latency = digits(route.bytes_per_second / 1e9, 3), digits(route.latency_ns / 1e3, 3)
         routes.add_row(start, end, f"{rate} GB/s", f"{latency} us", " ".join(channels) or "-")
     yield routes
+
+
+def _routes_by_rate(cluster: Cluster) -> Iterator[tuple[str, str, Route, tuple[str, ...]]]:
+    """Yields a route of each rate, latency and number of channels from the first device, with the number of others."""
+    names, alike = [device.name for device in cluster.devices], dict[tuple[int, int, int], list[int]]()
+    for target in range(1, cluster.num_devices):
+        route = cluster.route(0, target)
+        key = route.bytes_per_second, route.latency_ns, len(route.channels)
+        alike.setdefault(key, []).append(target)
+    for targets in alike.values():
+        route, more = cluster.route(0, targets[0]), len(targets) - 1
+        yield names[0], names[targets[0]] + (f" and {more} more" if more else ""), route, route.channels
 
 
 def _folded_routes(cluster: Cluster) -> Iterator[tuple[str, str, Route, tuple[str, ...]]]:
@@ -86,8 +103,14 @@ def kinds_report() -> Iterator[RenderableType]:
         links.add_row(link.name, f"{rate} GB/s", f"{latency} us")
     yield links
     yield ""
+    machines = new_table("machine", "devices", "network cards")
+    for name, machine in MACHINES.items():
+        machines.add_row(name, machine.local, machine.network)
+    yield machines
+    yield ""
     yield Text(
-        "Combine them as in 4xp100-pcie-16g, 2xa100-sxm-80g+cpu-16core, 2x(4xl4-24g)@10gbit; or write a cluster file."
+        "Combine them as in 4xp100-pcie-16g, 2xa100-sxm-80g+cpu-16core, 2x(4xl4-24g)@10gbit, 4xdgx-h100; or write a "
+        "cluster file."
     )
 
 

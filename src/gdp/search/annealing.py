@@ -20,9 +20,12 @@ from numba.np.random.random_methods import buffered_bounded_lemire_uint32
 from gdp.compiled import inner, kernel
 from gdp.simulator.engine import COMPLETED, NEVER
 from gdp.simulator.memory import find_peaks
+from gdp.simulator.problem import Problem
+from gdp.simulator.records import device_type
 from gdp.simulator.simulate import mean_step_time
 
 _TO_NEIGHBOUR, _SWAP = 0.3, 0.2  # shares of the moves to a neighbour's device and of swaps; the rest go anywhere
+_MOST_ARRIVALS = 2**26
 CURRENT_NS, BEST_NS, CURRENT_EXCESS, BEST_EXCESS, NUM_SIMULATIONS = range(5)  # entries of `State.figures`
 
 
@@ -47,8 +50,8 @@ class MoveConfig(NamedTuple):
 class State(NamedTuple):
     """The search's state, changed in place."""
 
-    placement: Any  # uint8 [N]
-    best: Any  # uint8 [N]
+    placement: Any  # uint8 or uint16 [N]
+    best: Any  # like it
     figures: Any  # int64 [5]
     path: Any  # int64 [N] working memory, as all that follows
     previous: Any  # int32 [N]
@@ -58,13 +61,18 @@ class State(NamedTuple):
     def empty(cls, num_ops: int, num_tensors: int, num_devices: int) -> "State":
         """For a problem of that size; `placement`, `best` and `figures` are to be filled."""
         return cls(
-            placement=np.zeros(num_ops, np.uint8),
-            best=np.zeros(num_ops, np.uint8),
+            placement=np.zeros(num_ops, device_type(num_devices)),
+            best=np.zeros(num_ops, device_type(num_devices)),
             figures=np.zeros(5, np.int64),
             path=np.zeros(num_ops, np.int64),
             previous=np.zeros(num_ops, np.int32),
             arrival_ns=np.zeros((num_tensors, num_devices), np.int64),
         )
+
+
+def is_too_wide(problem: Problem) -> bool:
+    """Returns whether tensors times devices, of which a search keeps arrivals, take more than half a GB."""
+    return problem.graph.num_tensors * problem.num_devices > _MOST_ARRIVALS
 
 
 @inner
@@ -81,8 +89,9 @@ def _critical_path(arrays, op_time_ns, schedule, state):
     op = 0
     for device in range(num_devices):
         before = np.int32(-1)
-        for index in range(schedule.num_ops[device]):
-            started = schedule.ops[device, index]
+        row, begin = min(device, len(schedule.ops) - 1), schedule.begins[device]
+        for index in range(begin, begin + schedule.num_ops[device]):
+            started = schedule.ops[row, index]
             previous[started] = before
             before = np.int32(started)
             if finish_ns[started] > finish_ns[op]:
@@ -156,7 +165,7 @@ def anneal(arrays, objective, dispatch, workspace, grouping, state, rng, config)
             neighbour = neighbours[first + _draw_below(rng, end - first)]
             new = placement[members[offsets[neighbour]]]
         elif draw < 1.0 - _SWAP:
-            new = np.uint8(_draw_below(rng, num_devices))
+            new = np.uint16(_draw_below(rng, num_devices))
         else:
             other = _draw_below(rng, num_groups)
             new = placement[members[offsets[other]]]

@@ -8,6 +8,7 @@ placers see the few alone, too.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gdp.arrays import rows_of
 from gdp.graph.microbatches import Excerpt
 from gdp.search.candidate import Candidate
 from gdp.search.local_search import LocalSearch
@@ -34,8 +35,8 @@ class Few:
         few = replace(
             problem,
             graph=excerpt.graph,
-            op_time_ns=problem.op_time_ns[ops],
-            allowed=problem.allowed[ops],
+            op_time_ns=rows_of(problem.op_time_ns, ops),
+            allowed=rows_of(problem.allowed, ops),
             microbatch=problem.microbatch[ops],
         )
         return cls(few, excerpt)

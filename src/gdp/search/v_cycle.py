@@ -19,7 +19,7 @@ from gdp.search import annealing
 from gdp.search.candidate import Candidate, Figures
 from gdp.simulator.longest_paths import communication_levels, longest_paths
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.records import Workspace
+from gdp.simulator.records import Workspace, device_type
 from gdp.simulator.simulate import NEVER, run_batch
 from gdp.units.grouping import group_units, move_arrays
 from gdp.units.units import Pairs, Units
@@ -115,7 +115,7 @@ class Island:
         """Returns `candidate` with its figures."""
         priority = candidate.priority
         dispatch = self.problem.simulator.dispatch(self.problem.order, priority)
-        devices = candidate.placement.astype(np.uint8)[None]
+        devices = candidate.placement.astype(device_type(self.problem.num_devices))[None]
         time_ns, peaks = np.zeros(1, np.int64), np.zeros((1, self.problem.num_devices), np.int64)
         run_batch(self.arrays, self.nominal_ns, devices, dispatch, NEVER, 0, self.workspace, time_ns, peaks)
         excess = int(excess_bytes(self.problem, peaks[0]))

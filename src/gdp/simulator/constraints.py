@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, narrow, wide
 from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction, parse_size
 from gdp.errors import InputError, suggest
@@ -161,15 +161,16 @@ def allowed_devices(
     """
     pin_rules = _read_pins(graph, cluster, constraints.pins)
     forbid_rules = _read_forbid(graph, cluster, constraints.forbid)
-    allowed = runnable.copy()
-    for rule in (*pin_rules, *forbid_rules):
+    rules = (*pin_rules, *forbid_rules)
+    allowed = np.array(runnable if rules else narrow(runnable))
+    for rule in rules:
         allowed[rule.ops] &= rule.devices
     _intersect_groups(graph, allowed)
     if not allowed.any(axis=1).all():
         op = int(np.argmin(allowed.any(axis=1)))
         raise InputError(_no_device(graph, cluster, runnable, pin_rules, forbid_rules, op))
     _check_pins_fit(graph, cluster, pin_rules, limits_bytes)
-    return allowed
+    return wide(allowed, cluster.num_devices)
 
 
 def memory_limits(cluster: Cluster, constraints: Constraints) -> I64:

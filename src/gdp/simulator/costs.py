@@ -18,22 +18,36 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, wide
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.simulator.records import WORD_DEVICES
 
 NS_PER_SECOND = 10**9
 # what PyTorch calls types that devices have no rate of their own for; they take float32's as a matter of course
 _PLAIN_DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128"}
 _SMALL_FLOATS, _HALVES = ("float8", "float4"), ("bfloat16", "float16")
 _MAX = 2**63 - 1
+_MOST_TIMES = 2**28  # of ops on unlike devices, 2 GB
 
 
 def op_times(graph: Graph, cluster: Cluster) -> I64:
-    """int64[N, D]: ns of each op on each device, -1 where it cannot run. InputError names an op that overflows."""
+    """int64[N, D]: ns of each op on each device, -1 where it cannot run. InputError names an op that overflows.
+
+    On many devices that are all alike the table is broadcast from one column; on unlike ones it takes a few GB at most.
+    """
     times_ns, device_class = op_time_classes(graph, cluster)
+    if cluster.num_devices > WORD_DEVICES:
+        if times_ns.shape[1] == 1:
+            return wide(times_ns, cluster.num_devices)
+        if graph.num_ops * cluster.num_devices > _MOST_TIMES:
+            most = _MOST_TIMES // cluster.num_devices
+            raise InputError(
+                f"graph {graph.name!r} has {graph.num_ops:,} ops, and {cluster.name!r} has {cluster.num_devices} "
+                f"devices of {times_ns.shape[1]} kinds; take devices of one kind, or a graph of up to {most:,} ops"
+            )
     return np.take(times_ns, device_class, axis=1)
 
 

@@ -80,7 +80,7 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     missing, bits0, bits1, bits2, running, until_ns, remaining_ns, channel_free_ns = scratch[:8]
     last, num_waiting, heap_ns, heap_item = scratch[8:]
     finish_ns, started, num_started, transfer_tensor, transfer_route, transfer_start_ns = schedule[:6]
-    transfer_end_ns, arrival_ns, first, following, total = schedule[6:]
+    transfer_end_ns, arrival_ns, first, following, total = schedule[6:11]
     rank, op_of_rank, order_offsets, order_ops = dispatch
     producers = arrays[11][5]
     num_ops, num_devices = len(op_time_ns), np.uint64(len(latency_ns))

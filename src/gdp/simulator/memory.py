@@ -10,14 +10,14 @@ together: frees come before allocations, and what is freed at the moment of its 
 import numpy as np
 
 from gdp.compiled import inlined, inner
-from gdp.simulator.heaps import pop_top, push, replace_top, trailing_zeros
+from gdp.simulator.heaps import pop_top, push, replace_top
 
 NEVER = np.iinfo(np.int64).max
 
 
 @inner
 def find_peaks(arrays, op_time_ns, placement, schedule, memory):
-    """Writes the peaks under `placement` uint8 [N] to `memory.peak_bytes`. `schedule` is that of a completed run."""
+    """Writes the peaks under `placement` [N] to `memory.peak_bytes`. `schedule` is that of a completed run."""
     _find_frees(arrays, placement, schedule, memory)
     memory.peak_bytes[:] = 0
     for op in range(len(placement)):
@@ -32,10 +32,10 @@ def _find_frees(arrays, placement, schedule, memory):
     consumer_offsets, consumers = arrays[3], arrays[4]
     _, _, owner, owned_bytes, copy_bytes, producers = arrays[11][:6]
     finish_ns, transfer_tensor, transfer_end_ns, num_transfers = schedule[0], schedule[3], schedule[6], schedule[10]
-    freed_ns, freed_by, op_frees_bytes, transfer_frees_bytes, last_there = memory[:5]
-    zero, one = np.uint64(0), np.uint64(1)
+    freed_ns, freed_by, op_frees_bytes, transfer_frees_bytes, last_there, last_tensor = memory[:6]
 
     op_frees_bytes[:] = 0
+    last_tensor[:] = -1
     for tensor in range(len(owner)):
         freed_by[tensor] = producers[tensor]
         freed_ns[tensor] = finish_ns[producers[tensor]]
@@ -43,7 +43,7 @@ def _find_frees(arrays, placement, schedule, memory):
         source = np.uint64(placement[producers[tensor]])
         base = owner[tensor]
         last, last_ns = freed_by[base], freed_ns[base]
-        elsewhere = zero
+        is_elsewhere = False
         for index in range(consumer_offsets[tensor], consumer_offsets[tensor + 1]):
             consumer = consumers[index]
             device = np.uint64(placement[consumer])
@@ -51,15 +51,16 @@ def _find_frees(arrays, placement, schedule, memory):
                 if finish_ns[consumer] >= last_ns:
                     last, last_ns = np.int32(consumer), finish_ns[consumer]
             else:
-                bit = one << device
-                if elsewhere & bit == zero or finish_ns[consumer] > finish_ns[last_there[device]]:
+                if last_tensor[device] != tensor or finish_ns[consumer] > finish_ns[last_there[device]]:
                     last_there[device] = consumer
-                elsewhere |= bit
+                last_tensor[device] = tensor
+                is_elsewhere = True
         freed_by[base], freed_ns[base] = last, last_ns
-        while elsewhere != zero:
-            device = trailing_zeros(elsewhere)
-            elsewhere &= elsewhere - one
-            op_frees_bytes[last_there[device]] += copy_bytes[tensor]
+        for index in range(consumer_offsets[tensor], consumer_offsets[tensor + 1] if is_elsewhere else 0):
+            consumer = consumers[index]
+            device = np.uint64(placement[consumer])
+            if device != source and last_there[device] == consumer:
+                op_frees_bytes[consumer] += copy_bytes[tensor]
     for transfer in range(num_transfers[0]):
         transfer_frees_bytes[transfer] = 0
         base = owner[transfer_tensor[transfer]]
@@ -98,24 +99,40 @@ def _sweep(arrays, op_time_ns, schedule, memory, device):
         first,
         following,
         _,
+        begins,
+        first_in,
+        next_in,
+        first_out,
+        next_out,
     ) = schedule
-    _, _, op_frees_bytes, transfer_frees_bytes, _, heap_ns, heap_item, peak_bytes = memory
+    _, _, op_frees_bytes, transfer_frees_bytes, _, _, heap_ns, heap_item, peak_bytes = memory
     num_devices = np.uint64(len(peak_bytes))
     column = device if op_time_ns.shape[1] > 1 else np.uint64(0)
     one = np.uint64(1)
+    is_chained = len(first_in) > 0  # on many devices routes in use are chained, else all are looked at
+    row, begin = min(device, np.uint64(len(ops)) - one), begins[device]
 
     size = np.int64(0)
-    for other in range(num_devices):
-        transfer = first[other * num_devices + device]
+    other = np.uint64(0)
+    chained = first_in[device] if is_chained else np.int32(0)
+    while (chained >= 0) if is_chained else (other < num_devices):
+        transfer = chained if is_chained else first[other * num_devices + device]
         if transfer >= 0:
             size = push(heap_ns, heap_item, size, transfer_start_ns[transfer], np.int64(transfer) * 2)
-        route = device * num_devices + other
+        chained = next_in[transfer] if is_chained else chained
+        other += one
+    other = np.uint64(0)
+    chained = first_out[device] if is_chained else np.int32(0)
+    while (chained >= 0) if is_chained else (other < num_devices):
+        route = np.uint64(transfer_route[chained]) if is_chained else device * num_devices + other
         transfer = _next_that_frees(first[route], following, transfer_frees_bytes)
         while transfer >= 0:
             size = push(heap_ns, heap_item, size, transfer_end_ns[transfer], np.int64(transfer) * 2 + 1)
             if channel_offsets[route] < channel_offsets[route + one]:
                 break
             transfer = _next_that_frees(following[transfer], following, transfer_frees_bytes)
+        chained = next_out[chained] if is_chained else chained
+        other += one
 
     usage_bytes = peak_bytes[device]
     highest_bytes = usage_bytes
@@ -125,7 +142,7 @@ def _sweep(arrays, op_time_ns, schedule, memory, device):
         is_op = index < num_ops[device]
         start_ns = NEVER
         if is_op:
-            op = ops[device, index]
+            op = ops[row, begin + index]
             start_ns = finish_ns[op] - op_time_ns[op, column]
         while True:
             # transfers' events until the op starts, and the end of the op before where it comes

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp import notebook
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, narrow, wide
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
@@ -19,9 +19,12 @@ from gdp.graph.microbatches import microbatch_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints, allowed_devices, memory_limits
 from gdp.simulator.costs import op_times
 from gdp.simulator.orders import B_LEVEL, order_priority, orders_for
+from gdp.simulator.records import device_type
 from gdp.simulator.simulator import Simulator
 
 Placement = npt.NDArray[np.int64]
+Devices = npt.NDArray[np.uint8 | np.uint16]
+"""A placement as kernels take it."""
 
 _LARGEST = 2**62  # what all sizes, or all times, of a problem may sum to: half of int64
 
@@ -74,12 +77,12 @@ class Problem:
                 f"op_time_ns has shape {times.shape}; "
                 f"({graph.num_ops}, {cluster.num_devices}), ops x devices, is expected"
             )
-        if (times < -1).any():
+        if (narrow(times) < -1).any():
             raise InputError(f"op_time_ns holds {times.min()}; at least -1 (cannot run there) is expected")
         _check_sums(graph, cluster, times)
-        runnable = times >= 0
-        if not runnable.any(axis=1).all():
-            op = int(np.argmin(runnable.any(axis=1)))
+        runnable = wide(narrow(times) >= 0, cluster.num_devices)
+        if not narrow(runnable).any(axis=1).all():
+            op = int(np.argmin(narrow(runnable).any(axis=1)))
             raise InputError(
                 f"op {op} {graph.op_names[op]!r}: no device of {cluster.name!r} can run it; "
                 "give it a time on one or add a device"
@@ -139,7 +142,7 @@ class Problem:
         """[N] the priority of ops in that order, `level_ns` [N] in place of the b-level."""
         return order_priority(order, self.simulator.order_traits, level_ns)
 
-    def check_placement(self, placement: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    def check_placement(self, placement: npt.ArrayLike) -> Devices:
         """`placement` as the engine takes it; InputError if an op is on no device or on one that cannot run it."""
         values = np.asarray(placement)
         if values.shape != (self.num_ops,) or values.dtype.kind not in "iu":
@@ -159,7 +162,7 @@ class Problem:
             raise InputError(
                 f"placement: op {op} {self.graph.op_names[op]!r} cannot run on {device}; place it elsewhere"
             )
-        return values.astype(np.uint8)
+        return values.astype(device_type(self.num_devices))
 
     def broken_constraints(self, placement: Placement) -> list[str]:
         """Returns the constraints that `placement` breaks besides memory: groups that are split, misplaced ops."""
@@ -198,7 +201,7 @@ def _check_sums(graph: Graph, cluster: Cluster, op_time_ns: I64) -> None:
         transfers_ns = (_exact_sum(used) * 10**9 // slowest + len(used) * (latest_ns + 1)) * (cluster.num_devices - 1)
     else:
         transfers_ns = 0
-    total_ns = _exact_sum(op_time_ns.max(axis=1)) + transfers_ns
+    total_ns = _exact_sum(narrow(op_time_ns).max(axis=1)) + transfers_ns
     if total_ns > _LARGEST:
         raise InputError(
             f"graph {graph.name!r} on {cluster.name!r}: op times and transfers sum to {total_ns} ns; "

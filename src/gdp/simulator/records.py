@@ -8,6 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gdp.arrays import I64
+
+WORD_DEVICES = 64  # up to as many devices are sets of bits of one integer; for more there is `many_devices.py`
+
+
+def device_type(num_devices: int) -> type[np.uint8 | np.uint16]:
+    """Returns the type of a placement as kernels take it."""
+    return np.uint8 if num_devices <= WORD_DEVICES else np.uint16
+
 
 class MemoryArrays(NamedTuple):
     """The figures of a graph that peaks of memory depend on."""
@@ -50,7 +59,7 @@ class Dispatch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Working memory of one run.
+    """Working memory of one run on up to 64 devices.
 
     Transfers of one route start, end and arrive in the order of their requests, so only the first of each route is in
     the heap. A route without channels has no such order: all its transfers are.
@@ -70,11 +79,31 @@ class Scratch(NamedTuple):
     heap_item: Any  # int64 [R + E] transfer
 
 
+class ManyScratch(NamedTuple):
+    """Working memory of one run on many devices: nothing of it grows with ops times devices."""
+
+    missing: Any  # int32 [N] inputs not yet on the op's device
+    ready: Any  # uint32 [N] the ranks of ready ops: a heap for each device, where its ops begin
+    num_ready: Any  # int64 [D]
+    is_idle: Any  # uint8 [D]
+    changed: Any  # uint32 [D + 1] devices that may be able to start an op
+    is_changed: Any  # uint8 [D]
+    remaining_ns: Any  # int64 [D] work not yet started
+    channel_free_ns: Any  # int64 [C]
+    destinations: Any  # uint64 [(D + 63) / 64] of what an op sends, as bits
+    last: Any  # int32 [R] last transfer of each route
+    num_waiting: Any  # int32 [R] transfers of each route that have not arrived, where they arrive in order
+    end_ns: Any  # int64 [D] a heap of running ops, by their ends
+    end_item: Any  # int64 [D] op
+    heap_ns: Any  # int64 [E] arrival
+    heap_item: Any  # int64 [E] transfer
+
+
 class Schedule(NamedTuple):
     """The times of a run. Transfers are in the order of their requests."""
 
     finish_ns: Any  # int64 [N]
-    ops: Any  # uint32 [D, N] ops of each device in the order of their starts
+    ops: Any  # uint32 [D, N] ops of each device in the order of their starts; on many devices all in one row [1, N]
     num_ops: Any  # int64 [D] and how many
     transfer_tensor: Any  # uint32 [E]
     transfer_route: Any  # uint32 [E] source * D + destination
@@ -84,6 +113,17 @@ class Schedule(NamedTuple):
     first: Any  # int32 [R] first transfer of each route, or -1
     following: Any  # int32 [E] next transfer of the same route, or -1
     num_transfers: Any  # int64 [1]
+    begins: Any  # int64 [D] where each device's ops begin in their row
+    first_in: Any  # int32 [D] on many devices: a first transfer of a route into each device, or -1; else [0]
+    next_in: Any  # int32 [E] the first transfer of another route into the same device, or -1
+    first_out: Any  # int32 [D] the same for routes out of each device
+    next_out: Any  # int32 [E]
+
+    def orders(self) -> tuple[I64, ...]:
+        """Returns the ops of each device [D] in the order of their starts."""
+        rows = self.ops if len(self.ops) > 1 else np.broadcast_to(self.ops, (len(self.num_ops), self.ops.shape[1]))
+        spans = zip(rows, self.begins.tolist(), self.num_ops.tolist(), strict=True)
+        return tuple(row[begin : begin + count].astype(np.int64) for row, begin, count in spans)
 
 
 class Memory(NamedTuple):
@@ -94,6 +134,7 @@ class Memory(NamedTuple):
     op_frees_bytes: Any  # int64 [N] what is freed on its device when an op ends
     transfer_frees_bytes: Any  # int64 [E] what is freed on its source when a transfer ends
     last_there: Any  # uint32 [D] the last consumer of a tensor on each device
+    last_tensor: Any  # int64 [D] the tensor of which it is that
     heap_ns: Any  # int64 [2D + E] the next event of each route, or each event where a route has no order
     heap_item: Any  # int64 [2D + E] transfer * 2, and 1 more if it frees
     peak_bytes: Any  # int64 [D] the answer
@@ -102,7 +143,7 @@ class Memory(NamedTuple):
 class Workspace(NamedTuple):
     """The working memory of a thread, with the schedule and the peaks of its last run."""
 
-    scratch: Scratch
+    scratch: Scratch | ManyScratch
     schedule: Schedule
     memory: Memory
 
@@ -113,36 +154,27 @@ class Workspace(NamedTuple):
         num_tensors, num_edges = len(arrays.memory.owner), len(arrays.consumers)
         num_channels = int(arrays.route_channels.max(initial=0)) + 1
         num_routes = num_devices * num_devices
-        words = [num_ops]
-        for _ in range(3):
-            words.append((words[-1] + 63) // 64)
+        is_many = num_devices > WORD_DEVICES
+        make = _scratch_of_many if is_many else _scratch
         return cls(
-            Scratch(
-                missing=np.zeros(num_ops, np.int32),
-                bits0=np.zeros((num_devices, words[1]), np.uint64),
-                bits1=np.zeros((num_devices, words[2]), np.uint64),
-                bits2=np.zeros((num_devices, words[3]), np.uint64),
-                running=np.zeros(num_devices, np.uint32),
-                until_ns=np.zeros(num_devices, np.int64),
-                remaining_ns=np.zeros(num_devices, np.int64),
-                channel_free_ns=np.zeros(num_channels, np.int64),
-                last=np.zeros(num_routes, np.int32),
-                num_waiting=np.zeros(num_routes, np.int32),
-                heap_ns=np.zeros(num_routes + num_edges, np.int64),
-                heap_item=np.zeros(num_routes + num_edges, np.int64),
-            ),
+            make(num_ops, num_devices, num_edges, num_channels),
             Schedule(
                 finish_ns=np.zeros(num_ops, np.int64),
-                ops=np.zeros((num_devices, num_ops), np.uint32),
+                ops=np.zeros((1 if is_many else num_devices, num_ops), np.uint32),
                 num_ops=np.zeros(num_devices, np.int64),
                 transfer_tensor=np.zeros(num_edges, np.uint32),
                 transfer_route=np.zeros(num_edges, np.uint32),
                 transfer_start_ns=np.zeros(num_edges, np.int64),
                 transfer_end_ns=np.zeros(num_edges, np.int64),
                 arrival_ns=np.zeros(num_edges, np.int64),
-                first=np.zeros(num_routes, np.int32),
+                first=np.full(num_routes, -1, np.int32),
                 following=np.zeros(num_edges, np.int32),
                 num_transfers=np.zeros(1, np.int64),
+                begins=np.zeros(num_devices, np.int64),
+                first_in=np.full(num_devices * is_many, -1, np.int32),
+                next_in=np.zeros(num_edges * is_many, np.int32),
+                first_out=np.full(num_devices * is_many, -1, np.int32),
+                next_out=np.zeros(num_edges * is_many, np.int32),
             ),
             Memory(
                 freed_ns=np.zeros(num_tensors, np.int64),
@@ -150,8 +182,50 @@ class Workspace(NamedTuple):
                 op_frees_bytes=np.zeros(num_ops, np.int64),
                 transfer_frees_bytes=np.zeros(num_edges, np.int64),
                 last_there=np.zeros(num_devices, np.uint32),
+                last_tensor=np.zeros(num_devices, np.int64),
                 heap_ns=np.zeros(2 * num_devices + num_edges, np.int64),
                 heap_item=np.zeros(2 * num_devices + num_edges, np.int64),
                 peak_bytes=np.zeros(num_devices, np.int64),
             ),
         )
+
+
+def _scratch(num_ops: int, num_devices: int, num_edges: int, num_channels: int) -> Scratch:
+    num_routes = num_devices * num_devices
+    words = [num_ops]
+    for _ in range(3):
+        words.append((words[-1] + 63) // 64)
+    return Scratch(
+        missing=np.zeros(num_ops, np.int32),
+        bits0=np.zeros((num_devices, words[1]), np.uint64),
+        bits1=np.zeros((num_devices, words[2]), np.uint64),
+        bits2=np.zeros((num_devices, words[3]), np.uint64),
+        running=np.zeros(num_devices, np.uint32),
+        until_ns=np.zeros(num_devices, np.int64),
+        remaining_ns=np.zeros(num_devices, np.int64),
+        channel_free_ns=np.zeros(num_channels, np.int64),
+        last=np.zeros(num_routes, np.int32),
+        num_waiting=np.zeros(num_routes, np.int32),
+        heap_ns=np.zeros(num_routes + num_edges, np.int64),
+        heap_item=np.zeros(num_routes + num_edges, np.int64),
+    )
+
+
+def _scratch_of_many(num_ops: int, num_devices: int, num_edges: int, num_channels: int) -> ManyScratch:
+    return ManyScratch(
+        missing=np.zeros(num_ops, np.int32),
+        ready=np.zeros(num_ops, np.uint32),
+        num_ready=np.zeros(num_devices, np.int64),
+        is_idle=np.zeros(num_devices, np.uint8),
+        changed=np.zeros(num_devices + 1, np.uint32),
+        is_changed=np.zeros(num_devices, np.uint8),
+        remaining_ns=np.zeros(num_devices, np.int64),
+        channel_free_ns=np.zeros(num_channels, np.int64),
+        destinations=np.zeros((num_devices + 63) // 64, np.uint64),
+        last=np.zeros(num_devices * num_devices, np.int32),
+        num_waiting=np.zeros(num_devices * num_devices, np.int32),
+        end_ns=np.zeros(num_devices, np.int64),
+        end_item=np.zeros(num_devices, np.int64),
+        heap_ns=np.zeros(num_edges, np.int64),
+        heap_item=np.zeros(num_edges, np.int64),
+    )

@@ -14,17 +14,19 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from numba.extending import overload
 
 from gdp import notebook
 from gdp.arrays import I64
-from gdp.compiled import inner, kernel
+from gdp.compiled import INLINED, inner, kernel
 from gdp.errors import InputError
 from gdp.simulator.engine import COMPLETED, DEADLOCK, run
 from gdp.simulator.engine import NEVER as NEVER  # for callers
+from gdp.simulator.many_devices import run_on_many
 from gdp.simulator.memory import find_peaks
 from gdp.simulator.plan import Plan
-from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.records import Dispatch
+from gdp.simulator.problem import Devices, Placement, Problem
+from gdp.simulator.records import Dispatch, ManyScratch
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +112,7 @@ def simulate(
     with simulator.workspace() as workspace:
         run_batch(simulator.arrays, times_ns[None], devices[None], dispatch, NEVER, 0, workspace, step_time_ns, peaks)
         schedule = workspace.schedule
-        done = tuple(
-            ops[:count].astype(np.int64) for ops, count in zip(schedule.ops, schedule.num_ops.tolist(), strict=True)
-        )
+        done = schedule.orders()
         if step_time_ns[0] == DEADLOCK:
             stuck = _stuck_op(order or (), done)
             raise InputError(
@@ -233,6 +233,21 @@ def verify(problem: Problem, plan: Plan) -> list[str]:
     return wrong
 
 
+def _run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
+    """Runs `engine.run`, or `run_on_many` where there are more devices than bits in a word."""
+    chosen = run_on_many if isinstance(scratch, ManyScratch) else run
+    return chosen(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule)
+
+
+@overload(_run, jit_options=INLINED)
+def _choose_run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
+    """Chooses when it is compiled, by the type of the working memory."""
+    chosen = run_on_many if scratch.instance_class is ManyScratch else run
+    return lambda arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule: chosen(
+        arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule
+    )
+
+
 @inner
 def mean_step_time(arrays, op_times_ns, placement, dispatch, stop_ns, floor_ns, workspace):
     """Returns (status, mean step time) over the tables `op_times_ns` [K, N, D], rounded down; a lower bound of at least
@@ -246,7 +261,7 @@ def mean_step_time(arrays, op_times_ns, placement, dispatch, stop_ns, floor_ns, 
     total_ns = 0
     for table in range(num_tables):
         others_ns = (num_tables - 1 - table) * floor_ns
-        status, step_time_ns = run(
+        status, step_time_ns = _run(
             arrays,
             op_times_ns[table],
             placement,
@@ -263,7 +278,7 @@ def mean_step_time(arrays, op_times_ns, placement, dispatch, stop_ns, floor_ns, 
 
 @kernel
 def run_batch(arrays, op_times_ns, placements, dispatch, stop_ns, floor_ns, workspace, times_ns, peak_bytes):
-    """Fills `times_ns` [B] with the mean step times of `placements` uint8 [B, N] (see `mean_step_time`), or DEADLOCK,
+    """Fills `times_ns` [B] with the mean step times of `placements` [B, N] (see `mean_step_time`), or DEADLOCK,
     and `peak_bytes` [B, D] with the peaks under the last table.
 
     A run that stops early has no peaks: its row stays as it is. With `peak_bytes` [B, 0] no peaks are found.
@@ -281,7 +296,7 @@ def run_batch(arrays, op_times_ns, placements, dispatch, stop_ns, floor_ns, work
 
 
 def _flat_order(
-    order: Sequence[npt.ArrayLike], devices: npt.NDArray[np.uint8], num_devices: int
+    order: Sequence[npt.ArrayLike], devices: Devices, num_devices: int
 ) -> tuple[I64, npt.NDArray[np.uint32]]:
     """(`order_offsets`, `order_ops`) of a `Dispatch`."""
     lists = [np.asarray(ops, np.int64) for ops in order]

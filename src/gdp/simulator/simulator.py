@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64
+from gdp.arrays import I64, narrow
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.simulator.costs import transfer_occupancy_ns
@@ -45,14 +45,16 @@ class Simulator:
     @cached_property
     def mean_op_time_ns(self) -> I64:
         """[N] mean over the devices that can run the op, rounded down: the m of docs/machine-model.md, section 3."""
-        runnable = self.op_time_ns >= 0
-        total = np.where(runnable, self.op_time_ns, 0).sum(axis=1)
+        times_ns = narrow(self.op_time_ns)
+        runnable = times_ns >= 0
+        total = np.where(runnable, times_ns, 0).sum(axis=1)
         return np.asarray(total // np.maximum(runnable.sum(axis=1), 1), np.int64)
 
     @cached_property
     def fastest_ns(self) -> I64:
         """[N] the op's time on its fastest device."""
-        return np.asarray(np.where(self.op_time_ns >= 0, self.op_time_ns, np.iinfo(np.int64).max).min(axis=1))
+        times_ns = narrow(self.op_time_ns)
+        return np.asarray(np.where(times_ns >= 0, times_ns, np.iinfo(np.int64).max).min(axis=1))
 
     @cached_property
     def b_level_ns(self) -> I64:
@@ -62,12 +64,12 @@ class Simulator:
     @cached_property
     def runs_everywhere(self) -> bool:
         """True if all ops can run on all devices."""
-        return bool((self.op_time_ns >= 0).all())
+        return bool((narrow(self.op_time_ns) >= 0).all())
 
     @cached_property
     def time_table_ns(self) -> I64:
         """[N, D] `op_time_ns` as the engine takes it: one column [N, 1] where all devices are alike."""
-        times = self.op_time_ns
+        times = narrow(self.op_time_ns)
         table = np.ascontiguousarray(times[:, :1]) if (times == times[:, :1]).all() else times
         table.setflags(write=False)  # as `op_time_ns` is: Numba would compile everything anew for a writable one
         return table
@@ -137,7 +139,6 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64) -> Arra
     for column, rate in enumerate(rates.tolist()):
         occupancy[:, column] = transfer_occupancy_ns(sizes, rate)
     route_rate = np.minimum(np.searchsorted(rates, cluster.bytes_per_second), max(len(rates) - 1, 0))
-    routes = [channels for row in cluster.route_channels for channels in row]
     num_inputs = np.bincount(consumers, minlength=num_ops)
     inputs = edge_tensors[np.argsort(consumers, kind="stable")]
     memory = MemoryArrays(
@@ -160,8 +161,8 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64) -> Arra
         occupancy_ns=occupancy,
         route_rate=route_rate.astype(np.uint32),
         latency_ns=np.ascontiguousarray(cluster.latency_ns),
-        route_offsets=_offsets([len(route) for route in routes]),
-        route_channels=np.array([channel for route in routes for channel in route], np.uint32),
+        route_offsets=_offsets(cluster.num_channels.reshape(-1)),
+        route_channels=cluster.channels_in_turn.astype(np.uint32),
         tail_ns=tail_ns,
         memory=memory,
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, narrow
 from gdp.compiled import inner, kernel
 from gdp.graph.recomputed import is_recomputed
 from gdp.simulator.problem import Problem
@@ -37,7 +37,8 @@ def forward_units(problem: Problem) -> I64:
     _find_leaders(arrays, parts, takers, follows)
     follows[problem.microbatch > 0] = -1  # replicas go where the first one goes, unless they are free
     followers = np.flatnonzero(follows >= 0)
-    same = (problem.allowed[followers] == problem.allowed[follows[followers]]).all(axis=1)
+    allowed = narrow(problem.allowed)
+    same = (allowed[followers] == allowed[follows[followers]]).all(axis=1)
     follows[followers[~same]] = -1
     unit = problem.graph.group_index[roots_of(follows)]
     _, first_op = np.unique(problem.graph.group_index, return_index=True)

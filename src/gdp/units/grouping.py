@@ -58,7 +58,8 @@ def move_arrays(groups: Units, units: Units, pairs: Pairs) -> MoveArrays:
     apart = low != high
     keys = np.unique(np.concatenate((low[apart] * num_groups + high[apart], high[apart] * num_groups + low[apart])))
     neighbour_offsets = np.concatenate(([0], np.cumsum(np.bincount(keys // num_groups, minlength=num_groups))))
-    return MoveArrays(groups.offsets, groups.ops, groups.index, groups.allowed, neighbour_offsets, keys % num_groups)
+    allowed = np.array(groups.allowed)  # as rows, where it is one column
+    return MoveArrays(groups.offsets, groups.ops, groups.index, allowed, neighbour_offsets, keys % num_groups)
 
 
 def roots_of(parent: I64) -> I64:

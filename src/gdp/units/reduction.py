@@ -21,7 +21,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64
+from gdp.arrays import I64, narrow, rows_of, wide
 from gdp.graph import Graph
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.grouping import roots_of
@@ -64,8 +64,9 @@ def reduce(problem: Problem) -> Reduction:
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     only_successor = _only_neighbour(graph.num_ops, sources, targets)
     only_predecessor = _only_neighbour(graph.num_ops, targets, sources)
-    takes_time = np.where(problem.allowed, problem.op_time_ns, 1).min(axis=1) > 0
-    no_time = np.where(problem.allowed, problem.op_time_ns, 0).max(axis=1) == 0
+    allowed, times_ns = narrow(problem.allowed), narrow(problem.op_time_ns)
+    takes_time = np.where(allowed, times_ns, 1).min(axis=1) > 0
+    no_time = np.where(allowed, times_ns, 0).max(axis=1) == 0
     keeps = np.zeros(graph.num_ops, np.bool_)
     np.logical_or.at(keeps, graph.producers, graph.is_kept)
     allocates = (
@@ -79,8 +80,8 @@ def reduce(problem: Problem) -> Reduction:
     is_free = takes_time[after] & ~keeps[op] & (graph.resident_bytes[op] == 0)
     chosen = np.flatnonzero((is_chain | is_source) & is_free)
     op, after = op[chosen], after[chosen]
-    can_run = problem.op_time_ns >= 0
-    is_alike = (problem.allowed[op] == problem.allowed[after]) & (can_run[op] == can_run[after])
+    can_run = times_ns >= 0
+    is_alike = (allowed[op] == allowed[after]) & (can_run[op] == can_run[after])
     into = np.full(graph.num_ops, -1, np.int64)
     into[op] = np.where(is_alike.all(axis=1), after, -1)
     _keep_groups(graph.groups, into)
@@ -123,9 +124,10 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     num_ops = len(lasts)
     resident = np.zeros(num_ops, np.int64)
     np.add.at(resident, reduced_op, graph.resident_bytes)
-    times = np.zeros((num_ops, problem.num_devices), np.int64)
-    np.add.at(times, reduced_op, np.maximum(problem.op_time_ns, 0))
-    times[problem.op_time_ns[lasts] < 0] = -1
+    times_ns = narrow(problem.op_time_ns)
+    times = np.zeros((num_ops, times_ns.shape[1]), np.int64)
+    np.add.at(times, reduced_op, np.maximum(times_ns, 0))
+    times[times_ns[lasts] < 0] = -1
 
     # a merged op holds what its members produce for each other until it ends: one tensor without consumers
     inner_bytes = np.zeros(num_ops, np.int64)
@@ -166,8 +168,8 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     return Problem(
         merged,
         problem.cluster,
-        times,
-        problem.allowed[lasts],
+        wide(times, problem.num_devices),
+        rows_of(problem.allowed, lasts),
         problem.memory_limit_bytes,
         problem.microbatch[lasts],
         problem.order,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, narrow, wide
 from gdp.simulator.problem import Placement, Problem
 
 
@@ -70,7 +70,9 @@ class Units:
     @cached_property
     def allowed(self) -> Bool:
         """[U, D] whether all ops of the unit may go to the device."""
-        return np.asarray(np.logical_and.reduceat(self.problem.allowed[self.ops], self.offsets[:-1], axis=0))
+        allowed = narrow(self.problem.allowed)[self.ops]
+        of_units = np.asarray(np.logical_and.reduceat(allowed, self.offsets[:-1], axis=0))
+        return wide(of_units, self.problem.num_devices)
 
     def sum(self, of_ops: I64) -> I64:
         """Returns sums [U, ...] over the units' ops of a figure of ops [N, ...]."""
@@ -78,8 +80,10 @@ class Units:
 
     def mean_time_ns(self) -> I64:
         """Returns [U] the mean time over the devices where a unit may go."""
-        total = np.where(self.allowed, self.time_ns, 0).sum(axis=1)
-        return np.asarray(total // np.maximum(self.allowed.sum(axis=1), 1), np.int64)
+        allowed = narrow(self.allowed)
+        time_ns = self.time_ns if allowed.shape[1] > 1 else narrow(self.time_ns)
+        total = np.where(allowed, time_ns, 0).sum(axis=1)
+        return np.asarray(total // np.maximum(allowed.sum(axis=1), 1), np.int64)
 
     def place(self, devices: npt.ArrayLike) -> Placement:
         """Returns the placement [N] of all ops from `devices` [U]."""

@@ -17,13 +17,14 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.bounds.lower_bound import lower_bound
-from gdp.cluster import MAX_DEVICES, Cluster
+from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.policy.training.graph_set import StoredGraph
 from gdp.policy.training.random_clusters import draw_cluster
 from gdp.policy.training.random_layouts import draw_layout, step_in
 from gdp.simulator.problem import Problem
+from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import evaluate
 from gdp.units.reduction import reduce
 
@@ -49,10 +50,10 @@ class TaskConfig:
         for name in ("random_share", "tight_share", "layout_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name)}; a share from 0 to 1 is expected")
-        if not 1 <= self.min_devices <= self.max_devices <= MAX_DEVICES:
+        if not 1 <= self.min_devices <= self.max_devices <= WORD_DEVICES:
             raise InputError(
                 f"min_devices is {self.min_devices} and max_devices {self.max_devices}; "
-                f"1 to {MAX_DEVICES} in this order are expected"
+                f"1 to {WORD_DEVICES} in this order are expected"
             )
         if not self.batch_factors or min(self.batch_factors) <= 0:
             raise InputError(f"batch_factors is {self.batch_factors}; numbers above 0 are expected")

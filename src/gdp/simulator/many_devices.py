@@ -1,0 +1,250 @@
+"""The run of the machine model on more than 64 devices, compiled; it equals that of `engine.py` in every figure.
+
+There sets of devices are bits of one integer, and all devices are looked at whenever time moves on. Here
+
+- running ops are in a heap by their ends (ties by op number, the order in which they complete);
+- ready ops are in a heap of ranks for each device, in one array: a device's part begins where its ops do;
+- a list has the devices where something changed, in any order: starting an op touches its own device alone;
+- routes in use are chained by device, so that `memory.py` does not look at all of them.
+
+No array grows with ops times devices. docs/machine-model.md, section 3, is the definition; the loop is that of
+`engine.py`, which says why each step is exact.
+"""
+
+import numpy as np
+
+from gdp.compiled import inlined, inner
+from gdp.simulator.engine import COMPLETED, DEADLOCK, NEVER, STOPPED
+from gdp.simulator.heaps import pop_top, push, replace_top, trailing_zeros
+
+
+@inlined
+def _push_rank(ready, begin, size, rank):
+    """Adds `rank` to the heap of `size` entries that begins at `begin`."""
+    at = size
+    while at > 0:
+        parent = (at - 1) >> 1
+        if ready[begin + parent] <= rank:
+            break
+        ready[begin + at] = ready[begin + parent]
+        at = parent
+    ready[begin + at] = rank
+
+
+@inlined
+def _pop_rank(ready, begin, size):
+    """Takes the lowest rank off the heap of `size` entries that begins at `begin`, and returns it."""
+    lowest, moved = ready[begin], ready[begin + size - 1]
+    size -= 1
+    at = 0
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        if child + 1 < size and ready[begin + child + 1] < ready[begin + child]:
+            child += 1
+        if ready[begin + child] >= moved:
+            break
+        ready[begin + at] = ready[begin + child]
+        at = child
+    ready[begin + at] = moved
+    return lowest
+
+
+@inlined
+def _note(changed, is_changed, num_changed, device):
+    """Adds `device` to the list of those where something changed, once; returns the length of the list."""
+    changed[num_changed] = device
+    is_new = is_changed[device] == 0
+    is_changed[device] = 1
+    return num_changed + is_new
+
+
+@inner
+def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
+    """Returns (status, step time in ns) of `placement` uint16 [N], and fills `schedule`, as `engine.run` does."""
+    num_inputs, sources, tensor_offsets, consumer_offsets, consumers, occupancy_ns = arrays[:6]
+    route_rate, latency_ns, route_offsets, route_channels, tail_ns = arrays[6:11]
+    missing, ready, num_ready, is_idle, changed, is_changed, remaining_ns, channel_free_ns = scratch[:8]
+    destinations, last, num_waiting, end_ns, end_item, heap_ns, heap_item = scratch[8:]
+    finish_ns, started, num_started, transfer_tensor, transfer_route, transfer_start_ns = schedule[:6]
+    transfer_end_ns, arrival_ns, first, following, total = schedule[6:11]
+    begins, first_in, next_in, first_out, next_out = schedule[11:]
+    rank, op_of_rank, order_offsets, order_ops = dispatch
+    producers = arrays[11][5]
+    num_ops, num_devices = len(op_time_ns), np.uint64(len(latency_ns))
+    devices_differ = op_time_ns.shape[1] > 1
+    replays = len(order_ops) > 0
+    zero, one, six, low = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
+    heap_size = num_running = num_changed = np.int64(0)
+    num_transfers = 0
+    latest = 0
+
+    for device in range(num_devices):  # what the run before left of routes
+        transfer = first_in[device]
+        while transfer >= 0:
+            first[transfer_route[transfer]] = -1
+            num_waiting[transfer_route[transfer]] = 0
+            transfer = next_in[transfer]
+        first_in[device] = first_out[device] = -1
+        num_started[device] = num_ready[device] = remaining_ns[device] = 0
+        is_idle[device] = 1
+        is_changed[device] = 0
+    channel_free_ns[:] = 0
+    destinations[:] = zero
+    total[0] = 0
+    for op in range(num_ops):
+        missing[op] = num_inputs[op]
+        num_ready[placement[op]] += 1
+    begin = np.int64(0)
+    for device in range(num_devices):
+        begins[device] = begin
+        begin += num_ready[device]
+        num_ready[device] = 0
+    if stop_ns < NEVER:
+        for op in range(num_ops):
+            remaining_ns[placement[op]] += op_time_ns[op, placement[op] if devices_differ else 0]
+        for device in range(num_devices):
+            if remaining_ns[device] >= stop_ns:
+                return STOPPED, remaining_ns[device]
+    for op in sources:
+        device = np.uint64(placement[op])
+        _push_rank(ready, begins[device], num_ready[device], rank[op])
+        num_ready[device] += 1
+        num_changed = _note(changed, is_changed, num_changed, device)
+
+    now = 0
+    while True:
+        # idle devices each start one op (section 3, rule 4)
+        started_zero = False
+        for index in range(num_changed):
+            device = np.uint64(changed[index])
+            is_changed[device] = 0
+            if is_idle[device] == 0:
+                continue
+            if replays:
+                at = order_offsets[device] + num_started[device]
+                if at == order_offsets[device + one] or missing[order_ops[at]] != 0:
+                    continue
+                op = order_ops[at]
+            else:
+                if num_ready[device] == 0:
+                    continue
+                op = op_of_rank[_pop_rank(ready, begins[device], num_ready[device])]
+                num_ready[device] -= 1
+            duration = op_time_ns[op, device if devices_differ else zero]
+            if now + tail_ns[op] >= stop_ns or now + remaining_ns[device] >= stop_ns:
+                return STOPPED, max(now + tail_ns[op], now + remaining_ns[device])
+            remaining_ns[device] -= duration
+            is_idle[device] = 0
+            started_zero |= duration == 0
+            num_running = push(end_ns, end_item, num_running, now + duration, np.int64(op))
+            finish_ns[op] = now + duration
+            started[0, begins[device] + num_started[device]] = op
+            num_started[device] += 1
+        num_changed = np.int64(0)
+
+        if not started_zero:
+            upcoming = heap_ns[0] if heap_size > 0 else NEVER
+            upcoming = min(upcoming, end_ns[0] if num_running > 0 else NEVER)
+            if upcoming == NEVER:
+                break
+            now = upcoming
+            latest = now
+
+        # completions at `now`, ascending op number, each with its transfer requests
+        while num_running > 0 and end_ns[0] == now:
+            op = np.uint64(end_item[0])
+            num_running = pop_top(end_ns, end_item, num_running)
+            source = np.uint64(placement[op])
+            is_idle[source] = 1
+            num_changed = _note(changed, is_changed, num_changed, source)
+            first_tensor = tensor_offsets[op]
+            end_tensor = tensor_offsets[op + one]
+            is_sent = False
+            for index in range(consumer_offsets[first_tensor], consumer_offsets[end_tensor]):
+                consumer = consumers[index]
+                device = np.uint64(placement[consumer])
+                if device == source:
+                    left = missing[consumer] - 1
+                    missing[consumer] = left
+                    if left == 0 and not replays:
+                        _push_rank(ready, begins[source], num_ready[source], rank[consumer])
+                        num_ready[source] += 1
+                else:
+                    destinations[device >> six] |= one << (device & low)
+                    is_sent = True
+            for word in range(len(destinations) if is_sent else 0):
+                while destinations[word] != zero:
+                    device = (np.uint64(word) << six) + trailing_zeros(destinations[word])
+                    destinations[word] &= destinations[word] - one
+                    route = source * num_devices + device
+                    first_channel = route_offsets[route]
+                    end_channel = route_offsets[route + one]
+                    for tensor in range(first_tensor, end_tensor):
+                        if end_tensor - first_tensor > one:
+                            is_wanted = False
+                            for index in range(consumer_offsets[tensor], consumer_offsets[tensor + one]):
+                                if placement[consumers[index]] == device:
+                                    is_wanted = True
+                                    break
+                            if not is_wanted:
+                                continue
+                        start = now
+                        for index in range(first_channel, end_channel):
+                            start = max(start, channel_free_ns[route_channels[index]])
+                        end = start + occupancy_ns[tensor, route_rate[source, device]]
+                        for index in range(first_channel, end_channel):
+                            channel_free_ns[route_channels[index]] = end
+                        arrival = end + latency_ns[source, device]
+                        transfer = num_transfers
+                        num_transfers += 1
+                        transfer_tensor[transfer] = tensor
+                        transfer_route[transfer] = route
+                        transfer_start_ns[transfer] = start
+                        transfer_end_ns[transfer] = end
+                        arrival_ns[transfer] = arrival
+                        following[transfer] = -1
+                        if first[route] < 0:
+                            first[route] = transfer
+                            next_in[transfer] = first_in[device]
+                            first_in[device] = transfer
+                            next_out[transfer] = first_out[source]
+                            first_out[source] = transfer
+                        else:
+                            following[last[route]] = transfer
+                        last[route] = transfer
+                        if num_waiting[route] == 0:
+                            heap_size = push(heap_ns, heap_item, heap_size, arrival, np.int64(transfer))
+                        num_waiting[route] += first_channel < end_channel
+
+        # arrivals at `now`
+        while heap_size > 0 and heap_ns[0] == now:
+            transfer = heap_item[0]
+            tensor = transfer_tensor[transfer]
+            route = transfer_route[transfer]
+            num_waiting[route] -= route_offsets[route] < route_offsets[route + one]
+            if num_waiting[route] > 0:
+                after = following[transfer]
+                replace_top(heap_ns, heap_item, heap_size, arrival_ns[after], np.int64(after))
+            else:
+                heap_size = pop_top(heap_ns, heap_item, heap_size)
+            device = route - placement[producers[tensor]] * num_devices
+            for index in range(consumer_offsets[tensor], consumer_offsets[tensor + one]):
+                consumer = consumers[index]
+                if placement[consumer] == device:
+                    left = missing[consumer] - 1
+                    missing[consumer] = left
+                    if left == 0:
+                        if not replays:
+                            _push_rank(ready, begins[device], num_ready[device], rank[consumer])
+                            num_ready[device] += 1
+                        num_changed = _note(changed, is_changed, num_changed, device)
+
+    total[0] = num_transfers
+    num_run = 0
+    for device in range(num_devices):
+        num_run += num_started[device]
+    if num_run < num_ops:
+        return DEADLOCK, latest
+    return COMPLETED, latest
