@@ -167,10 +167,11 @@ def _in_own_process(case: Mapping[str, str]) -> dict[str, Any]:
 
 def measured(case: Mapping[str, str]) -> dict[str, Any]:
     """Returns a case's figures, of this process, as a row."""
-    warm_up()
+    cluster = Cluster.parse(case["devices"])
+    warm_up(num_devices=cluster.num_devices)
     budget_s = require_seconds("scale", Budget.parse(case["budget"]), "60s")
     make = _measured_choice if case["layout"] == CHOSEN else _measured_step
-    figures = make(case["model"], case["layout"], Cluster.parse(case["devices"]), budget_s)
+    figures = make(case["model"], case["layout"], cluster, budget_s)
     return {
         **{name: case[name] for name in ("model", "layout", "devices")},
         **figures,

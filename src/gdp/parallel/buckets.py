@@ -11,6 +11,17 @@ from gdp.graph import Graph
 BUCKET_BYTES = 25 * 2**20  # `bucket_cap_mb` of torch.nn.parallel.DistributedDataParallel
 
 
+MANY_REPLICAS = 64  # of more, buckets are larger: each takes hops in proportion to replicas times hosts
+_MOST_HOPS = 250_000  # of all buckets then
+
+
+def bucket_bytes_over(num_replicas: int, gradient_bytes: int, num_hops: int) -> int:
+    """Returns the least size of buckets of `gradient_bytes` in all, which take `num_hops` each."""
+    if num_replicas <= MANY_REPLICAS:
+        return BUCKET_BYTES
+    return max(BUCKET_BYTES, -(-gradient_bytes // max(_MOST_HOPS // num_hops, 1)))
+
+
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """The gradient of a parameter, summed over the micro-batches of a replica."""

@@ -8,7 +8,7 @@ from typing import Any
 from gdp.errors import InputError, suggest
 from gdp.graph.microbatches import check_count
 
-MAX_REPLICAS = 64  # as many as there may be devices
+MAX_REPLICAS = 1024  # as many as there may be devices
 NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
 _KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute", "offload")
 _BESIDE = ("batch", "places", "ring", "hosts", "whole")  # what plan files have besides the layout
@@ -31,7 +31,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not 1 <= self.data <= MAX_REPLICAS:
-            raise InputError(f"data is {self.data}; 1 to {MAX_REPLICAS} replicas are expected")
+            raise InputError(f"data is {self.data}; 1 to {MAX_REPLICAS:,} replicas are expected")
         for count in self.microbatches:
             check_count(count, "microbatches")
         if self.zero not in (0, 1, 2, 3):
@@ -127,7 +127,7 @@ class Layout:
         counts = tuple(_number("microbatches", item) for item in values.get("microbatches", "1").split(":"))
         data = _integer(values, "data", len(counts))
         if not 1 <= data <= MAX_REPLICAS:
-            raise InputError(f"--parallel: data is {data}; 1 to {MAX_REPLICAS} replicas are expected")
+            raise InputError(f"--parallel: data is {data}; 1 to {MAX_REPLICAS:,} replicas are expected")
         if len(counts) not in (1, data):
             raise InputError(
                 f"--parallel: microbatches has {len(counts)} numbers for {data} replicas; one, or one each, is expected"

@@ -15,7 +15,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.copy_names import CopyNames
 from gdp.graph.microbatches import shared_ops
-from gdp.parallel.buckets import BUCKET_BYTES, buckets_of, gradients_of
+from gdp.parallel.buckets import bucket_bytes_over, buckets_of, gradients_of
 from gdp.parallel.columns import Columns
 from gdp.parallel.rings import DONE, READY, Collective, Rings, add_exchange, suffix
 from gdp.parallel.sums import Sums
@@ -27,7 +27,7 @@ def replicated(
     zero: int = 0,
     places: I64 | None = None,
     rings: Rings | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> Graph:
     """Returns the step of all `replicas`: graphs of one model whose numbers of micro-batches may differ.
 
@@ -42,11 +42,15 @@ def replicated(
     if not gradients:
         raise InputError(f"graph {first.name!r}: has no gradients to sum over replicas; capture a training step")
     of_first = [0] * first.num_ops if places is None else places.tolist()
+    rings = rings or Rings.of(len(replicas))
+    if bucket_bytes is None:
+        num_bytes = sum(gradient.num_bytes for gradient in gradients.values())
+        bucket_bytes = bucket_bytes_over(len(replicas), num_bytes, rings.num_hops)
     buckets = buckets_of(gradients, of_first, bucket_bytes)
     sums = Sums(buckets, len(replicas), zero)
     inserted = {id(graph): sums.insert(graph) for graph in {id(graph): graph for graph in replicas}.values()}
     collectives = inserted[id(first)][1]
-    return joined([inserted[id(graph)][0] for graph in replicas], collectives, rings or Rings.of(len(replicas)))
+    return joined([inserted[id(graph)][0] for graph in replicas], collectives, rings)
 
 
 def joined(

@@ -14,16 +14,17 @@ from gdp.cluster import Cluster
 from gdp.parallel.buckets import BUCKET_BYTES
 
 _MOST_EXACT = 8  # replicas: 7! = 5,040 orders
+_MOST_ORDERED = 64  # replicas: of more, which are numbered host by host, an order takes minutes to improve
 
 
 def ring_over(cluster: Cluster, devices: Sequence[Sequence[int]] | I64) -> tuple[int, ...] | None:
     """Returns the order [R] of replicas on `devices` [R, P] in rings; None where the order of their numbers is as good.
 
-    A hop takes a chunk of a bucket over the slowest of P routes.
+    A hop takes a chunk of a bucket over the slowest of P routes. Many replicas stay in the order of their numbers.
     """
     grid = np.array(devices, np.int64)
     count = len(grid)
-    if count <= 2:
+    if count <= 2 or count > _MOST_ORDERED:
         return None
     rates = np.where(cluster.bytes_per_second > 0, cluster.bytes_per_second, np.inf)
     hop_ns = cluster.latency_ns + BUCKET_BYTES / count * 1e9 / rates

@@ -69,6 +69,11 @@ class Rings:
 
     levels: tuple[I64, ...]  # [rings, replicas in order] each; inner rings come first
 
+    @property
+    def num_hops(self) -> int:
+        """The hops of a sum over all replicas: to an op that adds, or to one that copies."""
+        return sum(2 * members.size * (members.shape[1] - 1) for members in self.levels)
+
     @classmethod
     def of(cls, num_replicas: int, order: Sequence[int] | None = None, hosts: Sequence[int] | None = None) -> "Rings":
         """Returns one ring in the `order` [R] of replicas, by default as numbered; with `hosts` [R], rings over hosts.

@@ -16,7 +16,6 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
 from gdp.graph.microbatches import RECOMPUTED, replica_of
-from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout
 from gdp.parallel.offload import KIND as HOST_COPY
@@ -50,7 +49,7 @@ class Step:
         places: I64 | None = None,
         ring: Sequence[int] | None = None,
         hosts: Sequence[int] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         part: Graph | None = None,
     ) -> "Step":
         """Returns the step of `layout`, from the step `graph` of one micro-batch.

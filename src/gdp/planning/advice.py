@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gdp.budget import Budget, Clock
-from gdp.cluster import MAX_DEVICES, Cluster, changes
+from gdp.cluster import Cluster, changes
+from gdp.cluster.changes import MOST_CHANGED
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate
@@ -88,11 +89,12 @@ def advise(
 
     After `stop`, and when the budget has no `least_s` left for one, the changes left are not asked.
     """
-    changes = list(_changes(simulation, constraints))
+    num_devices = simulation.problem.num_devices
+    changes = [] if num_devices > MOST_CHANGED else list(_changes(simulation, constraints))
     clock = Clock(budget, stop=stop)
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
-    if simulation.problem.num_devices < MAX_DEVICES and all(change.change != "one device more" for change in changes):
+    if num_devices < MOST_CHANGED and all(change.change != "one device more" for change in changes):
         not_asked.append("one device more (nothing tells how it would be linked)")
     for turn, change in enumerate(changes, 1):
         if clock.stop.is_set() or clock.seconds_left == 0.0 or not clock.has(least_s):

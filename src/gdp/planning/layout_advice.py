@@ -141,6 +141,16 @@ class _MoreParts:
 def _layout_changes(
     parts: Parts, cluster: Cluster, constraints: Constraints, *, memory_matters: bool
 ) -> Iterator[_LayoutChange]:
+    if cluster.num_devices <= changes.MOST_CHANGED:
+        yield from _machine_changes(parts, cluster, constraints, memory_matters=memory_matters)
+    if (twice := _twice_the_batch(parts)) is not None:
+        detail = f"{twice.batch_size} samples"
+        yield _LayoutChange("twice the batch", detail, twice, cluster, constraints, batch_factor=2)
+
+
+def _machine_changes(
+    parts: Parts, cluster: Cluster, constraints: Constraints, *, memory_matters: bool
+) -> Iterator[_LayoutChange]:
     devices = cluster.devices
     slowest = Estimator(parts, cluster, constraints).machine.usable[-1]
     if len(devices) > 2:
@@ -157,9 +167,6 @@ def _layout_changes(
     if memory_matters:
         larger = changes.with_more_memory(cluster, 2)
         yield _LayoutChange("twice the memory", "on every device", parts, larger, constraints.times_memory(2))
-    if (twice := _twice_the_batch(parts)) is not None:
-        detail = f"{twice.batch_size} samples"
-        yield _LayoutChange("twice the batch", detail, twice, cluster, constraints, batch_factor=2)
 
 
 def _twice_the_batch(parts: Parts) -> Parts | None:

@@ -14,6 +14,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.search.auto import SMALL_UNITS
 from gdp.search.place import place
 from gdp.simulator.problem import Problem
+from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import evaluate
 
 _SIMULATION = (
@@ -38,13 +39,19 @@ OnKernel = Callable[[int, int], None]
 
 
 def warm_up(
-    placers: Collection[str] = ("auto",), problem: Problem | None = None, *, on_kernel: OnKernel | None = None
+    placers: Collection[str] = ("auto",),
+    problem: Problem | None = None,
+    *,
+    num_devices: int = 0,
+    on_kernel: OnKernel | None = None,
 ) -> None:
     """Compiles the kernels that `placers` run on `problem`, or loads them from the cache.
 
     Without placers these are the kernels of the simulator and of the lower bound. `on_kernel` is called as each kernel
-    has been compiled, and never where all come from the cache.
+    has been compiled, and never where all come from the cache. Some kernels have a form of their own for many devices:
+    those of `problem`, or `num_devices`.
     """
+    is_many = max(num_devices, 0 if problem is None else problem.num_devices) > WORD_DEVICES
     is_exact = "exact" in placers or (len(placers) > 0 and problem is not None and is_small(problem))
     modules = (
         *_SIMULATION,
@@ -59,6 +66,11 @@ def warm_up(
         if placers:
             place(_step(_NUM_OPS), cluster, budget=Budget(simulations=80))
             place(_step(_NUM_OPS), cluster, budget=Budget(simulations=80), placer="gdp-zero-shot")
+        if is_many:
+            many = Cluster.parse(f"{WORD_DEVICES + 1}xp100-pcie-16g")
+            evaluate(Problem.build(_step(_NUM_OPS), many), np.zeros(_NUM_OPS, np.int64))
+            if placers:
+                place(_step(_NUM_OPS), many, budget=Budget(simulations=400))
         if is_exact:
             place(_step(4), cluster, budget=Budget(simulations=20), placer="exact")
 

@@ -24,6 +24,8 @@ from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
 
+_MOST_DEVICES, _SHOWN_OF_MANY = 64, 16  # rows of a table: of more devices the first are shown
+
 
 def place_report(
     plan: Plan,
@@ -79,7 +81,9 @@ def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
     table = new_table("device", "kind", ">busy", ">ops", ">peak memory", ">limit")
-    for number, device in enumerate(problem.cluster.devices):
+    devices = problem.cluster.devices
+    num_shown = len(devices) if len(devices) <= _MOST_DEVICES else _SHOWN_OF_MANY
+    for number, device in enumerate(devices[:num_shown]):
         table.add_row(
             device.name,
             device.kind,
@@ -89,6 +93,12 @@ def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator
             format_gib(int(problem.memory_limit_bytes[number])),
         )
     yield table
+    if num_shown < len(devices):
+        busy, peaks = simulation.busy_fraction[num_shown:], simulation.peak_memory_bytes[num_shown:].tolist()
+        yield Text(
+            f"and {len(devices) - num_shown} more devices: busy {busy.min():.1%} to {busy.max():.1%}, "
+            f"peak memory {format_gib(min(peaks))} to {format_gib(max(peaks))}; --json has all"
+        )
     yield ""
     yield Text(str(Limits.of(simulation)))
     for sentence in (

@@ -30,6 +30,8 @@ from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.simulate import NEVER, Simulation
 
 _POINTS = 4000  # of each memory curve: more than a screen has columns
+_MOST_FULL = 64  # devices with so many points
+_MOST_IN_BYTE = 256  # devices
 _LISTED = 40  # tensors that are named at a peak
 
 
@@ -157,11 +159,13 @@ def columns(data: PageData) -> str:
     made_bytes = np.zeros(graph.num_ops, np.int64)
     owned = graph.view_of < 0
     np.add.at(made_bytes, graph.producers[owned], graph.tensor_bytes[owned])
-    curves = [curve.thinned(_POINTS) for curve in memory_curves(simulation, allocations)]
+    num_points = _POINTS * _MOST_FULL // max(simulation.problem.num_devices, _MOST_FULL)
+    curves = [curve.thinned(num_points) for curve in memory_curves(simulation, allocations)]
     producers = graph.producers[simulation.transfer_tensors]
     path = [-1 - step.number if step.is_transfer else step.number for step in waits.path]
     layers = LayerPaths.of(graph)
     microbatch = simulation.problem.microbatch
+    device_type = "u1" if simulation.problem.num_devices <= _MOST_IN_BYTE else "i4"
     has_microbatches = sentences.num_microbatches(simulation) > 1
     header = {
         "names": names,
@@ -183,7 +187,7 @@ def columns(data: PageData) -> str:
             "module": ("i4", module_of),
             "phase": ("u1", phase_of),
             "microbatch": ("i4", microbatch if has_microbatches else []),
-            "device": ("u1", placement),
+            "device": (device_type, placement),
             "start": ("f8", simulation.op_start_ns),
             "finish": ("f8", simulation.op_finish_ns),
             "ready": ("f8", waits.ready_ns),
@@ -196,8 +200,8 @@ def columns(data: PageData) -> str:
             "order": ("i4", np.concatenate(simulation.order)),
             "orderOffsets": ("i4", _offsets([len(ops) for ops in simulation.order])),
             "sentBy": ("i4", producers),
-            "from": ("u1", placement[producers]),
-            "to": ("u1", simulation.transfer_destinations),
+            "from": (device_type, placement[producers]),
+            "to": (device_type, simulation.transfer_destinations),
             "sentBytes": ("f8", graph.tensor_bytes[simulation.transfer_tensors]),
             "sentStart": ("f8", simulation.transfer_start_ns),
             "sentEnd": ("f8", simulation.transfer_end_ns),

@@ -1,6 +1,6 @@
 """Describes a plan in sentences, for a terminal and for a page."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from gdp.search.solvers import SOLVERS
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.simulate import Simulation
 
+_MOST_NAMED, _NAMED_OF_MANY = 64, 8  # devices: of more the first are named
 _NEARLY_FULL = 0.95  # of a memory limit; a choice: allocators lose some per cent to fragmentation
 
 
@@ -115,7 +116,14 @@ def of_empty_devices(simulation: Simulation, shown: Callable[[str], str] = str, 
         return ""
     hold, them = ("holds no op", "it") if len(empty) == 1 else ("hold no ops", "them")
     found = f": the search found no faster plan with {them}" if searched else ""
-    return f"{', '.join(empty)} {hold}{found}."
+    return f"{_listed(empty)} {hold}{found}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns the names of devices, of very many the first."""
+    if len(names) <= _MOST_NAMED:
+        return ", ".join(names)
+    return f"{', '.join(names[:_NAMED_OF_MANY])} and {len(names) - _NAMED_OF_MANY} more devices"
 
 
 def of_full_devices(simulation: Simulation, shown: Callable[[str], str] = str) -> str:
@@ -129,4 +137,4 @@ def of_full_devices(simulation: Simulation, shown: Callable[[str], str] = str) -
     ]
     if not names:
         return ""
-    return f"Nearly full: {', '.join(names)}; --reserve 10% leaves room for what is not in the model."
+    return f"Nearly full: {_listed(names)}; --reserve 10% leaves room for what is not in the model."

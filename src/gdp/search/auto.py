@@ -20,18 +20,21 @@ from gdp.search.classical import ClassicalRuns
 from gdp.search.fewer_devices import search_without
 from gdp.search.fewer_microbatches import Few, best_of_few, is_large
 from gdp.search.local_search import LocalSearch
+from gdp.search.many_devices import search_on_many
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.starts import diverse_starts
 from gdp.search.streaming import stream_weights
 from gdp.search.zero_shot import draw_near
 from gdp.simulator.problem import Problem
+from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER, Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
 QUICKEST = ("single", "expert")  # classical placers that `auto` always runs
+ON_MANY = ("single", "contiguous", "expert")  # those that place on more than 64 devices
 QUICK = (*QUICKEST, "m-topo", "heft", "contiguous")  # and without a policy these too
 BY_WORTH = ("expert", "contiguous", "dp-stages", "m-topo", "single", "heft")  # the same where time is short
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
@@ -55,6 +58,8 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     Placers run unless `classical` has their answers. A budget in simulations leaves the policy out: its simulations
     take several times as long as those of the search, so their number is no measure to share by.
     """
+    if question.problem.num_devices > WORD_DEVICES:
+        return _placed_on_many(question, clock, classical)
     is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
@@ -73,6 +78,17 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
         constructed, starts, num_more = [*constructed, drawn], [drawn], None if is_complete else 0
     searched = None if asks_policy and clock.is_up else search_from(question, clock, starts, num_more=num_more)
     return Solution(best_of([*constructed, *answers], searched), classical.baselines)
+
+
+def _placed_on_many(question: Question, clock: Clock, classical: ClassicalRuns | None) -> Solution:
+    """Returns the best of quick placers, stages of replicas, a search on 64 of the devices, and one on all."""
+    replicated = placed_by_replicas(question, clock)
+    classical = classical or run_classical(question, clock)
+    constructed = [*classical.candidates, *replicated, *replayed_starts(question)]
+    if not constructed:
+        return Solution(None, classical.baselines)
+    found = search_on_many(question, clock, constructed, auto, has_replicas=bool(replicated))
+    return Solution(best_of([*constructed, *found], None), classical.baselines)
 
 
 def policy_helps(question: Question, clock: Clock) -> bool:
@@ -116,6 +132,9 @@ def run_classical(question: Question, clock: Clock, *, before_policy: bool = Fal
     """
     problem, is_hurried = question.problem, hurries(question, clock)
     classical = ClassicalRuns(question, Few.of_large(problem), is_hurried)
+    if problem.num_devices > WORD_DEVICES:  # others keep tables of ops times devices
+        classical.run(ON_MANY, clock.part(QUICK_SHARE))
+        return classical
     quick = _with_stages(problem, QUICK)
     if is_hurried:
         clock = clock.before(REPLAYED * question.simulation_s)
@@ -135,6 +154,8 @@ def run_classical(question: Question, clock: Clock, *, before_policy: bool = Fal
 
 def local_search(question: Question, clock: Clock) -> Solution:
     """Returns what the local search finds from two classical answers and the starts given."""
+    if question.problem.num_devices > WORD_DEVICES:
+        return _placed_on_many(question, clock, None)
     classical = ClassicalRuns(question, Few.of_large(question.problem), hurries(question, clock))
     classical.run(_with_stages(question.problem, FEWEST), clock.part(HURRIED_SHARE))
     if not classical.candidates:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gdp.budget import Clock
+from gdp.cluster import MAX_DEVICES
 from gdp.errors import InputError
 from gdp.placers import CLASSICAL
 from gdp.placers.base import devices_by_speed
@@ -18,6 +19,7 @@ from gdp.search.classical import ClassicalRuns
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.zero_shot import zero_shot
+from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
@@ -33,6 +35,7 @@ class Solver:
     under_noise: bool = True  # it can average step times over perturbed op times
     searches: bool = False  # it looks for plans that are fast on average by default
     asks_policy: bool = False  # it takes `--checkpoint`
+    most_devices: int = MAX_DEVICES
     prepare: Callable[[], object] = lambda: None  # imports what takes seconds, before a clock runs
 
 
@@ -53,6 +56,11 @@ def solve(name: str, question: Question, clock: Clock) -> Solution:
     solver = solver_of(name)
     if question.noise is not None and not solver.under_noise:
         raise InputError(f"robust: {name} knows one set of costs only; use another placer")
+    if question.problem.num_devices > solver.most_devices:
+        raise InputError(
+            f"placer {name!r} places on up to {solver.most_devices} devices, and there are "
+            f"{question.problem.num_devices}; use auto"
+        )
     return solver.solve(_in_good_order(question, clock), clock)
 
 
@@ -96,9 +104,11 @@ SOLVERS: Mapping[str, Solver] = MappingProxyType(
     {
         "auto": Solver(auto, searches=True),
         "local-search": Solver(local_search, searches=True),
-        "exact": Solver(_place_exactly, under_noise=False),
-        "gdp-zero-shot": Solver(zero_shot, under_noise=False, asks_policy=True),
-        "gdp-finetune": Solver(_fine_tune, under_noise=False, asks_policy=True, prepare=_load_fine_tune),
+        "exact": Solver(_place_exactly, under_noise=False, most_devices=WORD_DEVICES),
+        "gdp-zero-shot": Solver(zero_shot, under_noise=False, asks_policy=True, most_devices=WORD_DEVICES),
+        "gdp-finetune": Solver(
+            _fine_tune, under_noise=False, asks_policy=True, most_devices=WORD_DEVICES, prepare=_load_fine_tune
+        ),
         **{name: Solver(partial(_run_classical, name)) for name in CLASSICAL},
     }
 )

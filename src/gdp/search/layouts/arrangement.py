@@ -19,6 +19,7 @@ from gdp.parallel.layout import Layout
 _SLOWEST = 0.02  # of the fastest device's speed: slower ones, such as CPUs beside cards, hold no replicas
 _MOST_MICROBATCHES = 64  # a replica; more pay for their launches
 _MICROBATCHES_A_PLACE = (1, 2, 4, 8, 16)  # of a pipeline: the bubble is 1/2 to 1/17 of the step
+MOST_PLACES = 64  # of a replica: its ops are placed on as many devices at most
 _SPLITS = 6  # ways to share a batch out over unequal devices
 
 
@@ -108,6 +109,8 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
     """
     usable = machine.usable
     places = layout.stages
+    if places is not None and places > MOST_PLACES:
+        raise InputError(f"--parallel: stages is {places}; a replica has up to {MOST_PLACES}")
     if layout.data * (places or 1) > len(usable):
         what = f"{layout.data} replicas" + ("" if places is None else f" of {places} stages each")
         raise InputError(f"--parallel: {what} on {len(usable)} devices; take fewer, or give more devices")
@@ -118,7 +121,7 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
         return [Arrangement(layout, tuple((usable[turn],) for turn in by_count.tolist()))]
     found = [
         Arrangement(layout, groups)
-        for size in ([places] if places else range(len(usable) // layout.data, 0, -1))
+        for size in ([places] if places else range(min(len(usable) // layout.data, MOST_PLACES), 0, -1))
         for groups in _groups(machine, sorted(usable[: size * layout.data]), layout.data)
     ]
     if not found and places in (None, 1):
@@ -140,7 +143,7 @@ def _counts(num_devices: int) -> list[int]:
 def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
     """Yields replicas that are alike, with as many micro-batches each."""
     for data in (count for count in range(1, len(devices) + 1) if len(devices) % count == 0):
-        if batch_size % data:
+        if batch_size % data or len(devices) // data > MOST_PLACES:
             continue
         for groups in _groups(machine, devices, data):
             counts = [batch_size // data] if is_fixed else _microbatches(len(groups[0]), batch_size // data)

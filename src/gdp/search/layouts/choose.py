@@ -21,6 +21,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
+from gdp.search.annealing import is_too_wide
 from gdp.search.auto import auto, run_classical
 from gdp.search.candidate import Candidate
 from gdp.search.layouts.dispatch import as_candidate, best_dispatch
@@ -35,6 +36,7 @@ from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
+from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER
 
 LARGE_OPS = 10_000  # classical placers place the ops of larger steps first: to look at their layouts takes long
@@ -91,7 +93,8 @@ def choose_layout(
     search = Choosing(parts, cluster, constraints or Constraints(), clock, seed, num_threads, tell, layout)
     first: list[Trial] = []
     if parts.exact(1).num_ops > LARGE_OPS and (layout is None or layout.is_whole):
-        first = _ops_placed(search, clock)
+        is_many = cluster.num_devices > WORD_DEVICES  # on which one copy of the model hardly wins
+        first = _ops_placed(search, clock.part(QUICK_SHARE) if is_many else clock)
     screening = Screening(search, first)
     screening.run()
     trials = _confirmed(search, screening.trials)
@@ -235,7 +238,7 @@ def _with_replica_searched(search: Choosing, trial: Trial, clock: Clock) -> Tria
 def _with_whole_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     assert trial.problem is not None
     assert trial.candidate is not None
-    if clock.is_up or trial.problem.num_ops > _SEARCHED_OPS:
+    if clock.is_up or trial.problem.num_ops > _SEARCHED_OPS or is_too_wide(trial.problem):
         return trial
     refine = _placed_from if trial.layout.data == 1 and not trial.is_searched else _refined
     better = trial.with_candidate(refine(search, trial.problem, trial.candidate, clock))

@@ -56,13 +56,14 @@ def levels_of(problem: Problem, step: Step, placement: Placement) -> list[I64]:
 
 def _stages(step: Step, placement: Placement) -> I64:
     """Returns the stage [M] of each op: the place of its device among those of its replica, by their first ops."""
-    stages = np.zeros(len(placement), np.int64)
+    stages, is_forward = np.zeros(len(placement), np.int64), step.graph.is_in_phase("forward")
     for replica in range(step.layout.data):
-        own = np.flatnonzero((step.replica == replica) & (np.array(step.graph.phases) == "forward"))
-        used, first = np.unique(placement[own], return_index=True)
-        order = {int(device): turn for turn, device in enumerate(used[np.argsort(own[first])])}
         ops = np.flatnonzero(step.replica == replica)
-        stages[ops] = [order.get(int(device), 0) for device in placement[ops]]
+        own = ops[is_forward[ops]]
+        used, first = np.unique(placement[own], return_index=True)
+        turn = np.zeros(int(placement.max()) + 1, np.int64)
+        turn[used[np.argsort(own[first])]] = np.arange(len(used))
+        stages[ops] = turn[placement[ops]]
     return stages
 
 

@@ -21,11 +21,12 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.block_choice import cheapest_blocks, longest_held_blocks
-from gdp.parallel.buckets import BUCKET_BYTES
+from gdp.parallel.buckets import BUCKET_BYTES, MANY_REPLICAS, bucket_bytes_over
 from gdp.parallel.interpolation import have_same_ops
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute
 from gdp.parallel.ring_order import ring_over
+from gdp.parallel.rings import Rings
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
@@ -37,11 +38,13 @@ from gdp.search.layouts.traffic import busiest_channel_ns
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.costs import op_time_classes
 from gdp.simulator.problem import Problem
+from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 _QUICKER = 1.25  # times the slowest link: links of one host, on which rings may close first
+MOST_OPS = 2_000_000  # of a step: what takes 8 GB and a minute
 _ENOUGH, _ENOUGH_OPS = 2, 120_000  # micro-batches of a place that are simulated; ops of all, after the first
 _QUICK_OPS = 3_000  # in one micro-batch, for dynamic programming in about a second
 _MOST_GUESSES = 4  # at the places of a replica's ops
@@ -107,17 +110,43 @@ class Estimator:
 
         Memory is that of what is resident, spread over all places of a replica.
         """
+        self.check_size(arrangement)
         layout, num_places = arrangement.layout, arrangement.num_places
         figures = self.figures(layout)
         slowest_ns, missing = 0.0, 0
         resident_bytes = figures.resident_bytes - self._saved_bytes(figures, layout)
-        for devices, count in zip(arrangement.devices, layout.microbatches, strict=True):
-            fastest = list(devices)
+        for replica in self._unlike(arrangement):
+            fastest, count = list(arrangement.devices[replica]), layout.microbatches[replica]
             rate = (1 / np.maximum(figures.each_ns[fastest], 1)).sum()
             once_ns = float(figures.once_ns[fastest].min()) / num_places / (layout.data if layout.zero else 1)
             slowest_ns = max(slowest_ns, count / rate + once_ns)
             missing = max(missing, -(-(resident_bytes - int(self.limits_bytes[fastest].sum())) // num_places))
         return Estimate(arrangement, int(slowest_ns), missing, np.zeros(0, np.int64))
+
+    def check_size(self, arrangement: Arrangement) -> None:
+        """Raises InputError where a step on many devices has too many ops, the hops of its rings among them."""
+        layout, parts = arrangement.layout, self.parts
+        if self.cluster.num_devices <= WORD_DEVICES:
+            return
+        num_ops = parts.exact(parts.batch_size if parts.is_fixed else 1).num_ops * layout.num_parts
+        if num_ops <= MOST_OPS:
+            num_ops += self.num_exchanging(arrangement, self.figures(Layout()).gradient_bytes)
+        if num_ops > MOST_OPS:
+            raise InputError(
+                f"--parallel: the step of {layout} has about {num_ops:,} ops, and up to {MOST_OPS:,} can be simulated; "
+                "take fewer replicas, on more devices each, or fewer micro-batches"
+            )
+
+    def num_exchanging(self, arrangement: Arrangement, gradient_bytes: int) -> int:
+        """Returns about how many ops exchange `gradient_bytes` between replicas."""
+        layout = arrangement.layout
+        if layout.data == 1:
+            return 0
+        hosts = self.machine.hosts_of(arrangement) if layout.data > MANY_REPLICAS else None
+        num_hops = Rings.of(layout.data, hosts=hosts).num_hops
+        size = BUCKET_BYTES if layout.zero == 3 else bucket_bytes_over(layout.data, gradient_bytes, num_hops)
+        num_rounds = layout.microbatches[0] if layout.zero == 3 else 1
+        return num_hops * (gradient_bytes // size + arrangement.num_places) * num_rounds
 
     def _candidates(self, arrangement: Arrangement) -> list[I64]:
         """Returns places [N] of a replica's ops, the same for all numbers of micro-batches."""
@@ -204,8 +233,8 @@ class Estimator:
         lacks = [
             self._replica(arrangement, replica, places)[0].peak_memory_bytes[:num_places]
             - saved
-            - self.limits_bytes[list(devices)]
-            for replica, devices in enumerate(arrangement.devices)
+            - self.limits_bytes[list(arrangement.devices[replica])]
+            for replica in self._unlike(arrangement)
         ]
         return np.asarray(np.max(lacks, axis=0), np.int64)
 
@@ -213,7 +242,8 @@ class Estimator:
         layout, num_places = self.resolved(arrangement, places), arrangement.num_places
         cut, figures = replace(arrangement, layout=layout), self.figures(layout)
         slowest_ns, missing = 0, int(self._lacking(cut, places).max())
-        for replica, count in enumerate(layout.microbatches):
+        for replica in self._unlike(cut):
+            count = layout.microbatches[replica]
             simulation, load_ns = self._replica(cut, replica, places)
             more = count - self._seen(layout, count, num_places)
             slowest_ns = max(slowest_ns, simulation.step_time_ns + more * int(load_ns.max()))
@@ -223,6 +253,15 @@ class Estimator:
         graph = self.parts.rough(layout.num_parts)
         busy_ns = busiest_channel_ns(self.cluster, arrangement, graph, places)
         return Estimate(arrangement, max(slowest_ns, busy_ns), max(missing, 0), places)
+
+    def _unlike(self, arrangement: Arrangement) -> list[int]:
+        """Returns a replica of each kind: those with as many micro-batches on devices of the same kinds are alike."""
+        layout, kinds = arrangement.layout, self.machine.kinds[np.array(arrangement.devices)]
+        cpus = self.cpus(arrangement)
+        parts = [np.array(layout.microbatches)[:, None], kinds]
+        parts += [] if cpus is None else [self.machine.kinds[list(cpus)][:, None]]
+        replicas = np.unique(np.concatenate(parts, axis=1), axis=0, return_index=True)[1]
+        return sorted(map(int, replicas))
 
     def _replica(self, arrangement: Arrangement, replica: int, places: I64) -> tuple[Simulation, I64]:
         """Returns a replica's step with a few micro-batches, and what one more takes in each of its places [P].
@@ -328,11 +367,15 @@ class Estimator:
         hosts = self.machine.hosts_of(arrangement) if arrangement.layout.data > 1 else None
         if hosts is None:
             return [None]
+        if arrangement.layout.data > MANY_REPLICAS:  # a ring over all of R has R^2 hops
+            return [hosts]
         return sorted((None, hosts), key=lambda hosts: self._ring_ns(arrangement, hosts))
 
     def _ring_ns(self, arrangement: Arrangement, hosts: tuple[int, ...] | None) -> int:
         """Returns what a bucket takes in the rings of all places at once, when nothing else runs."""
         devices = arrangement.devices
+        if hosts is None and len(devices) > MANY_REPLICAS:
+            return self._large_ring_ns(arrangement)
         if (devices, hosts) not in self._rings_ns:
             places = np.arange(arrangement.num_places)
             one, layout = _parameters(BUCKET_BYTES, len(places)), Layout((1,) * len(devices))
@@ -342,6 +385,14 @@ class Estimator:
             problem = Problem.build(step.graph, self.cluster)
             self._rings_ns[devices, hosts] = simulate(problem, placement).step_time_ns
         return self._rings_ns[devices, hosts]
+
+    def _large_ring_ns(self, arrangement: Arrangement) -> int:
+        """Returns the same for one ring of many replicas, which has R^2 hops: R times the slowest one, twice."""
+        grid = np.array(arrangement.devices)
+        here, there = grid, np.roll(grid, -1, axis=0)
+        chunk_bytes = -(-BUCKET_BYTES // len(grid))
+        hop_ns = chunk_bytes * 1e9 / self.cluster.bytes_per_second[here, there] + self.cluster.latency_ns[here, there]
+        return int(2 * (len(grid) - 1) * hop_ns.max())
 
     def _saved_bytes(self, figures: PartFigures, layout: Layout) -> int:
         """Returns what ZeRO saves on a replica."""

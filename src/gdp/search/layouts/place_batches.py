@@ -28,7 +28,7 @@ from gdp.parallel.batches import ROUNDS, BatchStream, check_batches
 from gdp.parallel.layout import Layout
 from gdp.search.auto import auto
 from gdp.search.candidate import Candidate
-from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, forced
+from gdp.search.layouts.arrangement import MOST_PLACES, Arrangement, DeviceSpeeds, forced
 from gdp.search.layouts.dispatch import as_candidate
 from gdp.search.layouts.estimate import Estimator, constructed_places
 from gdp.search.layouts.parts import Parts
@@ -191,7 +191,7 @@ def _as_users_run_it(search: _PlacingBatches) -> Iterator[tuple[str, ServedLayou
 
 def _equal_stages(search: _PlacingBatches) -> ServedLayout | None:
     usable = search.machine.usable
-    for count in range(len(usable), 1, -1):
+    for count in range(min(len(usable), MOST_PLACES), 1, -1):
         devices = sorted(usable[:count])
         if (places := equal_stages(search.alone(search.graph, devices), count)) is not None:
             return search.simulate(_dealt(search, (tuple(devices),)), places)

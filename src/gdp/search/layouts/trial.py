@@ -12,7 +12,6 @@ from gdp.budget import Clock, Pace
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.parallel.buckets import BUCKET_BYTES
 from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
@@ -123,9 +122,7 @@ class Choosing:
         num_ops = self.parts.rough(layout.num_parts).num_ops * sum(layout.microbatches)
         if layout.data == 1:
             return num_ops
-        num_buckets = self.estimator.figures(layout).gradient_bytes // BUCKET_BYTES + way.num_places
-        num_rounds = layout.microbatches[0] if layout.zero == 3 else 1
-        return num_ops + 2 * layout.data * (layout.data - 1) * num_buckets * num_rounds
+        return num_ops + self.estimator.num_exchanging(way, self.estimator.figures(layout).gradient_bytes)
 
     def seconds(self, way: Arrangement) -> float:
         """Returns about how long it takes to simulate the step of `way`."""
@@ -148,6 +145,7 @@ class Choosing:
         blocks that leave `reserve_bytes` free in one replica; if the whole step then does not fit, it is simulated
         again with a larger reserve. A large step has the rings that a bucket is quickest in, others the best.
         """
+        self.estimator.check_size(arrangement)
         parts, layout = self.parts, arrangement.layout
         graph = parts.exact(layout.num_parts) if is_captured else parts.rough(layout.num_parts)
         if len(places) != graph.num_ops:  # few samples may have other ops than those that places were found for

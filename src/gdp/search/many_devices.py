@@ -1,0 +1,93 @@
+"""Op placement on more than 64 devices: the ops of one step seldom use so many, but graphs with replicas do.
+
+    quick classical placers on all devices, replicas ----.
+    all of `auto` on the 64 devices nearest to the first --+--> local search on all devices --> the best of all
+
+What the search of 64 devices finds is a placement on all of them. N ops, D devices.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.budget import Clock
+from gdp.cluster.changes import only
+from gdp.placers.base import devices_by_speed
+from gdp.search.annealing import is_too_wide
+from gdp.search.candidate import Candidate
+from gdp.search.local_search import LocalSearch
+from gdp.search.question import Question
+from gdp.search.solution import Solution
+from gdp.simulator.problem import Problem
+from gdp.simulator.records import WORD_DEVICES
+from gdp.simulator.simulate import simulate
+from gdp.units.reduction import reduce
+
+NEAR_SHARE = 0.6  # of the time left: `auto` on 64 devices
+NUM_STARTS = 4  # of the search on all devices
+_REPLAYED = 4  # simulations that take as long as to replay an answer
+
+
+def search_on_many(
+    question: Question,
+    clock: Clock,
+    constructed: Sequence[Candidate],
+    place_few: Callable[[Question, Clock], Solution],
+    *,
+    has_replicas: bool,
+) -> list[Candidate]:
+    """Returns what `place_few` finds on 64 devices, and what a local search on all finds from there.
+
+    `constructed` are known already; with replicas, which need all devices, there is no search on 64.
+    """
+    clock = clock.before(_REPLAYED * question.simulation_s)
+    found: list[Candidate] = []
+    near = near_devices(question.problem)
+    if not has_replicas and not clock.is_up and question.problem.allowed[:, near].any(axis=1).all():
+        found += _placed_near(question, clock.part(NEAR_SHARE), near, place_few)
+    problem, reduction = question.reduction.problem, question.reduction
+    if clock.is_up or is_too_wide(problem):
+        return found
+    search = LocalSearch(
+        problem,
+        clock,
+        seed=question.seed,
+        bound_ns=question.bound_ns,
+        num_threads=question.num_threads,
+        on_progress=question.tell,
+    )
+    starts = sorted([*constructed, *found])[:NUM_STARTS]
+    search.start([Candidate(reduction.restrict(start.placement)) for start in starts], num_more=0)
+    search.run()
+    return [*found, question.replay(search.best)]
+
+
+def near_devices(problem: Problem) -> I64:
+    """Returns the fastest device and those with the quickest routes from it, 64 in all, in ascending order."""
+    start = int(devices_by_speed(problem)[0])
+    rates = problem.cluster.bytes_per_second[start].astype(np.float64)
+    rates[start] = np.inf
+    far = np.abs(np.arange(problem.num_devices) - start)  # of equally quick ones those of its own pod
+    return np.sort(np.lexsort((far, -rates))[:WORD_DEVICES])
+
+
+def _placed_near(
+    question: Question, clock: Clock, near: I64, place_few: Callable[[Question, Clock], Solution]
+) -> list[Candidate]:
+    problem = question.problem
+    part = replace(
+        problem,
+        cluster=only(problem.cluster, near.tolist()),
+        op_time_ns=np.ascontiguousarray(problem.op_time_ns[:, near]),
+        allowed=np.ascontiguousarray(problem.allowed[:, near]),
+        memory_limit_bytes=problem.memory_limit_bytes[near],
+    )
+    best = place_few(replace(question, problem=part, reduction=reduce(part), noise=None, starts=()), clock).best
+    if best is None:
+        return []
+    order: list[I64] = [np.zeros(0, np.int64) for _ in range(problem.num_devices)]
+    for device, ops in zip(near.tolist(), best.replay.order, strict=True):
+        order[device] = ops
+    return [question.judge(simulate(problem, near[best.replay.placement], order=order), best.order)]
