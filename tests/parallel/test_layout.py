@@ -30,7 +30,7 @@ def test_words_and_documents_come_back(text: str) -> None:
         ("none", "is no KEY=VALUE"),
         ("data=0", "data is 0"),
         ("data=x", "whole number"),
-        ("data=65", "1 to 64"),
+        ("data=1025", "1 to 1,024"),
         ("zero=1", "there is one; add data=2"),
         ("data=2,zero=4", "0, 1, 2 or 3"),
         ("data=3,microbatches=2:1", "2 numbers for 3 replicas"),

@@ -70,7 +70,7 @@ def warm_up(
             many = Cluster.parse(f"{WORD_DEVICES + 1}xp100-pcie-16g")
             evaluate(Problem.build(_step(_NUM_OPS), many), np.zeros(_NUM_OPS, np.int64))
             if placers:
-                place(_step(_NUM_OPS), many, budget=Budget(simulations=400))
+                place(_step(8 * WORD_DEVICES), many, budget=Budget(simulations=400))
         if is_exact:
             place(_step(4), cluster, budget=Budget(simulations=20), placer="exact")
 

@@ -135,9 +135,11 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
 
 
 def _counts(num_devices: int) -> list[int]:
-    """Returns the numbers of devices to use: all, and halves of it."""
-    counts = {num_devices, num_devices // 2, num_devices // 4}
-    return sorted((count for count in counts if count > 0), reverse=True)
+    """Returns the numbers of devices to use: all, a half and a quarter; of many devices halves down to MOST_PLACES."""
+    counts = [num_devices, num_devices // 2, num_devices // 4]
+    while counts[-1] > MOST_PLACES:
+        counts.append(counts[-1] // 2)
+    return [count for count in dict.fromkeys(counts) if count > 0]
 
 
 def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:

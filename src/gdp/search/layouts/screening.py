@@ -17,6 +17,7 @@ from gdp.search.layouts.arrangement import Arrangement, forced, more_microbatche
 from gdp.search.layouts.estimate import Estimate
 from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit, promise
 from gdp.search.layouts.trial import Choosing, Trial
+from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER
 
 FIRST_SHARE = 0.1  # of the budget: later, while there is no trial, replicas of one device each are looked at
