@@ -60,6 +60,8 @@ class Screening:
                 self.trials += self.with_least_memory()
             else:
                 self._advance(next_one)
+        if self.search.cluster.num_devices > WORD_DEVICES and all(trial.is_whole for trial in self.trials):
+            self._simulate_most_promising()
         if self.search.layout is None:
             for zero in USUAL_ZERO:
                 self._simulate_usual(zero)
@@ -122,6 +124,13 @@ class Screening:
             self._is_tight &= trial is None or not trial.fits
         else:
             self._queue.estimate(known)
+
+    def _simulate_most_promising(self) -> None:
+        """Simulates the best estimate, if it promises more than op placement: all time may have gone into estimates."""
+        estimated = [each for each in self._queue.left if len(each.places) and can_fit(each)]
+        best = min(estimated, key=promise, default=None)
+        if best is not None and best.step_time_ns < (self._fitting_ns or NEVER) and not self._clock.stop.is_set():
+            self._advance(best)
 
     def _simulate_usual(self, zero: int) -> None:
         """Simulates the replicas on single devices, with the fewest micro-batches that fit, unless they are slow."""
