@@ -171,15 +171,21 @@ def _routes(
 ) -> dict[tuple[int, int], Route]:
     """Returns all routes; `network` is the link between hosts, `uplink` that between pods."""
     routes = {}
+    ways = [_ways(part) for part in parts]
+    figures: dict[tuple[str, str, bool], tuple[int, int]] = {}  # between hosts, where most routes are
     for source, target in permutations(range(len(parts)), 2):
         a, b = parts[source], parts[target]
         if a.host != b.host:
-            routes[source, target] = _slot_route(a, b, network if a.pod == b.pod else uplink)
+            is_far = a.pod != b.pod
+            key = a.port.name, b.port.name, is_far
+            if key not in figures:
+                figures[key] = _slot_figures(a, b, uplink if is_far else network)
+            routes[source, target] = Route(*figures[key], ways[source][is_far] + ways[target][2 + is_far])
         elif a.is_cpu and b.is_cpu:
             channels = (f"{a.device.name}.{SOCKET}.out", f"{b.device.name}.{SOCKET}.in")
             routes[source, target] = Route(a.port.latency_ns, a.port.bytes_per_second, channels)
         else:
-            routes[source, target] = _nvlink_route(a, b) or _slot_route(a, b, None)
+            routes[source, target] = _nvlink_route(a, b) or Route(*_slot_figures(a, b, None), _slots(a, b))
     return routes
 
 
@@ -196,18 +202,24 @@ def _nvlink_route(a: _Part, b: _Part) -> Route | None:
     return Route(link.latency_ns, link.bytes_per_second, ("->".join(names),)) if is_wired else None
 
 
-def _slot_route(a: _Part, b: _Part, network: LinkKind | None) -> Route:
-    """Returns the route out of a's slot, over the network if any, into b's slot, at the pace of the slowest.
-
-    A CPU has no slot.
-    """
-    slots = [part.port for part in (a, b) if not part.is_cpu]
+def _slots(a: _Part, b: _Part) -> tuple[str, ...]:
+    """Returns the channels out of a's slot and into b's; a CPU has no slot."""
     up = () if a.is_cpu else (f"{a.device.name}.pcie.up",)
-    between: tuple[str, ...] = () if network is None else (f"{a.card}.out", f"{b.card}.in")
-    if a.pod != b.pod:
-        between += tuple(f"{part.uplink}.{way}" for part, way in ((a, "out"), (b, "in")) if part.uplink)
-    down = () if b.is_cpu else (f"{b.device.name}.pcie.down",)
+    return up if b.is_cpu else (*up, f"{b.device.name}.pcie.down")
+
+
+def _ways(part: _Part) -> tuple[tuple[str, ...], ...]:
+    """Returns the channels out of a host, out of its pod, and those into them, by the slot of a device."""
+    up, down = ((), ()) if part.is_cpu else ((f"{part.device.name}.pcie.up",), (f"{part.device.name}.pcie.down",))
+    out, into = (*up, f"{part.card}.out"), (f"{part.card}.in", *down)
+    if not part.uplink:
+        return out, out, into, into
+    return out, (*out, f"{part.uplink}.out"), into, (f"{part.uplink}.in", *into)
+
+
+def _slot_figures(a: _Part, b: _Part, network: LinkKind | None) -> tuple[int, int]:
+    """Returns the latency and the rate from a's slot, over the network if any, to b's: that of the slowest of them."""
+    slots = [part.port for part in (a, b) if not part.is_cpu]
     copy_ns = max((slot.latency_ns for slot in slots), default=0)  # one copy, over any number of links
     network_ns = 0 if network is None else network.latency_ns
-    rates = [link.bytes_per_second for link in (*slots, network) if link is not None]
-    return Route(copy_ns + network_ns, min(rates), (*up, *between, *down))
+    return copy_ns + network_ns, min(link.bytes_per_second for link in (*slots, network) if link is not None)
