@@ -25,7 +25,7 @@ from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import simulate
 from gdp.units.reduction import reduce
 
-NEAR_SHARE = 0.6  # of the time left: `auto` on 64 devices
+NEAR_SHARE = 0.6  # of the time left: `auto` on 64 devices, where a search on all follows
 NUM_STARTS = 4  # of the search on all devices
 _REPLAYED = 4  # simulations that take as long as to replay an answer
 
@@ -44,10 +44,11 @@ def search_on_many(
     """
     clock = clock.before(_REPLAYED * question.simulation_s)
     found: list[Candidate] = []
+    problem, reduction = question.reduction.problem, question.reduction
     near = near_devices(question.problem)
     if not has_replicas and not clock.is_up and question.problem.allowed[:, near].any(axis=1).all():
-        found += _placed_near(question, clock.part(NEAR_SHARE), near, place_few)
-    problem, reduction = question.reduction.problem, question.reduction
+        share = 1.0 if is_too_wide(problem) else NEAR_SHARE
+        found += _placed_near(question, clock.part(share), near, place_few)
     if clock.is_up or is_too_wide(problem):
         return found
     search = LocalSearch(
