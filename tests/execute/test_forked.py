@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from execute.placed_steps import assert_same, cpus, randomly_placed, tower
 from gdp.execute.exchanged_rows import ExchangedRows
+from gdp.execute.forked import fork
 from gdp.execute.forked.executor import ForkedExecutor, may_fork
+from gdp.execute.forked.fork import await_other_threads
 from gdp.execute.forked.shared_memory import SharedMemory
 from gdp.execute.host_executor import host_executor
 from gdp.execute.measurement import one_device_order
@@ -179,3 +182,24 @@ def test_shared_memory_has_the_layout_of_its_template() -> None:
         assert (tensor.shape, tensor.stride(), tensor.dtype) == (template.shape, template.stride(), template.dtype)
         tensor.fill_(number % 2)
     assert [tensor.float().mean().item() for tensor in made if tensor.numel()] == [0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_no_process_is_forked_while_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It might hold a lock of the kernels' that nobody in the child gives back."""
+    monkeypatch.setattr(fork, "_LONGEST_S", 60.0)
+    matrix, has_begun, ends = torch.ones(2500, 2500), threading.Event(), []
+
+    def multiply() -> None:
+        has_begun.set()
+        matrix @ matrix
+        ends.append(time.monotonic())
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    has_begun.wait()
+    time.sleep(0.01)  # it is in the kernel
+    began = time.monotonic()
+    await_other_threads()
+    returned = time.monotonic()
+    thread.join()
+    assert returned >= ends[0] - (ends[0] - began) / 4  # in which it awaits its turn in Python

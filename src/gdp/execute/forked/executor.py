@@ -31,6 +31,7 @@ from torch import Tensor
 
 from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
 from gdp.execute.forked.child_memory import keep_freed_memory
+from gdp.execute.forked.fork import start
 from gdp.execute.forked.mailbox import SharedMailbox
 from gdp.execute.forked.messages import receive_tensors, send_tensors
 from gdp.execute.forked.shared_memory import SharedMemory
@@ -114,7 +115,7 @@ class ForkedExecutor(PlanExecutor):
                 child = context.Process(target=self._serve, args=(number, worker, there), daemon=True)
                 child.name = f"gdp-{target.name}"
                 self._children.append(child)
-                _start(child)
+                start(child)
                 there.close()
 
     def _sources_of(self, number: int) -> list[Any]:
@@ -349,15 +350,6 @@ class ForkedExecutor(PlanExecutor):
         connection.send((record.ops, record.start_ns, record.finish_ns, record.wait_ns, record.end_ns))
         send_tensors(connection, {tensor: item for tensor, item in held.items() if item is not None})
         return record.held
-
-
-def _start(child: BaseProcess) -> None:
-    """Starts a process without Ctrl-C, which it would tell of before it can ignore it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        child.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _slot(program: Program, tensor: int) -> Tensor:
