@@ -83,7 +83,8 @@ def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
     assert not any(problem.broken_constraints(placement) for placement in rollouts.placements)
     assert not rollouts.log_prob.requires_grad
     log_prob, entropy = policy.score(view, rollouts)
-    torch.testing.assert_close(log_prob.detach(), rollouts.log_prob, rtol=1e-5, atol=1e-6)
+    # scores reach hundreds in float32, and a logarithm of a probability has their rounding: 25e-6 was seen
+    torch.testing.assert_close(log_prob.detach(), rollouts.log_prob, rtol=1e-5, atol=1e-4)
     (log_prob.mean() + entropy).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in policy.parameters())
 
