@@ -103,6 +103,7 @@ def test_an_interrupt_in_a_callback_is_not_lost() -> None:
 import ctypes, os, signal, sys, time
 from gdp.cli.app import repeat_interrupt
 sys.unraisablehook = repeat_interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background leaves it ignored
 try:
     ctypes.CFUNCTYPE(None)(lambda: (os.kill(os.getpid(), signal.SIGINT), None)[1])()
     time.sleep(20)

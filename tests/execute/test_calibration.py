@@ -108,6 +108,11 @@ def test_hand_overs_between_processes_are_those_of_tensors_in_no_cache(monkeypat
     assert note.endswith("in memory that both share, at 5.0 GB/s")
     assert {num_bytes * count for num_bytes, count in chains if num_bytes >= work.MIB} == {80 * work.MIB}
     assert {count for num_bytes, count in chains if num_bytes < work.MIB} == {work.QUICK.num_ops}
+    monkeypatch.setattr(routes, "hop_ns", lambda *_: 3 * US)  # on a busy machine: no faster than copies of one core
+    monkeypatch.setattr(routes, "_copy_here", lambda _target, num_bytes: num_bytes)
+    monkeypatch.setattr(routes, "time_alone", lambda num_bytes, *_: 20 * US + num_bytes / 20)
+    rate, _ = routes._between_cpus(targets, [(0, 1)], work.QUICK, str)  # type: ignore[arg-type]
+    assert rate == pytest.approx(20 * 10**9)
 
 
 def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,10 +112,6 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-torch.library.define("gdp_tests::has_no_kernel", "(Tensor x) -> Tensor")
-torch.library.register_fake("gdp_tests::has_no_kernel", lambda x: torch.empty_like(x))
-
-
 class Calls(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -329,10 +329,6 @@ class Breaking(nn.Module):
         return self.linear(breaks(x)).sum()
 
 
-torch.library.define("gdp_tests::has_no_kernel", "(Tensor x) -> Tensor")
-torch.library.register_fake("gdp_tests::has_no_kernel", lambda x: torch.empty_like(x))
-
-
 def test_a_failed_step_leaves_the_model_as_it_was() -> None:
     model = Breaking()
     before = model.linear.weight.detach().clone()

@@ -70,7 +70,11 @@ def _between_cpus(targets: Sequence[Target], pairs: Sequence[Pair], effort: Exte
     if not may_fork(targets):
         return BY_REFERENCE_BYTES_PER_SECOND, [_by_reference_note(pair, effort.num_steps)]
     log(f"tensors that {first.name} hands {second.name}")
-    rate = _rate({num_bytes: max(_hop_ns(pair, num_bytes, effort), _LEAST_NS) for num_bytes in _HOP_BYTES})
+    hops = _rate({num_bytes: max(_hop_ns(pair, num_bytes, effort), _LEAST_NS) for num_bytes in _HOP_BYTES})
+    copies = _rate(
+        {num_bytes: time_alone(_copy_here(first, num_bytes), effort.seconds, "copies") for num_bytes in COPY_BYTES}
+    )
+    rate = min(hops, copies)  # beside other programs hand-overs differ by more than their bytes
     return rate, [f"{first.name} hands tensors to {second.name} in memory that both share, at {rate / 1e9:.1f} GB/s"]
 
 
@@ -109,6 +113,23 @@ def _rate(times_ns: Mapping[int, float]) -> int:
     """Returns bytes per second of copies, from their times by size."""
     _, ns_per_byte = line_through(times_ns)
     return whole(1e9 / max(ns_per_byte, 1e9 / BY_REFERENCE_BYTES_PER_SECOND))
+
+
+def _copy_here(target: Target, num_bytes: int) -> Job:
+    """Makes the job of a copy in a CPU's memory."""
+    lane = lane_of(target, copy_memory)
+
+    def prepare() -> Once:
+        content, memory = (copy_memory(num_bytes, target.device).zero_() for _ in range(2))
+
+        def once() -> int:
+            start_ns = time.perf_counter_ns()
+            memory.copy_(content)
+            return time.perf_counter_ns() - start_ns
+
+        return once
+
+    return lane, prepare
 
 
 def _copy(source: Target, target: Target, num_bytes: int) -> Job:
