@@ -223,14 +223,7 @@ def search_from(
         return None
     if clock.seconds_left is not None:
         clock = clock.before(REPLAYED * question.simulation_s)
-    search = LocalSearch(
-        problem,
-        clock,
-        seed=question.seed,
-        bound_ns=question.bound_ns,
-        num_threads=question.num_threads,
-        on_progress=question.tell,
-    )
+    search = LocalSearch.of(question, clock)
     placements = [question.reduction.restrict(candidate.placement) for candidate in constructed]
     further = interleaved_stages(problem) if question.has_time(clock, PREPARED) else []
     starts = [Candidate(placement) for placement in [*placements, *further]]

@@ -15,7 +15,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.search.candidate import Candidate
-from gdp.search.question import OnProgress
+from gdp.search.question import OnProgress, Question
 from gdp.search.starts import diverse_starts
 from gdp.search.v_cycle import Island, Neighbourhood, SearchConfig, levels_of
 from gdp.simulator.problem import Problem
@@ -56,6 +56,18 @@ class LocalSearch:
         self._elites: list[Candidate] = []
         self._num_moves = 1  # of a cycle
         self._num_counted = 0  # simulations of the islands that the clock was told of
+
+    @classmethod
+    def of(cls, question: Question, clock: Clock) -> "LocalSearch":
+        """Returns a search for an answer to `question`, of its reduced problem."""
+        return cls(
+            question.reduction.problem,
+            clock,
+            seed=question.seed,
+            bound_ns=question.bound_ns,
+            num_threads=question.num_threads,
+            on_progress=question.tell,
+        )
 
     @property
     def best(self) -> Candidate:

@@ -51,14 +51,7 @@ def search_on_many(
         found += _placed_near(question, clock.part(share), near, place_few)
     if clock.is_up or is_too_wide(problem):
         return found
-    search = LocalSearch(
-        problem,
-        clock,
-        seed=question.seed,
-        bound_ns=question.bound_ns,
-        num_threads=question.num_threads,
-        on_progress=question.tell,
-    )
+    search = LocalSearch.of(question, clock)
     starts = sorted([*constructed, *found])[:NUM_STARTS]
     search.start([Candidate(reduction.restrict(start.placement)) for start in starts], num_more=0)
     search.run()
