@@ -16,7 +16,7 @@ _Value = TypeVar("_Value", bound=np.generic)
 def narrow(table: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
     """Returns one column [N, 1] of a table [N, D] that is broadcast from one, else the table itself.
 
-    With a thousand devices a table takes gigabytes, so that those of equal devices are broadcast.
+    Tables of equal devices are broadcast: of a million ops one takes 0.5 GB with 64 devices.
     """
     return table[:, :1] if table.strides[1] == 0 else table
 
@@ -24,6 +24,13 @@ def narrow(table: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
 def wide(table: npt.NDArray[_Value], num_columns: int) -> npt.NDArray[_Value]:
     """Returns the table with `num_columns`, broadcast where `table` has one column."""
     return table if table.shape[1] == num_columns else np.broadcast_to(table, (len(table), num_columns))
+
+
+def filled(table: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
+    """Returns the table with all its columns in memory and read-only, as kernels take those that are not narrow."""
+    whole = np.ascontiguousarray(table)
+    whole.setflags(write=False)
+    return whole
 
 
 def rows_of(table: npt.NDArray[_Value], rows: npt.NDArray[Any]) -> npt.NDArray[_Value]:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gdp.bench import model_configs
 from gdp.bench.benchmark import Benchmark, Say, require_seconds
 from gdp.bench.rows import Rows
 from gdp.bounds.lower_bound import lower_bound
@@ -52,7 +53,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ScaleCase:
-    """A model, and how its step is cut."""
+    """A model, built in or of `model_configs`, and how its step is cut."""
 
     model: str
     layout: str
@@ -65,6 +66,7 @@ CASES = (
     ScaleCase("rnnlm-8", "data=8,microbatches=4"),
     ScaleCase("gnmt-8", "data=8,microbatches=2"),
     ScaleCase("gnmt-8", "data=8,microbatches=3", num_budgets=2),
+    ScaleCase("smollm3-3b", "microbatches=8"),
     ScaleCase("gnmt-8", CHOSEN),
     ScaleCase("bert-large", CHOSEN),
 )
@@ -171,7 +173,10 @@ def measured(case: Mapping[str, str]) -> dict[str, Any]:
     warm_up(num_devices=cluster.num_devices)
     budget_s = require_seconds("scale", Budget.parse(case["budget"]), "60s")
     make = _measured_choice if case["layout"] == CHOSEN else _measured_step
-    figures = make(case["model"], case["layout"], cluster, budget_s)
+    with tempfile.TemporaryDirectory(prefix="gdp-configs-") as directory:
+        is_config = case["model"] in model_configs.names()
+        model = model_configs.write_model(case["model"], directory) if is_config else case["model"]
+        figures = make(model, case["layout"], cluster, budget_s)
     return {
         **{name: case[name] for name in ("model", "layout", "devices")},
         **figures,

@@ -102,7 +102,7 @@ def _classes(op_time_ns: I64) -> tuple[I64, I64, I64]:
     """(times [N, C] of each class, class of each device [D], number of its devices [C])."""
     if narrow(op_time_ns).shape[1] < op_time_ns.shape[1]:
         device_class = np.zeros(op_time_ns.shape[1], np.int64)
-        return np.ascontiguousarray(narrow(op_time_ns)), device_class, np.bincount(device_class)
+        return np.array(narrow(op_time_ns)), device_class, np.bincount(device_class)
     columns = [column.tobytes() for column in op_time_ns.T]
     first = sorted(columns.index(column) for column in set(columns))
     device_class = np.array([first.index(columns.index(column)) for column in columns])

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool
+from gdp.arrays import F64, I64, Bool, filled
 from gdp.budget import Clock, has_time
 from gdp.placers.base import NoTimeError, TriedPlacements, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
@@ -237,9 +237,9 @@ def _empty_schedule(
     used_bytes = np.zeros(num_devices, np.int64)
     np.add.at(used_bytes, unit_device[only], units.resident_bytes[only])
     return PartialSchedule(
-        op_time_ns=problem.op_time_ns,
+        op_time_ns=filled(problem.op_time_ns),
         unit=units.index,
-        allowed=allowed,
+        allowed=np.ascontiguousarray(allowed),
         resident_bytes=units.resident_bytes,
         limit_bytes=(problem.memory_limit_bytes * memory_share).astype(np.int64),
         floating=floating,

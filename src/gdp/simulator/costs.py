@@ -36,18 +36,17 @@ _MOST_TIMES = 2**28  # of ops on unlike devices, 2 GB
 def op_times(graph: Graph, cluster: Cluster) -> I64:
     """int64[N, D]: ns of each op on each device, -1 where it cannot run. InputError names an op that overflows.
 
-    On many devices that are all alike the table is broadcast from one column; on unlike ones it takes a few GB at most.
+    The table of devices that are all alike is broadcast from one column; that of many unlike ones takes a few GB at most.
     """
     times_ns, device_class = op_time_classes(graph, cluster)
-    if cluster.num_devices > WORD_DEVICES:
-        if times_ns.shape[1] == 1:
-            return wide(times_ns, cluster.num_devices)
-        if graph.num_ops * cluster.num_devices > _MOST_TIMES:
-            most = _MOST_TIMES // cluster.num_devices
-            raise InputError(
-                f"graph {graph.name!r} has {graph.num_ops:,} ops, and {cluster.name!r} has {cluster.num_devices} "
-                f"devices of {times_ns.shape[1]} kinds; take devices of one kind, or a graph of up to {most:,} ops"
-            )
+    if times_ns.shape[1] == 1:
+        return wide(times_ns, cluster.num_devices)
+    if cluster.num_devices > WORD_DEVICES and graph.num_ops * cluster.num_devices > _MOST_TIMES:
+        most = _MOST_TIMES // cluster.num_devices
+        raise InputError(
+            f"graph {graph.name!r} has {graph.num_ops:,} ops, and {cluster.name!r} has {cluster.num_devices} "
+            f"devices of {times_ns.shape[1]} kinds; take devices of one kind, or a graph of up to {most:,} ops"
+        )
     return np.take(times_ns, device_class, axis=1)
 
 
