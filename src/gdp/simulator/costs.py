@@ -36,7 +36,7 @@ _MOST_TIMES = 2**28  # of ops on unlike devices, 2 GB
 def op_times(graph: Graph, cluster: Cluster) -> I64:
     """int64[N, D]: ns of each op on each device, -1 where it cannot run. InputError names an op that overflows.
 
-    The table of devices that are all alike is broadcast from one column; that of many unlike ones takes a few GB at most.
+    The table of devices that are all alike is broadcast from one column; that of many unlike ones takes some GB.
     """
     times_ns, device_class = op_time_classes(graph, cluster)
     if times_ns.shape[1] == 1:
