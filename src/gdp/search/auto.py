@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gdp.budget import Clock
+from gdp.placers.call_grids import call_grids
 from gdp.placers.exact import exact
 from gdp.placers.interleaved import interleaved_stages
 from gdp.placers.replicated import replicated_stages
@@ -109,7 +110,7 @@ def asked_policy(question: Question, clock: Clock, candidates: Sequence[Candidat
     known = [question.reduction.restrict(candidate.placement) for candidate in candidates]
     followers = forward_units(problem)
     partitions = diverse_starts(problem, followers, NUM_PARTITIONS, question.seed, clock.part(PARTITIONS_SHARE))
-    return draw_near(question, clock, [*known, *interleaved_stages(problem), *partitions])
+    return draw_near(question, clock, [*known, *interleaved_stages(problem), *call_grids(problem), *partitions])
 
 
 def placed_by_replicas(question: Question, clock: Clock) -> list[Candidate]:
@@ -225,7 +226,7 @@ def search_from(
         clock = clock.before(REPLAYED * question.simulation_s)
     search = LocalSearch.of(question, clock)
     placements = [question.reduction.restrict(candidate.placement) for candidate in constructed]
-    further = interleaved_stages(problem) if question.has_time(clock, PREPARED) else []
+    further = [*interleaved_stages(problem), *call_grids(problem)] if question.has_time(clock, PREPARED) else []
     starts = [Candidate(placement) for placement in [*placements, *further]]
     given = [_reduced(question, start) for start in question.starts]
     if (few := Few.of(problem)) is None:

@@ -1,30 +1,23 @@
 """The solvers by name: all that `--placer` takes. A new one is a file and a row here."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-
-import numpy as np
 
 from gdp.budget import Clock
 from gdp.cluster import MAX_DEVICES
 from gdp.errors import InputError
 from gdp.placers import CLASSICAL
-from gdp.placers.base import devices_by_speed
-from gdp.placers.contiguous import folded_chain, stages
 from gdp.placers.exact import exact
 from gdp.search.auto import auto, local_search
 from gdp.search.classical import ClassicalRuns
+from gdp.search.good_order import in_good_order
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.zero_shot import zero_shot
 from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import simulate
-from gdp.units.forward_units import forward_units
-from gdp.units.units import Units
-
-ORDER_SHARE = 0.4  # of the time: later no further order of micro-batches is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +54,7 @@ def solve(name: str, question: Question, clock: Clock) -> Solution:
             f"placer {name!r} places on up to {solver.most_devices} devices, and there are "
             f"{question.problem.num_devices}; use auto"
         )
-    return solver.solve(_in_good_order(question, clock), clock)
-
-
-def _in_good_order(question: Question, clock: Clock) -> Question:
-    """Returns the question in the order of micro-batches in which contiguous stages do best, if there is time."""
-    problem, clock = question.problem, clock.until(ORDER_SHARE)
-    if problem.microbatch.max() < 1 or clock.stop.is_set():
-        return question
-    units = Units.of(problem, forward_units(problem))
-    chain = folded_chain(problem, units)
-    placement = units.place_allowed(stages(problem, units, chain, np.sort(devices_by_speed(problem))))
-    return question.in_order(replace(question, noise=None).try_orders(placement, clock=clock).order)
+    return solver.solve(in_good_order(question, clock), clock)
 
 
 def _run_classical(name: str, question: Question, clock: Clock) -> Solution:

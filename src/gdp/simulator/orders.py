@@ -10,6 +10,9 @@ Y. Huang et al., "GPipe", NeurIPS 2019; 1F1B: D. Narayanan et al., "PipeDream", 
 zero-bubble: P. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Here devices are never idle
 while an op is ready, so 1F1B has more micro-batches in flight than its authors' schedule with its fixed warm-up.
 
+A model that calls its layers several times may be started by call as if each were a micro-batch: "by call" is
+zero-bubble of calls. Where they depend little on each other that fills pipelines.
+
 With replicas, ops that move data between them go before all others: they take next to no time, and other devices wait
 for them. Without micro-batches this is the order "exchanges first", the b-level otherwise.
 
@@ -24,10 +27,11 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.graph import Graph
+from gdp.graph.calls import calls_of
 from gdp.graph.microbatches import SHARED
 
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, B_LEVEL = "GPipe", "1F1B", "zero-bubble", "b-level"
-EXCHANGES_FIRST = "exchanges first"
+EXCHANGES_FIRST, BY_CALL = "exchanges first", "by call"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,11 @@ class OrderTraits:
     def is_update(self) -> Bool:
         """[N] the updates of parameters."""
         return self.graph.is_in_phase("update")
+
+    @cached_property
+    def call(self) -> I64 | None:
+        """[N] the call that each op belongs to; None where layers are called once."""
+        return calls_of(self.graph)
 
     @cached_property
     def can_wait(self) -> Bool:
@@ -67,19 +76,25 @@ def order_priority(order: str, traits: OrderTraits, level_ns: I64) -> I64:
     if order == B_LEVEL:
         return level_ns
     position = np.unique(level_ns, return_inverse=True)[1].astype(np.int64)  # levels may be as large as int64
-    priority = position if order == EXCHANGES_FIRST else _by_microbatch(order, traits, position)
+    if order == EXCHANGES_FIRST:
+        priority = position
+    elif order == BY_CALL:
+        assert traits.call is not None, "the order is chosen for models with calls"
+        priority = _by_turn(ZERO_BUBBLE, traits, traits.call, position)
+    else:
+        priority = _by_turn(order, traits, traits.microbatch, position)
     is_collective = traits.graph.is_collective
     if not is_collective.any():
         return priority
     return np.asarray(priority + is_collective * (int(priority.max()) - int(priority.min()) + 1), np.int64)
 
 
-def _by_microbatch(order: str, traits: OrderTraits, position: I64) -> I64:
-    """[N] the priority by phase, then micro-batch, then `position` [N]."""
+def _by_turn(order: str, traits: OrderTraits, part: I64, position: I64) -> I64:
+    """[N] the priority by phase, then `part` [N] (the micro-batch, say), then `position` [N]."""
     is_first = ~traits.is_backward if order == GPIPE else traits.is_backward
     num_levels = int(position.max()) + 1
-    latest = int(traits.microbatch.max())
-    turn = np.where(traits.microbatch == SHARED, latest + 1, latest - traits.microbatch)
+    latest = int(part.max())
+    turn = np.where(part == SHARED, latest + 1, latest - part)
     priority = (is_first * (latest + 2) + turn) * num_levels + position
     if order == ZERO_BUBBLE:
         priority = np.where(traits.can_wait, turn * num_levels + position - (latest + 3) * num_levels, priority)

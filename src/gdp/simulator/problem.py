@@ -18,7 +18,7 @@ from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints, allowed_devices, memory_limits
 from gdp.simulator.costs import op_times
-from gdp.simulator.orders import B_LEVEL, order_priority, orders_for
+from gdp.simulator.orders import B_LEVEL, BY_CALL, order_priority, orders_for
 from gdp.simulator.records import device_type
 from gdp.simulator.simulator import Simulator
 
@@ -135,8 +135,8 @@ class Problem:
 
     @property
     def orders(self) -> tuple[str, ...]:
-        """The orders that are worth trying: the b-level alone without micro-batches."""
-        return orders_for(self.graph, self.microbatch)
+        """The orders that are worth trying: the b-level alone without micro-batches, unless `order` goes by calls."""
+        return (BY_CALL, B_LEVEL) if self.order == BY_CALL else orders_for(self.graph, self.microbatch)
 
     def priority(self, order: str, level_ns: I64) -> I64:
         """[N] the priority of ops in that order, `level_ns` [N] in place of the b-level."""

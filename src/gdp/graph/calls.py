@@ -1,0 +1,72 @@
+"""Calls: a model may run its layers several times in a step, as a recurrent net does at each time step.
+
+    layers.0   call 0    call 1    call 2      the n-th `aten.mm` of a module belongs to the n-th call, if each has one
+    layers.1   call 0    call 1    call 2
+
+N ops.
+"""
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.graph.graph import Graph
+
+NO_CALL = -1  # of what all calls share, and of what no call tells
+_CALLED_SHARE = 0.5  # of the ops of the forward pass: what is called several times must have at least
+_FEWEST = 4  # ops of a kind in a module whose calls are not all alike
+_SWEEPS = 4  # ops between an op without a call of its own and one that has one
+
+
+def calls_of(graph: Graph) -> I64 | None:
+    """Returns the call [N] that each op belongs to, from 0, or `NO_CALL`; None where layers are called once.
+
+    A backward op belongs to the latest call whose results it uses, or else to that of the op that it follows.
+    """
+    is_late = graph.is_in_phase("backward") | graph.is_in_phase("update")
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    has_input = np.zeros(graph.num_ops, np.bool_)
+    has_input[targets] = True
+    ops = np.flatnonzero(has_input & ~is_late)
+    if not any(graph.modules) or not len(ops):
+        return None
+    number, num_calls = _in_turn(_numbered(graph.modules)[ops], _numbered(graph.kinds)[ops])
+    is_called = num_calls > 1
+    if is_called.mean() < _CALLED_SHARE:
+        return None
+    call = np.full(graph.num_ops, NO_CALL)
+    most = np.bincount(num_calls[is_called]).argmax()  # modules may be called more often, or less: not at the first step
+    call[ops[is_called]] = (number * most // num_calls)[is_called]
+    is_forward = np.zeros(graph.num_ops, np.bool_)
+    is_forward[ops] = True
+    for _ in range(_SWEEPS):
+        _take_over(call, sources, targets, is_forward[sources] & is_forward[targets])
+    is_backward = graph.is_in_phase("backward")
+    _take_over(call, sources, targets, is_forward[sources] & is_backward[targets])
+    for _ in range(_SWEEPS):
+        _take_over(call, sources, targets, is_backward[sources] & is_backward[targets])
+    return call
+
+
+def _in_turn(modules: I64, kinds: I64) -> tuple[I64, I64]:
+    """Returns (which call of its module each op belongs to, how many calls there are), of ops in turn."""
+    keys, index, counts = np.unique(modules * (kinds.max() + 1) + kinds, return_inverse=True, return_counts=True)
+    first = np.flatnonzero(np.diff(keys // (kinds.max() + 1), prepend=-1))  # key of each module
+    common, fewest = np.gcd.reduceat(counts, first), np.minimum.reduceat(counts, first)
+    of_module = np.where((common == 1) & (fewest >= _FEWEST), fewest, common)
+    num_calls = np.repeat(of_module, np.diff(np.append(first, len(keys))))[index]
+    order = np.argsort(index, kind="stable")
+    rank = np.empty(len(index), np.int64)
+    rank[order] = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rank * num_calls // counts[index], num_calls
+
+
+def _take_over(call: I64, sources: I64, targets: I64, may: Bool) -> None:
+    """Gives ops without a call the latest of what they use, over the edges that `may` [E]."""
+    chosen = may & (call[targets] == NO_CALL) & (call[sources] != NO_CALL)
+    np.maximum.at(call, targets[chosen], call[sources[chosen]])
+
+
+def _numbered(texts: tuple[str, ...]) -> I64:
+    """Returns the number of each text [N]."""
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    return np.fromiter((numbers[text] for text in texts), np.int64, len(texts))

@@ -1,0 +1,60 @@
+"""The order in which a question's placements start their ops: of micro-batches, or of calls, where that is better."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from gdp.budget import Clock
+from gdp.placers.base import devices_by_speed
+from gdp.placers.call_grids import call_grids
+from gdp.placers.contiguous import folded_chain, stages
+from gdp.search.fewer_microbatches import is_large
+from gdp.search.question import Question
+from gdp.search.starts import diverse_starts
+from gdp.simulator.orders import B_LEVEL, BY_CALL
+from gdp.simulator.problem import Placement
+from gdp.units.forward_units import forward_units
+from gdp.units.units import Units
+
+ORDER_SHARE = 0.4  # of the time: later no further order is tried
+NUM_PARTITIONS = 4  # that calls are tried on
+LEAST = 400  # simulations that there must be time for, or calls are not tried
+
+
+def in_good_order(question: Question, clock: Clock) -> Question:
+    """Returns the question in the order in which contiguous stages do best, if there is time.
+
+    Without micro-batches it stays in the b-level's, unless the best of stages, grids and partitions is by call.
+    """
+    if clock.stop.is_set():
+        return question
+    if question.problem.microbatch.max() >= 1:
+        stage = next(_tried(question, clock))
+        order = replace(question, noise=None).try_orders(stage, clock=clock.until(ORDER_SHARE)).order
+        return question.in_order(order)
+    return question.in_order(BY_CALL) if _is_better_by_call(question, clock) else question
+
+
+def _is_better_by_call(question: Question, clock: Clock) -> bool:
+    problem, left = question.problem, clock.simulations_left
+    is_short = left < LEAST if left is not None else not question.has_time(clock, LEAST)
+    if problem.num_devices < 2 or is_large(problem) or is_short or question.starts:
+        return False
+    if any(each.simulator.order_traits.call is None for each in (problem, question.reduction.problem)):
+        return False
+    judge, part = replace(question, noise=None), clock.until(ORDER_SHARE)
+    found = [judge.try_orders(placement, (B_LEVEL, BY_CALL), part) for placement in _tried(question, part)]
+    clock.spend(2 * len(found))
+    return min(found).order == BY_CALL
+
+
+def _tried(question: Question, clock: Clock) -> Iterator[Placement]:
+    """Yields placements [N] that orders are compared on: contiguous stages first."""
+    problem = question.problem
+    followers = forward_units(problem)
+    units = Units.of(problem, followers)
+    chain = folded_chain(problem, units)
+    yield units.place_allowed(stages(problem, units, chain, np.sort(devices_by_speed(problem))))
+    yield from call_grids(problem)
+    yield from diverse_starts(problem, followers, NUM_PARTITIONS, question.seed, clock)
