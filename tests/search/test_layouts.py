@@ -111,6 +111,11 @@ def test_the_answer_is_no_slower_than_any_layout_and_verifies() -> None:
     assert choice.layout_bound_ns <= choice.plan.step_time_ns < 1.05 * choice.layout_bound_ns
 
 
+def test_ops_are_placed_with_a_policy_of_ones_own() -> None:
+    with pytest.raises(InputError, match="none.safetensors: no such file"):
+        choose_layout(parts_of(), machine_of([1.0] * 2), budget="200sims", checkpoint="none.safetensors")
+
+
 def test_a_layout_that_is_forced_gives_the_same_step_time() -> None:
     cluster = machine_of([1.0] * 4, memory="200MB")
     best = choose_layout(parts_of(), cluster, budget="500sims")

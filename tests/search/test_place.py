@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from gdp.cluster import Cluster, Device, Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.placers import CLASSICAL
+from gdp.policy.pretrained import shipped
 from gdp.search.candidate import Candidate
 from gdp.search.place import place
 from gdp.simulator.plan import Plan
@@ -75,6 +77,17 @@ def test_threads_do_not_change_the_answer() -> None:
     ]
     assert documents[0] == documents[1] == documents[2]
     assert place(GRAPH, CLUSTER, budget="1500sims", seed=8).to_document() != documents[0]
+
+
+def test_auto_asks_a_policy_of_ones_own_whatever_the_budget(tmp_path: Path) -> None:
+    """It counts its simulations, so that the answer is the same twice; a file that is no policy is refused."""
+    plans = [place(GRAPH, CLUSTER, budget="1500sims", seed=7, checkpoint=shipped(), num_threads=1) for _ in range(2)]
+    assert plans[0].to_document() == plans[1].to_document()
+    assert plans[0].search is not None
+    assert plans[0].search.simulations <= 1500
+    for budget in ("1500sims", "1s"):
+        with pytest.raises(InputError, match="none.safetensors: no such file"):
+            place(GRAPH, CLUSTER, budget=budget, checkpoint=str(tmp_path / "none.safetensors"))
 
 
 def test_stays_within_the_budget_of_simulations() -> None:

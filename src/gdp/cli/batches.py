@@ -110,6 +110,7 @@ def _check(request: PlaceRequest, parallel: str | None, sweep: str | None) -> No
     others = {
         "--parallel": parallel not in (None, "none"),
         "--placer": request.placer != "auto",
+        "--checkpoint": request.checkpoint is not None,
         "--for": request.target is not None,
         "--sweep": sweep is not None,
     }

@@ -173,9 +173,11 @@ def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
         return
     from gdp.search.solvers import SOLVERS
 
-    asking = [name for name, solver in SOLVERS.items() if solver.asks_policy]
+    asking = [name for name, solver in SOLVERS.items() if solver.takes_checkpoint]
     if not set(placers) & set(asking):
-        raise InputError(f"--checkpoint: {', '.join(placers)} takes none; use it with --placer {' or '.join(asking)}")
+        raise InputError(
+            f"--checkpoint: {', '.join(placers)} takes none; use it with --placer {', '.join(asking[:-1])} or {asking[-1]}"
+        )
     from gdp.policy.checkpoint import load_checkpoint
 
     load_checkpoint(checkpoint)

@@ -36,7 +36,7 @@ PlacedGraphOption = Annotated[
 ]
 BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
 CheckpointOption = Annotated[
-    str | None, typer.Option(metavar="FILE", help="A policy of your own, for the learned placers.")
+    str | None, typer.Option(metavar="FILE", help="A policy of your own, for auto and the learned placers.")
 ]
 InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")]
 BatchesOption = Annotated[

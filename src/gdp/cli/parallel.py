@@ -175,6 +175,7 @@ def _find(
             layout=layout,
             budget=clock.part(1 - ADVICE_SHARE) if request.with_advice else clock,
             seed=request.seed,
+            checkpoint=request.checkpoint,
             num_threads=request.threads,
             on_progress=tell,
         )

@@ -134,7 +134,7 @@ def place(
             with_advice=advice and placer == "auto" and target is None,
             out=out,
             json=json,
-            target=_target(target, target_options, placer, sweep),
+            target=_target(target, target_options, placer, sweep, checkpoint),
             limits=limits,
         )
         check_placers([placer])
@@ -151,12 +151,16 @@ def place(
     return _place(request)
 
 
-def _target(name: str | None, options: TargetOptions, placer: str, sweep: str | None) -> "ExportTarget | None":
+def _target(
+    name: str | None, options: TargetOptions, placer: str, sweep: str | None, checkpoint: str | None
+) -> "ExportTarget | None":
     if name is None:
         options.check_unused()
         return None
     if placer != "auto" or sweep is not None:
         raise InputError("--for: places with auto, once; leave out --placer and --sweep")
+    if checkpoint is not None:
+        raise InputError("--for: places without a policy; leave out --checkpoint")
     return options.target(name)
 
 
@@ -311,7 +315,7 @@ def _beside_others(request: PlaceRequest, graph: "Graph", plan: "Plan") -> "Plan
     from gdp.search.solvers import solver_of
     from gdp.simulator.plan import Baseline
 
-    if not solver_of(request.placer).asks_policy or plan.search is None or plan.search.baselines:
+    if not solver_of(request.placer).is_learned or plan.search is None or plan.search.baselines:
         return plan
     baselines = {}
     for name in _OTHERS:

@@ -19,6 +19,8 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
 
     if request.placer != "auto" or request.times is not None:
         raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
+    if request.checkpoint is not None:
+        raise InputError("--sweep: places without a policy of your own; leave out --checkpoint")
     if sweep.what == MICROBATCHES and request.reading.microbatching.count > 1:
         count = request.reading.microbatching.count
         raise InputError(f"--sweep {MICROBATCHES}: --microbatches {count} contradicts it; drop one")

@@ -56,8 +56,8 @@ NODES_PER_SIMULATION = 100  # of it while nothing fits: most are partial placeme
 def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = None) -> Solution:
     """Returns the best of classical placers, weight streaming, exact placement where it is small, policy, and search.
 
-    Placers run unless `classical` has their answers. A budget in simulations leaves the policy out: its simulations
-    take several times as long as those of the search, so their number is no measure to share by.
+    Placers run unless `classical` has their answers. A budget in simulations leaves the policy that comes with gdp out:
+    its simulations take several times as long as those of the search, so their number is no measure to share by.
     """
     if question.problem.num_devices > WORD_DEVICES:
         return _placed_on_many(question, clock, classical)
@@ -76,7 +76,9 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     starts, num_more = constructed, None
     if asks_policy and not clock.is_up:
         drawn, is_complete = asked_policy(question, clock, [*constructed, *answers])
-        constructed, starts, num_more = [*constructed, drawn], [drawn], None if is_complete else 0
+        starts = constructed = [*constructed, drawn]
+        if is_short(question, clock):
+            starts, num_more = [drawn], None if is_complete else 0
     searched = None if asks_policy and clock.is_up else search_from(question, clock, starts, num_more=num_more)
     return Solution(best_of([*constructed, *answers], searched), classical.baselines)
 
@@ -93,10 +95,18 @@ def _placed_on_many(question: Question, clock: Clock, classical: ClassicalRuns |
 
 
 def policy_helps(question: Question, clock: Clock) -> bool:
-    """Returns whether `auto` asks the policy: where the time is short, but not so short that placers take it all."""
-    if not question.asks_policy or clock.simulations_left is not None:
+    """Returns whether `auto` asks the policy: where the time is short, but not so short that placers take it all.
+
+    One's own policy is asked whatever the budget.
+    """
+    if not question.asks_policy or hurries(question, clock):
         return False
-    return not question.has_time(clock, SEARCHED_ALONE) and not hurries(question, clock)
+    return question.checkpoint is not None or (clock.simulations_left is None and is_short(question, clock))
+
+
+def is_short(question: Question, clock: Clock) -> bool:
+    """Returns whether the time is so short that a policy's answer is worth more than further starts of the search."""
+    return not question.has_time(clock, SEARCHED_ALONE)
 
 
 def hurries(question: Question, clock: Clock) -> bool:

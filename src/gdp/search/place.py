@@ -77,8 +77,8 @@ def place(
     plan. Constraints are those of `Problem.build`, one value or keywords such as `pins={"encoder": "gpu0"}`, `forbid`,
     `max_memory={"gpu0": "12GiB"}` and `reserve="10%"`. `robust` is the
     relative deviation of op times over which searches average the step time (default: 0.02; 0: not at all), to choose
-    among plans that are not slower than a baseline without it. `checkpoint` is the file of a policy for the learned
-    placers, in place of the one that comes with gdp. Searches begin from `starts` too, moved where constraints do not
+    among plans that are not slower than a baseline without it. `checkpoint` is the file of a policy for `auto` and
+    the learned placers, in place of the one that comes with gdp; `auto` then asks it whatever the budget. Searches begin from `starts` too, moved where constraints do not
     allow them. `stop` ends the search early.
     Raises InputError for arguments that make no sense.
     """
@@ -98,7 +98,7 @@ def place(
     report = None if on_progress is None else _best_so_far(on_progress, clock, bound_ns)
     nothing = Reduction.nothing(problem)
     question = Question(problem, nothing, bound_ns, seed, None, starts, checkpoint, num_threads, report)
-    if not is_large(problem) or solver_of(placer).asks_policy or question.has_time(clock, SEARCHED):
+    if not is_large(problem) or solver_of(placer).is_learned or question.has_time(clock, SEARCHED):
         question = replace(question, reduction=reduce(problem))  # which only a search needs
     if noise_share and (robust is not None or question.has_time(clock, FEWEST_UNDER_NOISE)):
         question = replace(question, noise=Noise.draw(question.reduction, noise_share, NUM_PERTURBATIONS, seed))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from gdp.budget import Clock
 from gdp.cluster import MAX_DEVICES
@@ -27,7 +28,8 @@ class Solver:
     solve: Callable[[Question, Clock], Solution]
     under_noise: bool = True  # it can average step times over perturbed op times
     searches: bool = False  # it looks for plans that are fast on average by default
-    asks_policy: bool = False  # it takes `--checkpoint`
+    is_learned: bool = False  # its placements are a policy's
+    takes_checkpoint: bool = False
     most_devices: int = MAX_DEVICES
     prepare: Callable[[], object] = lambda: None  # imports what takes seconds, before a clock runs
 
@@ -82,15 +84,15 @@ def _load_fine_tune() -> Callable[[Question, Clock], Solution]:
     return fine_tune
 
 
+_LEARNED: Any = {"under_noise": False, "is_learned": True, "takes_checkpoint": True, "most_devices": WORD_DEVICES}
+
 SOLVERS: Mapping[str, Solver] = MappingProxyType(
     {
-        "auto": Solver(auto, searches=True),
+        "auto": Solver(auto, searches=True, takes_checkpoint=True),
         "local-search": Solver(local_search, searches=True),
         "exact": Solver(_place_exactly, under_noise=False, most_devices=WORD_DEVICES),
-        "gdp-zero-shot": Solver(zero_shot, under_noise=False, asks_policy=True, most_devices=WORD_DEVICES),
-        "gdp-finetune": Solver(
-            _fine_tune, under_noise=False, asks_policy=True, most_devices=WORD_DEVICES, prepare=_load_fine_tune
-        ),
+        "gdp-zero-shot": Solver(zero_shot, **_LEARNED),
+        "gdp-finetune": Solver(_fine_tune, **_LEARNED, prepare=_load_fine_tune),
         **{name: Solver(partial(_run_classical, name)) for name in CLASSICAL},
     }
 )

@@ -31,7 +31,6 @@ from gdp.search.layouts.screening import Screening
 from gdp.search.layouts.trial import ESTIMATED, NOT_ALLOWED, OK, Choosing, Trial
 from gdp.search.local_search import LocalSearch
 from gdp.search.place import plan_of
-from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search
@@ -70,6 +69,7 @@ def choose_layout(
     layout: Layout | None = None,
     budget: Clock | Budget | str | float = "30s",
     seed: int = 0,
+    checkpoint: str | None = None,
     num_threads: int | None = None,
     on_progress: Callable[[Trial], None] | None = None,
     stop: threading.Event | None = None,
@@ -77,7 +77,7 @@ def choose_layout(
     """Returns the best plan over layouts of the batch of `parts` on `cluster`; with `layout`, the best of that one.
 
     Op placement of the whole step is one of the layouts; the answer is never slower than the best that was tried, and
-    fits if any of them does. The budget begins once the step and one part of it are read; a clock has begun.
+    fits if any of them does. Ops are placed by `auto`, which `checkpoint` gives a policy. The budget begins once the step and one part of it are read; a clock has begun.
     InputError for a layout that the batch or the devices do not allow.
     """
     cluster = Cluster.of(cluster)
@@ -90,7 +90,7 @@ def choose_layout(
     if layout is None:
         parts.read_ahead(cluster.num_devices)
     tell = on_progress or (lambda trial: None)
-    search = Choosing(parts, cluster, constraints or Constraints(), clock, seed, num_threads, tell, layout)
+    search = Choosing(parts, cluster, constraints or Constraints(), clock, seed, num_threads, tell, layout, checkpoint)
     first: list[Trial] = []
     if parts.exact(1).num_ops > LARGE_OPS and (layout is None or layout.is_whole):
         is_many = cluster.num_devices > WORD_DEVICES  # on which one copy of the model hardly wins
@@ -158,7 +158,7 @@ def _ops_placed(search: Choosing, clock: Clock, limit_ns: int = NEVER) -> list[T
         return []
     step = Step.of(problem.graph, Layout())
     trial = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
-    question = Question.about(problem, bound_ns=bound_ns, seed=search.seed, num_threads=search.num_threads)
+    question = search.question(problem, bound_ns=bound_ns)
     if problem.num_ops > LARGE_OPS:
         classical = search.classical = run_classical(question, clock)
         solution = Solution(classical.best, classical.baselines)
@@ -248,7 +248,7 @@ def _with_whole_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
 
 def _placed_from(search: Choosing, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
     """Returns the best op placement that `auto` finds from its own starts and from `start`."""
-    question = Question.about(problem, seed=search.seed, num_threads=search.num_threads, starts=(start,))
+    question = search.question(problem, starts=(start,))
     known = search.classical
     best = auto(question, clock, known if known is not None and known.question.problem is problem else None).best
     return start if best is None else min(start, as_candidate(best.replay, best.order))
@@ -256,7 +256,7 @@ def _placed_from(search: Choosing, problem: Problem, start: Candidate, clock: Cl
 
 def _refined(search: Choosing, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
     """Returns the best that a local search finds from `start`, and for op placement from starts of its own."""
-    question = Question.about(problem, seed=search.seed, num_threads=search.num_threads)
+    question = search.question(problem)
     reduction = question.reduction
     local = LocalSearch(reduction.problem, clock, seed=search.seed, num_threads=search.num_threads)
     priority = None if start.priority is None else reduction.restrict(start.priority)

@@ -21,6 +21,7 @@ from gdp.search.layouts.arrangement import Arrangement
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.parts import Parts
+from gdp.search.question import Question
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
@@ -95,6 +96,7 @@ class Choosing:
     num_threads: int | None
     tell: Callable[[Trial], None]
     layout: Layout | None = None  # that is asked for; None: any
+    checkpoint: str | None = None  # the file of a policy for op placement; None: the one that comes with gdp
     refused: dict[Arrangement, str] = field(default_factory=dict)  # and why
     classical: ClassicalRuns | None = None  # of op placement of a large step
     simulation: Pace = field(default_factory=lambda: Pace(_SIMULATION_US))  # of whole steps
@@ -102,6 +104,11 @@ class Choosing:
 
     def __post_init__(self) -> None:
         self.estimator = Estimator(self.parts, self.cluster, self.constraints, self.clock)
+
+    def question(self, problem: Problem, **others: object) -> Question:
+        """Returns the question of how to place the ops of `problem`; `others` are further fields."""
+        own = {"seed": self.seed, "checkpoint": self.checkpoint, "num_threads": self.num_threads}
+        return Question.about(problem, **own, **others)
 
     def attempt(self, action: Callable[[Arrangement], _T], way: Arrangement) -> _T | None:
         """Returns `action(way)`; None where the model has no such part or cannot be cut so.
