@@ -9,7 +9,7 @@ import gdp.bench.parallel
 from gdp.bench.layout_memory import METHODS, LayoutMemoryBenchmark
 from gdp.bench.measured import MeasuredBenchmark, MeasuredRun, PredictedRun, read_runs, statistics
 from gdp.bench.parallel import AUTO, OPS, OTHERS, ParallelBenchmark
-from gdp.budget import Budget
+from gdp.budget import Budget, Clock
 from gdp.errors import InputError
 from gdp.search.layouts.choose import Choice, choose_layout
 
@@ -94,7 +94,8 @@ def test_an_interrupted_search_ends_the_benchmark(tmp_path: Path, monkeypatch: p
     def interrupted(*args: object, **kwargs: object) -> Choice:
         stop = threading.Event()
         stop.set()
-        return choose_layout(*args, stop=stop, **kwargs)  # type: ignore[arg-type]
+        clock = Clock(kwargs.pop("budget"), stop=stop)  # type: ignore[arg-type]
+        return choose_layout(*args, budget=clock, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gdp.bench.parallel, "choose_layout", interrupted)
     rows = tmp_path / "rows"

@@ -175,9 +175,8 @@ def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
 
     asking = [name for name, solver in SOLVERS.items() if solver.takes_checkpoint]
     if not set(placers) & set(asking):
-        raise InputError(
-            f"--checkpoint: {', '.join(placers)} takes none; use it with --placer {', '.join(asking[:-1])} or {asking[-1]}"
-        )
+        others = f"{', '.join(asking[:-1])} or {asking[-1]}"
+        raise InputError(f"--checkpoint: {', '.join(placers)} takes none; use it with --placer {others}")
     from gdp.policy.checkpoint import load_checkpoint
 
     load_checkpoint(checkpoint)

@@ -314,10 +314,9 @@ class Placed:
         """Returns the loss; ExecutionError, after which no step is taken, if it ends the training."""
         if self._training.stop_at_nan and loss is not None and not bool(torch.isfinite(loss)):
             executor.close()
-            raise ExecutionError(
-                "all",
+            raise self._runner.error_of_all(
                 f"step {self.num_steps}: the loss is {float(loss)}",
-                note="; go on from a saved state with a lower learning rate, or clip_norm",
+                "; go on from a saved state with a lower learning rate, or clip_norm",
             )
         return loss
 

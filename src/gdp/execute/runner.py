@@ -9,6 +9,7 @@ from torch import Tensor
 from gdp.execute.executor import TrainingExecutor
 from gdp.execute.host_executor import HostExecutor, host_executor
 from gdp.execute.targets import find_targets
+from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Program
 
 
@@ -25,6 +26,9 @@ class Runner(Protocol):
 
     def write_once(self, write: Callable[[], None]) -> None:
         """Writes in one process; its InputError is raised in all."""
+
+    def error_of_all(self, what: str, note: str) -> ExecutionError:
+        """Returns an error for all processes to raise, each by itself; one of them prints it."""
 
     def leave(self, error: BaseException) -> None:
         """Ends the executor, and all ranks, after an error in the script."""
@@ -52,6 +56,10 @@ class HostRunner:
     def write_once(self, write: Callable[[], None]) -> None:
         """Writes."""
         write()
+
+    def error_of_all(self, what: str, note: str) -> ExecutionError:
+        """Returns the error."""
+        return ExecutionError("all", what, note=note)
 
     def leave(self, _error: BaseException) -> None:
         """Ends the executor."""

@@ -29,13 +29,10 @@ def calls_of(graph: Graph) -> I64 | None:
     ops = np.flatnonzero(has_input & ~is_late)
     if not any(graph.modules) or not len(ops):
         return None
-    number, num_calls = _in_turn(_numbered(graph.modules)[ops], _numbered(graph.kinds)[ops])
-    is_called = num_calls > 1
-    if is_called.mean() < _CALLED_SHARE:
-        return None
     call = np.full(graph.num_ops, NO_CALL)
-    most = np.bincount(num_calls[is_called]).argmax()  # modules may be called more often, or less: not at the first step
-    call[ops[is_called]] = (number * most // num_calls)[is_called]
+    call[ops] = _in_turn(_numbered(graph.modules)[ops], _numbered(graph.kinds)[ops])
+    if (call[ops] != NO_CALL).mean() < _CALLED_SHARE:
+        return None
     is_forward = np.zeros(graph.num_ops, np.bool_)
     is_forward[ops] = True
     for _ in range(_SWEEPS):
@@ -47,17 +44,25 @@ def calls_of(graph: Graph) -> I64 | None:
     return call
 
 
-def _in_turn(modules: I64, kinds: I64) -> tuple[I64, I64]:
-    """Returns (which call of its module each op belongs to, how many calls there are), of ops in turn."""
+def _in_turn(modules: I64, kinds: I64) -> I64:
+    """Returns the call of each op, of ops in turn; `NO_CALL` in modules that are called once.
+
+    Most modules tell how often the model calls its layers. Others are called more often, or not at the first step; and
+    of what the model does between its layers, kinds of ops that come as often, or a multiple of that, belong to calls.
+    """
     keys, index, counts = np.unique(modules * (kinds.max() + 1) + kinds, return_inverse=True, return_counts=True)
     first = np.flatnonzero(np.diff(keys // (kinds.max() + 1), prepend=-1))  # key of each module
     common, fewest = np.gcd.reduceat(counts, first), np.minimum.reduceat(counts, first)
     of_module = np.where((common == 1) & (fewest >= _FEWEST), fewest, common)
-    num_calls = np.repeat(of_module, np.diff(np.append(first, len(keys))))[index]
+    calls_of_key = np.repeat(of_module, np.diff(np.append(first, len(keys))))
+    if not (calls_of_key > 1).any():
+        return np.full(len(index), NO_CALL)
+    most = int(np.bincount(calls_of_key * (calls_of_key > 1), counts)[1:].argmax()) + 1
+    is_called = (calls_of_key > 1) | (counts % most == 0)
     order = np.argsort(index, kind="stable")
     rank = np.empty(len(index), np.int64)
     rank[order] = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return rank * num_calls // counts[index], num_calls
+    return np.where(is_called[index], rank * most // counts[index], NO_CALL)
 
 
 def _take_over(call: I64, sources: I64, targets: I64, may: Bool) -> None:

@@ -69,13 +69,13 @@ class _Layers:
         row[self.order[spread]] = row[self.order[beside]]
         for number in range(num_rows):
             own = self.order[spread & (row[self.order] == number)]
-            column[own] = _cut(self.work[own], share[:, number])
+            column[own] = _cut(self.work[own] + 1.0, share[:, number])  # an update may take no time
         return column * num_rows + row
 
     def _columns(self, share: F64) -> I64:
         """Returns the column [U] of each unit: calls in turn, each whole, with work in these shares."""
         calls, index = np.unique(self.call, return_inverse=True)
-        work = np.bincount(index, np.where(self.is_spread, 0.0, self.work), len(calls))
+        work = np.bincount(index, np.where(self.is_spread, 0.0, self.work), len(calls)).astype(np.float64)
         return np.where(self.is_spread, -1, _cut(work, share)[index])
 
 

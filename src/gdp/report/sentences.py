@@ -11,6 +11,7 @@ from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import replica_of
 from gdp.report.tables import digits, format_gib, format_ms
 from gdp.search.solvers import SOLVERS
+from gdp.simulator.orders import BY_CALL
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.simulate import Simulation
 
@@ -59,11 +60,13 @@ def of_bound(step_time_ns: int, bound_ns: int, count: int = 1, replicas: int = 1
 
 
 def of_search(search: Search, simulation: Simulation) -> Iterator[str]:
-    """Yields sentences on the order of micro-batches and on step times when op times vary."""
+    """Yields sentences on the order of micro-batches or calls, and on step times when op times vary."""
     if num_microbatches(simulation) > 1:
         # the share of the step in which a device that holds ops computes, on average
         busy = float(simulation.busy_fraction[np.unique(simulation.placement)].mean())
         yield f"Order of micro-batches: {search.order}; devices in use wait for {1 - busy:.0%} of the step."
+    elif search.order == BY_CALL:
+        yield "Ops start by the call of their layer, as if each call were a micro-batch."
     if (times := search.under_noise) is not None:
         yield (
             f"Expected with op times that vary by {times.noise:.1%}: {format_ms(times.mean_ns)}, 95th percentile "

@@ -39,7 +39,7 @@ def in_good_order(question: Question, clock: Clock) -> Question:
 def _is_better_by_call(question: Question, clock: Clock) -> bool:
     problem, left = question.problem, clock.simulations_left
     is_short = left < LEAST if left is not None else not question.has_time(clock, LEAST)
-    if problem.num_devices < 2 or is_large(problem) or is_short or question.starts:
+    if problem.num_devices < 2 or is_large(problem) or is_short:
         return False
     if any(each.simulator.order_traits.call is None for each in (problem, question.reduction.problem)):
         return False

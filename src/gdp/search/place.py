@@ -77,9 +77,9 @@ def place(
     plan. Constraints are those of `Problem.build`, one value or keywords such as `pins={"encoder": "gpu0"}`, `forbid`,
     `max_memory={"gpu0": "12GiB"}` and `reserve="10%"`. `robust` is the
     relative deviation of op times over which searches average the step time (default: 0.02; 0: not at all), to choose
-    among plans that are not slower than a baseline without it. `checkpoint` is the file of a policy for `auto` and
-    the learned placers, in place of the one that comes with gdp; `auto` then asks it whatever the budget. Searches begin from `starts` too, moved where constraints do not
-    allow them. `stop` ends the search early.
+    among plans that are not slower than a baseline without it. `checkpoint` is the file of a policy for `auto` and the
+    learned placers, in place of the one that comes with gdp; `auto` then asks it whatever the budget. Searches begin
+    from `starts` too, moved where constraints do not allow them. `stop` ends the search early.
     Raises InputError for arguments that make no sense.
     """
     noise_share = _check(placer, seed, robust)

@@ -91,10 +91,14 @@ class StepProgram(Program):
         return self.part.num_draws * self.num_parts
 
     @cached_property
+    def piece_tensors(self) -> frozenset[int]:
+        """The gradients of which a replica holds the piece that its updates read."""
+        return frozenset(tensor for pieces in self.gradient_pieces.values() for tensor in pieces.tensors)
+
+    @cached_property
     def keepers(self) -> Mapping[int, int]:
         """The updates that read summed gradients: where these are, whichever device has made them."""
-        tensors = {*self.gradient_tensors.values()}
-        tensors |= {tensor for pieces in self.gradient_pieces.values() for tensor in pieces.tensors}
+        tensors = {*self.gradient_tensors.values(), *self.piece_tensors}
         return {tensor: max(self.graph.consumers_of(tensor).tolist()) for tensor in tensors}
 
     @cached_property

@@ -235,12 +235,19 @@ class ProcessExecutor(PlanExecutor):
         """Returns `tensors` on the first rank, or everywhere: those that a step has left, and those of the state."""
         program, doing = self.program, "collecting state" if record is None else "collecting results"
         wanted: dict[int, list[int]] = {rank: [] for rank in range(len(self._scripts))}
+        pieces: dict[int, list[int]] = {rank: [] for rank in range(len(self._scripts))}
         for tensor in sorted(tensors):
             keeper = program.keepers.get(tensor, int(program.graph.producers[tensor]))
-            wanted[self._home[keeper]].append(tensor)
+            (pieces if tensor in program.piece_tensors else wanted)[self._home[keeper]].append(tensor)
         own = {**({} if record is None else record.devices[self._rank].held), **self._worker.state}
         with self._ending(doing), torch.no_grad():
-            return self._communicator.collect(own, wanted, everywhere=everywhere)
+            found = self._communicator.collect(own, wanted, everywhere=everywhere)
+            if any(pieces.values()):
+                held = {str(tensor): own[tensor] for tensor in pieces[self._rank]}
+                filled = {name: piece for name, piece in held.items() if piece is not None and piece.numel()}
+                items = self._communicator.collect_items(filled, everywhere=everywhere)
+                found |= {int(tensor): piece for tensor, piece in items.items()}
+        return found
 
     # -- the record ------------------------------------------------------------------------------------------------
 

@@ -72,6 +72,10 @@ class RankRunner:
             self.leave(error)
             raise
 
+    def error_of_all(self, what: str, note: str) -> RankError:
+        """Returns the error that all ranks raise alike, which the first one prints."""
+        return RankError("all", what, note=note, is_reporter=self.is_first)
+
     def leave(self, error: BaseException) -> None:
         """Ends the run on all ranks for `error`, or raises the failure elsewhere that led to an interrupt."""
         if self._has_left:

@@ -153,6 +153,11 @@ class Program:
         )
 
     @property
+    def piece_tensors(self) -> frozenset[int]:
+        """The result tensors of which a device holds a piece after a step: another form than they are made with."""
+        return frozenset()
+
+    @property
     def keepers(self) -> Mapping[int, int]:
         """Ops by tensor: where results are held after a step, if that is not where they are made."""
         return {}

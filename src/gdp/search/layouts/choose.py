@@ -7,7 +7,6 @@ Estimates are made from one replica, and cheap; steps are simulated in whole wit
 given to the best few, first in one replica, whose places are mapped to all, then in the whole step.
 """
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +23,7 @@ from gdp.parallel.step import Step
 from gdp.search.annealing import is_too_wide
 from gdp.search.auto import auto, run_classical
 from gdp.search.candidate import Candidate
+from gdp.search.good_order import in_good_order
 from gdp.search.layouts.dispatch import as_candidate, best_dispatch
 from gdp.search.layouts.estimate import Estimate
 from gdp.search.layouts.parts import Parts
@@ -72,12 +72,12 @@ def choose_layout(
     checkpoint: str | None = None,
     num_threads: int | None = None,
     on_progress: Callable[[Trial], None] | None = None,
-    stop: threading.Event | None = None,
 ) -> Choice:
     """Returns the best plan over layouts of the batch of `parts` on `cluster`; with `layout`, the best of that one.
 
     Op placement of the whole step is one of the layouts; the answer is never slower than the best that was tried, and
-    fits if any of them does. Ops are placed by `auto`, which `checkpoint` gives a policy. The budget begins once the step and one part of it are read; a clock has begun.
+    fits if any of them does. Ops are placed by `auto`, with the policy `checkpoint`. The budget begins once the step
+    and one part of it are read; a clock has begun.
     InputError for a layout that the batch or the devices do not allow.
     """
     cluster = Cluster.of(cluster)
@@ -85,7 +85,7 @@ def choose_layout(
         parts.exact(num_parts)
     if layout is None and not isinstance(budget, Clock):
         parts.read_ahead(cluster.num_devices)
-    clock = Clock.of(budget, stop=stop)
+    clock = Clock.of(budget)
     parts = parts.within(clock)
     if layout is None:
         parts.read_ahead(cluster.num_devices)
@@ -158,7 +158,7 @@ def _ops_placed(search: Choosing, clock: Clock, limit_ns: int = NEVER) -> list[T
         return []
     step = Step.of(problem.graph, Layout())
     trial = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
-    question = search.question(problem, bound_ns=bound_ns)
+    question = in_good_order(search.question(problem, bound_ns=bound_ns), clock)
     if problem.num_ops > LARGE_OPS:
         classical = search.classical = run_classical(question, clock)
         solution = Solution(classical.best, classical.baselines)
@@ -248,9 +248,11 @@ def _with_whole_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
 
 def _placed_from(search: Choosing, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
     """Returns the best op placement that `auto` finds from its own starts and from `start`."""
-    question = search.question(problem, starts=(start,))
     known = search.classical
-    best = auto(question, clock, known if known is not None and known.question.problem is problem else None).best
+    if known is not None and known.question.problem.simulator is problem.simulator:
+        best = auto(replace(known.question, starts=(start,)), clock, known).best
+    else:
+        best = auto(in_good_order(search.question(problem, starts=(start,)), clock), clock).best
     return start if best is None else min(start, as_candidate(best.replay, best.order))
 
 
