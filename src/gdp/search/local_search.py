@@ -18,6 +18,7 @@ from gdp.search.candidate import Candidate
 from gdp.search.question import OnProgress, Question
 from gdp.search.starts import diverse_starts
 from gdp.search.v_cycle import Island, Neighbourhood, SearchConfig, levels_of
+from gdp.simulator.orders import B_LEVEL, BY_CALL
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import default_threads
 from gdp.units.forward_units import forward_units
@@ -97,7 +98,7 @@ class LocalSearch:
             if self._queue and not clock.has(slowest_s):
                 break
             before = clock.seconds
-            self._queue.append(self._measure(start))
+            self._queue.append(self._in_best_order(start))
             slowest_s = max(slowest_s, clock.seconds - before)
         measured_s = clock.seconds - began
         if self.is_over:
@@ -107,7 +108,7 @@ class LocalSearch:
         num_more = wanted_more if limit is None else min(wanted_more, limit // 20)
         more = diverse_starts(self.problem, self._followers, num_more, self.seed, clock.part(config.start_share))
         began = clock.seconds
-        self._queue += [self._measure(Candidate(start)) for start in more if clock.has(slowest_s)]
+        self._queue += [self._in_best_order(Candidate(start)) for start in more if clock.has(slowest_s)]
         num_islands = len(self._islands)
         if limit is None:  # most simulations of a search stop early: half of a full one on average
             seconds_per_move = (clock.seconds - began + measured_s) / len(self._queue) / 2
@@ -161,6 +162,13 @@ class LocalSearch:
                 self._elites = _best_distinct([*kept, *ended], self.config.num_elites)
                 self._count()
                 self._tell()
+
+    def _in_best_order(self, start: Candidate) -> Candidate:
+        """Returns `start` with its figures; where the order goes by calls, in the b-level's order if that is faster."""
+        measured, problem = self._measure(start), self.problem
+        if start.priority is not None or problem.order != BY_CALL:
+            return measured
+        return min(measured, self._measure(Candidate(start.placement, priority=problem.b_level_ns, order=B_LEVEL)))
 
     def _measure(self, candidate: Candidate) -> Candidate:
         measured = self._islands[0].measure(candidate)
