@@ -20,12 +20,15 @@ from gdp.units.units import Units
 ORDER_SHARE = 0.4  # of the time: later no further order is tried
 NUM_PARTITIONS = 4  # that calls are tried on
 LEAST = 400  # simulations that there must be time for, or calls are not tried
+WORTH = 0.9  # of the b-level's step times, on average: what those by call must take, or the b-level stays
 
 
 def in_good_order(question: Question, clock: Clock) -> Question:
     """Returns the question in the order in which contiguous stages do best, if there is time.
 
-    Without micro-batches it stays in the b-level's, unless the best of stages, grids and partitions is by call.
+    Without micro-batches it stays in the b-level's, unless stages, grids and partitions are much faster by call. On
+    average, that is: that the best of a few is by call says little about what a search finds, but that it is not says
+    more.
     """
     if clock.stop.is_set():
         return question
@@ -44,9 +47,13 @@ def _is_better_by_call(question: Question, clock: Clock) -> bool:
     if any(each.simulator.order_traits.call is None for each in (problem, question.reduction.problem)):
         return False
     judge, part = replace(question, noise=None), clock.until(ORDER_SHARE)
-    found = [judge.try_orders(placement, (B_LEVEL, BY_CALL), part) for placement in _tried(question, part)]
-    clock.spend(2 * len(found))
-    return min(found).order == BY_CALL
+    tried = [
+        [judge.try_orders(placement, (order,), part).step_time_ns + 1 for order in (B_LEVEL, BY_CALL)]
+        for placement in _tried(question, part)
+    ]
+    clock.spend(2 * len(tried))
+    by_level, by_call = np.array(tried, np.float64).T
+    return bool(np.log(by_call / by_level).mean() < np.log(WORTH) and by_call.min() <= by_level.min())
 
 
 def _tried(question: Question, clock: Clock) -> Iterator[Placement]:
