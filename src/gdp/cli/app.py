@@ -88,7 +88,8 @@ def main(args: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if args is None else args)
     shows_traceback = _TRACEBACK in words
     words = [word for word in words if word != _TRACEBACK]
-    if args is None and "TORCHELASTIC_RUN_ID" not in os.environ:  # processes of torchrun have handlers of their own
+    is_alone = args is None and "TORCHELASTIC_RUN_ID" not in os.environ  # processes of torchrun have their own handlers
+    if is_alone:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         sys.unraisablehook = repeat_interrupt
     try:
@@ -102,10 +103,10 @@ def main(args: Sequence[str] | None = None) -> int:
         status = fail(f"error: {' '.join(message.split())}", BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
+    if is_alone or (args is None and status == INTERRUPTED):
+        for number in (signal.SIGINT, signal.SIGTERM):  # the answer is out, and a second one changes nothing
+            signal.signal(number, signal.SIG_IGN)
     if status == INTERRUPTED:
-        if args is None:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a second one changes nothing
-                signal.signal(number, signal.SIG_IGN)
         fail("interrupted", INTERRUPTED)
     return status
 
