@@ -179,6 +179,16 @@ def test_no_ring_is_slower_for_its_order(seed: int) -> None:
     assert times_ns[1] <= 1.03 * times_ns[0]
 
 
+def test_a_replica_on_one_device_computes_as_the_program_does() -> None:
+    """No order of what it computes is faster in the machine model, and this one is on real devices."""
+    graph, cluster = encoder(2), machine_of([1.0, 1.0])
+    choice = choose_layout(Parts(encoder, BATCH), cluster, layout=Layout((1, 1)), budget="20sims")
+    step = Step.of_document(encoder, choice.plan.layout)
+    for ops in choice.plan.order:
+        computed = [op for op in ops.tolist() if not step.graph.is_collective[op] and step.origin[op] < graph.num_ops]
+        assert computed == sorted(computed, key=lambda op: int(step.origin[op]))
+
+
 @cache
 def encoder(num_parts: int) -> Graph:
     """A small BERT of six layers, whose activations are far larger than its weights."""

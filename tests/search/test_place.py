@@ -16,6 +16,7 @@ from gdp.placers import CLASSICAL
 from gdp.policy.pretrained import shipped
 from gdp.search.candidate import Candidate
 from gdp.search.place import place
+from gdp.search.program_order import in_program_order
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate_many, simulate, verify
@@ -122,6 +123,26 @@ def test_a_start_is_not_lost() -> None:
         assert simulate(problem, start.placement, priority=start.priority).step_time_ns == simulation.step_time_ns
         plan = place(GRAPH, CLUSTER, placer="local-search", budget="2sims", starts=[start])
         assert plan.step_time_ns <= simulation.step_time_ns
+
+
+@given(instances())
+@settings(max_examples=60)
+def test_the_order_of_the_program_costs_nothing(instance: Instance) -> None:
+    """A step goes as the program where it fits and takes no longer so, and else stays as it is."""
+    found = simulate(Problem.build(instance.graph, instance.cluster), instance.placement, priority=instance.priority)
+    kept = in_program_order(found)
+    np.testing.assert_array_equal(kept.placement, found.placement)
+    assert kept.step_time_ns <= found.step_time_ns
+    assert kept is found or kept.feasible
+
+
+def test_one_device_runs_the_program_in_its_order() -> None:
+    """Both orders are as fast there."""
+    plan = place(recurrent(), "1xp100-pcie-16g", placer="single", budget="1sims")
+    assert plan.order[0].tolist() == sorted(plan.order[0].tolist())
+    problem = plan.problem
+    assert problem is not None
+    assert simulate(problem, plan.placement).order[0].tolist() != plan.order[0].tolist()
 
 
 def test_nothing_fits() -> None:

@@ -24,6 +24,7 @@ from gdp.search.auto import SEARCHED
 from gdp.search.candidate import Candidate
 from gdp.search.fewer_microbatches import is_large
 from gdp.search.noise import DEFAULT_NOISE, Noise, step_times_under_noise
+from gdp.search.program_order import in_program_order
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve, solver_of
@@ -106,8 +107,9 @@ def place(
     if solution.best is None:
         names = f"{problem.graph.name!r} on {problem.cluster.name!r}"
         raise InputError(f"placer {placer!r} found no placement of {names}; use placer auto")
+    best = in_program_order(solution.best.replay)
     noise_share = 0.0 if question.noise is None else noise_share
-    return plan_of(solution.best.replay, bound_ns, placer, seed, _search_record(solution, clock, noise_share, seed))
+    return plan_of(best, bound_ns, placer, seed, _search_record(solution, best, clock, noise_share, seed))
 
 
 def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, search: Search | None = None) -> Plan:
@@ -155,10 +157,9 @@ def _best_so_far(on_progress: Callable[[Progress], None], clock: Clock, bound_ns
     return report
 
 
-def _search_record(solution: Solution, clock: Clock, robust: float, seed: int) -> Search:
-    """Returns how the plan was found."""
+def _search_record(solution: Solution, best: Simulation, clock: Clock, robust: float, seed: int) -> Search:
+    """Returns how the plan was found; `best` is the step that it runs."""
     assert solution.best is not None
-    best = solution.best.replay
     return Search(
         seconds=clock.seconds,
         simulations=clock.simulations,

@@ -24,13 +24,14 @@ from gdp.search.annealing import is_too_wide
 from gdp.search.auto import auto, run_classical
 from gdp.search.candidate import Candidate
 from gdp.search.good_order import in_good_order
-from gdp.search.layouts.dispatch import as_candidate, best_dispatch
+from gdp.search.layouts.dispatch import as_candidate, best_dispatch, preferred
 from gdp.search.layouts.estimate import Estimate
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.screening import Screening
 from gdp.search.layouts.trial import ESTIMATED, NOT_ALLOWED, OK, Choosing, Trial
 from gdp.search.local_search import LocalSearch
 from gdp.search.place import plan_of
+from gdp.search.program_order import in_program_order
 from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search
@@ -253,7 +254,7 @@ def _placed_from(search: Choosing, problem: Problem, start: Candidate, clock: Cl
         best = auto(replace(known.question, starts=(start,)), clock, known).best
     else:
         best = auto(in_good_order(search.question(problem, starts=(start,)), clock), clock).best
-    return start if best is None else min(start, as_candidate(best.replay, best.order))
+    return start if best is None else preferred([start, as_candidate(best.replay, best.order)])
 
 
 def _refined(search: Choosing, problem: Problem, start: Candidate, clock: Clock) -> Candidate:
@@ -265,14 +266,14 @@ def _refined(search: Choosing, problem: Problem, start: Candidate, clock: Clock)
     first = Candidate(reduction.restrict(start.placement), priority=priority, order=start.order)
     local.start([first], num_more=0 if problem.graph.is_collective.any() else None)
     local.run()
-    return min(start, as_candidate(question.replay(local.best).replay, start.order))
+    return preferred([start, as_candidate(question.replay(local.best).replay, start.order)])
 
 
 def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[Estimate]) -> Choice:
     assert best.candidate is not None
     assert best.problem is not None
     clock = search.clock
-    simulation = best.candidate.replay
+    simulation = in_program_order(best.candidate.replay)
     record = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
