@@ -1,53 +1,69 @@
 """Finds the layout that serves batches in flight fastest: `gdp place --batches`."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from gdp.cli.answer import Answer, PlaceQuestion
+from gdp.cli.inputs import build_problem
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
-from gdp.cli.shared import BAD_INPUT, INTERRUPTED, NOTHING_FITS, OK, fail, print_json, show, warm_up
+from gdp.cli.shared import refuse_beside, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.search.layouts.place_batches import ServedLayout
+    from rich.console import RenderableType
+
+    from gdp.models.model import Model
+    from gdp.planning.plan_cache import KeptAnswer
+    from gdp.report.progress import Stop
+    from gdp.search.layouts.place_batches import BatchChoice, ServedLayout
     from gdp.search.layouts.throughput import Throughput
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
     from gdp.simulator.simulate import Simulation
 
 
-def place_in_flight(request: PlaceRequest, num_batches: int, parallel: str | None, sweep: str | None) -> int:
-    """Answers `gdp place --batches num_batches`; returns the exit status."""
-    _check(request, parallel, sweep)
-    files = PlanFiles.of(request)
-    files.check()
-    model = request.read()
-    request.say_notes(model.graph)
-    from gdp.cli.inputs import build_problem
-    from gdp.models.read import batch_size
-    from gdp.parallel.batches import check_batches
+class BatchesInFlight(PlaceQuestion):
+    """Asks which copies and stages serve a number of batches at a time; answers are not kept."""
 
-    with request.named():
-        check_batches(model.graph, num_batches)
-    samples = batch_size(request.model, request.reading)
-    warm_up(("auto",), build_problem(model.graph, request.cluster, request.constraints))
-    from gdp.planning.plan_cache import KeptAnswer
-    from gdp.report import batches, console, documents, progress
-    from gdp.report.tables import format_ms
+    def __init__(self, request: PlaceRequest, files: PlanFiles, model: "Model", num_batches: int) -> None:
+        from gdp.models.read import batch_size
+        from gdp.parallel.batches import check_batches
 
-    with progress.stop_on_interrupt() as stop:
-        line = progress.StatusLine(f"{model.graph.name} on {request.cluster.name}: looking at layouts")
+        super().__init__(request, files)
+        self.graph, self.num_batches = model.graph, num_batches
+        self.choice: BatchChoice  # once it is found
+        request.say_notes(model.graph)
+        with request.named():
+            check_batches(model.graph, num_batches)
+            self.problem = build_problem(model.graph, request.cluster, request.constraints)
+        self.samples = batch_size(request.model, request.reading)
+
+    def get_ready(self) -> None:
+        """See `PlaceQuestion`."""
+        warm_up(("auto",), self.problem)
+
+    def find(self, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
+        """See `PlaceQuestion`."""
+        from gdp.planning.plan_cache import KeptAnswer
+        from gdp.report import batches, progress
+        from gdp.report.tables import format_ms
+
+        request, name = self.request, self.graph.name
+        line = progress.StatusLine(f"{name} on {request.cluster.name}: looking at layouts")
 
         def tell(served: "ServedLayout") -> None:
+            stop.has_answer = True
             time = format_ms(served.throughput.time_per_batch_ns)
-            line.say(f"{model.graph.name}: {batches.layout_in_words(served)}, {time} per batch")
+            line.say(f"{name}: {batches.layout_in_words(served)}, {time} per batch")
 
-        with progress.live(line), request.named():
+        with progress.live(line):
             from gdp.search.layouts.place_batches import place_batches
 
-            choice = place_batches(
-                model.graph,
+            self.choice = place_batches(
+                self.graph,
                 request.cluster,
-                num_batches,
+                self.num_batches,
                 request.constraints,
                 budget=request.budget,
                 seed=request.seed,
@@ -55,27 +71,32 @@ def place_in_flight(request: PlaceRequest, num_batches: int, parallel: str | Non
                 on_progress=tell,
                 stop=stop,
             )
-        plan, simulation = choice.plan, choice.best.candidate.replay
-        fits = plan.status == "ok"
-        failure = None
-        if fits:
-            files = files.sparing_others(simulation.problem.graph)
-            failure = files.write(KeptAnswer(plan, None, ()), simulation)
-        interrupted = stop.is_set()
-    written = files.plan if fits and files.plan in files.written else None
-    if request.json:
+        stop.has_answer = True
+        return KeptAnswer(self.choice.plan, None, ()), self.choice.best.candidate.replay.problem
+
+    def problem_of(self, plan: "Plan") -> "Problem":
+        """See `PlaceQuestion`."""
+        return self.problem
+
+    def files_of(self, problem: "Problem") -> PlanFiles:
+        """See `PlaceQuestion`; a plan of all batches is of another graph than that of one."""
+        return self.files.sparing_others(problem.graph)
+
+    def document(self, answer: Answer) -> dict[str, Any]:
+        """See `PlaceQuestion`."""
+        from gdp.report import batches, documents
+
+        graph, cluster = answer.simulation.problem.graph, self.request.cluster
         document = documents.place_document(
-            simulation.problem.graph, request.cluster, plan, written, advice=None, would_fit=()
+            graph, cluster, answer.plan, answer.plan_path, advice=None, would_fit=answer.would_fit
         )
-        print_json(document | batches.batches_document(choice, samples))
-    elif fits:
-        shown = " and ".join(str(path) for path in files.shown)
-        show(batches.batches_report(choice, samples, shown, files.next_command(request) if written else ""))
-    if failure is not None:
-        return fail(f"error: {failure}", BAD_INPUT)
-    if not fits:
-        fail(console.nothing_fits(plan, request.cluster), NOTHING_FITS)
-    return INTERRUPTED if interrupted else OK if fits else NOTHING_FITS
+        return document | batches.batches_document(self.choice, self.samples)
+
+    def report(self, answer: Answer, next_command: str) -> "Iterable[RenderableType]":
+        """See `PlaceQuestion`."""
+        from gdp.report import batches
+
+        return batches.batches_report(self.choice, self.samples, answer.shown_paths, next_command)
 
 
 def throughput_of(
@@ -97,7 +118,7 @@ def throughput_of(
     return Throughput.of(simulation, layout)
 
 
-def _check(request: PlaceRequest, parallel: str | None, sweep: str | None) -> None:
+def check_batches_alone(request: PlaceRequest, parallel: str | None, sweep: str | None) -> None:
     """Raises InputError for options that say something else than --batches."""
     reading = request.reading
     if reading.serving.has_cache:
@@ -107,13 +128,13 @@ def _check(request: PlaceRequest, parallel: str | None, sweep: str | None) -> No
         )
     if reading.microbatching.count > 1:
         raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
-    others = {
-        "--parallel": parallel not in (None, "none"),
-        "--placer": request.placer != "auto",
-        "--checkpoint": request.checkpoint is not None,
-        "--for": request.target is not None,
-        "--sweep": sweep is not None,
-    }
-    for name, is_given in others.items():
-        if is_given:
-            raise InputError(f"{name}: does not go with --batches; leave one of them out")
+    refuse_beside(
+        "--batches",
+        {
+            "--parallel": parallel not in (None, "none"),
+            "--placer": request.placer != "auto",
+            "--checkpoint": request.checkpoint is not None,
+            "--for": request.target is not None,
+            "--sweep": sweep is not None,
+        },
+    )

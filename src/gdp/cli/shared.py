@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gdp.errors import InputError
@@ -112,3 +112,10 @@ def quiet_pipe() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise InputError(f"standard output cannot be written ({error.strerror}); send it elsewhere") from None
+
+
+def refuse_beside(option: str, others: Mapping[str, bool]) -> None:
+    """Raises InputError for the first of `others` that is given, which says something else than `option`."""
+    for name, is_given in others.items():
+        if is_given:
+            raise InputError(f"{name}: does not go with {option}; leave one of them out")
