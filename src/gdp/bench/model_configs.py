@@ -42,9 +42,10 @@ def write_config(name: str, directory: str | Path) -> Path:
     return path
 
 
-def write_model(name: str, directory: str | Path) -> str:
-    """Writes the config; returns the MODEL that stands for it with its sizes: `hf:DIR?SIZES`."""
-    path, sizes = write_config(name, directory), get(name).sizes
+def write_model(text: str, directory: str | Path) -> str:
+    """Writes the config of NAME or NAME?SIZES; returns the MODEL that stands for it: `hf:DIR?SIZES`."""
+    name, _, sizes = text.partition("?")
+    path, sizes = write_config(name, directory), sizes or get(name).sizes
     return f"hf:{path}?{sizes}" if sizes else f"hf:{path}"
 
 

@@ -25,6 +25,7 @@ from gdp.bench.rows import Rows
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
+from gdp.cluster.changes import only
 from gdp.graph import Graph
 from gdp.models.model import Reading
 from gdp.models.read import read_part
@@ -34,6 +35,8 @@ from gdp.placers import CLASSICAL
 from gdp.planning.fixed_time import search_s
 from gdp.planning.warm_up import warm_up
 from gdp.search.layouts.choose import choose_layout
+from gdp.search.layouts.dispatch import best_dispatch
+from gdp.search.layouts.estimate import constructed_places
 from gdp.search.layouts.parts import Parts
 from gdp.search.place import place
 from gdp.simulator.plan import Plan
@@ -53,7 +56,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ScaleCase:
-    """A model, built in or of `model_configs`, and how its step is cut."""
+    """A model, built in or of `model_configs` (with sizes: `NAME?SIZES`), and how its step is cut."""
 
     model: str
     layout: str
@@ -67,6 +70,7 @@ CASES = (
     ScaleCase("gnmt-8", "data=8,microbatches=2"),
     ScaleCase("gnmt-8", "data=8,microbatches=3", num_budgets=2),
     ScaleCase("smollm3-3b", "microbatches=8"),
+    ScaleCase("gpt2?batch=8192", "data=64,microbatches=16", num_budgets=2),
     ScaleCase("gnmt-8", CHOSEN),
     ScaleCase("bert-large", CHOSEN),
 )
@@ -88,6 +92,7 @@ class ScaleRow:
     peak_bytes: int
     step_time_ns: int
     bound_ns: int
+    by_hand_ns: int | None = None  # the step of replicas in stages; None: none fits, or the layout is chosen
 
     @property
     def is_kept(self) -> bool:
@@ -174,7 +179,7 @@ def measured(case: Mapping[str, str]) -> dict[str, Any]:
     budget_s = require_seconds("scale", Budget.parse(case["budget"]), "60s")
     make = _measured_choice if case["layout"] == CHOSEN else _measured_step
     with tempfile.TemporaryDirectory(prefix="gdp-configs-") as directory:
-        is_config = case["model"] in model_configs.names()
+        is_config = case["model"].partition("?")[0] in model_configs.names()
         model = model_configs.write_model(case["model"], directory) if is_config else case["model"]
         figures = make(model, case["layout"], cluster, budget_s)
     return {
@@ -203,14 +208,16 @@ def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -
     """Places all ops of a step that is cut already, as `gdp place` does with its graph file in columns."""
     phases, way = _Phases(), Layout() if layout == NONE else Layout.parse(layout)
     part = read_part(model, Reading(), way.num_parts)
-    cut = phases.time("cut", lambda: Step.of(part, way).graph)
+    step = phases.time("cut", lambda: Step.of(part, way))
+    cut = step.graph
     with tempfile.TemporaryDirectory(prefix="gdp-scale-") as directory:
         path, other = Path(directory) / "graph.safetensors", Path(directory) / "graph.json.gz"
         phases.time("write", lambda: cut.save(path))
         graph = phases.time("read", lambda: Graph.load(path))
         phases.time(AS_JSON[1], lambda: cut.save(other))
         phases.time(AS_JSON[0], lambda: Graph.load(other))
-    bound_ns = _time_fixed(phases, cut, cluster)
+    problem, bound_ns = _time_fixed(phases, cut, cluster)
+    by_hand_ns = _by_hand_ns(step, part, problem)
     search = Budget(seconds=search_s(budget_s, phases.seconds["read"], graph.num_ops))
     plan, first_s, searched_s = _timed_search(
         lambda tell: place(
@@ -223,18 +230,35 @@ def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -
     )
     written_s = _write(phases, plan)
     total_s = phases.seconds["read"] + searched_s + written_s
-    return _figures(graph.num_ops, phases, first_s, searched_s, total_s, plan, bound_ns)
+    figures = _figures(graph.num_ops, phases, first_s, searched_s, total_s, plan, bound_ns)
+    return figures | {"by_hand_ns": by_hand_ns}
 
 
-def _time_fixed(phases: _Phases, graph: Graph, cluster: Cluster) -> int:
-    """Times what comes before a search, and one simulation; returns the lower bound."""
+def _time_fixed(phases: _Phases, graph: Graph, cluster: Cluster) -> tuple[Problem, int]:
+    """Times what comes before a search, and one simulation; returns the problem and its lower bound."""
     problem = phases.time("problem", lambda: Problem.build(graph, cluster))
     bound_ns = phases.time("bound", lambda: lower_bound(problem))
     phases.time("reduction", lambda: reduce(problem))
     placement = CLASSICAL["expert"](problem, 0)
     assert placement is not None, "all ops may go anywhere"
     phases.time("simulation", lambda: simulate(problem, placement))
-    return bound_ns
+    return problem, bound_ns
+
+
+def _by_hand_ns(step: Step, part: Graph, problem: Problem) -> int | None:
+    """Returns the step time of the best layout by hand: each replica on devices of its own, in stages of its layers.
+
+    `part` is the graph of one micro-batch. None where devices are too few for that, or nothing fits.
+    """
+    num_places = problem.num_devices // step.layout.data
+    if not num_places:
+        return None
+    devices = np.arange(step.layout.data * num_places).reshape(step.layout.data, num_places)
+    one_replica = Problem.build(part, only(problem.cluster, devices[0].tolist()))
+    tried = [
+        best_dispatch(problem, step, step.placement(places, devices)) for places in constructed_places(one_replica)
+    ]
+    return min((each.step_time_ns for each in tried if each.figures.fits), default=None)
 
 
 def _measured_choice(model: str, layout: str, cluster: Cluster, budget_s: float) -> dict[str, Any]:
