@@ -25,8 +25,8 @@ from gdp.units.units import Units
 def call_grids(problem: Problem) -> list[Placement]:
     """Returns placements [N], one for each way to lay all devices out as a grid with several columns of calls.
 
-    None where the forward pass does not call its layers several times, or a step has micro-batches or replicas, which
-    are calls of another kind.
+    There are none where the forward pass does not call its layers several times, or a step has micro-batches or
+    replicas, which are calls of another kind.
     """
     if problem.num_devices < 2 or problem.microbatch.max() >= 1 or replica_of(problem.graph).any():
         return []
