@@ -256,7 +256,7 @@ def test_activations_wait_on_the_cpu_of_their_host() -> None:
 
 def test_blocks_are_the_same_when_their_layout_is_forced() -> None:
     """The text that the answer prints, with recompute=auto, stands for the same blocks on the same machine."""
-    cluster = machine_of([1.0] * 2, memory="60MB")
+    cluster = machine_of([1.0] * 2, memory="50MB")
     best = choose_layout(Parts(encoder, BATCH), cluster, budget="100sims")
     assert best.trial.layout.recompute == "auto"
     again = choose_layout(Parts(encoder, BATCH), cluster, layout=Layout.parse(str(best.trial.layout)), budget="1sims")

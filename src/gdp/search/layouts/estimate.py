@@ -9,6 +9,7 @@ micro-batch, D devices, R replicas, P places.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from scipy.sparse.csgraph import connected_components
@@ -31,13 +32,14 @@ from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
 from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds
+from gdp.search.layouts.dispatch import levels_of
 from gdp.search.layouts.less_memory import with_chosen_blocks
 from gdp.search.layouts.part_figures import PartFigures, with_gradients_cut
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.traffic import busiest_channel_ns
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.costs import op_time_classes
-from gdp.simulator.problem import Problem
+from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
@@ -280,8 +282,7 @@ class Estimator:
                 step = self._step(layout, few, share)
                 problem = self.alone(step.graph, devices)
                 placement = step.placement(places, [range(len(own))], None if cpus is None else [len(own)])
-                orders = [simulate(problem.in_order(order), placement) for order in problem.orders]
-                best = min(orders, key=lambda found: (found.missing_bytes.any(), found.step_time_ns))
+                best = _best_alone(problem, step, placement)
                 times_ns = problem.op_time_ns[np.arange(problem.num_ops), placement]
                 is_once = np.logical_or(*shared_ops(step.graph))
                 load_ns = np.bincount(placement, np.where(is_once, 0, times_ns), len(devices))[: len(own)] / few
@@ -398,6 +399,21 @@ class Estimator:
         """Returns what ZeRO saves on a replica."""
         whole = figures.state_bytes * (layout.zero >= 1) + figures.parameter_bytes * (layout.zero == 3)
         return whole * (layout.data - 1) // layout.data
+
+
+def _best_alone(problem: Problem, step: Step, placement: Placement) -> Simulation:
+    """Returns the step of a replica alone in the best of all orders of its micro-batches.
+
+    On one device they differ in memory only, and so does the order of the program, which `best_dispatch` prefers.
+    """
+    is_one_device = len(np.unique(placement)) == 1
+    levels = levels_of(problem, step, placement) if is_one_device else [problem.b_level_ns]
+    found: list[Simulation] = []
+    for order, level in product(problem.orders, levels):
+        found.append(simulate(problem, placement, priority=problem.priority(order, level)))
+        if is_one_device and not found[-1].missing_bytes.any():
+            return found[-1]
+    return min(found, key=lambda each: (each.missing_bytes.any(), each.step_time_ns))
 
 
 def constructed_places(problem: Problem) -> list[I64]:
