@@ -44,7 +44,7 @@ class SimulatorBenchmark(Benchmark):
     repeats: int = 7
     seconds_per_repeat: float = 0.3
     num_reference_placements: int = 1  # the reference takes minutes for one of gnmt-4
-    sizes: tuple[int, ...] = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
+    sizes: tuple[int, ...] = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
     small_size: int = 1_000  # a graph on which the reference takes seconds
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Ranks:
             self._handles_sigterm = False
         if self._has_failed:  # the connections are cut; what is left of them ends with the process
             with contextlib.suppress(RuntimeError):
-                within(3 * CAUSE_SECONDS, self._wait_for_readers)
+                within(3 * CAUSE_SECONDS, partial(self._wait_for_readers, "readers"))
         elif dist.is_initialized():
             dist.destroy_process_group(self.group)
 
@@ -141,8 +141,9 @@ class Ranks:
         try:
             yield
         except InputError as error:
-            if not self.is_first_to_say(str(error)):
-                raise SystemExit(2) from None
+            with contextlib.suppress(RuntimeError):  # the store is gone: better told twice than never
+                if not self.is_first_to_say(str(error)):
+                    raise SystemExit(2) from None
             raise
 
     def is_first_to_say(self, text: str) -> bool:
@@ -168,6 +169,7 @@ class Ranks:
             digests = [self.store.get(each) for each in keys]
         others = [name for name, found in zip(self.names, digests, strict=True) if found != digests[0]]
         if others:
+            self._note_reader(f"{key}/readers")
             raise InputError(f"device {others[0]!r}: {what}")
 
     def act_once(self, act: Callable[[], None]) -> None:
@@ -188,6 +190,7 @@ class Ranks:
         except RuntimeError:
             raise self.error_of(self.store_lost()) from None
         if text:
+            self._note_reader(f"{key}/readers")
             raise InputError(text)
 
     def meet(self, what: str) -> None:
@@ -232,11 +235,17 @@ class Ranks:
         is_reporter = first["by"] == self.rank
         return RankError(self.names[first["rank"]], first["what"], cause, first["note"], is_reporter=is_reporter)
 
-    def _wait_for_readers(self) -> None:
-        """Lets the others read the cause if the store ends with this process."""
+    def _note_reader(self, key: str) -> None:
+        """Notes that this rank has read what ends the run on all, and lets the others read it."""
+        with contextlib.suppress(RuntimeError):
+            within(CAUSE_SECONDS, partial(self.store.add, key, 1))
+            within(3 * CAUSE_SECONDS, partial(self._wait_for_readers, key))
+
+    def _wait_for_readers(self, key: str) -> None:
+        """Waits, for two seconds at most, until all have counted themselves, if the store ends with this process."""
         until = time.monotonic() + 2 * CAUSE_SECONDS
         if self.is_first and not _is_store_torchruns():
-            while self.store.add("readers", 0) < len(self.names) and time.monotonic() < until:
+            while self.store.add(key, 0) < len(self.names) and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
             time.sleep(10 * _POLL_SECONDS)  # the last reader has its answer, too
 
