@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -172,8 +173,13 @@ def one_leaves(ranks: Ranks, say: dict[str, Any]) -> None:
 
 
 def one_has_another_plan(ranks: Ranks, say: dict[str, Any]) -> None:
-    """The second rank has another placement."""
+    """The second rank has another placement, and sleeps while the first, whose store it is, learns of it."""
     captured, bound, order = placed("rnnlm", len(ranks.names), ranks.rank)
+    if ranks.rank == 1:
+        ranks_module._POLL_SECONDS = 1.5
+    ranks.meet("placed")
+    if ranks.is_first:
+        time.sleep(0.5)
     with ProcessExecutor(captured.program, order, ranks) as executor:
         executor.step(bound)
 

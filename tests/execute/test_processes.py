@@ -108,6 +108,7 @@ def test_a_rank_that_closes_while_others_go_on_ends_them(tmp_path: Path) -> None
 
 
 def test_a_rank_with_another_plan_is_refused(tmp_path: Path) -> None:
+    """Both say why, although the store of ranks ends with the first one's process."""
     statuses, ranks = run(tmp_path, 2, "one_has_another_plan")
     assert statuses == [1, 1]
     assert all("its process has another model or plan than others have" in rank["error"] for rank in ranks)
