@@ -1,5 +1,6 @@
 """The classical placers: what all of them promise on any problem, and what each of them is known for, by hand."""
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from gdp.placers.contiguous import module_chain, stages, topological_chain
 from gdp.placers.expert import layer_ranges
 from gdp.placers.list_scheduling import _transfers, favourite_children, upward_ranks
 from gdp.placers.memory_repair import excess_bytes, held_bytes
+from gdp.placers.metis import _without_complaints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate, simulate
 from gdp.units.forward_units import forward_units
@@ -262,3 +264,11 @@ def test_repair_spreads_what_is_on_one_device_without_making_the_step_longer() -
     repaired = simulate(problem, fit_memory(problem, placement))
     assert repaired.reasons == []
     assert repaired.step_time_ns <= evaluate(problem, placement)[0]
+
+
+def test_complaints_of_metis_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """It prints them with C's printf: standard output is for answers, and nobody can act on them."""
+    with _without_complaints():
+        ctypes.CDLL(None).puts(b"***Cannot bisect a graph with 0 vertices!")
+    print("answer")
+    assert capfd.readouterr() == ("answer\n", "")

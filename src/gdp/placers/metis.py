@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
@@ -33,6 +34,7 @@ _PREPARED_NS, _PARTITIONED_NS = 500, 20_000
 _VERTICES_PER_PART = 8  # at least
 _SMALLEST_TARGET = 0.1  # of an equal share; slower devices get no part
 _SMALLEST_WEIGHT = 0.02  # of the mean weight
+_REDIRECTING = threading.Lock()  # standard output is the whole process's
 
 
 def metis(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
@@ -135,7 +137,7 @@ class Partitioner:
             weights, _SMALLEST_WEIGHT / units.num_units, 1 / len(devices)
         )  # heavier units fill a part anyway
         options = pymetis.Options(ufactor=imbalance, seed=seed % 2**31)
-        with _complaints_to_stderr():
+        with _without_complaints():
             found = pymetis.part_graph(
                 len(devices),
                 pymetis.CSRAdjacency(self.graph.offsets, self.graph.neighbours),
@@ -162,21 +164,24 @@ class Partitioner:
 
 
 @contextlib.contextmanager
-def _complaints_to_stderr() -> Iterator[None]:
-    """Silences METIS, which prints complaints to standard output with C's printf."""
-    try:
-        kept = os.dup(1)
-    except OSError:  # no standard output at all
-        yield
-        return
-    sys.stdout.flush()
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+def _without_complaints() -> Iterator[None]:
+    """Silences METIS, which prints complaints of empty parts to standard output with C's printf."""
+    with _REDIRECTING:
+        try:
+            kept = os.dup(1)
+        except OSError:  # no standard output at all
+            yield
+            return
+        sys.stdout.flush()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        try:
+            yield
+        finally:
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def _shares(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
