@@ -185,3 +185,16 @@ def test_notes_say_what_a_cut_step_does_otherwise(capsys: pytest.CaptureFixture[
     following = printed.out.strip().splitlines()[-1].removeprefix("Next: gdp ")
     assert "--optimizer sgd" in following
     assert main(following.split()) == 0
+
+
+def test_one_device_that_is_too_small_gets_micro_batches_without_asking(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the whole batch fits on the only device, its ops are placed as ever."""
+    command = ["place", "wide:build", "--devices", "p100-pcie-16g", "--budget", "40sims", "--json", "--no-cache"]
+    assert main(command) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert "layout_bound_ns" not in whole
+    limit_bytes = whole["peak_memory_bytes"][0] * 2 // 3
+    assert main([*command, "--max-memory", f"gpu0={limit_bytes}B"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["layout"]["microbatches"] > 1
+    assert answer["peak_memory_bytes"][0] <= limit_bytes

@@ -73,9 +73,8 @@ def machine_of(speeds: list[float], memory: str = "1GB", bandwidth: str = "12GB/
         for number, speed in enumerate(speeds)
     ]
     links = [{"from": "*", "to": "*", "bandwidth": bandwidth, "latency": "10us"}]
-    return Cluster.from_document(
-        {"format": "gdp-cluster", "version": 1, "name": "some", "devices": devices, "links": links}
-    )
+    content = {"devices": devices, "links": links if len(devices) > 1 else []}
+    return Cluster.from_document({"format": "gdp-cluster", "version": 1, "name": "some", **content})
 
 
 def machine_with_links(rates: np.ndarray) -> Cluster:
@@ -225,6 +224,29 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(text: str) -> None:
     assert str(tight.trial.layout) == f"{layout},recompute=auto"
     assert Step.of_document(encoder, tight.plan.layout).graph.fingerprint == tight.plan.graph
     assert none.plan.status == "infeasible"
+
+
+@pytest.mark.parametrize("speeds", [[1.0], [1.0, 0.001]])
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
+def test_a_device_that_is_too_small_takes_less_at_a_time(share: float, speeds: list[float]) -> None:
+    """Alone, or beside one that is too slow to hold a replica, it takes micro-batches or computes blocks twice."""
+    whole = choose_layout(Parts(encoder, BATCH), machine_of([1.0]), layout=Layout(), budget="1sims").plan
+    cluster = machine_of(speeds, memory=f"{int(share * max(whole.peak_memory_bytes))}B")
+    forced = choose_layout(Parts(encoder, BATCH), cluster, layout=Layout.parse("recompute=auto"), budget="1sims").plan
+    choice = choose_layout(Parts(encoder, BATCH), cluster, budget="40sims")
+    assert choice.plan.status == "ok"
+    assert choice.plan.layout is not None
+    assert choice.plan.step_time_ns < 1.2 * whole.step_time_ns
+    assert forced.status != "ok" or choice.plan.step_time_ns <= forced.step_time_ns
+
+
+def test_parts_that_are_none_are_refused() -> None:
+    """MODEL and graphs in micro-batches are taken; anything else is named, with what is expected."""
+    for wrong in (3, None, {"model": 1}):
+        with pytest.raises(InputError, match=r"parts is a .*; gdp.Parts, a MODEL"):
+            choose_layout(wrong, machine_of([1.0]))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"Layout\.parse"):
+        choose_layout(Parts(encoder, BATCH), machine_of([1.0]), layout="data=2")  # type: ignore[arg-type]
 
 
 def test_activations_wait_on_the_cpu_of_their_host() -> None:

@@ -377,7 +377,7 @@ def train(
     save_every: Annotated[
         int | None, typer.Option(metavar="K", min=1, help="Write CHECKPOINT every K updates. Default: 10.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the training.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the training.")] = 0,
     threads: ThreadsOption = None,
     tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Write TensorBoard scalars there.")] = None,
     json: JsonOption = False,

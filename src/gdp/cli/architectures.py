@@ -15,7 +15,7 @@ from gdp.errors import InputError, suggest
 def architectures(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the graphs; gdp train reads it.")],
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of graphs, those that are there included.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draws.")] = 0,
     family: Annotated[
         list[str] | None,
         typer.Option(metavar="FAMILY", help="Draw from this family alone. Repeatable. Default: all but unrolled."),

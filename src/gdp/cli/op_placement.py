@@ -127,6 +127,18 @@ class OpPlacement(PlaceQuestion):
         )
 
 
+def fits_alone(request: PlaceRequest, graph: "Graph") -> bool:
+    """Returns whether all of `graph` fits on the first device."""
+    import numpy as np
+
+    from gdp.search.program_order import in_program_order
+    from gdp.simulator.simulate import simulate
+
+    with request.named():
+        problem = build_problem(graph, request.cluster, request.constraints)
+    return in_program_order(simulate(problem, np.zeros(graph.num_ops, np.int64))).feasible
+
+
 def _search(
     request: PlaceRequest, problem: "Problem", on_progress: Callable[..., None], stop: threading.Event
 ) -> "tuple[Plan, Problem]":

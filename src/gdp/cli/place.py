@@ -8,7 +8,7 @@ import typer
 from gdp.cli.answer import PlaceQuestion, respond
 from gdp.cli.batches import BatchesInFlight, check_batches_alone
 from gdp.cli.inputs import check_checkpoint, check_placers
-from gdp.cli.op_placement import OpPlacement
+from gdp.cli.op_placement import OpPlacement, fits_alone
 from gdp.cli.options import (
     BatchesOption,
     BudgetOption,
@@ -38,7 +38,7 @@ def place(
     devices: DevicesOption,
     placer: Annotated[str, typer.Option(help="auto runs classical placers, then searches.")] = "auto",
     budget: BudgetOption = "30s",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the search.")] = 0,
     checkpoint: CheckpointOption = None,
     *,
     limits: ConstraintOptions,
@@ -149,9 +149,13 @@ def _question(request: PlaceRequest, parallel: str | None, batches: int | None, 
         return BatchesInFlight(request, files, model, batches)
     if is_of_layouts:
         return LayoutChoice.of(request, files, model, layout)
-    if parallel is None and request.may_be_cut and (choice := LayoutChoice.if_split(request, files, model)):
-        return choice
-    return OpPlacement(request, files, model, has_layouts=parallel is not None and request.may_be_cut)
+    has_several = request.cluster.num_devices > 1
+    if parallel is None and request.may_be_cut and (has_several or not fits_alone(request, model.graph)):
+        choice = LayoutChoice.if_split(request, files, model)
+        if choice is not None:
+            return choice
+    has_layouts = parallel is not None and request.may_be_cut and has_several
+    return OpPlacement(request, files, model, has_layouts=has_layouts)
 
 
 def _target(

@@ -73,7 +73,7 @@ class PlaceRequest:
         is_whole = reading.microbatching.count == 1 and not reading.microbatching.free_replicas
         is_step = reading.training and not reading.serving.has_cache
         is_searched = self.placer == "auto" and self.target is None
-        return is_whole and is_step and is_searched and self.can_split and self.cluster.num_devices > 1
+        return is_whole and is_step and is_searched and self.can_split
 
     def under_measured_noise(self, noise: float | None) -> "PlaceRequest":
         """Returns the request with the noise of measured op times, unless --robust gives another."""

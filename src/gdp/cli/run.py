@@ -164,9 +164,10 @@ def _check_kind(model: str) -> None:
     """Raises InputError if `model` is no PyTorch model, which is known once its function was called."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from gdp.models.pytorch.step import copies_allowed
     from gdp.models.read import builder_of
 
-    with FakeTensorMode():
+    with copies_allowed(), FakeTensorMode():
         builder_of(model)()
 
 

@@ -55,8 +55,10 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise InputError(f"{name} is {value}; a number above 0 is expected")
+            if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+                raise InputError(f"{name} is {value!r}; a number above 0 is expected")
+        if self.resume is not None and not isinstance(self.resume, str | Path):
+            raise InputError(f"resume is a {type(self.resume).__name__}; the path of a saved training is expected")
 
 
 class Placed:
@@ -375,6 +377,8 @@ def placed(
     parameters, buffers, the optimizer's state, that of the scaler, the number of steps and the seed are those of
     the file. The model itself is left as it is until `close`, which writes parameters and buffers back.
     """
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan is a {type(plan).__name__}; a gdp.Plan is expected, as gdp.Plan.load(path) returns")
     training = TrainingOptions(
         learning_rate=learning_rate,
         seed=seed,

@@ -53,7 +53,17 @@ def placed_program(
         return whole.program
     num_parts = Layout.of_document(layout).num_parts
     sizes = part_sizes(args, kwargs, num_parts, layout.get("batch"))
-    program = cut_step(captured(*first_part(args, kwargs, num_parts, sizes)), layout, plan.graph)
+    try:
+        part = captured(*first_part(args, kwargs, num_parts, sizes))
+    except InputError as error:
+        if sizes is None:
+            raise
+        shape = next(list(tensor.shape) for _, tensor in named_inputs(args, kwargs) if tensor.dim())
+        raise InputError(
+            f"the plan is of batches of {layout['batch']} samples, and the first input is {shape}; give a whole batch "
+            f"(drop_last=True with a DataLoader). Cut along another dimension than the first: {error}"
+        ) from error
+    program = cut_step(part, layout, plan.graph)
     check_belongs(plan, graph or program.graph, program.graph)
     return program
 

@@ -119,7 +119,7 @@ def _has_jax(inputs: Any) -> bool:
 
 @contextlib.contextmanager
 def _explained(text: str, failure: str) -> Iterator[None]:
-    """Turns exceptions of the user's code into an InputError of one line, the last of the exception's text."""
+    """Turns exceptions of user code into an InputError of one line: a short text, or the last line of a long one."""
     try:
         with printing_to_stderr():
             yield
@@ -128,8 +128,9 @@ def _explained(text: str, failure: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if type(error).__module__ == "torch._subclasses.fake_tensor":
             raise  # the capture explains these
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+        said = whole if len(whole := " ".join(filter(None, lines))) <= 200 else lines[-1][:200]
+        reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
         raise InputError(f"{text}: {failure} ({reason}{user_line(error)}); {_remedy(reason)}") from error
 
 

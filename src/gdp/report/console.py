@@ -48,7 +48,7 @@ def place_report(
     count = sentences.num_microbatches(simulation)
     title = f"{graph.name} in {count} micro-batches" if count > 1 else graph.name
     yield Text(f"{title} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
-    yield Text(sentences.headline(plan.step_time_ns, plan.search.baselines), style="bold")
+    yield Text(sentences.headline(plan, plan.search.baselines, count), style="bold")
     if serving:
         yield Text(serving, style="bold")
     for sentence in sentences.of_search(plan.search, simulation):

@@ -109,7 +109,7 @@ def summary(data: PageData) -> dict[str, Any]:
         "placer": writable(plan.placer),
         "seed": plan.seed,
         "version": writable(plan.gdp_version),
-        "headline": sentences.headline(plan.step_time_ns, data.baselines),
+        "headline": sentences.headline(plan, data.baselines, sentences.num_microbatches(simulation)),
         "reasons": [writable(short(reason)) for reason in simulation.reasons],
         "bound": sentences.of_bound(
             plan.step_time_ns, plan.lower_bound_ns, sentences.num_microbatches(simulation), copies.num_replicas

@@ -19,8 +19,13 @@ _MOST_NAMED, _NAMED_OF_MANY = 64, 8  # devices: of more the first are named
 _NEARLY_FULL = 0.95  # of a memory limit; a choice: allocators lose some per cent to fragmentation
 
 
-def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
-    """Returns the step time and its ratios to one device, the expert of the GDP paper and the best baseline."""
+def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1) -> str:
+    """Returns the step time and its ratios to one device, the expert of the GDP paper and the best baseline.
+
+    `count` is the number of micro-batches of the step. A layout is compared with the whole batch on one device; other
+    plans with the step that they are of.
+    """
+    step_time_ns = plan.step_time_ns
     times = {
         name: baseline.step_time_ns
         for name, baseline in baselines.items()
@@ -28,7 +33,7 @@ def headline(step_time_ns: int, baselines: Mapping[str, Baseline]) -> str:
     }
     best = min(times, key=times.__getitem__, default=None)
     named = {
-        "single": "the best single device",
+        "single": "the best single device" + (" in as many micro-batches" if count > 1 and plan.layout is None else ""),
         "expert": "the paper's expert",
         "op placement": "the best op placement",
         "data parallel": "plain data parallelism",

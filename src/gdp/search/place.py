@@ -84,6 +84,8 @@ def place(
     Raises InputError for arguments that make no sense.
     """
     noise_share = _check(placer, seed, robust)
+    if num_threads is not None and not (isinstance(num_threads, Integral) and num_threads > 0):
+        raise InputError(f"num_threads is {num_threads!r}; an integer above 0 is expected")
     solver_of(placer).prepare()
     clock = Clock.of(budget, stop=stop)
     if isinstance(graph, Problem):

@@ -11,13 +11,12 @@ from gdp.simulator.simulate import Simulation, simulate
 
 
 def in_program_order(simulation: Simulation) -> Simulation:
-    """Returns the step with ready ops started in the order of the graph, if it fits and is as fast.
+    """Returns the step with ready ops started in the order of the graph, if it is as fast, or lacks less memory.
 
     Steps with micro-batches or replicas stay as they are: `best_dispatch` has tried their program's order.
     """
     problem = simulation.problem
-    if problem.microbatch.max() >= 1 or problem.graph.is_collective.any() or not simulation.feasible:
+    if problem.microbatch.max() >= 1 or problem.graph.is_collective.any():
         return simulation
     other = simulate(problem, simulation.placement, priority=np.arange(problem.num_ops)[::-1])
-    is_as_good = other.feasible and other.step_time_ns <= simulation.step_time_ns
-    return other if is_as_good else simulation
+    return min(other, simulation, key=lambda each: (int(each.missing_bytes.sum()), each.step_time_ns))

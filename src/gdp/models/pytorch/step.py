@@ -156,7 +156,7 @@ def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions)
     """Returns what `capture_fn` does, or the answer of `build` itself if it is no PyTorch model with its inputs."""
     with _isolated():
         mode, optimizers = _BuildMode(), list[torch.optim.Optimizer]()
-        with explained(name), _copies_allowed(), building(optimizers), mode:
+        with explained(name), copies_allowed(), building(optimizers), mode:
             answer = build()
         if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not callable(answer[0]):
             return answer
@@ -188,7 +188,7 @@ class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _copies_allowed() -> Iterator[None]:
+def copies_allowed() -> Iterator[None]:
     """Silences a warning: when PyTorch copies a fake tensor, it looks for memory that the tensor does not have."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

@@ -1,5 +1,6 @@
 """Arrangements: layouts on devices. Which ones a batch and a machine allow.
 
+a card alone     microbatches=2, recompute=auto; the others are slower or missing
 4 equal cards    data=4   [0] [1] [2] [3]        a replica a card
                  data=2   [0 1] [2 3]            each replica in two places: a pipeline, or ops side by side
                  data=1   [0 1 2 3]
@@ -14,7 +15,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.errors import InputError
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import AUTO, Layout
 
 _SLOWEST = 0.02  # of the fastest device's speed: slower ones, such as CPUs beside cards, hold no replicas
 _MOST_MICROBATCHES = 64  # a replica; more pay for their launches
@@ -82,6 +83,8 @@ def arrangements(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = Fal
     """
     usable = machine.usable
     found: dict[Arrangement, None] = {}
+    if len(usable) == 1 or not machine.alike(usable):
+        found |= dict.fromkeys(_alone(usable[0], batch_size, is_fixed))
     for count in _counts(len(usable)):
         devices = sorted(usable[:count])
         ways = _even(machine, devices, batch_size, is_fixed) if count > 1 else iter(())
@@ -140,6 +143,21 @@ def _counts(num_devices: int) -> list[int]:
     while counts[-1] > MOST_PLACES:
         counts.append(counts[-1] // 2)
     return [count for count in dict.fromkeys(counts) if count > 0]
+
+
+def _alone(device: int, batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
+    """Yields what lets a step fit on one device: micro-batches, and recomputed blocks.
+
+    More of either join these where they do not fit.
+    """
+    whole = Arrangement(Layout(), ((device,),))
+    if is_fixed:
+        if batch_size > 1:
+            yield replace(whole, layout=Layout((batch_size,)))
+        return
+    if (more := more_microbatches(whole, batch_size)) is not None:
+        yield more
+    yield replace(whole, layout=Layout(recompute=AUTO))
 
 
 def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:

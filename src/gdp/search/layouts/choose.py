@@ -18,6 +18,7 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
+from gdp.graph import Graph
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
 from gdp.search.annealing import is_too_wide
@@ -63,7 +64,7 @@ class Choice:
 
 
 def choose_layout(
-    parts: Parts,
+    parts: Parts | Graph | str,
     cluster: Cluster | str,
     constraints: Constraints | None = None,
     *,
@@ -76,12 +77,15 @@ def choose_layout(
 ) -> Choice:
     """Returns the best plan over layouts of the batch of `parts` on `cluster`; with `layout`, the best of that one.
 
+    `parts` may be a MODEL, as the command line takes it, and `layout` is made by `Layout.parse`.
     Op placement of the whole step is one of the layouts; the answer is never slower than the best that was tried, and
     fits if any of them does. Ops are placed by `auto`, with the policy `checkpoint`. The budget begins once the step
     and one part of it are read; a clock has begun.
     InputError for a layout that the batch or the devices do not allow.
     """
-    cluster = Cluster.of(cluster)
+    cluster, parts = Cluster.of(cluster), Parts.of(parts)
+    if layout is not None and not isinstance(layout, Layout):
+        raise InputError(f"layout is {layout!r}; Layout.parse('data=4,zero=1') makes one")
     for num_parts in {1, 1 if layout is None else layout.num_parts}:
         parts.exact(num_parts)
     if layout is None and not isinstance(budget, Clock):

@@ -51,6 +51,20 @@ class Parts:
         self._clock: Clock | None = None
 
     @classmethod
+    def of(cls, value: "Parts | Graph | str") -> "Parts":
+        """Returns `value`, or the parts of a MODEL or of a graph in micro-batches; see `of_model` and `of_graph`."""
+        if isinstance(value, Parts):
+            return value
+        if isinstance(value, str):
+            return cls.of_model(value)
+        if isinstance(value, Graph):
+            return cls.of_graph(value)
+        raise InputError(
+            f"parts is a {type(value).__name__}; gdp.Parts, a MODEL such as 'module:function', or a graph in "
+            "micro-batches is expected"
+        )
+
+    @classmethod
     def of_model(
         cls, text: str, reading: Reading | None = None, whole: Graph | None = None, seconds: float = 0.0
     ) -> "Parts":
