@@ -129,7 +129,7 @@ def respond(question: PlaceQuestion) -> int:
         if answer.fits and kept is None and not stop.is_set() and question.may_be_kept(problem):
             plan_cache.store(entry, found)
         interrupted = stop.is_set()
-    for note in question.notes(answer):
+    for note in question.notes(answer) if answer.fits else ():
         log(f"gdp: note: {request.model}: {note}")
     if request.json:
         print_json(question.document(answer))

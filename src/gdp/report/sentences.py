@@ -46,7 +46,7 @@ def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1) -> s
     if against:
         against[0] = against[0].replace(" times ", " times as fast as ", 1)
     if "single" in baselines and "single" not in times:
-        against.append("no single device can hold it")
+        against.append(f"no single device can hold {'it' if plan.layout is None else 'the whole batch'}")
     return f"Step time {format_ms(step_time_ns)}" + (": " + ", ".join(against) if against else "")
 
 
