@@ -244,7 +244,9 @@ def test_traceback_shows_where_an_error_comes_from(run: Run) -> None:
         status, out, err = run(*args, "--devices", DEVICES)
         assert (status, out) == (2, "")
         assert "raise ValueError('first\\nlast')" in err
-        assert err.splitlines()[-1].startswith("gdp: error: cli_traced:fails: the function failed (ValueError: last")
+        assert err.splitlines()[-1].startswith(
+            "gdp: error: cli_traced:fails: the function failed (ValueError: first last"
+        )
 
 
 # the cache of plans
@@ -520,7 +522,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["place", "unknown.json", "--devices", DEVICES], ["unknown.json: graph: unknown key 'colour'"]),
     (
         ["place", "cli_broken:fails", "--devices", DEVICES],
-        ["cli_broken:fails", "(ValueError: last, cli_broken.py line 2)"],
+        ["cli_broken:fails", "(ValueError: first last, cli_broken.py line 2)"],
     ),
     (
         ["place", "cli_broken.py", "--devices", DEVICES],

@@ -46,7 +46,13 @@ def place(graph: Path, out: Path, number: int | None, delay_s: float, options: S
     command = [sys.executable, "-m", "gdp", "place", str(graph), "--devices", DEVICES, "--budget", budget]
     command += ["--out", str(out), "--json", "--no-cache", *options]
     began = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell in the background leaves it ignored
+    ) as process:
         end_s = began + delay_s
         if number is not None:
             try:

@@ -105,7 +105,7 @@ class PlaceQuestion(ABC):
 
 def respond(question: PlaceQuestion) -> int:
     """Answers a question: finds the plan, writes its files and shows it; returns the exit status."""
-    from gdp.report import console, progress
+    from gdp.report import progress
 
     request = question.request
     with progress.live("looking for a plan found before"):
@@ -128,7 +128,14 @@ def respond(question: PlaceQuestion) -> int:
         answer = _written(question, found, problem, stop)
         if answer.fits and kept is None and not stop.is_set() and question.may_be_kept(problem):
             plan_cache.store(entry, found)
-        interrupted = stop.is_set()
+        return _told(question, answer, stop)
+
+
+def _told(question: PlaceQuestion, answer: Answer, stop: "Stop") -> int:
+    """Prints an answer; returns the exit status."""
+    from gdp.report import console
+
+    request = question.request
     for note in question.notes(answer) if answer.fits else ():
         log(f"gdp: note: {request.model}: {note}")
     if request.json:
@@ -140,7 +147,7 @@ def respond(question: PlaceQuestion) -> int:
         return fail(f"error: {answer.failure}; {f'whole: {good}' if good else 'nothing was written'}", BAD_INPUT)
     if not answer.fits:
         fail(console.nothing_fits(answer.plan, request.cluster, answer.would_fit), NOTHING_FITS)
-    return INTERRUPTED if interrupted else OK if answer.fits else NOTHING_FITS
+    return INTERRUPTED if stop.is_set() else OK if answer.fits else NOTHING_FITS
 
 
 def _written(question: PlaceQuestion, found: "KeptAnswer", problem: "Problem", stop: "Stop") -> Answer:

@@ -233,6 +233,12 @@ def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
         model = read_graph(text, reading)
         if model.graph.fingerprint == plan.graph:
             return model
+        whole = layout.get("whole", model.graph.fingerprint)
+        if whole != model.graph.fingerprint:
+            raise InputError(
+                f"the plan is of a layout of graph {whole[:12]}, not of {model.graph.name!r} "
+                f"({model.graph.fingerprint[:12]}); place this graph anew"
+            )
         if in_flight(layout):
             return replace(model, graph=BatchStream.of_document(model.graph, layout).graph)
         return replace(model, graph=Step.of_document(Parts.of_graph(model.graph).exact, layout).graph)

@@ -20,7 +20,9 @@ def find_target(name: str, *, context: int | None = None, split_layers: bool = F
     if target is None and written in LAYOUT_TARGETS:
         raise InputError(f"{written}: takes layouts; place with --parallel, then export the plan")
     if target is None:
-        raise InputError(f"target {name!r} is unknown; {suggest(written, [*TARGETS, *LAYOUT_TARGETS])}")
+        raise InputError(
+            f"target {name!r} is unknown; {suggest(written, list(dict.fromkeys([*TARGETS, *LAYOUT_TARGETS])))}"
+        )
     if context is None and not split_layers:
         return target
     if target is not llama_cpp.TARGET:

@@ -295,7 +295,7 @@ class Plan:
 def _other_graph(plan: Plan, graph: Graph) -> str:
     return (
         f"the plan is of graph {plan.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}); "
-        "place this graph anew"
+        "place this graph anew, or give the options that it was placed with, such as --microbatches"
     )
 
 
