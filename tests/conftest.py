@@ -1,12 +1,17 @@
 """What all tests share."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
 
 # one worker a core: more threads would wait for each other, most of them in the many small models of these tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# a shell in the background leaves Ctrl-C ignored, and so would what tests start
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # time is that of the machine: no claim of these tests
 settings.register_profile("gdp", deadline=None)

@@ -46,13 +46,7 @@ def place(graph: Path, out: Path, number: int | None, delay_s: float, options: S
     command = [sys.executable, "-m", "gdp", "place", str(graph), "--devices", DEVICES, "--budget", budget]
     command += ["--out", str(out), "--json", "--no-cache", *options]
     began = time.monotonic()
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell in the background leaves it ignored
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         end_s = began + delay_s
         if number is not None:
             try:
@@ -109,7 +103,6 @@ def test_an_interrupt_in_a_callback_is_not_lost() -> None:
 import ctypes, os, signal, sys, time
 from gdp.cli.app import repeat_interrupt
 sys.unraisablehook = repeat_interrupt
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background leaves it ignored
 try:
     ctypes.CFUNCTYPE(None)(lambda: (os.kill(os.getpid(), signal.SIGINT), None)[1])()
     time.sleep(20)
