@@ -190,7 +190,7 @@ def test_a_function_of_the_users_is_captured_and_what_it_prints_is_no_answer(
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
-        ("user_model:raises", ["user_model:raises", "RuntimeError: last line"]),
+        ("user_model:raises", ["user_model:raises", "RuntimeError: first line last line"]),
         ("user_model:exits", ["user_model:exits", "SystemExit: out"]),
         ("user_model:number", ["returned int", "(module, example_inputs) or (module, args, kwargs)"]),
         ("user_model:strings", ["inputs are str", "a tensor, a tuple or a dict"]),

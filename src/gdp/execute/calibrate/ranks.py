@@ -60,10 +60,11 @@ def calibrate_ranks(ranks: Ranks, device: LocalDevice, *, quick: bool, on_progre
     ranks.meet("begin")
     own = calibrate([device], quick=quick, on_progress=on_progress)
     ranks.store.set(f"device/{ranks.rank}", json.dumps(own.cluster.to_document()["devices"][0]))
-    routes, errors = _routes(ranks, _QUICK_STEPS if quick else _STEPS, on_progress)
+    documents = [json.loads(ranks.store.get(f"device/{rank}")) for rank in range(len(ranks.names))]
+    rates = [item["memory_bandwidth"] for item in documents]
+    routes, errors = _routes(ranks, rates, _QUICK_STEPS if quick else _STEPS, on_progress)
     if not ranks.is_first:
         return None
-    documents = [json.loads(ranks.store.get(f"device/{rank}")) for rank in range(len(ranks.names))]
     devices = [
         Device(name, item["kind"], item["memory"], item["flops"], item["memory_bandwidth"], item["launch"])
         for name, item in zip(ranks.names, documents, strict=True)
@@ -78,8 +79,14 @@ def calibrate_ranks(ranks: Ranks, device: LocalDevice, *, quick: bool, on_progre
     return Calibration(cluster, {}, (note,), tuple(errors))
 
 
-def _routes(ranks: Ranks, num_steps: int, log: Log) -> tuple[dict[tuple[int, int], Route], list[float]]:
-    """Returns on the first rank the route of each ordered pair, and the relative errors of the fits."""
+def _routes(
+    ranks: Ranks, memory_rates: Sequence[int], num_steps: int, log: Log
+) -> tuple[dict[tuple[int, int], Route], list[float]]:
+    """Returns on the first rank the route of each ordered pair, and the relative errors of the fits.
+
+    No route is faster than the memory at its ends, `memory_rates` in bytes per second: on a busy machine large tensors
+    may seem to take no longer than small ones.
+    """
     sizes = sorted((*_FITTED_BYTES, *_CHECKED_BYTES))
     inputs = [torch.zeros(size // 4) for size in sizes]
     program = capture(_Sizes(), inputs, name="sizes", training=False).program
@@ -100,7 +107,7 @@ def _routes(ranks: Ranks, num_steps: int, log: Log) -> tuple[dict[tuple[int, int
         if ranks.is_first:
             medians = {size: statistics.median(times) for size, times in times_ns.items() if times}
             fit = line_through({size: medians[size] for size in _FITTED_BYTES if size in medians})
-            latency_ns, ns_per_byte = max(fit[0], 0.0), max(fit[1], 1e-6)
+            latency_ns, ns_per_byte = max(fit[0], 0.0), max(fit[1], 1e9 / min(memory_rates[a], memory_rates[b]))
             routes[a, b] = Route(round(latency_ns), whole(1e9 / ns_per_byte), (f"{ranks.names[a]}->{ranks.names[b]}",))
             errors += [
                 abs((latency_ns + ns_per_byte * size) / medians[size] - 1.0)
