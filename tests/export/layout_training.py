@@ -5,6 +5,7 @@ Gradients and weights after the step are to be those of PyTorch's own step of th
 
 import copy
 import importlib
+import os
 import sys
 
 import torch
@@ -49,6 +50,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(name, "equal", flush=True)
     dist.destroy_process_group()
+    os._exit(0)  # threads of PyTorch that still run when Python ends now and then abort the process
 
 
 if __name__ == "__main__":
