@@ -520,6 +520,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["place", "empty.json", "--devices", DEVICES], ["empty.json: is empty"]),
     (["place", "version.json", "--devices", DEVICES], ["version.json: version is 2"]),
     (["place", "unknown.json", "--devices", DEVICES], ["unknown.json: graph: unknown key 'colour'"]),
+    (["place", "graph.json.gz", "--devices", DEVICES, "--seed", str(2**64)], ["--seed", "9223372036854775807"]),
     (
         ["place", "cli_broken:fails", "--devices", DEVICES],
         ["cli_broken:fails", "(ValueError: first last, cli_broken.py line 2)"],

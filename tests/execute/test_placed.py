@@ -345,6 +345,16 @@ def test_a_failed_step_leaves_the_model_as_it_was() -> None:
     assert torch.equal(model.linear.weight, before)
 
 
+def test_arguments_of_other_types_are_named() -> None:
+    """Before the first step: a path in place of a plan, text for a number, a number for a path."""
+    with pytest.raises(InputError, match=r"plan is a str; .* gdp\.Plan\.load"):
+        gdp.placed(Net(), "plan.json")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="learning_rate is 'high'"):
+        gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, learning_rate="high")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="resume is a int"):
+        gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, resume=5)  # type: ignore[arg-type]
+
+
 def test_a_plan_of_another_step_is_refused() -> None:
     with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained, pytest.raises(InputError, match="place it anew"):
         trained(torch.zeros(4, 6))

@@ -144,6 +144,13 @@ def test_one_device_runs_the_program_in_its_order() -> None:
     assert simulate(problem, plan.placement).order[0].tolist() != plan.order[0].tolist()
 
 
+def test_a_number_of_threads_below_one_is_refused() -> None:
+    """The command line refuses it, too."""
+    for wrong in (0, 1.5):
+        with pytest.raises(InputError, match="num_threads is"):
+            place(GRAPH, CLUSTER, budget="1sims", num_threads=wrong)  # type: ignore[arg-type]
+
+
 def test_nothing_fits() -> None:
     """When nothing fits the plan is infeasible and says which device lacks how many bytes."""
     plan = place(GRAPH, CLUSTER, budget="300sims", max_memory_bytes={"gpu0": 1000, "gpu1": 1000})
