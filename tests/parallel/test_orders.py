@@ -4,10 +4,17 @@ import numpy as np
 import pytest
 from tests.graph.test_microbatches import two_stages
 
+from gdp.bench.graphs import lstm_training_graph
+from gdp.budget import Clock
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.simulator.orders import only_for_updates
+from gdp.placers.replicated import replicated_stages
+from gdp.search.good_order import in_good_order
+from gdp.search.question import Question
+from gdp.simulator.orders import PROGRAM, ZERO_BUBBLE_PROGRAM, only_for_updates, program_levels
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -25,3 +32,30 @@ def test_gradients_of_weights_may_wait_for_the_sum(zero: int, bucket_bytes: int)
     assert waiting(two_stages(2).graph) == stems
     step = Step.of(two_stages(1).graph, Layout((2, 2), zero), bucket_bytes=bucket_bytes)
     assert waiting(step.graph) == stems | {f"{name}#1" for name in stems}
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2,microbatches=3", "data=2,microbatches=2,zero=1", "data=2,zero=3"])
+def test_the_order_of_the_program_is_that_of_one_micro_batch(layout: str) -> None:
+    """Copies of an op start as the captured ops stand, sums with the gradients that they add, exchanges first."""
+    step = Step.of(two_stages(1).graph, Layout.parse(layout))
+    levels, is_collective = program_levels(step.graph), step.graph.is_collective
+    is_sum = np.array([".accumulate" in name for name in step.graph.op_names])
+    assert levels[is_collective].min() > levels[~is_collective].max()
+    own = ~(is_collective | is_sum)
+    turn = np.unique(-levels[own], return_inverse=True)[1]
+    np.testing.assert_array_equal(turn, np.unique(step.origin[own], return_inverse=True)[1])
+    level_of = dict(zip(step.graph.op_names, levels.tolist(), strict=True))
+    for name in np.array(step.graph.op_names)[is_sum].tolist():
+        gradient = {"u0": "w0", "u1": "w1"}[name.partition(".")[0]]
+        assert level_of[name] == level_of[gradient]
+
+
+@pytest.mark.parametrize(("layout", "order"), [("data=2", PROGRAM), ("data=2,microbatches=4", ZERO_BUBBLE_PROGRAM)])
+def test_a_step_with_replicas_is_placed_in_the_order_in_which_its_stages_do_best(layout: str, order: str) -> None:
+    step = Step.of(lstm_training_graph(3), Layout.parse(layout))
+    problem = Problem.build(step.graph, "4xp100-pcie-16g")
+    chosen = in_good_order(Question.about(problem), Clock.of("100sims")).problem
+    placement = next(replicated_stages(problem))
+    times = [simulate(problem.in_order(each), placement).step_time_ns for each in problem.orders]
+    assert order in problem.orders
+    assert times[problem.orders.index(chosen.order)] == min(times)

@@ -6,28 +6,36 @@
 They are starts for a search over steps with replicas. U units.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.graph.microbatches import replica_of
-from gdp.placers.contiguous import folded_chain, module_chain
+from gdp.placers.contiguous import Chain, folded_chain, module_chain
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 
-def replicated_stages(problem: Problem) -> list[Placement]:
-    """Returns placements [N] with each replica in contiguous stages on as many devices; none without replicas."""
+def replicated_stages(problem: Problem) -> Iterator[Placement]:
+    """Yields placements [N] with each replica in contiguous stages on as many devices; none without replicas."""
     replica = replica_of(problem.graph)
     num_replicas = int(replica.max()) + 1
     size = problem.num_devices // num_replicas  # devices of a replica
     if num_replicas < 2 or size < 1:
-        return []
+        return
     units = Units.of(problem, forward_units(problem))
-    chains = [folded_chain(problem, units)]
-    chains += [module_chain(problem, units, whole_layers=whole) for whole in (False, True)] if size > 1 else []
     replica_of_unit, work_ns = replica[units.first_op], units.work_ns.astype(np.float64)
-    return [units.place_allowed(_in_stages(chain.order, replica_of_unit, work_ns, size)) for chain in chains]
+    for chain in _chains(problem, units, size):
+        yield units.place_allowed(_in_stages(chain.order, replica_of_unit, work_ns, size))
+
+
+def _chains(problem: Problem, units: Units, size: int) -> Iterator[Chain]:
+    """Yields the chains of units that stages are cut along; a replica on one device needs no choice."""
+    yield folded_chain(problem, units)
+    if size > 1:
+        yield from (module_chain(problem, units, whole_layers=whole) for whole in (False, True))
 
 
 def _in_stages(order: I64, replica: I64, work_ns: F64, size: int) -> I64:

@@ -9,6 +9,7 @@ from gdp.budget import Clock
 from gdp.placers.base import devices_by_speed
 from gdp.placers.call_grids import call_grids
 from gdp.placers.contiguous import folded_chain, stages
+from gdp.placers.replicated import replicated_stages
 from gdp.search.fewer_microbatches import is_large
 from gdp.search.question import Question
 from gdp.search.starts import diverse_starts
@@ -24,18 +25,20 @@ WORTH = 0.9  # of the b-level's step times, on average: what those by call must 
 
 
 def in_good_order(question: Question, clock: Clock) -> Question:
-    """Returns the question in the order in which contiguous stages do best, if there is time.
+    """Returns the question in the order in which stages do best, if there is time.
 
-    Without micro-batches it stays in the b-level's, unless stages, grids and partitions are much faster by call. On
-    average, that is: that the best of a few is by call says little about what a search finds, but that it is not says
-    more.
+    Those are stages of each replica, where they fit. Without micro-batches and replicas it stays in the b-level's
+    order, unless stages, grids and partitions are much faster by call. On average, that is: that the best of a few is
+    by call says little about what a search finds, but that it is not says more.
     """
     if clock.stop.is_set():
         return question
-    if question.problem.microbatch.max() >= 1:
-        stage = next(_tried(question, clock))
-        order = replace(question, noise=None).try_orders(stage, clock=clock.until(ORDER_SHARE)).order
-        return question.in_order(order)
+    judge, part, problem = replace(question, noise=None), clock.until(ORDER_SHARE), question.problem
+    of_replicas = next(replicated_stages(problem), None)
+    if of_replicas is not None and (best := judge.try_orders(of_replicas, clock=part)).fits:
+        return question.in_order(best.order)
+    if problem.microbatch.max() >= 1:
+        return question.in_order(judge.try_orders(next(_tried(question, clock)), clock=part).order)
     return question.in_order(BY_CALL) if _is_better_by_call(question, clock) else question
 
 
@@ -61,7 +64,7 @@ def _tried(question: Question, clock: Clock) -> Iterator[Placement]:
     problem = question.problem
     followers = forward_units(problem)
     units = Units.of(problem, followers)
-    chain = folded_chain(problem, units)
-    yield units.place_allowed(stages(problem, units, chain, np.sort(devices_by_speed(problem))))
+    by_module = folded_chain(problem, units)
+    yield units.place_allowed(stages(problem, units, by_module, np.sort(devices_by_speed(problem))))
     yield from call_grids(problem)
     yield from diverse_starts(problem, followers, NUM_PARTITIONS, question.seed, clock)

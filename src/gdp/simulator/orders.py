@@ -14,7 +14,10 @@ A model that calls its layers several times may be started by call as if each we
 zero-bubble of calls. Where they depend little on each other that fills pipelines.
 
 With replicas, ops that move data between them go before all others: they take next to no time, and other devices wait
-for them. Without micro-batches this is the order "exchanges first", the b-level otherwise.
+for them. Without micro-batches this is the order "exchanges first", the b-level otherwise. The b-level knows nothing of
+the sums over replicas that wait for gradients, and makes gradients of weights last; then the sums run when nothing is
+left to compute. So ops also start as the program has them, which is how PyTorch overlaps sums with the backward pass:
+"program" without micro-batches, "zero-bubble, program" with them.
 
 The default priority of the machine model, the b-level, runs an op for all micro-batches before the next op: the first
 micro-batch leaves a stage nearly as late as the last.
@@ -26,12 +29,15 @@ from functools import cached_property
 import numpy as np
 
 from gdp.arrays import I64, Bool
+from gdp.compiled import kernel
 from gdp.graph import Graph
 from gdp.graph.calls import calls_of
-from gdp.graph.microbatches import SHARED
+from gdp.graph.microbatches import ACCUMULATE, RECOMPUTED, SHARED
 
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, B_LEVEL = "GPipe", "1F1B", "zero-bubble", "b-level"
 EXCHANGES_FIRST, BY_CALL = "exchanges first", "by call"
+PROGRAM, ZERO_BUBBLE_PROGRAM = "program", "zero-bubble, program"
+_NOTHING, _SEVERAL = -1, -2  # in place of the one end that an op's results reach
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +63,11 @@ class OrderTraits:
         return calls_of(self.graph)
 
     @cached_property
+    def program_level(self) -> I64:
+        """[N] `program_levels`."""
+        return program_levels(self.graph)
+
+    @cached_property
     def can_wait(self) -> Bool:
         """[N] `only_for_updates`."""
         return only_for_updates(self.graph, self.is_backward, self.is_update)
@@ -64,17 +75,24 @@ class OrderTraits:
 
 def orders_for(graph: Graph, microbatch: I64) -> tuple[str, ...]:
     """The orders that are worth trying for a graph: without micro-batches and replicas none but the b-level."""
+    has_replicas = bool(graph.is_collective.any())
     if microbatch.max() < 1:
-        return (EXCHANGES_FIRST, B_LEVEL) if graph.is_collective.any() else (B_LEVEL,)
+        return (EXCHANGES_FIRST, PROGRAM, B_LEVEL) if has_replicas else (B_LEVEL,)
     if "backward" not in graph.phases:
         return (GPIPE, B_LEVEL)
-    return (ONE_F_ONE_B, ZERO_BUBBLE, GPIPE, B_LEVEL)
+    orders = (ONE_F_ONE_B, ZERO_BUBBLE, GPIPE, B_LEVEL)
+    return (*orders, ZERO_BUBBLE_PROGRAM) if has_replicas else orders
 
 
 def order_priority(order: str, traits: OrderTraits, level_ns: I64) -> I64:
-    """[N] the priority by which `order` starts ops; `level_ns` [N] decides within a micro-batch and phase."""
+    """[N] the priority by which `order` starts ops; `level_ns` [N] decides within a micro-batch and phase.
+
+    Orders by the program have a level of their own.
+    """
     if order == B_LEVEL:
         return level_ns
+    if order in (PROGRAM, ZERO_BUBBLE_PROGRAM):
+        order, level_ns = {PROGRAM: EXCHANGES_FIRST}.get(order, ZERO_BUBBLE), traits.program_level
     position = np.unique(level_ns, return_inverse=True)[1].astype(np.int64)  # levels may be as large as int64
     if order == EXCHANGES_FIRST:
         priority = position
@@ -102,24 +120,48 @@ def _by_turn(order: str, traits: OrderTraits, part: I64, position: I64) -> I64:
     return np.asarray(np.where(traits.is_update, position - num_levels, priority), np.int64)
 
 
+def program_levels(graph: Graph) -> I64:
+    """Returns levels [N] by which ops start in the order of the program: copies of an op share the level of the first.
+
+    Sums of gradients over micro-batches follow what they add, and moves between replicas come first.
+    """
+    names = graph.copy_names
+    number = {base: index for index, base in enumerate(names.bases)}
+    first = np.full(len(names.bases), graph.num_ops)
+    np.minimum.at(first, names.base, np.arange(graph.num_ops))
+    original = [number.get(base.removesuffix(RECOMPUTED), index) for index, base in enumerate(names.bases)]
+    is_sum = np.array([base.endswith(ACCUMULATE) for base in names.bases], np.bool_)[names.base]
+    position = np.where(is_sum, -1, first[original][names.base])
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    into = is_sum[targets] & ~is_sum[sources]
+    np.maximum.at(position, targets[into], position[sources[into]])
+    return np.where(graph.is_collective, graph.num_ops + 1, graph.num_ops - position)
+
+
 def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
     """[N] the backward ops whose results reach one update and nothing else: gradients of weights and their sums.
 
     A gradient that is summed over replicas counts as an update; what moves between replicas never waits.
     """
-    nothing, several = -1, -2
     is_collective = graph.is_collective
     sources, targets, tensors = graph.producers[graph.edge_tensors], graph.consumers, graph.edge_tensors
     is_summed = np.zeros(graph.num_tensors, np.bool_)
     is_summed[tensors[is_collective[targets] & ~is_collective[sources] & is_backward[sources]]] = True
     is_summed &= graph.tensor_bytes > 0  # others are waits
     is_end = is_update | is_collective
-    reached = np.where(is_update, np.arange(graph.num_ops), nothing).tolist()
-    own_end = np.where(is_summed, graph.num_ops + np.arange(graph.num_tensors), nothing)[tensors]
+    reached = np.where(is_update, np.arange(graph.num_ops), _NOTHING)
+    own_end = np.where(is_summed, graph.num_ops + np.arange(graph.num_tensors), _NOTHING)[tensors]
     order = np.argsort(-targets, kind="stable")  # ops are numbered topologically: consumers come before producers
-    edges = zip(sources[order].tolist(), targets[order].tolist(), own_end[order].tolist(), strict=True)
-    for source, target, end in edges:
-        end = reached[target] if end == nothing else end
-        if end not in (nothing, reached[source]) and not is_end[source]:
-            reached[source] = end if reached[source] == nothing else several
-    return is_backward & ~is_end & (np.array(reached, np.int64) >= 0)
+    _reach(reached, is_end, sources[order], targets[order], own_end[order])
+    return is_backward & ~is_end & (reached >= 0)
+
+
+@kernel
+def _reach(reached, is_end, sources, targets, own_end):
+    """Fills `reached` [N] with the one end that each op's results reach."""
+    for edge in range(len(sources)):
+        source, end = sources[edge], own_end[edge]
+        if end == _NOTHING:
+            end = reached[targets[edge]]
+        if end != _NOTHING and end != reached[source] and not is_end[source]:
+            reached[source] = end if reached[source] == _NOTHING else _SEVERAL

@@ -134,9 +134,15 @@ class Problem:
         return self.simulator.b_level_ns
 
     @property
+    def program_level(self) -> I64:
+        """[N] the priority in the order of the program."""
+        return self.simulator.order_traits.program_level
+
+    @property
     def orders(self) -> tuple[str, ...]:
-        """The orders that are worth trying: the b-level alone without micro-batches, unless `order` goes by calls."""
-        return (BY_CALL, B_LEVEL) if self.order == BY_CALL else orders_for(self.graph, self.microbatch)
+        """The orders that are worth trying: the b-level alone without micro-batches, replicas and an order by calls."""
+        orders = orders_for(self.graph, self.microbatch)
+        return (BY_CALL, *orders) if self.order == BY_CALL else orders
 
     def priority(self, order: str, level_ns: I64) -> I64:
         """[N] the priority of ops in that order, `level_ns` [N] in place of the b-level."""

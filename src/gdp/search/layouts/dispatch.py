@@ -13,12 +13,11 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
-from gdp.graph.microbatches import ACCUMULATE, base_name
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.layouts.one_f_one_b import simulate_1f1b
 from gdp.simulator.longest_paths import communication_levels
-from gdp.simulator.orders import B_LEVEL, ONE_F_ONE_B
+from gdp.simulator.orders import B_LEVEL, ONE_F_ONE_B, PROGRAM, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 
@@ -33,7 +32,7 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement, clock: Clo
     tried, others of a large step while there is time.
     """
     levels = levels_of(problem, step, placement)
-    orders = [order for order in problem.orders if order != B_LEVEL]
+    orders = [order for order in problem.orders if order not in (B_LEVEL, PROGRAM, ZERO_BUBBLE_PROGRAM)]  # see levels
     few_levels = levels
     if problem.num_ops > _LARGE:
         orders, few_levels = orders[:2], levels[:2]
@@ -63,9 +62,9 @@ def preferred(found: Sequence[Candidate]) -> Candidate:
 def levels_of(problem: Problem, step: Step, placement: Placement) -> list[I64]:
     """Returns the levels of ops [M] that are worth trying: of equal ones the first is the best on real devices."""
     if len(np.unique(placement)) == 1:
-        return [program_levels(step), problem.b_level_ns]
+        return [problem.program_level, problem.b_level_ns]
     others = [communication_levels(problem, placement), problem.b_level_ns]
-    return [program_levels(step), *others] if step.layout.data > 1 else others
+    return [problem.program_level, *others] if step.layout.data > 1 else others
 
 
 def _stages(step: Step, placement: Placement) -> I64:
@@ -85,20 +84,3 @@ def as_candidate(simulation: Simulation, order: str = B_LEVEL) -> Candidate:
     """Returns the candidate that `simulation` is, with a priority that runs it again; `order` is its name."""
     figures = Figures(int(simulation.missing_bytes.sum()), simulation.step_time_ns)
     return replace(Candidate.start(simulation), figures=figures, order=order, simulation=simulation)
-
-
-def program_levels(step: Step) -> I64:
-    """Returns levels [M] by which ops start in the order of the program, and moves between replicas first.
-
-    Sums of gradients over micro-batches follow what they add.
-    """
-    graph = step.graph
-    made_last = int(step.origin.max()) + 1
-    is_sum = np.array([ACCUMULATE in name and base_name(name).endswith(ACCUMULATE) for name in graph.op_names])
-    position = np.where(is_sum, -1, step.origin).tolist()
-    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
-    into = np.flatnonzero(is_sum[targets])
-    into = into[np.argsort(targets[into], kind="stable")]
-    for source, target in zip(sources[into].tolist(), targets[into].tolist(), strict=True):
-        position[target] = max(position[target], position[source])
-    return np.where(graph.is_collective, made_last + 1, made_last - np.array(position, np.int64))

@@ -27,7 +27,7 @@ from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
-from gdp.search.layouts.dispatch import levels_of, program_levels
+from gdp.search.layouts.dispatch import levels_of
 from gdp.search.layouts.one_f_one_b import simulate_1f1b
 from gdp.search.layouts.parts import Parts
 from gdp.search.rivals.stages import equal_stages
@@ -125,7 +125,7 @@ def simulate_layout(
     problem = Problem.build(step.graph, cluster, constraints)
     placement = step.placement(stage, grid)
     # as PyTorch overlaps sums with the backward pass, or better
-    levels = [program_levels(step)] if in_program_order else levels_of(problem, step, placement)
+    levels = [problem.program_level] if in_program_order else levels_of(problem, step, placement)
     return step, simulate_1f1b(problem, placement, stage[step.origin], step.replica, levels)
 
 
