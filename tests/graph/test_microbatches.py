@@ -13,7 +13,8 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
-from gdp.graph.microbatches import Excerpt, count_microbatches, microbatch_of
+from gdp.graph.excerpts import Excerpt
+from gdp.graph.microbatches import count_microbatches, microbatch_of
 from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.optimizers import OPTIMIZERS
@@ -123,7 +124,7 @@ def test_an_excerpt_is_the_step_of_fewer(family: str) -> None:
     """The first two of five micro-batches are the graph of two; their placements are placements of all."""
     one = capture_fn(TINY[family], name=family).graph
     five, two = accumulated(one, 5), accumulated(one, 2)
-    excerpt = Excerpt.of(five, microbatch_of(five), 2)
+    excerpt = Excerpt.of_microbatches(five, microbatch_of(five), 2)
     assert tuple(five.op_names[op] for op in excerpt.ops) == excerpt.graph.op_names
     assert set(excerpt.graph.op_names) == set(two.op_names)
 

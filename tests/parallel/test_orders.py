@@ -55,7 +55,8 @@ def test_a_step_with_replicas_is_placed_in_the_order_in_which_its_stages_do_best
     step = Step.of(lstm_training_graph(3), Layout.parse(layout))
     problem = Problem.build(step.graph, "4xp100-pcie-16g")
     chosen = in_good_order(Question.about(problem), Clock.of("100sims")).problem
-    placement = next(replicated_stages(problem))
+    chain, cuts = next(replicated_stages(problem))
+    placement = chain.place(cuts)
     times = [simulate(problem.in_order(each), placement).step_time_ns for each in problem.orders]
     assert order in problem.orders
     assert times[problem.orders.index(chosen.order)] == min(times)

@@ -54,7 +54,7 @@ def test_replicas_are_placed_on_devices_of_their_own() -> None:
     """Two replicas on four devices: each uses two of them, and none of the other's."""
     step = Step.of(recurrent(), Layout.parse("data=2"))
     problem = Problem.build(step.graph, "4xp100-pcie-16g")
-    placements = list(replicated_stages(problem))
+    placements = [chain.place(cuts) for chain, cuts in replicated_stages(problem)]
     assert placements
     for placement in placements:
         own = [set(placement[(step.replica == replica) & ~step.graph.is_collective].tolist()) for replica in range(2)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gdp.budget import Budget
+from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph, Op, Tensor
@@ -87,10 +87,22 @@ def test_the_smallest_changes_that_fit() -> None:
             raise UnevenBatchError("no such part")
         return branches(3, resident=4 * GIB // parts)
 
-    assert changes_that_fit(graph, cluster, Constraints(), budget=BUDGET, part_of=part) == [
+    assert changes_that_fit(graph, cluster, Constraints(), clock=Clock(BUDGET), part_of=part) == [
         "1 more p100-pcie-16g", "1/2 of the samples"
     ]  # fmt: skip
-    assert changes_that_fit(branches(3, 2**60 // 9), cluster, Constraints(), budget=BUDGET) == []
+    assert changes_that_fit(branches(3, 2**60 // 9), cluster, Constraints(), clock=Clock(BUDGET)) == []
+
+
+def test_no_change_is_tried_without_time() -> None:
+    """Even the first change, which would do, is not tried when the time is up, or before it can be prepared."""
+    graph, cluster = branches(3, resident=4 * GIB), Cluster.parse("2xp100-pcie-16g")
+
+    def read(parts: int) -> Graph:
+        raise AssertionError("is not asked for")
+
+    for seconds in (0.0, 1e-6):
+        clock = Clock(Budget(seconds=seconds))
+        assert changes_that_fit(graph, cluster, Constraints(), clock=clock, part_of=read, split_in=read) == []
 
 
 def test_sweeps_over_devices_do_not_get_worse() -> None:

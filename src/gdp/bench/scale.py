@@ -43,6 +43,7 @@ from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from gdp.units.reduction import reduce
+from gdp.units.units import Units
 
 CHOSEN = ""  # the layout of a case whose layout is chosen
 DEVICES = ("8xp100-pcie-16g", "8x(8xa100-sxm-80g)@100gbit")
@@ -255,9 +256,11 @@ def _by_hand_ns(step: Step, part: Graph, problem: Problem) -> int | None:
         return None
     devices = np.arange(step.layout.data * num_places).reshape(step.layout.data, num_places)
     one_replica = Problem.build(part, only(problem.cluster, devices[0].tolist()))
-    tried = [
-        best_dispatch(problem, step, step.placement(places, devices)) for places in constructed_places(one_replica)
-    ]
+    units = Units.of(problem)  # the parameters of a bucket are one, where they may be in two stages of a replica
+    tried = []
+    for places in constructed_places(one_replica):
+        placement = units.place_allowed(step.placement(places, devices)[units.first_op])
+        tried.append(best_dispatch(problem, step, placement))
     return min((each.step_time_ns for each in tried if each.figures.fits), default=None)
 
 

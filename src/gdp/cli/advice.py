@@ -101,6 +101,7 @@ def _layout_advice(request: PlaceRequest, parts: "Parts", clock: "Clock") -> "Wh
 
 def find_changes_that_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> list[str]:
     """Returns changes with which the step would fit, where advice is asked for."""
+    from gdp.budget import Clock
     from gdp.planning.advice import changes_that_fit
     from gdp.report.progress import StatusLine, live
 
@@ -114,9 +115,8 @@ def find_changes_that_fit(request: PlaceRequest, problem: "Problem", stop: threa
                 problem.graph,
                 request.cluster,
                 request.constraints,
-                budget=budget,
+                clock=Clock(budget, stop=stop),
                 part_of=(lambda parts: request.read_split(count, parts)) if request.can_split else None,
                 split_in=(lambda factor: request.read_split(count * factor)) if can_accumulate else None,
-                stop=stop,
             )
     return changes

@@ -1,12 +1,9 @@
-"""Numbers of micro-batches: which op of a step is of which micro-batch, and the step of its first few.
+"""Numbers of micro-batches and replicas: which op of a step is of which.
 
 A step may accumulate gradients over M micro-batches (`gdp.graph.accumulation`). The copy of op `x` for micro-batch m is
 called `x@m`, the one for micro-batch 0 `x`; these names show whether a graph from a file has micro-batches. The graph
 determines the samples of a micro-batch: models are captured with an even part of their batch.
 """
-
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,8 +17,6 @@ SHARED = -1
 """The micro-batch number of ops that all micro-batches share: parameters, buffers, updates."""
 
 ACCUMULATE = ".accumulate"  # sums begin with the second micro-batch
-_OP_TEXTS = ("op_names", "kinds", "dtypes", "phases", "modules", "times_ns")
-_OP_FIGURES = ("flops", "bytes_accessed", "resident_bytes", "groups")
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 RECOMPUTED = "!"
 """What the name of a copy ends with that computes an op's results once more, for the backward pass."""
@@ -107,92 +102,6 @@ def replica_of(graph: Graph) -> I64:
 def count_microbatches(graph: Graph) -> int:
     """Returns the number of micro-batches in the step `graph`: 1 if it has none."""
     return max(int(microbatch_of(graph).max()) + 1, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class Excerpt:
-    """The first few micro-batches of a step: a smaller graph whose placements carry over to the whole."""
-
-    graph: Graph
-    ops: I64  # [ops of the excerpt] their numbers in the whole
-    twin: I64  # [ops of the whole] the op of the excerpt that each is, or is a copy of
-
-    @classmethod
-    def of(cls, graph: Graph, microbatch: I64, count: int) -> "Excerpt":
-        """Takes the first `count` micro-batches, at least two; `microbatch` [ops] is the result of `microbatch_of`."""
-        ops = np.flatnonzero(microbatch < count)
-        number = np.full(graph.num_ops, -1)
-        number[ops] = np.arange(len(ops))
-        copies = _copies(graph, microbatch)
-        row, column = np.nonzero(copies >= 0)
-        row_of = np.full(graph.num_ops, -1)
-        row_of[copies[row, column]] = row
-        left_out = np.flatnonzero(number < 0)
-        rows = row_of[left_out]
-        nearest = copies[rows, microbatch[left_out] % count]
-        nearest = np.where(nearest < 0, copies[rows, 1], nearest)  # sums begin with the second micro-batch
-        assert (nearest >= 0).all(), "each replica has one for another micro-batch"
-        twin = number.copy()
-        twin[left_out] = number[nearest]
-        last = np.flatnonzero(microbatch == count - 1)
-        numbers = np.arange(copies.shape[1])
-        final = np.full(graph.num_ops, -1)  # of ops of the excerpt's last micro-batch: their copies of the last of all
-        final[last] = copies[row_of[last], np.where(copies >= 0, numbers, -1).max(axis=1)[row_of[last]]]
-        return cls(_excerpt(graph, ops, number, microbatch < 0, final), ops, twin)
-
-
-def _copies(graph: Graph, microbatch: I64) -> I64:
-    """Returns [rows, micro-batches] the copies of each op that is repeated, a row for each replica; -1 for none."""
-    names = graph.copy_names
-    ops = np.flatnonzero((microbatch >= 0) & (names.replica == replica_of(graph)))
-    distinct, row = np.unique(names.replica[ops] * len(names.bases) + names.base[ops], return_inverse=True)
-    copies = np.full((len(distinct), int(microbatch.max()) + 1), -1)
-    copies[row, microbatch[ops]] = ops
-    return copies
-
-
-def _excerpt(graph: Graph, ops: I64, number: I64, is_shared: Bool, final: I64) -> Graph:
-    """Returns the graph of `ops`; `number` [N] are their numbers in it, -1 for others.
-
-    What shared ops read of `final` [N] they read of the op whose copy it is; -1 for none.
-    """
-    order = np.argsort(graph.producers, kind="stable")  # of tensors by producers
-    counts = np.bincount(graph.producers, minlength=graph.num_ops)
-    first = np.cumsum(counts) - counts
-    place = np.empty(graph.num_tensors, np.int64)  # among the tensors of one op
-    place[order] = np.arange(graph.num_tensors) - first[graph.producers[order]]
-    tensors = order[number[graph.producers[order]] >= 0]
-    position = np.full(graph.num_tensors, -1)
-    position[tensors] = np.arange(len(tensors))
-    other = final[graph.producers[tensors]]
-    has_other = (other >= 0) & (place[tensors] < counts[other])
-    stands_for = np.full(graph.num_tensors, -1)
-    stands_for[order[(first[other] + place[tensors])[has_other]]] = np.flatnonzero(has_other)
-    producers, readers = graph.edge_tensors, graph.consumers
-    is_inside = (position[producers] >= 0) & (number[readers] >= 0)
-    is_final = (stands_for[producers] >= 0) & is_shared[readers]
-    edges = np.unique(
-        np.concatenate(
-            (
-                position[producers[is_inside]] * len(ops) + number[readers[is_inside]],
-                stands_for[producers[is_final]] * len(ops) + number[readers[is_final]],
-            )
-        )
-    )
-    consumed = np.bincount(edges // len(ops), minlength=len(tensors))
-    view_of = graph.view_of[tensors]
-    chosen = ops.tolist()
-    texts: dict[str, Any] = {name: tuple(map(getattr(graph, name).__getitem__, chosen)) for name in _OP_TEXTS}
-    return Graph(
-        name=graph.name,
-        **texts,
-        **{name: getattr(graph, name)[ops] for name in _OP_FIGURES},
-        producers=number[graph.producers[tensors]],
-        **{name: getattr(graph, name)[tensors] for name in ("tensor_bytes", "is_resident", "is_kept")},
-        view_of=np.where(view_of >= 0, position[view_of], -1),
-        consumer_offsets=np.concatenate(([0], np.cumsum(consumed))),
-        consumers=edges % len(ops),
-    )
 
 
 def shared_ops(graph: Graph) -> tuple[Bool, Bool]:

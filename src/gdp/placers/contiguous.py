@@ -74,11 +74,12 @@ def stages(problem: Problem, units: Units, chain: Chain, devices: I64, memory_sh
     """Cuts `chain` into one stage for each of `devices`, so that the largest load is least; returns devices [U].
 
     A unit's load on a device is its share of all time there, or with `memory_share` a mix with its share of the memory.
+    The chain may be of some of the units; others go to the first device.
     """
     order = chain.order
-    total_ns = max(int(units.mean_time_ns().sum()), 1)
+    total_ns = max(int(units.mean_time_ns()[order].sum()), 1)
     columns, column_of = columns_of(problem, devices) if memory_share == 0 else (devices, np.arange(len(devices)))
-    load = units.time_ns[:, columns][order] / total_ns
+    load = units.time_ns[np.ix_(order, columns)] / total_ns
     if memory_share > 0:
         held = (units.resident_bytes + units.tensor_bytes)[order].astype(np.float64)
         limits = np.maximum(problem.memory_limit_bytes[devices], 1).astype(np.float64)
@@ -99,7 +100,7 @@ def stages(problem: Problem, units: Units, chain: Chain, devices: I64, memory_sh
             high, ends = middle, found
         else:
             low = middle
-    chosen = np.empty(len(order), np.int64)
+    chosen = np.full(units.num_units, devices[0], np.int64)
     chosen[order] = devices[np.searchsorted(cuts[ends], np.arange(len(order)), side="right")]
     return chosen
 

@@ -6,6 +6,7 @@ Each search begins from the plan, so its answer is no worse for want of time whe
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,8 @@ from gdp.simulator.simulate import NEVER, Simulation, simulate
 
 MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
 FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
-_TRY_SHARE = 1 / 6  # of the budget, for each of them: most end at once, since they fit or cannot
+_TRY_SHARE = 1 / 6  # of the time left, for each of them: most end at once, since they fit or cannot
+_PREPARED = 6  # times the time to build a problem: what it takes to prepare one of them
 MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
 AS_FAST = 1.01  # what is called as fast
 ONE_FEWER = "one device fewer"  # the change to a machine without the device that does least
@@ -195,26 +197,27 @@ def changes_that_fit(
     cluster: Cluster,
     constraints: Constraints,
     *,
-    budget: Budget,
+    clock: Clock,
     part_of: Callable[[int], Graph] | None = None,
     split_in: Callable[[int], Graph] | None = None,
-    stop: threading.Event | None = None,
 ) -> list[str]:
     """Searches the smallest changes that make a step fit: more devices, fewer samples, more micro-batches.
 
     `part_of(k)` is the graph with 1/k of the samples, `split_in(k)` that with k times as many micro-batches; they raise
-    UnevenBatchError where there is none. Each of up to twelve searches takes at most a sixth of `budget`.
+    UnevenBatchError where there is none. Each of up to twelve searches takes at most a sixth of what `clock` has left,
+    and none begins that there is no time to prepare.
     """
-    stop = stop or threading.Event()
+    began = time.perf_counter()
     limits_bytes = Problem.build(graph, cluster, constraints).memory_limit_bytes
+    least_s = _PREPARED * (time.perf_counter() - began)
     like = int(np.argmax(limits_bytes))
 
     def first_that_fits(tries: Iterable[tuple[int, Graph, Cluster, Constraints]]) -> int | None:
         for count, changed, machine, allowed in tries:
-            if stop.is_set():
-                break
-            if _fits(changed, machine, allowed, Clock(budget.part(_TRY_SHARE), stop=stop)):
+            if _fits(changed, machine, allowed, clock.part(_TRY_SHARE)):
                 return count
+            if clock.is_up or not clock.has(least_s):
+                break
         return None
 
     def larger() -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
@@ -236,10 +239,12 @@ def changes_that_fit(
                 return
 
     remedies: list[str] = []
+    if clock.is_up or not clock.has(least_s):
+        return remedies
     if (count := first_that_fits(larger())) is not None:
         remedies.append(f"{count} more {cluster.devices[like].kind}")
     for read, text in ((part_of, "1/{} of the samples"), (split_in, "{} times as many micro-batches")):
-        if read is not None and (count := first_that_fits(smaller(read))) is not None:
+        if read is not None and clock.has(least_s) and (count := first_that_fits(smaller(read))) is not None:
             remedies.append(text.format(count))
     return remedies
 

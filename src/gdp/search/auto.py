@@ -15,7 +15,6 @@ from gdp.budget import Clock
 from gdp.placers.call_grids import call_grids
 from gdp.placers.exact import exact
 from gdp.placers.interleaved import interleaved_stages
-from gdp.placers.replicated import replicated_stages
 from gdp.search.candidate import Candidate
 from gdp.search.classical import ClassicalRuns
 from gdp.search.fewer_devices import search_without
@@ -23,6 +22,7 @@ from gdp.search.fewer_microbatches import Few, best_of_few, is_large
 from gdp.search.local_search import LocalSearch
 from gdp.search.many_devices import search_on_many
 from gdp.search.question import Question
+from gdp.search.replicas import placed_by_replicas
 from gdp.search.solution import Solution
 from gdp.search.starts import diverse_starts
 from gdp.search.streaming import stream_weights
@@ -64,7 +64,7 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
-    replicated = placed_by_replicas(question, clock)
+    replicated = placed_by_replicas(question, clock, auto)
     asks_policy = policy_helps(question, clock)
     classical = classical or run_classical(question, clock, before_policy=asks_policy)
     if not (classical.candidates or replicated):
@@ -85,7 +85,7 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
 
 def _placed_on_many(question: Question, clock: Clock, classical: ClassicalRuns | None) -> Solution:
     """Returns the best of quick placers, stages of replicas, a search on 64 of the devices, and one on all."""
-    replicated = placed_by_replicas(question, clock)
+    replicated = placed_by_replicas(question, clock, auto)
     classical = classical or run_classical(question, clock)
     constructed = [*classical.candidates, *replicated, *replayed_starts(question)]
     if not constructed:
@@ -121,19 +121,6 @@ def asked_policy(question: Question, clock: Clock, candidates: Sequence[Candidat
     followers = forward_units(problem)
     partitions = diverse_starts(problem, followers, NUM_PARTITIONS, question.seed, clock.part(PARTITIONS_SHARE))
     return draw_near(question, clock, [*known, *interleaved_stages(problem), *call_grids(problem), *partitions])
-
-
-def placed_by_replicas(question: Question, clock: Clock) -> list[Candidate]:
-    """Returns stages of each replica on devices of its own; none without replicas."""
-    candidates: list[Candidate] = []
-    orders = (question.problem.order,) if is_large(question.problem) else None
-    for placement in () if clock.stop.is_set() else replicated_stages(question.problem):
-        if candidates and not question.has_time(clock, REPLAYED):
-            break
-        candidates.append(question.try_orders(placement, orders, clock))
-        clock.spend(1)
-        question.tell(candidates[-1])
-    return candidates
 
 
 def run_classical(question: Question, clock: Clock, *, before_policy: bool = False) -> ClassicalRuns:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gdp.arrays import rows_of
-from gdp.graph.microbatches import Excerpt
+from gdp.graph.excerpts import Excerpt
 from gdp.search.candidate import Candidate
 from gdp.search.local_search import LocalSearch
 from gdp.simulator.problem import Placement, Problem
@@ -30,7 +30,7 @@ class Few:
         """Returns the first few micro-batches; None unless there are at least twice as many."""
         if problem.microbatch.max() + 1 < 2 * FEW:
             return None
-        excerpt = Excerpt.of(problem.graph, problem.microbatch, FEW)
+        excerpt = Excerpt.of_microbatches(problem.graph, problem.microbatch, FEW)
         ops = excerpt.ops
         few = replace(
             problem,

@@ -35,7 +35,9 @@ def in_good_order(question: Question, clock: Clock) -> Question:
         return question
     judge, part, problem = replace(question, noise=None), clock.until(ORDER_SHARE), question.problem
     of_replicas = next(replicated_stages(problem), None)
-    if of_replicas is not None and (best := judge.try_orders(of_replicas, clock=part)).fits:
+    if of_replicas is not None and (best := judge.try_orders(of_replicas[0].place(of_replicas[1]), clock=part)).fits:
+        if question.noise is None:
+            question.tell(best)
         return question.in_order(best.order)
     if problem.microbatch.max() >= 1:
         return question.in_order(judge.try_orders(next(_tried(question, clock)), clock=part).order)

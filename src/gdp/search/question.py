@@ -9,6 +9,7 @@ import numpy as np
 from gdp.budget import Clock, has_time
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.noise import Noise, mean_step_time_ns
+from gdp.simulator.longest_paths import communication_levels
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.reduction import Reduction, reduce
@@ -81,6 +82,11 @@ class Question:
             slowest_s = max(slowest_s, time.perf_counter() - began)
         assert best is not None, "a problem has an order"
         return best
+
+    def judge_with_transfers(self, placement: Placement, order: str) -> Candidate:
+        """Returns `placement` [N] with ops started in `order` by the longest remaining path, transfers among it."""
+        priority = self.problem.priority(order, communication_levels(self.problem, placement))
+        return self.judge(simulate(self.problem, placement, priority=priority), order)
 
     def replay(self, reduced: Candidate) -> Candidate:
         """Returns a candidate of the reduced problem as one of the problem as given, replayed in full."""

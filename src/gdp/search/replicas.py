@@ -1,0 +1,89 @@
+"""Steps with replicas, which are placed alike: few decisions place any number of ops.
+
+    stages of each replica --> cuts shifted in all replicas at once --> one replica searched alone, the others like it
+
+A step of a million ops on 64 devices in 8 replicas has seven cuts. What is found is judged in the whole step.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.budget import Clock
+from gdp.placers.replicated import ReplicatedChain, replicated_stages
+from gdp.search.candidate import Candidate
+from gdp.search.fewer_microbatches import is_large
+from gdp.search.one_replica import OneReplica, searched_in_one
+from gdp.search.question import Question
+from gdp.search.solution import Solution
+
+CUTS_SHARE, ONE_SHARE = 0.35, 0.5  # of the time left, on a large problem
+REPLAYED = 4  # simulations that take as long as to try a placement
+NEAREST, FARTHEST = 0.01, 0.5  # of a stage's work: how far a cut moves
+MOST_SHIFTS = 400  # in a row that help nothing
+
+
+def placed_by_replicas(
+    question: Question, clock: Clock, place: Callable[[Question, Clock], Solution]
+) -> list[Candidate]:
+    """Returns stages of each replica on devices of its own; none without replicas.
+
+    On large problems, whose search simulates the whole only a few times, also what shifted cuts give, and what `place`
+    finds for one replica.
+    """
+    problem = question.problem
+    orders = (problem.order,) if is_large(problem) else None
+    tried = stages_of_replicas(question, clock, orders)
+    candidates = [candidate for candidate, _, _ in tried]
+    is_one_each = not tried or tried[0][1].devices.shape[1] == 1
+    if orders is None or is_one_each or not question.has_time(clock, REPLAYED) or clock.is_up:
+        return candidates
+    shifted = shift_cuts(question, clock.part(CUTS_SHARE), *min(tried, key=lambda each: each[0]))
+    question.tell(shifted)
+    candidates.append(shifted)
+    if not clock.is_up and (one := OneReplica.of(problem)) is not None:
+        part = clock.part(ONE_SHARE).before(REPLAYED * question.simulation_s)
+        candidates += searched_in_one(question, part, one, shifted, place)
+        question.tell(candidates[-1])
+    return candidates
+
+
+def stages_of_replicas(
+    question: Question, clock: Clock, orders: Sequence[str] | None
+) -> list[tuple[Candidate, ReplicatedChain, I64]]:
+    """Returns stages of each replica in the best of `orders`, with what they are cut from; none without replicas.
+
+    The first is always tried, others while there is time.
+    """
+    found: list[tuple[Candidate, ReplicatedChain, I64]] = []
+    for chain, cuts in () if clock.stop.is_set() else replicated_stages(question.problem):
+        if found and not question.has_time(clock, REPLAYED):
+            break
+        found.append((question.try_orders(chain.place(cuts), orders, clock), chain, cuts))
+        clock.spend(1)
+        question.tell(found[-1][0])
+    return found
+
+
+def shift_cuts(question: Question, clock: Clock, start: Candidate, chain: ReplicatedChain, cuts: I64) -> Candidate:
+    """Returns the best that shifts of `cuts` [R, S - 1], whose step is `start`, give before the clock is up.
+
+    Ops start in the order of `start`, by the longest remaining path with transfers where that is faster.
+    """
+    best, num_vain = min(start, question.judge_with_transfers(start.placement, start.order)), 0
+    rng = np.random.default_rng(question.seed)
+    num_cuts = cuts.shape[1]
+    while num_vain < MOST_SHIFTS and question.has_time(clock, REPLAYED) and not clock.is_up:
+        shares = np.zeros(num_cuts)
+        for cut in rng.integers(num_cuts, size=rng.integers(1, 3)):
+            distance = np.exp(rng.uniform(np.log(NEAREST), np.log(FARTHEST))) / (num_cuts + 1)
+            shares[cut] += distance * rng.choice((-1, 1))
+        shifted = chain.shifted(cuts, shares)
+        candidate = question.judge_with_transfers(chain.place(shifted), start.order)
+        clock.spend(1)
+        num_vain += 1
+        if not best < candidate:
+            num_vain = 0 if candidate < best else num_vain
+            best, cuts = candidate, shifted
+    return best
