@@ -1,5 +1,7 @@
 """Steps with replicas: one of them stands for all, and few cuts place them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,11 +12,12 @@ from gdp.graph.excerpts import Excerpt
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.placers.replicated import ReplicatedChain, replicated_stages
-from gdp.search import replicas
 from gdp.search.auto import auto
+from gdp.search.good_order import in_good_order
 from gdp.search.one_replica import OneReplica, searched_in_one
 from gdp.search.question import Question
 from gdp.search.replicas import placed_by_replicas, shift_cuts
+from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from problems import recurrent
@@ -110,10 +113,7 @@ def test_shifted_cuts_and_a_search_of_one_replica_are_judged_in_the_whole_step(l
         assert again.feasible
 
 
-def test_large_steps_are_placed_by_replicas_in_time_and_the_same_with_one_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(replicas, "is_large", lambda problem: True)
+def test_replicas_are_placed_in_time_and_the_same_with_one_seed() -> None:
     question, _, _ = of_rnn("data=2,microbatches=3")
     first, again = (placed_by_replicas(question, Clock.of("300sims"), auto) for _ in range(2))
     assert [each.step_time_ns for each in first] == [each.step_time_ns for each in again]
@@ -121,6 +121,37 @@ def test_large_steps_are_placed_by_replicas_in_time_and_the_same_with_one_seed(
     assert min(first).step_time_ns <= min(stages).step_time_ns
     up = Clock.of("1s").part(0.0)
     assert len(placed_by_replicas(question, up, auto)) == 1
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"pins": [("layers.1", "gpu3")]},  # where the first replica may not be alone
+        {"pins": [("layers.1", "gpu0")]},
+        {"forbid": [("dropout", "gpu0")]},
+        {"forbid": [("dropout", "gpu0"), ("dropout", "gpu1")]},
+        {"max_memory_bytes": {"gpu0": 2**30}},
+    ],
+    ids=str,
+)
+def test_constraints_hold_in_all_replicas(limits: dict[str, Any]) -> None:
+    """A device is left over, to which ops move that may not be where they are."""
+    step = Step.of(recurrent(), Layout((2, 2)))
+    problem = Problem.build(step.graph, "5xp100-pcie-16g", Constraints(**limits))
+    question = in_good_order(Question.about(problem), Clock.of("200sims"))
+    for found in placed_by_replicas(question, Clock.of("200sims"), auto):
+        assert problem.broken_constraints(found.placement) == []
+        again = simulate(problem, found.placement, order=found.replay.order)
+        assert again.step_time_ns == found.step_time_ns
+
+
+def test_after_an_interrupt_what_is_known_is_the_answer() -> None:
+    question, _, _ = of_rnn("data=2,microbatches=3")
+    clock = Clock.of("300sims")
+    question = in_good_order(question, clock)
+    clock.stop.set()
+    assert placed_by_replicas(question, clock, auto) == [*question.known]
+    assert len(question.known) == 1
 
 
 def test_a_step_without_replicas_has_no_excerpt() -> None:

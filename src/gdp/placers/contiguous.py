@@ -77,7 +77,7 @@ def stages(problem: Problem, units: Units, chain: Chain, devices: I64, memory_sh
     The chain may be of some of the units; others go to the first device.
     """
     order = chain.order
-    total_ns = max(int(units.mean_time_ns()[order].sum()), 1)
+    total_ns = max(int(units.mean_time_ns[order].sum()), 1)
     columns, column_of = columns_of(problem, devices) if memory_share == 0 else (devices, np.arange(len(devices)))
     load = units.time_ns[np.ix_(order, columns)] / total_ns
     if memory_share > 0:

@@ -122,7 +122,7 @@ class Partitioner:
         """Returns a placement [N] with one part for each of `devices`, in proportion to its speed."""
         units = self.units
         work_ns = np.maximum(np.where(units.allowed, units.time_ns, 0).sum(axis=0)[devices], 1)
-        covered_ns = (units.mean_time_ns()[:, None] * units.allowed[:, devices]).sum(axis=0)
+        covered_ns = (units.mean_time_ns[:, None] * units.allowed[:, devices]).sum(axis=0)
         speed = np.maximum(covered_ns, 1) / work_ns  # relative, over the units that may go there
         room = self.problem.memory_limit_bytes[devices]
         target = (1 - memory_share) * _shares(speed) + memory_share * _shares(room)
@@ -132,7 +132,7 @@ class Partitioner:
         if len(devices) == 1:
             return units.place_allowed(np.repeat(devices, units.num_units))
         held = units.resident_bytes + units.tensor_bytes
-        weights = (1 - memory_share) * _shares(units.mean_time_ns()) + memory_share * _shares(held)
+        weights = (1 - memory_share) * _shares(units.mean_time_ns) + memory_share * _shares(held)
         weights = np.clip(
             weights, _SMALLEST_WEIGHT / units.num_units, 1 / len(devices)
         )  # heavier units fill a part anyway

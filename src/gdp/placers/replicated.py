@@ -8,6 +8,7 @@ They are starts for a search over steps with replicas. U units, R replicas, S de
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class ReplicatedChain:
 
     def balanced_cuts(self) -> I64:
         """Returns cuts [R, S - 1] so that the longest stage is short: where, along a chain, another stage begins."""
+        if self.devices.shape[1] == 1:
+            return np.empty((len(self.chains), 0), np.int64)
         cuts = []
         for chain, devices in zip(self.chains, self.devices, strict=True):
             chosen = stages(self.units.problem, self.units, chain, devices)[chain.order]
@@ -41,8 +44,11 @@ class ReplicatedChain:
         return self._at(np.broadcast_to(np.arange(1, size) / size, (len(self.chains), size - 1)))
 
     def shifted(self, cuts: I64, shares: F64) -> I64:
-        """Returns `cuts` [R, S - 1] moved on by `shares` [S - 1] of a replica's work; later ones make way."""
-        passed = [np.concatenate(([0.0], done))[own] for done, own in zip(self._done(), cuts, strict=True)]
+        """Returns `cuts` [R, S - 1] moved on by `shares` [S - 1] of a replica's work.
+
+        Later cuts make way to one that moves on, and one that moves back stops at an earlier one.
+        """
+        passed = [np.concatenate(([0.0], done))[own] for done, own in zip(self._done, cuts, strict=True)]
         moved = np.where(shares == 0, cuts, self._at(np.array(passed) + shares))
         return np.maximum.accumulate(moved, axis=1)
 
@@ -53,19 +59,20 @@ class ReplicatedChain:
             chosen[chain.order] = devices[np.searchsorted(own, np.arange(len(chain.order)), side="right")]
         return self.units.place_allowed(chosen)
 
+    @cached_property
     def _done(self) -> list[F64]:
-        """Returns, for each replica, the share of its work that is done with each of its units."""
+        """The share of a replica's work that is done with each of its units, for each of R replicas."""
         sums = [np.cumsum(self.units.work_ns[chain.order], dtype=np.float64) for chain in self.chains]
         return [each / max(float(each[-1]), 1.0) for each in sums]
 
     def _at(self, shares: F64) -> I64:
         """Returns the cuts [R, S - 1] nearest to `shares` [R, S - 1] of a replica's work."""
-        middles = [(done + np.concatenate(([0.0], done[:-1]))) / 2 for done in self._done()]
+        middles = [(done + np.concatenate(([0.0], done[:-1]))) / 2 for done in self._done]
         return np.array([np.searchsorted(middle, own) for middle, own in zip(middles, shares, strict=True)], np.int64)
 
 
 def replicated_chains(problem: Problem) -> Iterator[ReplicatedChain]:
-    """Yields chains to cut stages along: by layers, by modules, folded; none without replicas.
+    """Yields chains to cut stages along: by layers, by modules, folded; none without replicas with ops of their own.
 
     A replica on one device needs no choice.
     """
@@ -80,6 +87,8 @@ def replicated_chains(problem: Problem) -> Iterator[ReplicatedChain]:
     for chain in _chains(problem, units, size):
         numbers = replica_of_unit[chain.order]
         own = [replace(chain, order=chain.order[numbers == number]) for number in range(num_replicas)]
+        if not all(len(each.order) for each in own):
+            return
         yield ReplicatedChain(units, tuple(own), devices)
 
 
@@ -92,6 +101,6 @@ def replicated_stages(problem: Problem) -> Iterator[tuple[ReplicatedChain, I64]]
 
 
 def _chains(problem: Problem, units: Units, size: int) -> Iterator[Chain]:
-    if size > 1:
+    if size > 1 and any(problem.graph.modules):
         yield from (module_chain(problem, units, whole_layers=whole) for whole in (True, False))
     yield folded_chain(problem, units)

@@ -6,7 +6,6 @@ Each search begins from the plan, so its answer is no worse for want of time whe
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -205,18 +204,23 @@ def changes_that_fit(
 
     `part_of(k)` is the graph with 1/k of the samples, `split_in(k)` that with k times as many micro-batches; they raise
     UnevenBatchError where there is none. Each of up to twelve searches takes at most a sixth of what `clock` has left,
-    and none begins that there is no time to prepare.
+    and none begins without time for several times what it takes to build the problem.
     """
-    began = time.perf_counter()
+    if clock.is_up:
+        return []
+    began = clock.seconds
     limits_bytes = Problem.build(graph, cluster, constraints).memory_limit_bytes
-    least_s = _PREPARED * (time.perf_counter() - began)
+    least_s = _PREPARED * (clock.seconds - began)
     like = int(np.argmax(limits_bytes))
+
+    def has_time() -> bool:
+        return not clock.is_up and clock.has(least_s)
 
     def first_that_fits(tries: Iterable[tuple[int, Graph, Cluster, Constraints]]) -> int | None:
         for count, changed, machine, allowed in tries:
             if _fits(changed, machine, allowed, clock.part(_TRY_SHARE)):
                 return count
-            if clock.is_up or not clock.has(least_s):
+            if not has_time():
                 break
         return None
 
@@ -239,12 +243,10 @@ def changes_that_fit(
                 return
 
     remedies: list[str] = []
-    if clock.is_up or not clock.has(least_s):
-        return remedies
-    if (count := first_that_fits(larger())) is not None:
+    if has_time() and (count := first_that_fits(larger())) is not None:
         remedies.append(f"{count} more {cluster.devices[like].kind}")
     for read, text in ((part_of, "1/{} of the samples"), (split_in, "{} times as many micro-batches")):
-        if read is not None and clock.has(least_s) and (count := first_that_fits(smaller(read))) is not None:
+        if read is not None and has_time() and (count := first_that_fits(smaller(read))) is not None:
             remedies.append(text.format(count))
     return remedies
 

@@ -21,7 +21,7 @@ from gdp.search.fewer_devices import search_without
 from gdp.search.fewer_microbatches import Few, best_of_few, is_large
 from gdp.search.local_search import LocalSearch
 from gdp.search.many_devices import search_on_many
-from gdp.search.question import Question
+from gdp.search.question import PREPARED, REPLAYED, Question
 from gdp.search.replicas import placed_by_replicas
 from gdp.search.solution import Solution
 from gdp.search.starts import diverse_starts
@@ -45,7 +45,6 @@ NUM_PARTITIONS, PARTITIONS_SHARE = 64, 0.1  # for a policy to refine, and of the
 STREAMING_SHARE = 0.2  # of the budget at most
 ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
 FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
-PREPARED, REPLAYED = 20, 4  # simulations that take as long as to prepare a search, and to replay its answer
 SEARCHED_ALONE = 3000  # simulations that there must be time for, or `auto` asks the policy before the search
 UNHURRIED = 1000  # simulations of a large problem that there must be time for, or classical placers come first
 SEARCHED = 200  # the same, or there is no search

@@ -36,9 +36,11 @@ def in_good_order(question: Question, clock: Clock) -> Question:
     judge, part, problem = replace(question, noise=None), clock.until(ORDER_SHARE), question.problem
     of_replicas = next(replicated_stages(problem), None)
     if of_replicas is not None and (best := judge.try_orders(of_replicas[0].place(of_replicas[1]), clock=part)).fits:
-        if question.noise is None:
-            question.tell(best)
-        return question.in_order(best.order)
+        ordered = question.in_order(best.order)
+        if question.noise is not None:
+            return ordered
+        question.tell(best)
+        return replace(ordered, known=[best])
     if problem.microbatch.max() >= 1:
         return question.in_order(judge.try_orders(next(_tried(question, clock)), clock=part).order)
     return question.in_order(BY_CALL) if _is_better_by_call(question, clock) else question

@@ -18,7 +18,7 @@ from gdp.placers.base import devices_by_speed
 from gdp.search.annealing import is_too_wide
 from gdp.search.candidate import Candidate
 from gdp.search.local_search import LocalSearch
-from gdp.search.question import Question
+from gdp.search.question import REPLAYED, Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Problem
 from gdp.simulator.records import WORD_DEVICES
@@ -27,7 +27,6 @@ from gdp.units.reduction import reduce
 
 NEAR_SHARE = 0.6  # of the time left: `auto` on 64 devices, where a search on all follows
 NUM_STARTS = 4  # of the search on all devices
-_REPLAYED = 4  # simulations that take as long as to replay an answer
 
 
 def search_on_many(
@@ -42,7 +41,7 @@ def search_on_many(
 
     `constructed` are known already; with replicas, which need all devices, there is no search on 64.
     """
-    clock = clock.before(_REPLAYED * question.simulation_s)
+    clock = clock.before(REPLAYED * question.simulation_s)
     found: list[Candidate] = []
     problem, reduction = question.reduction.problem, question.reduction
     near = near_devices(question.problem)
@@ -78,7 +77,9 @@ def _placed_near(
         allowed=np.ascontiguousarray(problem.allowed[:, near]),
         memory_limit_bytes=problem.memory_limit_bytes[near],
     )
-    best = place_few(replace(question, problem=part, reduction=reduce(part), noise=None, starts=()), clock).best
+    best = place_few(
+        replace(question, problem=part, reduction=reduce(part), noise=None, starts=(), known=()), clock
+    ).best
     if best is None:
         return []
     order: list[I64] = [np.zeros(0, np.int64) for _ in range(problem.num_devices)]

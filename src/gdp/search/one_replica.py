@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gdp.arrays import I64, rows_of
+from gdp.arrays import I64, narrow, rows_of
 from gdp.budget import Clock
 from gdp.cluster.changes import only
 from gdp.graph.excerpts import Excerpt
@@ -20,7 +20,7 @@ from gdp.search.candidate import Candidate
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
-from gdp.units.reduction import reduce
+from gdp.simulator.records import WORD_DEVICES
 from gdp.units.units import Units
 
 
@@ -35,20 +35,25 @@ class OneReplica:
 
     @classmethod
     def of(cls, problem: Problem) -> "OneReplica | None":
-        """Returns the first replica; None where there are no others, or they are not alike."""
+        """Returns the first replica on the first devices.
+
+        None without others, where they are not alike, and where an op may not be there.
+        """
         replica = replica_of(problem.graph)
         size = problem.num_devices // (int(replica.max()) + 1)
-        excerpt = Excerpt.of_replica(problem.graph) if size > 0 else None
+        excerpt = Excerpt.of_replica(problem.graph) if 0 < size <= WORD_DEVICES else None
         if excerpt is None:
             return None
-        devices = np.arange(size)
+        allowed = rows_of(problem.allowed[:, :size], excerpt.ops)
+        if not narrow(allowed).any(axis=1).all():
+            return None
         part = replace(
             problem,
             graph=excerpt.graph,
-            cluster=only(problem.cluster, devices.tolist()),
-            op_time_ns=np.ascontiguousarray(rows_of(problem.op_time_ns, excerpt.ops)[:, devices]),
-            allowed=np.ascontiguousarray(rows_of(problem.allowed, excerpt.ops)[:, devices]),
-            memory_limit_bytes=problem.memory_limit_bytes[devices],
+            cluster=only(problem.cluster, range(size)),
+            op_time_ns=rows_of(problem.op_time_ns[:, :size], excerpt.ops),
+            allowed=allowed,
+            memory_limit_bytes=problem.memory_limit_bytes[:size],
             microbatch=problem.microbatch[excerpt.ops],
         )
         return cls(problem, part, excerpt, replica)
@@ -75,13 +80,19 @@ def searched_in_one(
     place: Callable[[Question, Clock], Solution],
 ) -> list[Candidate]:
     """Returns what `place` finds for one replica, beginning from that of `start`, as a placement of all of them."""
-    problem = one.problem.in_order(question.problem.order)
-    begun = Candidate(one.restrict(start.placement), order=problem.order)
-    alone = replace(
-        question, problem=problem, reduction=reduce(problem), bound_ns=0, noise=None, starts=(begun,), on_progress=None
+    problem, placement = one.problem, one.restrict(start.placement)
+    # an op that may not be in its stage is anywhere
+    starts = (Candidate(placement, order=problem.order),) if placement.max() < problem.num_devices else ()
+    alone = Question.about(
+        problem,
+        seed=question.seed,
+        starts=starts,
+        checkpoint=question.checkpoint,
+        num_threads=question.num_threads,
+        asks_policy=question.asks_policy,
     )
     found = place(alone, clock).best
-    if found is None:
+    if found is None or clock.stop.is_set():
         return []
     whole = one.expand(found.placement)
     return [question.try_orders(whole, (problem.order,)), question.judge_with_transfers(whole, problem.order)]

@@ -10,11 +10,17 @@ from gdp.budget import Clock, has_time
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.noise import Noise, mean_step_time_ns
 from gdp.simulator.longest_paths import communication_levels
+from gdp.simulator.orders import EXCHANGES_FIRST, PROGRAM, ZERO_BUBBLE, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.reduction import Reduction, reduce
 
 OnProgress = Callable[[Candidate], None]
+PREPARED, REPLAYED = 20, 4  # simulations that take as long as to prepare a search, and to replay its answer
+_WITHOUT_PROGRAM = {
+    PROGRAM: EXCHANGES_FIRST,
+    ZERO_BUBBLE_PROGRAM: ZERO_BUBBLE,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +37,7 @@ class Question:
     num_threads: int | None = None  # None: as many as there are processors
     on_progress: OnProgress | None = None  # told of candidates, better or not, whose figures are true
     asks_policy: bool = True  # `auto` does, where it helps
+    known: Sequence[Candidate] = ()  # of `problem`, judged and told of already
 
     @classmethod
     def about(cls, problem: Problem, **others: object) -> "Question":
@@ -84,9 +91,13 @@ class Question:
         return best
 
     def judge_with_transfers(self, placement: Placement, order: str) -> Candidate:
-        """Returns `placement` [N] with ops started in `order` by the longest remaining path, transfers among it."""
+        """Returns `placement` [N] with ops started in `order` by the longest remaining path, transfers among it.
+
+        For an order by the program that is the order of the same phases without it.
+        """
+        order = _WITHOUT_PROGRAM.get(order, order)
         priority = self.problem.priority(order, communication_levels(self.problem, placement))
-        return self.judge(simulate(self.problem, placement, priority=priority), order)
+        return replace(self.judge(simulate(self.problem, placement, priority=priority), order), priority=priority)
 
     def replay(self, reduced: Candidate) -> Candidate:
         """Returns a candidate of the reduced problem as one of the problem as given, replayed in full."""

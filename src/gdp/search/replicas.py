@@ -6,6 +6,7 @@ A step of a million ops on 64 devices in 8 replicas has seven cuts. What is foun
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,11 +16,11 @@ from gdp.placers.replicated import ReplicatedChain, replicated_stages
 from gdp.search.candidate import Candidate
 from gdp.search.fewer_microbatches import is_large
 from gdp.search.one_replica import OneReplica, searched_in_one
-from gdp.search.question import Question
+from gdp.search.question import PREPARED, REPLAYED, Question
 from gdp.search.solution import Solution
+from gdp.simulator.problem import Placement
 
-CUTS_SHARE, ONE_SHARE = 0.35, 0.5  # of the time left, on a large problem
-REPLAYED = 4  # simulations that take as long as to try a placement
+CUTS_SHARE, ONE_SHARE = 0.35, 0.5  # of the time left
 NEAREST, FARTHEST = 0.01, 0.5  # of a stage's work: how far a cut moves
 MOST_SHIFTS = 400  # in a row that help nothing
 
@@ -29,24 +30,28 @@ def placed_by_replicas(
 ) -> list[Candidate]:
     """Returns stages of each replica on devices of its own; none without replicas.
 
-    On large problems, whose search simulates the whole only a few times, also what shifted cuts give, and what `place`
-    finds for one replica.
+    Also what shifted cuts give, and what `place` finds for one replica, where it has several devices.
     """
     problem = question.problem
     orders = (problem.order,) if is_large(problem) else None
-    tried = stages_of_replicas(question, clock, orders)
-    candidates = [candidate for candidate, _, _ in tried]
-    is_one_each = not tried or tried[0][1].devices.shape[1] == 1
-    if orders is None or is_one_each or not question.has_time(clock, REPLAYED) or clock.is_up:
+    tried = [] if clock.stop.is_set() else stages_of_replicas(question, clock, orders)
+    candidates = [*question.known, *(candidate for candidate, _, _ in tried)]
+    if not tried or tried[0][1].devices.shape[1] == 1 or not _has_time(question, clock):
         return candidates
-    shifted = shift_cuts(question, clock.part(CUTS_SHARE), *min(tried, key=lambda each: each[0]))
-    question.tell(shifted)
-    candidates.append(shifted)
-    if not clock.is_up and (one := OneReplica.of(problem)) is not None:
-        part = clock.part(ONE_SHARE).before(REPLAYED * question.simulation_s)
-        candidates += searched_in_one(question, part, one, shifted, place)
-        question.tell(candidates[-1])
+    candidates.append(shift_cuts(question, clock.part(CUTS_SHARE), *min(tried, key=lambda each: each[0])))
+    question.tell(candidates[-1])
+    if not _has_time(question, clock) or (one := OneReplica.of(problem)) is None:
+        return candidates
+    part = clock.part(ONE_SHARE).before(REPLAYED * question.simulation_s)
+    if not part.is_up:
+        for found in searched_in_one(question, part, one, min(candidates), place):
+            candidates.append(found)
+            question.tell(found)
     return candidates
+
+
+def _has_time(question: Question, clock: Clock) -> bool:
+    return not clock.is_up and question.has_time(clock, PREPARED)
 
 
 def stages_of_replicas(
@@ -57,7 +62,7 @@ def stages_of_replicas(
     The first is always tried, others while there is time.
     """
     found: list[tuple[Candidate, ReplicatedChain, I64]] = []
-    for chain, cuts in () if clock.stop.is_set() else replicated_stages(question.problem):
+    for chain, cuts in replicated_stages(question.problem):
         if found and not question.has_time(clock, REPLAYED):
             break
         found.append((question.try_orders(chain.place(cuts), orders, clock), chain, cuts))
@@ -69,21 +74,30 @@ def stages_of_replicas(
 def shift_cuts(question: Question, clock: Clock, start: Candidate, chain: ReplicatedChain, cuts: I64) -> Candidate:
     """Returns the best that shifts of `cuts` [R, S - 1], whose step is `start`, give before the clock is up.
 
-    Ops start in the order of `start`, by the longest remaining path with transfers where that is faster.
+    Ops start in the order of `start`, by the longest remaining path with transfers where that is faster. Step times are
+    under the problem's own op times.
     """
-    best, num_vain = min(start, question.judge_with_transfers(start.placement, start.order)), 0
+    judge = replace(question, noise=None)
+
+    def by_level(placement: Placement) -> Candidate:
+        return judge.try_orders(placement, (start.order,))
+
+    def with_transfers(placement: Placement) -> Candidate:
+        return judge.judge_with_transfers(placement, start.order)
+
+    best, way = min(((way(start.placement), way) for way in (by_level, with_transfers)), key=lambda each: each[0])
+    num_vain, num_cuts = 0, cuts.shape[1]
     rng = np.random.default_rng(question.seed)
-    num_cuts = cuts.shape[1]
     while num_vain < MOST_SHIFTS and question.has_time(clock, REPLAYED) and not clock.is_up:
         shares = np.zeros(num_cuts)
         for cut in rng.integers(num_cuts, size=rng.integers(1, 3)):
             distance = np.exp(rng.uniform(np.log(NEAREST), np.log(FARTHEST))) / (num_cuts + 1)
             shares[cut] += distance * rng.choice((-1, 1))
         shifted = chain.shifted(cuts, shares)
-        candidate = question.judge_with_transfers(chain.place(shifted), start.order)
+        candidate = way(chain.place(shifted))
         clock.spend(1)
         num_vain += 1
         if not best < candidate:
             num_vain = 0 if candidate < best else num_vain
             best, cuts = candidate, shifted
-    return best
+    return best if question.noise is None else replace(question.judge(best.replay, best.order), priority=best.priority)

@@ -78,8 +78,9 @@ class Units:
         """Returns sums [U, ...] over the units' ops of a figure of ops [N, ...]."""
         return np.asarray(np.add.reduceat(of_ops[self.ops], self.offsets[:-1], axis=0))
 
+    @cached_property
     def mean_time_ns(self) -> I64:
-        """Returns [U] the mean time over the devices where a unit may go."""
+        """[U] the mean time over the devices where a unit may go."""
         allowed = narrow(self.allowed)
         time_ns = self.time_ns if allowed.shape[1] > 1 else narrow(self.time_ns)
         total = np.where(allowed, time_ns, 0).sum(axis=1)
@@ -95,6 +96,8 @@ class Units:
         They go to their fastest device, and among equally fast ones to that with the least work.
         """
         chosen = np.array(devices, np.int64)
+        has_one = narrow(self.allowed).shape[1] > 1 and self.allowed.sum(axis=1) == 1
+        chosen = np.where(has_one, self.allowed.argmax(axis=1), chosen) if np.any(has_one) else chosen
         misplaced = np.flatnonzero(~self.allowed[np.arange(self.num_units), chosen])
         if len(misplaced):
             right = np.ones(self.num_units, np.bool_)
