@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gdp import files
 from gdp.bench.comparison import best_baselines
 from gdp.bench.graphs import lstm_training_graph
@@ -32,6 +34,8 @@ from gdp.search.zero_shot import zero_shot as place_at_once
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
+from gdp.units.forward_units import forward_units
+from gdp.units.units import Units
 
 ZERO_SHOT_SIMULATIONS = ZeroShotConfig().num_simulations
 
@@ -78,6 +82,22 @@ def published(budget: Budget, *, ppo: PPOConfig = PAPER, **changes: Any) -> Meth
         return fine_tune(question, clock, policy=policy, config=FineTuneConfig(ppo=ppo))
 
     return Method("gdp-published", run, budget, counts_cpu=True, num_threads=1)
+
+
+def published_by_module(budget: Budget) -> Method:
+    """Returns GDP-one as published, but with one choice for each module, its backward pass and updates with it."""
+
+    def run(question: Question, clock: Clock) -> Solution:
+        problem = question.problem
+        units = Units.of(problem, forward_units(problem))
+        numbers = {module: number for number, module in enumerate(dict.fromkeys(problem.graph.modules))}
+        modules = np.array([numbers[problem.graph.modules[op]] for op in units.first_op.tolist()])
+        graph = replace(problem.graph, groups=np.unique(modules, return_inverse=True)[1][units.index])
+        by_module = Problem.build(graph, problem.cluster)
+        asked = Question.about(by_module, seed=question.seed, num_threads=1, on_progress=question.on_progress)
+        return published(budget).run(asked, clock)
+
+    return Method("gdp-by-module", run, budget, counts_cpu=True, num_threads=1)
 
 
 def hdp(budget: Budget) -> Method:

@@ -41,6 +41,7 @@ METHODS: Mapping[str, Callable[[Budget], Method]] = {
     "without attention": partial(methods.published, placer=SegmentTransformerConfig(attention=False)),
     "without superposition": partial(methods.published, superposition=False),
     "with gdp's reward": partial(methods.published, ppo=PPOConfig()),
+    "a choice for each module": methods.published_by_module,
     HDP: methods.hdp,
     OWN: methods.from_scratch,
     SEARCH: methods.plain_search,

@@ -96,11 +96,12 @@ def _placed_on_many(question: Question, clock: Clock, classical: ClassicalRuns |
 def policy_helps(question: Question, clock: Clock) -> bool:
     """Returns whether `auto` asks the policy: where the time is short, but not so short that placers take it all.
 
-    One's own policy is asked whatever the budget.
+    One's own policy is asked whatever the budget. Micro-batches need stages, from which the search gains more.
     """
     if not question.asks_policy or hurries(question, clock):
         return False
-    return question.checkpoint is not None or (clock.simulations_left is None and is_short(question, clock))
+    is_timed = clock.simulations_left is None and question.problem.microbatch.max() < 1
+    return question.checkpoint is not None or (is_timed and is_short(question, clock))
 
 
 def is_short(question: Question, clock: Clock) -> bool:
