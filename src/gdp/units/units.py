@@ -96,8 +96,8 @@ class Units:
         They go to their fastest device, and among equally fast ones to that with the least work.
         """
         chosen = np.array(devices, np.int64)
-        has_one = narrow(self.allowed).shape[1] > 1 and self.allowed.sum(axis=1) == 1
-        chosen = np.where(has_one, self.allowed.argmax(axis=1), chosen) if np.any(has_one) else chosen
+        if narrow(self.allowed).shape[1] > 1:  # a pin leaves no choice, and may be of many units
+            chosen = np.where(self.allowed.sum(axis=1) == 1, self.allowed.argmax(axis=1), chosen)
         misplaced = np.flatnonzero(~self.allowed[np.arange(self.num_units), chosen])
         if len(misplaced):
             right = np.ones(self.num_units, np.bool_)
