@@ -101,6 +101,15 @@ def test_stays_within_the_budget_of_simulations() -> None:
             assert placer == "gdp-zero-shot" or budget < 500 or plan.search.simulations >= 400
 
 
+def test_ends_early_where_the_bound_is_reached() -> None:
+    """Only the part under noise is left to search then; before, it took all of the budget."""
+    graph = Graph.build("two", [Op("a", flops=10**9), Op("b", flops=10**9)], [Tensor(0, (1,), 10**3)])
+    plan = place(graph, "2xl4-24g+rtx4090-24g", budget="5000sims", num_threads=1)
+    assert plan.gap == 0
+    assert plan.search is not None
+    assert plan.search.simulations < 2000
+
+
 def test_robust_plans_say_what_to_expect() -> None:
     """With `robust` the plan still verifies, and gives the mean step time over perturbed costs, near its own."""
     plan = place(GRAPH, CLUSTER, budget="400sims", robust=0.02)

@@ -233,11 +233,14 @@ def search_from(
     last = 1.0 if noise is None else 1.0 - ROBUST_SHARE
     search.run(last - FEWER_DEVICES_SHARE)
     search_without(search, FEWER_DEVICES_SHARE / 2, last)
+    until = 1.0
     if noise is not None:
         search.run(last)
         if not clock.is_up:
+            if search.is_over:  # the bound is reached: only what noise does is left to look at
+                until = clock.share_spent + ROBUST_SHARE
             search.score_under(noise.reduced_ns)
-    search.run()
+    search.run(until)
     return question.replay(search.best)
 
 
