@@ -17,6 +17,8 @@ from gdp.bench.graphs import lstm_training_graph
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import verify
@@ -122,3 +124,11 @@ def test_random_interruptions_leave_an_answer_or_a_refusal_in_time(tmp_path: Pat
 def test_many_random_interruptions_of_steps_of_several_sizes(num_steps: int, tmp_path: Path) -> None:
     make = partial(accumulated, lstm_training_graph(num_steps), 16)
     interrupted(make(), 50, num_steps, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_steps", [40, 160])
+def test_many_random_interruptions_of_steps_with_replicas(num_steps: int, tmp_path: Path) -> None:
+    """Four replicas on two devices each are placed alike, which has phases of its own."""
+    step = Step.of(lstm_training_graph(num_steps), Layout.parse("data=4,microbatches=4"))
+    interrupted(step.graph, 25, num_steps, tmp_path)

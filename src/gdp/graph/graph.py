@@ -183,6 +183,12 @@ class Graph:
         """[N] the ops that move data between replicas."""
         return self._are(self.kinds, lambda kind: kind.startswith(COLLECTIVES))
 
+    @cached_property
+    def sorts(self) -> I64:
+        """[N] a number for each pair of a kind and a phase."""
+        kinds, phases = (self._codes(column) for column in (self.kinds, self.phases))
+        return kinds * (int(phases.max(initial=0)) + 1) + phases
+
     def is_in_phase(self, name: str) -> Bool:
         """Returns [N] the ops of the phase "forward", "backward" or "update"."""
         return self._are(self.phases, lambda phase: phase == name)
@@ -191,6 +197,11 @@ class Graph:
         """Returns [N] the ops whose value in `column` passes `test`, which is asked once for each value."""
         passes = {value: test(value) for value in set(column)}
         return np.fromiter(map(passes.__getitem__, column), np.bool_, self.num_ops)
+
+    def _codes(self, column: Sequence[str]) -> I64:
+        """Returns [N] a number for each value of `column`."""
+        codes = {value: code for code, value in enumerate(dict.fromkeys(column))}
+        return np.fromiter(map(codes.__getitem__, column), np.int64, self.num_ops)
 
     def with_figures(self, *, flops: I64, bytes_accessed: I64, resident_bytes: I64, tensor_bytes: I64) -> "Graph":
         """Returns the same ops and tensors with other figures: [N], [N], [N] and [T]."""

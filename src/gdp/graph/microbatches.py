@@ -60,18 +60,11 @@ def microbatch_of(graph: Graph) -> I64:
 
 def _are_alike(graph: Graph, key: I64, is_chosen: Bool) -> bool:
     """Tells if ops of one `key` [N] have one kind and phase, for the keys that are chosen."""
-    sort = _sorts(graph)
+    sort = graph.sorts
     ops = np.flatnonzero(is_chosen[key])
     some = np.zeros(len(is_chosen), np.int64)
     some[key[ops]] = sort[ops]
     return bool((some[key[ops]] == sort[ops]).all())
-
-
-def _sorts(graph: Graph) -> I64:
-    """[ops] a number for each pair of a kind and a phase."""
-    numbers: dict[tuple[str, str], int] = {}
-    pairs = zip(graph.kinds, graph.phases, strict=True)
-    return np.fromiter((numbers.setdefault(pair, len(numbers)) for pair in pairs), np.int64, graph.num_ops)
 
 
 def base_name(name: str) -> str:
@@ -92,8 +85,7 @@ def replica_of(graph: Graph) -> I64:
     is_sum = np.array([ACCUMULATE in base for base in names.bases])
     is_collective = graph.is_collective
     counts = ~(is_sum[names.base] | is_collective)
-    sort = _sorts(graph)
-    code = sort * len(names.bases) + names.base
+    code = graph.sorts * len(names.bases) + names.base
     copies = [np.unique(code[counts & (replica == own)]) for own in range(int(replica.max()) + 1)]
     is_alike = all(np.array_equal(own, copies[0]) for own in copies)
     return replica if is_alike else np.zeros_like(replica)
