@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
+from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig, MaxPoolLayer
 
 EDGES = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (5, 4), (0, 4)]  # and op 6 has no neighbour
 CONFIGS = [
@@ -49,6 +49,21 @@ def test_a_union_of_graphs_has_each_graphs_own_vectors(config: GraphEmbeddingCon
     other, path = torch.randn(3, 5), both_ways([(0, 1), (1, 2)])
     together = network(torch.cat((x, other)), torch.cat((edge_index, path + 7), dim=1))
     torch.testing.assert_close(together, torch.cat((network(x, edge_index), network(other, path))))
+
+
+def test_equal_neighbours_share_the_gradient() -> None:
+    """Gradients are those of PyTorch's `scatter_reduce`, where neighbours have equal maxima too."""
+    layer, edge_index = MaxPoolLayer(2, GraphEmbeddingConfig(num_layers=1, hidden=8)), both_ways(EDGES)
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [3.0, 4.0], [1.0, 2.0], [5.0, 0.0], [5.0, 0.0], [0.0, 0.0]])
+    sources, targets = edge_index
+    offered = torch.sigmoid(layer.pool(x))[sources]
+    pooled = torch.zeros(7, 8).scatter_reduce(
+        0, targets[:, None].expand_as(offered), offered, "amax", include_self=False
+    )
+    expected = torch.relu(layer.combine(torch.cat((x, pooled), dim=1)))
+    parameters, weights = list(layer.parameters()), torch.randn(7, 8)
+    gradients = [torch.autograd.grad((out * weights).sum(), parameters) for out in (expected, layer(x, edge_index))]
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -14,7 +14,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.policy.checkpoint import new_policy
 from gdp.policy.graph_embedding import GraphEmbeddingConfig
-from gdp.policy.paper import PaperConfig, PaperPolicy, kind_numbers
+from gdp.policy.paper import KINDS, PaperConfig, PaperPolicy, kind_numbers
 from gdp.policy.placement_network import SegmentTransformerConfig
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate_many
@@ -166,7 +166,26 @@ def test_more_devices_than_the_policy_takes_are_refused_in_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("wrong", [{"max_devices": 0}, {"kinds": ("a", "a")}, {"num_unknown_kinds": 0}])
+def test_glorots_weights_tell_ops_apart() -> None:
+    """PyTorch's initial weights give ops of unlike kinds nearly equal probabilities, TensorFlow's do not."""
+    tensors = [Tensor(i, (i + 1,), 1000) for i in range(9)]
+    graph = Graph.build("chain", [Op(f"op{i}", KINDS[5 * i]) for i in range(10)], tensors)
+    problem = Problem.build(graph, Cluster.parse("2xp100-pcie-16g"))
+    spread: dict[str, list[float]] = {"pytorch": [], "glorot": []}
+    for initial, deviations in spread.items():
+        for seed in range(3):
+            policy = policy_of(PaperConfig(initial=initial), seed)
+            view = policy.instance(problem, rng())
+            every = policy.sample(view, 1, rng())
+            with torch.no_grad():
+                log_prob, _ = policy.score(view, replace(every, placements=np.zeros((1, 10), np.int64)))
+            deviations.append(float(log_prob.exp().std()))
+    assert min(spread["glorot"]) > 2 * max(spread["pytorch"])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"initial": "zero"}, {"max_devices": 0}, {"kinds": ("a", "a")}, {"num_unknown_kinds": 0}]
+)
 def test_impossible_sizes_and_names_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         replace(SMALL, **wrong)

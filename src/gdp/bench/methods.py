@@ -88,16 +88,20 @@ def published_by_module(budget: Budget) -> Method:
     """Returns GDP-one as published, but with one choice for each module, its backward pass and updates with it."""
 
     def run(question: Question, clock: Clock) -> Solution:
-        problem = question.problem
-        units = Units.of(problem, forward_units(problem))
-        numbers = {module: number for number, module in enumerate(dict.fromkeys(problem.graph.modules))}
-        modules = np.array([numbers[problem.graph.modules[op]] for op in units.first_op.tolist()])
-        graph = replace(problem.graph, groups=np.unique(modules, return_inverse=True)[1][units.index])
-        by_module = Problem.build(graph, problem.cluster)
-        asked = Question.about(by_module, seed=question.seed, num_threads=1, on_progress=question.on_progress)
+        problem = by_module(question.problem)
+        asked = Question.about(problem, seed=question.seed, num_threads=1, on_progress=question.on_progress)
         return published(budget).run(asked, clock)
 
     return Method("gdp-by-module", run, budget, counts_cpu=True, num_threads=1)
+
+
+def by_module(problem: Problem) -> Problem:
+    """Returns `problem` with one choice for each module: its ops, their backward ops and updates are a group."""
+    units = Units.of(problem, forward_units(problem))
+    numbers = {module: number for number, module in enumerate(dict.fromkeys(problem.graph.modules))}
+    modules = np.array([numbers[problem.graph.modules[op]] for op in units.first_op.tolist()])
+    graph = replace(problem.graph, groups=np.unique(modules, return_inverse=True)[1][units.index])
+    return Problem.build(graph, problem.cluster)
 
 
 def hdp(budget: Budget) -> Method:

@@ -102,7 +102,7 @@ class PublishedBenchmark(Benchmark):
         experts = {}
         for name in self.workloads:
             inputs = workload_inputs(name)
-            experts[name] = _expert_ns(*inputs)
+            experts[name] = expert_ns(Problem.build(*inputs))
             for seed in range(self.seeds):
                 for label in self.methods:
                     method = METHODS[label](Budget(simulations=self.evaluations))
@@ -192,9 +192,8 @@ class PublishedBenchmark(Benchmark):
         }
 
 
-def _expert_ns(graph: Graph, cluster: Cluster) -> int:
+def expert_ns(problem: Problem) -> int:
     """Returns the step time of the expert placement or of one device, whichever fits and is faster."""
-    problem = Problem.build(graph, cluster)
     placements = [CLASSICAL[name](problem, 0) for name in EXPERTS]
     simulations = [simulate(problem, placement) for placement in placements if placement is not None]
     return min(simulation.step_time_ns for simulation in simulations if simulation.feasible)

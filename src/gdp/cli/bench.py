@@ -224,6 +224,29 @@ def bench_published(
     return _answer(benchmark, out, rows, json)
 
 
+@bench_app.command("published-batch")
+def bench_published_batch(
+    updates: Annotated[int, typer.Option(min=1, help="Of each training and fine-tuning.")] = 20,
+    workloads: Annotated[str | None, typer.Option(metavar="A,B,...", help="Default: six.")] = None,
+    choices: Annotated[str | None, typer.Option(metavar="A,B", help="Default: module,op.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each training.")] = 1,
+    out: OutOption = None,
+    rows: RowsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """GDP as published, trained on several workloads, and on workloads that it has not seen."""
+    from gdp.bench.published import WORKLOADS
+    from gdp.bench.published_batch import CHOICES, PublishedBatchBenchmark
+
+    benchmark = PublishedBatchBenchmark(
+        updates=updates,
+        seeds=seeds,
+        choices=_names(choices, CHOICES),
+        workloads=_workloads(workloads, WORKLOADS),
+    )
+    return _answer(benchmark, out, rows, json)
+
+
 @bench_app.command("generalization")
 def bench_generalization(
     checkpoints: CheckpointsOption,

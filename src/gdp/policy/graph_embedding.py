@@ -10,6 +10,7 @@ N ops, F input features, H hidden, E edges.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,30 @@ class GraphEmbeddingConfig:
             raise ValueError(f"pool is {self.pool!r}; one of {', '.join(map(repr, _POOLS))} is expected")
 
 
+class _StrongestOffers(torch.autograd.Function):
+    """The maximum over an op's edges; equal maxima share its gradient.
+
+    The gradient of PyTorch's `scatter_reduce` is the same, but added a quarter to half to a training step.
+    """
+
+    @staticmethod
+    def forward(context: Any, offered: Tensor, targets: Tensor, num_ops: int) -> Tensor:
+        """Returns [N, H] from what is offered along the edges [E, H] and the ops that they lead to [E]."""
+        pooled = offered.new_zeros(num_ops, offered.shape[1]).scatter_reduce(
+            0, targets[:, None].expand_as(offered), offered, "amax", include_self=False
+        )
+        context.save_for_backward(offered, targets, pooled)
+        return pooled
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        offered, targets, pooled = context.saved_tensors
+        is_strongest = (offered == pooled.index_select(0, targets)).to(offered.dtype)
+        num_strongest = torch.zeros_like(pooled).index_add_(0, targets, is_strongest)
+        shares = gradient / num_strongest.clamp_min_(1)
+        return is_strongest.mul_(shares.index_select(0, targets)), None, None
+
+
 class MaxPoolLayer(nn.Module):
     """One iteration."""
 
@@ -49,9 +74,7 @@ class MaxPoolLayer(nn.Module):
         """[N, H] from [N, F] and edges [2, E] (from, to)."""
         sources, targets = edge_index
         offered = self.activation(self.pool(x)).index_select(0, sources)
-        pooled = offered.new_zeros(len(x), offered.shape[1]).scatter_reduce(
-            0, targets[:, None].expand_as(offered), offered, "amax", include_self=False
-        )
+        pooled: Tensor = _StrongestOffers.apply(offered, targets, len(x))  # type: ignore[no-untyped-call]
         out = torch.relu(self.combine(torch.cat((x, pooled), dim=-1)))
         if self.residual:
             out = out + x

@@ -54,6 +54,7 @@ class PaperConfig:
     graph: GraphEmbeddingConfig = field(default_factory=GraphEmbeddingConfig)
     placer: SegmentTransformerConfig = field(default_factory=SegmentTransformerConfig)
     superposition: bool = True
+    initial: str = "pytorch"  # weights of layers: PyTorch's defaults; or "glorot", TensorFlow's, which tell ops apart
     max_devices: int = 8  # entries of the softmax; the paper's largest machine
 
     def __post_init__(self) -> None:
@@ -61,6 +62,8 @@ class PaperConfig:
             raise ValueError("num_unknown_kinds, kind_width and max_devices of at least 1 are expected")
         if len(set(self.kinds)) < len(self.kinds):
             raise ValueError("kinds names one twice; name each once")
+        if self.initial not in ("pytorch", "glorot"):
+            raise ValueError(f"initial is {self.initial!r}; 'pytorch' or 'glorot' is expected")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +91,8 @@ class PaperPolicy(Policy):
         self.project = nn.Linear(config.graph.hidden, config.placer.d_model)
         self.placer = (Superposition if config.superposition else SegmentTransformer)(config.placer)
         self.head = nn.Linear(config.placer.d_model, config.max_devices)
+        if config.initial == "glorot":
+            self.apply(_start_as_in_tensorflow)
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> PaperInstance:
         """Returns the features of `problem`, nothing random. Raises InputError for more than `max_devices` devices.
@@ -136,6 +141,18 @@ class PaperPolicy(Policy):
         x = self.placer(x)[torch.from_numpy(instance.choosers).to(x.device)]
         logits: Tensor = self.head(x)[:, : instance.problem.num_devices]
         return logits.masked_fill(~instance.allowed, -torch.inf)
+
+
+def _start_as_in_tensorflow(layer: nn.Module) -> None:
+    """Draws weights as X. Glorot and Y. Bengio (AISTATS 2010) do, with biases of 0: the default of TensorFlow's layers.
+
+    With PyTorch's, weights are smaller and biases are drawn as well. After four iterations of GraphSAGE and the placer
+    all ops then look alike.
+    """
+    if isinstance(layer, nn.Linear):
+        nn.init.xavier_uniform_(layer.weight)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
 
 
 def kind_numbers(kinds: Sequence[str], common: Sequence[str], num_unknown: int) -> I64:
