@@ -2,6 +2,7 @@
 
 import importlib.util
 import pickle
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,20 @@ from gdp.compiled import kernel
 @kernel
 def doubled(value):
     return 2 * value
+"""
+INNER = """
+from gdp.compiled import inner
+FACTOR = {factor}
+@inner
+def times(value):
+    return FACTOR * value
+"""
+CALLER = """
+from gdp.compiled import kernel
+from small_inner import times
+@kernel
+def multiplied(value):
+    return times(value)
 """
 RENAMED = b"cgdp.simulator.records\nNoSuchRecord\n."  # a pickle that names a class which is not there
 
@@ -45,3 +60,15 @@ def test_a_cache_of_an_older_gdp_is_compiled_anew(tmp_path: Path) -> None:
     mended = module_of(source)
     assert mended.doubled(3) == 6
     assert sum(mended.doubled.stats.cache_hits.values()) == 1
+
+
+def test_a_kernel_is_compiled_anew_when_a_function_that_it_calls_has_changed(tmp_path: Path) -> None:
+    """Numba looks at the kernel's own file alone, and would run the function of before."""
+    inner_source, source = tmp_path / "small_inner.py", tmp_path / "small_kernel.py"
+    source.write_text(CALLER)
+    for factor, expected in ((2, 10), (3, 15), (3, 15)):
+        inner_source.write_text(INNER.format(factor=factor))
+        sys.modules["small_inner"] = module_of(inner_source)
+        caller = module_of(source).multiplied
+        assert caller(5) == expected
+    assert sum(caller.stats.cache_hits.values()) == 1

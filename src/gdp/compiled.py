@@ -7,12 +7,20 @@ Compilation is what the first command on a machine waits for, so kernels are wri
 - They copy arrays in loops: `a[:] = b` compiles the broadcasting of NumPy, with the text of its errors.
 - They take few types: a kernel is compiled anew for each combination of types, and read-only arrays have their own.
 - Only kernels that Python calls have a wrapper, which takes a second to compile where records of many arrays go in.
+
+Compiled code is kept beside the modules. Numba compiles a kernel anew when its own file has changed; here also when a
+file of a function that it calls has, or a constant of another module.
 """
 
+import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
+import numpy as np
 from numba import njit
 from numba.core.caching import IndexDataCacheFile
 
@@ -34,7 +42,16 @@ _UNREADABLE = (AttributeError, ImportError, EOFError, IndexError, KeyError, Type
 
 
 class SpareIndex(IndexDataCacheFile):
-    """An index of Numba's cache that is empty if it cannot be read, as after an upgrade that renames a record."""
+    """An index of Numba's cache that is empty if it cannot be read, as after an upgrade that renames a record, and if
+    a function that its kernel calls has changed."""
+
+    function: Any  # of the kernel
+
+    @property
+    def _source_stamp(self) -> frozenset[tuple[str, str]]:
+        if "stamp" not in self.__dict__:  # functions that are defined further down are known only now
+            self.stamp = _stamp(self.function)
+        return self.stamp
 
     def _load_index(self) -> Any:
         try:
@@ -49,14 +66,47 @@ class SpareIndex(IndexDataCacheFile):
             raise OSError(f"{name}: unreadable") from error  # for Numba: not there
 
 
+def _stamp(function: FunctionType) -> frozenset[tuple[str, str]]:
+    """Returns what the compiled code of `function` depends on: names of modules with their digests, of the functions of
+    its package that it calls, directly or not, and names of constants with their values."""
+    package = function.__module__.partition(".")[0]
+    functions, parts = [function], set()
+    seen = set(functions)
+    for known in functions:  # which grows
+        parts.add((known.__module__, _digest(known.__code__.co_filename)))
+        for name in _names_in(known.__code__):
+            value = known.__globals__.get(name)
+            value = getattr(value, "py_func", value)
+            if isinstance(value, FunctionType) and value.__module__.partition(".")[0] == package:
+                functions.extend({value} - seen)
+                seen.add(value)
+            elif isinstance(value, int | float | np.generic):
+                parts.add((name, repr(value)))
+    return frozenset(parts)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+@cache
+def _digest(file: str) -> str:
+    path = Path(file)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
 def _compiler(**changes: bool) -> Callable[[Callable[..., Any]], Any]:
     compile = njit(**{**_OPTIONS, **changes})
 
     def decorate(function: Callable[..., Any]) -> Any:
         compiled = compile(function)
-        index = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+        index: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
         if type(index) is IndexDataCacheFile:  # not with NUMBA_DISABLE_JIT
-            index.__class__ = SpareIndex
+            del index._source_stamp
+            index.__class__, index.function = SpareIndex, function
         return compiled
 
     return decorate
