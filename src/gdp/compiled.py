@@ -106,7 +106,8 @@ def _compiler(**changes: bool) -> Callable[[Callable[..., Any]], Any]:
         index: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
         if type(index) is IndexDataCacheFile:  # not with NUMBA_DISABLE_JIT
             del index._source_stamp
-            index.__class__, index.function = SpareIndex, function
+            index.__class__ = SpareIndex
+            vars(index)["function"] = function
         return compiled
 
     return decorate

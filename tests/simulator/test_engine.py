@@ -9,9 +9,9 @@ def test_fields_stand_in_the_order_in_which_the_engine_unpacks_them() -> None:
         records.Arrays: "num_inputs sources tensor_offsets consumer_offsets consumers occupancy_ns "
         "route_rate latency_ns route_offsets route_channels tail_ns memory",
         records.MemoryArrays: "resident_bytes alloc_bytes owner owned_bytes copy_bytes producers "
-        "input_offsets inputs input_producers",
-        records.Dispatch: "rank op_of_rank order_offsets order_ops",
-        records.Scratch: "missing bits0 bits1 bits2 running until_ns remaining_ns channel_free_ns "
+        "input_offsets inputs input_producers residents",
+        records.Dispatch: "rank op_of_rank successor_offsets successors order_offsets order_ops",
+        records.Scratch: "waiting duration_ns bits0 bits1 bits2 lowest running until_ns remaining_ns channel_free_ns "
         "last num_waiting heap_ns heap_item",
         records.ManyScratch: "missing ready num_ready is_idle changed is_changed remaining_ns channel_free_ns "
         "destinations last num_waiting end_ns end_item heap_ns heap_item",

@@ -162,7 +162,7 @@ def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:
 @kernel
 def _inherit(arrays, labels):
     tensor_offsets, consumer_offsets, consumers = arrays[2:5]
-    tensor_bytes, _, input_offsets, inputs, input_producers = arrays[11][4:]
+    tensor_bytes, _, input_offsets, inputs, input_producers = arrays[11][4:9]
     num_ops = len(labels)
     for sweep in range(3):
         for step in range(num_ops):

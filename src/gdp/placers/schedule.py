@@ -59,7 +59,7 @@ def room_bytes(schedule, device):
 def ready_times(arrays, schedule, op, only):
     """Fills `ready_ns` with when all inputs of `op` can be on each device, or on `only` one; returns the last."""
     occupancy_ns, route_rate, latency_ns, route_offsets, route_channels = arrays[5:10]
-    input_offsets, inputs, input_producers = arrays[11][6:]
+    input_offsets, inputs, input_producers = arrays[11][6:9]
     _, unit, allowed, _, _, _, unit_device, finish_ns, _, channel_free_ns, copy_ns = schedule[:11]
     ready_ns, contention, _ = schedule[14:]
     num_devices = len(ready_ns)
@@ -90,7 +90,7 @@ def ready_times(arrays, schedule, op, only):
 @inner
 def fits(arrays, schedule, op, device):
     """Returns True if `op`, what it brings with it and copies of its inputs fit on `device`."""
-    _, alloc_bytes, _, _, copy_bytes, _, input_offsets, inputs, input_producers = arrays[11]
+    _, alloc_bytes, _, _, copy_bytes, _, input_offsets, inputs, input_producers = arrays[11][:9]
     _, unit, allowed, resident_bytes, _, _, unit_device, _, _, _, copy_ns = schedule[:11]
     room = room_bytes(schedule, device) - alloc_bytes[op]
     if unit_device[unit[op]] < 0:
@@ -120,7 +120,9 @@ def settle(schedule, unit, device):
 def place(arrays, schedule, op, device):
     """Puts `op` on `device` and brings its inputs there; returns when they are all there."""
     tensor_offsets, _, _, occupancy_ns, route_rate, latency_ns, route_offsets, route_channels = arrays[2:10]
-    _, alloc_bytes, owner_of, owned_bytes, copy_bytes, producers, input_offsets, inputs, input_producers = arrays[11]
+    _, alloc_bytes, owner_of, owned_bytes, copy_bytes, producers, input_offsets, inputs, input_producers = arrays[11][
+        :9
+    ]
     _, unit_of_op, _, _, _, _, unit_device, finish_ns, _, channel_free_ns = schedule[:10]
     copy_ns, uses, owner_uses, used_bytes, _, contention, _ = schedule[10:]
     num_devices = len(used_bytes)

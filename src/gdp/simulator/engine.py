@@ -32,58 +32,65 @@ from gdp.simulator.heaps import pop_top, push, replace_top, trailing_zeros
 
 COMPLETED, STOPPED, DEADLOCK = 0, 1, -1
 NEVER = int(np.iinfo(np.int64).max)
+_EMPTY = np.uint64(2**64 - 1)  # the lowest word of a set that has no rank
+_DEVICE_SHIFT = np.uint64(26)  # the bits above are an op's device, those below count its missing inputs
+_MISSING = np.uint64(2**26 - 1)
 
 
 @inlined
-def _add_ready(bits0, bits1, bits2, device, rank, is_ready):
-    """Adds `rank` to the ready set of `device` if `is_ready` is 1, and nothing if it is 0."""
-    six, low = np.uint64(6), np.uint64(63)
+def _add_ready(bits0, bits1, bits2, lowest, device, rank):
+    """Adds `rank` to the ready set of `device`."""
+    zero, one, six, low = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
     word0 = rank >> six
-    word1 = word0 >> six
-    bits0[device, word0] |= is_ready << (rank & low)
-    bits1[device, word1] |= is_ready << (word0 & low)
-    bits2[device, word1 >> six] |= is_ready << (word1 & low)
+    before = bits0[device, word0]
+    bits0[device, word0] = before | one << (rank & low)
+    lowest[device] = min(lowest[device], word0)
+    if before == zero:
+        word1 = word0 >> six
+        bits1[device, word1] |= one << (word0 & low)
+        bits2[device, word1 >> six] |= one << (word1 & low)
 
 
 @inlined
-def _take_ready(bits0, bits1, bits2, device):
-    """Takes the lowest rank off the ready set of `device` and returns it; NEVER if there is none."""
-    zero, one, six = np.uint64(0), np.uint64(1), np.uint64(6)
-    for top in range(np.uint64(bits2.shape[1])):
-        word2 = bits2[device, top]
-        if word2 != zero:
-            index1 = (top << six) + trailing_zeros(word2)
-            word1 = bits1[device, index1]
-            index0 = (index1 << six) + trailing_zeros(word1)
-            word0 = bits0[device, index0]
-            rank = (index0 << six) + trailing_zeros(word0)
-            word0 &= word0 - one
-            bits0[device, index0] = word0
-            word1 &= word1 - np.uint64(word0 == zero)
-            bits1[device, index1] = word1
-            bits2[device, top] = word2 & (word2 - np.uint64(word1 == zero))
-            return rank
-    return np.uint64(NEVER)
+def _take_ready(bits0, bits1, bits2, lowest, device):
+    """Takes the lowest rank off the ready set of `device`, which is not empty, and returns it."""
+    zero, one, six, low = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
+    word0 = lowest[device]
+    bits = bits0[device, word0]
+    rank = (word0 << six) + trailing_zeros(bits)
+    bits &= bits - one
+    bits0[device, word0] = bits
+    if bits == zero:
+        word1 = word0 >> six
+        word2 = word1 >> six
+        above = bits1[device, word1] & ~(one << (word0 & low))
+        bits1[device, word1] = above
+        bits2[device, word2] &= ~(np.uint64(above == zero) << (word1 & low))
+        lowest[device] = _EMPTY
+        for top in range(word2, np.uint64(bits2.shape[1])):
+            if bits2[device, top] != zero:
+                index1 = (top << six) + trailing_zeros(bits2[device, top])
+                lowest[device] = (index1 << six) + trailing_zeros(bits1[device, index1])
+                break
+    return rank
 
 
 @inner
 def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     """Returns (status, step time in ns) of `placement` uint8 [N], and fills `schedule`.
 
-    `op_time_ns` is int64 [N, D], or [N, 1] where all devices are alike: a large graph's table then stays in the cache.
-    Its -1 are never read: placements are checked before.
-
-    The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED.
+    `op_time_ns` is int64 [N, D], or [N, 1] where all devices are alike. Its -1 are never read: placements are checked
+    before. The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED.
     """
     num_inputs, sources, tensor_offsets, consumer_offsets, consumers, occupancy_ns = arrays[:6]
     route_rate, latency_ns, route_offsets, route_channels, tail_ns = arrays[6:11]
-    missing, bits0, bits1, bits2, running, until_ns, remaining_ns, channel_free_ns = scratch[:8]
-    last, num_waiting, heap_ns, heap_item = scratch[8:]
+    waiting, duration_ns, bits0, bits1, bits2, lowest, running, until_ns, remaining_ns, channel_free_ns = scratch[:10]
+    last, num_waiting, heap_ns, heap_item = scratch[10:]
     finish_ns, started, num_started, transfer_tensor, transfer_route, transfer_start_ns = schedule[:6]
     transfer_end_ns, arrival_ns, first, following, total = schedule[6:11]
-    rank, op_of_rank, order_offsets, order_ops = dispatch
+    rank, op_of_rank, successor_offsets, successors, order_offsets, order_ops = dispatch
     producers = arrays[11][5]
-    num_ops, num_devices = len(op_time_ns), np.uint64(len(latency_ns))
+    num_ops, num_devices = np.uint64(len(op_time_ns)), np.uint64(len(latency_ns))
     devices_differ = op_time_ns.shape[1] > 1
     replays = len(order_ops) > 0
     zero, one = np.uint64(0), np.uint64(1)
@@ -94,93 +101,113 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     bits0[:] = zero
     bits1[:] = zero
     bits2[:] = zero
+    lowest[:] = _EMPTY
     until_ns[:] = NEVER
     remaining_ns[:] = 0
     num_started[:] = 0
     first[:] = -1
     channel_free_ns[:] = 0
     num_waiting[:] = 0
-    for op in range(num_ops):
-        missing[op] = num_inputs[op]
+    for at in range(num_ops):
+        op = op_of_rank[at]
+        device = np.uint64(placement[op])
+        duration_ns[at] = op_time_ns[op, device if devices_differ else zero]
+        waiting[at] = np.uint64(num_inputs[op]) | device << _DEVICE_SHIFT
     if stop_ns < NEVER:
-        for op in range(num_ops):
-            remaining_ns[placement[op]] += op_time_ns[op, placement[op] if devices_differ else 0]
+        for at in range(num_ops):
+            remaining_ns[waiting[at] >> _DEVICE_SHIFT] += duration_ns[at]
         for device in range(num_devices):
             if remaining_ns[device] >= stop_ns:
                 return STOPPED, remaining_ns[device]
     for op in sources:
-        _add_ready(bits0, bits1, bits2, np.uint64(placement[op]), np.uint64(rank[op]), one)
+        _add_ready(bits0, bits1, bits2, lowest, np.uint64(placement[op]), np.uint64(rank[op]))
 
     now = 0
-    idle = ~zero >> (np.uint64(64) - num_devices)
+    every = ~zero >> (np.uint64(64) - num_devices)
+    idle = every
     candidates = idle  # devices that may be able to start an op
     while True:
         # idle devices in ascending order each start one op (section 3, rule 4)
-        started_zero = False
         candidates &= idle
         while candidates != zero:
             device = trailing_zeros(candidates)
             candidates &= candidates - one
             if replays:
                 at = order_offsets[device] + num_started[device]
-                if at == order_offsets[device + one] or missing[order_ops[at]] != 0:
+                if at == order_offsets[device + one]:
                     continue
-                op = order_ops[at]
+                own = np.uint64(rank[order_ops[at]])
+                if waiting[own] & _MISSING != 0:
+                    continue
             else:
-                ready_rank = _take_ready(bits0, bits1, bits2, device)
-                if ready_rank == np.uint64(NEVER):
+                if lowest[device] == _EMPTY:
                     continue
-                op = op_of_rank[ready_rank]
-            duration = op_time_ns[op, device if devices_differ else zero]
+                own = _take_ready(bits0, bits1, bits2, lowest, device)
+            op = op_of_rank[own]
+            duration = duration_ns[own]
             if now + tail_ns[op] >= stop_ns or now + remaining_ns[device] >= stop_ns:
                 return STOPPED, max(now + tail_ns[op], now + remaining_ns[device])
             remaining_ns[device] -= duration
-            running[device] = op
+            running[device] = own
             until_ns[device] = now + duration
             idle ^= one << device
-            started_zero |= duration == 0
             finish_ns[op] = now + duration
             started[device, num_started[device]] = op
             num_started[device] += 1
 
-        if not started_zero:
-            upcoming = heap_ns[0] if heap_size > 0 else NEVER
-            for device in range(num_devices):
-                upcoming = min(upcoming, until_ns[device])
-            if upcoming == NEVER:
-                break
-            now = upcoming
-            latest = now
+        # the next completion or arrival; after an op of zero time it is at `now` again
+        upcoming, source, is_tie = NEVER, zero, False
+        busy = every ^ idle
+        while busy != zero:
+            device = trailing_zeros(busy)
+            busy &= busy - one
+            until = until_ns[device]
+            is_tie |= until == upcoming
+            source = device if until < upcoming else source
+            upcoming = min(upcoming, until)
+        arrival = heap_ns[0] if heap_size > 0 else NEVER
+        now = min(upcoming, arrival)
+        if now == NEVER:
+            break
+        latest = now
+        ended = zero
+        if upcoming == now:
+            ended = one << source
+            if is_tie:
+                for device in range(num_devices):
+                    ended |= np.uint64(until_ns[device] == now) << device
+        idle |= ended
+        candidates = ended
 
         # completions at `now`, ascending op number, each with its transfer requests
-        ended = zero
-        for device in range(num_devices):
-            ended |= np.uint64(until_ns[device] == now) << device
-        idle |= ended
-        candidates |= ended
         while ended != zero:
             source = trailing_zeros(ended)
             others = ended & (ended - one)
             while others != zero:
                 device = trailing_zeros(others)
                 others &= others - one
-                if running[device] < running[source]:
+                if op_of_rank[running[device]] < op_of_rank[running[source]]:
                     source = device
             ended ^= one << source
             until_ns[source] = NEVER
-            op = running[source]
-            first_tensor = tensor_offsets[op]
-            end_tensor = tensor_offsets[op + one]
+            own = np.uint64(running[source])
             destinations = zero
-            for index in range(consumer_offsets[first_tensor], consumer_offsets[end_tensor]):
-                consumer = consumers[index]
-                device = np.uint64(placement[consumer])
+            for index in range(successor_offsets[own], successor_offsets[own + one]):
+                successor = np.uint64(successors[index])
+                left = waiting[successor]
+                device = np.uint64(left >> _DEVICE_SHIFT)
                 if device == source:
-                    left = missing[consumer] - 1
-                    missing[consumer] = left
-                    _add_ready(bits0, bits1, bits2, source, np.uint64(rank[consumer]), np.uint64(left == 0))
+                    left -= one
+                    waiting[successor] = left
+                    if left & _MISSING == 0:
+                        _add_ready(bits0, bits1, bits2, lowest, source, successor)
                 else:
                     destinations |= one << device
+            if destinations == zero:
+                continue
+            op = op_of_rank[own]
+            first_tensor = tensor_offsets[op]
+            end_tensor = tensor_offsets[op + one]
             while destinations != zero:
                 device = trailing_zeros(destinations)
                 destinations &= destinations - one
@@ -232,16 +259,15 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
             else:
                 heap_size = pop_top(heap_ns, heap_item, heap_size)
             device = route - placement[producers[tensor]] * num_devices
-            became_ready = zero
             for index in range(consumer_offsets[tensor], consumer_offsets[tensor + one]):
                 consumer = consumers[index]
                 if placement[consumer] == device:
-                    left = missing[consumer] - 1
-                    missing[consumer] = left
-                    is_ready = np.uint64(left == 0)
-                    became_ready |= is_ready
-                    _add_ready(bits0, bits1, bits2, device, np.uint64(rank[consumer]), is_ready)
-            candidates |= became_ready << device
+                    successor = np.uint64(rank[consumer])
+                    left = waiting[successor] - one
+                    waiting[successor] = left
+                    if left & _MISSING == 0:
+                        _add_ready(bits0, bits1, bits2, lowest, device, successor)
+                        candidates |= one << device
 
     total[0] = num_transfers
     num_run = 0

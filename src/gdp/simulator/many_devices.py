@@ -70,7 +70,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
     finish_ns, started, num_started, transfer_tensor, transfer_route, transfer_start_ns = schedule[:6]
     transfer_end_ns, arrival_ns, first, following, total = schedule[6:11]
     begins, first_in, next_in, first_out, next_out = schedule[11:]
-    rank, op_of_rank, order_offsets, order_ops = dispatch
+    rank, op_of_rank, _, _, order_offsets, order_ops = dispatch
     producers = arrays[11][5]
     num_ops, num_devices = len(op_time_ns), np.uint64(len(latency_ns))
     devices_differ = op_time_ns.shape[1] > 1

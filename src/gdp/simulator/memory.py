@@ -20,7 +20,7 @@ def find_peaks(arrays, op_time_ns, placement, schedule, memory):
     """Writes the peaks under `placement` [N] to `memory.peak_bytes`. `schedule` is that of a completed run."""
     _find_frees(arrays, placement, schedule, memory)
     memory.peak_bytes[:] = 0
-    for op in range(len(placement)):
+    for op in arrays.memory.residents:
         memory.peak_bytes[placement[op]] += arrays.memory.resident_bytes[op]
     for device in range(len(memory.peak_bytes)):
         _sweep(arrays, op_time_ns, schedule, memory, np.uint64(device))

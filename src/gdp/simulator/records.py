@@ -30,6 +30,7 @@ class MemoryArrays(NamedTuple):
     input_offsets: Any  # uint32 [N + 1]
     inputs: Any  # uint32 [E] the tensors that an op consumes
     input_producers: Any  # uint32 [E] and their producers
+    residents: Any  # uint32 [num_residents] ops with resident bytes
 
 
 class Arrays(NamedTuple):
@@ -54,6 +55,8 @@ class Dispatch(NamedTuple):
 
     rank: Any  # uint32 [N]
     op_of_rank: Any  # uint32 [N]
+    successor_offsets: Any  # uint32 [N + 1] by rank; empty for more devices than are bits of a word
+    successors: Any  # uint32 [E] the ranks of the consumers of all that the op of a rank makes; empty likewise
     order_offsets: Any  # int64 [D + 1]
     order_ops: Any  # uint32 [N] each device's ops in the order of their starts; empty: by rank
 
@@ -65,11 +68,13 @@ class Scratch(NamedTuple):
     the heap. A route without channels has no such order: all its transfers are.
     """
 
-    missing: Any  # int32 [N] inputs not yet on the op's device
+    waiting: Any  # uint32 [N] by rank: the op's device, and the number of its inputs that are not yet there
+    duration_ns: Any  # int64 [N] by rank, on the op's device
     bits0: Any  # uint64 [D, W0] ready ops by rank
     bits1: Any  # uint64 [D, W1] which words of bits0 are not 0
     bits2: Any  # uint64 [D, W2] which words of bits1 are not 0
-    running: Any  # uint32 [D]
+    lowest: Any  # uint64 [D] the first word of bits0 that is not 0
+    running: Any  # uint32 [D] rank
     until_ns: Any  # int64 [D] end of the running op, NEVER when idle
     remaining_ns: Any  # int64 [D] work not yet started
     channel_free_ns: Any  # int64 [C]
@@ -196,10 +201,12 @@ def _scratch(num_ops: int, num_devices: int, num_edges: int, num_channels: int) 
     for _ in range(3):
         words.append((words[-1] + 63) // 64)
     return Scratch(
-        missing=np.zeros(num_ops, np.int32),
+        waiting=np.zeros(num_ops, np.uint32),
+        duration_ns=np.zeros(num_ops, np.int64),
         bits0=np.zeros((num_devices, words[1]), np.uint64),
         bits1=np.zeros((num_devices, words[2]), np.uint64),
         bits2=np.zeros((num_devices, words[3]), np.uint64),
+        lowest=np.zeros(num_devices, np.uint64),
         running=np.zeros(num_devices, np.uint32),
         until_ns=np.zeros(num_devices, np.int64),
         remaining_ns=np.zeros(num_devices, np.int64),

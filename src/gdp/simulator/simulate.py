@@ -108,7 +108,7 @@ def simulate(
     if order is None:
         dispatch = simulator.dispatch(problem.order, priority)
     else:
-        dispatch = Dispatch(*simulator.ranks(problem.order), *_flat_order(order, devices, num_devices))
+        dispatch = _replaying(simulator.dispatch(problem.order), order, devices)
     with simulator.workspace() as workspace:
         run_batch(simulator.arrays, times_ns[None], devices[None], dispatch, NEVER, 0, workspace, step_time_ns, peaks)
         schedule = workspace.schedule
@@ -144,7 +144,7 @@ def replay_time_ns(problem: Problem, placement: Placement, order: Sequence[npt.A
     InputError for an order that deadlocks.
     """
     devices, simulator = problem.check_placement(placement), problem.simulator
-    dispatch = Dispatch(*simulator.ranks(problem.order), *_flat_order(order, devices, problem.num_devices))
+    dispatch = _replaying(simulator.dispatch(problem.order), order, devices)
     time_ns = np.zeros(1, np.int64)
     tables = op_times_ns.view()
     tables.setflags(write=False)  # Numba would compile everything anew for writable ones
@@ -295,10 +295,10 @@ def run_batch(arrays, op_times_ns, placements, dispatch, stop_ns, floor_ns, work
             times_ns[index] = DEADLOCK
 
 
-def _flat_order(
-    order: Sequence[npt.ArrayLike], devices: Devices, num_devices: int
-) -> tuple[I64, npt.NDArray[np.uint32]]:
-    """(`order_offsets`, `order_ops`) of a `Dispatch`."""
+def _replaying(dispatch: Dispatch, order: Sequence[npt.ArrayLike], devices: Devices) -> Dispatch:
+    """Returns `dispatch` with `order` to replay: lists of ops [D]. InputError for one that does not list each op once,
+    on its device."""
+    num_devices = len(dispatch.order_offsets) - 1
     lists = [np.asarray(ops, np.int64) for ops in order]
     if len(lists) != num_devices:
         raise InputError(f"order has {len(lists)} lists; one per device, {num_devices}, is expected")
@@ -309,7 +309,8 @@ def _flat_order(
     if (devices[flat] != owner).any():
         op = int(flat[np.argmax(devices[flat] != owner)])
         raise InputError(f"order: op {op} is listed on another device than its own, {devices[op]}; list it there")
-    return np.concatenate(([0], np.cumsum([len(ops) for ops in lists]))).astype(np.int64), flat.astype(np.uint32)
+    offsets = np.concatenate(([0], np.cumsum([len(ops) for ops in lists]))).astype(np.int64)
+    return dispatch._replace(order_offsets=offsets, order_ops=flat.astype(np.uint32))
 
 
 def _stuck_op(order: Sequence[npt.ArrayLike], done: Sequence[I64]) -> int:

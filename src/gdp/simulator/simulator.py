@@ -19,7 +19,7 @@ from gdp.graph import Graph
 from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.longest_paths import longest_paths, ranks_of
 from gdp.simulator.orders import OrderTraits, order_priority
-from gdp.simulator.records import Arrays, Dispatch, MemoryArrays, Workspace
+from gdp.simulator.records import WORD_DEVICES, Arrays, Dispatch, MemoryArrays, Workspace
 
 if TYPE_CHECKING:
     from gdp.simulator.problem import Problem
@@ -40,6 +40,7 @@ class Simulator:
         self.op_time_ns, self.microbatch = problem.op_time_ns, problem.microbatch
         self.num_timed, self.fastest_s = 0, inf  # simulations in full, and the seconds of the fastest one
         self._ranks: dict[str, Ranks] = {}
+        self._dispatches: dict[str, Dispatch] = {}
         self._spare_workspaces: list[Workspace] = []
 
     @cached_property
@@ -97,8 +98,18 @@ class Simulator:
 
     def dispatch(self, order: str, priority: npt.ArrayLike | None = None) -> Dispatch:
         """Returns the dispatch by `priority` [N], by default by that of `order`."""
-        ranks = self.ranks(order) if priority is None else ranks_of(priority)
-        return Dispatch(*ranks, np.zeros(self.cluster.num_devices + 1, np.int64), np.zeros(0, np.uint32))
+        if priority is not None:
+            return self._dispatch_by(ranks_of(priority))
+        if order not in self._dispatches:
+            self._dispatches[order] = self._dispatch_by(self.ranks(order))
+        return self._dispatches[order]
+
+    def _dispatch_by(self, ranks: Ranks) -> Dispatch:
+        """Returns the dispatch by `ranks`: those of ops, and the ops of ranks."""
+        is_word = self.cluster.num_devices <= WORD_DEVICES
+        successors = _successors(self.arrays, *ranks) if is_word else (np.zeros(0, np.uint32), np.zeros(0, np.uint32))
+        no_order = np.zeros(self.cluster.num_devices + 1, np.int64), np.zeros(0, np.uint32)
+        return Dispatch(*ranks, *successors, *no_order)
 
     def time(self, seconds: float) -> None:
         """Notes what a simulation in full took."""
@@ -151,6 +162,7 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64) -> Arra
         input_offsets=_offsets(num_inputs),
         inputs=inputs.astype(np.uint32),
         input_producers=producers[inputs].astype(np.uint32),
+        residents=np.flatnonzero(graph.resident_bytes).astype(np.uint32),
     )
     return Arrays(
         num_inputs=num_inputs.astype(np.int32),
@@ -166,6 +178,18 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64) -> Arra
         tail_ns=tail_ns,
         memory=memory,
     )
+
+
+def _successors(
+    arrays: Arrays, rank: npt.NDArray[np.uint32], op_of_rank: npt.NDArray[np.uint32]
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """Returns (offsets [N + 1], ranks [E]) of the consumers of all that the op of each rank makes."""
+    begins = arrays.consumer_offsets[arrays.tensor_offsets]
+    counts = np.diff(begins)[op_of_rank]
+    offsets = _offsets(counts)
+    shifts = begins[:-1][op_of_rank].astype(np.int64) - offsets[:-1]
+    edges = np.arange(len(arrays.consumers)) + np.repeat(shifts, counts)
+    return offsets, rank[arrays.consumers[edges]]
 
 
 def _offsets(counts: npt.ArrayLike) -> npt.NDArray[np.uint32]:

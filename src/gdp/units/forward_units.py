@@ -105,7 +105,7 @@ def _find_leaders(arrays, parts, takers, leaders):
     results of each ungrouped backward op; -1 stays where there is none."""
     is_backward, is_copy, is_grouped, unit, module, parent = parts
     tensor_offsets, consumer_offsets, consumers = arrays[2:5]
-    copy_bytes, _, input_offsets, inputs, input_producers = arrays[11][4:]
+    copy_bytes, _, input_offsets, inputs, input_producers = arrays[11][4:9]
     num_ops = len(module)
     for op in range(num_ops - 1, -1, -1):
         if is_grouped[op] or not is_backward[op]:
