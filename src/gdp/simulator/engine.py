@@ -14,10 +14,13 @@ What makes it fast, and why that is exact:
 - Only events that can matter are ordered. Arrivals at one time commute (they only make ops ready), so any heap by time
   serves them; completions at one time do not (each requests transfers): they run in ascending op number.
 - Priorities become ranks once (`longest_paths.ranks_of`), so "highest priority, ties to the smaller number" is "lowest
-  set bit" of a three-level bitmap per device: constant time to add and to take.
+  set bit" of a three-level bitmap per device, whose first word with a bit is kept: one look to take, one to add.
+- Each op waits for the one before it: a run is one long chain of loads, and their latency is most of its time. So the
+  loads of an op are few and near to those of the op before. Edges lead from rank to rank, one word has an op's device
+  and its missing inputs, and op times are gathered by rank before the run.
 - Only devices where something changed are looked at: `candidates` holds those that fell idle or got a ready op.
-- What goes one way or the other as if by chance (is this consumer ready now? was it the last of its word?) is
-  computed rather than branched on: a mispredicted branch costs more than the arithmetic.
+- Loops over devices go over the bits of a word. A loop over an array is vectorized, and a vector that is loaded just
+  after one of its entries was stored waits for the store.
 - Memory is not followed here: it follows from the times, and `memory.py` derives the peaks afterwards, when they are
   wanted. Indices are unsigned, so that Numba does not test for negative ones.
 - A run stops as soon as its step time must reach `stop_ns`: an op started at `t` on device `d` ends the step no earlier
