@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from gdp.bench import comparison, generalization, graphs, held_out, methods, paper, runs
+from gdp.bench import comparison, generalization, graphs, held_out, paper, runs
 from gdp.bench.comparison import BEST_CLASSICAL, EXPERT, WorkloadRow
 from gdp.bench.generalization import GeneralizationBenchmark
 from gdp.bench.paper import PaperBenchmark
@@ -24,6 +24,7 @@ from gdp.policy.checkpoint import new_policy, save_checkpoint
 from gdp.search.auto import QUICK
 from gdp.search.question import Question
 from gdp.search.solution import Solution
+from gdp.search.zero_shot import MOST_SIMULATIONS
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
@@ -192,7 +193,7 @@ def test_generalization_compares_zero_shot_fine_tuning_and_search_and_resumes(tm
     for row in figures["rows"]:
         assert {"single", "expert", "metis", "heft"} <= row["baselines"].keys()
         for zero_shot, fine_tuned, search in zip(*(row["runs"][name] for name in row["runs"]), strict=True):
-            assert zero_shot["simulations"] <= methods.ZERO_SHOT_SIMULATIONS + 1
+            assert zero_shot["simulations"] <= MOST_SIMULATIONS + 1
             assert 0 < fine_tuned["updates"] <= generalization.MAX_UPDATES
             assert fine_tuned["step_time_ns"] >= row["lower_bound_ns"]
             quick = [row["baselines"][name] for name in QUICK if row["baselines"][name]["status"] == "ok"]

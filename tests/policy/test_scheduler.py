@@ -21,7 +21,7 @@ from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.units import UnitSource
 from gdp.search.fine_tune import FineTuneConfig, fine_tune
 from gdp.search.question import Question
-from gdp.search.zero_shot import ZeroShotConfig, zero_shot
+from gdp.search.zero_shot import MOST_SIMULATIONS, Evaluator, ZeroShotConfig, zero_shot
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 from strategies import Instance, instances
@@ -215,11 +215,35 @@ def test_zero_shot_keeps_to_its_simulations_and_repeats_itself() -> None:
     problem, policy = layered(), policy_of(SMALL)
     clocks = [Clock(Budget.parse("1m")) for _ in range(2)]
     first, second = (zero_shot(Question.about(problem, seed=3), clock, policy=policy).best for clock in clocks)
-    assert clocks[0].simulations == ZeroShotConfig().num_simulations
+    assert clocks[0].simulations == MOST_SIMULATIONS
     assert first is not None
     assert second is not None
     assert np.array_equal(first.placement, second.placement)
     assert evaluate(problem, first.placement)[0] == first.step_time_ns
+
+
+def test_zero_shot_makes_fewer_simulations_of_larger_problems_in_proportion_to_the_budget() -> None:
+    # 5,000,000 / 20,000 = 250 simulations, 0.1875 * 250 = 46 of them drawn, and as many varied
+    ops = [Op(f"op{i}", "mm") for i in range(20_000)]
+    cluster = Cluster.parse("2xp100-pcie-16g")
+    problem = Problem.build(Graph.build("wide", ops, []), cluster, op_time_ns=np.full((20_000, 2), 1000))
+    for budget, numbers in (("1m", (250, 46, 46)), ("64sims", (64, 12, 12)), ("12sims", (12, 8, 4))):
+        config = ZeroShotConfig.sized(problem, Clock(Budget.parse(budget)))
+        assert (config.num_simulations, config.num_drawn, config.num_varied) == numbers
+
+
+def test_fine_tuning_leaves_two_thirds_of_its_budget_to_what_follows_the_zero_shot_answer() -> None:
+    question, clock = Question.about(layered()), Clock(Budget.parse("300sims"))  # the answer may have up to 100
+    assert fine_tune(question, clock, policy=policy_of(SMALL)).num_updates > 0
+
+
+def test_placements_that_are_as_good_replace_the_best_one() -> None:
+    problem = layered()
+    evaluator = Evaluator(Question.about(problem), Clock(Budget.parse("100sims")))
+    num_ops = evaluator.problem.num_ops
+    evaluator.try_out(np.zeros((1, num_ops), np.int64))
+    evaluator.try_to_improve(np.ones((1, num_ops), np.int64))  # devices are equal
+    assert set(evaluator.placement.tolist()) == {1}
 
 
 def test_fine_tuning_reaches_the_optimum_of_independent_ops_and_repeats_itself() -> None:

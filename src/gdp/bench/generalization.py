@@ -1,6 +1,6 @@
 """`gdp bench generalization`: the policy on families that it was not trained on, zero-shot and after a minute.
 
-    zero-shot    at most 64 simulations          |  each by the checkpoint in a directory that holds
+    zero-shot    96 to 2,048 simulations         |  each by the checkpoint in a directory that holds
     fine-tuned   below 50 updates, 60 s          |  the workload's family out (`held_out.py`)
     search       classical placers, then the search without a policy, with fine-tuning's processor time
 
@@ -21,6 +21,7 @@ from gdp.bench.rows import Rows
 from gdp.bench.runs import WorkloadRuns
 from gdp.budget import Budget
 from gdp.models import workloads
+from gdp.search.zero_shot import FEWEST_SIMULATIONS, MOST_SIMULATIONS, SIMULATED_OPS
 
 MAX_UPDATES = 49  # of fine-tuning: the GDP paper's "fewer than 50"
 LARGEST = "gnmt-8"
@@ -65,7 +66,15 @@ class GeneralizationBenchmark(Benchmark):
             "as_good": {part: sum(map(_is_as_good, some)) / len(some) for part, some in parts.items()},
             "numbers": {part: len(some) for part, some in parts.items()},
             "largest": next((row for row in placed if row.workload == LARGEST), None),
-            "limits": {"simulations": methods.ZERO_SHOT_SIMULATIONS, "updates": MAX_UPDATES},
+            "limits": {
+                "fewest": FEWEST_SIMULATIONS,
+                "most": MOST_SIMULATIONS,
+                "simulated_ops": SIMULATED_OPS,
+                "updates": MAX_UPDATES,
+            },
+            "num_faster": sum(
+                all(_is_faster(row, FINE_TUNED, other) for other in (ZERO_SHOT, SEARCH)) for row in placed
+            ),
         }
 
     def draw(self, measured: Mapping[str, Any]) -> bytes:
@@ -99,3 +108,9 @@ def _is_as_good(row: WorkloadRow) -> bool:
     """True if zero-shot is at least as good as the best classical placer; False where neither has a plan that fits."""
     ratio = row.ratio(ZERO_SHOT, BEST_CLASSICAL)
     return row.times_ns(ZERO_SHOT) is not None and (ratio is None or ratio <= 1.0)
+
+
+def _is_faster(row: WorkloadRow, name: str, other: str) -> bool:
+    """True if the method takes less time than the other, as geometric means over seeds; or it alone has plans."""
+    ratio = row.ratio(name, other)
+    return row.times_ns(name) is not None and (ratio is None or ratio < 1.0)

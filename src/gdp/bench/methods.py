@@ -29,7 +29,7 @@ from gdp.search.place import NUM_PERTURBATIONS
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve
-from gdp.search.zero_shot import ZeroShotConfig
+from gdp.search.zero_shot import MOST_SIMULATIONS
 from gdp.search.zero_shot import zero_shot as place_at_once
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
@@ -37,18 +37,15 @@ from gdp.simulator.simulate import simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
-ZERO_SHOT_SIMULATIONS = ZeroShotConfig().num_simulations
-
 
 def zero_shot(checkpoint: Path, *, name: str = "zero-shot") -> Method:
     """Returns the method that asks the policy without training."""
-    config = ZeroShotConfig()
 
     def run(question: Question, clock: Clock) -> Solution:
         with one_thread():
-            return place_at_once(question, clock, policy=load_checkpoint(checkpoint), config=config)
+            return place_at_once(question, clock, policy=load_checkpoint(checkpoint))
 
-    return Method(name, run, Budget(simulations=ZERO_SHOT_SIMULATIONS), settings={"policy": files.digest(checkpoint)})
+    return Method(name, run, Budget(simulations=MOST_SIMULATIONS), settings={"policy": files.digest(checkpoint)})
 
 
 def fine_tuned(checkpoint: Path, budget: Budget, *, max_updates: int | None = None) -> Method:

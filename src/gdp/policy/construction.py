@@ -25,7 +25,7 @@ from gdp.policy.units import UnitGraph, UnitSource
 from gdp.simulator.problem import Placement, Problem
 
 _LARGEST_WEIGHT = 1e6  # scores of larger ones could overflow; trained ones are below 10
-_FREED = (0.08, 0.6)  # share of the units that choose again when an incumbent is refined
+_FREED = (0.005, 0.6)  # share of the units that choose again when an incumbent is refined, by its logarithm
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -
         return fixed
     received = csr_array((near.shares, near.units, near.offsets), shape=(num_units, num_units)).T
     for sample in range(num_samples):
-        share = rng.uniform(*_FREED)
+        share = np.exp(rng.uniform(*np.log(_FREED)))
         count = max(round(share * num_units), 1)
         kind = rng.integers(3)
         if kind == 0:

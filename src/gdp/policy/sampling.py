@@ -25,6 +25,7 @@ _PASSES, _PASS_SHARES = (1, 2, 3, 5), (0.35, 0.2, 0.25, 0.2)
 _MOST, _MOST_SHARES = (0.25, 0.5, 0.75, 1.0), (0.15, 0.15, 0.15, 0.55)
 _SLACKS = (0.6, 0.8, 1.0, 1.3, 1e9)
 _SPREAD, _LATER_SPREAD, _VARIATION, _WIDER = 0.7, 0.5, 0.3, 0.5  # standard deviations of the logarithm of a scale
+_REFINING_TEMPERATURES = (0.3, 1.0)
 _LEFT_OUT = 0.1  # probability of each feature to be left out
 _SPECIAL = [number for number, feature in enumerate(FEATURES) if feature.mixed_share is not None]
 _MIXED_SHARES = [feature.mixed_share for feature in FEATURES if feature.mixed_share is not None]
@@ -94,7 +95,7 @@ def draw_refinement(rng: np.random.Generator) -> Style:
         following=False,
         most=1.0,
         slack=float(rng.choice(_SLACKS[1:])),
-        temperature=1.0,
+        temperature=float(rng.choice(_REFINING_TEMPERATURES)),
         passes=2,
     )
 

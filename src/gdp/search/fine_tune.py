@@ -1,7 +1,10 @@
 """Fine-tuning: a policy trains on the graph at hand, by PPO on refinements of the best placement and constructions.
 
-The placements of the updates are simulated anyway; the best one that fits is the answer. Fine-tuning begins with a
-zero-shot answer (`zero_shot.py`), and some rounds go on varying styles, which is search, not training.
+    zero-shot answer --> update --> rounds that refine or vary --> update --> ...
+
+All placements are simulated; the best one that fits is the answer. Fine-tuning begins with a zero-shot answer
+(`zero_shot.py`), which has a part of the budget. The rounds between updates ask the policy as it is by then; they are
+search, not training.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +19,7 @@ from gdp.policy.instance import Instance
 from gdp.policy.pretrained import shipped
 from gdp.policy.training.ppo import PPOConfig, Trials, draw_trials, improve
 from gdp.search.question import Question
+from gdp.search.refinement import Refiner
 from gdp.search.solution import Solution
 from gdp.search.zero_shot import Evaluator, ZeroShotConfig, draw_at_once
 from gdp.simulator.problem import Placement, Problem
@@ -29,10 +33,12 @@ class FineTuneConfig:
     num_instances: int = 16  # of an update: groupings
     num_samples: int = 4  # placements of each
     constructing: float = 0.15  # share of the instances that construct, the others refine the best placement
-    varying: float = 0.25  # share of the rounds that vary styles
+    varying: float = 0.1  # share of the rounds between updates that vary styles, the others refine
+    num_rounds: int = 24  # after each update
     max_updates: int | None = None
     ppo: PPOConfig = field(default_factory=lambda: PPOConfig(num_epochs=2, entropy_weight=0.003))
-    zero_shot: ZeroShotConfig = field(default_factory=ZeroShotConfig)
+    zero_shot: ZeroShotConfig | None = None  # None: by the size of the problem
+    zero_shot_share: float = 1 / 3  # of the budget at most
 
 
 def fine_tune(
@@ -51,25 +57,26 @@ def fine_tune(
 
 def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTuneConfig) -> Solution:
     problem, num_threads = question.reduction.problem, question.num_threads
+    first = clock.part(config.zero_shot_share)
+    at_once = config.zero_shot or ZeroShotConfig.sized(problem, first)
     rng = np.random.default_rng(np.random.SeedSequence([question.seed, 0xF17E]))
-    evaluator = Evaluator(question, clock)
-    styles = draw_at_once(evaluator, policy, rng, config.zero_shot)
+    evaluator = Evaluator(question, first)
+    styles = draw_at_once(evaluator, policy, rng, at_once)
+    evaluator.clock = clock
     assert evaluator.best is not None
     reference_ns = evaluator.best.step_time_ns
     learning_rate = policy.learning_rate if config.learning_rate is None else config.learning_rate
     optimizer = torch.optim.Adam(policy.parameters(), lr=learning_rate)
+    refiner = None if policy.constructor is None else Refiner(problem, policy.constructor, at_once.refinement_units)
     earlier: list[float] = []  # mean reward of each update
     num_instances, num_samples = config.num_instances, config.num_samples
-    if styles is None:  # groupings differ, other policies see a problem in one way only
+    if refiner is None:  # groupings differ, other policies see a problem in one way only
         num_instances, num_samples = 1, num_instances * num_samples
     while not clock.is_up and len(earlier) != config.max_updates:
-        if styles is not None and rng.random() < config.varying:
-            styles.vary(evaluator, config.zero_shot.num_styles)
-            continue
         trials: list[Trials] = []
         while len(trials) < num_instances and (not clock.is_up or not trials):
             constructs = rng.random() < config.constructing
-            instance = _instance(policy, problem, None if constructs else evaluator.placement, config.zero_shot, rng)
+            instance = _instance(policy, problem, None if constructs else evaluator.placement, at_once, rng)
             trials.append(
                 draw_trials(policy, instance, num_samples, rng, config.ppo, reference_ns, num_threads=num_threads)
             )
@@ -77,6 +84,16 @@ def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTun
         baseline = float(np.mean(earlier)) if config.ppo.baseline == "history" and earlier else None
         improve(policy, optimizer, trials, config.ppo, baselines=[baseline] * len(trials))
         earlier.append(float(np.mean([trial.rewards.mean() for trial in trials])))
+        if styles is None or refiner is None:
+            continue
+        for _ in range(config.num_rounds):
+            if clock.is_up:
+                break
+            if rng.random() < config.varying:
+                styles.vary(evaluator, clock.at_most(at_once.num_styles))
+            else:
+                count = clock.at_most(at_once.num_refined)
+                evaluator.try_to_improve(refiner.propose(evaluator.placement, count, rng))
     return evaluator.solution(len(earlier))
 
 

@@ -14,7 +14,7 @@ from gdp.policy.construction import Constructor
 from gdp.policy.sampling import draw_refinement
 from gdp.simulator.problem import Placement, Problem
 
-NUM_UNITS = (100, 200, 400, 800)  # in a grouping, in turn
+NUM_UNITS = (25, 50, 100, 200, 400, 800)  # in a grouping, in turn
 
 
 @dataclass(eq=False)

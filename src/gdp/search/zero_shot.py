@@ -1,7 +1,7 @@
 """Zero-shot placement: a trained policy draws a few placements, which are simulated; nothing is trained.
 
     draw      placements in styles that differ widely            |
-    vary      styles near to those that did best                 |  a fixed, small number of simulations
+    vary      styles near to those that did best                 |  a number of simulations by the problem's size
     refine    units of the best placement choose again           |
 
 The simulator scores what the policy draws; the best placement that fits is the answer. N ops of the problem given (best
@@ -27,7 +27,7 @@ from gdp.search.question import Question
 from gdp.search.refinement import NUM_UNITS, Refiner, distinct
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import evaluate_many
+from gdp.simulator.simulate import NEVER, evaluate_many
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import
     from gdp.policy.base import Policy
@@ -35,6 +35,10 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
 NUM_NEAR, DRAW_SHARE = 2000, 0.4  # before a search: simulations at most, and `draw_share`
 NEAR_SHARE = 0.5  # of the time before a search
 FEW_SIMULATIONS = 500  # with time for no more no search follows
+FEWEST_SIMULATIONS, MOST_SIMULATIONS = 96, 2048  # of a zero-shot answer
+SIMULATED_OPS = 5_000_000  # the same times the ops of the problem, in between
+_SIZED_SHARE = 0.1875  # of them on drawn styles, and as many on variations
+_NUM_STYLES = 8  # in a grouping
 _POOL = 384  # styles to take from
 _PARENT = 0.4  # probability that the best style is varied, then the next, and so on
 
@@ -47,7 +51,7 @@ class ZeroShotConfig:
     num_drawn: int = 96  # of them on styles drawn at random
     num_varied: int = 96  # and on variations of the best ones; the rest refines the best placement
     draw_share: float = 1.0  # of the time at most for drawing, and as much for varying
-    num_styles: int = 8  # in each grouping, which takes several times as long as a placement in it
+    num_styles: int = _NUM_STYLES  # in each grouping, which takes several times as long as a placement in it
     num_refined: int = 16  # in each grouping; the next one begins from the best of them
     refinement_units: tuple[int, ...] = NUM_UNITS  # in turn
 
@@ -59,10 +63,26 @@ class ZeroShotConfig:
         if not self.refinement_units:
             raise ValueError(f"{self}: some numbers of units are expected")
 
+    @classmethod
+    def sized(cls, problem: Problem, clock: Clock) -> "ZeroShotConfig":
+        """Returns the numbers for `problem`: the fewer, the more ops it has, so that answers take a second or two.
+
+        They are in proportion to what `clock` has left.
+        """
+        by_size = int(np.clip(SIMULATED_OPS // problem.num_ops, FEWEST_SIMULATIONS, MOST_SIMULATIONS))
+        num_simulations = max(clock.at_most(by_size), 1)
+        num_drawn = min(max(int(_SIZED_SHARE * num_simulations), _NUM_STYLES), num_simulations)
+        return cls(
+            num_simulations=num_simulations,
+            num_drawn=num_drawn,
+            num_varied=min(num_drawn, num_simulations - num_drawn),
+            draw_share=DRAW_SHARE,
+        )
+
 
 @dataclass(eq=False)
 class Evaluator:
-    """Simulates placements of the reduced problem, and keeps the best."""
+    """Simulates placements of the reduced problem, and keeps the best; of equal ones the last, to cross plateaus."""
 
     question: Question
     clock: Clock
@@ -92,13 +112,19 @@ class Evaluator:
         step_time_ns, peaks = evaluate_many(self.problem, placements, num_threads=self.question.num_threads)
         return self.look(placements, step_time_ns, peaks)
 
+    def try_to_improve(self, placements: I64) -> None:
+        """Simulates `placements` [S, N] until they are known to be worse than the best one, if that fits."""
+        stop_ns = self.best.step_time_ns + 1 if self.best is not None and self.best.fits else NEVER
+        num_threads = self.question.num_threads
+        self.look(placements, *evaluate_many(self.problem, placements, stop_ns=stop_ns, num_threads=num_threads))
+
     def look(self, placements: I64, step_time_ns: I64, peak_memory_bytes: I64) -> list[Figures]:
         """Takes in `placements` [S, N] that were simulated; returns their figures."""
         self.clock.spend(len(placements))
         excess = excess_bytes(self.problem, peak_memory_bytes)
         figures = [Figures(*pair) for pair in zip(excess.tolist(), step_time_ns.tolist(), strict=True)]
         first = min(range(len(figures)), key=figures.__getitem__)
-        if self.best is None or figures[first] < self.best.figures:
+        if self.best is None or figures[first] <= self.best.figures:
             self.best = Candidate(placements[first], figures[first], order=self.problem.order)
             self.question.tell(self.best)
         return figures
@@ -191,7 +217,7 @@ def zero_shot(
     """
     policy = read_policy(question.checkpoint) if policy is None else policy
     evaluator, rng = Evaluator(question, clock), np.random.default_rng(question.seed)
-    draw_at_once(evaluator, policy, rng, config or ZeroShotConfig())
+    draw_at_once(evaluator, policy, rng, config or ZeroShotConfig.sized(evaluator.problem, clock))
     return evaluator.solution()
 
 
@@ -242,7 +268,7 @@ def construct_at_once(
             propose(evaluator, max(clock.at_most(min(config.num_styles, count - begin)), 1))
     refiner = Refiner(problem, constructor, config.refinement_units)
     while not evaluator.is_over and (left := clock.at_most(config.num_simulations + spent - clock.simulations)) > 0:
-        evaluator.try_out(refiner.propose(evaluator.placement, min(config.num_refined, left), rng))
+        evaluator.try_to_improve(refiner.propose(evaluator.placement, min(config.num_refined, left), rng))
     return styles
 
 
