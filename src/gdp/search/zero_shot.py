@@ -35,9 +35,10 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
 NUM_NEAR, DRAW_SHARE = 2000, 0.4  # before a search: simulations at most, and `draw_share`
 NEAR_SHARE = 0.5  # of the time before a search
 FEW_SIMULATIONS = 500  # with time for no more no search follows
-FEWEST_SIMULATIONS, MOST_SIMULATIONS = 96, 2048  # of a zero-shot answer
+FEWEST_SIMULATIONS, MOST_SIMULATIONS = 192, 2048  # of a zero-shot answer
 SIMULATED_OPS = 5_000_000  # the same times the ops of the problem, in between
-_SIZED_SHARE = 0.1875  # of them on drawn styles, and as many on variations
+_SIZED_SHARES = 0.1875, 0.1875  # of them on drawn styles, and on variations of these
+_FEWEST_SHARES = 1 / 2, 1 / 6  # the same where they are fewest: then the best of few groupings decides
 _NUM_STYLES = 8  # in a grouping
 _POOL = 384  # styles to take from
 _PARENT = 0.4  # probability that the best style is varied, then the next, and so on
@@ -71,11 +72,12 @@ class ZeroShotConfig:
         """
         by_size = int(np.clip(SIMULATED_OPS // problem.num_ops, FEWEST_SIMULATIONS, MOST_SIMULATIONS))
         num_simulations = max(clock.at_most(by_size), 1)
-        num_drawn = min(max(int(_SIZED_SHARE * num_simulations), _NUM_STYLES), num_simulations)
+        drawn, varied = _FEWEST_SHARES if by_size == FEWEST_SIMULATIONS else _SIZED_SHARES
+        num_drawn = min(max(int(drawn * num_simulations), _NUM_STYLES), num_simulations)
         return cls(
             num_simulations=num_simulations,
             num_drawn=num_drawn,
-            num_varied=min(num_drawn, num_simulations - num_drawn),
+            num_varied=min(int(varied / drawn * num_drawn), num_simulations - num_drawn),
             draw_share=DRAW_SHARE,
         )
 
