@@ -18,10 +18,9 @@ def doubled(value):
 """
 INNER = """
 from gdp.compiled import inner
-FACTOR = {factor}
 @inner
 def times(value):
-    return FACTOR * value
+    return {factor} * value
 """
 CALLER = """
 from gdp.compiled import kernel
@@ -64,9 +63,10 @@ def test_a_cache_of_an_older_gdp_is_compiled_anew(tmp_path: Path) -> None:
 
 def test_a_kernel_is_compiled_anew_when_a_function_that_it_calls_has_changed(tmp_path: Path) -> None:
     """Numba looks at the kernel's own file alone, and would run the function of before."""
-    inner_source, source = tmp_path / "small_inner.py", tmp_path / "small_kernel.py"
+    source = tmp_path / "small_kernel.py"
     source.write_text(CALLER)
     for factor, expected in ((2, 10), (3, 15), (3, 15)):
+        inner_source = tmp_path / f"times{factor}.py"  # Python's own cache takes files of one second and size for one
         inner_source.write_text(INNER.format(factor=factor))
         sys.modules["small_inner"] = module_of(inner_source)
         caller = module_of(source).multiplied

@@ -8,15 +8,14 @@ Compilation is what the first command on a machine waits for, so kernels are wri
 - They take few types: a kernel is compiled anew for each combination of types, and read-only arrays have their own.
 - Only kernels that Python calls have a wrapper, which takes a second to compile where records of many arrays go in.
 
-Compiled code is kept beside the modules. Numba compiles a kernel anew when its own file has changed; here also when a
-file of a function that it calls has, or a constant of another module.
+Compiled code is kept beside the modules. Numba compiles a kernel anew when its own file has changed; here when its code
+has, or that of a function that it calls by its name, or a constant that these name. Fields of records that change their
+order are not noticed: name a record anew then.
 """
 
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -67,20 +66,20 @@ class SpareIndex(IndexDataCacheFile):
 
 
 def _stamp(function: FunctionType) -> frozenset[tuple[str, str]]:
-    """Returns what the compiled code of `function` depends on: names of modules with their digests, of the functions of
-    its package that it calls, directly or not, and names of constants with their values."""
+    """Returns what the compiled code of `function` depends on: the functions of its package that it calls, directly or
+    not, with digests of their code as it was imported, and names of constants with their values."""
     package = function.__module__.partition(".")[0]
     functions, parts = [function], set()
     seen = set(functions)
     for known in functions:  # which grows
-        parts.add((known.__module__, _digest(known.__code__.co_filename)))
+        parts.add((f"{known.__module__}.{known.__qualname__}", _digest(known.__code__)))
         for name in _names_in(known.__code__):
             value = known.__globals__.get(name)
             value = getattr(value, "py_func", value)
             if isinstance(value, FunctionType) and value.__module__.partition(".")[0] == package:
                 functions.extend({value} - seen)
                 seen.add(value)
-            elif isinstance(value, int | float | np.generic):
+            elif isinstance(value, int | float | np.generic | tuple):
                 parts.add((name, repr(value)))
     return frozenset(parts)
 
@@ -92,10 +91,10 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-@cache
-def _digest(file: str) -> str:
-    path = Path(file)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+def _digest(code: CodeType) -> str:
+    constants = [_digest(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    text = repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _compiler(**changes: bool) -> Callable[[Callable[..., Any]], Any]:

@@ -8,6 +8,7 @@ import pytest
 from gdp.bench import gdp_batch, graphs, published_batch
 from gdp.bench.published_batch import BATCH, HELD_OUT, MEASURES, RANDOM, TUNED, PublishedBatchBenchmark
 from gdp.cluster import Cluster
+from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.policy.checkpoint import new_policy
 from gdp.search.question import Question
@@ -63,3 +64,8 @@ def test_training_on_a_batch_improves_what_it_rewards() -> None:
         drawn = gdp_batch.judge(policy, question, num_samples=4)
         assert drawn["drawn_ns"] is not None
         assert drawn["likeliest_ns"] is None or drawn["drawn_ns"] <= drawn["likeliest_ns"]
+
+
+def test_workloads_of_one_family_leave_nothing_to_train_on() -> None:
+    with pytest.raises(InputError, match="no workload is of another family than rnnlm-2"):
+        PublishedBatchBenchmark(workloads=("rnnlm-2", "rnnlm-4"))

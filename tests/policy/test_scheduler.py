@@ -232,6 +232,15 @@ def test_zero_shot_makes_fewer_simulations_of_larger_problems_in_proportion_to_t
         assert (config.num_simulations, config.num_drawn, config.num_varied) == numbers
 
 
+def test_large_problems_draw_half_of_their_fewest_simulations() -> None:
+    """Shares of a budget that is just as large do not end the drawing before."""
+    problem = Problem.build(Graph.build("large", [Op(f"op{n}") for n in range(30_000)], []), Cluster.parse("2xl4-24g"))
+    for budget in ("1m", "192sims", "5000sims"):
+        config = ZeroShotConfig.sized(problem, Clock(Budget.parse(budget)))
+        assert (config.num_simulations, config.num_drawn, config.num_varied) == (192, 96, 32)
+        assert config.draw_share >= config.num_drawn / config.num_simulations
+
+
 def test_fine_tuning_leaves_two_thirds_of_its_budget_to_what_follows_the_zero_shot_answer() -> None:
     question, clock = Question.about(layered()), Clock(Budget.parse("300sims"))  # the answer may have up to 100
     assert fine_tune(question, clock, policy=policy_of(SMALL)).num_updates > 0

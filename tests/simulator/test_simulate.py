@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.simulator import records
@@ -98,6 +99,25 @@ def _check_against_reference(instance: Instance) -> None:
 def test_equals_reference(instance: Instance) -> None:
     """The engine for up to 64 devices equals the machine model in plain Python."""
     _check_against_reference(instance)
+
+
+@given(instances(max_ops=300, max_devices=64))
+@settings(max_examples=60)
+def test_equals_reference_on_larger_steps(instance: Instance) -> None:
+    """Ready sets of several words, and up to as many devices as a word has bits."""
+    _check_against_reference(instance)
+
+
+def test_ready_sets_of_all_sizes_are_in_order() -> None:
+    """270,000 ops that are ready at once fill sets of three levels; the engine for many devices has heaps instead."""
+    rng = np.random.default_rng(0)
+    graph = Graph.build("wide", [Op(f"op{number}", flops=10**9) for number in range(270_000)], [])
+    cluster, placement = Cluster.parse("2xl4-24g"), rng.integers(0, 2, graph.num_ops)
+    priority = rng.integers(0, 10**6, graph.num_ops)
+    own = simulate(Problem.build(graph, cluster), placement, priority=priority)
+    with _as_on_many_devices():
+        other = simulate(Problem.build(graph, cluster), placement, priority=priority)
+    assert own.op_start_ns.tolist() == other.op_start_ns.tolist()
 
 
 @given(instances())

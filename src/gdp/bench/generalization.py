@@ -1,6 +1,6 @@
 """`gdp bench generalization`: the policy on families that it was not trained on, zero-shot and after a minute.
 
-    zero-shot    96 to 2,048 simulations         |  each by the checkpoint in a directory that holds
+    zero-shot    192 to 2,048 simulations         |  each by the checkpoint in a directory that holds
     fine-tuned   below 50 updates, 60 s          |  the workload's family out (`held_out.py`)
     search       classical placers, then the search without a policy, with fine-tuning's processor time
 

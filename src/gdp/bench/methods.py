@@ -29,13 +29,15 @@ from gdp.search.place import NUM_PERTURBATIONS
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve
-from gdp.search.zero_shot import MOST_SIMULATIONS
+from gdp.search.zero_shot import MOST_SIMULATIONS, ZeroShotConfig
 from gdp.search.zero_shot import zero_shot as place_at_once
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
+
+_DRAWN_FIRST = ZeroShotConfig()  # of training from scratch: few simulations before the first update
 
 
 def zero_shot(checkpoint: Path, *, name: str = "zero-shot") -> Method:
@@ -63,7 +65,8 @@ def from_scratch(budget: Budget) -> Method:
     """Returns GDP-one: the default policy, untrained, on the graph at hand."""
 
     def run(question: Question, clock: Clock) -> Solution:
-        return fine_tune(question, clock, policy=new_policy("default", seed=question.seed))
+        policy = new_policy("default", seed=question.seed)
+        return fine_tune(question, clock, policy=policy, config=FineTuneConfig(zero_shot=_DRAWN_FIRST))
 
     return Method("gdp-one", run, budget, counts_cpu=True, num_threads=1)
 
@@ -76,7 +79,7 @@ def published(budget: Budget, *, ppo: PPOConfig = PAPER, **changes: Any) -> Meth
 
     def run(question: Question, clock: Clock) -> Solution:
         policy = new_policy("paper", seed=question.seed, **changes)
-        return fine_tune(question, clock, policy=policy, config=FineTuneConfig(ppo=ppo))
+        return fine_tune(question, clock, policy=policy, config=FineTuneConfig(ppo=ppo, zero_shot=_DRAWN_FIRST))
 
     return Method("gdp-published", run, budget, counts_cpu=True, num_threads=1)
 

@@ -22,6 +22,7 @@ from gdp.bench.page import geometric_mean
 from gdp.bench.published import WORKLOADS, PatientClock, expert_ns
 from gdp.bench.rows import Rows
 from gdp.budget import Budget
+from gdp.errors import InputError
 from gdp.models import workloads
 from gdp.policy.base import Policy
 from gdp.policy.checkpoint import load_checkpoint, new_policy, save_checkpoint
@@ -149,6 +150,9 @@ class PublishedBatchBenchmark(Benchmark):
     def __post_init__(self) -> None:
         super().__post_init__()
         pick(self.name, "choice", self.choices, CHOICES)
+        for name in self.workloads:
+            if not _unrelated(name, self.workloads):
+                raise InputError(f"bench {self.name}: no workload is of another family than {name}; name one that is")
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
         """Returns the step times of each variant, measure and workload, and their means."""
@@ -252,9 +256,7 @@ class _Runs:
 
     def hold_out(self, variant: Variant, name: str) -> None:
         """Trains on the workloads of other families, and judges and fine-tunes the policy on `name`."""
-        relatives = workloads.with_relatives(workloads.get(name).family)
-        others = [other for other in self.inputs.names if workloads.get(other).family not in relatives]
-        batch, checkpoint = self._batch(variant, others, f"without-{name}")
+        batch, checkpoint = self._batch(variant, _unrelated(name, self.inputs.names), f"without-{name}")
         row = self._tune(variant, name, f"{variant.key}-held-out-{name}", partial(load_checkpoint, checkpoint), batch)
         self._take(variant, name, {HELD_OUT: row["likeliest_ns"], HELD_OUT_DRAWN: row["drawn_ns"]})
         self._take(variant, name, {TUNED: _end_ns(row["curve"])})
@@ -285,6 +287,10 @@ class _Runs:
 
         settings = {"updates": self.benchmark.updates, "samples": NUM_SAMPLES, "graphs": self._fingerprints(names)}
         row = self._row(f"{variant.key}-{part}", settings, train)
+        if not path.is_file():
+            raise InputError(
+                f"{path}: is gone, and its row is there; delete {path.with_suffix('.json')} to train again"
+            )
         return row, path
 
     def _tune(
@@ -343,6 +349,12 @@ def _pairs(outcomes: _StepTimes, labels: Sequence[str], names: Sequence[str]) ->
             asked += [((label, measure), (without, measure)) for measure in MEASURES if measure != RANDOM]
     found = [outcomes.compare(one, other, names) for one, other in asked]
     return [pair for pair in found if pair is not None]
+
+
+def _unrelated(name: str, names: Sequence[str]) -> list[str]:
+    """Returns those of `names` that are of other families than the workload `name`, and not like it."""
+    relatives = workloads.with_relatives(workloads.get(name).family)
+    return [other for other in names if workloads.get(other).family not in relatives]
 
 
 def _variants(choice: str, seed: int, initial: str = GLOROT) -> tuple[Variant, ...]:

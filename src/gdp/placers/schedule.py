@@ -120,9 +120,8 @@ def settle(schedule, unit, device):
 def place(arrays, schedule, op, device):
     """Puts `op` on `device` and brings its inputs there; returns when they are all there."""
     tensor_offsets, _, _, occupancy_ns, route_rate, latency_ns, route_offsets, route_channels = arrays[2:10]
-    _, alloc_bytes, owner_of, owned_bytes, copy_bytes, producers, input_offsets, inputs, input_producers = arrays[11][
-        :9
-    ]
+    memory = arrays[11]
+    _, alloc_bytes, owner_of, owned_bytes, copy_bytes, producers, input_offsets, inputs, input_producers = memory[:9]
     _, unit_of_op, _, _, _, _, unit_device, finish_ns, _, channel_free_ns = schedule[:10]
     copy_ns, uses, owner_uses, used_bytes, _, contention, _ = schedule[10:]
     num_devices = len(used_bytes)

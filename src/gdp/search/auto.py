@@ -238,7 +238,7 @@ def search_from(
         search.run(last)
         if not clock.is_up:
             if search.is_over:  # the bound is reached: only what noise does is left to look at
-                until = clock.share_spent + ROBUST_SHARE
+                until = search.clock.share_spent + ROBUST_SHARE
             search.score_under(noise.reduced_ns)
     search.run(until)
     return question.replay(search.best)

@@ -72,7 +72,7 @@ def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTun
     num_instances, num_samples = config.num_instances, config.num_samples
     if refiner is None:  # groupings differ, other policies see a problem in one way only
         num_instances, num_samples = 1, num_instances * num_samples
-    while not clock.is_up and len(earlier) != config.max_updates:
+    while not evaluator.is_over and len(earlier) != config.max_updates:
         trials: list[Trials] = []
         while len(trials) < num_instances and (not clock.is_up or not trials):
             constructs = rng.random() < config.constructing

@@ -79,8 +79,11 @@ def _fine_tune(question: Question, clock: Clock) -> Solution:
 
 
 def _load_fine_tune() -> Callable[[Question, Clock], Solution]:
+    import torch
+
     from gdp.search.fine_tune import fine_tune  # needs PyTorch, which takes seconds to import
 
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # the first optimizer imports for seconds, too
     return fine_tune
 
 

@@ -66,7 +66,7 @@ class ZeroShotConfig:
 
     @classmethod
     def sized(cls, problem: Problem, clock: Clock) -> "ZeroShotConfig":
-        """Returns the numbers for `problem`: the fewer, the more ops it has, so that answers take a second or two.
+        """Returns the numbers for `problem`: the fewer, the more ops it has, so that most answers take a second or two.
 
         They are in proportion to what `clock` has left.
         """
@@ -78,7 +78,7 @@ class ZeroShotConfig:
             num_simulations=num_simulations,
             num_drawn=num_drawn,
             num_varied=min(int(varied / drawn * num_drawn), num_simulations - num_drawn),
-            draw_share=DRAW_SHARE,
+            draw_share=max(DRAW_SHARE, drawn),
         )
 
 

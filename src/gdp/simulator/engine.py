@@ -32,12 +32,13 @@ import numpy as np
 
 from gdp.compiled import inlined, inner
 from gdp.simulator.heaps import pop_top, push, replace_top, trailing_zeros
+from gdp.simulator.records import MOST_INPUTS
 
 COMPLETED, STOPPED, DEADLOCK = 0, 1, -1
 NEVER = int(np.iinfo(np.int64).max)
 _EMPTY = np.uint64(2**64 - 1)  # the lowest word of a set that has no rank
-_DEVICE_SHIFT = np.uint64(26)  # the bits above are an op's device, those below count its missing inputs
-_MISSING = np.uint64(2**26 - 1)
+_MISSING = np.uint64(MOST_INPUTS - 1)  # the bits of a word that count an op's missing inputs
+_DEVICE_SHIFT = np.uint64(MOST_INPUTS.bit_length() - 1)  # those above are its device
 
 
 @inlined

@@ -11,6 +11,7 @@ import numpy as np
 from gdp.arrays import I64
 
 WORD_DEVICES = 64  # up to as many devices are sets of bits of one integer; for more there is `many_devices.py`
+MOST_INPUTS = 2**26  # of an op: the count of missing ones shares a word of 32 bits with the number of a device
 
 
 def device_type(num_devices: int) -> type[np.uint8 | np.uint16]:

@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from gdp.arrays import I64, narrow
 from gdp.cluster import Cluster
+from gdp.compiled import kernel
 from gdp.graph import Graph
 from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.longest_paths import longest_paths, ranks_of
 from gdp.simulator.orders import OrderTraits, order_priority
-from gdp.simulator.records import WORD_DEVICES, Arrays, Dispatch, MemoryArrays, Workspace
+from gdp.simulator.records import MOST_INPUTS, WORD_DEVICES, Arrays, Dispatch, MemoryArrays, Workspace
 
 if TYPE_CHECKING:
     from gdp.simulator.problem import Problem
@@ -151,6 +152,7 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64) -> Arra
         occupancy[:, column] = transfer_occupancy_ns(sizes, rate)
     route_rate = np.minimum(np.searchsorted(rates, cluster.bytes_per_second), max(len(rates) - 1, 0))
     num_inputs = np.bincount(consumers, minlength=num_ops)
+    assert num_inputs.max(initial=0) < MOST_INPUTS, "the engine counts them in the low bits of a word"
     inputs = edge_tensors[np.argsort(consumers, kind="stable")]
     memory = MemoryArrays(
         resident_bytes=graph.resident_bytes,
@@ -184,12 +186,21 @@ def _successors(
     arrays: Arrays, rank: npt.NDArray[np.uint32], op_of_rank: npt.NDArray[np.uint32]
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """Returns (offsets [N + 1], ranks [E]) of the consumers of all that the op of each rank makes."""
-    begins = arrays.consumer_offsets[arrays.tensor_offsets]
-    counts = np.diff(begins)[op_of_rank]
-    offsets = _offsets(counts)
-    shifts = begins[:-1][op_of_rank].astype(np.int64) - offsets[:-1]
-    edges = np.arange(len(arrays.consumers)) + np.repeat(shifts, counts)
-    return offsets, rank[arrays.consumers[edges]]
+    offsets, successors = np.zeros(len(rank) + 1, np.uint32), np.zeros(len(arrays.consumers), np.uint32)
+    _fill_successors(arrays, rank, op_of_rank, offsets, successors)
+    return offsets, successors
+
+
+@kernel
+def _fill_successors(arrays, rank, op_of_rank, offsets, successors):  # type: ignore[no-untyped-def]
+    tensor_offsets, consumer_offsets, consumers = arrays[2:5]
+    count = 0
+    for at in range(len(op_of_rank)):
+        op = op_of_rank[at]
+        for index in range(consumer_offsets[tensor_offsets[op]], consumer_offsets[tensor_offsets[op + 1]]):
+            successors[count] = rank[consumers[index]]
+            count += 1
+        offsets[at + 1] = count
 
 
 def _offsets(counts: npt.ArrayLike) -> npt.NDArray[np.uint32]:
