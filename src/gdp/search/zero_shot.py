@@ -279,6 +279,5 @@ def sample_at_once(evaluator: Evaluator, policy: "Policy", rng: np.random.Genera
     clock, spent = evaluator.clock, evaluator.clock.simulations
     instance = policy.instance(evaluator.problem, rng)
     evaluator.try_out(policy.sample(instance, 1, rng, temperature=0.0).placements)
-    while not clock.is_up and (left := config.num_simulations + spent - clock.simulations) > 0:
-        count = clock.at_most(min(config.num_styles, left))
-        evaluator.try_out(policy.sample(instance, count, rng).placements)
+    while not clock.is_up and (left := clock.at_most(config.num_simulations + spent - clock.simulations)) > 0:
+        evaluator.try_out(policy.sample(instance, min(config.num_styles, left), rng).placements)
