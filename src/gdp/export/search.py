@@ -59,7 +59,7 @@ def place_for(
     of `place`: `robust`, `num_threads`, `on_progress`. InputError where the target cannot run the graph.
     """
     clock = Clock(budget, stop=stop)
-    options |= {"seed": seed, "stop": stop}
+    options |= {"seed": seed, "stop": clock.stop}
     original = Problem.build(graph, cluster, constraints)
     units = target.read_units(original)
     problem = target.with_room(original)

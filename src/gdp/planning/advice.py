@@ -113,7 +113,7 @@ def advise(
                 robust=0.0,
                 starts=[change.start],
                 num_threads=num_threads,
-                stop=stop,
+                stop=clock.stop,
             )
         except InputError as error:
             why = "interrupted" if clock.stop.is_set() else str(error)

@@ -95,6 +95,7 @@ def sweep_devices(
 
     Each search has the whole `budget`, and begins from the plan before it too.
     """
+    stop = stop or threading.Event()  # which Ctrl-C sets, too
     Sweep(DEVICES, tuple(counts)).check(cluster)
     Problem.build(graph, cluster, constraints)  # what is wrong with constraints is wrong for all values
     starts: list[Candidate] = []
@@ -117,7 +118,7 @@ def sweep_devices(
         )
         starts = [Candidate.start(replay(Problem.build(graph, part, within), plan))]
         yield SweepRow(count, graph, part, plan)
-        if stop is not None and stop.is_set():
+        if stop.is_set():
             return
 
 
@@ -137,6 +138,7 @@ def sweep_microbatches(
 
     Numbers into which the batch cannot be split have a note in place of a plan.
     """
+    stop = stop or threading.Event()  # which Ctrl-C sets, too
     for count in counts:
         try:
             graph = read(count)
@@ -154,5 +156,5 @@ def sweep_microbatches(
             stop=stop,
         )
         yield SweepRow(count, graph, cluster, plan)
-        if stop is not None and stop.is_set():
+        if stop.is_set():
             return

@@ -64,15 +64,15 @@ def warm_up(
         evaluate(problem, np.zeros(problem.num_ops, np.int64))
         lower_bound(problem)
         if placers:
-            place(_step(_NUM_OPS), cluster, budget=Budget(simulations=80))
-            place(_step(_NUM_OPS), cluster, budget=Budget(simulations=80), placer="gdp-zero-shot")
+            _place(_step(_NUM_OPS), cluster, 80)
+            _place(_step(_NUM_OPS), cluster, 80, "gdp-zero-shot")
         if is_many:
             many = Cluster.parse(f"{WORD_DEVICES + 1}xp100-pcie-16g")
             evaluate(Problem.build(_step(_NUM_OPS), many), np.zeros(_NUM_OPS, np.int64))
             if placers:
-                place(_step(8 * WORD_DEVICES), many, budget=Budget(simulations=400))
+                _place(_step(8 * WORD_DEVICES), many, 400)
         if is_exact:
-            place(_step(4), cluster, budget=Budget(simulations=20), placer="exact")
+            _place(_step(4), cluster, 20, "exact")
 
 
 def is_small(problem: Problem) -> bool:
@@ -98,6 +98,13 @@ class _Counter(event.Listener):
     def on_end(self, event: event.Event) -> None:
         if self.on_kernel is not None and event.data["dispatcher"] in self.kernels:
             self.on_kernel(sum(bool(kernel.signatures) for kernel in self.kernels), len(self.kernels))
+
+
+def _place(graph: Graph, cluster: Cluster, simulations: int, placer: str = "auto") -> None:
+    """Places a graph. KeyboardInterrupt for a Ctrl-C, which a search takes for the end of its budget."""
+    plan = place(graph, cluster, budget=Budget(simulations=simulations), placer=placer)
+    if plan.search is not None and plan.search.interrupted:
+        raise KeyboardInterrupt
 
 
 def _step(num_ops: int) -> Graph:

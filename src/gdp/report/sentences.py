@@ -41,8 +41,9 @@ def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1) -> s
     if best is not None and best not in named:
         skipped = any(baseline.status == "skipped" for baseline in baselines.values())
         named[best] = f"the best baseline {'that ran ' if skipped else ''}({best})"
-    step_ns = max(step_time_ns, 1)
-    against = [f"{times[name] / step_ns:.2f} times {text}" for name, text in named.items() if name in times]
+    against = []
+    if step_time_ns > 0:
+        against = [f"{times[name] / step_time_ns:.2f} times {text}" for name, text in named.items() if name in times]
     if against:
         against[0] = against[0].replace(" times ", " times as fast as ", 1)
     if "single" in baselines and "single" not in times:
