@@ -115,6 +115,28 @@ except KeyboardInterrupt:
     assert (ended.stdout, ended.stderr) == ("interrupted\n", "")
 
 
+def test_an_error_that_an_interrupt_causes_is_an_interrupt() -> None:
+    """Imports that are cut short may fail with an error of their own; without an interrupt it is shown."""
+    script = """
+import importlib, signal, sys
+module = importlib.import_module("gdp.cli.app")
+
+def failing(*_args, **_keywords):
+    try:
+        signal.raise_signal({number})
+    except KeyboardInterrupt:
+        pass
+    raise ImportError("half a module")
+
+module.app, sys.argv = failing, ["gdp"]
+sys.exit(module.main())
+"""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        command = [sys.executable, "-c", script.format(number=int(number))]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (INTERRUPTED, "", "gdp: interrupted\n")
+
+
 def test_random_interruptions_leave_an_answer_or_a_refusal_in_time(tmp_path: Path) -> None:
     interrupted(accumulated(lstm_training_graph(20), 4), 4, 0, tmp_path)
 

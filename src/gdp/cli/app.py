@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -89,8 +90,16 @@ def main(args: Sequence[str] | None = None) -> int:
     shows_traceback = _TRACEBACK in words
     words = [word for word in words if word != _TRACEBACK]
     is_alone = args is None and "TORCHELASTIC_RUN_ID" not in os.environ  # processes of torchrun have their own handlers
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
     if is_alone:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
+            signal.signal(signal.SIGINT, interrupt)
         sys.unraisablehook = repeat_interrupt
     try:
         status = int(app(words, prog_name="gdp", standalone_mode=False) or OK)
@@ -103,6 +112,10 @@ def main(args: Sequence[str] | None = None) -> int:
         status = fail(f"error: {' '.join(message.split())}", BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
+    except Exception:
+        if not interrupts:
+            raise
+        status = INTERRUPTED  # an import that an interrupt cuts short may fail with an error of its own
     if is_alone or (args is None and status == INTERRUPTED):
         for number in (signal.SIGINT, signal.SIGTERM):  # the answer is out, and a second one changes nothing
             signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What the commands of `gdp bench` share: options, lists of names, the answer."""
+"""Options that commands of `gdp bench` have in common, lists of names, and the answer."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -151,9 +151,12 @@ def stop_on_interrupt(*, has_answer: bool = True) -> Iterator[Stop]:
     They raise KeyboardInterrupt as long as `has_answer` of the event is false, as it is from the start here.
     """
     stop = Stop(has_answer=has_answer)
+    previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def handle(number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if not stop.has_answer:
+            if callable(before := previous[number]):
+                before(number, frame)
             raise KeyboardInterrupt
         if stop.is_set() and number == signal.SIGINT:
             os._exit(_INTERRUPTED)
@@ -162,10 +165,10 @@ def stop_on_interrupt(*, has_answer: bool = True) -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = [signal.signal(number, handle) for number in numbers]
+    for number in previous:
+        signal.signal(number, handle)
     try:
         yield stop
     finally:
-        for number, handler in zip(numbers, previous, strict=True):
+        for number, handler in previous.items():
             signal.signal(number, handler)
