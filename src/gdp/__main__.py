@@ -2,7 +2,19 @@
 
 import sys
 
-from gdp.cli import main
+_INTERRUPTED = 130  # as `gdp.cli.shared` has it
+
+
+def main() -> int:
+    """Runs the command line of this process and returns its exit status; Ctrl-C may come while it is imported."""
+    try:
+        from gdp.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        sys.stderr.write("gdp: interrupted\n")
+        return _INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

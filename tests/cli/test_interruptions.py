@@ -115,6 +115,23 @@ except KeyboardInterrupt:
     assert (ended.stdout, ended.stderr) == ("interrupted\n", "")
 
 
+def test_an_interrupt_while_the_command_line_is_imported_is_a_line() -> None:
+    script = """
+import signal, sys
+from gdp.__main__ import main
+
+class Interrupted:
+    def find_spec(self, name, _path, _target=None):
+        if name == "gdp.cli":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupted())
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (INTERRUPTED, "", "gdp: interrupted\n")
+
+
 def test_an_error_that_an_interrupt_causes_is_an_interrupt() -> None:
     """Imports that are cut short may fail with an error of their own; without an interrupt it is shown."""
     script = """

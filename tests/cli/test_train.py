@@ -251,7 +251,7 @@ def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
 
 def test_a_missing_tensorboard_is_told_before_anything_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a graph is captured nor a kernel compiled."""
-    monkeypatch.setattr("gdp.cli.train.find_spec", lambda _: None)
+    monkeypatch.setattr("gdp.cli.training.find_spec", lambda _: None)
     monkeypatch.setattr(read, "read_model", None)
     status, out, err = run(*train("--tensorboard", "board"))
     assert (status, out) == (2, "")

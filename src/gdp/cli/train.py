@@ -1,329 +1,125 @@
-"""Trains a policy: `gdp train`.
+"""Parses, calls and prints: `gdp train`."""
 
-Several processes, on one host or many, train together when torchrun starts them:
-
-    torchrun --nproc-per-node 4 -m gdp train training-set --out CHECKPOINT
-"""
-
-import contextlib
-import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+import shlex
+import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated
 
-from gdp import files
-from gdp.budget import Budget
-from gdp.cli import values
-from gdp.cli.shared import log
-from gdp.cluster import Cluster
-from gdp.errors import InputError
-from gdp.models import read, workloads
-from gdp.policy import checkpoint
-from gdp.policy.base import Policy
-from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.training import ppo
-from gdp.policy.training.graph_set import GraphSet, StoredGraph
-from gdp.policy.training.pool import PoolConfig
-from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
-from gdp.policy.training.processes import Processes
-from gdp.policy.training.style_training import StyleTrainingConfig, outcomes_path, train_styles
-from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
-from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
+import typer
 
-RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
-LAYOUT_SHARE = 0.3  # of varied tasks, where graphs of a set are among those to train on
-MAX_GRAPHS_PER_UPDATE = 8
-SAMPLES, VALIDATE_EVERY, SAVE_EVERY = 16, 20, 10
-MAX_POOL = 128  # problems; each takes about a megabyte
-MAX_VALIDATION_GRAPHS = 24  # of drawn families
-TRAINING_SET = "training-set"  # the GRAPH that stands for `workloads.training_set`
+from gdp.cli.options import JsonOption, ThreadsOption
+from gdp.cli.shared import INTERRUPTED, OK, print_json, print_text, warm_up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """Holds the options of `gdp train`; None stands for a default, which may depend on others."""
+def train(
+    graphs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="GRAPH...",
+            help="gdp-graph files, MODELs, directories of gdp architectures, or training-set: all built-in graphs.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The file to write, such as my.safetensors.")],
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICES",
+            help="Every graph is placed on every one. Default: the usual devices of a workload. Repeatable.",
+        ),
+    ] = None,
+    hold_out: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FAMILY", help="Leave out this family of models and similar ones. Repeatable."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue CHECKPOINT, with the same arguments.")] = False,
+    start: Annotated[
+        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from the parameters in this file.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="default, or paper: GDP as published.")] = None,
+    styles: Annotated[
+        int | None,
+        typer.Option(
+            metavar="H", min=1, help="Learn which styles suit a problem, by H numbers a layer; N is of problems."
+        ),
+    ] = None,
+    updates: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of updates, over which the learning rate falls.")
+    ] = 500,
+    budget: Annotated[str | None, typer.Option(metavar="TIME", help="Stop earlier, such as after 10m or 2h.")] = None,
+    graphs_per_update: Annotated[
+        int | None, typer.Option(metavar="G", min=1, help="Graphs in an update. Default: all, at most 8.")
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=2,
+            help="Placements of a graph in an update. Default: 16; with --styles 192, a multiple of 8.",
+        ),
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of Adam. Default: the policy's.")] = None,
+    randomize: Annotated[bool, typer.Option("--randomize", help="Vary devices, links, memory and batch size.")] = False,
+    validation: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GRAPH", help="Keep the parameters that are best on this graph. Repeatable."),
+    ] = None,
+    validation_family: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FAMILY", help="Of directories, keep this family to validate on. Repeatable."),
+    ] = None,
+    validate_every: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Validate every K updates. Default: 20.")
+    ] = None,
+    pool: Annotated[
+        int | None,
+        typer.Option(
+            metavar="P",
+            min=0,
+            help="Problems kept, for 32 updates each; 0: all new ones. Default: at most 128.",
+        ),
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Write CHECKPOINT every K updates. Default: 10.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the training.")] = 0,
+    threads: ThreadsOption = None,
+    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Write TensorBoard scalars there.")] = None,
+    json: JsonOption = False,
+) -> int:
+    """Train a policy on graphs; Ctrl-C saves. Under torchrun (-m gdp train ...), processes share the graphs."""
+    from gdp.cli.training import TrainOptions, run
 
-    graphs: Sequence[str]
-    devices: Sequence[str]  # none: the usual devices of each workload
-    hold_out: Sequence[str]  # model families
-    out: Path
-    resume: bool
-    start: Path | None  # --from
-    policy: str | None
-    styles: int | None
-    updates: int
-    budget: str | None
-    graphs_per_update: int | None
-    samples: int | None
-    learning_rate: float | None  # None: the policy's
-    randomize: bool
-    validation: Sequence[str]
-    validation_families: Sequence[str]  # of drawn architectures
-    validate_every: int | None
-    pool: int | None
-    save_every: int | None
-    seed: int
-    threads: int | None
-    tensorboard: Path | None
-    command: str
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """Holds the trained policy and the course of the training."""
-
-    policy: Policy
-    progress: TrainingProgress
-    options: TrainOptions
-    interrupted: bool
-    is_first: bool  # of the processes: the one that reports
-
-    @property
-    def is_done(self) -> bool:
-        """True after the last update."""
-        return self.progress.update == self.progress.updates
-
-    def _written(self) -> str:
-        out = self.options.out
-        if self.options.styles is not None and not self.is_done:
-            return f"Outcomes of {self.progress.update} problems are kept in {outcomes_path(out)}"
-        return f"Checkpoint written to {out}"
-
-    @property
-    def _is_validated(self) -> bool:
-        return bool(self.options.validation or self.options.validation_families)
-
-    def to_document(self) -> dict[str, Any]:
-        """Returns the answer of `gdp train --json`."""
-        progress, out = self.progress, self.options.out
-        best = best_path(out)
-        return {
-            "checkpoint": str(out),
-            "best_checkpoint": str(best) if self._is_validated and best.exists() else None,
-            "policy": self.policy.name,
-            "num_parameters": self.policy.num_parameters(),
-            "updates": progress.update,
-            "done": self.is_done,
-            "interrupted": self.interrupted,
-            "seconds": progress.seconds,
-            "cpu_hours": progress.cpu_hours,
-            "statistics": None if progress.statistics is None else asdict(progress.statistics),
-            "validation": None if progress.validation is None else asdict(progress.validation),
-            "rank_correlation": progress.rank_correlation,
-        }
-
-    def to_text(self) -> str:
-        """Returns the answer for people."""
-        progress = self.progress
-        lines = [
-            f"{self.policy.name} ({self.policy.num_parameters():,} parameters), {training_sentence(progress)}",
-            f"{progress.seconds:.1f} s, {progress.cpu_hours:.3g} CPU hours in all",
-            self._written(),
-        ]
-        if self._is_validated and best_path(self.options.out).exists():
-            lines.append(f"The parameters that are best on the validation graphs: {best_path(self.options.out)}")
-        if not self.is_done:
-            lines.append("Go on with the same command and --resume")
-        return "\n".join(lines)
-
-
-def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
-    """Trains with `options`; `warm_up` compiles after all input is read. Raises InputError for bad ones."""
-    limit = None if options.budget is None else Budget.parse(options.budget)
-    _check_styles(options)
-    if limit is not None and limit.seconds is None:
-        raise InputError(f"--budget is {options.budget!r}; a time such as 10m is expected")
-    if options.tensorboard is not None and find_spec("tensorboard") is None:
-        raise InputError(
-            f"--tensorboard {options.tensorboard}: tensorboard is not installed; pip install 'gdp-placement[train]'"
-        )
-    values.check_writable(options.out)
-    begun = options.out if options.styles is None else outcomes_path(options.out)
-    if existing := [path for path in (options.out, begun) if path.exists() and not options.resume]:
-        raise InputError(f"{existing[0]}: exists; go on with it by --resume, or choose another --out")
-    clusters = [Cluster.parse(text) for text in options.devices]
-    held_out = workloads.hold_out(options.hold_out)
-    _check_held_out((*options.graphs, *options.validation), held_out)
-    policy, origin = _policy(options, held_out)
-    pairs, kept = _without_families(_pairs(options.graphs, clusters, held_out), options.validation_families)
-    config = TrainingConfig(
-        seed=options.seed,
-        updates=options.updates,
-        graphs_per_update=options.graphs_per_update
-        or (MAX_GRAPHS_PER_UPDATE if options.randomize else min(len(pairs), MAX_GRAPHS_PER_UPDATE)),
-        samples=options.samples or SAMPLES,
-        learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
-        validate_every=options.validate_every or VALIDATE_EVERY,
-        ppo=_objective(policy),
+    trained = run(
+        TrainOptions(
+            graphs=graphs,
+            devices=devices or (),
+            hold_out=hold_out or (),
+            out=out,
+            resume=resume,
+            start=start,
+            policy=policy,
+            styles=styles,
+            updates=updates,
+            budget=budget,
+            graphs_per_update=graphs_per_update,
+            samples=samples,
+            learning_rate=learning_rate,
+            randomize=randomize,
+            validation=validation or (),
+            validation_families=validation_family or (),
+            validate_every=validate_every,
+            pool=pool,
+            save_every=save_every,
+            seed=seed,
+            threads=threads,
+            tensorboard=tensorboard,
+            command=shlex.join(["gdp", *sys.argv[1:]]),
+        ),
+        partial(warm_up, ("gdp-zero-shot",)),
     )
-    config = replace(config, pool=_pool(options, policy, pairs, config.graphs_per_update))
-    task_config = _task_config(options, policy, pairs)
-    tasks = Tasks(pairs, task_config, options.seed)
-    validation = _validation([*_pairs(options.validation, clusters, held_out), *kept], task_config)
-    seconds = None if limit is None else limit.seconds
-    line = StatusLine(f"training {policy.name}")
-    warm_up()
-
-    def report(progress: TrainingProgress) -> None:
-        line.say(f"training {policy.name}: {training_sentence(progress)}", progress.seconds_left)
-
-    with Processes.join() as processes, stop_on_interrupt() as stop:
-        if options.styles is not None and processes.count > 1:
-            raise InputError("--styles: trains in one process; start it without torchrun")
-        if options.resume and not begun.exists() and processes.is_first:
-            log(f"gdp: {begun}: no such file yet, training starts anew")
-        policy.to(processes.device)
-        with live(line) if processes.is_first else contextlib.nullcontext():
-            training_run = TrainingRun(
-                resume=options.resume,
-                save_every=options.save_every or SAVE_EVERY,
-                seconds=seconds,
-                stop=stop,
-                tensorboard=options.tensorboard,
-                num_threads=options.threads,
-                processes=processes,
-                on_update=report,
-            )
-            provenance = Provenance(origin=origin, held_out=held_out, command=options.command)
-            more: Any = {"validation": validation, "provenance": provenance, "run": training_run}
-            if options.styles is None:
-                progress = train(policy, tasks, config, options.out, **more)
-            else:
-                assert isinstance(policy, SchedulerPolicy)
-                progress = train_styles(policy, tasks, _style_config(options), options.out, **more)
-        return Trained(policy, progress, options, stop.is_set(), processes.is_first)
-
-
-def _check_styles(options: TrainOptions) -> None:
-    """Raises InputError for options that mean nothing to --styles."""
-    if options.styles is None:
-        return
-    if options.start is not None or options.policy not in (None, "default"):
-        raise InputError("--styles: is for a new policy of the name default; leave it out")
-    for name in ("graphs_per_update", "learning_rate", "validate_every", "pool", "save_every"):
-        if getattr(options, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')}: means nothing with --styles; leave one of both out")
-    _style_config(options)
-
-
-def _style_config(options: TrainOptions) -> StyleTrainingConfig:
-    config = StyleTrainingConfig(seed=options.seed, num_tasks=options.updates)
-    if options.samples is None:
-        return config
-    if options.samples % config.num_styles:
-        raise InputError(f"--samples is {options.samples}; with --styles a multiple of {config.num_styles} is expected")
-    return replace(config, num_groupings=options.samples // config.num_styles)
-
-
-def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str]:
-    """Returns (the policy to start with, the origin of its parameters)."""
-    name = options.policy or "default"
-    if options.start is None:
-        changes = {} if options.styles is None else {"style_scorer": options.styles}
-        return checkpoint.new_policy(name, seed=options.seed, **changes), ""
-    policy = checkpoint.load_checkpoint(options.start)
-    if options.policy not in (None, policy.name):
-        raise InputError(f"{options.start}: holds policy {policy.name!r}, not {options.policy!r}; leave --policy out")
-    held_out_before = checkpoint.read_manifest(options.start).get("held_out", ())
-    for family in held_out:
-        if family not in held_out_before:
-            raise InputError(
-                f"{options.start}: was trained without holding {family} out; start from another checkpoint"
-            )
-    return policy, hashlib.sha256(files.read_bytes(options.start)).hexdigest()
-
-
-def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence[str]) -> list[TaskSource]:
-    """Returns each graph on each of `clusters`, or by default on the usual cluster of the graph.
-
-    A directory of `gdp architectures` stands for its graphs, by default without a cluster.
-
-    Raises InputError for a graph without a usual cluster, and for one of a family that is `held_out`.
-    """
-    training_set = [workload.name for workload in workloads.training_set(held_out)]
-    names = [name for text in texts for name in (training_set if text == TRAINING_SET else (text,))]
-    pairs: list[TaskSource] = []
-    places: Sequence[Cluster | None]
-    line = StatusLine("reading graphs")
-    with live(line):
-        for number, name in enumerate(names, 1):
-            line.say(f"reading {name} ({number} of {len(names)})")
-            if GraphSet.is_at(name):
-                places = clusters or [None]
-                pairs += [TaskSource(stored, cluster) for stored in _stored(name) for cluster in places]
-                continue
-            graph = read.read_model(name).graph
-            _check_held_out((graph.name,), held_out, name)
-            workload = workloads.find(graph.name)
-            if workload is None and not clusters:
-                raise InputError(f"{name}: is no built-in workload with devices of its own; name them with --devices")
-            usual = [Cluster.parse(workload.cluster)] if workload is not None else []
-            pairs += [TaskSource(graph, cluster) for cluster in clusters or usual]
-    return pairs
-
-
-def _stored(name: str) -> Sequence[StoredGraph]:
-    graphs = GraphSet.open(name).graphs
-    if not graphs:
-        raise InputError(f"{name}: has no graphs yet; make them with gdp architectures")
-    return graphs
-
-
-def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | None = None) -> None:
-    """Raises InputError for a built-in workload of a family that is `held_out`; `text` is what users wrote."""
-    for name in names:
-        workload = workloads.find(name)
-        if workload is not None and workload.family in held_out:
-            raise InputError(
-                f"{text or name}: is of family {workload.family}, which is held out; leave one of both out"
-            )
-
-
-def _task_config(options: TrainOptions, policy: Policy, pairs: Sequence[TaskSource]) -> TaskConfig:
-    config = TaskConfig(
-        random_share=RANDOM_SHARE if options.randomize else 0.0,
-        layout_share=LAYOUT_SHARE if any(pair.cluster is None for pair in pairs) else 0.0,
-    )
-    most = getattr(cast("Any", policy).config, "max_devices", config.max_devices)
-    return replace(config, max_devices=min(most, config.max_devices), min_devices=min(most, config.min_devices))
-
-
-def _objective(policy: Policy) -> ppo.PPOConfig:
-    if policy.name == "paper":
-        return ppo.PAPER
-    return ppo.PPOConfig() if policy.constructor is None else ppo.CONSTRUCTING
-
-
-def _pool(options: TrainOptions, policy: Policy, pairs: Sequence[TaskSource], num_tasks: int) -> PoolConfig:
-    """Returns the pool asked for; by default a large one where tasks vary, else none: they are kept anyway."""
-    varies = options.randomize or any(pair.cluster is None for pair in pairs)
-    default = MAX_POOL - MAX_POOL % num_tasks if varies and policy.constructor is not None else 0
-    return PoolConfig(size=default if options.pool is None else options.pool)
-
-
-def _without_families(
-    pairs: Sequence[TaskSource], families: Sequence[str]
-) -> tuple[Sequence[TaskSource], Sequence[TaskSource]]:
-    """Returns (the pairs of other families, some pairs of these families of drawn architectures)."""
-    known = sorted({pair.graph.family for pair in pairs if isinstance(pair.graph, StoredGraph)})
-    for family in families:
-        if family not in known:
-            raise InputError(
-                f"--validation-family {family}: no directory has graphs of it; one of {', '.join(known)} is expected"
-            )
-    of_family = {
-        family: [pair for pair in pairs if isinstance(pair.graph, StoredGraph) and pair.graph.family == family]
-        for family in families
-    }
-    kept = [pair for some in of_family.values() for pair in some]
-    few = [pair for some in of_family.values() for pair in some[: MAX_VALIDATION_GRAPHS // len(of_family)]]
-    return [pair for pair in pairs if pair not in kept], few
-
-
-def _validation(pairs: Sequence[TaskSource], config: TaskConfig) -> list[TrainingTask]:
-    """Returns the task of each validation graph as it is, for all seeds alike."""
-    drawn = replace(config, random_share=0.0, layout_share=LAYOUT_SHARE)
-    tasks = Tasks(pairs, drawn, seed=0) if pairs else None
-    return [tasks.unvaried(number) for number in range(len(pairs))] if tasks else []
+    if trained.is_first and json:
+        print_json(trained.to_document())
+    elif trained.is_first:
+        print_text(trained.to_text())
+    return INTERRUPTED if trained.interrupted else OK

@@ -1,0 +1,95 @@
+"""Parses, calls and prints: `gdp compare`."""
+
+from typing import Annotated
+
+import typer
+
+from gdp.cli.inputs import check_checkpoint, check_placers, check_rivals, find_rivals, read_graph, split_rivals
+from gdp.cli.options import (
+    BudgetOption,
+    CheckpointOption,
+    ConstraintOptions,
+    DevicesOption,
+    JsonOption,
+    ModelArgument,
+    ReadingOptions,
+    ThreadsOption,
+    with_options,
+)
+from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, print_json, show, warm_up
+
+
+@with_options
+def compare(
+    model: ModelArgument,
+    devices: DevicesOption,
+    placers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="Placers, and ddp, zero1, fsdp, megatron: MODEL as users train it on all accelerators. Default: the "
+            "classical placers, auto, and for hf:DIR the modes of accelerate.",
+        ),
+    ] = None,
+    budget: BudgetOption = "30s",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each placer.")] = 3,
+    checkpoint: CheckpointOption = None,
+    *,
+    limits: ConstraintOptions,
+    model_options: ReadingOptions,
+    threads: ThreadsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Run several placers on MODEL and DEVICES with several seeds, each with the whole budget."""
+    from gdp.report import progress
+
+    with progress.live("loading gdp"):
+        from gdp.budget import Budget
+        from gdp.cluster import Cluster
+
+        limit, reading = Budget.parse(budget), model_options.reading()
+        cluster = Cluster.parse(devices)
+        constraints = limits.constraints(cluster)
+        names, rivals = split_rivals(model, placers, model_options.microbatches)
+        check_placers(names)
+        check_checkpoint(checkpoint, names)
+        check_rivals(rivals, model, reading)
+    source = read_graph(model, reading)
+    graph = source.graph
+    title = f"{graph.name} on {cluster.name}"
+    line, runs_left = progress.StatusLine(title), len(names) * seeds
+    with progress.live(f"preparing {title}"):
+        modes = find_rivals(rivals, model, reading, cluster, constraints)
+    warm_up(names)
+    from gdp.planning.compare import compare as run
+    from gdp.report import console, documents
+
+    def on_start(placer: str, seed: int) -> None:
+        nonlocal runs_left
+        seconds_left = None if limit.seconds is None else runs_left * limit.seconds
+        line.say(f"{title}: {placer}, seed {seed}", seconds_left)
+        runs_left -= 1
+
+    with progress.stop_on_interrupt() as stop, progress.live(line):
+        comparison = run(
+            graph,
+            cluster,
+            constraints,
+            placers=names,
+            rivals=modes,
+            budget=limit,
+            seeds=seeds,
+            checkpoint=checkpoint,
+            num_threads=threads,
+            on_start=on_start,
+            stop=stop,
+        )
+    if json:
+        print_json(documents.compare_document(graph, cluster, comparison, str(limit), source.served))
+    else:
+        show(console.compare_report(comparison, source.served))
+    if comparison.interrupted:
+        return INTERRUPTED
+    if all(row.step_time_ns is None for row in comparison.rows):
+        return fail("nothing fits in memory; `gdp place` says how much is missing", NOTHING_FITS)
+    return OK
