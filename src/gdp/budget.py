@@ -42,6 +42,13 @@ class Budget:
         return cls(seconds=float(number) * _SECONDS[unit])
 
     @classmethod
+    def parse_time(cls, text: str) -> "Budget":
+        """Reads a time as `parse` does; refuses a number of simulations."""
+        if re.fullmatch(r"[0-9.]+(ms|s|min|m|h)", text.strip()) is None:
+            raise InputError(f"budget is {text!r}; a time such as 30s or 2m is expected")
+        return cls.parse(text)
+
+    @classmethod
     def of(cls, value: "Budget | str | float") -> "Budget":
         """Returns `value`; text is parsed, and a number is seconds."""
         if isinstance(value, Budget):

@@ -626,6 +626,11 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["bench", "paper", "--checkpoints", "directory", "--hdp-factor", "0"], ["hdp_factor is 0.0"]),
     (["bench", "generalization", "--checkpoints", "directory", "--workloads", "gnmt-5"], ["'gnmt-5'"]),
     (["bench", "generalization", "--checkpoints", "directory", "--fine-tune-budget", "fast"], ["budget is 'fast'"]),
+    (["bench", "trained", "--checkpoint", "none", "--budget", "abc"], ["budget is 'abc'; a time such as 30s or 2m is"]),
+    (["bench", "search", "--rows", "graph.json.gz"], ["graph.json.gz is no directory; choose another place"]),
+    (["bench", "search", "--out", "graph.json.gz"], ["graph.json.gz is no directory; choose another place"]),
+    (["architectures", "graph.json.gz", "--count", "2"], ["graph.json.gz is no directory; choose another place"]),
+    (["architectures", "new", "--count", "2", "--family", "nope"], ["'nope' is unknown; one of cells, residual, "]),
     (["bench", "execution", "--against", "dpd"], ["bench execution: no arm 'dpd'; did you mean ddp"]),
     (["place", "gnmt/l9", "--devices", DEVICES], ["'gnmt/l9': no variant of that name", "gdp workloads --variants"]),
 ]

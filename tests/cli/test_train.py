@@ -83,8 +83,9 @@ def test_drawn_graphs_are_made_and_trained_on(
     assert manifest["clusters"] == []
     status, _, err = run(*train("--resume", "--updates", "2"), graphs=("drawn", "chain.json.gz"))
     assert (status, "resume with the same arguments" in err) == (2, True), err
-    assert main([*arguments[:4], "--family", "table"]) == 2
-    assert "did you mean" in capsys.readouterr().err.lower()
+    Path("empty").mkdir()
+    status, _, err = run(*train(out="other"), graphs=("empty",))
+    assert (status, "empty: is a directory without set.json; make its graphs with gdp arch" in err) == (2, True), err
 
 
 def test_a_style_scorer_is_trained_on_outcomes(run: Run) -> None:
@@ -109,6 +110,48 @@ def test_samples_are_the_styles_of_a_problem(run: Run) -> None:
     Path(OUT).unlink()
     status, _, err = run("--styles", "8", "--updates", "2", "--samples", "16", "--out", OUT)
     assert (status, "tiny.outcomes: exists; go on with it by --resume" in err) == (2, True), err
+
+
+def test_styles_resume_from_their_own_checkpoint_and_outcomes_alone(run: Run) -> None:
+    """Neither a checkpoint of ordinary training is overwritten, nor one of another size, nor one without outcomes."""
+    args = ("--updates", "1", "--samples", "8", "--out", OUT, "--resume")
+    assert run(*train(out="plain.safetensors"))[0] == 0
+    assert run("--styles", "8", *args)[0] == 0  # nothing is there yet: it starts anew
+    ordinary, scorer, outcomes = Path("plain.safetensors").read_bytes(), Path(OUT).read_bytes(), Path("tiny.outcomes")
+    for styles, content, message in (
+        ("16", scorer, "tiny.safetensors: was trained with --styles 8, not 16"),
+        ("8", ordinary, "tiny.safetensors: was trained without --styles; leave it out"),
+        ("16", None, "is of a run with other options"),
+        ("8", scorer, "tiny.safetensors: its outcomes are not in tiny.outcomes; choose another --out"),
+    ):
+        if content is None:
+            Path(OUT).unlink()
+        else:
+            Path(OUT).write_bytes(content)
+        if "outcomes are not" in message:
+            outcomes.rename("moved")
+        status, out, err = run("--styles", styles, *args)
+        assert (status, out, len(err.splitlines())) == (2, "", 1), err
+        assert message in err
+        assert (Path(OUT).read_bytes() if Path(OUT).exists() else None) == content
+
+
+def test_a_graph_file_that_is_damaged_is_named_and_made_anew(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(BuiltIns, "read", lambda: BuiltIns({"none": np.zeros(1, np.uint64)}))
+    make = ["architectures", "drawn", "--count", "2", "--family", "tables"]
+    assert main(make) == 0
+    path, index = Path("drawn/graph-000000.json.gz"), Path("drawn/set.json").read_bytes()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000])
+    capsys.readouterr()
+    status, _, err = run(*train(), graphs=("drawn",), devices=None)
+    assert (status, len(err.splitlines())) == (2, 1), err
+    assert f"{path}: truncated or damaged gzip; write or copy the file again, or delete it and run gdp arch" in err
+    path.unlink()
+    assert main([*make[:3], "1", *make[4:]]) == 0
+    assert (path.read_bytes(), Path("drawn/set.json").read_bytes()) == (whole, index)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -150,7 +193,7 @@ def test_the_seed_alone_decides(run: Run) -> None:
         (["--styles", "8", "--out", OUT, "--pool", "8"], "--pool: means nothing with --styles; leave one of both out"),
         (["--styles", "8", "--out", OUT, "--save-every", "8"], "--save-every: means nothing with --styles"),
         (["--styles", "8", "--out", OUT, "--samples", "12"], "--samples is 12; with --styles a multiple of 8 is"),
-        (train("--budget", "100sims"), "--budget is '100sims'; a time such as 10m is expected"),
+        (train("--budget", "100sims"), "budget is '100sims'; a time such as 30s or 2m is expected"),
         (train("--from", "graph.txt"), "graph.txt: no such file"),
         (train("--from", "random.json.gz"), "random.json.gz: truncated, or no safetensors file"),
         (train(out="."), ".: is a directory; name a file"),

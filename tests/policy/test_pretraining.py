@@ -162,9 +162,14 @@ def test_resume_of_another_run_names_the_difference_and_overwrites_nothing(tmp_p
         (tiny_tasks(), tiny_training(5), "training.updates = 4, not 5"),
         (tiny_tasks(), tiny_training(4, ppo=PAPER), "training.ppo.reward = 'relative', not 'paper'"),
         (tiny_tasks(seed=1), tiny_training(4), "tasks.seed = 0, not 1"),
-        (Tasks([graph], TaskConfig(), 0), tiny_training(4), "tasks.config.random_share = 0.5, not 0.0"),
+        (tiny_tasks(seed=1), tiny_training(5), "training.updates = 4, not 5, and tasks.seed = 0, not 1"),
+        (
+            Tasks([graph], TaskConfig(), 0),
+            tiny_training(4),
+            "other graphs or devices, and tasks.config.random_share = 0.5, not 0.0",
+        ),
     ):
-        with pytest.raises(InputError, match=f"{out}: was trained with {difference}; resume with the same arguments"):
+        with pytest.raises(InputError, match=f"{out}: was trained with {difference}.*; resume with the same arguments"):
             train(tiny_policy(), tasks, config, out, run=TrainingRun(resume=True))
     assert out.read_bytes() == before
 

@@ -173,6 +173,15 @@ def test_a_run_that_has_ended_goes_on_to_more_tasks(tmp_path: Path, monkeypatch:
     assert same(whole, out)
 
 
+def test_a_run_does_not_go_back_to_fewer_tasks(tmp_path: Path) -> None:
+    out = tmp_path / "mine.safetensors"
+    trained(out, num_tasks=3)
+    before = out.read_bytes()
+    with pytest.raises(InputError, match="3 updates were made already; --updates of at least 3 is expected"):
+        trained(out, TrainingRun(resume=True), num_tasks=2)
+    assert out.read_bytes() == before
+
+
 def test_fits_follow_at_twice_as_many_tasks() -> None:
     config = StyleTrainingConfig(first_fit=25)
     assert [config.last_fit(number) for number in (24, 25, 49, 50, 99, 100, 5000)] == [0, 25, 25, 50, 50, 100, 3200]

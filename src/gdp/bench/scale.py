@@ -32,7 +32,7 @@ from gdp.models.read import read_part
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
-from gdp.planning.fixed_time import search_s
+from gdp.planning.fixed_time import search_s, written_s
 from gdp.planning.warm_up import warm_up
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.dispatch import best_dispatch
@@ -219,7 +219,7 @@ def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -
         phases.time(AS_JSON[0], lambda: Graph.load(other))
     problem, bound_ns = _time_fixed(phases, cut, cluster)
     by_hand_ns = _by_hand_ns(step, part, problem)
-    search = Budget(seconds=search_s(budget_s, phases.seconds["read"], graph.num_ops))
+    search = Budget(seconds=search_s(budget_s, phases.seconds["read"], written_s(graph.num_ops)))
     plan, first_s, searched_s = _timed_search(
         lambda tell: place(
             graph,
@@ -229,8 +229,7 @@ def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -
             on_progress=lambda progress: tell(progress.feasible),
         )
     )
-    written_s = _write(phases, plan)
-    total_s = phases.seconds["read"] + searched_s + written_s
+    total_s = phases.seconds["read"] + searched_s + _write(phases, plan)
     figures = _figures(graph.num_ops, phases, first_s, searched_s, total_s, plan, bound_ns)
     return figures | {"by_hand_ns": by_hand_ns}
 
@@ -269,7 +268,7 @@ def _measured_choice(model: str, layout: str, cluster: Cluster, budget_s: float)
     parts = Parts.of_model(model)
     parts.exact(1)
     parts.read_ahead(cluster.num_devices)
-    budget = Budget(seconds=search_s(budget_s, 0.0, parts.exact(1).num_ops))
+    budget = Budget(seconds=search_s(budget_s, 0.0, written_s(parts.exact(1).num_ops)))
     choice, first_s, searched_s = _timed_search(
         lambda tell: choose_layout(
             parts,

@@ -74,7 +74,7 @@ class ShortBenchmark(Benchmark):
             if layout:
                 Layout.parse(layout)
         for text in self.budgets:
-            require_seconds(self.name, Budget.parse(text), "0.5s")
+            require_seconds(self.name, Budget.parse_time(text), "0.5s")
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
         """Returns [budget][problem] rows, and means over the problems of each part."""

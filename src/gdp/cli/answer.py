@@ -154,7 +154,8 @@ def _written(question: PlaceQuestion, found: "KeptAnswer", problem: "Problem", s
     """Returns the answer with its files; one that does not fit has none, but changes with which one would."""
     from gdp.simulator.simulate import replay
 
-    simulation, files = replay(problem, found.plan), question.files_of(problem)
+    simulation, files = replay(problem, found.plan), question.files_of(problem).suited_to(problem)
     if found.plan.status == "ok":
-        return Answer(found, simulation, files, failure=files.write(found, simulation, stop))
+        latest_s = question.request.latest_s
+        return Answer(found, simulation, files, failure=files.write(found, simulation, stop, latest_s))
     return Answer(found, simulation, files, [] if stop.is_set() else question.changes_that_fit(stop))

@@ -9,7 +9,7 @@ import typer
 
 from gdp.cli.options import JsonOption
 from gdp.cli.shared import INTERRUPTED, OK, print_json, print_text
-from gdp.errors import InputError, suggest
+from gdp.errors import InputError
 
 
 def architectures(
@@ -23,15 +23,19 @@ def architectures(
     json: JsonOption = False,
 ) -> int:
     """Draw architectures and keep the graphs of their training steps, to train policies on; Ctrl-C saves."""
+    from gdp.cli.values import check_writable
+
+    check_writable(directory / "set.json")
     from gdp.policy.training.architectures.draw import DEFAULT, FAMILIES
-    from gdp.policy.training.architectures.likeness import BuiltIns
-    from gdp.policy.training.graph_set import make_set
-    from gdp.report.progress import StatusLine, live, stop_on_interrupt
 
     families = tuple(dict.fromkeys(family or DEFAULT))
     for name in families:
         if name not in FAMILIES:
-            raise InputError(f"--family: {name!r} is unknown; {suggest(name, tuple(FAMILIES))}")
+            raise InputError(f"--family: {name!r} is unknown; one of {', '.join(FAMILIES)} is expected")
+    from gdp.policy.training.architectures.likeness import BuiltIns
+    from gdp.policy.training.graph_set import make_set
+    from gdp.report.progress import StatusLine, live, stop_on_interrupt
+
     line = StatusLine("reading built-in workloads")
     drawn, began = list[int](), time.process_time()
 

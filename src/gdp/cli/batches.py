@@ -41,7 +41,8 @@ class BatchesInFlight(PlaceQuestion):
 
     def get_ready(self) -> None:
         """See `PlaceQuestion`."""
-        warm_up(("auto",), self.problem)
+        compiled_s = warm_up(("auto",), self.problem)
+        self.request = self.request.later(compiled_s).within_budget(self.files.written_s(self.problem.num_ops))
 
     def find(self, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
         """See `PlaceQuestion`."""

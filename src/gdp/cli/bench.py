@@ -74,7 +74,7 @@ def bench_machines(
     from gdp.budget import Budget
 
     benchmark = MachinesBenchmark(
-        budget=Budget.parse(budget),
+        budget=Budget.parse_time(budget),
         seeds=seeds,
         workloads=workloads_in(workloads, NAMES),
         machines=names_in(machines, tuple(machine.name for machine in MACHINES)),
@@ -97,7 +97,7 @@ def bench_ecosystem(
     from gdp.budget import Budget
 
     benchmark = EcosystemBenchmark(
-        budget=Budget.parse(budget),
+        budget=Budget.parse_time(budget),
         seeds=seeds,
         models=names_in(models, NAMES),
         machines=names_in(machines, tuple(machine.name for machine in MACHINES)),
@@ -119,7 +119,9 @@ def bench_microbatches(
     from gdp.budget import Budget
 
     names = names_in(models, tuple(MODELS))
-    return show_page(MicrobatchesBenchmark(budget=Budget.parse(budget), seeds=seeds, models=names), out, rows, json)
+    return show_page(
+        MicrobatchesBenchmark(budget=Budget.parse_time(budget), seeds=seeds, models=names), out, rows, json
+    )
 
 
 @bench_app.command("scale")
@@ -134,7 +136,7 @@ def bench_scale(
     from gdp.bench.scale import DEVICES, ScaleBenchmark
     from gdp.budget import Budget
 
-    benchmark = ScaleBenchmark(budget=Budget.parse(budget), devices=names_in(devices, DEVICES))
+    benchmark = ScaleBenchmark(budget=Budget.parse_time(budget), devices=names_in(devices, DEVICES))
     return show_page(benchmark, out, rows, json)
 
 

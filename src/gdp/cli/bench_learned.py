@@ -148,7 +148,7 @@ def bench_trained(
         checkpoint=tuple(checkpoint),
         drawn=drawn,
         graphs=graphs,
-        budget=Budget.parse(budget),
+        budget=Budget.parse_time(budget),
         seeds=seeds,
         workloads=workloads_in(workloads, built_in.names()),
     )
@@ -171,7 +171,9 @@ def bench_ablation(
     from gdp.budget import Budget
 
     families = tuple(hold_out or HOLD_OUT)
-    return show_page(AblationBenchmark(budget=Budget.parse(budget), seeds=seeds, hold_out=families), out, rows, json)
+    return show_page(
+        AblationBenchmark(budget=Budget.parse_time(budget), seeds=seeds, hold_out=families), out, rows, json
+    )
 
 
 @learned_app.command("convergence")
@@ -192,7 +194,7 @@ def bench_convergence(
     from gdp.budget import Budget
 
     benchmark = ConvergenceBenchmark(
-        budget=Budget.parse(budget),
+        budget=Budget.parse_time(budget),
         seeds=seeds,
         workloads=workloads_in(workloads, WORKLOADS),
         checkpoints=checkpoints,

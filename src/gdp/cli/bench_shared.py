@@ -40,6 +40,12 @@ def workloads_in(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
 
 def show_page(benchmark: "Benchmark", out: Path | None, rows: Path | None, json: bool) -> int:
     """Runs a benchmark, writes what was asked for and prints the page. Returns the exit status."""
+    from gdp.cli.values import check_writable
+
+    if rows is not None:
+        check_writable(rows / "row.json")
+    if out is not None:
+        check_writable(out if out.suffix == ".md" else out / "rows" / "row.json")
     figures = benchmark.run(out=out, rows=rows, say=log)
     if json:
         print_json(figures)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
 
+IN_JSON, IN_COLUMNS = "graph.json.gz", "graph.safetensors"
+GRAPH_FILES = IN_JSON, IN_COLUMNS
+"""Names of the graph beside a plan."""
+
 
 def read_graph(text: str, reading: "Reading") -> "Model":
     """Reads MODEL, and says in notes where its graph may not be the one that the user means."""
@@ -195,8 +199,8 @@ def problem_of_plan(
 
     reading = model_options.reading()
     model_options.check_has_model(graph)
-    cluster = Cluster.parse(_named_or_beside(path, devices, "cluster.json", "its devices", "--devices"))
-    source = read_planned(_named_or_beside(path, graph, "graph.json.gz", "its graph", "--graph"), reading, plan).graph
+    cluster = Cluster.parse(_named_or_beside(path, devices, ("cluster.json",), "its devices", "--devices"))
+    source = read_planned(_named_or_beside(path, graph, GRAPH_FILES, "its graph", "--graph"), reading, plan).graph
     try:
         plan.check_belongs(source, cluster)
     except InputError as error:
@@ -204,16 +208,18 @@ def problem_of_plan(
     return build_problem(source, cluster, limits.constraints(cluster))
 
 
-def _named_or_beside(plan: Path, text: str | None, name: str, meaning: str, option: str) -> str:
-    beside = plan.with_name(name)
-    if text is None and not os.path.isfile(beside):
-        raise InputError(f"{plan}: no {name} beside it; name {meaning} with {option}")
-    return text or str(beside)
+def _named_or_beside(plan: Path, text: str | None, names: Sequence[str], meaning: str, option: str) -> str:
+    if text is not None:
+        return text
+    for beside in map(plan.with_name, names):
+        if os.path.isfile(beside):
+            return str(beside)
+    raise InputError(f"{plan}: no {names[0]} beside it; name {meaning} with {option}")
 
 
 def check_spares_plan(option: str, path: Path, plan: Path) -> None:
     """Raises InputError if writing `path` would overwrite the plan or the files that are read beside it."""
-    needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, "graph.json.gz", "cluster.json")}
+    needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, *GRAPH_FILES, "cluster.json")}
     if os.path.realpath(path) in needed:
         raise InputError(f"{option} {path}: the plan needs that file; name another one")
 

@@ -50,7 +50,8 @@ class OpPlacement(PlaceQuestion):
     def get_ready(self) -> None:
         """See `PlaceQuestion`."""
         compiled_s = warm_up((self.request.placer,), self.problem)
-        self.request = self.request.within_budget(self.model, compiled_s, self.files.num_large)
+        written_s = self.files.written_s(self.problem.num_ops)
+        self.request = self.request.later(compiled_s).within_budget(written_s)
 
     def find(self, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
         """See `PlaceQuestion`; the problem is of another graph where weights are offloaded."""

@@ -1,6 +1,7 @@
 """Chooses how the batch of a training step is cut: `gdp place`, where the batch can be split."""
 
 import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,11 +77,14 @@ class LayoutChoice(PlaceQuestion):
         """See `PlaceQuestion`."""
         from gdp.report.progress import live
 
+        began, num_parts = time.monotonic(), 1 if self.layout is None else self.layout.num_parts
         if self.layout is None:
             with live(f"reading a part of the batch of {self.model.graph.name}"):
                 self.parts.read_ahead(self.request.cluster.num_devices)
+        read_s = time.monotonic() - began
         compiled_s = warm_up((AUTO,), self.whole)
-        self.request = self.request.within_budget(self.model, compiled_s, self.files.num_large)
+        written_s = self.files.written_s(self.whole.num_ops * num_parts)
+        self.request = self.request.later(read_s + compiled_s).within_budget(written_s)
 
     def find(self, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
         """See `PlaceQuestion`."""
@@ -93,7 +97,9 @@ class LayoutChoice(PlaceQuestion):
         choice = self._chosen(stop)
         assert choice.trial.candidate is not None
         problem = choice.trial.candidate.replay.problem
-        plan, advice = _beside_single(request, parts, _under_noise(request, choice.plan, self.clock)), None
+        plan, advice = choice.plan, None
+        if not stop.is_set():
+            plan = _beside_single(request, parts, _under_noise(request, plan, self.clock))
         if request.with_advice and plan.status == "ok":
             if choice.trial.is_whole:
                 advice = find_advice(request, problem, plan, stop)
@@ -133,12 +139,11 @@ class LayoutChoice(PlaceQuestion):
     def _advice(self, choice: "Choice", num_ops: int) -> "Advice":
         """Returns what layouts on other machines would give; files of `num_ops` are written after it."""
         from gdp.budget import Clock
-        from gdp.planning.fixed_time import written_s
         from gdp.planning.layout_advice import advise_on_layouts
         from gdp.report.progress import StatusLine, live
         from gdp.report.tables import format_ms
 
-        request, last_s = self.request, written_s(num_ops, self.files.num_large)
+        request, last_s = self.request, self.files.written_s(num_ops)
         clock = Clock(advice_budget(request, self.clock.seconds, last_s), stop=self.clock.stop)
         text = f"{self.model.graph.name}: {format_ms(choice.plan.step_time_ns)}; estimating other machines"
         with live(StatusLine(text, clock.seconds_left)):

@@ -1,5 +1,6 @@
 """Finds the best plan, with advice on the machine: `gdp place`."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,7 +101,7 @@ def place(
         from gdp.cluster import Cluster
         from gdp.planning.sweep import Sweep
 
-        limit = Budget.parse(budget)
+        began_s, limit = time.monotonic(), Budget.parse(budget)
         table = None if sweep is None else Sweep.parse(sweep)
         reading = model_options.reading()
         cluster = Cluster.parse(devices)
@@ -123,6 +124,7 @@ def place(
             json=json,
             target=_target(target, target_options, placer, sweep, checkpoint),
             limits=limits,
+            began_s=began_s,
         )
         check_placers([placer])
         check_checkpoint(checkpoint, [placer])
@@ -144,7 +146,9 @@ def _question(request: PlaceRequest, parallel: str | None, batches: int | None, 
         layout = None if parallel in (None, AUTO) else Layout.parse(parallel)
     files = PlanFiles.of(request)
     files.check()
+    began = time.monotonic()
     model = request.read()
+    request = request.later(time.monotonic() - began if model.is_captured else 0.0)
     if batches is not None:
         return BatchesInFlight(request, files, model, batches)
     if is_of_layouts:

@@ -1,14 +1,17 @@
 """The files that `gdp place` writes: their names, which spare plans of other graphs, and what became of them."""
 
 import contextlib
+import math
 import shlex
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gdp.cli.inputs import GRAPH_FILES, IN_COLUMNS, IN_JSON
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import log
 from gdp.errors import InputError
@@ -16,10 +19,12 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.planning.plan_cache import KeptAnswer
+    from gdp.simulator.problem import Problem
     from gdp.simulator.simulate import Simulation
 
 
-_MANY_OPS = 50_000  # to write all of them into a file takes half a second
+_MANY_OPS = 50_000  # whose graph is written in columns, and the report if there is time: it takes half a second
+_MANY_DEVICES = 128  # whose links take as long: 16,000 of them
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,27 @@ class PlanFiles:
             # a graph with measured times, or costs of the user's, is nowhere else
             is_elsewhere = request.times is None and request.reading.op_costs is None
             return cls(Path("plan.json"), None if is_elsewhere else Path("graph.json.gz"), None, None, False)
-        return cls(out / "plan.json", out / "graph.json.gz", out / "cluster.json", out / "report.html", True)
+        return cls(out / "plan.json", out / IN_JSON, out / "cluster.json", out / "report.html", True)
 
     def with_graph(self) -> "PlanFiles":
         """Returns the same files with the graph, beside the plan."""
         name = self.plan.name.replace("plan", "graph", 1) + ".gz"
         return replace(self, graph=self.graph or self.plan.with_name(name))
 
-    @property
-    def num_large(self) -> int:
-        """The number of files with all ops of the graph, beside the plan."""
-        return sum(path is not None for path in (self.graph, self.report))
+    def suited_to(self, problem: "Problem") -> "PlanFiles":
+        """Returns the files of a plan for `problem`: large graphs in columns, and no cluster of very many devices."""
+        is_large = problem.num_ops > _MANY_OPS and self.graph is not None and self.graph.name == IN_JSON
+        files = replace(self, graph=self.graph.with_name(IN_COLUMNS)) if is_large and self.graph is not None else self
+        if files.cluster is not None and problem.num_devices > _MANY_DEVICES:
+            log(f"gdp: note: {files.cluster} is not written, for it is long; commands on the plan need --devices")
+            return replace(files, cluster=None)
+        return files
+
+    def written_s(self, num_ops: int) -> float:
+        """Returns about how long it takes to write them for a step of `num_ops`."""
+        from gdp.planning.fixed_time import written_s
+
+        return written_s(num_ops, has_graph=self.graph is not None, has_report=self.report is not None)
 
     def check(self) -> None:
         """Raises InputError if one cannot be written."""
@@ -81,12 +96,18 @@ class PlanFiles:
         return PlanFiles(plan, kept, None, None, False, note)
 
     def write(
-        self, answer: "KeptAnswer", simulation: "Simulation", stop: threading.Event | None = None
+        self,
+        answer: "KeptAnswer",
+        simulation: "Simulation",
+        stop: threading.Event | None = None,
+        latest_s: float = math.inf,
     ) -> InputError | None:
         """Writes all of them, the plan first; returns the error that ended it, if any.
 
-        After `stop` no files are written that would take seconds; a note says which.
+        After `stop` no files are written that would take seconds, and no long report that would end after `latest_s`,
+        by `time.monotonic`; notes say which.
         """
+        from gdp.planning.fixed_time import report_s
         from gdp.report.layout_answer import LayoutAnswer
         from gdp.report.page import write_page
         from gdp.report.page_data import PageData
@@ -110,12 +131,17 @@ class PlanFiles:
                     if path is None:
                         continue
                     is_long = path in (self.graph, self.report) and problem.num_ops > _MANY_OPS
-                    if is_long and stop is not None and stop.is_set():
-                        log(f"gdp: note: {path} is not written, for that takes seconds")
+                    is_stopped = stop is not None and stop.is_set()
+                    is_late = path == self.report and time.monotonic() + report_s(problem.num_ops) > latest_s
+                    if is_long and (is_stopped or is_late):
+                        reason = "that takes seconds" if is_stopped else "that takes longer than the budget has"
+                        log(f"gdp: note: {path} is not written, for {reason}")
                         continue
                     line.say(f"writing {path}")
                     write(path)
                     self.written.append(path)
+                    if path == self.graph and self.are_asked_for:
+                        _remove_other_form(path)
         except InputError as error:
             return error
         return None
@@ -129,7 +155,7 @@ class PlanFiles:
         """Returns the command to go on with: of the plan, with the options that its graph needs."""
         # the devices of this machine may have changed by then
         placed_on = str(self.cluster) if self.cluster is not None and request.is_local else request.devices
-        model = str(self.graph or request.model)
+        model = str(self.graph if self.graph in self.written else request.model)
         if request.target is None:
             command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(self.plan)]
         else:
@@ -147,6 +173,13 @@ class PlanFiles:
             command += ["--dtype", reading.dtype] if reading.dtype else []
             command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
         return shlex.join(command)
+
+
+def _remove_other_form(graph: Path) -> None:
+    """Removes the graph of an earlier plan in the same place, which would be read instead of `graph`."""
+    if graph.name in GRAPH_FILES:
+        for name in set(GRAPH_FILES) - {graph.name}:
+            graph.with_name(name).unlink(missing_ok=True)
 
 
 def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,8 @@ class PlaceRequest:
     json: bool
     target: "ExportTarget | None"
     limits: "ConstraintOptions"  # as given, for the next command
-    began_s: float = field(default_factory=time.monotonic)  # when the command began
+    began_s: float = field(default_factory=time.monotonic)  # when the budget began, by `time.monotonic`
+    latest_s: float = math.inf  # when all files are to be written
 
     def read(self) -> "Model":
         """Reads the model's graph, with measured times if --times has some."""
@@ -81,19 +83,23 @@ class PlaceRequest:
             return self
         return replace(self, robust=min(round(noise, 4), 0.49))
 
-    def within_budget(self, model: "Model", compiled_s: float, num_files: int) -> "PlaceRequest":
+    def later(self, seconds: float) -> "PlaceRequest":
+        """Returns the request whose budget begins `seconds` later: to capture and to compile come on top of it."""
+        return replace(self, began_s=self.began_s + seconds)
+
+    def within_budget(self, written_s: float) -> "PlaceRequest":
         """Returns the request with the budget that is left: seconds include reading a graph file, and writing.
 
-        To capture the model and to compile kernels are not included. At least half of the budget stays for the answer.
+        Writing takes `written_s`. At least half of the budget stays for the answer.
         """
         from gdp.budget import Budget
-        from gdp.planning.fixed_time import search_s
+        from gdp.planning.fixed_time import latest_s, search_s
 
         total_s = self.budget.seconds
         if total_s is None:
             return self
-        spent_s = 0.0 if model.is_captured else time.monotonic() - self.began_s - compiled_s
-        return replace(self, budget=Budget(seconds=search_s(total_s, spent_s, model.graph.num_ops, num_files)))
+        left = Budget(seconds=search_s(total_s, time.monotonic() - self.began_s, written_s))
+        return replace(self, budget=left, latest_s=self.began_s + latest_s(total_s))
 
     def cache_entry(self, graph: "Graph", layouts: Sequence[object] = ()) -> Path | None:
         """Returns the file that keeps the answer; None with --no-cache. `layouts`: the layouts that are asked for."""

@@ -26,21 +26,23 @@ _ASCII = str.maketrans("─…▁▂▃▄▅▆▇█", "-~.:-=+*#@")  # of tab
 def warm_up(placers: Collection[str] = ("auto",), problem: "Problem | None" = None) -> float:
     """Compiles what `placers` run on `problem`, and says how far that is; without placers, what simulates.
 
-    Returns the seconds that it took.
+    Returns the seconds that it took, or 0 where all came from the cache.
     """
     from gdp.planning import warm_up
     from gdp.report.progress import StatusLine, live
 
-    began = time.monotonic()
+    began, compiled = time.monotonic(), False
     line = StatusLine("loading compiled code")
 
     def on_kernel(num_ready: int, num_kernels: int) -> None:
+        nonlocal compiled
+        compiled = True
         seconds = time.monotonic() - began
         line.say(f"compiling, once on a machine: {num_ready} of {num_kernels} kernels in {seconds:.0f} s")
 
     with live(line):
         warm_up.warm_up(placers, problem, on_kernel=on_kernel)
-    return time.monotonic() - began
+    return time.monotonic() - began if compiled else 0.0
 
 
 def show(parts: "Iterable[RenderableType]") -> None:

@@ -24,7 +24,7 @@ from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.training import ppo
-from gdp.policy.training.graph_set import GraphSet, StoredGraph
+from gdp.policy.training.graph_set import INDEX, GraphSet, StoredGraph
 from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.processes import Processes
@@ -131,10 +131,8 @@ class Trained:
 
 def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
     """Trains with `options`; `warm_up` compiles after all input is read. Raises InputError for bad ones."""
-    limit = None if options.budget is None else Budget.parse(options.budget)
+    limit = None if options.budget is None else Budget.parse_time(options.budget)
     _check_styles(options)
-    if limit is not None and limit.seconds is None:
-        raise InputError(f"--budget is {options.budget!r}; a time such as 10m is expected")
     if options.tensorboard is not None and find_spec("tensorboard") is None:
         raise InputError(
             f"--tensorboard {options.tensorboard}: tensorboard is not installed; pip install 'gdp-placement[train]'"
@@ -143,6 +141,8 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
     begun = options.out if options.styles is None else outcomes_path(options.out)
     if existing := [path for path in (options.out, begun) if path.exists() and not options.resume]:
         raise InputError(f"{existing[0]}: exists; go on with it by --resume, or choose another --out")
+    if options.resume and options.styles is not None and options.out.exists():
+        _check_resumed_styles(options.out, options.styles)
     clusters = [Cluster.parse(text) for text in options.devices]
     held_out = workloads.hold_out(options.hold_out)
     _check_held_out((*options.graphs, *options.validation), held_out)
@@ -208,6 +208,17 @@ def _check_styles(options: TrainOptions) -> None:
     _style_config(options)
 
 
+def _check_resumed_styles(out: Path, styles: int) -> None:
+    """Raises InputError unless `out` is a checkpoint of `--styles` with the outcomes to go on from."""
+    before = checkpoint.read_checkpoint(out).config.get("style_scorer", 0)
+    if not before:
+        raise InputError(f"{out}: was trained without --styles; leave it out, or choose another --out")
+    if before != styles:
+        raise InputError(f"{out}: was trained with --styles {before}, not {styles}; resume with the same --styles")
+    if not outcomes_path(out).exists():
+        raise InputError(f"{out}: its outcomes are not in {outcomes_path(out)}; choose another --out")
+
+
 def _style_config(options: TrainOptions) -> StyleTrainingConfig:
     config = StyleTrainingConfig(seed=options.seed, num_tasks=options.updates)
     if options.samples is None:
@@ -254,6 +265,8 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
                 places = clusters or [None]
                 pairs += [TaskSource(stored, cluster) for stored in _stored(name) for cluster in places]
                 continue
+            if Path(name).is_dir() and workloads.find(name) is None:
+                raise InputError(f"{name}: is a directory without {INDEX}; make its graphs with gdp architectures")
             graph = read.read_model(name).graph
             _check_held_out((graph.name,), held_out, name)
             workload = workloads.find(graph.name)

@@ -15,6 +15,7 @@ from gdp.errors import InputError, suggest
 _GROUP = re.compile(r"(?:([0-9]+)x)?([^:]*)(?::(.*))?")
 _TOGETHER = re.compile(r"([0-9]+)x\((.*)\)@(?:([0-9]{1,3})x)?([0-9]{1,6})gbit")
 _MACHINES = re.compile(rf"([0-9]+)x({'|'.join(map(re.escape, MACHINES))})")
+_NUM_SHOWN = 100_000  # numbers from here on may be cut off by `_count`; messages do not show them
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +134,14 @@ def _spelled(text: str) -> str:
 
 
 def _count(text: str) -> int:
+    """Returns the number that the first six digits are: more would be too many devices anyway."""
     return int(text[:6])
 
 
 def _check_count(text: str, num_devices: int) -> None:
     if not 1 <= num_devices <= MAX_DEVICES:
-        raise InputError(f"devices {text!r}: these are {num_devices:,} devices; 1 to {MAX_DEVICES:,} are expected")
+        number = f"{num_devices:,}" if num_devices < _NUM_SHOWN else f"more than {MAX_DEVICES:,}"
+        raise InputError(f"devices {text!r}: these are {number} devices; 1 to {MAX_DEVICES:,} are expected")
 
 
 def _parts(local: str, text: str, host: str) -> list[_Part]:
@@ -149,7 +152,7 @@ def _parts(local: str, text: str, host: str) -> list[_Part]:
         if match is None or match[2] not in KINDS:
             name = match[2] if match else group
             raise InputError(f"devices {text!r}: no kind {name!r} is built in; {suggest(name, list(KINDS))}")
-        kind, count = KINDS[match[2]], int((match[1] or "1")[:6])
+        kind, count = KINDS[match[2]], _count(match[1] or "1")
         _check_count(text, count and len(parts) + count)
         override = match[3]
         links = [name for name in LINKS if name.startswith(("pcie", "nvlink"))]

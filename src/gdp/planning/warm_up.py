@@ -19,6 +19,7 @@ from gdp.simulator.simulate import evaluate
 
 _SIMULATION = (
     "bounds.lower_bound",
+    "graph.record_text",
     *(f"simulator.{name}" for name in ("engine", "heaps", "longest_paths", "memory", "simulate")),
 )
 _SEARCH = (
@@ -63,6 +64,7 @@ def warm_up(
         problem = Problem.build(_step(_NUM_OPS), cluster)
         evaluate(problem, np.zeros(problem.num_ops, np.int64))
         lower_bound(problem)
+        assert problem.graph.fingerprint
         if placers:
             _place(_step(_NUM_OPS), cluster, 80)
             _place(_step(_NUM_OPS), cluster, 80, "gdp-zero-shot")

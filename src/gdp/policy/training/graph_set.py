@@ -4,13 +4,14 @@
     graph-000017.json.gz  the row of graph 17, and the graph
 
 Graph files are written whole or not at all, and `set.json` names whole ones only. A graph file that it does not name
-yet, after a kill, is taken over by the next call.
+yet, after a kill, is taken over by the next call, which draws a deleted one again.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SET_FORMAT, GRAPH_FORMAT, VERSION = "gdp-graph-set", "gdp-drawn-graph", 1
 INDEX = "set.json"
+_AGAIN = "delete it and run gdp architectures again"
 _SAVE_EVERY = 50  # graphs
 
 
@@ -54,11 +56,11 @@ class StoredGraph:
         document = _read(self.path)
         with prefixed(self.path):
             if document["row"]["fingerprint"] != self.fingerprint:
-                raise InputError("is not the graph that the set names; make the set again")
+                raise InputError(f"is not the graph that the set names; {_AGAIN}")
             try:
                 return Graph.from_columns(document["graph"])
             except (KeyError, TypeError, ValueError):
-                raise InputError("is damaged; delete it, and make the set again") from None
+                raise InputError(f"is damaged; {_AGAIN}") from None
 
     def row(self) -> dict[str, Any]:
         """Returns what `set.json` has of the graph."""
@@ -156,7 +158,7 @@ def make_set(
         old, new = getattr(before, field.name), getattr(made, field.name)
         if old != new:
             raise InputError(f"{directory}: has graphs of {field.name} {old}, not {new}; name another directory")
-    graphs, references = list(before.graphs), None
+    graphs, references = list(takewhile(lambda graph: graph.path.exists(), before.graphs)), None
 
     def save() -> GraphSet:
         whole = GraphSet(directory, seed, GENERATOR, made.torch, made.families, tuple(graphs))
@@ -166,7 +168,7 @@ def make_set(
     if not GraphSet.is_at(directory):
         save()
     try:
-        for number in range(len(graphs), count):
+        for number in range(len(graphs), max(count, len(before.graphs))):
             if must_stop():
                 break
             path = _path(directory, number)
@@ -202,10 +204,13 @@ def _write(path: Path, drawn: Any) -> None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    document: Mapping[str, Any] = files.read_json(path)
-    with prefixed(path):
-        files.require_header(document, GRAPH_FORMAT, VERSION)
-        files.require_keys(document, "graph", _FIELDS, set(_FIELDS))
+    try:
+        document: Mapping[str, Any] = files.read_json(path)
+        with prefixed(path):
+            files.require_header(document, GRAPH_FORMAT, VERSION)
+            files.require_keys(document, "graph", _FIELDS, set(_FIELDS))
+    except InputError as error:
+        raise InputError(f"{error}, or {_AGAIN if path.exists() else 'run gdp architectures again'}") from None
     return document
 
 

@@ -16,6 +16,8 @@ from gdp.policy.base import Policy
 from gdp.policy.checkpoint import check_tensors, config_document, read_checkpoint
 
 ADAM_EPSILON = 1e-5  # not 1e-8: gradients that are 0 but for rounding would move parameters by whole steps
+_LISTS = {"tasks.sources": "other graphs or devices", "validation": "other validation graphs"}  # of arguments
+_MAX_NAMED = 5  # arguments in a message
 
 
 class TrainingState:
@@ -74,7 +76,7 @@ class TrainingState:
     def restore(self, path: Path, arguments: Mapping[str, Any], num_updates: int) -> None:
         """Restores state and parameters from a checkpoint file of a run of `num_updates` with the same `arguments`.
 
-        Raises InputError for other arguments, naming the first, and for a file without a state to go on from.
+        Raises InputError for other arguments, naming them, and for a file without a state to go on from.
         """
         checkpoint = read_checkpoint(path)
         try:
@@ -96,14 +98,24 @@ class TrainingState:
 
 
 def check_same(arguments_before: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Raises InputError naming the first argument in which a checkpoint's run differs from this one."""
+    """Raises InputError naming the arguments in which a checkpoint's run differs from this one."""
     before, now = _flat(arguments_before), _flat(orjson.loads(orjson.dumps(arguments)))
-    for name in dict.fromkeys([*now, *before]):
-        if before.get(name) != now.get(name):
-            raise InputError(
-                f"was trained with {name} = {_short(before.get(name))}, not {_short(now.get(name))}; "
-                "resume with the same arguments, or train on from it with --from"
-            )
+    names = [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
+    if not names:
+        return
+    if names[0].startswith(("policy", "config")):
+        names = names[:1]  # runs of other policies differ in most arguments
+    differences = [text for prefix, text in _LISTS.items() if any(name.startswith(prefix) for name in names)]
+    differences += [
+        f"{name} = {_short(before.get(name))}, not {_short(now.get(name))}"
+        for name in names
+        if not name.startswith(tuple(_LISTS))
+    ]
+    more = [f"{len(differences) - _MAX_NAMED} more"] if len(differences) > _MAX_NAMED else []
+    raise InputError(
+        f"was trained with {', and '.join(differences[:_MAX_NAMED] + more)}; "
+        "resume with the same arguments, or train on from it with --from"
+    )
 
 
 def _flat(value: object, name: str = "") -> dict[str, Any]:

@@ -77,7 +77,7 @@ def train_styles(
 
     The outcomes of tasks are kept beside it, in `outcomes_path(out)`; a run that resumes goes on from them, and one of
     fewer tasks can be continued. The rank correlation on the `validation` problems is noted after each fit. Raises
-    InputError for outcomes of another run.
+    InputError for outcomes of another run, and for those of more tasks.
     """
     assert policy.styles is not None
     network = policy.styles
@@ -85,9 +85,11 @@ def train_styles(
     correlation: float | None = None
     provenance, run = provenance or Provenance(), run or TrainingRun()
     arguments = {"training": asdict(config), "tasks": tasks.to_document(), "from": provenance.origin}
-    lasting = arguments | {"training": {**asdict(config), "num_tasks": None}}
-    directory, key = outcomes_path(out), files.fingerprint(lasting)
-    outcomes = read_parts(directory, key)[: config.num_tasks] if run.resume else []
+    lasting = {"training": {**asdict(config), "num_tasks": None}, "style_scorer": policy.config.style_scorer}
+    directory, key = outcomes_path(out), files.fingerprint(arguments | lasting)
+    outcomes = read_parts(directory, key) if run.resume else []
+    if (done := len(outcomes)) > config.num_tasks:
+        raise InputError(f"{directory}: {done} updates were made already; --updates of at least {done} is expected")
     constructor = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
 
     def progress() -> TrainingProgress:

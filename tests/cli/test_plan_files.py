@@ -1,0 +1,58 @@
+"""The files of `gdp place --out` for steps of many ops, on many devices, and where the budget is over."""
+
+from pathlib import Path
+
+import pytest
+
+from gdp.bench.graphs import lstm_training_graph
+from gdp.cli import main, plan_files
+from gdp.graph import Graph
+from gdp.planning import fixed_time
+
+STEP = lstm_training_graph(6)
+PLACE = ["place", "step.json.gz", "--no-cache", "--no-advice", "--out", "plans"]
+
+
+@pytest.fixture(autouse=True)
+def many_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the step one of many ops, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    STEP.save("step.json.gz")
+    monkeypatch.setattr(plan_files, "_MANY_OPS", STEP.num_ops - 1)
+
+
+def written() -> set[str]:
+    return {path.name for path in Path("plans").iterdir()}
+
+
+def test_a_large_graph_is_in_columns_and_read_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    placing = [*PLACE, "--devices", "2xp100-pcie-16g", "--budget", "20sims"]
+    assert main(placing) == 0
+    assert written() == {"plan.json", "graph.safetensors", "cluster.json", "report.html"}
+    assert Graph.load("plans/graph.safetensors").fingerprint == STEP.fingerprint
+    assert main(["report", "plans/plan.json", "--out", "again.html"]) == 0
+    monkeypatch.setattr(plan_files, "_MANY_OPS", STEP.num_ops)
+    assert main(placing) == 0
+    assert written() == {"plan.json", "graph.json.gz", "cluster.json", "report.html"}
+
+
+def test_a_report_that_takes_longer_than_the_budget_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fixed_time, "_REPORT_US", 1e9)
+    assert main([*PLACE, "--devices", "2xp100-pcie-16g", "--budget", "1s"]) == 0
+    assert written() == {"plan.json", "graph.safetensors", "cluster.json"}
+    printed = capsys.readouterr()
+    assert "gdp: note: plans/report.html is not written, for that takes longer than the budget has" in printed.err
+    assert "plans/graph.safetensors --devices 2xp100-pcie-16g --plan plans/plan.json" in printed.out
+
+
+def test_a_cluster_of_many_devices_is_not_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    devices = ["--devices", "33x(4xl4-24g)@100gbit"]
+    assert main([*PLACE, *devices, "--budget", "2sims"]) == 0
+    assert written() == {"plan.json", "graph.safetensors", "report.html"}
+    assert "plans/cluster.json is not written" in capsys.readouterr().err
+    assert main(["report", "plans/plan.json", *devices, "--out", "again.html"]) == 0
+    assert main(["report", "plans/plan.json", "--out", "again.html"]) == 2
+    assert "no cluster.json beside it; name its devices with --devices" in capsys.readouterr().err
