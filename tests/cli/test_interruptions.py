@@ -67,15 +67,15 @@ def check(ending: Ending, graph: Graph, out: Path) -> None:
     assert "Traceback" not in ending.err
     assert ending.status in (OK, NOTHING_FITS, INTERRUPTED), ending.err
     left = {path.name for path in out.iterdir()} if out.exists() else set()
-    assert left <= {"plan.json", "graph.json.gz", "cluster.json", "report.html"}
+    assert left <= {"plan.json", "graph.json.gz", "graph.safetensors", "cluster.json", "report.html"}
     if ending.out:
         assert json.loads(ending.out)["status"] in ("ok", "infeasible")
     else:
         assert "gdp: " in ending.err
     if "plan.json" in left:
         assert verify(Problem.build(graph, Cluster.parse(DEVICES)), Plan.load(out / "plan.json")) == []
-    if "graph.json.gz" in left:
-        assert Graph.load(out / "graph.json.gz").fingerprint == graph.fingerprint
+    for name in left & {"graph.json.gz", "graph.safetensors"}:
+        assert Graph.load(out / name).fingerprint == graph.fingerprint
     if "report.html" in left:
         assert (out / "report.html").read_text().rstrip().endswith("</html>")
 
