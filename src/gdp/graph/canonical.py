@@ -109,15 +109,12 @@ def _add(
         size = write_records(
             out,
             last - first,
-            literals,
-            literal_offsets,
             kinds,
             np.ascontiguousarray(values[:, first:last]),
-            texts,
-            text_offsets,
+            (literals, literal_offsets),
+            (texts, text_offsets),
             name_text,
-            offsets[first : last + 1].copy(),
-            numbers,
+            (offsets[first : last + 1].copy(), numbers),
         )
         digest.update(b"," * (first > 0))
         digest.update(out[:size].data)

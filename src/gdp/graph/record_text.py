@@ -27,22 +27,22 @@ def most_bytes(count: int, kinds: I64, literals: Bytes, text_offsets: I64, num_n
 def write_records(
     out: Bytes,
     count: int,
-    literals: Bytes,
-    literal_offsets: I64,
     kinds: I64,
     values: I64,
-    texts: Bytes,
-    text_offsets: I64,
+    literal_table: tuple[Bytes, I64],
+    text_table: tuple[Bytes, I64],
     names: Bytes,
-    list_offsets: I64,
-    listed: I64,
+    lists: tuple[I64, I64],
 ) -> int:
     """Writes `count` records, with commas between them, to `out` [B]; returns their bytes.
 
-    Literal f, `literals[literal_offsets[f]:literal_offsets[f + 1]]`, comes before field f, and the last one after all.
-    `values` [F, R] has numbers, and the places of texts in their table. `names` are the names of all records as JSON,
-    with a byte between them. `listed[list_offsets[r]:list_offsets[r + 1]]` are the numbers of record r.
+    Tables have bytes, and the offset at which each entry begins. Literal f comes before field f, and the last one after
+    all. `values` [F, R] has numbers, and the places of texts in their table. `names` are the names of all records as
+    JSON, with a byte between them. `lists` has the offsets of each record's numbers, and the numbers of all.
     """
+    literals, literal_offsets = literal_table
+    texts, text_offsets = text_table
+    list_offsets, listed = lists
     end, read, num_fields = 0, 0, len(kinds)
     for record in range(count):
         if record > 0:
