@@ -6,8 +6,10 @@ import pytest
 
 from gdp.bench.graphs import lstm_training_graph
 from gdp.cli import main, plan_files
+from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.planning import fixed_time
+from gdp.simulator.problem import Problem
 
 STEP = lstm_training_graph(6)
 PLACE = ["place", "step.json.gz", "--no-cache", "--no-advice", "--out", "plans"]
@@ -33,8 +35,22 @@ def test_a_large_graph_is_in_columns_and_read_beside_the_plan(monkeypatch: pytes
     assert Graph.load("plans/graph.safetensors").fingerprint == STEP.fingerprint
     assert main(["report", "plans/plan.json", "--out", "again.html"]) == 0
     monkeypatch.setattr(plan_files, "_MANY_OPS", STEP.num_ops)
+    before = Path("plans/graph.safetensors").read_bytes()
+    placing[1] = "other.json.gz"
+    lstm_training_graph(5).save("other.json.gz")
     assert main(placing) == 0
-    assert written() == {"plan.json", "graph.json.gz", "cluster.json", "report.html"}
+    assert written() == {"plan.json", "graph.safetensors", "graph.json.gz", "cluster.json", "report.html"}
+    assert Path("plans/graph.safetensors").read_bytes() == before  # it may be the user's own
+    assert main(["report", "plans/plan.json", "--out", "again.html"]) == 0
+
+
+def test_without_out_a_large_graph_keeps_the_name_that_spares_others() -> None:
+    problem = Problem.build(STEP, Cluster.parse("2xp100-pcie-16g"))
+    for is_asked_for, name in ((False, "graph-2.json.gz"), (True, "graph.safetensors")):
+        files = plan_files.PlanFiles(Path("plan-2.json"), Path("graph-2.json.gz"), None, None, is_asked_for)
+        graph = files.suited_to(problem).graph
+        assert graph is not None
+        assert graph.name == name
 
 
 def test_a_report_that_takes_longer_than_the_budget_is_left_out(

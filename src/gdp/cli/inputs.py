@@ -209,12 +209,13 @@ def problem_of_plan(
 
 
 def _named_or_beside(plan: Path, text: str | None, names: Sequence[str], meaning: str, option: str) -> str:
+    """Returns `text`, or else the newest of the files of these `names` beside the plan, which was written with it."""
     if text is not None:
         return text
-    for beside in map(plan.with_name, names):
-        if os.path.isfile(beside):
-            return str(beside)
-    raise InputError(f"{plan}: no {names[0]} beside it; name {meaning} with {option}")
+    there = [path for path in map(plan.with_name, names) if path.is_file()]
+    if not there:
+        raise InputError(f"{plan}: no {names[0]} beside it; name {meaning} with {option}")
+    return str(max(there, key=lambda path: path.stat().st_mtime_ns))
 
 
 def check_spares_plan(option: str, path: Path, plan: Path) -> None:

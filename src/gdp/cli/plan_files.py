@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdp.cli.inputs import GRAPH_FILES, IN_COLUMNS, IN_JSON
+from gdp.cli.inputs import IN_COLUMNS, IN_JSON
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import log
 from gdp.errors import InputError
@@ -46,7 +46,7 @@ class PlanFiles:
         if out is None:
             # a graph with measured times, or costs of the user's, is nowhere else
             is_elsewhere = request.times is None and request.reading.op_costs is None
-            return cls(Path("plan.json"), None if is_elsewhere else Path("graph.json.gz"), None, None, False)
+            return cls(Path("plan.json"), None if is_elsewhere else Path(IN_JSON), None, None, False)
         return cls(out / "plan.json", out / IN_JSON, out / "cluster.json", out / "report.html", True)
 
     def with_graph(self) -> "PlanFiles":
@@ -56,8 +56,9 @@ class PlanFiles:
 
     def suited_to(self, problem: "Problem") -> "PlanFiles":
         """Returns the files of a plan for `problem`: large graphs in columns, and no cluster of very many devices."""
-        is_large = problem.num_ops > _MANY_OPS and self.graph is not None and self.graph.name == IN_JSON
-        files = replace(self, graph=self.graph.with_name(IN_COLUMNS)) if is_large and self.graph is not None else self
+        files = self
+        if self.are_asked_for and self.graph is not None and problem.num_ops > _MANY_OPS:  # else names spare others
+            files = replace(self, graph=self.graph.with_name(IN_COLUMNS))
         if files.cluster is not None and problem.num_devices > _MANY_DEVICES:
             log(f"gdp: note: {files.cluster} is not written, for it is long; commands on the plan need --devices")
             return replace(files, cluster=None)
@@ -140,8 +141,6 @@ class PlanFiles:
                     line.say(f"writing {path}")
                     write(path)
                     self.written.append(path)
-                    if path == self.graph and self.are_asked_for:
-                        _remove_other_form(path)
         except InputError as error:
             return error
         return None
@@ -155,14 +154,15 @@ class PlanFiles:
         """Returns the command to go on with: of the plan, with the options that its graph needs."""
         # the devices of this machine may have changed by then
         placed_on = str(self.cluster) if self.cluster is not None and request.is_local else request.devices
-        model = str(self.graph if self.graph in self.written else request.model)
+        graph = self.graph if self.graph in self.written else None
+        model = str(graph or request.model)
         if request.target is None:
             command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(self.plan)]
         else:
             command = ["gdp", "export", str(self.plan), "--to", request.target.name, *request.target.options]
             command += [] if request.out is not None else ["--graph", model, "--devices", placed_on]
         command += request.limits.words()
-        if self.graph is None:
+        if graph is None:
             reading = request.reading
             if reading.microbatching.count > 1:
                 command += ["--microbatches", str(reading.microbatching.count)]
@@ -173,13 +173,6 @@ class PlanFiles:
             command += ["--dtype", reading.dtype] if reading.dtype else []
             command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
         return shlex.join(command)
-
-
-def _remove_other_form(graph: Path) -> None:
-    """Removes the graph of an earlier plan in the same place, which would be read instead of `graph`."""
-    if graph.name in GRAPH_FILES:
-        for name in set(GRAPH_FILES) - {graph.name}:
-            graph.with_name(name).unlink(missing_ok=True)
 
 
 def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:

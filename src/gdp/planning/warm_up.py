@@ -11,6 +11,7 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.canonical import canonical_digest
 from gdp.search.auto import SMALL_UNITS
 from gdp.search.place import place
 from gdp.simulator.problem import Problem
@@ -64,7 +65,7 @@ def warm_up(
         problem = Problem.build(_step(_NUM_OPS), cluster)
         evaluate(problem, np.zeros(problem.num_ops, np.int64))
         lower_bound(problem)
-        assert problem.graph.fingerprint
+        canonical_digest(problem.graph)
         if placers:
             _place(_step(_NUM_OPS), cluster, 80)
             _place(_step(_NUM_OPS), cluster, 80, "gdp-zero-shot")
