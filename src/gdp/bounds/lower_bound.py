@@ -27,6 +27,7 @@ load of the most loaded device. Weights are found in floating point and rounded 
 """
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -90,8 +91,24 @@ class IntervalScratch(NamedTuple):
         return cls(np.zeros(2 * size, np.int64), np.zeros(2 * size, np.int64), np.zeros(num_ops, np.int64))
 
 
+_known_ns: "WeakKeyDictionary[Problem, int]" = WeakKeyDictionary()  # a layout's problem is asked about several times
+
+
 def lower_bound(problem: Problem) -> int:
     """A step time in ns that no placement beats, in any order of its ops and whether or not it fits in memory."""
+    if problem not in _known_ns:
+        _known_ns[problem] = _lower_bound(problem)
+    return _known_ns[problem]
+
+
+def quick_bound(problem: Problem) -> int:
+    """A lower bound that takes milliseconds: the longest path without transfers, and the work shared out evenly."""
+    times = problem.simulator.time_table_ns
+    least_ns = np.where(times >= 0, times, _NEVER).min(axis=1)
+    return max(int(problem.simulator.arrays.tail_ns.max()), -(-int(least_ns.sum()) // problem.num_devices))
+
+
+def _lower_bound(problem: Problem) -> int:
     times, device_class, multiplicity = _classes(problem.op_time_ns)
     heads, tails = _heads_and_tails(problem, times, device_class, len(multiplicity))
     through_ns = np.where(times >= 0, heads + np.maximum(times, 0) + tails, np.iinfo(np.int64).max).min(axis=1)

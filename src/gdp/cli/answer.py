@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from gdp.planning.plan_cache import KeptAnswer
-    from gdp.report.progress import Stop
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
     from gdp.simulator.simulate import Simulation
+    from gdp.stop import Stop
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from gdp.models.model import Model
     from gdp.planning.plan_cache import KeptAnswer
-    from gdp.report.progress import Stop
     from gdp.search.layouts.place_batches import BatchChoice, ServedLayout
     from gdp.search.layouts.throughput import Throughput
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
     from gdp.simulator.simulate import Simulation
+    from gdp.stop import Stop
 
 
 class BatchesInFlight(PlaceQuestion):

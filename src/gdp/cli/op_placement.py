@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.models.model import Model
     from gdp.planning.plan_cache import KeptAnswer
-    from gdp.report.progress import Stop
     from gdp.search.place import Progress
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
+    from gdp.stop import Stop
 
 _OTHERS = ("single", "expert")  # that a learned placer is compared with
 

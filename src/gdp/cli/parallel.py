@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from gdp.planning.advice import Advice
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report.layout_answer import LayoutAnswer
-    from gdp.report.progress import Stop
     from gdp.search.layouts.choose import Choice
     from gdp.search.layouts.parts import Parts
     from gdp.search.layouts.trial import Trial
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
+    from gdp.stop import Stop
 
 AUTO = "auto"
 
@@ -261,16 +261,18 @@ def _under_noise(request: PlaceRequest, plan: "Plan", clock: "Clock") -> "Plan":
 
 def _beside_single(request: PlaceRequest, parts: "Parts", plan: "Plan") -> "Plan":
     """Adds the best single device as a baseline, where op placement was not searched."""
-    from gdp.search.place import place as find_plan
-    from gdp.simulator.plan import Baseline
+    from gdp.budget import Clock
+    from gdp.search.classical import ClassicalRuns
+    from gdp.search.question import Question
+    from gdp.simulator.problem import Problem
+    from gdp.units.reduction import Reduction
 
     search = plan.search
     if search is None or search.interrupted or "single" in search.baselines:
         return plan
     with contextlib.suppress(InputError):  # constraints allow none
-        single = find_plan(parts.exact(1), request.cluster, request.constraints, placer="single", budget="1sims")
-        assert single.search is not None
-        time_ns = None if single.status != "ok" else single.step_time_ns
-        found = {"single": Baseline(single.status, time_ns, single.search.seconds), **search.baselines}
-        return replace(plan, search=replace(search, baselines=found))
+        problem = Problem.build(parts.exact(1), request.cluster, request.constraints)
+        runs = ClassicalRuns(Question(problem, Reduction.nothing(problem)))
+        runs.run(("single",), Clock.of("1sims"))
+        return replace(plan, search=replace(search, baselines={**runs.baselines, **search.baselines}))
     return plan

@@ -15,6 +15,7 @@ from gdp.cli.inputs import IN_COLUMNS, IN_JSON
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import log
 from gdp.errors import InputError
+from gdp.stop import skippable
 
 if TYPE_CHECKING:
     from gdp.graph import Graph
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _MANY_OPS = 50_000  # whose graph is written in columns, and the report if there is time: it takes half a second
+_TAKES_SECONDS = "that takes seconds"  # after an interrupt
 _MANY_DEVICES = 128  # whose links take as long: 16,000 of them
 
 
@@ -132,15 +134,19 @@ class PlanFiles:
                     if path is None:
                         continue
                     is_long = path in (self.graph, self.report) and problem.num_ops > _MANY_OPS
-                    is_stopped = stop is not None and stop.is_set()
-                    is_late = path == self.report and time.monotonic() + report_s(problem.num_ops) > latest_s
-                    if is_long and (is_stopped or is_late):
-                        reason = "that takes seconds" if is_stopped else "that takes longer than the budget has"
+                    reason = ""
+                    if is_long and stop is not None and stop.is_set():
+                        reason = _TAKES_SECONDS
+                    elif is_long and path == self.report and time.monotonic() + report_s(problem.num_ops) > latest_s:
+                        reason = "that takes longer than the budget has"
+                    else:
+                        line.say(f"writing {path}")
+                        with skippable(stop if is_long else None):
+                            write(path)
+                            self.written.append(path)
+                        reason = "" if path in self.written else _TAKES_SECONDS
+                    if reason:
                         log(f"gdp: note: {path} is not written, for {reason}")
-                        continue
-                    line.say(f"writing {path}")
-                    write(path)
-                    self.written.append(path)
         except InputError as error:
             return error
         return None

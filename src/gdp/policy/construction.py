@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from gdp.arrays import F32, I64
 from gdp.errors import InputError
@@ -147,6 +146,8 @@ def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -
     All units choose, or, to refine an incumbent, a part, drawn for each sample: single units, a stretch of the step, or
     a unit with its nearest ones.
     """
+    from scipy.sparse import csr_array  # a quarter of a second, which most commands never need
+
     incumbent, near = instance.units.incumbent, instance.arrays.near
     num_units = len(incumbent)
     fixed = np.repeat(incumbent[None], num_samples, axis=0)

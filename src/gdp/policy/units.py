@@ -7,9 +7,9 @@ N ops, U units, P pairs of units that share tensors, D devices, B equal slices o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.sparse import coo_array, csr_array
 
 from gdp.arrays import F64, I64
 from gdp.compiled import allocating_kernel
@@ -20,6 +20,9 @@ from gdp.units.forward_units import forward_units
 from gdp.units.grouping import group_units
 from gdp.units.symmetry import exchangeable_before
 from gdp.units.units import Pairs, Units
+
+if TYPE_CHECKING:  # a quarter of a second to import
+    from scipy.sparse import csr_array
 
 NUM_SLICES = 16
 _SLACK = 4.0  # how much heavier than average a unit may be
@@ -36,7 +39,7 @@ class UnitGraph:
     resident_bytes: F64  # [U]
     alive_bytes: F64  # [U] allocations of its ops, scaled to the part that is alive at once on one device
     slices: F64  # [U, B] share of the unit's work in each slice of the critical path
-    similar: csr_array  # float64 [U, U] 0 to 1, how much two units are parts of the same modules; 0 with itself
+    similar: "csr_array"  # float64 [U, U] 0 to 1, how much two units are parts of the same modules; 0 with itself
     sources: I64  # [P] sending unit of each pair
     targets: I64  # [P] receiving unit
     sent_bytes: F64  # [P]
@@ -227,8 +230,10 @@ def _sent(unit_of_op, producers, consumer_offsets, consumers, num_units):
     return keys[:count], tensors[:count]
 
 
-def _similarity(unit_of_op: I64, module: I64, weight: F64, num_units: int) -> csr_array:
+def _similarity(unit_of_op: I64, module: I64, weight: F64, num_units: int) -> "csr_array":
     """Returns [U, U], the cosine of the units' work by module: parts of one layer at several time steps are alike."""
+    from scipy.sparse import coo_array
+
     spent = coo_array((weight, (unit_of_op, module)), shape=(num_units, int(module.max()) + 1)).tocsr()
     spent.data /= np.repeat(np.sqrt(np.add.reduceat(spent.data**2, spent.indptr[:-1])), np.diff(spent.indptr))
     similar = (spent @ spent.T).tocsr()

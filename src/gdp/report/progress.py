@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from gdp.report.tables import format_ms
+from gdp.stop import Stop
 
 if TYPE_CHECKING:
     from gdp.policy.training.pretrain import TrainingProgress
@@ -136,14 +137,6 @@ def _in_log(line: StatusLine | str) -> Iterator[None]:
         thread.join()
 
 
-class Stop(threading.Event):
-    """Is set by the first Ctrl-C or a SIGTERM. While no answer would be lost, they end the work at once instead."""
-
-    def __init__(self, *, has_answer: bool) -> None:
-        super().__init__()
-        self.has_answer = has_answer
-
-
 @contextlib.contextmanager
 def stop_on_interrupt(*, has_answer: bool = True) -> Iterator[Stop]:
     """Yields an event that the first Ctrl-C or a SIGTERM sets; a second Ctrl-C ends the process.
@@ -154,13 +147,11 @@ def stop_on_interrupt(*, has_answer: bool = True) -> Iterator[Stop]:
     previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if not stop.has_answer:
-            if callable(before := previous[number]):
-                before(number, frame)
-            raise KeyboardInterrupt
+        if not stop.has_answer and callable(before := previous[number]):
+            before(number, frame)
         if stop.is_set() and number == signal.SIGINT:
             os._exit(_INTERRUPTED)
-        stop.set()
+        stop.interrupt()
 
     if threading.current_thread() is not threading.main_thread():
         yield stop

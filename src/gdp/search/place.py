@@ -35,7 +35,7 @@ from gdp.simulator.simulate import Simulation
 from gdp.units.reduction import Reduction, reduce
 
 FEWEST_UNDER_NOISE = 500  # simulations that there must be time for, or a search is without noise by default
-RECORD_S = 0.5  # seconds that the replays under noise of the answer may take after the time
+RECORD_S = 0.2  # seconds that the replays under noise of the answer may take after the time
 NUM_PERTURBATIONS = 4  # tables of perturbed op times that a search averages over, the same for all it compares
 
 

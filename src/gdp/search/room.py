@@ -5,8 +5,6 @@ N ops, D devices.
 """
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from gdp.arrays import I64, Bool
 from gdp.simulator.problem import Placement, Problem
@@ -47,6 +45,9 @@ def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
     Such ops that follow each other go to one device, that with the least sum of op times and of transfers among them;
     where an op has no room there, its fastest device has it. What is not allowed everywhere goes to `host`, if it may.
     """
+    from scipy.sparse import coo_array  # half a second, which most commands never need
+    from scipy.sparse.csgraph import connected_components
+
     graph, rates = problem.graph, problem.cluster.bytes_per_second
     is_anywhere, every = problem.allowed.all(axis=1), np.arange(graph.num_ops)
     fastest = np.argmin(np.where(may, problem.op_time_ns, np.iinfo(np.int64).max), axis=1)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from gdp.arrays import F64, I64
 from gdp.cluster import Cluster
@@ -50,6 +49,8 @@ def best_shares(
 
     Without `streams` all weights are kept where they are used.
     """
+    from scipy.optimize import linprog  # half a second, which steps that stream nothing never need
+
     count, weight = len(devices), max(demand.weight_bytes, 1)
     work = demand.work_ns[list(devices)] / 1e9
     taken = [demand.buffer_bytes if streams and device != host else 0 for device in range(len(demand.room_bytes))]

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from gdp.bounds.layout_bound import layout_bound
-from gdp.bounds.lower_bound import lower_bound
+from gdp.bounds.lower_bound import lower_bound, quick_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
@@ -39,6 +39,7 @@ from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER
+from gdp.stop import skippable
 
 LARGE_OPS = 10_000  # classical placers place the ops of larger steps first: to look at their layouts takes long
 QUICK_SHARE = 0.1  # of the time left: first op placement of a small step
@@ -236,8 +237,8 @@ def _with_replica_searched(search: Choosing, trial: Trial, clock: Clock) -> Tria
     places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
     if np.array_equal(places, trial.places) or not search.has_time(trial.way):
         return trial
-    other = search.simulate(trial.way, places, is_captured=True)
-    return min(trial, other, key=lambda each: each.key)
+    other = search.attempt(partial(search.simulate, places=places, is_captured=True), trial.way)
+    return min(filter(None, (trial, other)), key=lambda each: each.key)
 
 
 def _with_whole_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
@@ -288,7 +289,7 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
         order=best.candidate.order,
     )
     assert best.step is not None
-    plan = plan_of(simulation, lower_bound(best.problem), "auto", search.seed, record)
+    plan = plan_of(simulation, _bound_ns(best.problem, clock), "auto", search.seed, record)
     if not best.is_whole:  # with the graph that is cut, by which the plan is known again
         beside = {"batch": search.parts.batch_size, "whole": search.parts.exact(1).fingerprint}
         plan = replace(plan, layout=best.step.document() | beside)
@@ -304,6 +305,15 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
         Trial(way.layout, way.devices, NOT_ALLOWED, 0, 0, reason=reason) for way, reason in search.refused.items()
     ]
     return Choice(plan, best, (*ranked, *others, *refused), layout_bound(search.parts.read, search.cluster))
+
+
+def _bound_ns(problem: Problem, clock: Clock) -> int:
+    """Returns the lower bound of `problem`; of a large one after an interrupt, what the longest path and work say."""
+    bound_ns = quick_bound(problem)
+    if problem.num_ops <= LARGE_OPS or not clock.stop.is_set():
+        with skippable(clock.stop):
+            bound_ns = lower_bound(problem)
+    return bound_ns
 
 
 def _baselines(best: Trial, trials: list[Trial]) -> dict[str, Baseline]:

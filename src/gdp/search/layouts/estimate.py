@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import product
 
 import numpy as np
-from scipy.sparse.csgraph import connected_components
 
 from gdp.arrays import I64
 from gdp.budget import Clock, Pace, has_time
@@ -445,6 +444,8 @@ def _hosts(cluster: Cluster) -> I64 | None:
     apart = rates[rates > 0]
     if not len(apart) or apart.max() < _QUICKER * apart.min():
         return None
+    from scipy.sparse.csgraph import connected_components  # half a second, which devices that are alike never need
+
     is_near = (rates > np.sqrt(float(apart.min()) * float(apart.max()))) | np.eye(len(rates), dtype=np.bool_)
     return np.asarray(connected_components(is_near, directed=False)[1], np.int64)
 

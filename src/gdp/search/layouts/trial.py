@@ -25,6 +25,7 @@ from gdp.search.question import Question
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
+from gdp.stop import skippable
 
 _T = TypeVar("_T")
 OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", "estimated"
@@ -111,12 +112,14 @@ class Choosing:
         return Question.about(problem, **own, **others)
 
     def attempt(self, action: Callable[[Arrangement], _T], way: Arrangement) -> _T | None:
-        """Returns `action(way)`; None where the model has no such part or cannot be cut so.
+        """Returns `action(way)`; None where the model has no such part, cannot be cut so, or an interrupt ends it.
 
         If its layout was asked for, the InputError goes on.
         """
         try:
-            return action(way)
+            with skippable(self.clock.stop):
+                return action(way)
+            return None
         except InputError as error:
             if self.layout is not None:
                 raise
@@ -171,8 +174,10 @@ class Choosing:
             return best
         if self.estimator.resolved(arrangement, places, reserve_bytes=more_bytes) == cut:
             return best
-        more = self.simulate(arrangement, places, is_captured=is_captured, reserve_bytes=more_bytes)
-        return min(best, more, key=lambda trial: trial.key)
+        found = [best]
+        with skippable(self.clock.stop):
+            found.append(self.simulate(arrangement, places, is_captured=is_captured, reserve_bytes=more_bytes))
+        return min(found, key=lambda trial: trial.key)
 
     def _simulated(
         self,
