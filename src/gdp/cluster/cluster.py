@@ -23,6 +23,7 @@ from gdp.cluster.device import Device, Route, check_devices
 from gdp.cluster.parse_devices import preset
 from gdp.errors import InputError, prefixed, suggest
 from gdp.files import fingerprint as fingerprint_of
+from gdp.files import without_collection
 from gdp.notebook import size
 
 
@@ -86,7 +87,8 @@ class Cluster:
             return cls.load(text)
         if text == "local":
             return cls.of_machine(detect())
-        return cls.build(text, *preset(text))
+        with without_collection():
+            return cls.build(text, *preset(text))
 
     @classmethod
     def of(cls, value: "Cluster | str | Path") -> "Cluster":
@@ -168,7 +170,8 @@ class Cluster:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical content: compact sorted JSON, all fields explicit, the cluster's name left out."""
-        return fingerprint_of(self.to_document())
+        with without_collection():
+            return fingerprint_of(self.to_document())
 
     def route(self, source: int, target: int) -> Route:
         """The route from device `source` to device `target` as a record."""
