@@ -9,16 +9,17 @@ def test_fields_stand_in_the_order_in_which_the_engine_unpacks_them() -> None:
         records.Arrays: "num_inputs sources tensor_offsets consumer_offsets consumers occupancy_ns "
         "route_rate latency_ns route_offsets route_channels tail_ns memory",
         records.MemoryArrays: "resident_bytes alloc_bytes owner owned_bytes copy_bytes producers "
-        "input_offsets inputs input_producers residents",
+        "input_offsets inputs input_producers residents readers",
+        records.Readers: "frees_bytes lengths offsets producers owned_bytes copy_bytes ops list_of",
         records.Dispatch: "rank op_of_rank successor_offsets successors order_offsets order_ops",
         records.Scratch: "waiting duration_ns bits0 bits1 bits2 lowest running until_ns remaining_ns channel_free_ns "
-        "last num_waiting heap_ns heap_item",
+        "first_edge end_edge ready_ns following taken newest newest_ns soonest_ns heap_ns heap_item",
         records.ManyScratch: "missing ready num_ready is_idle changed is_changed remaining_ns channel_free_ns "
-        "destinations last num_waiting end_ns end_item heap_ns heap_item",
+        "destinations first last following first_in next_in num_waiting end_ns end_item heap_ns heap_item",
         records.Schedule: "finish_ns ops num_ops transfer_tensor transfer_route transfer_start_ns transfer_end_ns "
-        "arrival_ns first following num_transfers begins first_in next_in first_out next_out",
-        records.Memory: "freed_ns freed_by op_frees_bytes transfer_frees_bytes last_there last_tensor heap_ns "
-        "heap_item peak_bytes",
+        "arrival_ns num_transfers begins",
+        records.Memory: "freed_ns freed_by frees_bytes copied last_ns allocated_bytes used_bytes last_event "
+        "event_before heap_ns heap_item peak_bytes",
         records.Workspace: "scratch schedule memory",
     }
     assert {record: list(record._fields) for record in expected} == {

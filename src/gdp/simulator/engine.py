@@ -4,20 +4,22 @@ docs/machine-model.md, section 3, is the definition (section 4, memory, is `memo
 
     loop:
         each idle device starts its ready op of lowest rank (or the next op of the order to replay)
-        go on to the next time at which an op ends or a tensor arrives; none: done
-        each op that ends then: count down the missing inputs of its consumers, request transfers to other devices
-        each transfer that arrives then: count down the missing inputs of the consumers there
-        an op without missing inputs is ready
+        go on to the next time at which an op ends, or becomes ready on an idle device; none: done
+        each op that ends then:
+            count down the missing inputs of its consumers; request transfers to other devices
+            an op without missing inputs is ready when the last of them arrives
 
 What makes it fast, and why that is exact:
 
-- Only events that can matter are ordered. Arrivals at one time commute (they only make ops ready), so any heap by time
-  serves them; completions at one time do not (each requests transfers): they run in ascending op number.
+- A transfer's arrival is known when it is requested, so an arrival is no event: the last input of an op to be requested
+  tells when the op is ready. Until then the op waits in a queue of its device, which a busy device looks at when it
+  next chooses an op. The few ops that are ready before the one that waits last in the queue are in a heap.
+- Completions at one time run in ascending op number, for each requests transfers. Ops that become ready commute.
 - Priorities become ranks once (`longest_paths.ranks_of`), so "highest priority, ties to the smaller number" is "lowest
   set bit" of a three-level bitmap per device, whose first word with a bit is kept: one look to take, one to add.
 - Each op waits for the one before it: a run is one long chain of loads, and their latency is most of its time. So the
   loads of an op are few and near to those of the op before. Edges lead from rank to rank, one word has an op's device
-  and its missing inputs, and op times are gathered by rank before the run.
+  and its missing inputs, op times are gathered by rank before the run, and an op that starts notes where its edges are.
 - Only devices where something changed are looked at: `candidates` holds those that fell idle or got a ready op.
 - Loops over devices go over the bits of a word. A loop over an array is vectorized, and a vector that is loaded just
   after one of its entries was stored waits for the store.
@@ -31,7 +33,7 @@ What makes it fast, and why that is exact:
 import numpy as np
 
 from gdp.compiled import inlined, inner
-from gdp.simulator.heaps import pop_top, push, replace_top, trailing_zeros
+from gdp.simulator.heaps import pop_top, push, trailing_zeros
 from gdp.simulator.records import MOST_INPUTS
 
 COMPLETED, STOPPED, DEADLOCK = 0, 1, -1
@@ -44,15 +46,14 @@ _DEVICE_SHIFT = np.uint64(MOST_INPUTS.bit_length() - 1)  # those above are its d
 @inlined
 def _add_ready(bits0, bits1, bits2, lowest, device, rank):
     """Adds `rank` to the ready set of `device`."""
-    zero, one, six, low = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
+    one, six, low = np.uint64(1), np.uint64(6), np.uint64(63)
     word0 = rank >> six
-    before = bits0[device, word0]
-    bits0[device, word0] = before | one << (rank & low)
-    lowest[device] = min(lowest[device], word0)
-    if before == zero:
-        word1 = word0 >> six
-        bits1[device, word1] |= one << (word0 & low)
-        bits2[device, word1 >> six] |= one << (word1 & low)
+    word1 = word0 >> six
+    bits0[device, word0] |= one << (rank & low)
+    bits1[device, word1] |= one << (word0 & low)
+    bits2[device, word1 >> six] |= one << (word1 & low)
+    if word0 < lowest[device]:  # a branch: what comes next need not wait for the rank
+        lowest[device] = word0
 
 
 @inlined
@@ -79,6 +80,18 @@ def _take_ready(bits0, bits1, bits2, lowest, device):
     return rank
 
 
+@inlined
+def _queue(following, newest, newest_ns, soonest_ns, device, rank, ready_ns):
+    """Adds `rank` to the queue of `device`, unless the newest one there is ready later; returns True if it is added."""
+    if ready_ns < newest_ns[device]:
+        return False
+    newest_ns[device] = ready_ns
+    following[newest[device]] = rank
+    newest[device] = rank
+    soonest_ns[device] = min(soonest_ns[device], ready_ns)
+    return True
+
+
 @inner
 def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     """Returns (status, step time in ns) of `placement` uint8 [N], and fills `schedule`.
@@ -89,18 +102,18 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     num_inputs, sources, tensor_offsets, consumer_offsets, consumers, occupancy_ns = arrays[:6]
     route_rate, latency_ns, route_offsets, route_channels, tail_ns = arrays[6:11]
     waiting, duration_ns, bits0, bits1, bits2, lowest, running, until_ns, remaining_ns, channel_free_ns = scratch[:10]
-    last, num_waiting, heap_ns, heap_item = scratch[10:]
+    first_edge, end_edge, ready_ns, following, taken, newest, newest_ns, soonest_ns, heap_ns, heap_item = scratch[10:]
     finish_ns, started, num_started, transfer_tensor, transfer_route, transfer_start_ns = schedule[:6]
-    transfer_end_ns, arrival_ns, first, following, total = schedule[6:11]
+    transfer_end_ns, arrival_ns, total = schedule[6:9]
     rank, op_of_rank, successor_offsets, successors, order_offsets, order_ops = dispatch
-    producers = arrays[11][5]
     num_ops, num_devices = np.uint64(len(op_time_ns)), np.uint64(len(latency_ns))
     devices_differ = op_time_ns.shape[1] > 1
     replays = len(order_ops) > 0
     zero, one = np.uint64(0), np.uint64(1)
     heap_size = np.int64(0)
     num_transfers = 0
-    latest = 0
+    latest = 0  # arrival
+    stops = stop_ns < NEVER
 
     bits0[:] = zero
     bits1[:] = zero
@@ -109,15 +122,18 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     until_ns[:] = NEVER
     remaining_ns[:] = 0
     num_started[:] = 0
-    first[:] = -1
     channel_free_ns[:] = 0
-    num_waiting[:] = 0
+    ready_ns[:] = 0
+    newest_ns[:] = 0
+    soonest_ns[:] = NEVER
+    for device in range(num_devices):
+        taken[device] = newest[device] = num_ops + device
     for at in range(num_ops):
         op = op_of_rank[at]
         device = np.uint64(placement[op])
         duration_ns[at] = op_time_ns[op, device if devices_differ else zero]
         waiting[at] = np.uint64(num_inputs[op]) | device << _DEVICE_SHIFT
-    if stop_ns < NEVER:
+    if stops:
         for at in range(num_ops):
             remaining_ns[waiting[at] >> _DEVICE_SHIFT] += duration_ns[at]
         for device in range(num_devices):
@@ -127,61 +143,72 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
         _add_ready(bits0, bits1, bits2, lowest, np.uint64(placement[op]), np.uint64(rank[op]))
 
     now = 0
-    every = ~zero >> (np.uint64(64) - num_devices)
-    idle = every
+    idle = ~zero >> (np.uint64(64) - num_devices)
+    awaited = zero  # devices with an entry in `until_ns`
     candidates = idle  # devices that may be able to start an op
     while True:
         # idle devices in ascending order each start one op (section 3, rule 4)
-        candidates &= idle
         while candidates != zero:
             device = trailing_zeros(candidates)
+            bit = one << device
             candidates &= candidates - one
+            while soonest_ns[device] <= now:
+                own = np.uint64(following[taken[device]])
+                _add_ready(bits0, bits1, bits2, lowest, device, own)
+                taken[device] = own
+                soonest_ns[device] = NEVER if own == newest[device] else ready_ns[following[own]]
+            is_able = lowest[device] != _EMPTY
             if replays:
                 at = order_offsets[device] + num_started[device]
-                if at == order_offsets[device + one]:
-                    continue
-                own = np.uint64(rank[order_ops[at]])
-                if waiting[own] & _MISSING != 0:
-                    continue
-            else:
-                if lowest[device] == _EMPTY:
-                    continue
+                is_able = at < order_offsets[device + one]
+                if is_able:
+                    own = np.uint64(rank[order_ops[at]])
+                    is_able = waiting[own] & _MISSING == 0 and ready_ns[own] <= now
+            if not is_able:
+                until_ns[device] = soonest_ns[device]
+                awaited &= ~(np.uint64(soonest_ns[device] == NEVER) << device)
+                continue
+            if not replays:
                 own = _take_ready(bits0, bits1, bits2, lowest, device)
             op = op_of_rank[own]
             duration = duration_ns[own]
-            if now + tail_ns[op] >= stop_ns or now + remaining_ns[device] >= stop_ns:
-                return STOPPED, max(now + tail_ns[op], now + remaining_ns[device])
-            remaining_ns[device] -= duration
+            if stops:
+                if now + tail_ns[op] >= stop_ns or now + remaining_ns[device] >= stop_ns:
+                    return STOPPED, max(now + tail_ns[op], now + remaining_ns[device])
+                remaining_ns[device] -= duration
             running[device] = own
+            first_edge[device] = successor_offsets[own]
+            end_edge[device] = successor_offsets[own + one]
             until_ns[device] = now + duration
-            idle ^= one << device
+            idle ^= bit
+            awaited |= bit
             finish_ns[op] = now + duration
             started[device, num_started[device]] = op
             num_started[device] += 1
 
-        # the next completion or arrival; after an op of zero time it is at `now` again
-        upcoming, source, is_tie = NEVER, zero, False
-        busy = every ^ idle
-        while busy != zero:
-            device = trailing_zeros(busy)
-            busy &= busy - one
+        # the next completion, or op that becomes ready on an idle device; after an op of zero time it is at `now` again
+        upcoming, soonest_device, is_tie = NEVER, zero, False
+        rest = awaited
+        while rest != zero:
+            device = trailing_zeros(rest)
+            rest &= rest - one
             until = until_ns[device]
             is_tie |= until == upcoming
-            source = device if until < upcoming else source
+            soonest_device = device if until < upcoming else soonest_device
             upcoming = min(upcoming, until)
-        arrival = heap_ns[0] if heap_size > 0 else NEVER
-        now = min(upcoming, arrival)
-        if now == NEVER:
+        candidates = one << soonest_device
+        if is_tie:
+            candidates = zero
+            for device in range(num_devices):
+                candidates |= np.uint64(until_ns[device] == upcoming) << device
+        soonest = heap_ns[0] if heap_size > 0 else NEVER
+        candidates = candidates if upcoming <= soonest else zero
+        upcoming = min(upcoming, soonest)
+        if upcoming == NEVER:
             break
-        latest = now
-        ended = zero
-        if upcoming == now:
-            ended = one << source
-            if is_tie:
-                for device in range(num_devices):
-                    ended |= np.uint64(until_ns[device] == now) << device
+        now = upcoming
+        ended = candidates & ~idle
         idle |= ended
-        candidates = ended
 
         # completions at `now`, ascending op number, each with its transfer requests
         while ended != zero:
@@ -194,27 +221,30 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
                     source = device
             ended ^= one << source
             until_ns[source] = NEVER
-            own = np.uint64(running[source])
+            last_one = source << _DEVICE_SHIFT | one  # the word of an op on `source` that misses one input
             destinations = zero
-            for index in range(successor_offsets[own], successor_offsets[own + one]):
+            for index in range(first_edge[source], end_edge[source]):
                 successor = np.uint64(successors[index])
                 left = waiting[successor]
                 device = np.uint64(left >> _DEVICE_SHIFT)
-                if device == source:
-                    left -= one
-                    waiting[successor] = left
-                    if left & _MISSING == 0:
+                waiting[successor] = left - np.uint64(device == source)
+                destinations |= one << device
+                if left == last_one:
+                    ready = ready_ns[successor]
+                    if ready <= now:
                         _add_ready(bits0, bits1, bits2, lowest, source, successor)
-                else:
-                    destinations |= one << device
+                    elif not _queue(following, newest, newest_ns, soonest_ns, source, successor, ready):
+                        heap_size = push(heap_ns, heap_item, heap_size, ready, np.int64(successor))
+            destinations &= ~(one << source)
             if destinations == zero:
                 continue
-            op = op_of_rank[own]
+            op = op_of_rank[running[source]]
             first_tensor = tensor_offsets[op]
             end_tensor = tensor_offsets[op + one]
             while destinations != zero:
                 device = trailing_zeros(destinations)
                 destinations &= destinations - one
+                last_one = device << _DEVICE_SHIFT | one
                 route = source * num_devices + device
                 first_channel = route_offsets[route]
                 end_channel = route_offsets[route + one]
@@ -241,38 +271,32 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
                     transfer_start_ns[transfer] = start
                     transfer_end_ns[transfer] = end
                     arrival_ns[transfer] = arrival
-                    following[transfer] = -1
-                    if first[route] < 0:
-                        first[route] = transfer
-                    else:
-                        following[last[route]] = transfer
-                    last[route] = transfer
-                    if num_waiting[route] == 0:
-                        heap_size = push(heap_ns, heap_item, heap_size, arrival, np.int64(transfer))
-                    num_waiting[route] += first_channel < end_channel
+                    latest = max(latest, arrival)
+                    begin = first_edge[source] + consumer_offsets[tensor] - consumer_offsets[first_tensor]
+                    for index in range(begin, begin + consumer_offsets[tensor + one] - consumer_offsets[tensor]):
+                        successor = np.uint64(successors[index])
+                        left = waiting[successor]
+                        is_there = np.uint64(left >> _DEVICE_SHIFT) == device
+                        waiting[successor] = left - np.uint64(is_there)
+                        ready = max(ready_ns[successor], arrival if is_there else 0)
+                        ready_ns[successor] = ready
+                        if left == last_one:
+                            if not _queue(following, newest, newest_ns, soonest_ns, device, successor, ready):
+                                heap_size = push(heap_ns, heap_item, heap_size, ready, np.int64(successor))
+                            elif idle >> device & one != zero:
+                                until_ns[device] = min(until_ns[device], ready)
+                                awaited |= one << device
+                                candidates |= np.uint64(ready == now) << device
 
-        # arrivals at `now`
+        # ops from the heap that become ready at `now`
         while heap_size > 0 and heap_ns[0] == now:
-            transfer = heap_item[0]
-            tensor = transfer_tensor[transfer]
-            route = transfer_route[transfer]
-            num_waiting[route] -= route_offsets[route] < route_offsets[route + one]
-            if num_waiting[route] > 0:
-                after = following[transfer]
-                replace_top(heap_ns, heap_item, heap_size, arrival_ns[after], np.int64(after))
-            else:
-                heap_size = pop_top(heap_ns, heap_item, heap_size)
-            device = route - placement[producers[tensor]] * num_devices
-            for index in range(consumer_offsets[tensor], consumer_offsets[tensor + one]):
-                consumer = consumers[index]
-                if placement[consumer] == device:
-                    successor = np.uint64(rank[consumer])
-                    left = waiting[successor] - one
-                    waiting[successor] = left
-                    if left & _MISSING == 0:
-                        _add_ready(bits0, bits1, bits2, lowest, device, successor)
-                        candidates |= one << device
+            successor = np.uint64(heap_item[0])
+            heap_size = pop_top(heap_ns, heap_item, heap_size)
+            device = np.uint64(waiting[successor] >> _DEVICE_SHIFT)
+            _add_ready(bits0, bits1, bits2, lowest, device, successor)
+            candidates |= (idle >> device & one) << device
 
+    latest = max(latest, now)
     total[0] = num_transfers
     num_run = 0
     for device in range(num_devices):

@@ -5,7 +5,7 @@ There sets of devices are bits of one integer, and all devices are looked at whe
 - running ops are in a heap by their ends (ties by op number, the order in which they complete);
 - ready ops are in a heap of ranks for each device, in one array: a device's part begins where its ops do;
 - a list has the devices where something changed, in any order: starting an op touches its own device alone;
-- routes in use are chained by device, so that `memory.py` does not look at all of them.
+- routes in use are chained by device, so that the next run need not look at all of them.
 
 No array grows with ops times devices. docs/machine-model.md, section 3, is the definition; the loop is that of
 `engine.py`, which says why each step is exact.
@@ -66,10 +66,10 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
     num_inputs, sources, tensor_offsets, consumer_offsets, consumers, occupancy_ns = arrays[:6]
     route_rate, latency_ns, route_offsets, route_channels, tail_ns = arrays[6:11]
     missing, ready, num_ready, is_idle, changed, is_changed, remaining_ns, channel_free_ns = scratch[:8]
-    destinations, last, num_waiting, end_ns, end_item, heap_ns, heap_item = scratch[8:]
+    destinations, first, last, following, first_in, next_in, num_waiting = scratch[8:15]
+    end_ns, end_item, heap_ns, heap_item = scratch[15:]
     finish_ns, started, num_started, transfer_tensor, transfer_route, transfer_start_ns = schedule[:6]
-    transfer_end_ns, arrival_ns, first, following, total = schedule[6:11]
-    begins, first_in, next_in, first_out, next_out = schedule[11:]
+    transfer_end_ns, arrival_ns, total, begins = schedule[6:]
     rank, op_of_rank, _, _, order_offsets, order_ops = dispatch
     producers = arrays[11][5]
     num_ops, num_devices = len(op_time_ns), np.uint64(len(latency_ns))
@@ -86,7 +86,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
             first[transfer_route[transfer]] = -1
             num_waiting[transfer_route[transfer]] = 0
             transfer = next_in[transfer]
-        first_in[device] = first_out[device] = -1
+        first_in[device] = -1
         num_started[device] = num_ready[device] = remaining_ns[device] = 0
         is_idle[device] = 1
         is_changed[device] = 0
@@ -209,8 +209,6 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                             first[route] = transfer
                             next_in[transfer] = first_in[device]
                             first_in[device] = transfer
-                            next_out[transfer] = first_out[source]
-                            first_out[source] = transfer
                         else:
                             following[last[route]] = transfer
                         last[route] = transfer

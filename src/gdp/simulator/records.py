@@ -11,12 +11,26 @@ import numpy as np
 from gdp.arrays import I64
 
 WORD_DEVICES = 64  # up to as many devices are sets of bits of one integer; for more there is `many_devices.py`
+_OPS_PER_SLICE, _FEWEST_SLICES = 2, 16  # of time, of each device, for peaks
 MOST_INPUTS = 2**26  # of an op: the count of missing ones shares a word of 32 bits with the number of a device
 
 
 def device_type(num_devices: int) -> type[np.uint8 | np.uint16]:
     """Returns the type of a placement as kernels take it."""
     return np.uint8 if num_devices <= WORD_DEVICES else np.uint16
+
+
+class Readers(NamedTuple):
+    """Lists of the ops that read memory, L of them, by their lengths: `readers.py` says why and has the lists."""
+
+    frees_bytes: Any  # int64 [N] freed when an op ends, under any placement
+    lengths: Any  # uint32 [G] of the lists, in ascending order
+    offsets: Any  # uint32 [G + 1] lists of equal length
+    producers: Any  # uint32 [L] op that makes what is read
+    owned_bytes: Any  # int64 [L] freed with the last reader on the producer's device
+    copy_bytes: Any  # int64 [L] freed with the last reader on another device
+    ops: Any  # uint32 [sum of lengths over lists] the readers, list by list
+    list_of: Any  # uint32 [T] the list of a tensor that owns its memory; L: none
 
 
 class MemoryArrays(NamedTuple):
@@ -32,6 +46,7 @@ class MemoryArrays(NamedTuple):
     inputs: Any  # uint32 [E] the tensors that an op consumes
     input_producers: Any  # uint32 [E] and their producers
     residents: Any  # uint32 [num_residents] ops with resident bytes
+    readers: Readers
 
 
 class Arrays(NamedTuple):
@@ -65,8 +80,8 @@ class Dispatch(NamedTuple):
 class Scratch(NamedTuple):
     """Working memory of one run on up to 64 devices.
 
-    Transfers of one route start, end and arrive in the order of their requests, so only the first of each route is in
-    the heap. A route without channels has no such order: all its transfers are.
+    An op that is ready when its last input arrives waits in the queue of its device, in the order in which they become
+    ready, or else in the heap.
     """
 
     waiting: Any  # uint32 [N] by rank: the op's device, and the number of its inputs that are not yet there
@@ -76,13 +91,19 @@ class Scratch(NamedTuple):
     bits2: Any  # uint64 [D, W2] which words of bits1 are not 0
     lowest: Any  # uint64 [D] the first word of bits0 that is not 0
     running: Any  # uint32 [D] rank
-    until_ns: Any  # int64 [D] end of the running op, NEVER when idle
+    until_ns: Any  # int64 [D] end of the running op; when idle the next time in its queue, or NEVER
     remaining_ns: Any  # int64 [D] work not yet started
     channel_free_ns: Any  # int64 [C]
-    last: Any  # int32 [R] last transfer of each route
-    num_waiting: Any  # int32 [R] transfers of each route that have not arrived, where they arrive in order
-    heap_ns: Any  # int64 [R + E] arrival
-    heap_item: Any  # int64 [R + E] transfer
+    first_edge: Any  # uint32 [D] where the running op begins in the dispatch's `successors`
+    end_edge: Any  # uint32 [D] and where it ends
+    ready_ns: Any  # int64 [N] by rank: the latest arrival of an input from another device, so far
+    following: Any  # uint32 [N + D] the next rank in the queue; entry N + d begins that of device d
+    taken: Any  # uint32 [D] the last one that has left the queue, N + d if none has
+    newest: Any  # uint32 [D] the last one in the queue
+    newest_ns: Any  # int64 [D] when that is ready
+    soonest_ns: Any  # int64 [D] when the first one in the queue is ready, NEVER if there is none
+    heap_ns: Any  # int64 [N] when an op is ready
+    heap_item: Any  # int64 [N] its rank
 
 
 class ManyScratch(NamedTuple):
@@ -97,7 +118,11 @@ class ManyScratch(NamedTuple):
     remaining_ns: Any  # int64 [D] work not yet started
     channel_free_ns: Any  # int64 [C]
     destinations: Any  # uint64 [(D + 63) / 64] of what an op sends, as bits
+    first: Any  # int32 [R] first transfer of each route, or -1
     last: Any  # int32 [R] last transfer of each route
+    following: Any  # int32 [E] next transfer of the same route, or -1
+    first_in: Any  # int32 [D] a first transfer of a route into each device, or -1
+    next_in: Any  # int32 [E] the first transfer of another route into the same device, or -1
     num_waiting: Any  # int32 [R] transfers of each route that have not arrived, where they arrive in order
     end_ns: Any  # int64 [D] a heap of running ops, by their ends
     end_item: Any  # int64 [D] op
@@ -116,14 +141,8 @@ class Schedule(NamedTuple):
     transfer_start_ns: Any  # int64 [E]
     transfer_end_ns: Any  # int64 [E] end of occupancy
     arrival_ns: Any  # int64 [E]
-    first: Any  # int32 [R] first transfer of each route, or -1
-    following: Any  # int32 [E] next transfer of the same route, or -1
     num_transfers: Any  # int64 [1]
     begins: Any  # int64 [D] where each device's ops begin in their row
-    first_in: Any  # int32 [D] on many devices: a first transfer of a route into each device, or -1; else [0]
-    next_in: Any  # int32 [E] the first transfer of another route into the same device, or -1
-    first_out: Any  # int32 [D] the same for routes out of each device
-    next_out: Any  # int32 [E]
 
     def orders(self) -> tuple[I64, ...]:
         """Returns the ops of each device [D] in the order of their starts."""
@@ -133,16 +152,22 @@ class Schedule(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Working memory of `find_peaks`."""
+    """Working memory of `find_peaks`. Its events are starts and ends of transfers: 2 * transfer, and 1 more for an end.
 
-    freed_ns: Any  # int64 [T] when an owner is freed on its producer's device
-    freed_by: Any  # int32 [T] the op that ends then, or -1 - the transfer that does
-    op_frees_bytes: Any  # int64 [N] what is freed on its device when an op ends
-    transfer_frees_bytes: Any  # int64 [E] what is freed on its source when a transfer ends
-    last_there: Any  # uint32 [D] the last consumer of a tensor on each device
-    last_tensor: Any  # int64 [D] the tensor of which it is that
-    heap_ns: Any  # int64 [2D + E] the next event of each route, or each event where a route has no order
-    heap_item: Any  # int64 [2D + E] transfer * 2, and 1 more if it frees
+    Each device has K slices of time, slice k of device d at d * K + k.
+    """
+
+    freed_ns: Any  # int64 [L + 1] when the memory that a list reads is freed on its producer's device
+    freed_by: Any  # uint32 [L + 1] the op that ends then, or N + the transfer that does; N + E: neither
+    frees_bytes: Any  # int64 [N + E + 1] freed when an op ends, then when a transfer ends, on its source
+    copied: Any  # uint32 [L] lists with readers on other devices
+    last_ns: Any  # int64 [D] when the last reader there ends
+    allocated_bytes: Any  # int64 [D * K] allocated in each slice
+    used_bytes: Any  # int64 [D * K] freed in it, then what is in use before it
+    last_event: Any  # int32 [D * K] 1 + an event in the slice, 0 if there is none; -1: the slice does not matter
+    event_before: Any  # int32 [2E] the same for another event of the slice
+    heap_ns: Any  # int64 [E] events of a slice
+    heap_item: Any  # int64 [E] event
     peak_bytes: Any  # int64 [D] the answer
 
 
@@ -157,9 +182,9 @@ class Workspace(NamedTuple):
     def of(cls, arrays: Arrays) -> "Workspace":
         """A workspace for runs over `arrays`."""
         num_ops, num_devices = len(arrays.num_inputs), len(arrays.latency_ns)
-        num_tensors, num_edges = len(arrays.memory.owner), len(arrays.consumers)
+        num_lists, num_edges = len(arrays.memory.readers.producers), len(arrays.consumers)
+        num_slices = num_devices * max(_FEWEST_SLICES, num_ops // (_OPS_PER_SLICE * num_devices))
         num_channels = int(arrays.route_channels.max(initial=0)) + 1
-        num_routes = num_devices * num_devices
         is_many = num_devices > WORD_DEVICES
         make = _scratch_of_many if is_many else _scratch
         return cls(
@@ -173,31 +198,27 @@ class Workspace(NamedTuple):
                 transfer_start_ns=np.zeros(num_edges, np.int64),
                 transfer_end_ns=np.zeros(num_edges, np.int64),
                 arrival_ns=np.zeros(num_edges, np.int64),
-                first=np.full(num_routes, -1, np.int32),
-                following=np.zeros(num_edges, np.int32),
                 num_transfers=np.zeros(1, np.int64),
                 begins=np.zeros(num_devices, np.int64),
-                first_in=np.full(num_devices * is_many, -1, np.int32),
-                next_in=np.zeros(num_edges * is_many, np.int32),
-                first_out=np.full(num_devices * is_many, -1, np.int32),
-                next_out=np.zeros(num_edges * is_many, np.int32),
             ),
             Memory(
-                freed_ns=np.zeros(num_tensors, np.int64),
-                freed_by=np.zeros(num_tensors, np.int32),
-                op_frees_bytes=np.zeros(num_ops, np.int64),
-                transfer_frees_bytes=np.zeros(num_edges, np.int64),
-                last_there=np.zeros(num_devices, np.uint32),
-                last_tensor=np.zeros(num_devices, np.int64),
-                heap_ns=np.zeros(2 * num_devices + num_edges, np.int64),
-                heap_item=np.zeros(2 * num_devices + num_edges, np.int64),
+                freed_ns=np.zeros(num_lists + 1, np.int64),
+                freed_by=np.zeros(num_lists + 1, np.uint32),
+                frees_bytes=np.zeros(num_ops + num_edges + 1, np.int64),
+                copied=np.zeros(num_lists, np.uint32),
+                last_ns=np.zeros(num_devices, np.int64),
+                allocated_bytes=np.zeros(num_slices, np.int64),
+                used_bytes=np.zeros(num_slices, np.int64),
+                last_event=np.zeros(num_slices, np.int32),
+                event_before=np.zeros(2 * num_edges, np.int32),
+                heap_ns=np.zeros(num_edges, np.int64),
+                heap_item=np.zeros(num_edges, np.int64),
                 peak_bytes=np.zeros(num_devices, np.int64),
             ),
         )
 
 
 def _scratch(num_ops: int, num_devices: int, num_edges: int, num_channels: int) -> Scratch:
-    num_routes = num_devices * num_devices
     words = [num_ops]
     for _ in range(3):
         words.append((words[-1] + 63) // 64)
@@ -212,14 +233,21 @@ def _scratch(num_ops: int, num_devices: int, num_edges: int, num_channels: int) 
         until_ns=np.zeros(num_devices, np.int64),
         remaining_ns=np.zeros(num_devices, np.int64),
         channel_free_ns=np.zeros(num_channels, np.int64),
-        last=np.zeros(num_routes, np.int32),
-        num_waiting=np.zeros(num_routes, np.int32),
-        heap_ns=np.zeros(num_routes + num_edges, np.int64),
-        heap_item=np.zeros(num_routes + num_edges, np.int64),
+        first_edge=np.zeros(num_devices, np.uint32),
+        end_edge=np.zeros(num_devices, np.uint32),
+        ready_ns=np.zeros(num_ops, np.int64),
+        following=np.zeros(num_ops + num_devices, np.uint32),
+        taken=np.zeros(num_devices, np.uint32),
+        newest=np.zeros(num_devices, np.uint32),
+        newest_ns=np.zeros(num_devices, np.int64),
+        soonest_ns=np.zeros(num_devices, np.int64),
+        heap_ns=np.zeros(num_ops, np.int64),
+        heap_item=np.zeros(num_ops, np.int64),
     )
 
 
 def _scratch_of_many(num_ops: int, num_devices: int, num_edges: int, num_channels: int) -> ManyScratch:
+    num_routes = num_devices * num_devices
     return ManyScratch(
         missing=np.zeros(num_ops, np.int32),
         ready=np.zeros(num_ops, np.uint32),
@@ -230,8 +258,12 @@ def _scratch_of_many(num_ops: int, num_devices: int, num_edges: int, num_channel
         remaining_ns=np.zeros(num_devices, np.int64),
         channel_free_ns=np.zeros(num_channels, np.int64),
         destinations=np.zeros((num_devices + 63) // 64, np.uint64),
-        last=np.zeros(num_devices * num_devices, np.int32),
-        num_waiting=np.zeros(num_devices * num_devices, np.int32),
+        first=np.full(num_routes, -1, np.int32),
+        last=np.zeros(num_routes, np.int32),
+        following=np.zeros(num_edges, np.int32),
+        first_in=np.full(num_devices, -1, np.int32),
+        next_in=np.zeros(num_edges, np.int32),
+        num_waiting=np.zeros(num_routes, np.int32),
         end_ns=np.zeros(num_devices, np.int64),
         end_item=np.zeros(num_devices, np.int64),
         heap_ns=np.zeros(num_edges, np.int64),

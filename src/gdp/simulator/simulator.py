@@ -20,6 +20,7 @@ from gdp.graph import Graph
 from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.longest_paths import longest_paths, ranks_of
 from gdp.simulator.orders import OrderTraits, order_priority
+from gdp.simulator.readers import readers_of
 from gdp.simulator.records import MOST_INPUTS, WORD_DEVICES, Arrays, Dispatch, MemoryArrays, Workspace
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64) -> Arra
         inputs=inputs.astype(np.uint32),
         input_producers=producers[inputs].astype(np.uint32),
         residents=np.flatnonzero(graph.resident_bytes).astype(np.uint32),
+        readers=readers_of(num_ops, producers, consumers, counts, owner, np.where(pinned, 0, owned), sizes),
     )
     return Arrays(
         num_inputs=num_inputs.astype(np.int32),
