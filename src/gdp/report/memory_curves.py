@@ -36,8 +36,11 @@ class Allocations:
         np.maximum.at(freed_ns, owners[simulation.transfer_tensors], simulation.transfer_end_ns)
         freed_ns[owners[graph.is_kept]] = NEVER
         owned = np.flatnonzero((graph.view_of < 0) & ~graph.is_resident)
-        copies_ns = np.zeros(graph.num_tensors * num_devices, np.int64)
-        np.maximum.at(copies_ns, tensors * num_devices + placement[graph.consumers], consumed_ns)
+        copies, of_edge = np.unique(
+            tensors[~here] * num_devices + placement[graph.consumers[~here]], return_inverse=True
+        )
+        copies_ns = np.zeros(len(copies), np.int64)
+        np.maximum.at(copies_ns, of_edge, consumed_ns[~here])
         sent, to = simulation.transfer_tensors, simulation.transfer_destinations
         return cls(
             devices=np.concatenate((placement[graph.producers[owned]], to)),
@@ -45,7 +48,7 @@ class Allocations:
             is_copy=np.repeat([False, True], [len(owned), len(sent)]),
             sizes_bytes=np.concatenate((graph.tensor_bytes[owned], graph.tensor_bytes[sent])),
             from_ns=np.concatenate((simulation.op_start_ns[graph.producers[owned]], simulation.transfer_start_ns)),
-            until_ns=np.concatenate((freed_ns[owned], copies_ns[sent * num_devices + to])),
+            until_ns=np.concatenate((freed_ns[owned], copies_ns[np.searchsorted(copies, sent * num_devices + to)])),
         )
 
 

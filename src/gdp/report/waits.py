@@ -48,13 +48,14 @@ class Waits:
         """Returns the waits of a simulated step."""
         graph, placement = simulation.problem.graph, simulation.placement
         num_devices = simulation.problem.num_devices
-        transfers = np.full(graph.num_tensors * num_devices, -1, np.int64)
         sent = simulation.transfer_tensors * num_devices + simulation.transfer_destinations
-        transfers[sent] = np.arange(len(sent))
+        by_tensor = np.argsort(sent)
         tensors, consumers = graph.edge_tensors, graph.consumers
         producers = graph.producers[tensors]
         moved = placement[producers] != placement[consumers]
-        brought_by = np.where(moved, transfers[tensors * num_devices + placement[consumers]], -1)
+        brought_by = np.full(len(tensors), -1, np.int64)
+        asked = tensors[moved] * num_devices + placement[consumers[moved]]
+        brought_by[moved] = by_tensor[np.searchsorted(sent[by_tensor], asked)]
         there_ns = simulation.op_finish_ns[producers].copy()
         there_ns[moved] = simulation.transfer_arrival_ns[brought_by[moved]]
         # the last edge of each consumer by time; of equal ones the last tensor

@@ -83,14 +83,17 @@ class Screening:
         an estimate. Where there is no time to capture further parts of the batch, arrangements that need them come
         last.
         """
-        share, parts = self._clock.share_spent, self.search.parts
-        left = self._queue.left
-        readable = parts.readable({each.arrangement.layout.num_parts for each in left})
-        left = [each for each in left if each.arrangement.layout.num_parts in readable] or left
+        share = self._clock.share_spent
+        left = self._readable(self._queue.left) or self._queue.left
         if not self.trials and share > FIRST_SHARE:  # pipelines take long to estimate, and a plan should be there soon
             left = [each for each in left if each.arrangement.num_places == 1 and can_fit(each)] or left
         estimated = [each for each in left if len(each.places) and (can_fit(each) or share > LATE_SHARE)]
         return min(estimated if estimated and share > SCREEN_SHARE else left, key=promise)
+
+    def _readable(self, estimates: Sequence[Estimate]) -> list[Estimate]:
+        """Returns those of `estimates` whose part of the batch is read, or can be in the time left."""
+        readable = self.search.parts.readable({each.arrangement.layout.num_parts for each in estimates})
+        return [each for each in estimates if each.arrangement.layout.num_parts in readable]
 
     def _is_over(self, next_one: Estimate) -> bool:
         clock, num_trials = self._clock, len(self.trials)
@@ -128,7 +131,7 @@ class Screening:
     def _simulate_most_promising(self) -> None:
         """Simulates the best estimate, if it promises more than op placement: all time may have gone into estimates."""
         estimated = [each for each in self._queue.left if len(each.places) and can_fit(each)]
-        best = min(estimated, key=promise, default=None)
+        best = min(self._readable(estimated), key=promise, default=None)
         if best is not None and best.step_time_ns < (self._fitting_ns or NEVER) and not self._clock.stop.is_set():
             self._advance(best)
 
