@@ -84,7 +84,9 @@ def choice_report(answer: LayoutAnswer, plan_report: Iterable[RenderableType]) -
             f"The search put {answer.num_moved:,} ops on devices of other replicas; --parallel {each} has none there."
         )
     if len(rows) > _MOST_ROWS:
-        yield Text(f"and {len(rows) - _MOST_ROWS} more that are slower or do not fit")
+        yield Text(f"and {len(rows) - _MOST_ROWS} more, which --json lists")
+    if any(row.status == ESTIMATED and row.step_time_ns < best.step_time_ns for row in rows[:_MOST_ROWS]):
+        yield Text("~ is an estimate that leaves out most exchanges and waiting: the step takes longer when simulated.")
     yield ""
     yield from plan_report
 

@@ -1,0 +1,25 @@
+"""The table of layouts that were looked at."""
+
+import pytest
+
+from gdp.parallel.layout import Layout
+from gdp.report.layout_answer import LayoutAnswer, LayoutRow
+from gdp.report.layouts import choice_report
+from gdp.search.layouts.trial import ESTIMATED, OK
+
+
+def row(option: str, status: str, step_time_ns: int) -> LayoutRow:
+    peaks = (2**30,) if status == OK else None
+    return LayoutRow(option, Layout.parse(option), 1, status, step_time_ns, 0, peaks, "")
+
+
+@pytest.mark.parametrize(("estimate_ns", "is_explained"), [(1_000_000, True), (9_000_000, False)])
+def test_estimates_below_the_answer_are_explained(estimate_ns: int, is_explained: bool) -> None:
+    rows = (row("data=4", OK, 5_000_000), row("data=2", ESTIMATED, estimate_ns))
+    shown = [str(line) for line in choice_report(LayoutAnswer(rows, 0, 0, ()), [])]
+    assert any("takes longer when simulated" in line for line in shown) == is_explained
+
+
+def test_rows_that_the_table_leaves_out_are_counted() -> None:
+    rows = (row("data=4", OK, 5), *(row(f"data=4,microbatches={count}", OK, 5 + count) for count in range(2, 20)))
+    assert "and 7 more, which --json lists" in [str(line) for line in choice_report(LayoutAnswer(rows, 0, 0, ()), [])]
