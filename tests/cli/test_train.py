@@ -131,7 +131,8 @@ def test_styles_resume_from_their_own_checkpoint_and_outcomes_alone(run: Run) ->
         if "outcomes are not" in message:
             outcomes.rename("moved")
         status, out, err = run("--styles", styles, *args)
-        assert (status, out, len(err.splitlines())) == (2, "", 1), err
+        told = [line for line in err.splitlines() if not line.startswith("gdp: [")]  # but what a busy machine is at
+        assert (status, out, len(told)) == (2, "", 1), err
         assert message in err
         assert (Path(OUT).read_bytes() if Path(OUT).exists() else None) == content
 
