@@ -10,7 +10,7 @@ def test_fields_stand_in_the_order_in_which_the_engine_unpacks_them() -> None:
         "route_rate latency_ns route_offsets route_channels tail_ns memory",
         records.MemoryArrays: "resident_bytes alloc_bytes owner owned_bytes copy_bytes producers "
         "input_offsets inputs input_producers residents readers",
-        records.Readers: "frees_bytes lengths offsets producers owned_bytes copy_bytes ops list_of",
+        records.Readers: "frees_bytes lengths offsets producers owned_bytes copy_bytes ops list_of lone_reader",
         records.Dispatch: "rank op_of_rank successor_offsets successors order_offsets order_ops",
         records.Scratch: "waiting duration_ns bits0 bits1 bits2 lowest running until_ns remaining_ns channel_free_ns "
         "first_edge end_edge ready_ns following taken newest newest_ns soonest_ns heap_ns heap_item",

@@ -41,7 +41,7 @@ def find_peaks(arrays, op_time_ns, placement, schedule, memory):
 @inner
 def _find_last_readers(readers, placement, finish_ns, memory):
     """Finds the bytes that each op frees when it ends, if no transfer ended later."""
-    static_bytes, lengths, offsets, producers, owned_bytes, copy_bytes, ops, _ = readers
+    static_bytes, lengths, offsets, producers, owned_bytes, copy_bytes, ops, _, _ = readers
     freed_ns, freed_by, frees_bytes, copied, last_ns = memory[:5]
     for op in range(len(static_bytes)):
         frees_bytes[op] = static_bytes[op]
@@ -88,15 +88,18 @@ def _find_last_readers(readers, placement, finish_ns, memory):
 
 @inner
 def _find_last_transfers(arrays, schedule, memory):
-    """Finds the bytes that each transfer frees on its source when it ends, which then no op frees."""
-    owner, owned_bytes = arrays[11][2], arrays[11][3]
+    """Finds the bytes that each transfer frees on its source when it ends, which then no op frees; adds the bytes of a
+    copy that has one reader to those that the reader frees."""
+    owner, owned_bytes, copy_bytes = arrays[11][2:5]
     transfer_tensor, transfer_end_ns, num_transfers = schedule[3], schedule[6], schedule[8]
     freed_ns, freed_by, frees_bytes = memory[:3]
-    list_of = arrays[11][10][7]
+    list_of, lone_reader = arrays[11][10][7:]
     num_ops = np.uint64(len(arrays[0]))
     no_list = np.uint64(len(freed_ns) - 1)
     for transfer in range(np.uint64(num_transfers[0])):
-        base = owner[transfer_tensor[transfer]]
+        tensor = transfer_tensor[transfer]
+        frees_bytes[lone_reader[tensor]] += copy_bytes[tensor]
+        base = owner[tensor]
         number, size = list_of[base], owned_bytes[base]
         freed_ns[no_list] = -1  # what has no list is sent once at most
         freed_by[no_list] = len(frees_bytes) - 1

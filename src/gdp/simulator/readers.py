@@ -5,7 +5,8 @@ the last readers there: one list of readers tells both. A tensor with views has 
 of the views are in, too, and each of them a list for its copies alone.
 
 Lists come by length, so that loops over one turn equally often from list to list. Most lists are not there at all: if
-nobody reads a tensor, its producer frees it, and a lone reader frees as much on the producer's device as on another.
+nobody reads a tensor, its producer frees it; a lone reader frees as much on the producer's device as on another, or
+nothing there, and then it frees a copy if the tensor is sent.
 """
 
 import numpy as np
@@ -40,8 +41,11 @@ def readers_of(
     np.add.at(frees_bytes, makers[unread], owned[unread])
     alike = (lengths == 1) & (owned == copied)
     np.add.at(frees_bytes, consumers[edges[begins[alike]]], owned[alike])
+    is_lone = (lengths == 1) & (owned == 0) & (copied > 0)  # never the memory of a tensor with views
+    lone_reader = np.full(num_tensors, num_ops + len(consumers))
+    lone_reader[np.flatnonzero(is_lone)] = consumers[edges[begins[is_lone]]]
 
-    kept = np.flatnonzero(~unread & ~alike & ((owned > 0) | (copied > 0)))
+    kept = np.flatnonzero(~unread & ~alike & ~is_lone & ((owned > 0) | (copied > 0)))
     kept = kept[np.argsort(lengths[kept], kind="stable")]
     sizes, num_lists = np.unique(lengths[kept], return_counts=True)
     starts = np.cumsum(lengths[kept]) - lengths[kept]
@@ -57,4 +61,5 @@ def readers_of(
         copy_bytes=copied[kept],
         ops=consumers[edges[np.repeat(begins[kept], lengths[kept]) + within]].astype(np.uint32),
         list_of=list_of[:-1].astype(np.uint32),
+        lone_reader=lone_reader.astype(np.uint32),
     )

@@ -31,6 +31,7 @@ class Readers(NamedTuple):
     copy_bytes: Any  # int64 [L] freed with the last reader on another device
     ops: Any  # uint32 [sum of lengths over lists] the readers, list by list
     list_of: Any  # uint32 [T] the list of a tensor that owns its memory; L: none
+    lone_reader: Any  # uint32 [T] op that frees a tensor's copy if it is sent; N + E: a list has its readers
 
 
 class MemoryArrays(NamedTuple):
