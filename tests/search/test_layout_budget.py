@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of
 
@@ -13,12 +15,12 @@ from gdp.parallel.layout import AUTO, BLOCKS, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute, recomputed
 from gdp.planning.layout_advice import changes_that_fit_a_layout
 from gdp.report.layout_answer import LayoutAnswer
-from gdp.search.layouts.arrangement import replicated_ways
-from gdp.search.layouts.choose import Choice, choose_layout
+from gdp.search.layouts.arrangement import Arrangement, replicated_ways
+from gdp.search.layouts.choose import Choice, _confirmed, choose_layout
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import with_less_memory
 from gdp.search.layouts.parts import Parts
-from gdp.search.layouts.trial import Choosing
+from gdp.search.layouts.trial import OK, Choosing, Trial
 from gdp.simulator.constraints import Constraints
 
 BUDGET_S, TICK_S = 10.0, 0.02
@@ -166,3 +168,43 @@ def test_estimates_find_each_set_of_blocks_once(monkeypatch: pytest.MonkeyPatch)
                 estimator.estimate(other)
     assert seen
     assert len(seen) <= len(set(seen)) + 1  # all layers have a name of their own
+
+
+def test_a_layout_that_was_told_of_is_not_lost_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt may end an attempt after its step was simulated, before it returns."""
+    attempt: Callable[..., Any] = Choosing.attempt
+
+    def cut_short(search: Choosing, *args: Any) -> Any:
+        found = attempt(search, *args)
+        return None if isinstance(found, Trial) else found
+
+    monkeypatch.setattr(Choosing, "attempt", cut_short)
+    told: list[Trial] = []
+    choice = choose_layout(parts_of(), machine_of([1.0] * 4), budget="300sims", on_progress=told.append)
+    assert choice.trial.key == min(trial.key for trial in told if trial.may_be_answer)
+    assert not choice.trial.is_whole
+
+
+@pytest.mark.parametrize(("replica_ns", "is_confirmed"), [(100, True), (5_000, False)])
+def test_replicas_beside_a_better_op_placement_are_confirmed_before_they_are_searched(
+    replica_ns: int, is_confirmed: bool
+) -> None:
+    """Those that are interpolated and cannot be read in time are left out; hopeless ones are never searched."""
+    candidate: Any = object()
+    whole = Trial(Layout(), ((0, 1, 2, 3),), OK, 90, 0, candidate=candidate)
+    rough = Trial(
+        Layout((1, 1)),
+        ((0, 1), (2, 3)),
+        OK,
+        replica_ns,
+        0,
+        candidate=candidate,
+        places=np.zeros(1, int),
+        is_captured=False,
+    )
+    asked: list[Arrangement] = []
+    search: Any = SimpleNamespace(
+        has_time=lambda _: True, attempt=lambda _, way: asked.append(way), simulate=lambda *_, **__: None
+    )
+    assert _confirmed(search, [whole, rough]) == ([whole] if is_confirmed else [whole, rough])
+    assert asked == [rough.way] * is_confirmed

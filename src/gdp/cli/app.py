@@ -28,6 +28,7 @@ from gdp.cli.simulate import simulate
 from gdp.cli.train import train
 from gdp.cli.workloads import workloads
 from gdp.errors import InputError
+from gdp.stop import CutShortError
 
 _TRACEBACK = "--traceback"
 _REPEATED_S = 0.01  # after which the callback is over
@@ -95,7 +96,12 @@ def _log_traceback(error: Exception) -> None:
 
 
 def repeat_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Repeats a Ctrl-C that came in a callback of compiled code, as when kernels are loaded, which Python ignores."""
+    """Repeats a Ctrl-C that came in a callback of compiled code, as when kernels are loaded, which Python ignores.
+
+    One that was to cut work short has stopped the search by then, and is not repeated: a second one ends the process.
+    """
+    if issubclass(unraisable.exc_type, CutShortError):
+        return
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         threading.Timer(_REPEATED_S, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:

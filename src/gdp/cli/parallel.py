@@ -116,7 +116,7 @@ class LayoutChoice(PlaceQuestion):
         line = progress.StatusLine(f"{name} on {request.cluster.name}: looking at layouts")
 
         def tell(trial: "Trial") -> None:
-            stop.has_answer = True
+            stop.has_answer |= trial.may_be_answer
             line.say(f"{name}: {trial.layout} {layouts.state(trial)}")
 
         with progress.live(line):
@@ -274,5 +274,7 @@ def _beside_single(request: PlaceRequest, parts: "Parts", plan: "Plan") -> "Plan
         problem = Problem.build(parts.exact(1), request.cluster, request.constraints)
         runs = ClassicalRuns(Question(problem, Reduction.nothing(problem)))
         runs.run(("single",), Clock.of("1sims"))
+        if runs.best is None:
+            return plan
         return replace(plan, search=replace(search, baselines={**runs.baselines, **search.baselines}))
     return plan

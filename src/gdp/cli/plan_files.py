@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from gdp.cli.inputs import IN_COLUMNS, IN_JSON
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import log
 from gdp.errors import InputError
-from gdp.stop import skippable
+from gdp.stop import skip_on_interrupt
 
 if TYPE_CHECKING:
     from gdp.graph import Graph
@@ -62,7 +63,7 @@ class PlanFiles:
         if self.are_asked_for and self.graph is not None and problem.num_ops > _MANY_OPS:  # else names spare others
             files = replace(self, graph=self.graph.with_name(IN_COLUMNS))
         if files.cluster is not None and problem.num_devices > _MANY_DEVICES:
-            log(f"gdp: note: {files.cluster} is not written, for it is long; commands on the plan need --devices")
+            log(f"gdp: note: {files.cluster} is not written: it is long; commands on the plan need --devices")
             return replace(files, cluster=None)
         return files
 
@@ -141,15 +142,17 @@ class PlanFiles:
                         reason = "that takes longer than the budget has"
                     else:
                         line.say(f"writing {path}")
-                        with skippable(stop if is_long else None):
-                            write(path)
-                            self.written.append(path)
+                        skip_on_interrupt(stop if is_long else None, partial(self._write, write, path))
                         reason = "" if path in self.written else _TAKES_SECONDS
                     if reason:
-                        log(f"gdp: note: {path} is not written, for {reason}")
+                        log(f"gdp: note: {path} is not written: {reason}")
         except InputError as error:
             return error
         return None
+
+    def _write(self, write: Callable[[Path], None], path: Path) -> None:
+        write(path)
+        self.written.append(path)
 
     @property
     def shown(self) -> list[Path]:

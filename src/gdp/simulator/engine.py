@@ -12,9 +12,10 @@ docs/machine-model.md, section 3, is the definition (section 4, memory, is `memo
 
 What makes it fast, and why that is exact:
 
-- A transfer's arrival is known when it is requested, so an arrival is no event: the last input of an op to be requested
-  tells when the op is ready. Until then the op waits in a queue of its device, which a busy device looks at when it
-  next chooses an op. The few ops that are ready before the one that waits last in the queue are in a heap.
+- A transfer's arrival is known when it is requested, so an arrival is no event: once the last input of an op is
+  requested, the latest of their arrivals tells when the op is ready. Until then the op waits in a queue of its device,
+  which a busy device looks at when it next chooses an op. The few ops that are ready before the one that waits last in
+  the queue are in a heap.
 - Completions at one time run in ascending op number, for each requests transfers. Ops that become ready commute.
 - Priorities become ranks once (`longest_paths.ranks_of`), so "highest priority, ties to the smaller number" is "lowest
   set bit" of a three-level bitmap per device, whose first word with a bit is kept: one look to take, one to add.

@@ -50,8 +50,10 @@ class Simulator:
         """[N] mean over the devices that can run the op, rounded down: the m of docs/machine-model.md, section 3."""
         times_ns = narrow(self.op_time_ns)
         runnable = times_ns >= 0
-        total = np.where(runnable, times_ns, 0).sum(axis=1)
-        return np.asarray(total // np.maximum(runnable.sum(axis=1), 1), np.int64)
+        count = np.maximum(runnable.sum(axis=1, keepdims=True), 1)
+        times_ns = np.where(runnable, times_ns, 0)
+        whole, rest = np.divmod(times_ns, count)  # the sum of times may exceed int64
+        return np.asarray(whole.sum(axis=1) + rest.sum(axis=1) // count[:, 0], np.int64)
 
     @cached_property
     def fastest_ns(self) -> I64:

@@ -39,7 +39,7 @@ from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
 from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER
-from gdp.stop import skippable
+from gdp.stop import skip_on_interrupt
 
 LARGE_OPS = 10_000  # classical placers place the ops of larger steps first: to look at their layouts takes long
 QUICK_SHARE = 0.1  # of the time left: first op placement of a small step
@@ -112,7 +112,7 @@ def choose_layout(
         for trial in finalists:
             if not _is_hopeless(trial, trials):
                 trials.insert(0, _searched(search, trial, clock.part(_share(trial))))
-    best = min(trials, key=lambda trial: trial.key)
+    best = min(filter(None, (*trials, search.best)), key=lambda trial: trial.key)
     if best.candidate is None:
         asked = "no layout" if layout is None else f"no {layout}"
         raise InputError(
@@ -125,7 +125,7 @@ def choose_layout(
 
 def _confirmed(search: Choosing, trials: list[Trial]) -> list[Trial]:
     """Returns `trials`, of which those that may be searched are simulated as captured, while there is time."""
-    while rough := [trial for trial in _promising(trials) if not trial.is_captured]:
+    while rough := [trial for trial in _worth_a_search(trials) if not trial.is_captured]:
         places = rough[0].places
         assert places is not None
         way = rough[0].way
@@ -173,8 +173,14 @@ def _ops_placed(search: Choosing, clock: Clock, limit_ns: int = NEVER) -> list[T
     if (best := solution.best) is None:
         return [replace(trial, status=NOT_ALLOWED)]
     trial = replace(trial.with_candidate(as_candidate(best.replay, best.order)), baselines=solution.baselines)
-    search.tell(trial)
+    search.note(trial)
     return [trial]
+
+
+def _worth_a_search(trials: list[Trial]) -> list[Trial]:
+    """Returns the trials that may be finalists, and the best, which may be the answer."""
+    replicas = _promising([trial for trial in trials if not trial.is_whole])
+    return [*_promising(trials), *(trial for trial in replicas if not _is_hopeless(trial, trials))]
 
 
 def _promising(trials: list[Trial]) -> list[Trial]:
@@ -248,7 +254,7 @@ def _with_whole_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
         return trial
     refine = _placed_from if trial.layout.data == 1 and not trial.is_searched else _refined
     better = trial.with_candidate(refine(search, trial.problem, trial.candidate, clock))
-    search.tell(better)
+    search.note(better)
     return replace(min(trial, better, key=lambda each: each.key), is_searched=True)
 
 
@@ -278,7 +284,7 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
     assert best.candidate is not None
     assert best.problem is not None
     clock = search.clock
-    simulation = in_program_order(best.candidate.replay)
+    simulation, bound_ns = in_program_order(best.candidate.replay), _bound_ns(best.problem, search.clock)
     record = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
@@ -289,7 +295,7 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
         order=best.candidate.order,
     )
     assert best.step is not None
-    plan = plan_of(simulation, _bound_ns(best.problem, clock), "auto", search.seed, record)
+    plan = plan_of(simulation, bound_ns, "auto", search.seed, record)
     if not best.is_whole:  # with the graph that is cut, by which the plan is known again
         beside = {"batch": search.parts.batch_size, "whole": search.parts.exact(1).fingerprint}
         plan = replace(plan, layout=best.step.document() | beside)
@@ -309,11 +315,10 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
 
 def _bound_ns(problem: Problem, clock: Clock) -> int:
     """Returns the lower bound of `problem`; of a large one after an interrupt, what the longest path and work say."""
-    bound_ns = quick_bound(problem)
-    if problem.num_ops <= LARGE_OPS or not clock.stop.is_set():
-        with skippable(clock.stop):
-            bound_ns = lower_bound(problem)
-    return bound_ns
+    if problem.num_ops > LARGE_OPS and clock.stop.is_set():
+        return quick_bound(problem)
+    bound_ns = skip_on_interrupt(clock.stop, lambda: lower_bound(problem))
+    return quick_bound(problem) if bound_ns is None else bound_ns
 
 
 def _baselines(best: Trial, trials: list[Trial]) -> dict[str, Baseline]:

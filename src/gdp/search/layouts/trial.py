@@ -5,6 +5,7 @@ N ops of a micro-batch, R replicas, P places.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from gdp.arrays import I64
@@ -25,7 +26,7 @@ from gdp.search.question import Question
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
-from gdp.stop import skippable
+from gdp.stop import skip_on_interrupt
 
 _T = TypeVar("_T")
 OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", "estimated"
@@ -68,6 +69,11 @@ class Trial:
         return not self.key[0]
 
     @property
+    def may_be_answer(self) -> bool:
+        """True if it was simulated as captured, whether or not it fits."""
+        return self.is_captured and self.candidate is not None
+
+    @property
     def key(self) -> tuple[int, int, int]:
         """Figures to compare trials by: those that fit first, by time; then by what is missing; the impossible last."""
         rank = 2 if self.status == NOT_ALLOWED else int(self.missing_bytes > 0)
@@ -100,6 +106,7 @@ class Choosing:
     checkpoint: str | None = None  # the file of a policy for op placement; None: the one that comes with gdp
     refused: dict[Arrangement, str] = field(default_factory=dict)  # and why
     classical: ClassicalRuns | None = None  # of op placement of a large step
+    best: Trial | None = None  # of those that may be the answer, simulated so far
     simulation: Pace = field(default_factory=lambda: Pace(_SIMULATION_US))  # of whole steps
     estimator: Estimator = field(init=False)
 
@@ -117,9 +124,7 @@ class Choosing:
         If its layout was asked for, the InputError goes on.
         """
         try:
-            with skippable(self.clock.stop):
-                return action(way)
-            return None
+            return skip_on_interrupt(self.clock.stop, lambda: action(way))
         except InputError as error:
             if self.layout is not None:
                 raise
@@ -168,16 +173,21 @@ class Choosing:
             if trials[-1].status == NOT_ALLOWED:
                 break
         best = replace(min(trials, key=lambda trial: trial.key), layout=layout)
-        self.tell(best)
+        self.note(best)
         more_bytes = reserve_bytes + best.missing_bytes
         if not self.has_time(arrangement):
             return best
         if self.estimator.resolved(arrangement, places, reserve_bytes=more_bytes) == cut:
             return best
-        found = [best]
-        with skippable(self.clock.stop):
-            found.append(self.simulate(arrangement, places, is_captured=is_captured, reserve_bytes=more_bytes))
-        return min(found, key=lambda trial: trial.key)
+        again = partial(self.simulate, is_captured=is_captured, reserve_bytes=more_bytes)
+        more = skip_on_interrupt(self.clock.stop, lambda: again(arrangement, places))
+        return min(filter(None, (best, more)), key=lambda trial: trial.key)
+
+    def note(self, trial: Trial) -> None:
+        """Tells of `trial`, and keeps the best that may be the answer: an interrupt may lose it on its way."""
+        if trial.may_be_answer:
+            self.best = min(filter(None, (self.best, trial)), key=lambda each: each.key)
+        self.tell(trial)
 
     def _simulated(
         self,
