@@ -60,7 +60,7 @@ def test_a_report_that_takes_longer_than_the_budget_is_left_out(
     assert main([*PLACE, "--devices", "2xp100-pcie-16g", "--budget", "1s"]) == 0
     assert written() == {"plan.json", "graph.safetensors", "cluster.json"}
     printed = capsys.readouterr()
-    assert "gdp: note: plans/report.html is not written, for that takes longer than the budget has" in printed.err
+    assert "gdp: note: plans/report.html is not written: that takes longer than the budget has" in printed.err
     assert "plans/graph.safetensors --devices 2xp100-pcie-16g --plan plans/plan.json" in printed.out
 
 
