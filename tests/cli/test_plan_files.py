@@ -1,5 +1,6 @@
 """The files of `gdp place --out` for steps of many ops, on many devices, and where the budget is over."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from gdp.cli import main, plan_files
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.planning import fixed_time
+from gdp.report import page
+from gdp.report.page_data import PageData
 from gdp.simulator.problem import Problem
 
 STEP = lstm_training_graph(6)
@@ -62,6 +65,25 @@ def test_a_report_that_takes_longer_than_the_budget_is_left_out(
     printed = capsys.readouterr()
     assert "gdp: note: plans/report.html is not written: that takes longer than the budget has" in printed.err
     assert "plans/graph.safetensors --devices 2xp100-pcie-16g --plan plans/plan.json" in printed.out
+
+
+def test_an_interrupt_while_the_report_is_written_leaves_it_out_and_shows_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reached = []
+
+    def write_slowly(_path: Path, _data: PageData) -> None:
+        reached.append("the start")
+        signal.raise_signal(signal.SIGTERM)
+        reached.append("the end")
+
+    monkeypatch.setattr(page, "write_page", write_slowly)
+    assert main([*PLACE, "--devices", "2xp100-pcie-16g", "--budget", "20sims"]) == 130
+    assert reached == ["the start"]
+    assert written() == {"plan.json", "graph.safetensors", "cluster.json"}
+    printed = capsys.readouterr()
+    assert "gdp: note: plans/report.html is not written: that takes seconds" in printed.err
+    assert "Step time" in printed.out
 
 
 def test_a_cluster_of_many_devices_is_not_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,7 +284,8 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
     assert best.candidate is not None
     assert best.problem is not None
     clock = search.clock
-    simulation, bound_ns = in_program_order(best.candidate.replay), _bound_ns(best.problem, search.clock)
+    simulation = in_program_order(best.candidate.replay)
+    bound_ns = _bound_ns(best.problem, clock)
     record = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
@@ -317,7 +318,7 @@ def _bound_ns(problem: Problem, clock: Clock) -> int:
     """Returns the lower bound of `problem`; of a large one after an interrupt, what the longest path and work say."""
     if problem.num_ops > LARGE_OPS and clock.stop.is_set():
         return quick_bound(problem)
-    bound_ns = skip_on_interrupt(clock.stop, lambda: lower_bound(problem))
+    bound_ns = skip_on_interrupt(clock.stop, partial(lower_bound, problem))
     return quick_bound(problem) if bound_ns is None else bound_ns
 
 

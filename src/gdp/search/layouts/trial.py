@@ -124,7 +124,7 @@ class Choosing:
         If its layout was asked for, the InputError goes on.
         """
         try:
-            return skip_on_interrupt(self.clock.stop, lambda: action(way))
+            return skip_on_interrupt(self.clock.stop, partial(action, way))
         except InputError as error:
             if self.layout is not None:
                 raise
@@ -179,8 +179,8 @@ class Choosing:
             return best
         if self.estimator.resolved(arrangement, places, reserve_bytes=more_bytes) == cut:
             return best
-        again = partial(self.simulate, is_captured=is_captured, reserve_bytes=more_bytes)
-        more = skip_on_interrupt(self.clock.stop, lambda: again(arrangement, places))
+        again = partial(self.simulate, arrangement, places, is_captured=is_captured, reserve_bytes=more_bytes)
+        more = skip_on_interrupt(self.clock.stop, again)
         return min(filter(None, (best, more)), key=lambda trial: trial.key)
 
     def note(self, trial: Trial) -> None:
