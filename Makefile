@@ -1,5 +1,6 @@
 # make place      place gnmt-4 on four P100s: the main job; installs what placing needs and nothing else
 # make test       lint, types, layers and all tests but the long ones; installs all that tests need
+# make bench     a page of benchmarks/results anew: make bench NAME=search OPTIONS='--budget 10s'
 # make docs       the documentation as a site, in site/
 PYTHON ?= python3
 MODEL ?= gnmt-4
@@ -14,7 +15,7 @@ PLACING := .venv/placing
 TESTING := .venv/testing
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
-.PHONY: place test test-long lint kernels docs clean
+.PHONY: place test test-long lint kernels bench docs clean
 
 place: $(PLACING)
 	@$(BIN)/gdp place $(MODEL) --devices $(DEVICES) --budget $(BUDGET)
@@ -36,6 +37,9 @@ lint: $(TESTING)
 
 kernels: $(TESTING)
 	$(BIN)/python -c 'from gdp.planning.warm_up import warm_up; warm_up(("auto", "exact", "gdp-zero-shot"))'
+
+bench: $(TESTING)
+	$(BIN)/python -m benchmarks $(NAME) $(OPTIONS)
 
 docs: $(TESTING)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -7,12 +7,14 @@ from typing import Any
 import typer.main
 
 PLACE = "<!-- commands -->"
+_OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(benchmarks/[^)#]*)(?:#[^)]*)?\)")  # a link to a file that is no page
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replaces the comment PLACE by the commands, and `::: gdp.NAME` by the directive with the name's module."""
+    """Puts in the commands for PLACE, paths for links to results, and the modules of names for `::: gdp.NAME`."""
     if PLACE in markdown:
         markdown = markdown.replace(PLACE, "\n".join(_commands()))
+    markdown = _OUTSIDE.sub(r"\1 (`\2`)", markdown)
     return re.sub(r"^::: gdp\.(\w+)$", _public_name, markdown, flags=re.MULTILINE)
 
 

@@ -1,6 +1,6 @@
 """Checks commands of pages without running them.
 
-`gdp` parses its own commands, `make` must have the target, `pytest` and `python` must find the file.
+`gdp` and the benchmarks parse their commands, `make` must have the target, `pytest` and `python` must find the file.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import typer
 import typer.main
 from markdown_it import MarkdownIt
 
+from benchmarks.__main__ import NAMES, app_of
 from doc_pages import INDENTED, read_blocks, read_commands
 from gdp.cli import app
 
@@ -67,7 +68,7 @@ def check_command(text: str) -> None:
 def _check(words: list[str]) -> None:
     program, *rest = words
     if program == "gdp":
-        _check_gdp(rest)
+        _check_words(rest, typer.main.get_command(app), "gdp")
     elif program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         for word in rest:
@@ -75,17 +76,20 @@ def _check(words: list[str]) -> None:
                 raise CommandError(f"Makefile has no target {word}")
     elif "-m" in rest and program != "pytest":
         module = rest.index("-m") + 1
+        words = rest[module + 1 :]
         if rest[module] == "gdp":
-            _check_gdp(rest[module + 1 :])
+            _check_words(words, typer.main.get_command(app), "gdp")
+        elif rest[module] == "benchmarks":
+            _check_words(
+                words, typer.main.get_command(app_of([name for name in NAMES if name in words] or NAMES)), "benchmarks"
+            )
     else:
         for word in rest:
             if word.endswith(".py") and not (ROOT / word).exists():
                 raise CommandError(f"there is no {word}")
 
 
-def _check_gdp(words: list[str]) -> None:
-    command: Any = typer.main.get_command(app)
-    name = "gdp"
+def _check_words(words: list[str], command: Any, name: str) -> None:
     while words and words[0] in getattr(command, "commands", {}):
         command, name = command.commands[words[0]], f"{name} {words[0]}"
         words = words[1:]

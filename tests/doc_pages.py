@@ -180,7 +180,8 @@ class Session:
         gdp = own / "bin" / "gdp"
         gdp.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m gdp "$@"\n')
         gdp.chmod(0o755)
-        source = str(Path(__file__).parents[1] / "src")
+        root = Path(__file__).parents[1]
+        source = os.pathsep.join((str(root / "src"), str(root)))  # the benchmarks run in a checkout
         path = os.pathsep.join((str(own / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
         cache = str(own / "cache")
         self.environment = {**os.environ, "PATH": path, "PYTHONPATH": source, "XDG_CACHE_HOME": cache, "NO_COLOR": "1"}

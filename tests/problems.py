@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from gdp.bench.graphs import lstm_training_graph
+from benchmarks.graphs import lstm_training_graph
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated

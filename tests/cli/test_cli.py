@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import gdp
-from gdp.bench.graphs import lstm_training_graph
+from benchmarks.graphs import lstm_training_graph
 from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
@@ -542,7 +542,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--seed", "one"), ["--seed", "a valid integer"]),
     (place("--seed", "-1"), ["--seed", "greater than or equal to 0"]),
     (place("--placer", "magic"), ["placer 'magic' is unknown", "auto"]),
-    (place("--placer", "hdp"), ["placer 'hdp' trains a policy of its own", "hours", "gdp bench paper"]),
+    (place("--placer", "hdp"), ["placer 'hdp' trains a policy of its own", "hours", "python -m benchmarks paper"]),
     (place("--ctx", "4096"), ["--ctx: needs --for llama-cpp"]),
     (place("--for", "vllm", "--split-layers"), ["--split-layers: is for llama-cpp, not for vllm"]),
     (place("--for", "llama-cpp", "--ctx", "-1"), ["--ctx -1: a number of tokens is expected"]),
@@ -620,18 +620,8 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["capture", "cli_broken:fails", "--out", "graph.yaml"], ["--out graph.yaml", ".json.gz"]),
     (["capture", "cli_broken:fails", "--out", "g.json", "--optimizer", "adagrad"], ["'adagrad'", "adam, adamw, sgd"]),
     (["devices", "show", "toaster"], ["no kind 'toaster'"]),
-    (["bench", "search", "--workloads", "gnmt-5"], ["'gnmt-5'"]),
-    (["bench", "paper", "--checkpoints", "none"], ["none: no such directory", "--hold-out"]),
-    (["bench", "paper", "--checkpoints", "directory"], ["directory: no checkpoint there holds family rnnlm out"]),
-    (["bench", "paper", "--checkpoints", "directory", "--hdp-factor", "0"], ["hdp_factor is 0.0"]),
-    (["bench", "generalization", "--checkpoints", "directory", "--workloads", "gnmt-5"], ["'gnmt-5'"]),
-    (["bench", "generalization", "--checkpoints", "directory", "--fine-tune-budget", "fast"], ["budget is 'fast'"]),
-    (["bench", "trained", "--checkpoint", "none", "--budget", "abc"], ["budget is 'abc'; a time such as 30s or 2m is"]),
-    (["bench", "search", "--rows", "graph.json.gz"], ["graph.json.gz is no directory; choose another place"]),
-    (["bench", "search", "--out", "graph.json.gz"], ["graph.json.gz is no directory; choose another place"]),
     (["architectures", "graph.json.gz", "--count", "2"], ["graph.json.gz is no directory; choose another place"]),
     (["architectures", "new", "--count", "2", "--family", "nope"], ["'nope' is unknown; one of cells, residual, "]),
-    (["bench", "execution", "--against", "dpd"], ["bench execution: no arm 'dpd'; did you mean ddp"]),
     (["place", "gnmt/l9", "--devices", DEVICES], ["'gnmt/l9': no variant of that name", "gdp workloads --variants"]),
 ]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gdp.bench.graphs import lstm_training_graph
+from benchmarks.graphs import lstm_training_graph
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated

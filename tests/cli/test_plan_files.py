@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gdp.bench.graphs import lstm_training_graph
+from benchmarks.graphs import lstm_training_graph
 from gdp.cli import main, plan_files
 from gdp.cluster import Cluster
 from gdp.graph import Graph

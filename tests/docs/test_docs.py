@@ -13,17 +13,16 @@ import pytest
 import typer.main
 
 import gdp
+from benchmarks.__main__ import app_of
 from doc_commands import CommandError, check_command, command_lines, inline_commands
 from doc_pages import PageError, check, check_block, read_blocks
 from gdp.cli import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-RECORDS = [
-    DOCS / "results.md",
-    *sorted((DOCS / "results").glob("*.md")),
-]  # their commands are parsed
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")), *RESULTS]
+RECORDS = [DOCS / "results.md", *RESULTS]  # their commands are parsed
 RUN = [page for page in PAGES if page not in RECORDS]
 LONG = {"exports.md", "tutorial.md"} | {
     page.name for page in (*DOCS.glob("models-*.md"), *DOCS.glob("howto/*.md")) if page.name != "onnx.md"
@@ -101,10 +100,11 @@ def test_commands_parse() -> None:
     ("command", "message"),
     [
         ("gdp plaice rnnlm-2", "no command plaice"),
-        ("gdp bench", "no command"),
+        ("python -m benchmarks", "no command"),
         ("gdp place rnnlm-2", "--devices"),
         ("gdp place rnnlm-2 --devices local --bugdet 3s", "No such option: --bugdet"),
-        ("gdp bench search --seeds many | tee log", "not a valid|valid integer"),
+        ("python -m benchmarks serach", "no command serach"),
+        ("python -m benchmarks search --seeds many | tee log", "not a valid|valid integer"),
         ("torchrun --nproc-per-node 2 -m gdp run rnnlm-2 --plans plan.json", "No such option: --plans"),
         ("make tests", "no target tests"),
         ("pytest -m long tests/test_no_such.py", "there is no tests/test_no_such.py"),
@@ -137,6 +137,13 @@ def test_reference() -> None:
     assert sorted(named) == sorted(gdp.__all__)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_to_results(page: Path) -> None:
+    """A page links only to results that are there."""
+    for link in re.findall(r"\]\(([^)#:]*benchmarks/[^)#]*|[^)#:/]*\.md)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
 def _commands(command: Any, name: str = "gdp") -> Iterator[tuple[str, set[str]]]:
     options = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
     yield name, {option for option in options if option.startswith("--")} | {"--help"}
@@ -150,7 +157,8 @@ def test_options_exist(page: Path) -> None:
     options = dict(_commands(typer.main.get_command(app)))
     text = re.sub(r"\\\n(> )?", " ", page.read_text())
     text = re.sub(r"--[^\n`]*?-->", "", text)  # arrows of drawings
-    known = set().union(*options.values(), OF_OTHER_TOOLS)
+    benchmarks = dict(_commands(typer.main.get_command(app_of()), "python -m benchmarks"))
+    known = set().union(*options.values(), *benchmarks.values(), OF_OTHER_TOOLS)
     assert set(OPTION.findall(text)) <= known
     for line in re.findall(r"(?:^|[`$ ])(gdp (?:[a-z]+)[^`\n#]*)", text, re.MULTILINE):
         words = line.split()

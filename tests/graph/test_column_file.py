@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from safetensors.numpy import load, save
 
-from gdp.bench.graphs import lstm_training_graph
+from benchmarks.graphs import lstm_training_graph
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.column_file import COLUMNS

@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import model_configs
 from fake_cuda import has_cuda_kernel
-from gdp.bench import model_configs
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models import read

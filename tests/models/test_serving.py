@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gdp
-from gdp.bench import model_configs
+from benchmarks import model_configs
 from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.errors import InputError

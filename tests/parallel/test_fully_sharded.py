@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.parallel.test_replicas import chain
-from tests.parallel.test_zero import hop_bytes, run
 
 from gdp.graph import Graph, Tensor
 from gdp.graph.microbatches import microbatch_of, replica_of
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
+from tests.parallel.test_replicas import chain
+from tests.parallel.test_zero import hop_bytes, run
 
 
 def with_modules(graph: Graph, modules: dict[str, str]) -> Graph:

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from tests.graph.test_microbatches import two_stages
 
-from gdp.bench.graphs import lstm_training_graph
+from benchmarks.graphs import lstm_training_graph
 from gdp.budget import Clock
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
@@ -15,6 +14,7 @@ from gdp.search.question import Question
 from gdp.simulator.orders import PROGRAM, ZERO_BUBBLE_PROGRAM, only_for_updates, program_levels
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
+from tests.graph.test_microbatches import two_stages
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

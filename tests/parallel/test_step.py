@@ -1,10 +1,10 @@
 """Steps: every op of a step knows which op it is a copy of, and replicas are placed alike."""
 
 import numpy as np
-from tests.parallel.test_replicas import chain
 
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
+from tests.parallel.test_replicas import chain
 
 
 def test_replicas_are_placed_alike_with_their_sums_beside_the_updates() -> None:

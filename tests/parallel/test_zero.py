@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.parallel.test_replicas import chain
 
 from gdp.cluster import Cluster
 from gdp.errors import InputError
@@ -19,6 +18,7 @@ from gdp.parallel.step import Step
 from gdp.simulator.orders import EXCHANGES_FIRST
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
+from tests.parallel.test_replicas import chain
 
 
 def hop_bytes(graph: Graph, exchange: str) -> int:

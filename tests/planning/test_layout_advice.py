@@ -1,7 +1,6 @@
 """Advice on layouts: estimates for other machines and batches, on which a step has to fit too."""
 
 import pytest
-from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of
 
 from gdp.budget import Budget, Clock
 from gdp.parallel.layout import Layout
@@ -14,6 +13,7 @@ from gdp.search.place import place
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import replay
+from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of
 
 
 def test_what_does_not_fit_as_it_is_gets_a_layout_that_takes_less_memory() -> None:

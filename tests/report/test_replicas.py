@@ -8,8 +8,6 @@ import pytest
 from browser import CHROMIUM, DRIVER, browser, open_page, resize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.parallel.test_replicas import chain
-from tests.parallel.test_zero import run
 
 from gdp.cluster import Cluster
 from gdp.parallel.layout import Layout
@@ -24,6 +22,8 @@ from gdp.report.trace import trace_document
 from gdp.search.place import plan_of
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
+from tests.parallel.test_replicas import chain
+from tests.parallel.test_zero import run
 
 LAYOUTS = ("data=2", "data=3,zero=1", "data=2,microbatches=2:1,zero=2", "data=2,microbatches=2,zero=3")
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of
 
 from gdp.budget import Budget, Clock
 from gdp.graph import Graph
@@ -22,6 +21,7 @@ from gdp.search.layouts.less_memory import with_less_memory
 from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.trial import OK, Choosing, Trial
 from gdp.simulator.constraints import Constraints
+from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of
 
 BUDGET_S, TICK_S = 10.0, 0.02
 

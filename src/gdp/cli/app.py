@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 
 from gdp.cli.architectures import architectures
-from gdp.cli.bench import bench_app
 from gdp.cli.capture import capture
 from gdp.cli.compare import compare
 from gdp.cli.devices import devices_app
@@ -41,13 +40,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(devices_app, name="devices")
-app.add_typer(bench_app, name="bench")
 for command in (place, run, export, report, architectures, compare, simulate, capture, train, workloads):
     app.command()(command)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line `args` (default: the process's own) and returns the exit status.
+def main(args: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "gdp") -> int:
+    """Runs the command line `args` (default: the process's own) of `commands` and returns the exit status.
 
     A SIGTERM, as batch systems and `timeout` send it, is like Ctrl-C. `--traceback` may stand anywhere.
     """
@@ -67,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, interrupt)
         sys.unraisablehook = repeat_interrupt
     try:
-        status = int(app(words, prog_name="gdp", standalone_mode=False) or OK)
+        status = int(commands(words, prog_name=name, standalone_mode=False) or OK)
         with quiet_pipe():
             sys.stdout.flush()
     except (InputError, typer.TyperException) as error:

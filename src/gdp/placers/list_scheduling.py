@@ -28,7 +28,7 @@ from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
 
 _WORK = 2_000_000  # ops x devices scheduled in all, about 1 s
-_LEAST_NS = 300  # that an op takes for each device; docs/results/scale.md has what placers take
+_LEAST_NS = 300  # that an op takes for each device; benchmarks/results/scale.md has what placers take
 _SLICE = 500_000  # ops x devices between two looks at the clock
 _LIMITS = (0.85, 0.7)  # of the memory, tried when what was planned with all of it does not fit
 _MAX_LP_EDGES = 3000  # above, the favourite children are found greedily: the linear program would take many seconds

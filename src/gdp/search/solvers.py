@@ -39,7 +39,7 @@ def solver_of(name: str) -> Solver:
     if name == "hdp":
         raise InputError(
             "placer 'hdp' trains a policy of its own for each graph, which takes hours at the size of its paper; "
-            "gdp bench paper runs it beside the others"
+            "python -m benchmarks paper runs it beside the others"
         )
     if name not in SOLVERS:
         raise InputError(f"placer {name!r} is unknown; one of {', '.join(SOLVERS)} is expected")

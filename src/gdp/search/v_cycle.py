@@ -30,7 +30,7 @@ _RETUNED_S = 0.1  # that further priorities may take after the time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConfig:
-    """Tunables of the local search. They were chosen on seven of the workloads (docs/results/search.md)."""
+    """Tunables of the local search. They were chosen on seven of the workloads (benchmarks/results/search.md)."""
 
     levels: tuple[int, ...] = (30, 100, 300)  # number of groups at each level of a cycle
     moves_per_group: float = 24.0  # annealing moves at each level, for each group, where there is time for them

@@ -1,0 +1,93 @@
+"""gdp's arm of benchmark `execution-against`: layouts of a subject, chosen by measured times and run on this host.
+
+parts of the batch --captured, ops measured--> Parts --choose_layout--> plan --step_program--> host_executor
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from benchmarks.op_times import op_times, with_op_times
+from benchmarks.rival_processes import TrainedStep
+from benchmarks.training_subjects import Subject
+from gdp.arrays import I64
+from gdp.cluster import Cluster
+from gdp.errors import InputError
+from gdp.execute.executable import Executable
+from gdp.execute.host_executor import host_executor
+from gdp.execute.layouts.step_program import step_program
+from gdp.execute.measurement import Order
+from gdp.execute.targets import Target
+from gdp.graph import Graph
+from gdp.models.pytorch import Program, capture
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
+from gdp.search.layouts.parts import Parts
+from gdp.simulator.plan import Plan
+
+
+class MeasuredSubject:
+    """The steps of the parts of a subject's batch, with op times measured on `targets`, the devices of `cluster`.
+
+    All parts are read at once, so that a search for a layout spends its time on the search.
+    """
+
+    def __init__(self, subject: Subject, cluster: Cluster, targets: Sequence[Target], *, num_steps: int) -> None:
+        self.subject, self.cluster, self.targets = subject, cluster, tuple(targets)
+        self._num_steps = num_steps
+        self._executables: dict[int, Executable] = {}
+        self.parts = Parts(self._read, subject.batch_size)
+        for count in subject.counts():
+            with contextlib.suppress(InputError):  # a layer may fail with so few samples
+                self.parts.exact(count)
+
+    def program(self, step: Step) -> Program:
+        """Returns the program of `step`. InputError for a layout that cannot be run."""
+        program = self._executables[step.layout.num_parts].capture.program
+        return program if step.layout.is_whole else step_program(program, step)
+
+    def content(self, program: Program) -> dict[int, Tensor]:
+        """Copies parameters, buffers and the inputs of the whole batch, by tensor of `program`."""
+        (whole,) = self.subject.inputs()
+        return program.bind_state(self.subject.module()) | program.bind_inputs(*whole)
+
+    def step(self, plan: Plan) -> Step:
+        """Returns the step that `plan` places."""
+        return Step.of_document(self.parts.exact, plan.layout or Layout().document())
+
+    def _read(self, num_parts: int) -> Graph:
+        subject = self.subject
+        module, (args, kwargs) = subject.module(num_parts), subject.inputs(num_parts)[0]
+        executable = Executable(capture(module, args, kwargs, name=subject.name), module, args, kwargs)
+        self._executables[num_parts] = executable
+        times_ns: I64 = op_times(executable, self.targets, self._num_steps)
+        return with_op_times(executable.capture.graph, self.cluster, times_ns)
+
+
+@dataclass(eq=False)
+class OwnSteps:
+    """A program that trains step after step, in one order; a context manager."""
+
+    program: Program
+    order: Order
+    content: Mapping[int, Tensor]
+    targets: Sequence[Target]
+
+    def __enter__(self) -> Self:
+        self._executor = host_executor(self.program, self.order, self.targets)
+        self._executor.load(self.content)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._executor.close()
+
+    def step(self) -> TrainedStep:
+        """Trains a step. ExecutionError if an op fails."""
+        record = self._executor.step(self.content)
+        loss = self._executor.loss(record)
+        assert isinstance(loss, torch.Tensor), "it trains"
+        return TrainedStep(record.finish_ns - record.start_ns, float(loss))

@@ -1,0 +1,31 @@
+"""Benchmark `scale` on a workload that takes seconds: every figure is there, and phases are those of the page."""
+
+import pytest
+
+from benchmarks.page import machine, render
+from benchmarks.scale import AS_JSON, CHOSEN, FIXED, ScaleBenchmark, ScaleRow, measured
+from gdp.parallel.layout import NONE
+
+
+@pytest.mark.parametrize("layout", [NONE, "microbatches=2", CHOSEN])
+def test_a_case_has_all_figures_and_a_page(layout: str) -> None:
+    case = {"model": "rnnlm-2", "layout": layout, "devices": "2xp100-pcie-16g", "budget": "1s"}
+    row = ScaleRow(**measured(case))
+    assert row.first_s is not None
+    assert 0 < row.first_s <= row.search_s <= row.total_s
+    assert 0 < row.bound_ns <= row.step_time_ns
+    assert row.num_ops > 1_000
+    assert set(row.phases) == ({*FIXED, *AS_JSON} if layout != CHOSEN else {"write"})
+    shown = {
+        "rows": [row],
+        "cut": [row] if layout != CHOSEN else [],
+        "chosen": [row] if layout == CHOSEN else [],
+        "phases": (*FIXED, *AS_JSON),
+        "num_kept": int(row.is_kept),
+        "num_early": int(row.is_early),
+        "slopes": {row.devices: None},
+        "command": ScaleBenchmark().command,
+        "machine": machine(),
+        "budget": "1s",
+    }
+    assert "rnnlm-2 | " in render("scale", shown)
