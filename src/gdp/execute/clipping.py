@@ -27,7 +27,7 @@ from gdp.execute.layouts.updates import refs
 from gdp.graph import Graph
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.optimizers import HALF
-from gdp.models.pytorch.program import Call, Ref
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.strides import StridedLayout
 
 aten = torch.ops.aten

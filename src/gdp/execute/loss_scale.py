@@ -20,7 +20,7 @@ from gdp.execute.clipping import FUSED, Clipping, gradients_of_updates, with_cli
 from gdp.execute.executor import TrainingExecutor
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.models.pytorch import Program
-from gdp.models.pytorch.program import Call
+from gdp.models.pytorch.recorded_calls import Call
 
 aten = torch.ops.aten
 

@@ -13,7 +13,8 @@ from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.run import check_belongs
 from gdp.graph import Graph
 from gdp.models.pytorch import Capture, Program, capture
-from gdp.models.pytorch.program import Call, named_inputs
+from gdp.models.pytorch.program import named_inputs
+from gdp.models.pytorch.recorded_calls import Call
 from gdp.parallel.batches import in_flight
 from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan

@@ -9,7 +9,8 @@ from typing import Any
 
 from gdp.arrays import I64
 from gdp.graph import Graph
-from gdp.models.pytorch.program import Call, Program, Ref
+from gdp.models.pytorch.program import Program
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.parallel.offload import Offload
 from gdp.parallel.recompute import Recomputation
 

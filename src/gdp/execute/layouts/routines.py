@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gdp.execute.layouts.cut import Span
 from gdp.execute.layouts.exchange_routines import Held, MadeRoutine, Member
-from gdp.models.pytorch.program import Call, Ref
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.replacements import function_for
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.strides import StridedLayout

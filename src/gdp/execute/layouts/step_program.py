@@ -26,7 +26,8 @@ from gdp.execute.layouts.pieces import Pieces
 from gdp.execute.layouts.routines import Shifted
 from gdp.execute.recomputation import with_copies, with_host_copies
 from gdp.models.pytorch import Program, Replay
-from gdp.models.pytorch.program import Call, StepSource
+from gdp.models.pytorch.program import StepSource
+from gdp.models.pytorch.recorded_calls import Call
 from gdp.models.pytorch.routine import OpRoutine, Routine
 from gdp.models.pytorch.strides import memory_order, part_view, view_of
 from gdp.parallel.batches import ROUNDS, BatchStream

@@ -8,7 +8,7 @@ import torch
 
 from gdp.errors import InputError
 from gdp.models.pytorch import Program
-from gdp.models.pytorch.program import Ref
+from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.strides import StridedLayout, is_dense
 
 aten = torch.ops.aten

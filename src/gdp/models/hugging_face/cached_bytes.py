@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from gdp.models.hugging_face.cache_layers import CacheRoom
-from gdp.models.pytorch.program import Call, Program, Ref
+from gdp.models.pytorch.program import Program
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.step import Capture
 from gdp.models.pytorch.strides import StridedLayout
 from gdp.models.serving import ServedStep, Serving

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim._adafactor import adafactor
 
 from gdp.errors import InputError
-from gdp.models.pytorch.program import Call, Ref
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.strides import StridedLayout
 
 aten = torch.ops.aten

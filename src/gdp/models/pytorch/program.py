@@ -14,34 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.replacements import ATTENTION_BACKWARD
 from gdp.models.pytorch.routine import OpRoutine, Routine
 from gdp.models.pytorch.strides import StridedLayout, empty, view_of
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """An argument: a value as its op made it (`layout` None), or a view of it."""
-
-    value: int
-    layout: StridedLayout | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One recorded call of an operator; tensors in `args` and `kwargs` are `Ref`s, also inside lists and tuples."""
-
-    func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: tuple[int, ...] = ()  # the value of each tensor returned; -1: none, or memory that is known already
-    writes: tuple[tuple[int, int], ...] = ()  # (value overwritten, value that its memory holds from then on)
-    seed: int = -1  # of the random generator; -1: draws nothing
-    is_grad_enabled: bool = False  # some kernels save tensors for their backward pass only if true (mkldnn_rnn_layer)
 
 
 @dataclass(frozen=True, slots=True)

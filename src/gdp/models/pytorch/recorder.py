@@ -29,7 +29,7 @@ from gdp.errors import InputError
 from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
 from gdp.models.pytorch.optimizers import Rule, StatePart
-from gdp.models.pytorch.program import Call, Ref
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.recorded_costs import StoredMemories, experts_per_token
 from gdp.models.pytorch.records import PENDING, OpRecord, ValueRecord, dtype_name, layout_of
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes

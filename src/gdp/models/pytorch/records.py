@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gdp.models.pytorch.program import Call
+from gdp.models.pytorch.recorded_calls import Call
 from gdp.models.pytorch.strides import StridedLayout
 
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.replacements import function_for
 from gdp.models.pytorch.strides import StridedLayout, as_recorded, compact_strides, empty, part_layout, view_of
 
 if TYPE_CHECKING:
-    from gdp.models.pytorch.program import Call, Program, Ref
+    from gdp.models.pytorch.program import Program
 
 set_grad_enabled = torch._C._set_grad_enabled  # of which `torch.set_grad_enabled` makes an object each time
 _default_generator_lock = threading.Lock()  # for operators that draw from PyTorch's global generator only
@@ -116,7 +117,7 @@ class Routine:
 
     # -- code ------------------------------------------------------------------------------------------------------
 
-    def _call_lines(self, call: "Call") -> list[str]:
+    def _call_lines(self, call: Call) -> list[str]:
         """Returns the lines that make a call and name its results."""
         args = [self._argument(item) for item in call.args]
         kwargs = dict(call.kwargs)
@@ -151,7 +152,7 @@ class Routine:
             f"if {slot}.stride() != {strides}: {slot} = as_recorded({slot}, {recorded})",
         ]
 
-    def _made_by(self, call: "Call") -> list[tuple[str, StridedLayout] | None]:
+    def _made_by(self, call: Call) -> list[tuple[str, StridedLayout] | None]:
         """Returns, for each tensor that `call` returns, its name and its layout, or None."""
         for old, new in call.writes:
             self._values[new] = self._values[old]
@@ -163,8 +164,6 @@ class Routine:
 
     def _argument(self, item: Any) -> str:
         """Returns the code of an argument."""
-        from gdp.models.pytorch.program import Ref
-
         if type(item) is Ref:
             return self._read(item)
         if type(item) in (tuple, list) and _has_ref(item):
@@ -174,7 +173,7 @@ class Routine:
             item = item.to(self.device)
         return self._name(item)
 
-    def _read(self, ref: "Ref") -> str:
+    def _read(self, ref: Ref) -> str:
         """Returns the code of a value, or of a view of it."""
         made, view = self.program.layouts[ref.value], ref.layout
         slot = self._values.get(ref.value)
@@ -201,8 +200,6 @@ def _compiled(body: str) -> CodeType:
 
 
 def _has_ref(item: Any) -> bool:
-    from gdp.models.pytorch.program import Ref
-
     return type(item) is Ref or (type(item) in (tuple, list) and any(map(_has_ref, item)))
 
 
@@ -223,7 +220,7 @@ def _recorded(
             yield empty(layout, device) if tensor is None else as_recorded(tensor, layout)
 
 
-def in_place(program: "Program", op: int, call: "Call") -> "Call":
+def in_place(program: "Program", op: int, call: Call) -> Call:
     """Returns the call; a sum of gradients is made in the memory of a term that nothing else reads.
 
     Autograd does so; a capture holds on to all tensors, so that it sees a sum in new memory. The bits are the same.
@@ -239,8 +236,6 @@ def in_place(program: "Program", op: int, call: "Call") -> "Call":
 
 def is_alone(program: "Program", op: int, ref: Any) -> bool:
     """Returns whether `op` alone reads the memory of a whole value, which another op has made anew."""
-    from gdp.models.pytorch.program import Ref
-
     if type(ref) is not Ref or ref.layout is not None:
         return False
     graph = program.graph
@@ -266,7 +261,7 @@ def leaves(result: Any) -> list[Tensor | None]:
 
 
 def _seeded(
-    func: Callable[..., Any], call: "Call", args: Any, kwargs: dict[str, Any], device: torch.device | None, seed: int
+    func: Callable[..., Any], call: Call, args: Any, kwargs: dict[str, Any], device: torch.device | None, seed: int
 ) -> Any:
     if any(argument.name == "generator" for argument in call.func._schema.arguments):
         own = torch.Generator(device or "cpu").manual_seed(seed)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdp.models.pytorch.program import Call, Program, Ref
+from gdp.models.pytorch.program import Program
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.strides import StridedLayout
 
 LIBRARY = f"torch {torch.__version__}"

@@ -25,7 +25,8 @@ from gdp.models.pytorch.loss import Loss, pick_loss
 from gdp.models.pytorch.notes import notes_of
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, Rule, named_rule, rules_of
 from gdp.models.pytorch.own_step import Step, has_own_step, record_module_step, record_own_step
-from gdp.models.pytorch.program import Program, Ref, named_inputs, named_state, named_tensors
+from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
+from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
 from gdp.models.pytorch.step_calls import building
 from gdp.models.stored_weights import stored_weights
