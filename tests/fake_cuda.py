@@ -28,8 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from gdp.execute import lanes, threads
-from gdp.execute.lanes import CpuLane, CudaLane
+from gdp.execute import backends, threads
+from gdp.execute.backends import CpuBackend, CudaBackend
 from gdp.models.pytorch import replacements
 
 Clock = dict[str, int]
@@ -118,7 +118,7 @@ class FakeCuda:
     # -- what stands for CUDA's --------------------------------------------------------------------------------------
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put streams, events, queues and lanes in place of the real ones."""
+        """Put streams, events, queues and backends in place of the real ones."""
         world = self
 
         class Stream:
@@ -208,8 +208,8 @@ class FakeCuda:
             hidden = states[0].shape[-1]  # so does the composite of cuDNN's kernels
             return steps.new_empty(*steps.shape[:2], hidden), states[0].clone(), states[1].clone()
 
-        def watched(lane_type: type[Any]) -> type[Any]:
-            class Watched(lane_type):  # type: ignore[misc]
+        def watched(backend_type: type[Any]) -> type[Any]:
+            class Watched(backend_type):  # type: ignore[misc]
                 @contextlib.contextmanager
                 def active(self) -> Iterator[None]:
                     with super().active(), world.watching():
@@ -232,8 +232,8 @@ class FakeCuda:
         monkeypatch.setattr(Tensor, "flip", lambda tensor, dim: torch.ops.aten.flip.default(tensor, [dim]))
         monkeypatch.setattr(replacements, "_gradients", gradients)
         monkeypatch.setattr(threads, "SimpleQueue", Queue)
-        monkeypatch.setattr(lanes, "CudaLane", watched(CudaLane))
-        monkeypatch.setattr(lanes, "CpuLane", watched(CpuLane))
+        monkeypatch.setattr(backends, "CudaBackend", watched(CudaBackend))
+        monkeypatch.setattr(backends, "CpuBackend", watched(CpuBackend))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from execute.test_layouts import check, offload_small_tensors
 from gdp.errors import InputError
 from gdp.execute.ranks import ranks as ranks_module
-from gdp.execute.ranks.executor import ProcessExecutor
+from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import RankError, Ranks, join
 from gdp.models.pytorch import Capture, Replay, capture
 from gdp.models.pytorch.program import Program

@@ -12,9 +12,9 @@ from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.cluster.detect.host import available_cores, memory_bytes
+from gdp.execute.backends import backend_of
 from gdp.execute.calibrate import routes, work
 from gdp.execute.calibrate.calibrate import calibrate
-from gdp.execute.lanes import lane_of
 from gdp.execute.local_devices import detect_local
 from gdp.execute.targets import find_targets
 from gdp.models.pytorch import Program
@@ -66,7 +66,7 @@ def test_measured_devices_have_sane_figures_and_their_file_gives_the_same_cluste
 
 
 def test_work_that_a_device_cannot_do_is_none_and_a_mistake_is_raised_not_waited_for() -> None:
-    lane = lane_of(find_targets(["any"], ["cpu"])[0], work.copy_memory)
+    backend = backend_of(find_targets(["any"], ["cpu"])[0], work.copy_memory)
     time_ns = 5
 
     def fails(error: Exception) -> Callable[[], work.Once]:
@@ -75,10 +75,10 @@ def test_work_that_a_device_cannot_do_is_none_and_a_mistake_is_raised_not_waited
 
         return prepare
 
-    jobs = [(lane, lambda: lambda: time_ns), (lane, fails(NotImplementedError("no kernel")))]
+    jobs = [(backend, lambda: lambda: time_ns), (backend, fails(NotImplementedError("no kernel")))]
     assert work.together(jobs, 0.01) == [5, None]
     with pytest.raises(KeyError, match="mistake"):
-        work.together([*jobs, (lane, fails(KeyError("mistake")))], 0.01)
+        work.together([*jobs, (backend, fails(KeyError("mistake")))], 0.01)
 
 
 def test_a_copy_rate_is_the_slope_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from execute.placed_steps import CLUSTER, cpus, randomly_placed, tower
 from gdp import Problem, simulate
-from gdp.execute.forked.executor import ForkedExecutor
+from gdp.execute.forked.forked_executor import ForkedExecutor
 from gdp.execute.host_executor import HostExecutor
 from gdp.execute.script import scripts
 from gdp.execute.threads import ThreadExecutor

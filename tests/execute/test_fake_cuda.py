@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fake_cuda import FakeCuda, RaceError
 from gdp import Cluster, Problem, simulate
-from gdp.execute import lanes
+from gdp.execute import backends
 from gdp.execute.calibrate.chains import launches
 from gdp.execute.calibrate.routes import routes_between
 from gdp.execute.calibrate.work import QUICK
@@ -111,8 +111,8 @@ def test_state_that_lies_on_a_gpu_is_there_before_the_next_step(world: FakeCuda)
         (lambda: torch.cuda.Stream, "wait_event", run_gnmt, "may still be at"),
         (lambda: torch.cuda.Event, "synchronize", run_gnmt, "may still be at"),
         (lambda: Tensor, "record_stream", run_gnmt, "is freed"),
-        (lambda: lanes.CudaLane, "settle", run_gnmt, "may still be at"),
-        (lambda: lanes.CudaLane, "settle_caller", run_on_loaded_state, "may still be at"),
+        (lambda: backends.CudaBackend, "settle", run_gnmt, "may still be at"),
+        (lambda: backends.CudaBackend, "settle_caller", run_on_loaded_state, "may still be at"),
         (lambda: routine, "function_for", partial(run_randomly_placed, "vit"), "has no kernel for CUDA"),
     ],
 )

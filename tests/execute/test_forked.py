@@ -15,10 +15,9 @@ from torch import Tensor
 
 from execute.placed_steps import assert_same, cpus, randomly_placed, tower
 from gdp.execute.exchanged_rows import ExchangedRows
-from gdp.execute.forked import fork
-from gdp.execute.forked.executor import ForkedExecutor, may_fork
-from gdp.execute.forked.fork import await_other_threads
-from gdp.execute.forked.shared_memory import SharedMemory
+from gdp.execute.forked import processes
+from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
+from gdp.execute.forked.processes import SharedMemory, await_other_threads
 from gdp.execute.host_executor import host_executor
 from gdp.execute.measurement import one_device_order
 from gdp.execute.targets import CPU, Target
@@ -186,7 +185,7 @@ def test_shared_memory_has_the_layout_of_its_template() -> None:
 
 def test_no_process_is_forked_while_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It might hold a lock of the kernels' that nobody in the child gives back."""
-    monkeypatch.setattr(fork, "_LONGEST_S", 60.0)
+    monkeypatch.setattr(processes, "_LONGEST_S", 60.0)
     matrix, has_begun, ends = torch.ones(2500, 2500), threading.Event(), []
 
     def multiply() -> None:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gdp.execute.backends import CpuBackend, SentTensor
 from gdp.execute.exchanged_rows import Content, as_tensor
-from gdp.execute.lanes import CpuLane, Parcel
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.targets import CPU, Target
@@ -60,11 +60,11 @@ def test_a_chunk_may_come_before_ones_own_is_ready(text: str) -> None:
 
 def test_a_gathered_parameter_is_sent_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a user is on another device that gets a copy, as processes and GPUs do, the copy has all chunks."""
-    pack = CpuLane.pack
+    pack = CpuBackend.pack
 
-    def copied(lane: CpuLane, tensor: int, content: Content, to: torch.device) -> Parcel:
+    def copied(backend: CpuBackend, tensor: int, content: Content, to: torch.device) -> SentTensor:
         whole = as_tensor(content)
-        return pack(lane, tensor, None if whole is None else whole.clone(), to)
+        return pack(backend, tensor, None if whole is None else whole.clone(), to)
 
     torch.manual_seed(0)
     model, x, layout = Positions(), torch.randn(4, 6), Layout.parse("data=2,zero=3")
@@ -77,5 +77,5 @@ def test_a_gathered_parameter_is_sent_when_it_is_whole(monkeypatch: pytest.Monke
     device = np.where(is_free, 1 - step.replica, step.replica)
     assert is_free.any()
     assert len(program.completed_by) >= 6
-    monkeypatch.setattr(CpuLane, "pack", copied)
+    monkeypatch.setattr(CpuBackend, "pack", copied)
     assert losses(program, [np.flatnonzero(device == number).tolist() for number in range(2)], model, x) == expected

@@ -17,9 +17,9 @@ from gdp.cli import main
 from gdp.cluster.detect import host
 from gdp.execute.equality import compare, eager_step, full_precision
 from gdp.execute.executable import Executable
-from gdp.execute.executor import StepRecord
-from gdp.execute.machine import machine_notes
-from gdp.execute.measurement import Measurement, measure_arms, measure_in_turn, one_device_order
+from gdp.execute.machine_notes import machine_notes
+from gdp.execute.measurement import Measurement, measure_in_turn, measure_programs, one_device_order
+from gdp.execute.plan_executor import StepRecord
 from gdp.execute.prediction import predict, rank_correlation
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step
 from gdp.execute.targets import CPU, Target
@@ -281,9 +281,9 @@ def test_where_one_device_is_too_small_the_plan_is_run_alone(here: Path, monkeyp
     def too_small(arms: Any, *rest: Any, **options: Any) -> Any:
         if len(arms) > 1:
             raise ExecutionError("cpu0", "op 'mm'", torch.OutOfMemoryError("no more"))
-        return measure_arms(arms, *rest, **options)
+        return measure_programs(arms, *rest, **options)
 
-    monkeypatch.setattr("gdp.execute.run.measure_arms", too_small)
+    monkeypatch.setattr("gdp.execute.run.measure_programs", too_small)
     made = gdp.run(model, args, plan=plan, on=["cpu", "cpu"], steps=2)
     assert made.one_device is None
     assert made.speedup is None

@@ -9,7 +9,7 @@ import torch
 from execute.placed_steps import CLUSTER, assert_same, cpus, randomly_placed, tower
 from gdp import InputError, Problem, simulate
 from gdp.cluster.detect.host import available_cores
-from gdp.execute.lanes import lane_of
+from gdp.execute.backends import backend_of
 from gdp.execute.measurement import measure_in_turn, one_device_order
 from gdp.execute.script import scripts
 from gdp.execute.targets import CPU, Target, find_targets
@@ -76,8 +76,8 @@ def test_a_script_awaits_sends_and_drops_each_tensor_once() -> None:
 
 def test_cpus_of_one_process_hand_over_the_tensor_itself() -> None:
     found, _ = tower()
-    lane, content = lane_of(Target("cpu0", CPU), found.program.memory_for), torch.ones(3)
-    assert lane.unpack(lane.pack(7, content, CPU)) is content
+    backend, content = backend_of(Target("cpu0", CPU), found.program.memory_for), torch.ones(3)
+    assert backend.unpack(backend.pack(7, content, CPU)) is content
 
 
 def test_an_order_that_deadlocks_is_refused() -> None:

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gdp.errors import InputError
 from gdp.execute.equality import eager_step
-from gdp.execute.executor import PlanExecutor
+from gdp.execute.plan_executor import PlanExecutor
 from gdp.models.pytorch import Capture, capture
-from gdp.models.pytorch.fused_attention import NOTE
+from gdp.models.pytorch.fused_attention import MASK_NOTE
 from gdp.models.pytorch.replacements import ATTENTION, ATTENTION_BACKWARD, function_for
 
 FUSED = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -172,7 +172,7 @@ def test_what_no_card_fuses_is_products() -> None:
     trained.mask = nn.Parameter(torch.zeros(6, 6, dtype=torch.bfloat16))
     found = captured(trained, torch.bfloat16)
     in_bfloat16 = [(kind, "bfloat16", flops) for kind, _, flops in PRODUCTS]
-    assert (attention_ops(found), found.notes) == (in_bfloat16, (NOTE,))
+    assert (attention_ops(found), found.notes) == (in_bfloat16, (MASK_NOTE,))
 
 
 def test_passes_on_a_gpu_and_on_a_cpu_agree() -> None:

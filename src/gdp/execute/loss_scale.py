@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gdp.errors import InputError
 from gdp.execute.clipping import FUSED, Clipping, gradients_of_updates, with_clipping
-from gdp.execute.executor import TrainingExecutor
 from gdp.execute.layouts.step_program import StepProgram
+from gdp.execute.plan_executor import TrainingExecutor
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.recorded_calls import Call
 

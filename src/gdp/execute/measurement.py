@@ -11,8 +11,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from gdp.arrays import I64
-from gdp.execute.executor import StepRecord
 from gdp.execute.host_executor import HostExecutor, host_executor
+from gdp.execute.plan_executor import StepRecord
 from gdp.execute.targets import Target
 from gdp.models.pytorch import Program
 
@@ -60,7 +60,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, eq=False)
-class Arm:
+class PlacedProgram:
     """A program in one placement; `content` is that of `Program.bind`, and is not changed."""
 
     program: Program
@@ -78,31 +78,31 @@ def measure_in_turn(
     warm_up_steps: int = 2,
     stop: threading.Event | None = None,
 ) -> dict[str, Measurement]:
-    """Measures one program in several orders, by name; see `measure_arms`."""
-    arms = {name: Arm(program, content, order) for name, order in orders.items()}
-    return measure_arms(arms, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
+    """Measures one program in several orders, by name; see `measure_programs`."""
+    programs = {name: PlacedProgram(program, content, order) for name, order in orders.items()}
+    return measure_programs(programs, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
 
 
-def measure_arms(
-    arms: Mapping[str, Arm],
+def measure_programs(
+    programs: Mapping[str, PlacedProgram],
     targets: Sequence[Target],
     *,
     steps: int,
     warm_up_steps: int = 2,
     stop: threading.Event | None = None,
 ) -> dict[str, Measurement]:
-    """Measures `steps` steps of each arm in turn, by name.
+    """Measures `steps` steps of each program in turn, by name.
 
-    Each arm has its own copy of the parameters. Garbage is collected between steps, not within them. When `stop` is
+    Each program has its own copy of the parameters. Garbage is collected between steps, not within them. When `stop` is
     set, the steps done are returned, after one at least. ExecutionError if an op fails.
     """
-    measurements = {name: Measurement(arm.order, arm.program.graph.num_ops) for name, arm in arms.items()}
+    measurements = {name: Measurement(placed.order, placed.program.graph.num_ops) for name, placed in programs.items()}
     with ExitStack() as stack:
         executors: dict[str, HostExecutor] = {}
-        for name, arm in arms.items():
-            executor = executors[name] = host_executor(arm.program, arm.order, targets)
+        for name, placed in programs.items():
+            executor = executors[name] = host_executor(placed.program, placed.order, targets)
             stack.callback(executor.close)
-            executor.load(arm.content)
+            executor.load(placed.content)
         if gc.isenabled():
             stack.callback(gc.enable)
         gc.disable()
@@ -110,7 +110,7 @@ def measure_arms(
             if stop is not None and stop.is_set() and number > 0:
                 break
             for name, executor in executors.items():
-                record = executor.step(arms[name].content, is_timed=True)
+                record = executor.step(programs[name].content, is_timed=True)
                 if number >= 0:
                     measurements[name].add(record)
             gc.collect(0)

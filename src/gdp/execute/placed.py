@@ -19,14 +19,13 @@ from torch.utils._pytree import tree_flatten
 
 from gdp.errors import InputError
 from gdp.execute.executable import CaptureOptions, check_choice
-from gdp.execute.executor import TrainingExecutor
+from gdp.execute.host_executor import HostRunner, Runner
 from gdp.execute.loss_scale import LossScaler
-from gdp.execute.optimizer_state import OptimizerState, StateByName
 from gdp.execute.placed_step import bound_inputs, placed_program
+from gdp.execute.plan_executor import TrainingExecutor
 from gdp.execute.ranks.rank_runner import RankRunner
 from gdp.execute.ranks.ranks import is_rank
-from gdp.execute.runner import HostRunner, Runner
-from gdp.execute.training_file import SavedTraining
+from gdp.execute.training_state import OptimizerState, SavedTraining, StateByName
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.models.pytorch import Program

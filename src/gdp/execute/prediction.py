@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.execute.executor import StepRecord
 from gdp.execute.measurement import Measurement
-from gdp.execute.ranks.executor import ProcessRecord
+from gdp.execute.plan_executor import StepRecord
+from gdp.execute.ranks.rank_executor import ProcessRecord
 from gdp.execute.script import scripts
 from gdp.models.pytorch import Program
 from gdp.simulator.simulate import Simulation

@@ -27,10 +27,10 @@ from gdp.execute.equality import (
 from gdp.execute.executable import CaptureOptions, Executable, as_planned, check_executable, layout_of
 from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import StepProgram
-from gdp.execute.machine import machine_notes
-from gdp.execute.measurement import Arm, Measurement, Order, measure_arms, one_device_order
+from gdp.execute.machine_notes import machine_notes
+from gdp.execute.measurement import Measurement, Order, PlacedProgram, measure_programs, one_device_order
 from gdp.execute.prediction import Prediction, predict
-from gdp.execute.ranks.executor import ProcessExecutor
+from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
 from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.worker import ExecutionError
@@ -170,18 +170,18 @@ def run_on_host(
     alone = one_device_order(whole.graph.num_ops, fastest, len(targets))
     results = first_step(program, plan.order, targets, content)
     equality, reference = check_results(executable, content, results, plan.order, targets)
-    arms = {
-        PLACED: Arm(program, content, plan.order),
-        ONE_DEVICE: Arm(whole, content if whole is program else executable.content(whole), alone),
+    programs = {
+        PLACED: PlacedProgram(program, content, plan.order),
+        ONE_DEVICE: PlacedProgram(whole, content if whole is program else executable.content(whole), alone),
     }
     measured: dict[str, Measurement] = {}
     while not measured:
         try:
-            measured = measure_arms(arms, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
+            measured = measure_programs(programs, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
         except ExecutionError as error:
-            if not error.is_out_of_memory or ONE_DEVICE not in arms:
+            if not error.is_out_of_memory or ONE_DEVICE not in programs:
                 raise
-            del arms[ONE_DEVICE]
+            del programs[ONE_DEVICE]
         gc.collect()  # of tensors that the error holds
     return RunResult(
         plan=plan,

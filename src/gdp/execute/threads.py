@@ -15,35 +15,37 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gdp.execute.backends import Backend, SentTensor, backend_of
 from gdp.execute.exchanged_rows import Content
-from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
-from gdp.execute.lanes import Lane, Parcel, lane_of
+from gdp.execute.plan_executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
 from gdp.execute.targets import Target
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker
 from gdp.models.pytorch import Program, Replay
 
 
-class _Inbox:
-    """The mailbox of worker `number`: a queue that all others put their parcels into."""
+class QueueTransport:
+    """The transport of worker `number`: a queue that all others put their tensors into."""
 
-    def __init__(self, number: int, lanes: Sequence[Lane], queues: "Sequence[SimpleQueue[Parcel | None]]") -> None:
-        self._queues, self._own, self._lane = queues, queues[number], lanes[number]
-        self._places = [lane.target.device for lane in lanes]
-        self._here: dict[int, Parcel] = {}
+    def __init__(
+        self, number: int, backends: Sequence[Backend], queues: "Sequence[SimpleQueue[SentTensor | None]]"
+    ) -> None:
+        self._queues, self._own, self._backend = queues, queues[number], backends[number]
+        self._places = [backend.target.device for backend in backends]
+        self._here: dict[int, SentTensor] = {}
 
     def begin(self) -> None:
         self._here.clear()
 
     def send(self, tensor: int, content: Content, device: int) -> None:
-        self._queues[device].put(self._lane.pack(tensor, content, self._places[device]))
+        self._queues[device].put(self._backend.pack(tensor, content, self._places[device]))
 
     def receive(self, tensor: int) -> Content:
         while tensor not in self._here:
-            parcel = self._own.get()
-            if parcel is None:
+            sent = self._own.get()
+            if sent is None:
                 raise Stopped
-            self._here[parcel.tensor] = parcel
-        return self._lane.unpack(self._here.pop(tensor))
+            self._here[sent.tensor] = sent
+        return self._backend.unpack(self._here.pop(tensor))
 
     def finish(self) -> None:
         pass
@@ -58,13 +60,14 @@ class ThreadExecutor(PlanExecutor):
     def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
         super().__init__(program, order, [target.device for target in targets])
         self.targets = tuple(targets)
-        lanes = [lane_of(target, program.memory_for) for target in targets]
-        self._inboxes: list[SimpleQueue[Parcel | None]] = [SimpleQueue() for _ in targets]
+        backends = [backend_of(target, program.memory_for) for target in targets]
+        self._inboxes: list[SimpleQueue[SentTensor | None]] = [SimpleQueue() for _ in targets]
         self._queues: list[SimpleQueue[StepRequest | None]] = [SimpleQueue() for _ in targets]
         self._answers: SimpleQueue[tuple[int, DeviceRecord | BaseException]] = SimpleQueue()
         self._stop = threading.Event()
         self._workers = [
-            Worker(program, lane, _Inbox(number, lanes, self._inboxes), self._stop) for number, lane in enumerate(lanes)
+            Worker(program, backend, QueueTransport(number, backends, self._inboxes), self._stop)
+            for number, backend in enumerate(backends)
         ]
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"gdp-{target.name}", daemon=True)
@@ -161,7 +164,7 @@ class ThreadExecutor(PlanExecutor):
     def _work(self, number: int) -> None:
         worker = self._workers[number]
         try:
-            with worker.lane.active(), torch.no_grad():
+            with worker.backend.active(), torch.no_grad():
                 while (request := self._queues[number].get()) is not None:
                     self._answers.put((number, worker.step(request)))
         except Stopped:
@@ -169,4 +172,4 @@ class ThreadExecutor(PlanExecutor):
         except ExecutionError as error:
             self._answers.put((number, error))
         except BaseException as error:  # whatever it is, the main thread must hear of it
-            self._answers.put((number, ExecutionError(worker.lane.target.name, "its worker", error)))
+            self._answers.put((number, ExecutionError(worker.backend.target.name, "its worker", error)))

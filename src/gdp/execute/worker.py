@@ -1,4 +1,4 @@
-"""Worker: carries out one device's script, step after step; a mailbox connects it with the others."""
+"""Worker: carries out one device's script, step after step; a transport connects it with the others."""
 
 import contextlib
 import threading
@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gdp.execute.backends import Backend
 from gdp.execute.exchanged_rows import Content
-from gdp.execute.lanes import Lane
 from gdp.execute.script import Script
 from gdp.models.pytorch import Program
 
 
-class Mailbox(Protocol):
+class Transport(Protocol):
     """Hands tensors to other workers and takes theirs."""
 
     def begin(self) -> None:
@@ -99,8 +99,8 @@ class Worker:
     """
 
     program: Program
-    lane: Lane
-    mailbox: Mailbox
+    backend: Backend
+    transport: Transport
     stop: threading.Event
     state: dict[int, Tensor] = field(default_factory=dict)
     private: dict[int, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
@@ -109,14 +109,14 @@ class Worker:
         """Copies parameters and buffers, by tensor number, to the device."""
         for tensor, memory in content.items():
             self.state[tensor] = self._on_device(tensor, memory)
-        self.lane.settle_caller()
+        self.backend.settle_caller()
 
     def load_private(self, op: int, content: Mapping[int, Tensor]) -> None:
         """Copies optimizer state of an update, by value, to the device."""
         for value, memory in content.items():
-            dtype, device = self.program.layouts[value].dtype, self.lane.target.device
+            dtype, device = self.program.layouts[value].dtype, self.backend.target.device
             self.private[op][value] = torch.empty_like(memory, dtype=dtype, device=device).copy_(memory)
-        self.lane.settle_caller()
+        self.backend.settle_caller()
 
     def step(self, request: StepRequest) -> DeviceRecord:
         """Carries out a step. ExecutionError names the op that failed."""
@@ -124,45 +124,45 @@ class Worker:
             return self._step(request)
         except BaseException:
             with contextlib.suppress(RuntimeError):
-                self.lane.settle()  # tensors that its kernels still use are about to be freed
+                self.backend.settle()  # tensors that its kernels still use are about to be freed
             raise
 
     def _step(self, request: StepRequest) -> DeviceRecord:
-        program, mailbox, lane, stop = self.program, self.mailbox, self.lane, self.stop
-        device = None if lane.target.device.type == "cpu" else lane.target.device
+        program, transport, backend, stop = self.program, self.transport, self.backend, self.stop
+        device = None if backend.target.device.type == "cpu" else backend.target.device
         held: dict[int, Any] = {}
         moments: list[Any] = []
         is_timed, seed, sources, private = request.is_timed, request.seed, program.sources, self.private
-        mailbox.begin()
+        transport.begin()
         if is_timed:
-            moments.append(lane.now())
+            moments.append(backend.now())
         for task in request.script:
             op = task.op
             if stop.is_set():
                 raise Stopped
             try:
                 for tensor in task.awaited:
-                    held[tensor] = mailbox.receive(tensor)
+                    held[tensor] = transport.receive(tensor)
                 if is_timed:
-                    moments.append(lane.now() if task.awaited else moments[-1])
+                    moments.append(backend.now() if task.awaited else moments[-1])
                 if op in sources:
                     held.update(program.parts(op, self._content(sources[op].tensor, request)))
                 else:
                     held.update(program.routine(op, device).run(held, private[op], seed))
                 for to, tensor in task.sends:
-                    mailbox.send(tensor, held.get(tensor), to)
+                    transport.send(tensor, held.get(tensor), to)
                 for tensor in task.drops:
                     held.pop(tensor, None)
             except Exception as error:
-                raise ExecutionError(lane.target.name, f"op {program.graph.op_names[op]!r}", error) from error
+                raise ExecutionError(backend.target.name, f"op {program.graph.op_names[op]!r}", error) from error
             if is_timed:
-                moments.append(lane.now())
-        mailbox.finish()
-        lane.settle()
+                moments.append(backend.now())
+        transport.finish()
+        backend.settle()
         end_ns = time.perf_counter_ns()
         if not is_timed:
             return DeviceRecord(held, end_ns=end_ns)
-        times_ns = lane.times_ns(moments)
+        times_ns = backend.times_ns(moments)
         starts, finishes = tuple(times_ns[1::2]), tuple(times_ns[2::2])
         waits = tuple(start - before for start, before in zip(starts, times_ns[0::2], strict=False))
         return DeviceRecord(held, tuple(task.op for task in request.script), starts, finishes, waits, end_ns)
@@ -176,4 +176,4 @@ class Worker:
         return content
 
     def _on_device(self, tensor: int, memory: Tensor) -> Tensor:
-        return self.program.memory_for(tensor, self.lane.target.device).copy_(memory)
+        return self.program.memory_for(tensor, self.backend.target.device).copy_(memory)

@@ -17,7 +17,7 @@ Launch overhead and latency come from chains of tiny ops, captured and run as a 
 Between processes on cores, chains of larger tensors give the bandwidth: each is copied into shared memory, and the next
 op reads what another core has just written.
 
-Copies from and to CUDA devices are those of the lanes. Two routes whose copies slow each other down share a channel.
+Copies from and to CUDA devices are those of the backends. Two routes whose copies slow each other down share a channel.
 """
 
 import os
@@ -86,7 +86,7 @@ def calibrate(devices: Sequence[LocalDevice], *, quick: bool = False, on_progres
         launches_ns, launch_notes = launches(targets, effort, log)
         routes, route_notes = routes_between(targets, effort, log)
     finally:
-        torch.set_num_threads(num_threads)  # lanes set it for all threads that begin later
+        torch.set_num_threads(num_threads)  # backends set it for all threads that begin later
     measured = [
         Device(device.name, device.kind, device.memory_bytes, flops, whole(bandwidth.busy), whole(launch_ns.busy))
         for device, flops, bandwidth, launch_ns in zip(devices, rates, bandwidths, launches_ns, strict=True)

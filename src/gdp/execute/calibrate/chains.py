@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from gdp.execute.calibrate.work import Extent, Figure, Log
-from gdp.execute.executor import StepRecord
-from gdp.execute.forked.executor import may_fork
+from gdp.execute.forked.forked_executor import may_fork
 from gdp.execute.host_executor import host_executor
+from gdp.execute.plan_executor import StepRecord
 from gdp.execute.targets import Target
 from gdp.models.pytorch import Program, capture
 

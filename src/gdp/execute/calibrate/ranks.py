@@ -21,7 +21,7 @@ from gdp.cluster import Cluster, Device, Route
 from gdp.execute.calibrate.calibrate import Calibration, calibrate
 from gdp.execute.calibrate.work import Log, line_through, whole
 from gdp.execute.local_devices import LocalDevice
-from gdp.execute.ranks.executor import ProcessExecutor
+from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
 from gdp.models.pytorch import capture
 

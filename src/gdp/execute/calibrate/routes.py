@@ -9,6 +9,7 @@ import torch
 
 from gdp.cluster import Route
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
+from gdp.execute.backends import backend_of
 from gdp.execute.calibrate.chains import Chains, chain_program, hop_ns, timed_steps
 from gdp.execute.calibrate.work import (
     MIB,
@@ -24,8 +25,7 @@ from gdp.execute.calibrate.work import (
     together,
     whole,
 )
-from gdp.execute.forked.executor import may_fork
-from gdp.execute.lanes import lane_of
+from gdp.execute.forked.forked_executor import may_fork
 from gdp.execute.targets import Target
 from gdp.models.pytorch import capture
 
@@ -117,7 +117,7 @@ def _rate(times_ns: Mapping[int, float]) -> int:
 
 def _copy_here(target: Target, num_bytes: int) -> Job:
     """Makes the job of a copy in a CPU's memory."""
-    lane = lane_of(target, copy_memory)
+    backend = backend_of(target, copy_memory)
 
     def prepare() -> Once:
         content, memory = (copy_memory(num_bytes, target.device).zero_() for _ in range(2))
@@ -129,12 +129,12 @@ def _copy_here(target: Target, num_bytes: int) -> Job:
 
         return once
 
-    return lane, prepare
+    return backend, prepare
 
 
 def _copy(source: Target, target: Target, num_bytes: int) -> Job:
-    """Makes the job of a copy until it can be read; both lanes are its own, so that no stream orders two copies."""
-    sender, receiver = lane_of(source, copy_memory), lane_of(target, copy_memory)
+    """Makes the job of a copy until it can be read; both backends are its own, so that no stream orders two copies."""
+    sender, receiver = backend_of(source, copy_memory), backend_of(target, copy_memory)
 
     def prepare() -> Once:
         content = copy_memory(num_bytes, source.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gdp.errors import InputError
-from gdp.execute.lanes import Lane, lane_of
+from gdp.execute.backends import Backend, backend_of
 from gdp.execute.targets import Target
 
 MIB = 2**20
@@ -22,8 +22,8 @@ Log = Callable[[str], None]
 Pair = tuple[int, int]
 Once = Callable[[], int]
 """Does some work once and returns the ns that it took."""
-Job = tuple[Lane, Callable[[], Once]]
-"""A lane to work on, and a function that prepares the work on the thread that is to do it."""
+Job = tuple[Backend, Callable[[], Once]]
+"""A backend to work on, and a function that prepares the work on the thread that is to do it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ def together(jobs: Sequence[Job], seconds: float) -> list[float | None]:
     ready, stop = threading.Barrier(len(jobs)), threading.Event()
 
     def repeat(job: Job) -> float | None:
-        lane, prepare = job
+        backend, prepare = job
         try:
-            with lane.active(), torch.no_grad():
+            with backend.active(), torch.no_grad():
                 once = _prepared(prepare)
                 ready.wait()
                 times_ns: list[int] = []
@@ -134,25 +134,25 @@ def unable(target: Target, what: str) -> InputError:
 
 def job_of(target: Target, work: Work, dtype: torch.dtype) -> Job:
     """Makes a job of the work, timed by its device's clock."""
-    lane = lane_of(target, copy_memory)
+    backend = backend_of(target, copy_memory)
 
     def prepare() -> Once:
         run = work.make(target.device, dtype)
 
         def once() -> int:
-            moments = [lane.now()]
+            moments = [backend.now()]
             run()
-            moments.append(lane.now())
-            start_ns, finish_ns = lane.times_ns(moments)
+            moments.append(backend.now())
+            start_ns, finish_ns = backend.times_ns(moments)
             return finish_ns - start_ns
 
         return once
 
-    return lane, prepare
+    return backend, prepare
 
 
 def copy_memory(tensor: int, device: torch.device, *, is_pinned: bool = False) -> Tensor:
-    """Makes memory for a lane, which asks by the number of a tensor: here its size in bytes."""
+    """Makes memory for a backend, which asks by the number of a tensor: here its size in bytes."""
     return torch.empty(tensor, dtype=torch.uint8, device=device, pin_memory=is_pinned)
 
 

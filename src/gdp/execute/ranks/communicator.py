@@ -1,4 +1,4 @@
-"""Communicator: the mailbox of a process's worker, and all other messages between the processes of a run.
+"""Communicator: the transport of a process's worker, and all other messages between the processes of a run.
 
 Each collective (a step, collecting results, closing) starts with a byte from every rank to every other: a barrier, at
 which ranks also see that they are about to do the same. An idle connection waits for that byte, so that a process that
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gdp.execute.backends import Backend, CpuBackend, SentTensor
 from gdp.execute.exchanged_rows import Content, as_tensor
-from gdp.execute.lanes import CpuLane, Lane, Parcel
 from gdp.execute.ranks.connections import Groups, IncomingMessage, Receiver, Sender, TransferState, bytes_of
 from gdp.execute.ranks.ranks import Failure, HeartbeatMonitor, Ranks
 from gdp.execute.script import Traffic
@@ -37,7 +37,7 @@ _ITEM = _PING + _NUM_PINGS  # the first tag of tensors that are none of the grap
 
 
 class Communicator:
-    """The connections to and from all other ranks; the worker's mailbox.
+    """The connections to and from all other ranks; the worker's transport.
 
     `home` is the device of each op, `traffic` the tensors of a step on each connection. `window_bytes` is the size of
     tensors received ahead of their use.
@@ -49,13 +49,13 @@ class Communicator:
         home: Mapping[int, int],
         traffic: Traffic,
         ranks: Ranks,
-        lane: Lane,
+        backend: Backend,
         *,
         timeout_seconds: float,
         window_bytes: int,
     ) -> None:
         self._first_tag = program.graph.num_tensors  # of messages that are no tensors of the graph
-        self._program, self._lane, self._timeout_seconds = program, lane, timeout_seconds
+        self._program, self._backend, self._timeout_seconds = program, backend, timeout_seconds
         self._home = [home[op] for op in program.graph.producers.tolist()]
         self._wire_device = ranks.target.device if ranks.is_nccl else CPU
         self._rank, count = ranks.rank, len(ranks.names)
@@ -71,8 +71,8 @@ class Communicator:
         for peer in self.peers:
             there, here = (Groups(ranks.group, pairs.get(pair)) for pair in ((ranks.rank, peer), (peer, ranks.rank)))
             self._senders[peer] = Sender(self.transfers, peer, there, self._dense)
-            lane_in = CpuLane(ranks.target, program.memory_for)
-            self._receivers[peer] = Receiver(self.transfers, peer, here, lane_in, self._first_tag + _TOKEN)
+            incoming = CpuBackend(ranks.target, program.memory_for)
+            self._receivers[peer] = Receiver(self.transfers, peer, here, incoming, self._first_tag + _TOKEN)
         self.began_ns = 0  # when all had begun the step
         self.heartbeats = HeartbeatMonitor(ranks, f"heartbeats/{ranks.num_executors}", self.transfers.fail)
         for thread in self._threads:
@@ -107,21 +107,21 @@ class Communicator:
         token = self._first_tag + _TOKEN
         for peer in self.peers:
             self._receivers[peer].expected.put(None if incoming is None else incoming.get(peer, ()))
-            self._senders[peer].put(Parcel(token, torch.tensor([kind], dtype=torch.uint8)))
+            self._senders[peer].put(SentTensor(token, torch.tensor([kind], dtype=torch.uint8)))
         for peer in self.peers:
             content = self.take(peer, token).content
             if content is None or int(content) != kind:
                 self._fail(peer, "does not do what the others do; all ranks must make the same calls")
 
-    def take(self, peer: int, tag: int) -> Parcel:
+    def take(self, peer: int, tag: int) -> SentTensor:
         """Returns the message of `peer` with that tag as soon as it is here."""
-        parcel = self.transfers.take(peer, tag, self._timeout_seconds)
-        if parcel is None:
+        sent = self.transfers.take(peer, tag, self._timeout_seconds)
+        if sent is None:
             graph, missing = self._program.graph, "its part in what all do"
             if tag < self._first_tag:
                 missing = f"what op {graph.op_names[int(graph.producers[tag])]!r} gives"
             self._fail(peer, f"did not send {missing} for {self._timeout_seconds:g} s")
-        return parcel
+        return sent
 
     def collect(
         self, own: Mapping[int, Tensor | None], wanted: Mapping[int, Sequence[int]], *, everywhere: bool = False
@@ -131,10 +131,10 @@ class Communicator:
         `everywhere` returns them on all ranks.
         """
         incoming = {peer: [self._incoming_tensor(tensor, CPU) for tensor in wanted[peer]] for peer in self.peers}
-        parcels = [self._lane.pack(tensor, own[tensor], CPU) for tensor in wanted[self._rank]]
-        received = self._exchange(_RESULTS, parcels, incoming, everywhere=everywhere)
+        sent_tensors = [self._backend.pack(tensor, own[tensor], CPU) for tensor in wanted[self._rank]]
+        received = self._exchange(_RESULTS, sent_tensors, incoming, everywhere=everywhere)
         held = {tensor: content for (_, tensor), content in received.items()}
-        for tensor, content, event in parcels if everywhere or self._rank == 0 else ():
+        for tensor, content, event in sent_tensors if everywhere or self._rank == 0 else ():
             if event is not None:
                 event.synchronize()
             if content is not None:
@@ -155,24 +155,24 @@ class Communicator:
             rows = json.loads(headers[peer])
             keys |= {(peer, first + place): key for place, (key, *_) in enumerate(rows)}
             incoming[peer] = [_incoming_item(first + place, *form) for place, (_, *form) in enumerate(rows)]
-        parcels = [Parcel(first + place, tensor) for place, tensor in enumerate(on_cpu.values())]
-        received = self._exchange(_ITEMS, parcels, incoming, everywhere=everywhere)
+        sent_tensors = [SentTensor(first + place, tensor) for place, tensor in enumerate(on_cpu.values())]
+        received = self._exchange(_ITEMS, sent_tensors, incoming, everywhere=everywhere)
         return on_cpu | {keys[place]: content for place, content in received.items()}
 
     def collect_texts(self, own: str) -> list[str]:
         """Returns a text of each rank on all ranks."""
         tag, content = self._first_tag + _ITEM, torch.frombuffer(bytearray(own.encode() or b" "), dtype=torch.uint8)
         sizes = {peer: [_incoming_numbers(tag, 1)] for peer in self.peers}
-        lengths = self._exchange(_TEXTS, [Parcel(tag, torch.tensor([len(content)]))], sizes, everywhere=True)
+        lengths = self._exchange(_TEXTS, [SentTensor(tag, torch.tensor([len(content)]))], sizes, everywhere=True)
         texts = {peer: [_incoming_item(tag, [int(lengths[peer, tag])], "uint8")] for peer in self.peers}
-        received = self._exchange(_TEXTS, [Parcel(tag, content)], texts, everywhere=True)
+        received = self._exchange(_TEXTS, [SentTensor(tag, content)], texts, everywhere=True)
         received[self._rank, tag] = content
         return [received[rank, tag].numpy().tobytes().decode().strip() for rank in range(len(self.peers) + 1)]
 
     def _exchange(
         self,
         kind: int,
-        parcels: Sequence[Parcel],
+        sent_tensors: Sequence[SentTensor],
         incoming: Mapping[int, Sequence[IncomingMessage]],
         *,
         everywhere: bool,
@@ -181,9 +181,9 @@ class Communicator:
         receives = everywhere or self._rank == 0
         self.begin_collective(kind + everywhere, incoming if receives else {})
         receivers = self.peers if everywhere else [0] * (self._rank != 0)
-        for parcel in parcels:
+        for sent in sent_tensors:
             for peer in receivers:
-                self._senders[peer].put(parcel)
+                self._senders[peer].put(sent)
         received: dict[tuple[int, int], Tensor] = {}
         for peer in self.peers if receives else ():  # before the own ones have left, or windows would fill up
             for message in incoming[peer]:
@@ -197,7 +197,7 @@ class Communicator:
         """Returns on the first rank, at the end of a step, the numbers of each rank; nothing on others."""
         tag = self._first_tag + _RECORD
         if self._rank != 0:
-            self._senders[0].put(Parcel(tag, torch.tensor(numbers)))
+            self._senders[0].put(SentTensor(tag, torch.tensor(numbers)))
             self.finish()
             return []
         return [list(numbers), *(self._take_numbers(peer, tag) for peer in self.peers)]
@@ -216,7 +216,7 @@ class Communicator:
                 if self._rank != 0:
                     self.take(partner, tag)
                 before_ns = time.perf_counter_ns()
-                self._senders[partner].put(Parcel(tag, torch.tensor([before_ns])))
+                self._senders[partner].put(SentTensor(tag, torch.tensor([before_ns])))
                 if self._rank == 0:
                     (theirs_ns,), after_ns = self._take_numbers(partner, tag), time.perf_counter_ns()
                     trips.append((after_ns - before_ns, (before_ns + after_ns) // 2 - theirs_ns))
@@ -242,7 +242,7 @@ class Communicator:
                 incoming[peer] = *incoming[peer], _incoming_numbers(self._first_tag + _RECORD, record_size(peer))
         self._step = kind, incoming
 
-    # -- methods of Mailbox, in the worker's thread ----------------------------------------------------------------
+    # -- methods of Transport, in the worker's thread ----------------------------------------------------------------
 
     def begin(self) -> None:
         for sender in self._senders.values():
@@ -251,10 +251,10 @@ class Communicator:
         self.began_ns = time.perf_counter_ns()
 
     def send(self, tensor: int, content: Content, device: int) -> None:
-        self._senders[device].put(self._lane.pack(tensor, as_tensor(content), self._wire_device))
+        self._senders[device].put(self._backend.pack(tensor, as_tensor(content), self._wire_device))
 
     def receive(self, tensor: int) -> Content:
-        return self._lane.unpack(self.take(self._home[tensor], tensor))
+        return self._backend.unpack(self.take(self._home[tensor], tensor))
 
     def finish(self) -> None:
         peer = self.transfers.wait_sent(self._timeout_seconds)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gdp.execute.lanes import CpuLane, Parcel
+from gdp.execute.backends import CpuBackend, SentTensor
 from gdp.execute.ranks.ranks import Failure
 from gdp.execute.targets import CPU
 from gdp.execute.worker import Stopped
@@ -61,7 +61,7 @@ class TransferState:
         self._changed = threading.Condition()
         self._window_bytes = window_bytes
         self._ahead_bytes = 0  # received or to be received, and not taken
-        self._received: dict[tuple[int, int], tuple[Parcel, int]] = {}  # by (rank, tag), with bytes of the window
+        self._received: dict[tuple[int, int], tuple[SentTensor, int]] = {}  # by (rank, tag), with bytes of the window
         self._num_sending: Counter[int] = Counter()  # by rank
 
     def fail(self, failure: Failure) -> None:
@@ -75,14 +75,14 @@ class TransferState:
         with self._changed:
             return self._changed.wait_for(lambda: self.failure is not None, seconds)
 
-    def put(self, peer: int, parcel: Parcel, num_bytes: int) -> None:
+    def put(self, peer: int, sent: SentTensor, num_bytes: int) -> None:
         """Stores a message from `peer`."""
         with self._changed:
-            self._received[peer, parcel.tensor] = parcel, num_bytes
-            if self.awaited == (peer, parcel.tensor):
+            self._received[peer, sent.tensor] = sent, num_bytes
+            if self.awaited == (peer, sent.tensor):
                 self._changed.notify_all()
 
-    def take(self, peer: int, tag: int, seconds: float) -> Parcel | None:
+    def take(self, peer: int, tag: int, seconds: float) -> SentTensor | None:
         """Returns the message of `peer` with that tag; None if it does not come in time."""
         with self._changed:
             if (peer, tag) not in self._received:
@@ -90,11 +90,11 @@ class TransferState:
                 self._changed.notify_all()
                 self._wait(lambda: (peer, tag) in self._received, seconds)
                 self.awaited = None
-            parcel, num_bytes = self._received.pop((peer, tag), (None, 0))
+            sent, num_bytes = self._received.pop((peer, tag), (None, 0))
             self._ahead_bytes -= num_bytes
             if num_bytes:
                 self._changed.notify_all()
-            return parcel
+            return sent
 
     def may_post(self, num_bytes: int, is_forced: Callable[[], bool], *, wait: bool) -> bool:
         """Returns whether a receive of that size fits the window or is forced, and then counts its bytes.
@@ -206,7 +206,7 @@ class _Connection(threading.Thread):
 
 
 class Sender(_Connection):
-    """Sends parcels to `peer` in order; `times_ns` has the times when each was put and when its turn came."""
+    """Sends tensors to `peer` in order; `times_ns` has the times when each was put and when its turn came."""
 
     def __init__(
         self,
@@ -217,13 +217,13 @@ class Sender(_Connection):
     ) -> None:
         super().__init__(transfers, peer, groups, "to")
         self._dense = dense
-        self.items: SimpleQueue[tuple[Parcel, int] | None] = SimpleQueue()
+        self.items: SimpleQueue[tuple[SentTensor, int] | None] = SimpleQueue()
         self.times_ns: list[tuple[int, int]] = []
 
-    def put(self, parcel: Parcel) -> None:
-        """Queues a parcel; the content must not change until it is sent."""
+    def put(self, sent: SentTensor) -> None:
+        """Queues a sent; the content must not change until it is sent."""
         self._transfers.count_sending(self._peer, 1)
-        self.items.put((parcel, time.perf_counter_ns()))
+        self.items.put((sent, time.perf_counter_ns()))
 
     def _run(self) -> None:
         while self._send_next():  # a call of its own, which holds no tensor longer than it takes
@@ -248,9 +248,9 @@ class Receiver(_Connection):
     `arrivals_ns` has the times when they came; None instead of a list ends the thread.
     """
 
-    def __init__(self, transfers: TransferState, peer: int, groups: Groups, lane: CpuLane, token: int) -> None:
+    def __init__(self, transfers: TransferState, peer: int, groups: Groups, backend: CpuBackend, token: int) -> None:
         super().__init__(transfers, peer, groups, "from")
-        self._lane, self._token = lane, token
+        self._backend, self._token = backend, token
         self.expected: SimpleQueue[Sequence[IncomingMessage] | None] = SimpleQueue()
         self.arrivals_ns: list[int] = []
 
@@ -260,7 +260,7 @@ class Receiver(_Connection):
             self._wait(self._post(dist.irecv, token, self._token))
             messages = self.expected.get()
             self.arrivals_ns = []
-            self._transfers.put(self._peer, Parcel(self._token, token), 0)
+            self._transfers.put(self._peer, SentTensor(self._token, token), 0)
             if messages is None:
                 return
             self._receive(messages)
@@ -290,12 +290,12 @@ class Receiver(_Connection):
     def _end(self, message: IncomingMessage, memory: Tensor | None, work: Any) -> None:
         with self._on(CPU if memory is None else memory.device):
             self._wait(work)
-        parcel = Parcel(message.tag, memory)
+        sent = SentTensor(message.tag, memory)
         if memory is not None and memory.device != message.device:
-            parcel = self._lane.pack(message.tag, memory, message.device)
-            parcel.event.synchronize()
+            sent = self._backend.pack(message.tag, memory, message.device)
+            sent.event.synchronize()
         self.arrivals_ns.append(time.perf_counter_ns())
-        self._transfers.put(self._peer, parcel, message.num_bytes)
+        self._transfers.put(self._peer, sent, message.num_bytes)
 
 
 def bytes_of(memory: Tensor) -> Tensor:

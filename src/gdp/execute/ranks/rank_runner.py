@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gdp.errors import InputError
 from gdp.execute.ranks.connections import bytes_of
-from gdp.execute.ranks.executor import ProcessExecutor
+from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import INTERRUPTED, Failure, RankError, join_or_leave
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Program

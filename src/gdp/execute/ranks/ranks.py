@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -21,7 +22,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from gdp.errors import InputError
-from gdp.execute.ranks.time_limit import within
 from gdp.execute.targets import Target, find_targets, places_of
 from gdp.execute.worker import ExecutionError
 
@@ -403,3 +403,23 @@ def _host() -> str:
     """Returns a name that processes have in common if they share a clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def within(seconds: float, act: Callable[[], Any]) -> Any:
+    """Returns the answer of `act`. RuntimeError if there is none in time: the host of a store may be gone."""
+    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((act(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=answer, daemon=True).start()
+    try:
+        found, error = answers.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError(f"no answer for {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return found

@@ -15,10 +15,9 @@ from typing import Any
 from gdp.errors import InputError, first_line, suggest
 from gdp.graph import Graph
 from gdp.models.jax.assemble import JaxProgram, assemble
-from gdp.models.jax.calls import UNSHARDED, is_sharded
+from gdp.models.jax.equations import UNSHARDED, JaxValue, is_sharded
 from gdp.models.jax.recorder import JaxprRecorder
 from gdp.models.jax.stacked_arrays import stacked_arguments
-from gdp.models.jax.values import JaxValue
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE
 from gdp.models.pytorch.step import Coverage
 

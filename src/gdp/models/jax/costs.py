@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gdp.models.experts import share_hit
-from gdp.models.jax.calls import called_jaxpr, is_identity
+from gdp.models.jax.equations import called_jaxpr, is_identity
 from gdp.models.jax.loops import known_number, trip_count
 from gdp.models.names import names
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN, registered_formula

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.models.jax.calls import called_jaxpr, is_identity, opened
+from gdp.models.jax.equations import called_jaxpr, is_identity, opened
 
 _RELATIONS = ("lt", "le", "gt", "ge", "eq", "ne")
 

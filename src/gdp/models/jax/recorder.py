@@ -16,10 +16,20 @@ from typing import Any
 
 from gdp.errors import InputError
 from gdp.models.jax import costs as costs
-from gdp.models.jax.calls import UNSHARDED, called_jaxpr, has_sharding, is_identity, opened
+from gdp.models.jax.equations import (
+    UNSHARDED,
+    Constant,
+    Equation,
+    JaxOp,
+    JaxValue,
+    Scope,
+    called_jaxpr,
+    has_sharding,
+    is_identity,
+    opened,
+)
 from gdp.models.jax.loops import known_number
 from gdp.models.jax.stacked_arrays import index_jaxpr, part_aval, stack_jaxpr
-from gdp.models.jax.values import Constant, Equation, JaxOp, JaxValue, Scope
 from gdp.models.pytorch.flops import MOVEMENT
 
 

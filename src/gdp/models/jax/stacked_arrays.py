@@ -3,7 +3,7 @@
 from typing import Any
 
 from gdp.models.jax import costs as costs
-from gdp.models.jax.calls import called_jaxpr, is_identity, opened
+from gdp.models.jax.equations import called_jaxpr, is_identity, opened
 
 
 def part_aval(aval: Any) -> Any:

@@ -6,14 +6,16 @@ products read the weights of the experts that their rows are sent to (`gdp.model
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tag, Tensor
 from torch._ops import OpOverload
 
 from gdp.models.experts import share_hit
 from gdp.models.names import names
+from gdp.models.stored_weights import StoredWeight
 
 NO_BYTES = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
 _ROW_READERS = frozenset({"embedding", "index", "index_select", "gather", "take"})
@@ -76,3 +78,28 @@ def bytes_accessed(
     if changed and (name in _OVERWRITERS or Tag.nondeterministic_seeded in func.tags):
         return bytes_read
     return bytes_read + bytes_made + bytes_changed
+
+
+class StoredMemories:
+    """Memories of weights that are stored in fewer bits, by address."""
+
+    def __init__(self) -> None:
+        self._weights: dict[int, StoredWeight] = {}
+
+    def add(self, storage: torch.UntypedStorage, weight: StoredWeight) -> None:
+        """Adds the memory of a weight."""
+        self._weights[storage._cdata] = weight
+
+    def num_bytes(self, tensor: Tensor) -> int:
+        """Returns the bytes that reading `tensor` takes: of a view of a quantised weight, its part of them."""
+        count = num_bytes(tensor)
+        if not self._weights:
+            return count
+        storage = tensor.untyped_storage()
+        weight = self._weights.get(storage._cdata)
+        return count if weight is None else -(-count * weight.num_bytes // max(1, storage.nbytes()))
+
+    def arithmetic(self, read: Iterable[Tensor]) -> str:
+        """Returns the type that a product with these operands is computed in because of quantised weights, or ""."""
+        weights = (self._weights.get(tensor.untyped_storage()._cdata) for tensor in read)
+        return next((weight.arithmetic for weight in weights if weight is not None), "")

@@ -20,9 +20,7 @@ from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 
 from gdp.models.pytorch.autocast import cuda_autocast_on_cpu
-from gdp.models.pytorch.checkpointing import noting_cut_gradients
-from gdp.models.pytorch.flex_attention import flex_attention_as_operators
-from gdp.models.pytorch.fused_attention import attention_as_on_a_card
+from gdp.models.pytorch.fused_attention import attention_as_on_a_card, flex_attention_as_operators, note, recorders
 
 CARDS = frozenset({"cuda", "xpu", "mps", "hpu", "npu", "xla", "mtia", "maia"})
 """Types of devices that stand for a card; autocast has CUDA's lists for each."""
@@ -142,3 +140,24 @@ def _restore_default_device(before: Any) -> None:
     """Sets the default device again, if the model's code has set another one."""
     if _default_device() != before:
         torch.set_default_device(before)
+
+
+NO_GRADIENT = (
+    "torch.utils.checkpoint(use_reentrant=True) gets no input that requires a gradient, so the parameters behind it "
+    "get none; give it use_reentrant=False"
+)
+
+
+@contextlib.contextmanager
+def noting_cut_gradients() -> Iterator[None]:
+    """Makes a capture note what PyTorch warns of: a checkpoint without an input that requires a gradient."""
+    check = checkpoint.check_backward_validity
+
+    def check_and_note(inputs: Any) -> None:
+        if not recorders():
+            check(inputs)
+        elif not any(isinstance(item, Tensor) and item.requires_grad for item in inputs):
+            note(NO_GRADIENT)
+
+    with patch.object(checkpoint, "check_backward_validity", check_and_note):
+        yield

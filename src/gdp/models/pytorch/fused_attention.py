@@ -8,23 +8,32 @@ the CPU's kernel computes what it can. Attention in float64 is left to PyTorch.
 The conditions are those of CUDA's kernels, in `aten/src/ATen/native/transformers/sdp_utils_cpp.h` and
 `cuda/sdp_utils.cpp` of PyTorch 2.13: in half types those that the flash and the memory-efficient kernel share, in
 float32 those of the latter, which the former does not take. Both draw dropout.
+
+`flex_attention` is captured as PyTorch computes it without torch.compile: with the whole matrix of scores.
 """
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import sdpa_dense
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import flex_attention as module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gdp.models.pytorch.replacements import ATTENTION, is_plain
 
-NOTE = (
+MASK_NOTE = (
     "attention with a mask that needs a gradient is captured as products of its type and a softmax; the "
     "memory-efficient kernel of a card takes less time and memory"
+)
+FLEX_NOTE = (
+    "flex_attention is captured as PyTorch computes it without torch.compile, with the whole matrix of scores in "
+    "float32; its fused kernel takes less time and memory, and skips masked blocks"
 )
 
 _computed: Callable[..., Tensor] = torch.ops.aten.scaled_dot_product_attention.default.decompose  # as PyTorch does
@@ -61,7 +70,7 @@ def _attention(
     if not _has_kernel(query, key, value, attn_mask, is_causal, enable_gqa):
         return _computed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
-        _note(NOTE)
+        note(MASK_NOTE)
         if query.dtype in _HALF:  # PyTorch's own products are in float32
             return _products(query, key, value, attn_mask, dropout_p, scale)
         return _computed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -116,10 +125,15 @@ def _has_kernel(
     return fits and not is_causal and mask.dtype in (torch.bool, query.dtype)
 
 
-def _note(note: str) -> None:
-    for mode in _get_current_dispatch_mode_stack():
-        if hasattr(mode, "notes"):  # the recorder of a capture
-            mode.notes[note] = None
+def recorders() -> list[Any]:
+    """Returns the recorders of the captures that run here."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "notes")]
+
+
+def note(sentence: str) -> None:
+    """Adds a note for the user to a capture, if one runs."""
+    for recorder in recorders():
+        recorder.notes[sentence] = None
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -129,3 +143,26 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: An
     is_equal = value.shape[-1] == width
     output = torch.empty_like(query) if is_equal else query.new_empty(batch, heads, length, value.shape[-1])
     return output, query.new_empty((batch, length, heads), dtype=sums).transpose(1, 2)
+
+
+@contextlib.contextmanager
+def flex_attention_as_operators() -> Iterator[None]:
+    """Makes `flex_attention` run as plain operators, with gradients on the CPU too."""
+    with (
+        patch.object(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+        patch.object(module, "_validate_device", lambda query, key, value: None),
+        patch.object(module, "flex_attention_hop", _flex_attention),
+    ):
+        yield
+
+
+def _flex_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+    """Computes the attention in the type of autocast, if that is on, as the operator of PyTorch does."""
+    note(FLEX_NOTE)
+    for device_type in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device_type) and query.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(device_type)
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+            break
+    with torch._C._DisableAutocast():
+        return sdpa_dense(query, key, value, *args)

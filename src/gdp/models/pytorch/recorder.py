@@ -26,18 +26,25 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gdp.errors import InputError
-from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product
+from gdp.models.pytorch.bytes_accessed import StoredMemories, bytes_accessed, is_grouped_product
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
 from gdp.models.pytorch.optimizers import Rule, StatePart
 from gdp.models.pytorch.recorded_calls import Call, Ref
-from gdp.models.pytorch.recorded_costs import StoredMemories, experts_per_token
-from gdp.models.pytorch.records import PENDING, OpRecord, ValueRecord, dtype_name, layout_of
+from gdp.models.pytorch.records import (
+    PENDING,
+    OpRecord,
+    ValueRecord,
+    dtype_name,
+    experts_per_token,
+    joined,
+    layout_of,
+    maker_to_join,
+)
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.running_module import RunningModule
 from gdp.models.pytorch.strides import StridedLayout
 from gdp.models.pytorch.traits import LIFTS, MATERIALISED, Traits, traits_of
-from gdp.models.pytorch.writes import joined, maker_to_join
 from gdp.models.stored_weights import StoredWeight
 
 aten = torch.ops.aten

@@ -148,4 +148,4 @@ class PlanExecutor:
                 worker.load({source.tensor: content[source.tensor]})
             except RuntimeError as error:
                 doing = f"loading {self.program.graph.op_names[op]!r}"
-                raise ExecutionError(worker.lane.target.name, doing, error) from error
+                raise ExecutionError(worker.backend.target.name, doing, error) from error

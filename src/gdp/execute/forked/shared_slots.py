@@ -1,4 +1,4 @@
-"""SharedMailbox: hands tensors from one forked process to another.
+"""SharedSlots: hands tensors from one forked process to another.
 
 Each tensor that goes to another device has a slot in shared memory, into which its device copies it. Readers use it
 there. A semaphore for each pair of devices counts the tensors that are ready, which go in the order of the sender's
@@ -24,10 +24,10 @@ _SPINS = 3000  # looks at a semaphore before the process sleeps, about 1 ms: to 
 _POLL_SECONDS = 0.5  # for which it sleeps at most between looks at its parent
 
 
-class SharedMailbox:
-    """The mailbox of device `number`; `slots` has a tensor in shared memory for each tensor of `traffic` with content.
+class SharedSlots:
+    """The transport of device `number`.
 
-    `semaphores` has one for each pair of `traffic`.
+    `slots` has a tensor in shared memory for each tensor of `traffic` with content, `semaphores` one for each pair.
     """
 
     def __init__(

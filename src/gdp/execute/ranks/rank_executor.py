@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from gdp.errors import InputError
-from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord
-from gdp.execute.lanes import lane_of
+from gdp.execute.backends import backend_of
+from gdp.execute.plan_executor import POLL_SECONDS, PlanExecutor, StepRecord
 from gdp.execute.ranks.communicator import CLOSE, STEP, Communicator
 from gdp.execute.ranks.ranks import CAUSE_SECONDS, INTERRUPTED, SILENT_SECONDS, Failure, RankError, Ranks, message_of
 from gdp.execute.script import traffic_of
@@ -83,12 +83,18 @@ class ProcessExecutor(PlanExecutor):
         self.ranks, self._rank = ranks, ranks.rank
         self._check_same()
         self._traffic = traffic_of(self._scripts)
-        lane = lane_of(ranks.target, program.memory_for)
+        backend = backend_of(ranks.target, program.memory_for)
         self._communicator = Communicator(
-            program, self._home, self._traffic, ranks, lane, timeout_seconds=timeout_seconds, window_bytes=window_bytes
+            program,
+            self._home,
+            self._traffic,
+            ranks,
+            backend,
+            timeout_seconds=timeout_seconds,
+            window_bytes=window_bytes,
         )
         self._stop = threading.Event()
-        self._worker = Worker(program, lane, self._communicator, self._stop)
+        self._worker = Worker(program, backend, self._communicator, self._stop)
         self._queue: SimpleQueue[StepRequest | None] = SimpleQueue()
         self._answers: SimpleQueue[DeviceRecord | BaseException] = SimpleQueue()
         self._latest: ProcessRecord | None = None
@@ -206,7 +212,7 @@ class ProcessExecutor(PlanExecutor):
 
     def _work(self) -> None:
         worker = self._worker
-        with worker.lane.active(), torch.no_grad():
+        with worker.backend.active(), torch.no_grad():
             lower_priority()
             while (request := self._queue.get()) is not None:
                 try:

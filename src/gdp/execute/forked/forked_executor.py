@@ -29,13 +29,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gdp.execute.executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
-from gdp.execute.forked.child_memory import keep_freed_memory
-from gdp.execute.forked.fork import start
-from gdp.execute.forked.mailbox import SharedMailbox
-from gdp.execute.forked.messages import receive_tensors, send_tensors
-from gdp.execute.forked.shared_memory import SharedMemory
-from gdp.execute.lanes import CpuLane
+from gdp.execute.backends import CpuBackend
+from gdp.execute.forked.processes import SharedMemory, keep_freed_memory, receive_tensors, send_tensors, start
+from gdp.execute.forked.shared_slots import SharedSlots
+from gdp.execute.plan_executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
 from gdp.execute.ranks.ranks import REMEDIED
 from gdp.execute.script import traffic_of
 from gdp.execute.targets import Target
@@ -108,8 +105,8 @@ class ForkedExecutor(PlanExecutor):
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # of JAX, which no child uses
             for number, target in enumerate(self.targets):
                 here, there = context.Pipe()
-                mailbox = SharedMailbox(number, traffic, slots, semaphores)
-                worker = Worker(program, CpuLane(target, program.memory_for), mailbox, Event())
+                transport = SharedSlots(number, traffic, slots, semaphores)
+                worker = Worker(program, CpuBackend(target, program.memory_for), transport, Event())
                 worker.state = {source.tensor: self._state[source.tensor] for source in self._sources_of(number)}
                 self._connections.append(here)
                 child = context.Process(target=self._serve, args=(number, worker, there), daemon=True)
@@ -298,7 +295,7 @@ class ForkedExecutor(PlanExecutor):
         parent = os.getppid()
         status = 0
         try:
-            with worker.lane.active(), torch.no_grad():
+            with worker.backend.active(), torch.no_grad():
                 held: Mapping[int, Tensor | None] = {}
                 while True:
                     while not connection.poll(POLL_SECONDS):

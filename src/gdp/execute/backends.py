@@ -1,4 +1,4 @@
-"""Lanes: how one worker prepares its thread, hands tensors over and takes them, on a CPU or a CUDA device.
+"""Backends: how one worker prepares its thread, hands tensors over and takes them, on a CPU or a CUDA device.
 
 CPU devices of one process share memory: a tensor is handed over as it is, and the write-after-read tensors of the graph
 keep it unchanged until its readers are done. A CUDA device computes on a stream of its own, and copies on one stream
@@ -24,7 +24,7 @@ from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch.strides import fill
 
 
-class Parcel(NamedTuple):
+class SentTensor(NamedTuple):
     """A tensor on its way: its number, its content, and what it must wait for."""
 
     tensor: int
@@ -38,7 +38,7 @@ class MemoryFor(Protocol):
     def __call__(self, tensor: int, device: torch.device, *, is_pinned: bool = False) -> Tensor: ...
 
 
-class CpuLane:
+class CpuBackend:
     """A worker thread's own cores, on which kernels run to their end before the next begins."""
 
     def __init__(self, target: Target, memory_for: MemoryFor) -> None:
@@ -53,26 +53,26 @@ class CpuLane:
         torch.set_num_threads(self.target.num_threads)
         yield
 
-    def pack(self, tensor: int, content: Content, to: torch.device) -> Parcel:
-        """Makes the parcel for a worker of the device `to`."""
+    def pack(self, tensor: int, content: Content, to: torch.device) -> SentTensor:
+        """Packs a tensor for a worker of the device `to`."""
         if content is None or to.type == "cpu":
-            return Parcel(tensor, content)
+            return SentTensor(tensor, content)
         whole = content.joined() if isinstance(content, ExchangedRows) else content
         staged = fill(self._memory_for(tensor, CPU, is_pinned=True), whole)  # dense, or the copy would hold this up
         return _copy_on(_stream(self._streams, to, to), self._memory_for, tensor, staged, to)
 
-    def unpack(self, parcel: Parcel) -> Content:
+    def unpack(self, sent: SentTensor) -> Content:
         """Returns the content, ready to be read here."""
-        if parcel.event is not None:
-            parcel.event.synchronize()
-        content: Content = parcel.content
+        if sent.event is not None:
+            sent.event.synchronize()
+        content: Content = sent.content
         return content
 
     def settle(self) -> None:
         """Wait until all that was launched is done: kernels are, when they return."""
 
     def settle_caller(self) -> None:
-        """Wait until all that the calling thread launched here is done, whoever's lane it is."""
+        """Wait until all that the calling thread launched here is done, whoever's backend it is."""
 
     def now(self) -> Any:
         """A moment in this device's time, for `times_ns`."""
@@ -83,7 +83,7 @@ class CpuLane:
         return moments
 
 
-class CudaLane:
+class CudaBackend:
     """A compute stream, and a copy stream for each device that is sent to."""
 
     def __init__(self, target: Target, memory_for: MemoryFor) -> None:
@@ -97,23 +97,23 @@ class CudaLane:
         with torch.cuda.device(self.target.device), torch.cuda.stream(self._compute):
             yield
 
-    def pack(self, tensor: int, content: Content, to: torch.device) -> Parcel:
-        """Makes the parcel for a worker of the device `to`; its copy starts when all work launched so far is done."""
+    def pack(self, tensor: int, content: Content, to: torch.device) -> SentTensor:
+        """Packs a tensor for a worker of the device `to`; its copy starts when all work launched so far is done."""
         content = as_tensor(content)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._compute)
         if content is None or to == self.target.device:
-            return Parcel(tensor, content, done)
+            return SentTensor(tensor, content, done)
         stream = _stream(self._streams, to, self.target.device)
         stream.wait_event(done)
         content.record_stream(stream)
         return _copy_on(stream, self._memory_for, tensor, content, to)
 
-    def unpack(self, parcel: Parcel) -> Content:
+    def unpack(self, sent: SentTensor) -> Content:
         """Returns the content, to be read on the compute stream."""
-        if parcel.event is not None:
-            self._compute.wait_event(parcel.event)
-        content: Content = parcel.content
+        if sent.event is not None:
+            self._compute.wait_event(sent.event)
+        content: Content = sent.content
         if isinstance(content, Tensor):
             content.record_stream(self._compute)
         return content
@@ -142,12 +142,12 @@ class CudaLane:
         return [base_ns + int(1e6 * base.elapsed_time(event)) for _, event in moments]
 
 
-Lane = CpuLane | CudaLane
+Backend = CpuBackend | CudaBackend
 
 
-def lane_of(target: Target, memory_for: MemoryFor) -> Lane:
-    """The lane of a target."""
-    return CudaLane(target, memory_for) if target.device.type == "cuda" else CpuLane(target, memory_for)
+def backend_of(target: Target, memory_for: MemoryFor) -> Backend:
+    """The backend of a target."""
+    return CudaBackend(target, memory_for) if target.device.type == "cuda" else CpuBackend(target, memory_for)
 
 
 def _stream(streams: dict[torch.device, Any], to: torch.device, device: torch.device) -> Any:
@@ -156,10 +156,10 @@ def _stream(streams: dict[torch.device, Any], to: torch.device, device: torch.de
     return streams[to]
 
 
-def _copy_on(stream: Any, memory_for: MemoryFor, tensor: int, content: Tensor, to: torch.device) -> Parcel:
+def _copy_on(stream: Any, memory_for: MemoryFor, tensor: int, content: Tensor, to: torch.device) -> SentTensor:
     with torch.cuda.stream(stream):
         copy = memory_for(tensor, to, is_pinned=to.type == "cpu")  # or the launch would wait for the copy
         fill(copy, content, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
-    return Parcel(tensor, copy, event)
+    return SentTensor(tensor, copy, event)
