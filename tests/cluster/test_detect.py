@@ -17,8 +17,8 @@ from gdp.cli import main
 from gdp.cluster import Cluster, Route
 from gdp.cluster.catalogue import GB, GIB, KINDS
 from gdp.cluster.detect import Machine, detect, host, visible
-from gdp.cluster.detect.figures import KIND_BY_NAME
-from gdp.cluster.detect.routes import pcie_bytes_per_second
+from gdp.cluster.detect.gpu_figures import KIND_BY_NAME
+from gdp.cluster.detect.topology import pcie_bytes_per_second
 from gdp.execute.local_devices import detect_local
 from gdp.execute.targets import find_targets
 

@@ -13,7 +13,7 @@ from gdp.cluster import Cluster
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.cluster.detect.host import available_cores, memory_bytes
 from gdp.execute.backends import backend_of
-from gdp.execute.calibrate import routes, work
+from gdp.execute.calibrate import measured_routes, work
 from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.local_devices import detect_local
 from gdp.execute.targets import find_targets
@@ -83,12 +83,12 @@ def test_work_that_a_device_cannot_do_is_none_and_a_mistake_is_raised_not_waited
 
 def test_a_copy_rate_is_the_slope_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 us and 0.1 ns a byte: 10 GB/s, whatever a copy costs to begin with."""
-    monkeypatch.setattr(routes, "_copy", lambda _source, _target, num_bytes: num_bytes)
-    monkeypatch.setattr(routes, "time_alone", lambda num_bytes, *_: 20 * US + num_bytes / 10)
+    monkeypatch.setattr(measured_routes, "_copy", lambda _source, _target, num_bytes: num_bytes)
+    monkeypatch.setattr(measured_routes, "time_alone", lambda num_bytes, *_: 20 * US + num_bytes / 10)
     target = find_targets(["any"], ["cpu"])[0]
-    assert routes._copy_rate(target, target, work.QUICK) == pytest.approx(10**10)
-    monkeypatch.setattr(routes, "time_alone", lambda *_: 20 * US)  # nothing is copied
-    assert routes._copy_rate(target, target, work.QUICK) == BY_REFERENCE_BYTES_PER_SECOND
+    assert measured_routes._copy_rate(target, target, work.QUICK) == pytest.approx(10**10)
+    monkeypatch.setattr(measured_routes, "time_alone", lambda *_: 20 * US)  # nothing is copied
+    assert measured_routes._copy_rate(target, target, work.QUICK) == BY_REFERENCE_BYTES_PER_SECOND
 
 
 def test_hand_overs_between_processes_are_those_of_tensors_in_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,18 +100,20 @@ def test_hand_overs_between_processes_are_those_of_tensors_in_no_cache(monkeypat
         chains.append((num_bytes, program.graph.num_ops - 1))
         return 3 * US + num_bytes / 5
 
-    monkeypatch.setattr(routes, "hop_ns", hop_ns)
-    monkeypatch.setattr(routes, "cache_bytes", lambda: 40 * work.MIB)
+    monkeypatch.setattr(measured_routes, "hop_ns", hop_ns)
+    monkeypatch.setattr(measured_routes, "cache_bytes", lambda: 40 * work.MIB)
     targets = find_targets(["a", "b"], ["cpu", "cpu"])
-    rate, (note,) = routes._between_cpus(targets, [(0, 1), (1, 0)], work.QUICK, str)  # type: ignore[arg-type]
+    rate, (note,) = measured_routes._between_cpus(targets, [(0, 1), (1, 0)], work.QUICK, str)  # type: ignore[arg-type]
     assert rate == pytest.approx(5 * 10**9)
     assert note.endswith("in memory that both share, at 5.0 GB/s")
     assert {num_bytes * count for num_bytes, count in chains if num_bytes >= work.MIB} == {80 * work.MIB}
     assert {count for num_bytes, count in chains if num_bytes < work.MIB} == {work.QUICK.num_ops}
-    monkeypatch.setattr(routes, "hop_ns", lambda *_: 3 * US)  # on a busy machine: no faster than copies of one core
-    monkeypatch.setattr(routes, "_copy_here", lambda _target, num_bytes: num_bytes)
-    monkeypatch.setattr(routes, "time_alone", lambda num_bytes, *_: 20 * US + num_bytes / 20)
-    rate, _ = routes._between_cpus(targets, [(0, 1)], work.QUICK, str)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        measured_routes, "hop_ns", lambda *_: 3 * US
+    )  # on a busy machine: no faster than copies of one core
+    monkeypatch.setattr(measured_routes, "_copy_here", lambda _target, num_bytes: num_bytes)
+    monkeypatch.setattr(measured_routes, "time_alone", lambda num_bytes, *_: 20 * US + num_bytes / 20)
+    rate, _ = measured_routes._between_cpus(targets, [(0, 1)], work.QUICK, str)  # type: ignore[arg-type]
     assert rate == pytest.approx(20 * 10**9)
 
 
@@ -122,12 +124,12 @@ def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.Mo
     def together(jobs: list[tuple[int, int]], _seconds: float) -> list[float]:
         return [2.0 if all(job[1] == 1 for job in jobs) or job == (0, 2) else 1.1 for job in jobs]
 
-    monkeypatch.setattr(routes, "_copy", lambda source, target, _size: (source, target))
-    monkeypatch.setattr(routes, "time_alone", lambda *_: 1.0)
-    monkeypatch.setattr(routes, "together", together)
-    rivals = routes._rivals(range(3), pairs, work.QUICK, str)  # type: ignore[arg-type]
+    monkeypatch.setattr(measured_routes, "_copy", lambda source, target, _size: (source, target))
+    monkeypatch.setattr(measured_routes, "time_alone", lambda *_: 1.0)
+    monkeypatch.setattr(measured_routes, "together", together)
+    rivals = measured_routes._rivals(range(3), pairs, work.QUICK, str)  # type: ignore[arg-type]
     assert rivals == {frozenset({(0, 1), (2, 1)})}
-    assert routes._channels("abc", pairs, rivals) == {
+    assert measured_routes._channels("abc", pairs, rivals) == {
         (0, 1): ("b.in",),
         (2, 1): ("b.in",),
         (0, 2): ("a->c",),
@@ -135,7 +137,7 @@ def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.Mo
     # a route that is the rival of two which are no rivals of each other has a channel with each
     rivals = {frozenset({(0, 1), (0, 2)}), frozenset({(0, 1), (2, 1)})}
     channels = {(0, 1): ("a.out", "b.in"), (0, 2): ("a.out",), (2, 1): ("b.in",)}
-    assert routes._channels("abc", pairs, rivals) == channels
+    assert measured_routes._channels("abc", pairs, rivals) == channels
 
 
 # the command line

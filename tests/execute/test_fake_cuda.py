@@ -12,8 +12,8 @@ from torch import Tensor
 from fake_cuda import FakeCuda, RaceError
 from gdp import Cluster, Problem, simulate
 from gdp.execute import backends
-from gdp.execute.calibrate.chains import launches
-from gdp.execute.calibrate.routes import routes_between
+from gdp.execute.calibrate.measured_routes import routes_between
+from gdp.execute.calibrate.tiny_ops import launches
 from gdp.execute.calibrate.work import QUICK
 from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor

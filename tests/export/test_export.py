@@ -13,9 +13,9 @@ import gdp
 from gdp.budget import Budget
 from gdp.cli import main
 from gdp.export.adapt import adapt, simulated
+from gdp.export.exportable_plan import place_for
 from gdp.export.layouts.targets import LAYOUT_TARGETS
-from gdp.export.search import place_for
-from gdp.export.targets import TARGETS, find_target
+from gdp.export.targets_by_name import TARGETS, find_target
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
 from gdp.search.place import plan_of

@@ -11,7 +11,7 @@ import gdp
 from gdp.errors import InputError
 from gdp.export import onnxruntime as ort_target
 from gdp.export import openvino as ov_target
-from gdp.export.targets import TARGETS
+from gdp.export.targets_by_name import TARGETS
 from gdp.graph import Graph, Op, Tensor
 from gdp.simulator.problem import Problem
 

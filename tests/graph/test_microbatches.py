@@ -17,9 +17,9 @@ from gdp.graph.excerpts import Excerpt
 from gdp.graph.microbatches import count_microbatches, microbatch_of
 from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.pytorch.assemble import assemble
+from gdp.models.pytorch.capture_step import _isolated, capture_fn
 from gdp.models.pytorch.optimizers import OPTIMIZERS
 from gdp.models.pytorch.recorder import Recorder
-from gdp.models.pytorch.step import _isolated, capture_fn
 from gdp.simulator.orders import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

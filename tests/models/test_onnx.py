@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from gdp.errors import InputError
 from gdp.graph import Graph, Op
-from gdp.models.onnx.costs import OnnxCall
-from gdp.models.onnx.model import OnnxModel, read_onnx
+from gdp.models.onnx.node_costs import OnnxCall
+from gdp.models.onnx.onnx_model import OnnxModel, read_onnx
 from gdp.models.pytorch import capture
 
 F, I8, U8, I64 = TensorProto.FLOAT, TensorProto.INT8, TensorProto.UINT8, TensorProto.INT64

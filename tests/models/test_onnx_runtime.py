@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from gdp.models.onnx.model import OnnxModel, read_onnx
+from gdp.models.onnx.onnx_model import OnnxModel, read_onnx
 
 F, U8, I32, I64 = TensorProto.FLOAT, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64
 N = helper.make_node

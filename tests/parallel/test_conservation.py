@@ -7,7 +7,7 @@ from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import microbatch_of, replica_of, shared_ops
 from gdp.models.model import Reading
-from gdp.models.pytorch.step import capture_fn
+from gdp.models.pytorch.capture_step import capture_fn
 from gdp.models.read import read_part
 from gdp.models.workloads import get, names
 from gdp.parallel.buckets import gradients_of

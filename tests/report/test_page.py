@@ -17,9 +17,8 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
 from gdp.planning.advice import Advice, WhatIf
-from gdp.report.columns import unpack
 from gdp.report.page import embed, render, write_report
-from gdp.report.page_data import PageData, columns
+from gdp.report.page_data import PageData, columns, unpack
 from gdp.report.tables import digits
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem

@@ -47,7 +47,7 @@ class BatchesInFlight(PlaceQuestion):
     def find(self, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
         """See `PlaceQuestion`."""
         from gdp.planning.plan_cache import KeptAnswer
-        from gdp.report import batches, progress
+        from gdp.report import batches_answer, progress
         from gdp.report.tables import format_ms
 
         request, name = self.request, self.graph.name
@@ -56,7 +56,7 @@ class BatchesInFlight(PlaceQuestion):
         def tell(served: "ServedLayout") -> None:
             stop.has_answer = True
             time = format_ms(served.throughput.time_per_batch_ns)
-            line.say(f"{name}: {batches.layout_in_words(served)}, {time} per batch")
+            line.say(f"{name}: {batches_answer.layout_in_words(served)}, {time} per batch")
 
         with progress.live(line):
             from gdp.search.layouts.place_batches import place_batches
@@ -85,19 +85,19 @@ class BatchesInFlight(PlaceQuestion):
 
     def document(self, answer: Answer) -> dict[str, Any]:
         """See `PlaceQuestion`."""
-        from gdp.report import batches, documents
+        from gdp.report import batches_answer, documents
 
         graph, cluster = answer.simulation.problem.graph, self.request.cluster
         document = documents.place_document(
             graph, cluster, answer.plan, answer.plan_path, advice=None, would_fit=answer.would_fit
         )
-        return document | batches.batches_document(self.choice, self.samples)
+        return document | batches_answer.batches_document(self.choice, self.samples)
 
     def report(self, answer: Answer, next_command: str) -> "Iterable[RenderableType]":
         """See `PlaceQuestion`."""
-        from gdp.report import batches
+        from gdp.report import batches_answer
 
-        return batches.batches_report(self.choice, self.samples, answer.shown_paths, next_command)
+        return batches_answer.batches_report(self.choice, self.samples, answer.shown_paths, next_command)
 
 
 def throughput_of(

@@ -208,7 +208,7 @@ def devices_measure(
 
 def _measure_ranks(devices: "list[LocalDevice]", quick: bool) -> "Calibration | None":
     """Measures with a process for each device."""
-    from gdp.execute.calibrate.ranks import calibrate_ranks, rank_names
+    from gdp.execute.calibrate.over_ranks import calibrate_ranks, rank_names
     from gdp.execute.ranks.ranks import join_or_leave
 
     names, places = rank_names(devices)

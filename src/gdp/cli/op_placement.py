@@ -17,7 +17,7 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gdp.export.search import ExportablePlan
+    from gdp.export.exportable_plan import ExportablePlan
     from gdp.graph import Graph
     from gdp.models.model import Model
     from gdp.planning.plan_cache import KeptAnswer
@@ -147,7 +147,7 @@ def _search(
 
     graph = problem.graph
     if request.target is not None:
-        from gdp.export.search import place_for
+        from gdp.export.exportable_plan import place_for
 
         placed = place_for(
             request.target,

@@ -13,7 +13,7 @@ from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from gdp.cluster import Cluster
-    from gdp.export.target import ExportTarget
+    from gdp.export.export_target import ExportTarget
     from gdp.models.model import Reading
     from gdp.simulator.constraints import Constraints
 
@@ -208,7 +208,7 @@ class TargetOptions:
 
     def target(self, name: str) -> "ExportTarget":
         """Returns the target of that name with these options, checked."""
-        from gdp.export.targets import find_target
+        from gdp.export.targets_by_name import find_target
 
         return find_target(name, context=self.ctx, split_layers=self.split_layers)
 

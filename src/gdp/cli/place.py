@@ -30,7 +30,7 @@ from gdp.cli.sweep import sweep_place
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.export.target import ExportTarget
+    from gdp.export.export_target import ExportTarget
 
 
 @with_options

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gdp.budget import Budget
     from gdp.cli.options import ConstraintOptions
     from gdp.cluster import Cluster
-    from gdp.export.target import ExportTarget
+    from gdp.export.export_target import ExportTarget
     from gdp.graph import Graph
     from gdp.models.model import Model, Reading
     from gdp.simulator.constraints import Constraints

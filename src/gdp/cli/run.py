@@ -99,12 +99,12 @@ def run(
         return fail(f"error: {error}", status) if getattr(error, "is_reporter", True) else status
     if result is None:
         return OK
-    from gdp.report import execution
+    from gdp.report import run_answer
 
     if json:
-        print_json(execution.run_document(result))
+        print_json(run_answer.run_document(result))
     else:
-        show(execution.run_report(result))
+        show(run_answer.run_report(result))
     if times is not None and cluster is not None:
         from gdp.execute.run import op_times
         from gdp.models.measured_times import MeasuredTimes
@@ -164,7 +164,7 @@ def _check_kind(model: str) -> None:
     """Raises InputError if `model` is no PyTorch model, which is known once its function was called."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from gdp.models.pytorch.step import copies_allowed
+    from gdp.models.pytorch.capture_step import copies_allowed
     from gdp.models.read import builder_of
 
     with copies_allowed(), FakeTensorMode():

@@ -15,7 +15,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
     """Places with each value and prints the table; returns the exit status."""
     from gdp.cli import values
     from gdp.planning.sweep import DEVICES, MICROBATCHES, sweep_devices, sweep_microbatches
-    from gdp.report import advice, progress
+    from gdp.report import advice_answer, progress
 
     if request.placer != "auto" or request.times is not None:
         raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
@@ -55,7 +55,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
                 if row is None:
                     break
                 rows.append(row)
-                log(f"gdp: {advice.sweep_line(sweep.what, row)}")
+                log(f"gdp: {advice_answer.sweep_line(sweep.what, row)}")
                 if request.out is not None and row.plan is not None and row.is_ok:
                     _save(request.out / f"{sweep.what}-{row.value}", row)
         except InputError:
@@ -65,9 +65,9 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
     if not interrupted and all(row.plan is None for row in rows):
         raise InputError(f"--sweep: {rows[0].note}")
     if request.json:
-        print_json(advice.sweep_document(sweep.what, rows, request.out, served))
+        print_json(advice_answer.sweep_document(sweep.what, rows, request.out, served))
     else:
-        show(advice.sweep_report(sweep.what, rows, served))
+        show(advice_answer.sweep_report(sweep.what, rows, served))
     if interrupted:
         return INTERRUPTED
     if not any(row.is_ok for row in rows):

@@ -16,10 +16,10 @@ from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
 from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, Program, capture
+from gdp.models.pytorch.capture_step import OptimizerChoice, StepOptions, rule_choice
 from gdp.models.pytorch.loss import Loss
 from gdp.models.pytorch.program import named_inputs
 from gdp.models.pytorch.signature import signatures
-from gdp.models.pytorch.step import OptimizerChoice, StepOptions, rule_choice
 from gdp.models.read import builder_of, check_runnable, without_tracebacks
 from gdp.models.user_function import printing_to_stderr
 from gdp.parallel.batches import BatchStream, in_flight

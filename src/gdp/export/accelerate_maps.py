@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdp.errors import InputError
-from gdp.export.devices import is_cpu
+from gdp.export.export_target import is_cpu
+from gdp.export.export_units import grouped_ops
 from gdp.export.modules import STATE_KINDS, enclosing
-from gdp.export.units import grouped_ops
 from gdp.graph import Graph, Tensor
 from gdp.models.stored_weights import stored_weights
 from gdp.simulator.problem import Placement, Problem

@@ -7,10 +7,9 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.budget import Budget, Clock
-from gdp.export.devices import is_cpu
-from gdp.export.stages import StageSearch, allowed_stages, balanced_stages, nearest_stages
-from gdp.export.target import ExportTarget, stage_starts
-from gdp.export.units import ExportUnits
+from gdp.export.export_target import ExportTarget, is_cpu, stage_starts
+from gdp.export.export_units import ExportUnits
+from gdp.export.stage_search import StageSearch, allowed_stages, balanced_stages, nearest_stages
 from gdp.graph import Graph
 from gdp.placers.memory_repair import fit_memory
 from gdp.search.candidate import Candidate

@@ -17,14 +17,13 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.chains import Layers, find_layers
-from gdp.export.checks import check_inference, check_one_batch
-from gdp.export.devices import gpu_numbers, is_cpu
+from gdp.export.export_target import ExportTarget, gpu_numbers, is_cpu, wrong_content
+from gdp.export.export_units import ExportUnits
 from gdp.export.gguf_names import FEED_FORWARD, gguf_tensors, is_feed_forward
 from gdp.export.llama_cpp_cache import Cache, find_cache
+from gdp.export.module_chains import Layers, find_layers
 from gdp.export.modules import enclosing
-from gdp.export.target import ExportTarget, wrong_content
-from gdp.export.units import ExportUnits
+from gdp.export.refusals import check_inference, check_one_batch
 from gdp.graph import Graph
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem

@@ -14,9 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gdp.arrays import I64
-from gdp.export.nodes import complete, device_names, node_units, parse_names, read_json
-from gdp.export.target import ExportTarget
-from gdp.export.units import ExportUnits
+from gdp.export.export_target import ExportTarget
+from gdp.export.export_units import ExportUnits
+from gdp.export.node_units import complete, device_names, node_units, parse_names, read_json
 from gdp.simulator.problem import Problem
 
 if TYPE_CHECKING:

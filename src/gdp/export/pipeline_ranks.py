@@ -6,9 +6,8 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.export.devices import gpu_numbers, is_cpu
-from gdp.export.target import stage_starts, wrong_content
-from gdp.export.units import ExportUnits
+from gdp.export.export_target import gpu_numbers, is_cpu, stage_starts, wrong_content
+from gdp.export.export_units import ExportUnits
 from gdp.simulator.problem import Problem
 
 _GPUS = "CUDA_VISIBLE_DEVICES"

@@ -12,9 +12,9 @@ import json
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.export.chains import begins
-from gdp.export.target import ExportTarget, stage_starts, wrong_content
-from gdp.export.units import ExportUnits
+from gdp.export.export_target import ExportTarget, stage_starts, wrong_content
+from gdp.export.export_units import ExportUnits
+from gdp.export.module_chains import begins
 from gdp.simulator.problem import Problem
 
 NAME = "torch-pipelining"

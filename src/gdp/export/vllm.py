@@ -9,11 +9,11 @@ import itertools
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.export.chains import find_layers
-from gdp.export.checks import check_inference
+from gdp.export.export_target import ExportTarget, stage_starts
+from gdp.export.export_units import ExportUnits
+from gdp.export.module_chains import find_layers
 from gdp.export.pipeline_ranks import gpus, parse_ranks, write_ranks
-from gdp.export.target import ExportTarget, stage_starts
-from gdp.export.units import ExportUnits
+from gdp.export.refusals import check_inference
 from gdp.simulator.problem import Problem
 
 NAME = "vllm"

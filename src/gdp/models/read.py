@@ -147,7 +147,7 @@ def _capture_served(text: str, reading: Reading, num_microbatches: int) -> "tupl
 
     build = ServedBuild(text, reading.serving, num_microbatches)
     captured = _capture(build, text, reading)
-    from gdp.models.hugging_face.cached_bytes import finish
+    from gdp.models.hugging_face.kv_cache_bytes import finish
 
     assert build.room is not None, "the capture built the model"
     captured, served = finish(captured, reading.serving, build.room)
@@ -215,7 +215,7 @@ def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:
     path = Path(text)
     entry = graph_cache.onnx_entry(path, dims)
     if (model := graph_cache.read(entry)) is None:
-        from gdp.models.onnx.model import read_onnx
+        from gdp.models.onnx.onnx_model import read_onnx
 
         parsed = read_onnx(path, dims)
         model = Model(parsed.graph, parsed.unknown, is_captured=False, notes=parsed.notes)
@@ -384,7 +384,7 @@ def _converted(build: Callable[[], Example | JaxFunction], dtype: str) -> Callab
 
 def _capture(build: Callable[[], Any], name: str, reading: Reading) -> "Capture | Any":
     """Returns the captured step, or the answer of `build` if that is no PyTorch model."""
-    from gdp.models.pytorch.step import StepOptions, capture_or_answer
+    from gdp.models.pytorch.capture_step import StepOptions, capture_or_answer
 
     with user_function.printing_to_stderr(), without_tracebacks():
         options = StepOptions(reading.training, reading.optimizer, master_weights=reading.master_weights)

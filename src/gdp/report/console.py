@@ -14,8 +14,8 @@ from gdp.models.serving import ServedStep
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
 from gdp.report import sentences
-from gdp.report.advice import advice_report
-from gdp.report.batches import of_throughput
+from gdp.report.advice_answer import advice_report
+from gdp.report.batches_answer import of_throughput
 from gdp.report.limits import Limits
 from gdp.report.tables import format_gib, format_ms, new_table
 from gdp.report.timeline_text import TimelineText

@@ -12,7 +12,7 @@ from gdp.graph.microbatches import count_microbatches
 from gdp.models.serving import ServedStep, serving_entry
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
-from gdp.report.advice import advice_document
+from gdp.report.advice_answer import advice_document
 from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation

@@ -5,7 +5,6 @@ import io
 import numpy as np
 
 from gdp.errors import InputError
-from gdp.report.colours import device_colour, line_colour
 from gdp.report.memory_curves import Allocations, memory_curves
 from gdp.report.tables import short
 from gdp.report.timeline_text import busy_shares
@@ -83,3 +82,24 @@ def figure_bytes(simulation: Simulation, kind: str) -> bytes:
         content = io.BytesIO()
         figure.savefig(content, format=kind, dpi=200, metadata=undated)
         return content.getvalue()
+
+
+_OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
+_OTHER = "#8d95a3"
+
+
+def device_colour(device: int) -> str:
+    """Returns the colour of a device by its number; from the ninth on, a darker hue. As in report-palette.js."""
+    if device < len(_OKABE_ITO):
+        return _OKABE_ITO[device]
+    if device == len(_OKABE_ITO):
+        return _OTHER
+    dark = 0.75 ** min(device // len(_OKABE_ITO), 4)
+    colour = _OKABE_ITO[device % len(_OKABE_ITO)]
+    return "#" + "".join(f"{round(int(colour[at : at + 2], 16) * dark):02x}" for at in (1, 3, 5))
+
+
+def line_colour(device: int) -> str:
+    """Returns the colour for a thin line on white, where the yellow would be too light."""
+    colour = device_colour(device)
+    return "#a89b00" if colour == "#f0e442" else colour

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gdp.errors import InputError
-from gdp.report.colours import device_colour
+from gdp.report.figure import device_colour
 from gdp.report.tables import short, writable
 from gdp.simulator.simulate import Simulation
 

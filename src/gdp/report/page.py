@@ -29,7 +29,7 @@ SCRIPTS = (
     "core",
     "palette",
     "replicas",
-    "lanes",
+    "timeline-rows",
     "timeline",
     "memory",
     "charts",

@@ -11,6 +11,6 @@ Figures are built-in ones or estimates; `gdp devices measure` measures them.
 """
 
 from gdp.cluster.detect.machine import Detected, Machine, detect
-from gdp.cluster.detect.routes import Link
+from gdp.cluster.detect.topology import Link
 
 __all__ = ["Detected", "Link", "Machine", "detect"]

@@ -8,9 +8,9 @@ from typing import Any
 
 from gdp.cluster.catalogue import CPU_LAUNCH_NS, GIB, KINDS
 from gdp.cluster.detect import host
-from gdp.cluster.detect.figures import gpu_device, kind_of, memory_of, slot_of
+from gdp.cluster.detect.gpu_figures import gpu_device, kind_of, memory_of, slot_of
 from gdp.cluster.detect.nvml import Gpu, read_cards
-from gdp.cluster.detect.routes import Link, Links
+from gdp.cluster.detect.topology import Link, Links
 from gdp.cluster.detect.visible import Visible, visible_cards
 from gdp.cluster.device import Device, Route
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from gdp.cluster import Cluster, Device
-from gdp.execute.calibrate.chains import launches
-from gdp.execute.calibrate.routes import routes_between
+from gdp.execute.calibrate.measured_routes import routes_between
+from gdp.execute.calibrate.tiny_ops import launches
 from gdp.execute.calibrate.work import (
     FULL,
     MIB,

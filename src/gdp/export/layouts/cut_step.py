@@ -17,11 +17,10 @@ from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.adapt import adapt_within, simulated
-from gdp.export.chains import find_layers
-from gdp.export.devices import is_cpu
+from gdp.export.export_target import is_cpu, stage_starts
+from gdp.export.export_units import ExportUnits
 from gdp.export.layouts.ranks import host_of
-from gdp.export.target import stage_starts
-from gdp.export.units import ExportUnits
+from gdp.export.module_chains import find_layers
 from gdp.graph import Graph, Tensor
 from gdp.graph.microbatches import replica_of
 from gdp.parallel.layout import Layout

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gdp.export.devices import is_cpu
+from gdp.export.export_target import is_cpu
 from gdp.simulator.problem import Problem
 
 

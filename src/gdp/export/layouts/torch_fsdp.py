@@ -7,9 +7,9 @@ import json
 import re
 from pathlib import Path
 
-from gdp.export.checks import check_modules
 from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.target import LayoutTarget, common_notes, ranks_of, title_of
+from gdp.export.refusals import check_modules
 from gdp.graph.layers import LayerPaths
 from gdp.parallel.blocks import block_paths
 from gdp.parallel.layout import NONE

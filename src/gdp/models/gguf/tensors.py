@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gdp.errors import InputError
-from gdp.models.gguf.file import GgufTensor, gguf_tensors
+from gdp.models.gguf.gguf_file import GgufTensor, gguf_tensors
 from gdp.models.stored_weights import StoredWeight
 
 # llama.cpp's names of architectures that Transformers calls otherwise

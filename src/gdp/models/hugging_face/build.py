@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from gdp import files
 from gdp.errors import InputError, suggest
-from gdp.models.gguf.file import GGUF_FILE, read_gguf_config
+from gdp.models.gguf.gguf_file import GGUF_FILE, read_gguf_config
 from gdp.models.hugging_face import quick_check
-from gdp.models.hugging_face.inputs import (
+from gdp.models.hugging_face.example_inputs import (
     Sizes,
     check_use,
     diffusers_inputs,

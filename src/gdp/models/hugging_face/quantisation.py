@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gdp.errors import InputError, suggest
-from gdp.models.gguf.file import GGUF_FILE
+from gdp.models.gguf.gguf_file import GGUF_FILE
 from gdp.models.gguf.tensors import GgufFormat
 from gdp.models.gguf.types import MIXTURES, Matrix, num_bytes, type_in
 from gdp.models.stored_weights import StoredWeight

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gdp.models.jax import costs as costs
+from gdp.models.jax import primitive_costs as costs
 from gdp.models.jax.equations import called_jaxpr, is_identity, opened
 
 

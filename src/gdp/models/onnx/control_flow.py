@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdp.errors import InputError
-from gdp.models.onnx.costs import OnnxCall
-from gdp.models.onnx.file import BOOL, INT64, TensorInfo
+from gdp.models.onnx.node_costs import OnnxCall
+from gdp.models.onnx.onnx_file import BOOL, INT64, TensorInfo
 from gdp.models.onnx.shapes import NodeOutputs
 
 if TYPE_CHECKING:

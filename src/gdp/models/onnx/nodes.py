@@ -12,8 +12,8 @@ import numpy as np
 from gdp.arrays import Content
 from gdp.errors import InputError, first_line
 from gdp.models.onnx.control_flow import ExecutionCost, control_flow_outputs
-from gdp.models.onnx.costs import Formula, OnnxCall, count_bytes, count_flops, dtype_of, kind_of
-from gdp.models.onnx.file import BOOL, DEFAULT_DOMAINS, INT32, INT64, SMALL, TensorInfo, captured, reads, subgraphs
+from gdp.models.onnx.node_costs import Formula, OnnxCall, count_bytes, count_flops, dtype_of, kind_of
+from gdp.models.onnx.onnx_file import BOOL, DEFAULT_DOMAINS, INT32, INT64, SMALL, TensorInfo, captured, reads, subgraphs
 from gdp.models.onnx.runtime_shapes import RUNTIME_KINDS
 from gdp.models.onnx.shapes import Dims, NodeOutputs, checked, fold, infer, is_constant
 from gdp.models.pytorch.flops import UNKNOWN

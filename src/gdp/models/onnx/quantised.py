@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from gdp.models.names import element_bits, names
-from gdp.models.onnx.costs import table_name
+from gdp.models.onnx.node_costs import table_name
 from gdp.models.onnx.nodes import OnnxOp
 
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdp.models.onnx.costs import OnnxCall, table_name
-from gdp.models.onnx.file import FLOAT, INT32
+from gdp.models.onnx.node_costs import OnnxCall, table_name
+from gdp.models.onnx.onnx_file import FLOAT, INT32
 
 if TYPE_CHECKING:
     from onnx import NodeProto

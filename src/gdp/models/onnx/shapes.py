@@ -16,8 +16,8 @@ import numpy as np
 from gdp.arrays import Content
 from gdp.errors import InputError
 from gdp.models.names import names
-from gdp.models.onnx.costs import POINTWISE_KINDS, OnnxCall, table_name
-from gdp.models.onnx.file import BOOL, DEFAULT_DOMAINS, FLOAT, INT32, INT64, SMALL, TensorInfo
+from gdp.models.onnx.node_costs import POINTWISE_KINDS, OnnxCall, table_name
+from gdp.models.onnx.onnx_file import BOOL, DEFAULT_DOMAINS, FLOAT, INT32, INT64, SMALL, TensorInfo
 from gdp.models.onnx.runtime_shapes import EQUIVALENTS, Inferred, as_equivalent, by_rule
 
 if TYPE_CHECKING:

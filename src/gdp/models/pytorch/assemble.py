@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.write_after_read import write_after_read
 from gdp.models.names import UniqueNames
+from gdp.models.pytorch.op_records import OpRecord, ValueRecord
 from gdp.models.pytorch.program import Program, StepSource
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
-from gdp.models.pytorch.records import OpRecord, ValueRecord
 from gdp.models.pytorch.strides import StridedLayout, part_layout
 
 

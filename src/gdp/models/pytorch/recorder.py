@@ -28,9 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gdp.errors import InputError
 from gdp.models.pytorch.bytes_accessed import StoredMemories, bytes_accessed, is_grouped_product
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
-from gdp.models.pytorch.optimizers import Rule, StatePart
-from gdp.models.pytorch.recorded_calls import Call, Ref
-from gdp.models.pytorch.records import (
+from gdp.models.pytorch.op_records import (
     PENDING,
     OpRecord,
     ValueRecord,
@@ -40,6 +38,8 @@ from gdp.models.pytorch.records import (
     layout_of,
     maker_to_join,
 )
+from gdp.models.pytorch.optimizers import Rule, StatePart
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.running_module import RunningModule

@@ -89,7 +89,7 @@ const percentAbove = share => `${digits(100 * share, 3)} %`;
 const percent = share => `${(100 * share).toFixed(Math.abs(share) < 0.0995 ? 1 : 0)} %`;
 const count = (number, one, many = `${one}s`) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
 
-// the header and the columns of gdp.report.columns
+// the header and the columns of gdp.report.page_data
 async function unpack(text) {
   const letters = atob(text.trim());
   const packed = new Uint8Array(letters.length);

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from gdp.cluster.catalogue import COPY_LATENCY_NS, GB, LINKS, SOCKET
-from gdp.cluster.detect.figures import slot_of
+from gdp.cluster.detect.gpu_figures import slot_of
 from gdp.cluster.detect.nvml import (
     BOARD,
     HOST_BRIDGE,

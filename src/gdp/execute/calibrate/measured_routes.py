@@ -10,7 +10,7 @@ import torch
 from gdp.cluster import Route
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.execute.backends import backend_of
-from gdp.execute.calibrate.chains import Chains, chain_program, hop_ns, timed_steps
+from gdp.execute.calibrate.tiny_ops import Chains, chain_program, hop_ns, timed_steps
 from gdp.execute.calibrate.work import (
     MIB,
     Extent,

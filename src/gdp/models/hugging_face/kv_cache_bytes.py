@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from gdp.models.hugging_face.cache_layers import CacheRoom
+from gdp.models.pytorch.capture_step import Capture
 from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.recorded_calls import Call, Ref
-from gdp.models.pytorch.step import Capture
 from gdp.models.pytorch.strides import StridedLayout
 from gdp.models.serving import ServedStep, Serving
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gdp.errors import InputError
-from gdp.models.jax import costs as costs
+from gdp.models.jax import primitive_costs as costs
 from gdp.models.jax.equations import (
     UNSHARDED,
     Constant,

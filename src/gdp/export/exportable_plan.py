@@ -16,8 +16,8 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.export.adapt import AdaptedPlan, adapt_within, arranged, key_of, order_of, simulated
-from gdp.export.stages import StageSearch, balanced_stages
-from gdp.export.target import ExportTarget
+from gdp.export.export_target import ExportTarget
+from gdp.export.stage_search import StageSearch, balanced_stages
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate
 from gdp.search.place import place, plan_of

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.models.names import UniqueNames
-from gdp.models.onnx.costs import OnnxCall
-from gdp.models.onnx.file import DEFAULT_DOMAINS, FLOAT, TensorInfo, read_model
+from gdp.models.onnx.node_costs import OnnxCall
 from gdp.models.onnx.nodes import GraphScope, ModelContext, OnnxOp
+from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, FLOAT, TensorInfo, read_model
 from gdp.models.onnx.quantised import fuse_quantised
 from gdp.models.onnx.shapes import Dims, dims_of
 

@@ -8,11 +8,10 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.checks import check_inference, check_nodes, check_one_batch
-from gdp.export.devices import gpu_numbers
+from gdp.export.export_target import gpu_numbers, wrong_content
+from gdp.export.export_units import ExportUnits
 from gdp.export.modules import STATE_KINDS
-from gdp.export.target import wrong_content
-from gdp.export.units import ExportUnits
+from gdp.export.refusals import check_inference, check_nodes, check_one_batch
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
 

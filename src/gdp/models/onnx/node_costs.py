@@ -14,7 +14,7 @@ from typing import Any
 from gdp.arrays import Content
 from gdp.models.experts import share_hit
 from gdp.models.names import names
-from gdp.models.onnx.file import DEFAULT_DOMAINS, TensorInfo
+from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, TensorInfo
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN
 
 

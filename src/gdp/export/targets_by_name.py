@@ -2,8 +2,8 @@
 
 from gdp.errors import InputError, suggest
 from gdp.export import hf_device_map, llama_cpp, megatron, onnxruntime, openvino, torch_pipelining, vllm
+from gdp.export.export_target import ExportTarget
 from gdp.export.layouts.targets import LAYOUT_TARGETS
-from gdp.export.target import ExportTarget
 
 _MODULES = (hf_device_map, torch_pipelining, onnxruntime, openvino, llama_cpp, vllm, megatron)
 TARGETS: dict[str, ExportTarget] = {module.NAME: module.TARGET for module in _MODULES}

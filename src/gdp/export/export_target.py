@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.export.units import ExportUnits
+from gdp.export.export_units import ExportUnits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
 
@@ -43,3 +43,16 @@ def stage_starts(devices: I64) -> list[int]:
 def wrong_content(target: str, what: str) -> InputError:
     """Makes the error for a file that is not one of this target for this graph."""
     return InputError(f"{target}: {what}; export the plan again")
+
+
+def is_cpu(problem: Problem) -> Bool:
+    """[D] Returns which devices are CPUs, by kind or name."""
+    devices = problem.cluster.devices
+    return np.array(["cpu" in device.kind.lower() or device.name.lower().startswith("cpu") for device in devices])
+
+
+def gpu_numbers(problem: Problem) -> list[int]:
+    """[D] Returns the number of each GPU, counted in the cluster's order; -1 for a CPU."""
+    cpus = is_cpu(problem)
+    numbers: list[int] = np.where(cpus, -1, np.cumsum(~cpus) - 1).tolist()
+    return numbers
