@@ -11,12 +11,12 @@ from .graph.accumulation import accumulated as accumulated
 from .graph.document import Op as Op
 from .graph.document import Tensor as Tensor
 from .graph.graph import Graph as Graph
-from .models.jax.capture import capture_jax as capture_jax
+from .models.jax.capture_function import capture_jax as capture_jax
 from .models.op_costs import OpCosts as OpCosts
+from .models.pytorch.capture_step import Capture as Capture
+from .models.pytorch.capture_step import capture as capture
+from .models.pytorch.capture_step import capture_fn as capture_fn
 from .models.pytorch.flops import register_flops as register_flops
-from .models.pytorch.step import Capture as Capture
-from .models.pytorch.step import capture as capture
-from .models.pytorch.step import capture_fn as capture_fn
 from .models.read import load as load
 from .parallel.layout import Layout as Layout
 from .planning.advice import Advice as Advice
