@@ -31,9 +31,9 @@ from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
+from gdp.search.ops.zero_shot import ZeroShotConfig, zero_shot
 from gdp.search.question import Question
 from gdp.search.solution import Solution
-from gdp.search.zero_shot import ZeroShotConfig, zero_shot
 
 FULL, WITHOUT = "full", "without-"
 PARTS = ("attention", "superposition", "position", "device_features", "network")  # switches of SchedulerConfig

@@ -13,8 +13,8 @@ import torch
 from gdp.budget import Budget, Clock
 from gdp.policy.base import Policy, one_thread
 from gdp.policy.training.ppo import PAPER, draw_trials, improve
+from gdp.search.ops.zero_shot import Evaluator
 from gdp.search.question import Question
-from gdp.search.zero_shot import Evaluator
 from gdp.units.units import Units
 
 

@@ -21,7 +21,7 @@ from benchmarks.rows import Rows
 from benchmarks.runs import WorkloadRuns
 from gdp.budget import Budget
 from gdp.models import workloads
-from gdp.search.zero_shot import FEWEST_SIMULATIONS, MOST_SIMULATIONS, SIMULATED_OPS
+from gdp.search.ops.zero_shot import FEWEST_SIMULATIONS, MOST_SIMULATIONS, SIMULATED_OPS
 
 MAX_UPDATES = 49  # of fine-tuning: the GDP paper's "fewer than 50"
 LARGEST = "gnmt-8"

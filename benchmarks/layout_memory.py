@@ -20,7 +20,7 @@ from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.models.model import Reading
 from gdp.planning.warm_up import warm_up
-from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.rivals.rivals import RIVALS, RivalQuestion
 
 MODEL = "llama-7b"

@@ -22,8 +22,8 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.layout import BLOCKS, Layout
+from gdp.search.rivals.equal_stages import equal_stages
 from gdp.search.rivals.rivals import simulate_layout
-from gdp.search.rivals.stages import equal_stages
 from gdp.simulator.problem import Problem
 
 VOCABULARY = 50_257  # of GPT-2's tokenizer: the files do not have it

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gdp.search.ops.noise import DEFAULT_NOISE, Noise
 
 from benchmarks.comparison import best_baselines
 from benchmarks.graphs import lstm_training_graph
@@ -22,15 +23,14 @@ from gdp.planning.warm_up import warm_up as compile_search
 from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import load_checkpoint, new_policy
 from gdp.policy.training.ppo import PAPER, PPOConfig
-from gdp.search.classical import ClassicalRuns
-from gdp.search.fine_tune import FineTuneConfig, fine_tune
-from gdp.search.noise import DEFAULT_NOISE, Noise
+from gdp.search.ops.classical import ClassicalRuns
+from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
+from gdp.search.ops.zero_shot import MOST_SIMULATIONS, ZeroShotConfig
+from gdp.search.ops.zero_shot import zero_shot as place_at_once
 from gdp.search.place import NUM_PERTURBATIONS
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve
-from gdp.search.zero_shot import MOST_SIMULATIONS, ZeroShotConfig
-from gdp.search.zero_shot import zero_shot as place_at_once
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

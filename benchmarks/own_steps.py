@@ -26,7 +26,7 @@ from gdp.graph import Graph
 from gdp.models.pytorch import Program, capture
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.batch_parts import Parts
 from gdp.simulator.plan import Plan
 
 

@@ -28,8 +28,8 @@ from gdp.notebook import size
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
-from gdp.search.layouts.parts import Parts
 from gdp.search.place import place, plan_of
 from gdp.search.rivals.rivals import RIVALS, RivalQuestion
 from gdp.simulator.plan import Baseline, Plan

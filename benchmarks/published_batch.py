@@ -27,9 +27,9 @@ from gdp.models import workloads
 from gdp.policy.base import Policy
 from gdp.policy.checkpoint import load_checkpoint, new_policy, save_checkpoint
 from gdp.policy.training.ppo import PAPER
-from gdp.search.fine_tune import FineTuneConfig, fine_tune
+from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
+from gdp.search.ops.zero_shot import ZeroShotConfig
 from gdp.search.question import Question
-from gdp.search.zero_shot import ZeroShotConfig
 from gdp.simulator.problem import Problem
 
 TUNING_SECONDS = 60.0  # of fine-tuning at most: the paper's "less than a minute"

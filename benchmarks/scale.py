@@ -34,10 +34,10 @@ from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.planning.fixed_time import search_s, written_s
 from gdp.planning.warm_up import warm_up
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import constructed_places
-from gdp.search.layouts.parts import Parts
 from gdp.search.place import place
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem

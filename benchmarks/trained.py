@@ -34,8 +34,8 @@ from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.training.graph_set import GraphSet
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from gdp.search.candidate import Candidate
+from gdp.search.ops.zero_shot import ZeroShotConfig, zero_shot
 from gdp.search.question import Question
-from gdp.search.zero_shot import ZeroShotConfig, zero_shot
 from gdp.simulator.problem import Problem
 
 TRAINED, UNTRAINED, RANDOM = "trained", "untrained", "random"

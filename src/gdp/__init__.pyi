@@ -24,11 +24,11 @@ from .planning.advice import advise as advise
 from .planning.compare import Comparison as Comparison
 from .planning.compare import compare as compare
 from .report.timeline import Timeline as Timeline
+from .search.batches.place_batches import BatchChoice as BatchChoice
+from .search.batches.place_batches import place_batches as place_batches
+from .search.layouts.batch_parts import Parts as Parts
 from .search.layouts.choose import Choice as Choice
 from .search.layouts.choose import choose_layout as choose_layout
-from .search.layouts.parts import Parts as Parts
-from .search.layouts.place_batches import BatchChoice as BatchChoice
-from .search.layouts.place_batches import place_batches as place_batches
 from .search.place import Progress as Progress
 from .search.place import place as place
 from .simulator.constraints import Constraints as Constraints

@@ -21,7 +21,7 @@ from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.training.pretrain import TrainingConfig
 from gdp.policy.training.tasks import TaskConfig
-from gdp.search.zero_shot import ZeroShotConfig
+from gdp.search.ops.zero_shot import ZeroShotConfig
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
 

@@ -21,10 +21,10 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.policy.checkpoint import new_policy, save_checkpoint
-from gdp.search.auto import QUICK
+from gdp.search.ops.auto import QUICK
+from gdp.search.ops.zero_shot import MOST_SIMULATIONS
 from gdp.search.question import Question
 from gdp.search.solution import Solution
-from gdp.search.zero_shot import MOST_SIMULATIONS
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify

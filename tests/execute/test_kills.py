@@ -34,7 +34,7 @@ PLACE = """
 import torch
 from torch import nn
 import gdp
-from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.batch_parts import Parts
 
 model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 8))
 

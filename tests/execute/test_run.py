@@ -27,7 +27,7 @@ from gdp.execute.worker import ExecutionError
 from gdp.graph.accumulation import accumulated
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture
-from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.batch_parts import Parts
 from run_cases import CLUSTER, MODEL
 from tiny_models import TINY
 

@@ -7,8 +7,8 @@ from gdp.parallel.layout import Layout
 from gdp.planning.advice import LAYOUTS, Advice, WhatIf
 from gdp.planning.layout_advice import advise_on_layouts, estimated_layout
 from gdp.report.advice_answer import advice_sentences
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
-from gdp.search.layouts.parts import Parts
 from gdp.search.place import place
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem

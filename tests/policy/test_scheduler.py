@@ -19,9 +19,9 @@ from gdp.policy.sampling import draw_refinement, draw_style, options_of, vary
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.units import UnitSource
-from gdp.search.fine_tune import FineTuneConfig, fine_tune
+from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
+from gdp.search.ops.zero_shot import MOST_SIMULATIONS, Evaluator, ZeroShotConfig, zero_shot
 from gdp.search.question import Question
-from gdp.search.zero_shot import MOST_SIMULATIONS, Evaluator, ZeroShotConfig, zero_shot
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 from strategies import Instance, instances

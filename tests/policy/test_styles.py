@@ -25,7 +25,7 @@ from gdp.policy.training.style_outcomes import Outcomes, read_parts, try_styles,
 from gdp.policy.training.style_training import StyleTrainingConfig, fit, outcomes_path, train_styles
 from gdp.policy.units import UnitSource
 from gdp.search.candidate import Figures
-from gdp.search.zero_shot import StylePool
+from gdp.search.ops.zero_shot import StylePool
 from gdp.simulator.problem import Problem
 from policy.tiny_policy import random_graph, tiny_tasks
 

@@ -7,11 +7,11 @@ import pytest
 
 from gdp.budget import Budget, Clock
 from gdp.placers import CLASSICAL
-from gdp.search import auto
+from gdp.search.ops import auto
+from gdp.search.ops.zero_shot import draw_near
 from gdp.search.place import place
 from gdp.search.question import Question
 from gdp.search.solvers import SOLVERS
-from gdp.search.zero_shot import draw_near
 from gdp.simulator.simulate import verify
 from problems import CASES
 

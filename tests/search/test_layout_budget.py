@@ -15,10 +15,10 @@ from gdp.parallel.recompute import Recomputation, blocks_to_recompute, recompute
 from gdp.planning.layout_advice import changes_that_fit_a_layout
 from gdp.report.layout_answer import LayoutAnswer
 from gdp.search.layouts.arrangement import Arrangement, replicated_ways
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import Choice, _confirmed, choose_layout
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import with_less_memory
-from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.trial import OK, Choosing, Trial
 from gdp.simulator.constraints import Constraints
 from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of

@@ -22,11 +22,11 @@ from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.layouts import dispatch
 from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, arrangements, forced
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import Choice, choose_layout
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import fewest_blocks
-from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.trial import DOES_NOT_FIT, NOT_ALLOWED, OK
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem

@@ -9,12 +9,12 @@ from gdp.budget import Budget, Clock
 from gdp.placers.memory_repair import excess_bytes
 from gdp.policy.construction import Constructor
 from gdp.policy.pretrained import read_policy
-from gdp.search.auto import QUICKEST
 from gdp.search.candidate import Candidate, Figures
-from gdp.search.local_search import LocalSearch
+from gdp.search.ops.auto import QUICKEST
+from gdp.search.ops.local_search import LocalSearch
+from gdp.search.ops.zero_shot import Refiner
 from gdp.search.place import Progress, place
 from gdp.search.question import Question
-from gdp.search.refinement import Refiner
 from gdp.search.solvers import solve
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate

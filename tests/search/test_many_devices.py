@@ -9,9 +9,9 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.parallel.layout import Layout
 from gdp.parallel.rings import Rings
 from gdp.parallel.step import Step
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.estimate import MOST_OPS
-from gdp.search.layouts.parts import Parts
 from gdp.search.place import place
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem

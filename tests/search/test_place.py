@@ -15,8 +15,8 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.placers import CLASSICAL
 from gdp.policy.pretrained import shipped
 from gdp.search.candidate import Candidate
+from gdp.search.ops.good_order import in_program_order
 from gdp.search.place import place
-from gdp.search.program_order import in_program_order
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate_many, simulate, verify

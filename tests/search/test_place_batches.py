@@ -10,11 +10,11 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.parallel.batches import ROUNDS, BatchStream, batch_ends
 from gdp.parallel.layout import Layout
-from gdp.search.layouts.place_batches import EQUAL_STAGES, REPLICAS, BatchChoice, place_batches
-from gdp.search.layouts.throughput import Throughput
+from gdp.search.batches.place_batches import EQUAL_STAGES, REPLICAS, BatchChoice, place_batches
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
+from gdp.simulator.throughput import Throughput
 from hand_cases import make_cluster
 
 

@@ -12,11 +12,10 @@ from gdp.graph.excerpts import Excerpt
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.placers.replicated import ReplicatedChain, replicated_stages
-from gdp.search.auto import auto
-from gdp.search.good_order import in_good_order
-from gdp.search.one_replica import OneReplica, searched_in_one
+from gdp.search.ops.alike_replicas import OneReplica, placed_by_replicas, searched_in_one, shift_cuts
+from gdp.search.ops.auto import auto
+from gdp.search.ops.good_order import in_good_order
 from gdp.search.question import Question
-from gdp.search.replicas import placed_by_replicas, shift_cuts
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

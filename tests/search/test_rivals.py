@@ -9,7 +9,7 @@ import pytest
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.parallel.layout import BLOCKS, NONE, Layout
-from gdp.search.layouts.parts import Parts
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.rivals.rivals import RIVALS, RivalQuestion, ddp, megatron, simulate_layout
 from tests.parallel.test_replicas import chain
 from tests.search.test_layouts import encoder

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from gdp.models.model import Model
     from gdp.planning.plan_cache import KeptAnswer
-    from gdp.search.layouts.place_batches import BatchChoice, ServedLayout
-    from gdp.search.layouts.throughput import Throughput
+    from gdp.search.batches.place_batches import BatchChoice, ServedLayout
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
     from gdp.simulator.simulate import Simulation
+    from gdp.simulator.throughput import Throughput
     from gdp.stop import Stop
 
 
@@ -59,7 +59,7 @@ class BatchesInFlight(PlaceQuestion):
             line.say(f"{name}: {batches_answer.layout_in_words(served)}, {time} per batch")
 
         with progress.live(line):
-            from gdp.search.layouts.place_batches import place_batches
+            from gdp.search.batches.place_batches import place_batches
 
             self.choice = place_batches(
                 self.graph,
@@ -108,7 +108,7 @@ def throughput_of(
     None for other plans where no number is asked for.
     """
     from gdp.parallel.batches import in_flight, layout_in_flight
-    from gdp.search.layouts.throughput import Throughput, throughput_of_plan
+    from gdp.simulator.throughput import Throughput, throughput_of_plan
 
     if not in_flight(plan.layout):
         return None if num_batches is None else throughput_of_plan(problem, plan, num_batches)

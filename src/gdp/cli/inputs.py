@@ -140,7 +140,7 @@ def _parallel_steps(
     names: Sequence[str], model: str, reading: "Reading", cluster: "Cluster", constraints: "Constraints"
 ) -> "dict[str, Rival]":
     from gdp.models.read import batch_size, read_part
-    from gdp.search.layouts.parts import Parts
+    from gdp.search.layouts.batch_parts import Parts
     from gdp.search.rivals.rivals import RIVALS, RivalQuestion
 
     parts = Parts(partial(read_part, model, reading), batch_size(model, reading) or 1)
@@ -231,7 +231,7 @@ def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
     from gdp.models.read import has_samples, read_part
     from gdp.parallel.batches import BatchStream, in_flight
     from gdp.parallel.step import Step
-    from gdp.search.layouts.parts import Parts
+    from gdp.search.layouts.batch_parts import Parts
 
     layout = plan.layout
     if layout is None:

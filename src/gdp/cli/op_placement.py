@@ -132,7 +132,7 @@ def fits_alone(request: PlaceRequest, graph: "Graph") -> bool:
     """Returns whether all of `graph` fits on the first device."""
     import numpy as np
 
-    from gdp.search.program_order import in_program_order
+    from gdp.search.ops.good_order import in_program_order
     from gdp.simulator.simulate import simulate
 
     with request.named():

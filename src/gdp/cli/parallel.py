@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gdp.planning.advice import Advice
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report.layout_answer import LayoutAnswer
+    from gdp.search.layouts.batch_parts import Parts
     from gdp.search.layouts.choose import Choice
-    from gdp.search.layouts.parts import Parts
     from gdp.search.layouts.trial import Trial
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
@@ -237,7 +237,7 @@ def _looked_at(answer: Answer) -> "LayoutAnswer":
 
 def _parts(request: PlaceRequest, model: "Model") -> "Parts":
     """Returns the parts of the batch. InputError where it has none."""
-    from gdp.search.layouts.parts import Parts
+    from gdp.search.layouts.batch_parts import Parts
 
     with request.named():
         return Parts.of_model(request.model, request.reading, model.graph, model.captured_s)
@@ -245,7 +245,7 @@ def _parts(request: PlaceRequest, model: "Model") -> "Parts":
 
 def _under_noise(request: PlaceRequest, plan: "Plan", clock: "Clock") -> "Plan":
     """Returns `plan` with its step times when op times vary, if there is time to replay it."""
-    from gdp.search.noise import DEFAULT_NOISE, step_times_under_noise
+    from gdp.search.ops.noise import DEFAULT_NOISE, step_times_under_noise
     from gdp.search.place import RECORD_S
     from gdp.simulator.simulate import replay
 
@@ -262,7 +262,7 @@ def _under_noise(request: PlaceRequest, plan: "Plan", clock: "Clock") -> "Plan":
 def _beside_single(request: PlaceRequest, parts: "Parts", plan: "Plan") -> "Plan":
     """Adds the best single device as a baseline, where op placement was not searched."""
     from gdp.budget import Clock
-    from gdp.search.classical import ClassicalRuns
+    from gdp.search.ops.classical import ClassicalRuns
     from gdp.search.question import Question
     from gdp.simulator.problem import Problem
     from gdp.units.reduction import Reduction

@@ -146,7 +146,7 @@ def _baselines(problem: "Problem") -> "dict[str, Baseline]":
     from gdp.budget import Budget, Clock
     from gdp.placers import CLASSICAL
     from gdp.report.progress import StatusLine, live
-    from gdp.search.classical import ClassicalRuns
+    from gdp.search.ops.classical import ClassicalRuns
     from gdp.search.question import Question
 
     runs = ClassicalRuns(Question.about(problem))

@@ -40,10 +40,10 @@ from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Program, Replay, capture
 from gdp.parallel.batches import layout_in_flight
 from gdp.parallel.layout import Layout
-from gdp.search.layouts.throughput import Throughput
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, replay
+from gdp.simulator.throughput import Throughput
 
 PLACED, ONE_DEVICE = "plan", "one device"
 OTHER_SUMS_TOLERANCE = 1e-3  # relative; kernels of other devices, and on more threads, add in another order

@@ -20,10 +20,10 @@ from gdp.graph import Graph
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.planning.advice import FEWER_SAMPLES, LAYOUTS, MEMORY_MATTERS, MOST_MORE, ONE_FEWER, Advice, WhatIf
 from gdp.search.layouts.arrangement import Arrangement, replicated_ways
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import Choice
 from gdp.search.layouts.estimate import Estimate, Estimator
 from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit
-from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.screening import Screening
 from gdp.search.layouts.trial import Choosing
 from gdp.simulator.constraints import Constraints

@@ -12,7 +12,7 @@ from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.canonical import canonical_digest
-from gdp.search.auto import SMALL_UNITS
+from gdp.search.ops.auto import SMALL_UNITS
 from gdp.search.place import place
 from gdp.simulator.problem import Problem
 from gdp.simulator.records import WORD_DEVICES
@@ -28,7 +28,7 @@ _SEARCH = (
     "placers.dp_stages",
     "placers.list_kernels",
     "placers.schedule",
-    "search.annealing",
+    "search.ops.annealing",
     "units.forward_units",
     "units.grouping",
 )

@@ -8,8 +8,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gdp.report.tables import digits, format_gib, format_ms, new_table
-from gdp.search.layouts.place_batches import BatchChoice, ServedLayout
-from gdp.search.layouts.throughput import Throughput
+from gdp.search.batches.place_batches import BatchChoice, ServedLayout
+from gdp.simulator.throughput import Throughput
 
 _MOST_ROWS = 12  # of the table; all are in --json
 

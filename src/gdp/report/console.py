@@ -19,10 +19,10 @@ from gdp.report.batches_answer import of_throughput
 from gdp.report.limits import Limits
 from gdp.report.tables import format_gib, format_ms, new_table
 from gdp.report.timeline_text import TimelineText
-from gdp.search.layouts.throughput import Throughput
 from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
+from gdp.simulator.throughput import Throughput
 
 _MOST_DEVICES, _SHOWN_OF_MANY = 64, 16  # rows of a table: of more devices the first are shown
 

@@ -10,8 +10,8 @@ import numpy as np
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
 from gdp.report.tables import format_gib
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import Choice
-from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.trial import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Trial
 
 _MOST_REASON = 120  # characters of an error in the table

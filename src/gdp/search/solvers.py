@@ -11,12 +11,12 @@ from gdp.cluster import MAX_DEVICES
 from gdp.errors import InputError
 from gdp.placers import CLASSICAL
 from gdp.placers.exact import exact
-from gdp.search.auto import auto, local_search
-from gdp.search.classical import ClassicalRuns
-from gdp.search.good_order import in_good_order
+from gdp.search.ops.auto import auto, local_search
+from gdp.search.ops.classical import ClassicalRuns
+from gdp.search.ops.good_order import in_good_order
+from gdp.search.ops.zero_shot import zero_shot
 from gdp.search.question import Question
 from gdp.search.solution import Solution
-from gdp.search.zero_shot import zero_shot
 from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import simulate
 
@@ -81,7 +81,7 @@ def _fine_tune(question: Question, clock: Clock) -> Solution:
 def _load_fine_tune() -> Callable[[Question, Clock], Solution]:
     import torch
 
-    from gdp.search.fine_tune import fine_tune  # needs PyTorch, which takes seconds to import
+    from gdp.search.ops.fine_tune import fine_tune  # needs PyTorch, which takes seconds to import
 
     torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # the first optimizer imports for seconds, too
     return fine_tune

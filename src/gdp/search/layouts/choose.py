@@ -21,18 +21,17 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
-from gdp.search.annealing import is_too_wide
-from gdp.search.auto import auto, run_classical
 from gdp.search.candidate import Candidate
-from gdp.search.good_order import in_good_order
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.dispatch import as_candidate, best_dispatch, preferred
 from gdp.search.layouts.estimate import Estimate
-from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.screening import Screening
 from gdp.search.layouts.trial import ESTIMATED, NOT_ALLOWED, OK, Choosing, Trial
-from gdp.search.local_search import LocalSearch
+from gdp.search.ops.annealing import is_too_wide
+from gdp.search.ops.auto import auto, run_classical
+from gdp.search.ops.good_order import in_good_order, in_program_order
+from gdp.search.ops.local_search import LocalSearch
 from gdp.search.place import plan_of
-from gdp.search.program_order import in_program_order
 from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search

@@ -3,7 +3,7 @@
 The b-level of the machine model knows nothing of rings: gradients, which only an update waits for, would be made last,
 and the rings after them would run when nothing is left to compute. So ops also run by the longest path with transfers,
 and as the program has them, which is how PyTorch overlaps sums with the backward pass. The best of all is taken, and
-the program's order where it is as fast, since caches like it (`search/program_order.py`).
+the program's order where it is as fast, since caches like it (`search/ops/good_order.py`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from gdp.arrays import I64
 from gdp.budget import Clock, has_time
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
-from gdp.search.layouts.one_f_one_b import simulate_1f1b
+from gdp.search.layouts.published_1f1b import simulate_1f1b
 from gdp.simulator.longest_paths import communication_levels
 from gdp.simulator.orders import B_LEVEL, ONE_F_ONE_B, PROGRAM, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem

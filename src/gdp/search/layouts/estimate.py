@@ -31,10 +31,10 @@ from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
 from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.dispatch import levels_of
 from gdp.search.layouts.less_memory import with_chosen_blocks
 from gdp.search.layouts.part_figures import PartFigures, with_gradients_cut
-from gdp.search.layouts.parts import Parts
 from gdp.search.layouts.traffic import busiest_channel_ns
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.costs import op_time_classes

@@ -17,11 +17,11 @@ from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate
-from gdp.search.classical import ClassicalRuns
 from gdp.search.layouts.arrangement import Arrangement
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
-from gdp.search.layouts.parts import Parts
+from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.question import Question
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline

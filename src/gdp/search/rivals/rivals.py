@@ -27,10 +27,10 @@ from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.dispatch import levels_of
-from gdp.search.layouts.one_f_one_b import simulate_1f1b
-from gdp.search.layouts.parts import Parts
-from gdp.search.rivals.stages import equal_stages
+from gdp.search.layouts.published_1f1b import simulate_1f1b
+from gdp.search.rivals.equal_stages import equal_stages
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.costs import op_times
 from gdp.simulator.problem import Problem

@@ -26,23 +26,23 @@ from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
 from gdp.parallel.batches import ROUNDS, BatchStream, check_batches
 from gdp.parallel.layout import Layout
-from gdp.search.auto import auto
 from gdp.search.candidate import Candidate
 from gdp.search.layouts.arrangement import MOST_PLACES, Arrangement, DeviceSpeeds, forced
+from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.dispatch import as_candidate
 from gdp.search.layouts.estimate import Estimator, constructed_places
-from gdp.search.layouts.parts import Parts
-from gdp.search.layouts.throughput import Throughput
-from gdp.search.local_search import LocalSearch
+from gdp.search.ops.auto import auto
+from gdp.search.ops.local_search import LocalSearch
 from gdp.search.place import plan_of
 from gdp.search.question import Question
-from gdp.search.rivals.stages import equal_stages
+from gdp.search.rivals.equal_stages import equal_stages
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.longest_paths import communication_levels, longest_paths
 from gdp.simulator.orders import GPIPE
 from gdp.simulator.plan import Plan, Search
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
+from gdp.simulator.throughput import Throughput
 
 SCREEN_SHARE = 0.35  # of the budget: later no further group of devices is looked at, if anything fits
 NEAR = 1.5  # times the best: as much may a search of places gain

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from gdp.budget import Clock
 from gdp.placers import CLASSICAL, NoTimeError
 from gdp.search.candidate import Candidate
-from gdp.search.fewer_microbatches import Few, is_large
+from gdp.search.ops.fewer_microbatches import Few, is_large
 from gdp.search.question import Question
 from gdp.simulator.orders import B_LEVEL
 from gdp.simulator.plan import Baseline

@@ -8,7 +8,7 @@ N ops, U units, D devices.
 import numpy as np
 
 from gdp.search.candidate import Candidate
-from gdp.search.local_search import LocalSearch
+from gdp.search.ops.local_search import LocalSearch
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
 

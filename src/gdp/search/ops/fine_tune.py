@@ -18,10 +18,9 @@ from gdp.policy.checkpoint import load_checkpoint
 from gdp.policy.instance import Instance
 from gdp.policy.pretrained import shipped
 from gdp.policy.training.ppo import PPOConfig, Trials, draw_trials, improve
+from gdp.search.ops.zero_shot import Evaluator, Refiner, ZeroShotConfig, draw_at_once
 from gdp.search.question import Question
-from gdp.search.refinement import Refiner
 from gdp.search.solution import Solution
-from gdp.search.zero_shot import Evaluator, ZeroShotConfig, draw_at_once
 from gdp.simulator.problem import Placement, Problem
 
 

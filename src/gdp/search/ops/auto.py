@@ -16,17 +16,16 @@ from gdp.placers.call_grids import call_grids
 from gdp.placers.exact import exact
 from gdp.placers.interleaved import interleaved_stages
 from gdp.search.candidate import Candidate
-from gdp.search.classical import ClassicalRuns
-from gdp.search.fewer_devices import search_without
-from gdp.search.fewer_microbatches import Few, best_of_few, is_large
-from gdp.search.local_search import LocalSearch
-from gdp.search.many_devices import search_on_many
+from gdp.search.ops.alike_replicas import placed_by_replicas
+from gdp.search.ops.classical import ClassicalRuns
+from gdp.search.ops.fewer_devices import search_without
+from gdp.search.ops.fewer_microbatches import Few, best_of_few, is_large
+from gdp.search.ops.local_search import LocalSearch, diverse_starts
+from gdp.search.ops.over_64_devices import search_on_many
+from gdp.search.ops.zero_shot import draw_near
 from gdp.search.question import PREPARED, REPLAYED, Question
-from gdp.search.replicas import placed_by_replicas
 from gdp.search.solution import Solution
-from gdp.search.starts import diverse_starts
-from gdp.search.streaming import stream_weights
-from gdp.search.zero_shot import draw_near
+from gdp.search.streaming.stream_weights.stream_weights import stream_weights
 from gdp.simulator.problem import Problem
 from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER, Simulation, simulate

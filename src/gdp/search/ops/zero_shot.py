@@ -20,11 +20,10 @@ from gdp.budget import Clock
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.policy.construction import Constructor
 from gdp.policy.pretrained import read_policy
-from gdp.policy.sampling import Style, draw_styles, vary
+from gdp.policy.sampling import Style, draw_refinement, draw_styles, vary
 from gdp.policy.style_scorer import StyleScores, style_numbers
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question
-from gdp.search.refinement import NUM_UNITS, Refiner, distinct
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, evaluate_many
@@ -40,6 +39,7 @@ SIMULATED_OPS = 5_000_000  # the same times the ops of the problem, in between
 _SIZED_SHARES = 0.1875, 0.1875  # of them on drawn styles, and on variations of these
 _FEWEST_SHARES = 1 / 2, 1 / 6  # the same where they are fewest: then the best of few groupings decides
 _NUM_STYLES = 8  # in a grouping
+NUM_UNITS = (25, 50, 100, 200, 400, 800)  # in a grouping of a refinement, in turn
 _POOL = 384  # styles to take from
 _PARENT = 0.4  # probability that the best style is varied, then the next, and so on
 
@@ -281,3 +281,31 @@ def sample_at_once(evaluator: Evaluator, policy: "Policy", rng: np.random.Genera
     evaluator.try_out(policy.sample(instance, 1, rng, temperature=0.0).placements)
     while not clock.is_up and (left := clock.at_most(config.num_simulations + spent - clock.simulations)) > 0:
         evaluator.try_out(policy.sample(instance, min(config.num_styles, left), rng).placements)
+
+
+@dataclass(eq=False)
+class Refiner:
+    """Refines placements of `problem`: a part of the units chooses devices again, in several styles.
+
+    Each call regroups the problem into different units.
+    """
+
+    problem: Problem
+    constructor: Constructor
+    num_units: tuple[int, ...] = NUM_UNITS
+    _turn: int = field(default=0, init=False)
+
+    def propose(self, incumbent: Placement, count: int, rng: np.random.Generator) -> I64:
+        """Returns 1 to `count` placements [S, N] that differ from `incumbent` [N], if any was found."""
+        num_units = self.num_units[self._turn % len(self.num_units)]
+        self._turn += 1
+        instance = self.constructor.grouped(self.problem, num_units, rng, incumbent=incumbent)
+        drawn = self.constructor.place(instance, [draw_refinement(rng) for _ in range(count)], rng)
+        changed = drawn[(drawn != incumbent).any(axis=1)]
+        return changed[distinct(changed)] if len(changed) else drawn[:1]
+
+
+def distinct(placements: I64) -> I64:
+    """Returns the numbers of the `placements` [S, N] that are not like an earlier one."""
+    first = {placement.tobytes(): number for number, placement in reversed(list(enumerate(placements)))}
+    return np.sort(np.fromiter(first.values(), np.int64, len(first)))

@@ -10,11 +10,12 @@ from gdp.placers.base import devices_by_speed
 from gdp.placers.call_grids import call_grids
 from gdp.placers.contiguous import folded_chain, stages
 from gdp.placers.replicated import replicated_stages
-from gdp.search.fewer_microbatches import is_large
+from gdp.search.ops.fewer_microbatches import is_large
+from gdp.search.ops.local_search import diverse_starts
 from gdp.search.question import Question
-from gdp.search.starts import diverse_starts
 from gdp.simulator.orders import B_LEVEL, BY_CALL
 from gdp.simulator.problem import Placement
+from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
@@ -72,3 +73,18 @@ def _tried(question: Question, clock: Clock) -> Iterator[Placement]:
     yield units.place_allowed(stages(problem, units, by_module, np.sort(devices_by_speed(problem))))
     yield from call_grids(problem)
     yield from diverse_starts(problem, followers, NUM_PARTITIONS, question.seed, clock)
+
+
+def in_program_order(simulation: Simulation) -> Simulation:
+    """Returns the step with ready ops started in the order of the graph, if it is as fast, or lacks less memory.
+
+    The machine model knows no caches, and a device that waits for no other is as fast in any order. On real devices
+    the result of the op before is still in the cache for the next op of the program; by the b-level, gradients of
+    weights that an unrolled net shares come late. Steps with micro-batches or replicas stay as they are:
+    `best_dispatch` has tried their program's order.
+    """
+    problem = simulation.problem
+    if problem.microbatch.max() >= 1 or problem.graph.is_collective.any():
+        return simulation
+    other = simulate(problem, simulation.placement, priority=np.arange(problem.num_ops)[::-1])
+    return min(other, simulation, key=lambda each: (int(each.missing_bytes.sum()), each.step_time_ns))

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.placers.memory_repair import excess_bytes
-from gdp.search import annealing
 from gdp.search.candidate import Candidate, Figures
+from gdp.search.ops import annealing
 from gdp.simulator.longest_paths import communication_levels, longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.records import Workspace, device_type

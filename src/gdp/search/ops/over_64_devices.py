@@ -15,9 +15,9 @@ from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.cluster.changes import only
 from gdp.placers.base import devices_by_speed
-from gdp.search.annealing import is_too_wide
 from gdp.search.candidate import Candidate
-from gdp.search.local_search import LocalSearch
+from gdp.search.ops.annealing import is_too_wide
+from gdp.search.ops.local_search import LocalSearch
 from gdp.search.question import REPLAYED, Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Problem

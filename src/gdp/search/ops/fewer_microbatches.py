@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from gdp.arrays import rows_of
 from gdp.graph.excerpts import Excerpt
 from gdp.search.candidate import Candidate
-from gdp.search.local_search import LocalSearch
+from gdp.search.ops.local_search import LocalSearch
 from gdp.simulator.problem import Placement, Problem
 
 FEW = 4  # micro-batches

@@ -14,12 +14,13 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Clock
+from gdp.placers.base import device_subsets
+from gdp.placers.metis import Partitioner, partition_s
 from gdp.search.candidate import Candidate
+from gdp.search.ops.v_cycle import Island, Neighbourhood, SearchConfig, levels_of
 from gdp.search.question import OnProgress, Question
-from gdp.search.starts import diverse_starts
-from gdp.search.v_cycle import Island, Neighbourhood, SearchConfig, levels_of
 from gdp.simulator.orders import B_LEVEL, BY_CALL
-from gdp.simulator.problem import Problem
+from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import default_threads
 from gdp.units.forward_units import forward_units
 
@@ -194,3 +195,32 @@ def _best_distinct(candidates: Sequence[Candidate], count: int) -> list[Candidat
     """Returns the best `count`, one for each pair of figures: equal figures are nearly always one placement."""
     by_figures = {candidate.figures: candidate for candidate in reversed(candidates)}
     return sorted(by_figures.values())[:count]
+
+
+_MAX_CONSUMERS = (None, 8, 3)
+_IMBALANCES = (30, 100, 300, 1000)
+
+
+def diverse_starts(problem: Problem, followers: I64, num_starts: int, seed: int, clock: Clock) -> list[Placement]:
+    """Returns up to `num_starts` METIS partitions [N] of different views of the graph, fewer when time is up.
+
+    A view has units alone or backward ops with their forward ops; all tensors, or none with many consumers (weights
+    shared by all time steps tie a layer together; without them, time steps part); exact or perturbed weights of edges;
+    METIS' own settings. A partition takes milliseconds, and obeys groups and allowed devices.
+    `followers` [N] are the units in which backward ops follow their forward ops (`forward_units`).
+    """
+    rng = np.random.default_rng(np.random.SeedSequence([seed, 0x57A275]))
+    subsets = device_subsets(problem, smallest=2)
+    starts: list[Placement] = []
+    seconds = partition_s(problem, problem.num_devices)
+    while len(starts) < num_starts and clock.has(seconds):
+        partitioner = Partitioner(
+            problem,
+            followers if rng.random() < 0.5 else None,
+            _MAX_CONSUMERS[rng.integers(len(_MAX_CONSUMERS))],
+            rng if rng.random() < 0.5 else None,
+        )
+        devices = subsets[0] if rng.random() < 0.7 else subsets[rng.integers(len(subsets))]
+        imbalance = _IMBALANCES[rng.integers(len(_IMBALANCES))]
+        starts.append(partitioner.partition(devices, imbalance, bool(rng.random() < 0.5), int(rng.integers(2**31))))
+    return starts

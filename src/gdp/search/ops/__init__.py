@@ -1,0 +1,1 @@
+"""Where each op of a step goes: `auto`, and what it runs."""
