@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gdp.search.ops.noise import DEFAULT_NOISE, Noise
 
 from benchmarks.comparison import best_baselines
 from benchmarks.graphs import lstm_training_graph
@@ -23,6 +22,7 @@ from gdp.planning.warm_up import warm_up as compile_search
 from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import load_checkpoint, new_policy
 from gdp.policy.training.ppo import PAPER, PPOConfig
+from gdp.search.noise import DEFAULT_NOISE, Noise
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
 from gdp.search.ops.zero_shot import MOST_SIMULATIONS, ZeroShotConfig

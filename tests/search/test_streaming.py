@@ -3,13 +3,13 @@
 from itertools import islice, permutations
 
 import numpy as np
-from gdp.search.streaming.stream_weights.stream_layout import roomy
-from gdp.search.streaming.stream_weights.stream_weights import stream_weights
 from hypothesis import given, settings
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.graph import Graph, Op, Tensor
 from gdp.search.place import place, plan_of
+from gdp.search.streaming.stream_layout import roomy
+from gdp.search.streaming.stream_weights import stream_weights
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate, verify
 from strategies import FEATURES, Instance, instances

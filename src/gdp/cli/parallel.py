@@ -245,7 +245,7 @@ def _parts(request: PlaceRequest, model: "Model") -> "Parts":
 
 def _under_noise(request: PlaceRequest, plan: "Plan", clock: "Clock") -> "Plan":
     """Returns `plan` with its step times when op times vary, if there is time to replay it."""
-    from gdp.search.ops.noise import DEFAULT_NOISE, step_times_under_noise
+    from gdp.search.noise import DEFAULT_NOISE, step_times_under_noise
     from gdp.search.place import RECORD_S
     from gdp.simulator.simulate import replay
 

@@ -17,7 +17,7 @@ from gdp.cluster.changes import MOST_CHANGED
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate
-from gdp.search.ops.noise import step_times_under_noise
+from gdp.search.noise import step_times_under_noise
 from gdp.search.place import place, plan_of
 from gdp.search.question import Question
 from gdp.search.solvers import solve

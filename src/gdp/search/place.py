@@ -21,10 +21,10 @@ from gdp.cluster.quantities import parse_fraction
 from gdp.errors import InputError
 from gdp.graph import GraphSource
 from gdp.search.candidate import Candidate
+from gdp.search.noise import DEFAULT_NOISE, Noise, step_times_under_noise
 from gdp.search.ops.auto import SEARCHED
 from gdp.search.ops.fewer_microbatches import is_large
 from gdp.search.ops.good_order import in_program_order
-from gdp.search.ops.noise import DEFAULT_NOISE, Noise, step_times_under_noise
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve, solver_of

@@ -25,7 +25,7 @@ from gdp.search.ops.over_64_devices import search_on_many
 from gdp.search.ops.zero_shot import draw_near
 from gdp.search.question import PREPARED, REPLAYED, Question
 from gdp.search.solution import Solution
-from gdp.search.streaming.stream_weights.stream_weights import stream_weights
+from gdp.search.streaming.stream_weights import stream_weights
 from gdp.simulator.problem import Problem
 from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER, Simulation, simulate

@@ -17,7 +17,7 @@ from itertools import islice, pairwise, permutations, product
 import numpy as np
 
 from gdp.arrays import F64, I64
-from gdp.search.streaming.stream_weights.stream_layout import StreamLayout
+from gdp.search.streaming.stream_layout import StreamLayout
 from gdp.simulator.problem import Placement
 from gdp.simulator.simulate import Simulation, simulate
 

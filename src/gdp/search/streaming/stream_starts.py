@@ -15,7 +15,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64, Bool
 from gdp.cluster import Cluster
-from gdp.search.streaming.stream_weights.stream_layout import StreamLayout, fallbacks, roomy
+from gdp.search.streaming.stream_layout import StreamLayout, fallbacks, roomy
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 

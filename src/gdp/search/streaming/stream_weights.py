@@ -19,9 +19,9 @@ from math import ceil
 import numpy as np
 
 from gdp.arrays import F64, I64
-from gdp.search.streaming.stream_weights.filled_stages import best_fills, fill_stages
-from gdp.search.streaming.stream_weights.stream_layout import Turns
-from gdp.search.streaming.stream_weights.stream_starts import StreamStart, stream_starts
+from gdp.search.streaming.filled_stages import best_fills, fill_stages
+from gdp.search.streaming.stream_layout import Turns
+from gdp.search.streaming.stream_starts import StreamStart, stream_starts
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation
 
