@@ -1,1 +1,1 @@
-"""How to serve several batches at a time: copies of a model, cut into stages."""
+"""The search for copies of a model, cut into stages, that serve several batches at a time."""

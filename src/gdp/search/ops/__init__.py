@@ -1,1 +1,1 @@
-"""Where each op of a step goes: `auto`, and what it runs."""
+"""The search for a device for each op: `auto`, and the searches that it runs."""
