@@ -1,16 +1,13 @@
 """The compiled simulator equals the machine model in plain Python, in every figure."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.simulator import records
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, evaluate_many, simulate
 from hand_cases import HAND_CASES, HandCase
@@ -20,23 +17,23 @@ from strategies import Instance, instances
 UNLIMITED = np.full(130, 2**62)
 
 
-def _problem(instance: Instance | HandCase) -> Problem:
+def _problem(instance: Instance | HandCase, *, for_many: bool = False) -> Problem:
+    """Builds the problem; `for_many`: for the engine for more devices than a word has bits, on however few."""
     times = np.array(instance.op_time_ns, np.int64)
-    return Problem(
-        instance.graph,
-        instance.cluster,
-        times,
-        times >= 0,
-        UNLIMITED[: times.shape[1]].copy(),
-        np.full(times.shape[0], -1),
-    )
+    limits_bytes = UNLIMITED[: times.shape[1]].copy()
+    problem = Problem(instance.graph, instance.cluster, times, times >= 0, limits_bytes, np.full(times.shape[0], -1))
+    problem.simulator.is_for_many |= for_many
+    return problem
 
 
 def _figures(simulation: Simulation) -> dict[str, object]:
     transfers = (
-        simulation.transfer_tensors, simulation.transfer_destinations, simulation.transfer_start_ns,
-        simulation.transfer_end_ns, simulation.transfer_arrival_ns,
-    )  # fmt: skip
+        simulation.transfer_tensors,
+        simulation.transfer_destinations,
+        simulation.transfer_start_ns,
+        simulation.transfer_end_ns,
+        simulation.transfer_arrival_ns,
+    )
     return {
         "op_start_ns": simulation.op_start_ns.tolist(),
         "op_finish_ns": simulation.op_finish_ns.tolist(),
@@ -73,17 +70,9 @@ def test_hand_case(case: HandCase) -> None:
         assert tuple(simulation.peak_memory_bytes.tolist()) == case.peak_memory_bytes
 
 
-@contextmanager
-def _as_on_many_devices() -> Iterator[None]:
-    """Makes all simulators those for more devices than a word has bits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "WORD_DEVICES", 0)
-        yield
-
-
-def _check_against_reference(instance: Instance) -> None:
+def _check_against_reference(instance: Instance, *, for_many: bool = False) -> None:
     """Every start, finish, transfer, order and peak equals the plain-Python reference, run and replayed."""
-    problem = _problem(instance)
+    problem = _problem(instance, for_many=for_many)
     arguments = (instance.graph, instance.cluster, instance.op_time_ns, instance.placement)
     expected = run(*arguments, instance.priority)
     assert _figures(simulate(problem, instance.placement, priority=instance.priority)) == _expected(expected)
@@ -108,24 +97,29 @@ def test_equals_reference_on_larger_steps(instance: Instance) -> None:
     _check_against_reference(instance)
 
 
+def _check_lower_bounds(stopped: I64, times: I64, stop_ns: int) -> None:
+    """Runs that end before `stop_ns` are exact, others lie between it and their step time."""
+    for time_ns, lower in zip(times.tolist(), stopped.tolist(), strict=True):
+        assert lower == time_ns if time_ns < stop_ns else stop_ns <= lower <= time_ns
+
+
 def test_ready_sets_of_all_sizes_are_in_order() -> None:
     """270,000 ops that are ready at once fill sets of three levels; the engine for many devices has heaps instead."""
     rng = np.random.default_rng(0)
     graph = Graph.build("wide", [Op(f"op{number}", flops=10**9) for number in range(270_000)], [])
     cluster, placement = Cluster.parse("2xl4-24g"), rng.integers(0, 2, graph.num_ops)
     priority = rng.integers(0, 10**6, graph.num_ops)
-    own = simulate(Problem.build(graph, cluster), placement, priority=priority)
-    with _as_on_many_devices():
-        other = simulate(Problem.build(graph, cluster), placement, priority=priority)
+    problem, problem_for_many = Problem.build(graph, cluster), Problem.build(graph, cluster)
+    problem_for_many.simulator.is_for_many = True
+    own, other = (simulate(each, placement, priority=priority) for each in (problem, problem_for_many))
     assert own.op_start_ns.tolist() == other.op_start_ns.tolist()
 
 
 @given(instances())
 @settings(max_examples=1000)
-def test_the_engine_for_many_devices_equals_reference_on_few(instance: Instance) -> None:
+def test_engine_for_many_equals_reference_on_few(instance: Instance) -> None:
     """The engine for more than 64 devices equals it on the same steps."""
-    with _as_on_many_devices():
-        _check_against_reference(instance)
+    _check_against_reference(instance, for_many=True)
 
 
 @given(instances(min_devices=65, max_devices=130, max_ops=60))
@@ -137,18 +131,16 @@ def test_equals_reference_on_many_devices(instance: Instance) -> None:
 
 @given(instances(num_placements=4))
 @settings(max_examples=200)
-def test_an_early_stop_on_many_devices_is_a_lower_bound(instance: Instance) -> None:
+def test_early_stop_on_many_is_a_lower_bound(instance: Instance) -> None:
     """Steps that are stopped early leave nothing behind in the working memory of the next one."""
-    with _as_on_many_devices():
-        problem = _problem(instance)
-        times, peaks = evaluate_many(problem, instance.placements, num_threads=1)
-        stop_ns = sorted(times.tolist())[1]
-        stopped, _ = evaluate_many(problem, instance.placements, stop_ns=stop_ns, num_threads=1)
-        for time_ns, lower in zip(times.tolist(), stopped.tolist(), strict=True):
-            assert lower == time_ns if time_ns < stop_ns else stop_ns <= lower <= time_ns
-        again = evaluate_many(problem, instance.placements, num_threads=1)
-        assert np.array_equal(again[0], times)
-        assert np.array_equal(again[1], peaks)
+    problem = _problem(instance, for_many=True)
+    times, peaks = evaluate_many(problem, instance.placements, num_threads=1)
+    stop_ns = sorted(times.tolist())[1]
+    stopped, _ = evaluate_many(problem, instance.placements, stop_ns=stop_ns, num_threads=1)
+    _check_lower_bounds(stopped, times, stop_ns)
+    again = evaluate_many(problem, instance.placements, num_threads=1)
+    assert np.array_equal(again[0], times)
+    assert np.array_equal(again[1], peaks)
 
 
 def test_working_memory_does_not_grow_with_ops_times_devices() -> None:
@@ -157,8 +149,8 @@ def test_working_memory_does_not_grow_with_ops_times_devices() -> None:
         "chain", [Op(f"op{n}", flops=1) for n in range(5000)], [Tensor(n, (n + 1,)) for n in range(4999)]
     )
     problem = Problem.build(graph, "64x(8xl4-24g)@100gbit")
-    workspace = records.Workspace.of(problem.simulator.arrays)
-    sizes = [array.size for record in workspace for array in record]
+    with problem.simulator.workspace() as workspace:
+        sizes = [array.size for record in workspace for array in record]
     assert max(sizes) <= 512 * 512
     assert problem.op_time_ns.strides[1] == problem.allowed.strides[1] == 0, "devices that are alike share a column"
 
@@ -169,15 +161,14 @@ def test_many_equal_one(instance: Instance) -> None:
     """Many placements in a call, on one thread or two, give each one's own figures; an early stop is a lower bound."""
     problem = _problem(instance)
     singles = [simulate(problem, placement, priority=instance.priority) for placement in instance.placements]
-    times = [single.step_time_ns for single in singles]
+    times = np.array([single.step_time_ns for single in singles])
     for num_threads in (1, 2):
         many, peaks = evaluate_many(problem, instance.placements, priority=instance.priority, num_threads=num_threads)
-        assert many.tolist() == times
+        assert many.tolist() == times.tolist()
         assert np.array_equal(peaks, np.stack([single.peak_memory_bytes for single in singles]))
-    stop_ns = sorted(times)[2]
+    stop_ns = sorted(times.tolist())[2]
     stopped, _ = evaluate_many(problem, instance.placements, priority=instance.priority, stop_ns=stop_ns)
-    for time_ns, lower in zip(times, stopped.tolist(), strict=True):
-        assert lower == time_ns if time_ns < stop_ns else stop_ns <= lower <= time_ns
+    _check_lower_bounds(stopped, times, stop_ns)
 
 
 @pytest.mark.parametrize(

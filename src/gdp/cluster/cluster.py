@@ -19,7 +19,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.cluster import cluster_file
 from gdp.cluster.detect import Machine, detect
-from gdp.cluster.device import Device, Route, check_devices
+from gdp.cluster.device import WORD_DEVICES, Device, Route, check_devices
 from gdp.cluster.parse_devices import preset
 from gdp.errors import InputError, prefixed, suggest
 from gdp.files import fingerprint as fingerprint_of
@@ -57,6 +57,12 @@ class Cluster:
     @property
     def num_devices(self) -> int:
         return len(self.devices)
+
+    @property
+    def is_large(self) -> bool:
+        """True for more devices than a machine word has bits: sets of them are lists then, and tables of ops times
+        devices are avoided."""
+        return self.num_devices > WORD_DEVICES
 
     @classmethod
     def build(cls, name: str, devices: Sequence[Device], routes: Mapping[tuple[int, int], Route]) -> "Cluster":

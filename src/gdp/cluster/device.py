@@ -7,6 +7,8 @@ from gdp.errors import InputError
 
 MAX_DEVICES = 1024
 """A cluster has a route for each pair of devices: a million."""
+WORD_DEVICES = 64
+"""Sets of up to as many devices are the bits of one integer; a cluster of more is large."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,12 @@ from numba.core.dispatcher import Dispatcher
 
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget
-from gdp.cluster import Cluster
+from gdp.cluster import WORD_DEVICES, Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.canonical import canonical_digest
 from gdp.search.ops.auto import SMALL_UNITS
 from gdp.search.place import place
 from gdp.simulator.problem import Problem
-from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import evaluate
 
 _SIMULATION = (

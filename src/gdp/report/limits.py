@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.simulator.longest_paths import communication_levels, longest_chain
+from gdp.simulator.levels import communication_levels, longest_chain
 from gdp.simulator.simulate import Simulation
 
 _FULL = 0.7  # share of the step above which a limit is named alone; a choice: all shares are shown anyway

@@ -9,7 +9,7 @@ import numpy as np
 from gdp.budget import Clock, has_time
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.noise import Noise, mean_step_time_ns
-from gdp.simulator.longest_paths import communication_levels
+from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import EXCHANGES_FIRST, PROGRAM, ZERO_BUBBLE, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate

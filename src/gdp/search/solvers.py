@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gdp.budget import Clock
-from gdp.cluster import MAX_DEVICES
+from gdp.cluster import MAX_DEVICES, WORD_DEVICES
 from gdp.errors import InputError
 from gdp.placers import CLASSICAL
 from gdp.placers.exact import exact
@@ -17,7 +17,6 @@ from gdp.search.ops.good_order import in_good_order
 from gdp.search.ops.zero_shot import zero_shot
 from gdp.search.question import Question
 from gdp.search.solution import Solution
-from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import simulate
 
 

@@ -23,7 +23,6 @@ from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.simulator.records import WORD_DEVICES
 
 NS_PER_SECOND = 10**9
 # what PyTorch calls types that devices have no rate of their own for; they take float32's as a matter of course
@@ -41,7 +40,7 @@ def op_times(graph: Graph, cluster: Cluster) -> I64:
     times_ns, device_class = op_time_classes(graph, cluster)
     if times_ns.shape[1] == 1:
         return wide(times_ns, cluster.num_devices)
-    if cluster.num_devices > WORD_DEVICES and graph.num_ops * cluster.num_devices > _MOST_TIMES:
+    if cluster.is_large and graph.num_ops * cluster.num_devices > _MOST_TIMES:
         most = _MOST_TIMES // cluster.num_devices
         raise InputError(
             f"graph {graph.name!r} has {graph.num_ops:,} ops, and {cluster.name!r} has {cluster.num_devices} "

@@ -1,9 +1,7 @@
-"""Longest paths over flat edges: b-levels and tails, heads, and levels that know a placement; priorities as ranks.
+"""Longest paths over flat edges (b-levels, tails, heads), and priorities as ranks.
 
 Ops are in topological order. N ops, E edges.
 """
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +9,6 @@ import numpy.typing as npt
 from gdp.arrays import I64
 from gdp.compiled import kernel
 from gdp.graph import Graph
-
-if TYPE_CHECKING:
-    from gdp.simulator.problem import Placement, Problem
 
 
 def longest_paths(graph: Graph, weights: I64, *, from_sources: bool = False, edge_weights: I64 | None = None) -> I64:
@@ -60,39 +55,3 @@ def ranks_of(priority: npt.ArrayLike) -> tuple[npt.NDArray[np.uint32], npt.NDArr
     rank = np.empty_like(op_of_rank)
     rank[op_of_rank] = np.arange(len(rank), dtype=np.uint32)
     return rank, op_of_rank
-
-
-def communication_levels(problem: "Problem", placement: "Placement") -> I64:
-    """Returns the longest path from each op's start to the step's end [N] under `placement`: op times on its devices,
-    and occupancy and latency of the transfers that it makes.
-
-    The default priority of the machine model leaves transfers out, since it is the same for all placements. A plan
-    carries its own order, so a search may start ops by the longest remaining path of its very placement instead.
-    """
-    times_ns = problem.op_time_ns[np.arange(problem.num_ops), placement]
-    return longest_paths(problem.graph, times_ns, edge_weights=_transfer_times(problem, placement))
-
-
-def longest_chain(problem: "Problem", placement: "Placement") -> list[int]:
-    """Returns the ops of a longest path by `communication_levels`, from its start to the end of the step."""
-    levels_ns, sent_ns = communication_levels(problem, placement), _transfer_times(problem, placement)
-    sources, targets = problem.graph.producers[problem.graph.edge_tensors], problem.graph.consumers
-    order = np.argsort(sources, kind="stable")
-    offsets = np.searchsorted(sources[order], np.arange(problem.num_ops + 1))
-    op = int(np.argmax(levels_ns))
-    chain = [op]
-    while levels_ns[op] > problem.op_time_ns[op, placement[op]]:
-        edges = order[offsets[op] : offsets[op + 1]]
-        op = int(targets[edges[np.argmax(levels_ns[targets[edges]] + sent_ns[edges])]])
-        chain.append(op)
-    return chain
-
-
-def _transfer_times(problem: "Problem", placement: "Placement") -> I64:
-    """[E] what each edge of the graph takes between the devices of its ops; 0 on one device."""
-    graph, arrays = problem.graph, problem.simulator.arrays
-    position = np.empty(graph.num_tensors, np.int64)
-    position[problem.simulator.tensor_numbers] = np.arange(graph.num_tensors)
-    here, there = placement[graph.producers[graph.edge_tensors]], placement[graph.consumers]
-    occupancy_ns = arrays.occupancy_ns[position[graph.edge_tensors], arrays.route_rate[here, there]]
-    return np.where(here == there, 0, occupancy_ns + arrays.latency_ns[here, there])

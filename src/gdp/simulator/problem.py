@@ -19,7 +19,6 @@ from gdp.graph.microbatches import microbatch_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints, allowed_devices, memory_limits
 from gdp.simulator.costs import op_times
 from gdp.simulator.orders import B_LEVEL, BY_CALL, order_priority, orders_for
-from gdp.simulator.records import device_type
 from gdp.simulator.simulator import Simulator
 
 Placement = npt.NDArray[np.int64]
@@ -113,7 +112,7 @@ class Problem:
     @cached_property
     def simulator(self) -> Simulator:
         """The arrays, ranks and workspaces of this problem's simulations."""
-        return Simulator(self)
+        return Simulator(self.graph, self.cluster, self.op_time_ns, self.microbatch)
 
     @property
     def num_ops(self) -> int:
@@ -168,7 +167,7 @@ class Problem:
             raise InputError(
                 f"placement: op {op} {self.graph.op_names[op]!r} cannot run on {device}; place it elsewhere"
             )
-        return values.astype(device_type(self.num_devices))
+        return values.astype(self.simulator.placement_type)
 
     def broken_constraints(self, placement: Placement) -> list[str]:
         """Returns the constraints that `placement` breaks besides memory: groups that are split, misplaced ops."""

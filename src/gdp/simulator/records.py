@@ -10,14 +10,8 @@ import numpy as np
 
 from gdp.arrays import I64
 
-WORD_DEVICES = 64  # up to as many devices are sets of bits of one integer; for more there is `many_devices.py`
 _OPS_PER_SLICE, _FEWEST_SLICES = 2, 16  # of time, of each device, for peaks
 MOST_INPUTS = 2**26  # of an op: the count of missing ones shares a word of 32 bits with the number of a device
-
-
-def device_type(num_devices: int) -> type[np.uint8 | np.uint16]:
-    """Returns the type of a placement as kernels take it."""
-    return np.uint8 if num_devices <= WORD_DEVICES else np.uint16
 
 
 class Readers(NamedTuple):
@@ -180,19 +174,18 @@ class Workspace(NamedTuple):
     memory: Memory
 
     @classmethod
-    def of(cls, arrays: Arrays) -> "Workspace":
-        """A workspace for runs over `arrays`."""
+    def of(cls, arrays: Arrays, *, is_for_many: bool) -> "Workspace":
+        """Returns a workspace for runs over `arrays`."""
         num_ops, num_devices = len(arrays.num_inputs), len(arrays.latency_ns)
         num_lists, num_edges = len(arrays.memory.readers.producers), len(arrays.consumers)
         num_slices = num_devices * max(_FEWEST_SLICES, num_ops // (_OPS_PER_SLICE * num_devices))
         num_channels = int(arrays.route_channels.max(initial=0)) + 1
-        is_many = num_devices > WORD_DEVICES
-        make = _scratch_of_many if is_many else _scratch
+        make = _scratch_of_many if is_for_many else _scratch
         return cls(
             make(num_ops, num_devices, num_edges, num_channels),
             Schedule(
                 finish_ns=np.zeros(num_ops, np.int64),
-                ops=np.zeros((1 if is_many else num_devices, num_ops), np.uint32),
+                ops=np.zeros((1 if is_for_many else num_devices, num_ops), np.uint32),
                 num_ops=np.zeros(num_devices, np.int64),
                 transfer_tensor=np.zeros(num_edges, np.uint32),
                 transfer_route=np.zeros(num_edges, np.uint32),

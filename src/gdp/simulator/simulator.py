@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +20,7 @@ from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.longest_paths import longest_paths, ranks_of
 from gdp.simulator.orders import OrderTraits, order_priority
 from gdp.simulator.readers import readers_of
-from gdp.simulator.records import MOST_INPUTS, WORD_DEVICES, Arrays, Dispatch, MemoryArrays, Workspace
-
-if TYPE_CHECKING:
-    from gdp.simulator.problem import Problem
+from gdp.simulator.records import MOST_INPUTS, Arrays, Dispatch, MemoryArrays, Workspace
 
 Ranks = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
 """(rank of each op [N], op of each rank [N])"""
@@ -37,13 +33,19 @@ class Simulator:
     Threads may share a simulator: each borrows a workspace of its own.
     """
 
-    def __init__(self, problem: "Problem") -> None:
-        self.graph, self.cluster = problem.graph, problem.cluster
-        self.op_time_ns, self.microbatch = problem.op_time_ns, problem.microbatch
+    def __init__(self, graph: Graph, cluster: Cluster, op_time_ns: I64, microbatch: I64) -> None:
+        self.graph, self.cluster = graph, cluster
+        self.op_time_ns, self.microbatch = op_time_ns, microbatch  # [N, D], [N]
+        self.is_for_many = cluster.is_large  # runs are those of `many_devices.py`
         self.num_timed, self.fastest_s = 0, inf  # simulations in full, and the seconds of the fastest one
         self._ranks: dict[str, Ranks] = {}
         self._dispatches: dict[str, Dispatch] = {}
         self._spare_workspaces: list[Workspace] = []
+
+    @property
+    def placement_type(self) -> type[np.uint8 | np.uint16]:
+        """The type of a placement as kernels take it."""
+        return np.uint16 if self.is_for_many else np.uint8
 
     @cached_property
     def mean_op_time_ns(self) -> I64:
@@ -110,8 +112,8 @@ class Simulator:
 
     def _dispatch_by(self, ranks: Ranks) -> Dispatch:
         """Returns the dispatch by `ranks`: those of ops, and the ops of ranks."""
-        is_word = self.cluster.num_devices <= WORD_DEVICES
-        successors = _successors(self.arrays, *ranks) if is_word else (np.zeros(0, np.uint32), np.zeros(0, np.uint32))
+        nothing = np.zeros(0, np.uint32), np.zeros(0, np.uint32)
+        successors = nothing if self.is_for_many else _successors(self.arrays, *ranks)
         no_order = np.zeros(self.cluster.num_devices + 1, np.int64), np.zeros(0, np.uint32)
         return Dispatch(*ranks, *successors, *no_order)
 
@@ -125,7 +127,7 @@ class Simulator:
         try:
             workspace = self._spare_workspaces.pop()
         except IndexError:
-            workspace = Workspace.of(self.arrays)
+            workspace = Workspace.of(self.arrays, is_for_many=self.is_for_many)
         yield workspace
         self._spare_workspaces.append(workspace)
 

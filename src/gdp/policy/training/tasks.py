@@ -17,14 +17,13 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.bounds.lower_bound import lower_bound
-from gdp.cluster import Cluster
+from gdp.cluster import WORD_DEVICES, Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.policy.training.graph_set import StoredGraph
 from gdp.policy.training.random_clusters import draw_cluster
 from gdp.policy.training.random_layouts import draw_layout, step_in
 from gdp.simulator.problem import Problem
-from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import evaluate
 from gdp.units.reduction import reduce
 

@@ -37,7 +37,8 @@ from gdp.search.place import plan_of
 from gdp.search.question import Question
 from gdp.search.rivals.equal_stages import equal_stages
 from gdp.simulator.constraints import Constraints
-from gdp.simulator.longest_paths import communication_levels, longest_paths
+from gdp.simulator.levels import communication_levels
+from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.orders import GPIPE
 from gdp.simulator.plan import Plan, Search
 from gdp.simulator.problem import Problem

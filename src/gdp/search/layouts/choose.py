@@ -36,7 +36,6 @@ from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
-from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER
 from gdp.stop import skip_on_interrupt
 
@@ -98,7 +97,7 @@ def choose_layout(
     search = Choosing(parts, cluster, constraints or Constraints(), clock, seed, num_threads, tell, layout, checkpoint)
     first: list[Trial] = []
     if parts.exact(1).num_ops > LARGE_OPS and (layout is None or layout.is_whole):
-        is_many = cluster.num_devices > WORD_DEVICES  # on which one copy of the model hardly wins
+        is_many = cluster.is_large  # on which one copy of the model hardly wins
         first = _ops_placed(search, clock.part(QUICK_SHARE) if is_many else clock)
     screening = Screening(search, first)
     screening.run()

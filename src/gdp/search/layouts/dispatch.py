@@ -16,7 +16,7 @@ from gdp.budget import Clock, has_time
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.layouts.published_1f1b import simulate_1f1b
-from gdp.simulator.longest_paths import communication_levels
+from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import B_LEVEL, ONE_F_ONE_B, PROGRAM, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate

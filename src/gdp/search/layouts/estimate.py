@@ -39,7 +39,6 @@ from gdp.search.layouts.traffic import busiest_channel_ns
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.costs import op_time_classes
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
@@ -127,7 +126,7 @@ class Estimator:
     def check_size(self, arrangement: Arrangement) -> None:
         """Raises InputError where a step on many devices has too many ops, the hops of its rings among them."""
         layout, parts = arrangement.layout, self.parts
-        if self.cluster.num_devices <= WORD_DEVICES:
+        if not self.cluster.is_large:
             return
         num_ops = parts.exact(parts.batch_size if parts.is_fixed else 1).num_ops * layout.num_parts
         if num_ops <= MOST_OPS:

@@ -17,7 +17,6 @@ from gdp.search.layouts.arrangement import Arrangement, forced, more_microbatche
 from gdp.search.layouts.estimate import Estimate
 from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit, promise
 from gdp.search.layouts.trial import Choosing, Trial
-from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER
 
 FIRST_SHARE = 0.1  # of the budget: later, while there is no trial, replicas of one device each are looked at
@@ -60,7 +59,7 @@ class Screening:
                 self.trials += self.with_least_memory()
             else:
                 self._advance(next_one)
-        if self.search.cluster.num_devices > WORD_DEVICES and all(trial.is_whole for trial in self.trials):
+        if self.search.cluster.is_large and all(trial.is_whole for trial in self.trials):
             self._simulate_most_promising()
         if self.search.layout is None:
             for zero in USUAL_ZERO:

@@ -12,6 +12,7 @@ import numpy as np
 
 from gdp.arrays import I64, narrow, rows_of
 from gdp.budget import Clock
+from gdp.cluster import WORD_DEVICES
 from gdp.cluster.changes import only
 from gdp.graph.excerpts import Excerpt
 from gdp.graph.microbatches import replica_of
@@ -21,7 +22,6 @@ from gdp.search.ops.fewer_microbatches import is_large
 from gdp.search.question import PREPARED, REPLAYED, Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.records import WORD_DEVICES
 from gdp.units.units import Units
 
 

@@ -21,7 +21,6 @@ from gdp.compiled import inner, kernel
 from gdp.simulator.engine import COMPLETED, NEVER
 from gdp.simulator.memory import find_peaks
 from gdp.simulator.problem import Problem
-from gdp.simulator.records import device_type
 from gdp.simulator.simulate import mean_step_time
 
 _TO_NEIGHBOUR, _SWAP = 0.3, 0.2  # shares of the moves to a neighbour's device and of swaps; the rest go anywhere
@@ -58,15 +57,16 @@ class State(NamedTuple):
     arrival_ns: Any  # int64 [T, D]
 
     @classmethod
-    def empty(cls, num_ops: int, num_tensors: int, num_devices: int) -> "State":
-        """For a problem of that size; `placement`, `best` and `figures` are to be filled."""
+    def empty(cls, problem: Problem) -> "State":
+        """Returns a state for `problem`; `placement`, `best` and `figures` are to be filled."""
+        num_ops, placement_type = problem.num_ops, problem.simulator.placement_type
         return cls(
-            placement=np.zeros(num_ops, device_type(num_devices)),
-            best=np.zeros(num_ops, device_type(num_devices)),
+            placement=np.zeros(num_ops, placement_type),
+            best=np.zeros(num_ops, placement_type),
             figures=np.zeros(5, np.int64),
             path=np.zeros(num_ops, np.int64),
             previous=np.zeros(num_ops, np.int32),
-            arrival_ns=np.zeros((num_tensors, num_devices), np.int64),
+            arrival_ns=np.zeros((problem.graph.num_tensors, problem.num_devices), np.int64),
         )
 
 

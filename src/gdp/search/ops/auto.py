@@ -27,7 +27,6 @@ from gdp.search.question import PREPARED, REPLAYED, Question
 from gdp.search.solution import Solution
 from gdp.search.streaming.stream_weights import stream_weights
 from gdp.simulator.problem import Problem
-from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import NEVER, Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
@@ -57,7 +56,7 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     Placers run unless `classical` has their answers. A budget in simulations leaves the policy that comes with gdp out:
     its simulations take several times as long as those of the search, so their number is no measure to share by.
     """
-    if question.problem.num_devices > WORD_DEVICES:
+    if question.problem.cluster.is_large:
         return _placed_on_many(question, clock, classical)
     is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
@@ -129,7 +128,7 @@ def run_classical(question: Question, clock: Clock, *, before_policy: bool = Fal
     """
     problem, is_hurried = question.problem, hurries(question, clock)
     classical = ClassicalRuns(question, Few.of_large(problem), is_hurried)
-    if problem.num_devices > WORD_DEVICES:  # others keep tables of ops times devices
+    if problem.cluster.is_large:  # others keep tables of ops times devices
         classical.run(ON_MANY, clock.part(QUICK_SHARE))
         return classical
     quick = _with_stages(problem, QUICK)
@@ -151,7 +150,7 @@ def run_classical(question: Question, clock: Clock, *, before_policy: bool = Fal
 
 def local_search(question: Question, clock: Clock) -> Solution:
     """Returns what the local search finds from two classical answers and the starts given."""
-    if question.problem.num_devices > WORD_DEVICES:
+    if question.problem.cluster.is_large:
         return _placed_on_many(question, clock, None)
     classical = ClassicalRuns(question, Few.of_large(question.problem), hurries(question, clock))
     classical.run(_with_stages(question.problem, FEWEST), clock.part(HURRIED_SHARE))

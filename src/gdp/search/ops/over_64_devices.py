@@ -13,6 +13,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Clock
+from gdp.cluster import WORD_DEVICES
 from gdp.cluster.changes import only
 from gdp.placers.base import devices_by_speed
 from gdp.search.candidate import Candidate
@@ -21,7 +22,6 @@ from gdp.search.ops.local_search import LocalSearch
 from gdp.search.question import REPLAYED, Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Problem
-from gdp.simulator.records import WORD_DEVICES
 from gdp.simulator.simulate import simulate
 from gdp.units.reduction import reduce
 

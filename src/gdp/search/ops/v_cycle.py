@@ -17,9 +17,10 @@ from gdp.budget import Clock
 from gdp.placers.memory_repair import excess_bytes
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.ops import annealing
-from gdp.simulator.longest_paths import communication_levels, longest_paths
+from gdp.simulator.levels import communication_levels
+from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.records import Workspace, device_type
+from gdp.simulator.records import Workspace
 from gdp.simulator.simulate import NEVER, run_batch
 from gdp.units.grouping import group_units, move_arrays
 from gdp.units.units import Pairs, Units
@@ -99,7 +100,7 @@ class Island:
         self.neighbourhood, self.units, self.pairs = neighbourhood, neighbourhood.units, neighbourhood.pairs
         self.rng = np.random.default_rng(seed)
         self.workspace = Workspace.of(problem.simulator.arrays)
-        self.state = annealing.State.empty(problem.num_ops, problem.graph.num_tensors, problem.num_devices)
+        self.state = annealing.State.empty(problem)
         self.memory_binds = _memory_can_bind(problem)
         self.num_simulations = 0
 
@@ -115,7 +116,7 @@ class Island:
         """Returns `candidate` with its figures."""
         priority = candidate.priority
         dispatch = self.problem.simulator.dispatch(self.problem.order, priority)
-        devices = candidate.placement.astype(device_type(self.problem.num_devices))[None]
+        devices = candidate.placement.astype(self.problem.simulator.placement_type)[None]
         time_ns, peaks = np.zeros(1, np.int64), np.zeros((1, self.problem.num_devices), np.int64)
         run_batch(self.arrays, self.nominal_ns, devices, dispatch, NEVER, 0, self.workspace, time_ns, peaks)
         excess = int(excess_bytes(self.problem, peaks[0]))
