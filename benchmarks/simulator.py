@@ -24,7 +24,6 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.placers import CLASSICAL
 from gdp.simulator.problem import Problem
-from gdp.simulator.records import Workspace
 from gdp.simulator.simulate import NEVER, evaluate_many, run_batch, simulate
 from gdp.units.grouping import group_units
 from gdp.units.reduction import reduce
@@ -148,7 +147,7 @@ def _speed(problem: Problem, families: Mapping[str, I64], config: SimulatorBench
 def _without_memory(problem: Problem, batch: I64) -> tuple[I64, Callable[[], I64]]:
     """Step times [B] of the mode that searches use, and the function that computes them anew."""
     dispatch = problem.simulator.dispatch(problem.order)
-    workspace = Workspace.of(problem.simulator.arrays)
+    workspace = problem.simulator.new_workspace()
     devices = np.stack([problem.check_placement(placement) for placement in batch])
 
     def work() -> I64:

@@ -180,7 +180,7 @@ class _Search(NamedTuple):
         return cls(
             arrays=problem.simulator.arrays,
             dispatch=problem.simulator.dispatch(problem.order),
-            workspace=Workspace.of(problem.simulator.arrays),
+            workspace=problem.simulator.new_workspace(),
             limit_bytes=problem.memory_limit_bytes,
             op_time_ns=op_time_ns,
             kept_bytes=memory.alloc_bytes - freed_bytes,

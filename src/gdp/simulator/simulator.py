@@ -121,13 +121,17 @@ class Simulator:
         """Notes what a simulation in full took."""
         self.num_timed, self.fastest_s = self.num_timed + 1, min(self.fastest_s, seconds)
 
+    def new_workspace(self) -> Workspace:
+        """Returns a workspace to keep; making one takes as long as a simulation."""
+        return Workspace.of(self.arrays, is_for_many=self.is_for_many)
+
     @contextmanager
     def workspace(self) -> Iterator[Workspace]:
-        """Lends a workspace until the end of the block; making one takes as long as a simulation."""
+        """Lends a workspace until the end of the block."""
         try:
             workspace = self._spare_workspaces.pop()
         except IndexError:
-            workspace = Workspace.of(self.arrays, is_for_many=self.is_for_many)
+            workspace = self.new_workspace()
         yield workspace
         self._spare_workspaces.append(workspace)
 

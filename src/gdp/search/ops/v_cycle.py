@@ -20,7 +20,6 @@ from gdp.search.ops import annealing
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.records import Workspace
 from gdp.simulator.simulate import NEVER, run_batch
 from gdp.units.grouping import group_units, move_arrays
 from gdp.units.units import Pairs, Units
@@ -99,7 +98,7 @@ class Island:
         self.score_under(self.nominal_ns)
         self.neighbourhood, self.units, self.pairs = neighbourhood, neighbourhood.units, neighbourhood.pairs
         self.rng = np.random.default_rng(seed)
-        self.workspace = Workspace.of(problem.simulator.arrays)
+        self.workspace = problem.simulator.new_workspace()
         self.state = annealing.State.empty(problem)
         self.memory_binds = _memory_can_bind(problem)
         self.num_simulations = 0
