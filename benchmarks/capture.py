@@ -25,9 +25,9 @@ from benchmarks.rows import Rows
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models import read
 from gdp.models.model import HUGGING_FACE, Reading
 from gdp.models.serving import Serving
+from gdp.models.source import ModelSource
 from gdp.simulator.problem import Problem
 
 WORKLOADS = ("dlrm",)  # built in: plain PyTorch, 26 embedding tables
@@ -106,7 +106,7 @@ def measure(text: str, step: str) -> dict[str, Any]:
     serving = Serving(step) if step in ("prefill", "decode") else Serving()
     reading = Reading(training=step == "training", serving=serving)
     try:
-        captured = read.read_capture(text, reading)
+        captured = ModelSource(text, reading).capture()
     except InputError as error:
         if not serving.has_cache or not (str(error).endswith(_NO_CACHE) or not text.startswith(HUGGING_FACE)):
             raise

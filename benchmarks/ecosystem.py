@@ -21,7 +21,7 @@ from gdp.budget import Budget
 from gdp.export import accelerate_maps
 from gdp.export.accelerate_maps import MODES
 from gdp.models.model import Reading
-from gdp.models.read import read_model
+from gdp.models.source import ModelSource
 from gdp.planning.warm_up import warm_up
 from gdp.simulator.plan import Baseline
 
@@ -93,8 +93,8 @@ class EcosystemBenchmark(Benchmark):
                     machines = [machine for machine in chosen if step in machine.steps]
                     if not machines:
                         continue
-                    graph = read_model(model, Reading(training=step == TRAINING)).graph
-                    module = accelerate_maps.module_of(model, training=step == TRAINING)
+                    source = ModelSource(model, Reading(training=step == TRAINING))
+                    graph, module = source.whole().graph, accelerate_maps.module_of(source)
                     for machine in machines:
                         runs = WorkloadRuns(f"{name}-{step}-on-{machine.name}", rows, (graph, machine.cluster(graph)))
                         placed.append(self._place(runs, machine=machine.name, model=name, step=step, module=module))

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.models import read, workloads
+from gdp.models import workloads
+from gdp.models.source import load
 
 BATCH, HIDDEN, VOCABULARY = 64, 1024, 10_000  # those of rnnlm-2, but for its wider layers
 FLOAT_BYTES = 4
@@ -17,7 +18,7 @@ FLOAT_BYTES = 4
 
 def workload_inputs(name: str) -> tuple[Graph, Cluster]:
     """Returns the training graph of a built-in workload, and the cluster that it is usually placed on."""
-    return read.read_model(name).graph, Cluster.parse(workloads.get(name).cluster)
+    return load(name), Cluster.parse(workloads.get(name).cluster)
 
 
 def lstm_training_graph(num_steps: int, num_layers: int = 4) -> Graph:

@@ -19,6 +19,7 @@ from gdp import files
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.models.model import Reading
+from gdp.models.source import ModelSource
 from gdp.planning.warm_up import warm_up
 from gdp.search.layouts.batch_parts import Parts
 from gdp.search.rivals.rivals import RIVALS, RivalQuestion
@@ -157,7 +158,7 @@ class _Models:
             path = self._directory / str(num_layers)
             path.mkdir(parents=True, exist_ok=True)
             files.write_json(path / "config.json", {**self._config, "num_hidden_layers": num_layers})
-            self._parts[num_layers] = Parts.of_model(f"hf:{path}{self._sizes}", _READING)
+            self._parts[num_layers] = Parts.of(ModelSource(f"hf:{path}{self._sizes}", _READING))
         return self._parts[num_layers]
 
     def num_parameters(self, num_layers: int) -> int:

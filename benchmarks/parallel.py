@@ -24,6 +24,7 @@ from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.models import workloads
+from gdp.models.source import ModelSource
 from gdp.notebook import size
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
@@ -124,7 +125,7 @@ class ParallelBenchmark(Benchmark):
             for model in _all_or(self.models, MODELS):
                 is_config = model.startswith(HF)
                 text = model_configs.write_model(model.removeprefix(HF), Path(directory)) if is_config else model
-                parts = Parts.of_model(text)
+                parts = Parts.of(text)
                 for devices in _all_or(self.devices, DEVICES):
                     placed.append(self._row(model, devices, text, parts, rows))
                     say(str(placed[-1]))
@@ -158,7 +159,7 @@ class ParallelBenchmark(Benchmark):
         question = RivalQuestion(parts, cluster)
         methods: dict[str, Callable[[], Attempt]] = {
             # first, and from parts of its own: its budget pays for what it reads
-            AUTO: lambda: choose(replace(question, parts=Parts.of_model(text, whole=whole)), self.budget),
+            AUTO: lambda: choose(replace(question, parts=Parts.of_source(ModelSource(text), whole)), self.budget),
             OPS: lambda: place_ops(question, self.budget),
             **{rival: partial(ask, rival, question) for rival in RIVALS},
         }

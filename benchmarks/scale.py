@@ -27,8 +27,7 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.graph import Graph
-from gdp.models.model import Reading
-from gdp.models.read import read_part
+from gdp.models.source import ModelSource
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
@@ -207,7 +206,7 @@ class _Phases:
 def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -> dict[str, Any]:
     """Places all ops of a step that is cut already, as `gdp place` does with its graph file in columns."""
     phases, way = _Phases(), Layout() if layout == NONE else Layout.parse(layout)
-    part = read_part(model, Reading(), way.num_parts)
+    part = ModelSource(model).part(way.num_parts).graph
     step = phases.time("cut", lambda: Step.of(part, way))
     cut = step.graph
     with tempfile.TemporaryDirectory(prefix="gdp-scale-") as directory:
@@ -264,7 +263,7 @@ def _by_hand_ns(step: Step, part: Graph, problem: Problem) -> int | None:
 
 def _measured_choice(model: str, layout: str, cluster: Cluster, budget_s: float) -> dict[str, Any]:
     """Chooses the layout of a model and places it."""
-    parts = Parts.of_model(model)
+    parts = Parts.of(model)
     parts.exact(1)
     parts.read_ahead(cluster.num_devices)
     budget = Budget(seconds=search_s(budget_s, 0.0, written_s(parts.exact(1).num_ops)))

@@ -19,8 +19,7 @@ from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.models import workloads
-from gdp.models.model import Reading
-from gdp.models.read import read_part
+from gdp.models.source import ModelSource
 from gdp.models.workloads import paper_names
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
@@ -116,7 +115,7 @@ def _inputs(name: str) -> tuple[Graph, Cluster]:
     if not text:
         return workload_inputs(workload)
     layout = Layout.parse(text)
-    return Step.of(read_part(workload, Reading(), layout.num_parts), layout).graph, Cluster.parse(
+    return Step.of(ModelSource(workload).part(layout.num_parts).graph, layout).graph, Cluster.parse(
         workloads.get(workload).cluster
     )
 

@@ -17,7 +17,7 @@ from .models.pytorch.capture_step import Capture as Capture
 from .models.pytorch.capture_step import capture as capture
 from .models.pytorch.capture_step import capture_fn as capture_fn
 from .models.pytorch.flops import register_flops as register_flops
-from .models.read import load as load
+from .models.source import load as load
 from .parallel.layout import Layout as Layout
 from .planning.advice import Advice as Advice
 from .planning.advice import advise as advise

@@ -16,11 +16,7 @@ class InputError(ValueError):
 
 
 class UnevenBatchError(InputError):
-    """A batch that does not split into equal micro-batches; `batch_size` is its number of samples, None: unknown."""
-
-    def __init__(self, message: str, batch_size: int | None = None) -> None:
-        super().__init__(message)
-        self.batch_size = batch_size  # samples of the batch, 1 for a step that is never split; None: not known
+    """A batch that does not split into equal micro-batches."""
 
 
 def first_line(error: BaseException) -> str:

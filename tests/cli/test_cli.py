@@ -22,7 +22,7 @@ from benchmarks.graphs import lstm_training_graph
 from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.models import read
+from gdp.models.source import ModelSource
 from gdp.planning import plan_cache
 from gdp.report import progress
 from gdp.simulator.plan import Plan
@@ -468,8 +468,8 @@ def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.Mon
     """Importing PyTorch takes longer than placing a small graph: a graph that is kept needs no model."""
     kept = replace(two_chains(), name="rnnlm-2")
     made = SimpleNamespace(graph=kept, coverage=SimpleNamespace(unknown={}), notes=(), seconds=0.0)
-    monkeypatch.setattr(read, "_capture", lambda *_: made)
-    read.read_model("rnnlm-2")
+    monkeypatch.setattr(ModelSource, "_capture", lambda *_: made)
+    ModelSource("rnnlm-2").whole()
     commands = [
         ["workloads"],
         ["devices", "list"],

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from gdp.cli import main
-from gdp.models import read, workloads
+from gdp.graph import Graph
+from gdp.models import source, workloads
 from gdp.policy import checkpoint
 from gdp.policy.checkpoint import load_checkpoint, read_checkpoint, read_manifest
 from gdp.policy.features import INITIAL_WEIGHTS
@@ -235,14 +236,12 @@ def test_an_existing_checkpoint_is_neither_overwritten_nor_taken_for_another_run
 @pytest.fixture
 def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workloads and variants are small graphs of their names."""
-    read_model = read.read_model
+    load = source.load
 
-    def read_small(text: str) -> read.Model:
-        if workloads.find(text) is None:
-            return read_model(text)
-        return read.Model(replace(random_graph(12, 0), name=text), {}, is_captured=True)
+    def load_small(text: str) -> Graph:
+        return load(text) if workloads.find(text) is None else replace(random_graph(12, 0), name=text)
 
-    monkeypatch.setattr(read, "read_model", read_small)
+    monkeypatch.setattr(source, "load", load_small)
 
 
 @pytest.mark.usefixtures("_small_workloads")
@@ -283,7 +282,7 @@ def test_what_is_held_out_is_neither_trained_nor_chosen_on_nor_known_from_before
 def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "read_model", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(source, "load", lambda *_: pytest.fail("read"))
     for args, graphs in (
         (["--hold-out", "gnmt"], ("rnnlm-2", "gnmt-2")),
         (["--hold-out", "vit", "--validation", "vit-large"], ("rnnlm-2",)),
@@ -296,7 +295,7 @@ def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
 def test_a_missing_tensorboard_is_told_before_anything_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a graph is captured nor a kernel compiled."""
     monkeypatch.setattr("gdp.cli.training.find_spec", lambda _: None)
-    monkeypatch.setattr(read, "read_model", None)
+    monkeypatch.setattr(source, "load", None)
     status, out, err = run(*train("--tensorboard", "board"))
     assert (status, out) == (2, "")
     assert "--tensorboard board: tensorboard is not installed; pip install" in err

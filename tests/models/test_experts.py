@@ -15,8 +15,8 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models import read
 from gdp.models.experts import share_hit
+from gdp.models.source import load
 from gdp.simulator.problem import Problem
 
 GB = 10**9
@@ -62,7 +62,7 @@ TYPES = {
 def decode_graph(config: dict[str, Any], directory: Path, batch: int = 1) -> Graph:
     """Returns the step of one token of each of `batch` sequences."""
     (directory / "config.json").write_text(json.dumps(config))
-    return read.load(f"hf:{directory}?batch={batch}&sequence=1", training=False)
+    return load(f"hf:{directory}?batch={batch}&sequence=1", training=False)
 
 
 def grouped_bytes(graph: Graph) -> list[int]:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from gdp.errors import InputError
-from gdp.models import read
 from gdp.models.gguf.types import BITS
+from gdp.models.model import Reading
+from gdp.models.source import ModelSource, load
 
 gguf = pytest.importorskip("gguf")
 
@@ -77,7 +78,7 @@ def write(path: Path, num_experts: int = 0, skipped: str = "", split: bool = Fal
 def test_the_bytes_of_a_file_are_those_of_its_tensors(num_experts: int, tmp_path: Path) -> None:
     """Exactly: Q4_K has 144 bytes for 256 weights, Q6_K 210, norms and routers are float32."""
     total = write(tmp_path / "small.gguf", num_experts)
-    model = read.read_model(f"{tmp_path}/small.gguf?batch=1&sequence=1", read.Reading(training=False))
+    model = ModelSource(f"{tmp_path}/small.gguf?batch=1&sequence=1", Reading(training=False)).whole()
     graph = model.graph
     parameters = np.array([kind == "parameter" for kind in graph.kinds])
     assert graph.resident_bytes[parameters].sum() == total
@@ -95,21 +96,21 @@ def test_a_split_model_is_read_from_all_its_files(tmp_path: Path) -> None:
     total = write(tmp_path / "small.gguf", split=True)
     first, *others = sorted(tmp_path.glob("small-*.gguf"))
     assert others
-    graph = read.load(f"{first}?batch=1&sequence=1", training=False)
+    graph = load(f"{first}?batch=1&sequence=1", training=False)
     assert graph.resident_bytes[[kind == "parameter" for kind in graph.kinds]].sum() == total
     others[-1].unlink()
     with pytest.raises(InputError, match=f"{others[-1].name}: no such file; all files of a split model"):
-        read.load(f"{first}?batch=1&sequence=2", training=False)
+        load(f"{first}?batch=1&sequence=2", training=False)
 
 
 def test_bad_files_are_one_line(tmp_path: Path) -> None:
     """What is missing, damaged, of an unknown architecture, or without a tensor."""
     with pytest.raises(InputError, match=r"none\.gguf: no such file; check the path"):
-        read.load("none.gguf", training=False)
+        load("none.gguf", training=False)
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"GGUF" + bytes(20))
     with pytest.raises(InputError, match=r"bad\.gguf: is no GGUF file, or an incomplete one .*; download it again"):
-        read.load(str(path), training=False)
+        load(str(path), training=False)
     writer = gguf.GGUFWriter(path, "bert")
     writer.add_name("other")
     writer.write_header_to_file()
@@ -117,10 +118,10 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(InputError, match=r"architecture 'bert' is not one that Transformers .* maps .*hf:DIR"):
-        read.load(str(path), training=False)
+        load(str(path), training=False)
     write(path, skipped="blk.1.ffn_up.weight")
     with pytest.raises(InputError, match=r"has no tensor for model\.layers\.1\.mlp\.up_proj\.weight \[512, 256\]"):
-        read.load(str(path), training=False)
+        load(str(path), training=False)
 
 
 def test_bits_of_types_are_those_of_the_gguf_package() -> None:

@@ -18,10 +18,11 @@ from benchmarks import model_configs
 from fake_cuda import has_cuda_kernel
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models import read
+from gdp.models.model import Microbatching, Reading
 from gdp.models.pytorch.loss import pick_loss
 from gdp.models.pytorch.program import named_tensors
 from gdp.models.pytorch.replacements import function_for
+from gdp.models.source import ModelSource, load
 
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 TEXT = {"vocab_size": 30, "max_position_embeddings": 8}
@@ -138,7 +139,7 @@ class Seeded(TorchDispatchMode):
 def real_model(text: str, *, training: bool) -> tuple[nn.Module, dict[str, Any]]:
     """The model with parameters drawn, none of them left at a tidy first value, and its inputs."""
     torch.manual_seed(3)
-    model, args, kwargs = read.builder_of(text, training=training)()
+    model, args, kwargs = ModelSource(text, Reading(training=training)).build()
     assert args == ()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,7 +154,7 @@ def same(found: Any, expected: Any) -> bool:
 @pytest.mark.parametrize("name", TINY)
 def test_inference_from_a_config_gives_the_bits_of_the_library_in_a_random_order(name: str, tmp_path: Path) -> None:
     text = model_of(name, tmp_path)
-    found = read.read_capture(text, read.Reading(training=False))
+    found = ModelSource(text, Reading(training=False)).capture()
     assert not found.coverage.unknown
     assert set(found.graph.phases) == {"forward"}
     model, inputs = real_model(text, training=False)
@@ -170,7 +171,7 @@ def test_a_training_step_from_a_config_gives_the_bits_of_the_library_in_a_random
     name: str, tmp_path: Path
 ) -> None:
     text = model_of(name, tmp_path)
-    found = read.read_capture(text, read.Reading(optimizer="sgd"))
+    found = ModelSource(text, Reading(optimizer="sgd")).capture()
     assert not found.coverage.unknown
     functions = {function_for(call.func, torch.device("cuda")) for calls in found.program.calls for call in calls}
     assert not [func for func in functions if isinstance(func, OpOverload) and not has_cuda_kernel(func)]
@@ -192,7 +193,7 @@ def test_grouped_products_of_experts_count_each_token_with_its_experts_only(tmp_
     """4 x 8 tokens with 2 of 4 experts each: 64 rows, 16 to 48 and 24 to 16 wide, in 2 layers; backward twice that."""
     forward = 2 * 64 * (16 * 48 + 24 * 16) * 2
     for name in ("mixtral", "mixtral bfloat16"):
-        graph = read.read_model(model_of(name, tmp_path)).graph
+        graph = ModelSource(model_of(name, tmp_path)).whole().graph
         found = {"forward": 0, "backward": 0}
         for kind, phase, flops in zip(graph.kinds, graph.phases, graph.flops.tolist(), strict=True):
             if "grouped_mm" in kind:
@@ -205,22 +206,22 @@ def test_a_micro_batch_is_a_part_of_every_input(name: str, tmp_path: Path) -> No
     """A quarter of a batch of 4: the same inputs with 1 in place of 4."""
     text = model_of(name, tmp_path)
     _, whole = real_model(text, training=True)
-    _, _, part = read.builder_of(text, 4)()
+    _, _, part = ModelSource(text).build(4)
     assert part.keys() == whole.keys()
     tensors = {key: tensor for key, tensor in whole.items() if isinstance(tensor, Tensor)}
     assert {key: tuple(part[key].shape) for key in tensors} == {
         key: (1, *tensor.shape[1:]) for key, tensor in tensors.items()
     }
-    assert read.read_model(text, read.Reading(microbatching=read.Microbatching(4))).graph.num_ops > 0
+    assert ModelSource(text, Reading(microbatching=Microbatching(4))).whole().graph.num_ops > 0
 
 
 def test_sizes_and_type_come_from_the_config_unless_they_are_given(tmp_path: Path) -> None:
     config = {"model_type": "bert", **WIDTHS, "vocab_size": 30, "max_position_embeddings": 600}
     text = f"hf:{write(tmp_path, {**config, 'dtype': 'bfloat16'})}"
     with FakeTensorMode():
-        model, _, inputs = read.builder_of(text)()
+        model, _, inputs = ModelSource(text).build()
         assert (tuple(inputs["input_ids"].shape), model.dtype) == ((8, 512), torch.bfloat16)
-        model, _, inputs = read.builder_of(f"{text}?batch=3&sequence=600&dtype=float64")()
+        model, _, inputs = ModelSource(f"{text}?batch=3&sequence=600&dtype=float64").build()
         assert (tuple(inputs["input_ids"].shape), model.dtype) == ((3, 600), torch.float64)
 
 
@@ -233,7 +234,7 @@ LARGE = model_configs.names()[model_configs.names().index("qwen2.5-32b") :]
 )
 def test_the_configs_of_benchmarks_are_those_of_the_published_models(name: str, tmp_path: Path) -> None:
     with FakeTensorMode():
-        model, _, _ = read.builder_of(model_configs.write_model(name, tmp_path))()
+        model, _, _ = ModelSource(model_configs.write_model(name, tmp_path)).build()
     assert sum(parameter.numel() for parameter in model.parameters()) == model_configs.get(name).num_parameters
 
 
@@ -251,7 +252,7 @@ def test_forward_flops_are_twice_the_published_multiply_adds_and_at_most_a_tenth
     name: str, billions: float, tmp_path: Path
 ) -> None:
     """What is more is normalisation, activation and, of the language models, attention."""
-    graph = read.load(model_configs.write_model(name, tmp_path), training=False)
+    graph = load(model_configs.write_model(name, tmp_path), training=False)
     assert 1 <= graph.flops.sum() / (8 * 2e9 * billions) < 1.1
 
 
@@ -261,7 +262,7 @@ def test_a_model_that_decides_by_content_is_an_input_error(tmp_path: Path) -> No
     text = f"hf:{write(tmp_path, {**config, 'architectures': ['BartForSequenceClassification']})}"
     for training in (True, False):
         with pytest.raises(InputError, match="depends on a tensor's content, which a capture does not have"):
-            read.read_capture(text, read.Reading(training))
+            ModelSource(text, Reading(training)).capture()
 
 
 BERT = {"model_type": "bert", **TEXT, **WIDTHS}
@@ -270,11 +271,11 @@ BERT = {"model_type": "bert", **TEXT, **WIDTHS}
 def test_code_beside_a_config_is_not_run_and_the_class_of_transformers_is_placed(tmp_path: Path) -> None:
     text = f"hf:{write(tmp_path, {**BERT, 'auto_map': {'AutoConfig': 'evil.Config', 'AutoModel': 'evil.Model'}})}"
     (tmp_path / "evil.py").write_text("raise SystemExit('this was run')\n")
-    model = read.read_model(text, read.Reading(training=False))
+    model = ModelSource(text, Reading(training=False)).whole()
     assert model.notes == (
         f"{text}: its config names code of its own (auto_map), which is not run; the class is Transformers'",
     )
-    assert read.read_model(f"hf:{write(tmp_path, BERT)}", read.Reading(training=False)).notes == ()
+    assert ModelSource(f"hf:{write(tmp_path, BERT)}", Reading(training=False)).whole().notes == ()
     assert any(".layer.0." in path for path in model.graph.modules)
 
 
@@ -316,31 +317,31 @@ BAD: dict[str, tuple[Any, str, str]] = {
 def test_a_bad_config_is_one_line_with_the_remedy(case: str, tmp_path: Path) -> None:
     content, query, message = BAD[case]
     with pytest.raises(InputError, match=message) as raised:
-        read.read_capture(f"hf:{write(tmp_path, content)}{query}")
+        ModelSource(f"hf:{write(tmp_path, content)}{query}").capture()
     assert "\n" not in str(raised.value)
 
 
 def test_what_is_no_directory_with_a_config_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="names no directory"):
-        read.builder_of("hf:")
+        ModelSource("hf:").build()
     with pytest.raises(InputError, match="nowhere: no such directory; "):
-        read.builder_of("hf:nowhere")
+        ModelSource("hf:nowhere").build()
     with pytest.raises(InputError, match=r"has no config\.json; name a directory"):
-        read.builder_of(f"hf:{tmp_path}")
+        ModelSource(f"hf:{tmp_path}").build()
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(InputError, match=r"but model_index\.json; name its unet or transformer directory"):
-        read.builder_of(f"hf:{tmp_path}")
+        ModelSource(f"hf:{tmp_path}").build()
 
 
 def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
     write(tmp_path, {**BERT, "architectures": ["BertModel"]})
     for name in ("modeling_bert.py", "configuration_bert.py", "__init__.py", "torch.py"):
         (tmp_path / name).write_text("raise SystemExit('run')")
-    assert read.load(f"hf:{tmp_path}?batch=2").num_ops > 0
+    assert load(f"hf:{tmp_path}?batch=2").num_ops > 0
 
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"hf:{write(tmp_path, BERT)}"
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"needs Transformers; pip install 'gdp-placement\[hf\]'"):
-        read.builder_of(text)
+        ModelSource(text).build()

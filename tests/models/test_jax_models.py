@@ -13,7 +13,7 @@ from gdp.errors import InputError
 from gdp.execute.executable import read_executable
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.model import Microbatching, Reading
-from gdp.models.read import read_model
+from gdp.models.source import ModelSource
 
 MODELS = """
 import jax, numpy as np, torch
@@ -62,7 +62,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("function", ["net", "jitted", "keywords", "both", "arrays"])
 def test_a_forward_pass_is_captured_however_its_arguments_are_given(function: str) -> None:
-    model = read_model(f"jax_nets:{function}", Reading(training=False))
+    model = ModelSource(f"jax_nets:{function}", Reading(training=False)).whole()
     graph = model.graph
     assert graph.name == f"jax_nets:{function}"
     assert {"params.first", "params.second", "x"} < set(graph.op_names)
@@ -111,7 +111,7 @@ BAD = {
 def test_what_does_not_apply_to_a_jax_function_is_one_line(case: str) -> None:
     function, reading, message = BAD[case]
     with pytest.raises(InputError, match=message) as caught:
-        read_model(f"jax_nets:{function}", reading)
+        ModelSource(f"jax_nets:{function}", reading).whole()
     assert f"jax_nets:{function}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -119,7 +119,7 @@ def test_what_does_not_apply_to_a_jax_function_is_one_line(case: str) -> None:
 def test_a_jax_function_is_neither_executed_nor_measured(capsys: pytest.CaptureFixture[str]) -> None:
     message = "jax_nets:net: is a JAX function, which is placed, not executed or measured; name a PyTorch model"
     with pytest.raises(InputError, match=message):
-        read_executable("jax_nets:net")
+        read_executable(ModelSource("jax_nets:net"))
     MeasuredTimes("times.db", create=True)
     assert main(["place", "jax_nets:net", "--devices", "2xp100-pcie-16g", "--times", "times.db"]) == 2
     assert message in capsys.readouterr().err

@@ -13,7 +13,7 @@ from gdp import InputError
 from gdp.cli import main
 from gdp.graph.held_memory import HeldMemory
 from gdp.models.pytorch import capture, capture_fn
-from gdp.models.read import read_model
+from gdp.models.source import ModelSource
 
 # a weight of 64 x 80 = 5,120 elements and a bias of 64; bytes of float32
 WEIGHT, BIAS = 5120, 64
@@ -201,4 +201,4 @@ def test_a_graph_file_has_its_optimizer() -> None:
     from gdp.models.model import Reading
 
     with pytest.raises(InputError, match=r"--optimizer: graph\.json is a gdp-graph file, whose updates are in it"):
-        read_model("graph.json", Reading(optimizer="adamw"))
+        ModelSource("graph.json", Reading(optimizer="adamw")).whole()

@@ -22,7 +22,7 @@ from gdp.graph import Graph
 from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, autocast, capture, capture_fn
 from gdp.models.pytorch.cards import as_if_on_a_card
-from gdp.models.read import read_model
+from gdp.models.source import ModelSource
 from gdp.simulator.costs import op_times
 
 ROWS, WIDTH, HIDDEN = 8192, 1024, 4096
@@ -124,10 +124,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_four_ways_to_bfloat16_have_the_same_products_at_the_same_rate_and_differ_as_by_hand() -> None:
     """Products have the bytes and the rate of bfloat16 in each way; the casts and the softmax are PyTorch's."""
     ways = {
-        "bfloat16": read_model("nets_of_types:converted", Reading(training=False)),
-        "dtype": read_model("nets_of_types:plain", Reading(training=False, dtype="bfloat16")),
-        "autocast cuda": read_model("nets_of_types:autocast_cuda", Reading(training=False)),
-        "autocast cpu": read_model("nets_of_types:autocast_cpu", Reading(training=False)),
+        "bfloat16": ModelSource("nets_of_types:converted", Reading(training=False)).whole(),
+        "dtype": ModelSource("nets_of_types:plain", Reading(training=False, dtype="bfloat16")).whole(),
+        "autocast cuda": ModelSource("nets_of_types:autocast_cuda", Reading(training=False)).whole(),
+        "autocast cpu": ModelSource("nets_of_types:autocast_cpu", Reading(training=False)).whole(),
     }
     assert ways["bfloat16"].graph.fingerprint == ways["dtype"].graph.fingerprint
     for way, model in ways.items():
@@ -169,8 +169,8 @@ def test_five_ways_to_a_llama_in_bfloat16_have_the_same_products() -> None:
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config | {"dtype": dtype}))
     sizes = "?batch=2&sequence=16"
-    by_config = read_model(f"hf:half{sizes}", Reading()).graph
-    assert read_model(f"hf:plain{sizes}", Reading(dtype="bfloat16")).graph.fingerprint == by_config.fingerprint
+    by_config = ModelSource(f"hf:half{sizes}", Reading()).whole().graph
+    assert ModelSource(f"hf:plain{sizes}", Reading(dtype="bfloat16")).whole().graph.fingerprint == by_config.fingerprint
 
     def converted_by(convert: Callable[[nn.Module], nn.Module]) -> Graph:
         def made() -> Any:
@@ -196,7 +196,7 @@ def test_five_ways_to_a_llama_in_bfloat16_have_the_same_products() -> None:
         buffers = 2 * 4 * 4
         assert mixed.resident_bytes.sum() - buffers == 2 * (by_config.resident_bytes.sum() - buffers), device
     with pytest.raises(InputError, match="dtype is given twice"):
-        read_model(f"hf:plain{sizes}&dtype=float16", Reading(dtype="bfloat16"))
+        ModelSource(f"hf:plain{sizes}&dtype=float16", Reading(dtype="bfloat16")).whole()
 
 
 def test_autocast_has_the_lists_of_the_installed_pytorch() -> None:
@@ -413,4 +413,4 @@ def test_a_capture_tells_what_it_leaves_out_or_estimates() -> None:
 )
 def test_a_type_that_cannot_be_is_refused(dtype: str, text: str, words: str) -> None:
     with pytest.raises(InputError, match=re.escape(words)):
-        read_model(text, Reading(dtype=dtype))
+        ModelSource(text, Reading(dtype=dtype)).whole()

@@ -10,8 +10,9 @@ import pytest
 from gdp.cli import main
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models import read
 from gdp.models.gguf.types import Matrix, type_in
+from gdp.models.model import Reading
+from gdp.models.source import ModelSource, load
 
 GB = 10**9
 QWEN32 = {  # Qwen/Qwen2.5-32B
@@ -33,7 +34,7 @@ OTHERS = 2 * (2 * 1000 * 256 + 3 * 256)  # embedding, output layer and norms in 
 def graph_of(config: dict[str, Any], directory: Path, query: str = "") -> Graph:
     """Returns a step of one token."""
     (directory / "config.json").write_text(json.dumps(config))
-    return read.load(f"hf:{directory}?batch=1&sequence=1{query}", training=False)
+    return load(f"hf:{directory}?batch=1&sequence=1{query}", training=False)
 
 
 def quantised(**content: Any) -> dict[str, Any]:
@@ -149,4 +150,4 @@ def test_quantised_weights_are_for_inference_and_not_run(tmp_path: Path, capsys:
     assert "quantised weights, which are for inference; give --inference" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match=r"is placed, not executed: add \?weights=none"):
-        read.read_capture(f"hf:{tmp_path}", read.Reading(training=False))
+        ModelSource(f"hf:{tmp_path}", Reading(training=False)).capture()

@@ -16,10 +16,10 @@ from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models import read
 from gdp.models.hugging_face import build, cache_layers
 from gdp.models.model import Reading
 from gdp.models.serving import ServedStep, Serving
+from gdp.models.source import ModelSource
 from gdp.simulator.problem import Problem
 
 SIZES = {
@@ -79,7 +79,7 @@ def built(text: str, phase: str) -> tuple[Any, dict[str, Any]]:
 
 
 def captured(text: str, phase: str, cache: Fraction | None = None) -> tuple[Any, ServedStep]:
-    capture, model = read._capture_served(text, Reading(training=False, serving=Serving(phase, cache)), 1)
+    capture, model = ModelSource(text, Reading(training=False, serving=Serving(phase, cache)))._capture_served(1)
     assert not capture.coverage.unknown
     return capture, model.served
 
@@ -99,7 +99,7 @@ def test_decoding_after_a_prefill_gives_the_logits_of_the_whole_text(name: str, 
     text = tiny(name, tmp_path / "decode", f"&context={CONTEXT}")
     decode, inputs = built(text, "decode")
     decode.load_state_dict(prefill.state_dict())
-    plain, _, _ = read.builder_of(tiny(name, tmp_path / "plain", ""), training=False)()
+    plain, _, _ = ModelSource(tiny(name, tmp_path / "plain", ""), Reading(training=False)).build()
     plain.load_state_dict(prefill.state_dict())
     capture, _ = captured(text, "decode")
     if name == "t5":  # the encoder's keys, and one decoded token
@@ -312,7 +312,7 @@ def test_only_transformers_models_with_a_cache_have_phases(tmp_path: Path) -> No
         (f"hf:{write(tmp_path, {'_class_name': 'UNet2DModel'})}", "a model of Diffusers has no cache"),
     ):
         with pytest.raises(InputError, match=message):
-            read.read_model(text, Reading(training=False, serving=Serving("decode")))
+            ModelSource(text, Reading(training=False, serving=Serving("decode"))).whole()
     for kind, name, message in (
         ("vit", "ViTForImageClassification", "reads no tokens, so it has no cache"),
         ("clip", "CLIPModel", "CLIPModel takes no cache"),
@@ -325,7 +325,7 @@ def test_only_transformers_models_with_a_cache_have_phases(tmp_path: Path) -> No
 
 def test_a_name_of_the_hub_gets_the_command_that_fetches_its_config() -> None:
     with pytest.raises(InputError, match=r"hf download Qwen/Qwen2\.5-32B config\.json --local-dir Qwen/Qwen2\.5-32B"):
-        read.read_model("hf:Qwen/Qwen2.5-32B")
+        ModelSource("hf:Qwen/Qwen2.5-32B").whole()
 
 
 def test_a_room_knows_the_tokens_before_its_step() -> None:

@@ -8,7 +8,7 @@ from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import microbatch_of, replica_of, shared_ops
 from gdp.models.model import Reading
 from gdp.models.pytorch.capture_step import capture_fn
-from gdp.models.read import read_part
+from gdp.models.source import ModelSource
 from gdp.models.workloads import get, names
 from gdp.parallel.buckets import gradients_of
 from gdp.parallel.layout import Layout
@@ -87,6 +87,6 @@ def test_tiny_models_conserve(family: str) -> None:
 @pytest.mark.parametrize("name", SMALLEST)
 def test_workloads_conserve(name: str) -> None:
     """The laws hold for the smallest workload of each family, with all of its batch in a micro-batch."""
-    graph = read_part(name, Reading(), 1)
+    graph = ModelSource(name, Reading()).part(1).graph
     for text in LAYOUTS:
         assert_conserved(graph, Layout.parse(text))

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from gdp.errors import InputError
-from gdp.models import read, workloads
+from gdp.models import workloads
+from gdp.models.source import load
 from gdp.policy.training.architectures.draw import DEFAULT, FAMILIES, MAX_OPS, MIN_OPS, captured, draw
 from gdp.policy.training.architectures.likeness import MAX_LIKENESS, BuiltIns, neighbourhoods, structure
 from gdp.policy.training.graph_set import INDEX, GraphSet, make_set
@@ -58,11 +59,11 @@ def test_a_draw_is_in_range_and_families_take_turns(built_ins: BuiltIns, whole: 
 
 def test_relatives_are_alike_and_sizes_do_not_matter(built_ins: BuiltIns) -> None:
     """A ViT of another size has nearly all neighbourhoods of a ViT; CLIP, its relative, would be rejected too."""
-    larger = read.load("vit/l18-h1280-ps32-b256")
+    larger = load("vit/l18-h1280-ps32-b256")
     assert built_ins.nearest(larger) == ("vit", pytest.approx(1.0, abs=0.02))
     clip = next(item.name for item in workloads.training_variants() if item.family == "clip")
-    assert built_ins.nearest(read.load(clip))[1] > MAX_LIKENESS
-    small = read.load("tree_lstm/h512-l8-b1024")
+    assert built_ins.nearest(load(clip))[1] > MAX_LIKENESS
+    small = load("tree_lstm/h512-l8-b1024")
     assert built_ins.nearest(small)[1] < 0.05
     assert len(neighbourhoods(small)) <= small.num_ops
 

@@ -13,7 +13,8 @@ import pytest
 from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models.read import Reading, read_model
+from gdp.models.model import Reading
+from gdp.models.source import ModelSource
 from gdp.search.place import place
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -50,7 +51,7 @@ def graph_of(model: str, directory: Path) -> Graph:
     if model == "decode":
         (directory / "config.json").write_text(json.dumps(DECODER))
         model = f"hf:{directory}?batch=4&sequence=1"
-    return read_model(model, Reading(training=False)).graph
+    return ModelSource(model, Reading(training=False)).whole().graph
 
 
 def placed(graph: Graph, cluster: Cluster, limits: dict[str, int], budget: str) -> Plan | None:
@@ -103,7 +104,7 @@ def check(graph: Graph, seed: int, budget: str, most: int) -> None:
 
 def test_no_part_and_no_equal_plan_is_faster_on_a_small_machine() -> None:
     """Two random cards, and a decoder of eight layers with experts."""
-    check(read_model("moe", Reading(training=False)).graph, 0, "400sims", 2)
+    check(ModelSource("moe", Reading(training=False)).whole().graph, 0, "400sims", 2)
 
 
 @pytest.mark.long

@@ -86,7 +86,7 @@ def _parts(request: PlaceRequest, model: "Model") -> "Parts | None":
     if any(model.graph.times_ns) or not model.seconds:
         return None
     with contextlib.suppress(InputError), live(StatusLine("reading the batch")):
-        return Parts.of_model(request.model, request.reading, model.graph, model.seconds)
+        return Parts.of_source(request.source, model.graph, model.seconds)
     return None
 
 
@@ -116,7 +116,7 @@ def find_changes_that_fit(request: PlaceRequest, problem: "Problem", stop: threa
                 request.cluster,
                 request.constraints,
                 clock=Clock(budget, stop=stop),
-                part_of=(lambda parts: request.read_split(count, parts)) if request.can_split else None,
-                split_in=(lambda factor: request.read_split(count * factor)) if can_accumulate else None,
+                part_of=(lambda parts: request.source.split(count, parts)) if request.can_split else None,
+                split_in=(lambda factor: request.source.split(count * factor)) if can_accumulate else None,
             )
     return changes

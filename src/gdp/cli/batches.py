@@ -27,7 +27,6 @@ class BatchesInFlight(PlaceQuestion):
     """Asks which copies and stages serve a number of batches at a time; answers are not kept."""
 
     def __init__(self, request: PlaceRequest, files: PlanFiles, model: "Model", num_batches: int) -> None:
-        from gdp.models.read import batch_size
         from gdp.parallel.batches import check_batches
 
         super().__init__(request, files)
@@ -37,7 +36,7 @@ class BatchesInFlight(PlaceQuestion):
         with request.named():
             check_batches(model.graph, num_batches)
             self.problem = build_problem(model.graph, request.cluster, request.constraints)
-        self.samples = batch_size(request.model, request.reading)
+        self.samples = request.source.batch_size
 
     def get_ready(self) -> None:
         """See `PlaceQuestion`."""

@@ -25,12 +25,13 @@ def capture(
 ) -> int:
     """Write the graph of one step of MODEL."""
     from gdp.cli import values
+    from gdp.models.source import ModelSource
 
     if not out.name.endswith(_GRAPH_FILES):
         raise InputError(f"--out {out}: a name that ends in .json, .json.gz or .safetensors is expected")
-    reading = model_options.reading()
+    model_source = ModelSource(model, model_options.reading())
     values.check_writable(out)
-    source = read_graph(model, reading)
+    source = read_graph(model_source)
     is_like_it = model.endswith(".safetensors") == out.name.endswith(".safetensors")  # else a file in the other form
     if model.endswith(_GRAPH_FILES) and is_like_it and model_options.microbatches == 1:
         raise InputError(f"{model}: is a gdp-graph file already; name a workload or module:function")

@@ -46,20 +46,21 @@ def compare(
     with progress.live("loading gdp"):
         from gdp.budget import Budget
         from gdp.cluster import Cluster
+        from gdp.models.source import ModelSource
 
-        limit, reading = Budget.parse(budget), model_options.reading()
+        limit, source = Budget.parse(budget), ModelSource(model, model_options.reading())
         cluster = Cluster.parse(devices)
         constraints = limits.constraints(cluster)
-        names, rivals = split_rivals(model, placers, model_options.microbatches)
+        names, rivals = split_rivals(source, placers)
         check_placers(names)
         check_checkpoint(checkpoint, names)
-        check_rivals(rivals, model, reading)
-    source = read_graph(model, reading)
-    graph = source.graph
+        check_rivals(rivals, source)
+    read = read_graph(source)
+    graph = read.graph
     title = f"{graph.name} on {cluster.name}"
     line, runs_left = progress.StatusLine(title), len(names) * seeds
     with progress.live(f"preparing {title}"):
-        modes = find_rivals(rivals, model, reading, cluster, constraints)
+        modes = find_rivals(rivals, source, cluster, constraints)
     warm_up(names)
     from gdp.planning.compare import compare as run
     from gdp.report import console, documents
@@ -85,9 +86,9 @@ def compare(
             stop=stop,
         )
     if json:
-        print_json(documents.compare_document(graph, cluster, comparison, str(limit), source.served))
+        print_json(documents.compare_document(graph, cluster, comparison, str(limit), read.served))
     else:
-        show(console.compare_report(comparison, source.served))
+        show(console.compare_report(comparison, read.served))
     if comparison.interrupted:
         return INTERRUPTED
     if all(row.step_time_ns is None for row in comparison.rows):

@@ -15,7 +15,8 @@ from gdp.errors import InputError, UnevenBatchError
 if TYPE_CHECKING:
     from gdp.cluster import Cluster
     from gdp.graph import Graph
-    from gdp.models.model import Model, Reading
+    from gdp.models.model import Model
+    from gdp.models.source import ModelSource
     from gdp.planning.compare import Rival
     from gdp.search.rivals.rivals import RivalQuestion, RivalStep
     from gdp.simulator.constraints import Constraints
@@ -27,17 +28,15 @@ GRAPH_FILES = IN_JSON, IN_COLUMNS
 """Names of the graph beside a plan."""
 
 
-def read_graph(text: str, reading: "Reading") -> "Model":
+def read_graph(source: "ModelSource") -> "Model":
     """Reads MODEL, and says in notes where its graph may not be the one that the user means."""
     from gdp.report.progress import live
 
-    count = reading.microbatching.count
+    text, count = source.text, source.reading.microbatching.count
     is_split = count > 1 and ":" in text
     with live(f"reading {text}"):
-        from gdp.models.read import read_model
-
         try:
-            model = read_model(text, reading)
+            model = source.whole()
         except UnevenBatchError:
             raise
         except InputError as error:
@@ -53,15 +52,14 @@ def read_graph(text: str, reading: "Reading") -> "Model":
     return model
 
 
-def read_timed(text: str, times: Path, cluster: "Cluster", reading: "Reading") -> "Model":
+def read_timed(source: "ModelSource", times: Path, cluster: "Cluster") -> "Model":
     """Reads MODEL with the measured times of its ops on the kinds of devices in `cluster`."""
     from gdp.report.progress import live
 
-    with live(f"capturing {text}"):
+    with live(f"capturing {source.text}"):
         from gdp.models.measured_times import MeasuredTimes
-        from gdp.models.read import read_timed_model
 
-        return read_timed_model(text, MeasuredTimes(times), [device.kind for device in cluster.devices], reading)
+        return source.timed(MeasuredTimes(times), [device.kind for device in cluster.devices])
 
 
 def build_problem(graph: "Graph", cluster: "Cluster", constraints: "Constraints") -> "Problem":
@@ -82,7 +80,7 @@ def check_placers(names: Iterable[str]) -> None:
         solver_of(name)
 
 
-def split_rivals(model: str, placers: str | None, microbatches: int) -> tuple[list[str], list[str]]:
+def split_rivals(source: "ModelSource", placers: str | None) -> tuple[list[str], list[str]]:
     """Returns (placers of gdp, rivals: modes of accelerate and parallel steps) that `--placers` names.
 
     The modes are among the defaults for Transformers models, except with micro-batches: accelerate has none.
@@ -92,7 +90,8 @@ def split_rivals(model: str, placers: str | None, microbatches: int) -> tuple[li
     from gdp.search.rivals.rivals import RIVALS
 
     if placers is None:
-        has_rivals = model.startswith("hf:") and microbatches == 1 and find_spec("accelerate") is not None
+        is_whole_model = source.text.startswith("hf:") and source.reading.microbatching.count == 1
+        has_rivals = is_whole_model and find_spec("accelerate") is not None
         return list(DEFAULT_PLACERS), list(NAMES) if has_rivals else []
     names = [name.strip() for name in placers.split(",")]
     for name in names:
@@ -105,7 +104,7 @@ def split_rivals(model: str, placers: str | None, microbatches: int) -> tuple[li
 
 
 def find_rivals(
-    names: Sequence[str], model: str, reading: "Reading", cluster: "Cluster", constraints: "Constraints"
+    names: Sequence[str], source: "ModelSource", cluster: "Cluster", constraints: "Constraints"
 ) -> "dict[str, Rival]":
     """Returns the rivals `names` for MODEL: modes of accelerate, and the parallel steps of other tools.
 
@@ -115,35 +114,35 @@ def find_rivals(
 
     parallel = [name for name in names if name in RIVALS]
     return {
-        **_accelerate_modes([name for name in names if name not in RIVALS], model, reading),
-        **(_parallel_steps(parallel, model, reading, cluster, constraints) if parallel else {}),
+        **_accelerate_modes([name for name in names if name not in RIVALS], source),
+        **(_parallel_steps(parallel, source, cluster, constraints) if parallel else {}),
     }
 
 
-def check_rivals(names: Sequence[str], model: str, reading: "Reading") -> None:
+def check_rivals(names: Sequence[str], source: "ModelSource") -> None:
     """Raises InputError for parallel steps where MODEL's batch cannot be split, before the graph is captured."""
-    from gdp.models.read import has_samples
     from gdp.search.rivals.rivals import RIVALS
 
     label = f"--placers {','.join(name for name in names if name in RIVALS)}"
     if not set(names) & set(RIVALS):
         return
-    if not has_samples(model):
-        raise InputError(f"{label}: cuts the batch, and {model} is a file, whose batch cannot be split; name its model")
-    if not reading.training:
+    if source.is_file:
+        raise InputError(
+            f"{label}: cuts the batch, and {source.text} is a file, whose batch cannot be split; name its model"
+        )
+    if not source.reading.training:
         raise InputError(f"{label}: is a way to train; leave out --inference")
-    if reading.microbatching.count > 1:
+    if source.reading.microbatching.count > 1:
         raise InputError(f"{label}: chooses its own micro-batches; leave out --microbatches")
 
 
 def _parallel_steps(
-    names: Sequence[str], model: str, reading: "Reading", cluster: "Cluster", constraints: "Constraints"
+    names: Sequence[str], source: "ModelSource", cluster: "Cluster", constraints: "Constraints"
 ) -> "dict[str, Rival]":
-    from gdp.models.read import batch_size, read_part
     from gdp.search.layouts.batch_parts import Parts
     from gdp.search.rivals.rivals import RIVALS, RivalQuestion
 
-    parts = Parts(partial(read_part, model, reading), batch_size(model, reading) or 1)
+    parts = Parts(lambda num_parts: source.part(num_parts).graph, source.batch_size or 1)
     question = RivalQuestion(parts, cluster, constraints)
     return {name: partial(_ask, RIVALS[name], question) for name in names}
 
@@ -153,18 +152,19 @@ def _ask(rival: "Callable[[RivalQuestion], RivalStep]", question: "RivalQuestion
     return rival(question)
 
 
-def _accelerate_modes(names: Sequence[str], model: str, reading: "Reading") -> "dict[str, Rival]":
+def _accelerate_modes(names: Sequence[str], source: "ModelSource") -> "dict[str, Rival]":
     if not names:
         return {}
     from gdp.export import accelerate_maps
 
-    if reading.microbatching.count > 1:
+    if source.reading.microbatching.count > 1:
         raise InputError(f"--placers {','.join(names)}: accelerate has no micro-batches; leave out --microbatches")
-    if reading.serving.has_cache:  # accelerate maps modules, which have no cache when it does
+    if source.reading.serving.has_cache:  # accelerate maps modules, which have no cache when it does
         from gdp.models.hugging_face.build import without_context
+        from gdp.models.source import ModelSource
 
-        model = without_context(model)
-    module = accelerate_maps.module_of(model, training=reading.training, dtype=reading.dtype)
+        source = ModelSource(without_context(source.text), source.reading)
+    module = accelerate_maps.module_of(source)
     return {
         name: partial(accelerate_maps.best_step, module, mode=name.removeprefix(accelerate_maps.PREFIX))
         for name in names
@@ -196,11 +196,13 @@ def problem_of_plan(
 ) -> "Problem":
     """Builds the problem that the `plan` in `path` solves, from --graph and --devices or the files beside the plan."""
     from gdp.cluster import Cluster
+    from gdp.models.source import ModelSource
 
     reading = model_options.reading()
     model_options.check_has_model(graph)
     cluster = Cluster.parse(_named_or_beside(path, devices, ("cluster.json",), "its devices", "--devices"))
-    source = read_planned(_named_or_beside(path, graph, GRAPH_FILES, "its graph", "--graph"), reading, plan).graph
+    model = ModelSource(_named_or_beside(path, graph, GRAPH_FILES, "its graph", "--graph"), reading)
+    source = read_planned(model, plan).graph
     try:
         plan.check_belongs(source, cluster)
     except InputError as error:
@@ -225,19 +227,18 @@ def check_spares_plan(option: str, path: Path, plan: Path) -> None:
         raise InputError(f"{option} {path}: the plan needs that file; name another one")
 
 
-def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
+def read_planned(source: "ModelSource", plan: "Plan") -> "Model":
     """Reads the graph of MODEL that `plan` is of: cut as its layout says, unless MODEL is a file, which is whole."""
     from gdp.models.model import Model
-    from gdp.models.read import has_samples, read_part
     from gdp.parallel.batches import BatchStream, in_flight
     from gdp.parallel.step import Step
     from gdp.search.layouts.batch_parts import Parts
 
     layout = plan.layout
     if layout is None:
-        return read_graph(text, reading)
-    if in_flight(layout) or not has_samples(text):
-        model = read_graph(text, reading)
+        return read_graph(source)
+    if in_flight(layout) or source.is_file:
+        model = read_graph(source)
         if model.graph.fingerprint == plan.graph:
             return model
         whole = layout.get("whole", model.graph.fingerprint)
@@ -249,9 +250,10 @@ def read_planned(text: str, reading: "Reading", plan: "Plan") -> "Model":
         if in_flight(layout):
             return replace(model, graph=BatchStream.of_document(model.graph, layout).graph)
         return replace(model, graph=Step.of_document(Parts.of_graph(model.graph).exact, layout).graph)
-    if reading.microbatching.count > 1:
+    if source.reading.microbatching.count > 1:
         raise InputError("--microbatches: the plan has its layout in it; leave the option out")
     from gdp.report.progress import live
 
-    with live(f"reading {text} as the plan cuts it"):
-        return Model(Step.of_document(partial(read_part, text, reading), layout).graph, {}, is_captured=True)
+    with live(f"reading {source.text} as the plan cuts it"):
+        step = Step.of_document(lambda num_parts: source.part(num_parts).graph, layout)
+        return Model(step.graph, {}, is_captured=True)

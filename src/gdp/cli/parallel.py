@@ -207,10 +207,8 @@ class LayoutChoice(PlaceQuestion):
 
 def check_parallel_alone(request: PlaceRequest, sweep: str | None) -> None:
     """Raises InputError for options that say something else than --parallel."""
-    from gdp.models.read import has_samples
-
     reading = request.reading
-    if (has_samples(request.model) and reading.microbatching.count > 1) or reading.microbatching.free_replicas:
+    if (not request.source.is_file and reading.microbatching.count > 1) or reading.microbatching.free_replicas:
         raise InputError("--microbatches: --parallel has a number of its own; write --parallel microbatches=M")
     if not reading.training or reading.serving.has_cache:
         raise InputError(
@@ -240,7 +238,7 @@ def _parts(request: PlaceRequest, model: "Model") -> "Parts":
     from gdp.search.layouts.batch_parts import Parts
 
     with request.named():
-        return Parts.of_model(request.model, request.reading, model.graph, model.captured_s)
+        return Parts.of_source(request.source, model.graph, model.captured_s)
 
 
 def _under_noise(request: PlaceRequest, plan: "Plan", clock: "Clock") -> "Plan":

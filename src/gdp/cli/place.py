@@ -99,19 +99,18 @@ def place(
         from gdp.budget import Budget
         from gdp.cli import values
         from gdp.cluster import Cluster
+        from gdp.models.source import ModelSource
         from gdp.planning.sweep import Sweep
 
         began_s, limit = time.monotonic(), Budget.parse(budget)
         table = None if sweep is None else Sweep.parse(sweep)
-        reading = model_options.reading()
         cluster = Cluster.parse(devices)
         request = PlaceRequest(
-            model=model,
+            source=ModelSource(model, model_options.reading()),
             devices=devices,
             cluster=cluster,
             budget=limit,
             constraints=limits.constraints(cluster),
-            reading=reading,
             times=times,
             placer=placer,
             checkpoint=checkpoint,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gdp.export.export_target import ExportTarget
     from gdp.graph import Graph
     from gdp.models.model import Model, Reading
+    from gdp.models.source import ModelSource
     from gdp.simulator.constraints import Constraints
 
 
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
 class PlaceRequest:
     """Holds the options of `gdp place`, parsed."""
 
-    model: str
+    source: "ModelSource"
     devices: str
     cluster: "Cluster"
     budget: "Budget"
     constraints: "Constraints"
-    reading: "Reading"
     times: Path | None
     placer: str
     checkpoint: str | None
@@ -48,25 +48,24 @@ class PlaceRequest:
     began_s: float = field(default_factory=time.monotonic)  # when the budget began, by `time.monotonic`
     latest_s: float = math.inf  # when all files are to be written
 
+    @property
+    def model(self) -> str:
+        """MODEL, as it is named in messages."""
+        return self.source.text
+
+    @property
+    def reading(self) -> "Reading":
+        """The options for reading MODEL."""
+        return self.source.reading
+
     def read(self) -> "Model":
         """Reads the model's graph, with measured times if --times has some."""
-        if self.times is None:
-            return read_graph(self.model, self.reading)
-        return read_timed(self.model, self.times, self.cluster, self.reading)
-
-    def read_split(self, microbatches: int, samples_by: int = 1) -> "Graph":
-        """Reads the model's step in this number of micro-batches, with 1/`samples_by` of its samples."""
-        from gdp.models.read import read_part
-
-        microbatching = replace(self.reading.microbatching, count=microbatches)
-        return microbatching.apply(read_part(self.model, self.reading, microbatches * samples_by))
+        return read_graph(self.source) if self.times is None else read_timed(self.source, self.times, self.cluster)
 
     @property
     def can_split(self) -> bool:
         """True if the model can be read anew with its batch split."""
-        from gdp.models.read import has_samples
-
-        return self.times is None and has_samples(self.model)
+        return self.times is None and not self.source.is_file
 
     @property
     def may_be_cut(self) -> bool:

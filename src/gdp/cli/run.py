@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gdp.execute.executable import Executable
     from gdp.execute.run import RunResult
     from gdp.graph import Graph
+    from gdp.models.source import ModelSource
     from gdp.simulator.plan import Plan
 
 OK, FAILED, OUT_OF_MEMORY = 0, 1, 3
@@ -68,13 +69,12 @@ def run(
     if _is_rank():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
     from gdp.models.model import Reading
+    from gdp.models.source import ModelSource
     from gdp.simulator.plan import Plan
 
-    reading = Reading(not inference, optimizer, master_weights=master_weights, dtype=dtype)
+    source = ModelSource(model, Reading(not inference, optimizer, master_weights=master_weights, dtype=dtype))
     read = Plan.load(plan)
-    from gdp.models.read import check_runnable
-
-    check_runnable(model, "executed")
+    source.check_runnable("executed")
     cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
     if times is not None:
         _check_times(times, cluster)
@@ -85,14 +85,14 @@ def run(
 
     def build() -> "Executable":
         with _live(f"building {model}"):
-            return read_executable(model, reading, plan=read, seed=seed)
+            return read_executable(source, plan=read, seed=seed)
 
     places = None if on is None else on.split(",")
     interrupted = threading.Event()
     try:
         with printing_to_stderr():  # the model runs
             executable, result = _execute(
-                model, build, read, places, interrupted, graph=graph, cluster=cluster, steps=steps
+                source, build, read, places, interrupted, graph=graph, cluster=cluster, steps=steps
             )
     except ExecutionError as error:
         status = OUT_OF_MEMORY if error.is_out_of_memory else FAILED
@@ -123,7 +123,7 @@ def run(
 
 
 def _execute(
-    model: str,
+    source: "ModelSource",
     build: "Callable[[], Executable]",
     plan: "Plan",
     on: "list[str] | None",
@@ -143,7 +143,7 @@ def _execute(
         try:
             targets = find_targets(plan.devices, on, option="--on")
         except InputError:
-            _check_kind(model)  # a JAX function has no use for the devices
+            _check_kind(source)  # a JAX function has no use for the devices
             raise
         warm_up(())
         executable = build()
@@ -160,15 +160,14 @@ def _execute(
             return executable, run_on_ranks(executable, plan, ranks, **options)
 
 
-def _check_kind(model: str) -> None:
-    """Raises InputError if `model` is no PyTorch model, which is known once its function was called."""
+def _check_kind(source: "ModelSource") -> None:
+    """Raises InputError if MODEL is no PyTorch model, which is known once its function was called."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from gdp.models.pytorch.capture_step import copies_allowed
-    from gdp.models.read import builder_of
 
     with copies_allowed(), FakeTensorMode():
-        builder_of(model)()
+        source.build()
 
 
 def _live(text: str) -> "AbstractContextManager[None]":

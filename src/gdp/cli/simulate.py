@@ -27,13 +27,14 @@ def simulate(
     Exit status 2 if the plan has other figures, 3 if it exceeds memory or breaks a constraint.
     """
     from gdp.cluster import Cluster
+    from gdp.models.source import ModelSource
     from gdp.simulator.plan import Plan
 
-    reading = model_options.reading()
+    model = ModelSource(graph, model_options.reading())
     cluster = Cluster.parse(devices)
     read = Plan.load(plan)
     constraints = limits.constraints(cluster)
-    source = read_planned(graph, reading, read)
+    source = read_planned(model, read)
     problem = build_problem(source.graph, cluster, constraints)
     warm_up(())
     from gdp.report import console, documents, sentences

@@ -45,7 +45,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
         else:
             warm_up()
             answers = sweep_microbatches(
-                request.read_split, request.cluster, sweep.values, request.constraints, stop=stop, **common
+                request.source.split, request.cluster, sweep.values, request.constraints, stop=stop, **common
             )
         try:
             for value in sweep.values:

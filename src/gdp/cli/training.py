@@ -19,7 +19,7 @@ from gdp.cli import values
 from gdp.cli.shared import log
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.models import read, workloads
+from gdp.models import source, workloads
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
@@ -267,7 +267,7 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
                 continue
             if Path(name).is_dir() and workloads.find(name) is None:
                 raise InputError(f"{name}: is a directory without {INDEX}; make its graphs with gdp architectures")
-            graph = read.read_model(name).graph
+            graph = source.load(name)
             _check_held_out((graph.name,), held_out, name)
             workload = workloads.find(graph.name)
             if workload is None and not clusters:

@@ -113,7 +113,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named_state(model) if name not in parameters}
 
 
-def _as_captured(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def _as_captured(model: nn.Module) -> contextlib.AbstractContextManager[object]:
     """Returns a region in which a model on the CPU that asks for a card runs as it was captured."""
     is_on_cpu = all(tensor.device.type == "cpu" for _, tensor in named_state(model))
     return as_if_on_a_card() if is_on_cpu else contextlib.nullcontext()

@@ -6,7 +6,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gdp.errors import InputError
 from gdp.execute.layouts.batch import Sizes, first_part, part_sizes
@@ -14,13 +13,11 @@ from gdp.execute.layouts.step_program import StepProgram, step_program, stream_p
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
-from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, Program, capture
 from gdp.models.pytorch.capture_step import OptimizerChoice, StepOptions, rule_choice
 from gdp.models.pytorch.loss import Loss
-from gdp.models.pytorch.program import named_inputs
 from gdp.models.pytorch.signature import signatures
-from gdp.models.read import builder_of, check_runnable, without_tracebacks
+from gdp.models.source import ModelSource, without_tracebacks
 from gdp.models.user_function import printing_to_stderr
 from gdp.parallel.batches import BatchStream, in_flight
 from gdp.parallel.layout import Layout
@@ -75,17 +72,13 @@ class Executable:
         return ["" if origin < 0 else of_part[origin] for origin in self.cut.origin]
 
 
-def read_executable(
-    text: str, reading: Reading | None = None, *, plan: Plan | None = None, seed: int = 0
-) -> Executable:
-    """Builds the model that MODEL names, with parameters and inputs drawn by `seed` on the CPU, and captures its step.
+def read_executable(source: ModelSource, *, plan: Plan | None = None, seed: int = 0) -> Executable:
+    """Builds the model of MODEL, with parameters and inputs drawn by `seed` on the CPU, and captures its step.
 
-    The step is cut as the layout of `plan` says. InputError as for `sources.read_model`; a `gdp-graph`
-    file has no model.
+    The step is cut as the layout of `plan` says. InputError where MODEL cannot be read, or has no model.
     """
-    reading = reading or Reading()
-    check_runnable(text, "executed")
-    build = builder_of(text, training=reading.training, dtype=reading.dtype)
+    text, reading = source.text, source.reading
+    source.check_runnable("executed")
 
     def captured(args: Any, kwargs: Any) -> Capture:
         return capture(
@@ -101,14 +94,14 @@ def read_executable(
     with printing_to_stderr(), without_tracebacks():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            built = build()
+            built = source.build()
         model, args, kwargs = built if len(built) == 3 else (*built, {})
         whole = captured(args, kwargs)
         check_executable(whole.program)
         executable = Executable(whole, model, args, kwargs)
         if plan is None:
             return executable
-        return as_planned(executable, plan, captured, lambda num_parts: _part_sizes(text, reading, num_parts))
+        return as_planned(executable, plan, captured, source.sizes_of_part)
 
 
 def as_planned(
@@ -133,14 +126,6 @@ def as_planned(
     found = sizes(num_parts) if sizes is not None else part_sizes(args, kwargs, num_parts, layout.get("batch"))
     part = captured(*first_part(args, kwargs, num_parts, found))
     return replace(executable, cut=cut_step(part, layout, plan.graph))
-
-
-def _part_sizes(text: str, reading: Reading, num_parts: int) -> dict[str, torch.Size]:
-    """Returns the sizes of the inputs of MODEL with 1 / `num_parts` of its batch."""
-    build = builder_of(text, num_parts, training=reading.training, dtype=reading.dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-        _, args, *kwargs = build()
-    return {name: tensor.shape for name, tensor in named_inputs(args, kwargs[0] if kwargs else {})}
 
 
 def cut_step(part: Capture, document: Mapping[str, Any], fingerprint: str = "") -> StepProgram:

@@ -20,6 +20,7 @@ from gdp.export.export_target import is_cpu
 from gdp.export.export_units import grouped_ops
 from gdp.export.modules import STATE_KINDS, enclosing
 from gdp.graph import Graph, Tensor
+from gdp.models.source import ModelSource
 from gdp.models.stored_weights import stored_weights
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -36,7 +37,7 @@ NAMES = tuple(f"{PREFIX}{mode}" for mode in MODES)
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of GPUs' memory that maps may fill with weights
 
 
-def module_of(text: str, *, training: bool, dtype: str = "") -> "nn.Module":
+def module_of(source: ModelSource) -> "nn.Module":
     """Builds the module of MODEL with fake tensors, so nothing is allocated.
 
     InputError for a MODEL that is no PyTorch model, and if accelerate is not installed.
@@ -48,12 +49,10 @@ def module_of(text: str, *, training: bool, dtype: str = "") -> "nn.Module":
     from torch import nn
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from gdp.models.read import builder_of
-
     with FakeTensorMode():
-        module = builder_of(text, training=training, dtype=dtype)()[0]
+        module = source.build()[0]
     if not isinstance(module, nn.Module):
-        raise InputError(f"{text}: is a training step of your own; accelerate maps modules, name the module")
+        raise InputError(f"{source.text}: is a training step of your own; accelerate maps modules, name the module")
     return module
 
 

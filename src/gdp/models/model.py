@@ -99,8 +99,7 @@ def even_part(batch_size: int, num_microbatches: int, name: str) -> int:
         near = sorted(sorted(counts, key=lambda count: abs(count - num_microbatches))[:4])
         raise UnevenBatchError(
             f"{name}: a batch of {batch_size} has no {num_microbatches} equal micro-batches; "
-            f"take {', '.join(map(str, near))}",
-            batch_size,
+            f"take {', '.join(map(str, near))}"
         )
     return batch_size // num_microbatches
 

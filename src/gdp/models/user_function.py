@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import iscoroutinefunction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,46 +35,36 @@ class JaxFunction:
     capture: "Callable[[], JaxCapture]"
 
 
-def read_user_function(text: str) -> Callable[[], Example | JaxFunction]:
-    """Imports the user's function that `text` names; returns a function that calls it and puts its answer in order.
+class UserFunction:
+    """A user's function, imported; a call returns its answer in order.
 
     An answer is known to be a PyTorch model or a JAX function only after the call, which runs under fake tensors.
-    InputError for a function that cannot be imported or called, and, by the returned function, for its errors.
+    InputError for a function that cannot be imported or called, and, by the call, for its errors.
     """
-    module_name, _, path = text.partition(":")
-    with _explained(text, f"module {module_name} cannot be imported"), _importable_here():
-        function: Any = import_module(module_name)
-    for name in path.split("."):
-        if not hasattr(function, name):
-            raise InputError(f"{text}: module {module_name} has no {path}; check the name")
-        function = getattr(function, name)
-    if not callable(function):
-        kind = type(function).__name__
-        raise InputError(f"{text}: is no function but {kind}; one that returns (module, example_inputs) is expected")
-    if iscoroutinefunction(function):
-        raise InputError(f"{text}: is async; a plain function that returns (module, example_inputs) is expected")
 
-    def build() -> Example | JaxFunction:
+    def __init__(self, text: str, directory: Path | None = None) -> None:
+        """Imports the function that `text` names, from `directory` on: by default the current one."""
+        self._text, self._directory = text, directory
+        module_name, _, path = text.partition(":")
+        with _explained(text, f"module {module_name} cannot be imported"), _importable_in(directory):
+            function: Any = import_module(module_name)
+        for name in path.split("."):
+            if not hasattr(function, name):
+                raise InputError(f"{text}: module {module_name} has no {path}; check the name")
+            function = getattr(function, name)
+        if not callable(function):
+            kind, expected = type(function).__name__, "one that returns (module, example_inputs) is expected"
+            raise InputError(f"{text}: is no function but {kind}; {expected}")
+        if iscoroutinefunction(function):
+            raise InputError(f"{text}: is async; a plain function that returns (module, example_inputs) is expected")
+        self._function = function
+
+    def __call__(self) -> Example | JaxFunction:
+        """Calls the function."""
         from gdp.models.pytorch.cards import as_if_on_a_card
 
-        with _explained(text, "the function failed"), _importable_here(), as_if_on_a_card():
-            return _in_order(function(), text)
-
-    return build
-
-
-def pytorch_only(build: Callable[[], Example | JaxFunction], text: str) -> Build:
-    """Returns `build` for callers that need a PyTorch model: InputError if the model `text` is a JAX function."""
-
-    def build_pytorch() -> Example:
-        answer = build()
-        if isinstance(answer, JaxFunction):
-            raise InputError(
-                f"{text}: is a JAX function, which is placed, not executed or measured; name a PyTorch model"
-            )
-        return answer
-
-    return build_pytorch
+        with _explained(self._text, "the function failed"), _importable_in(self._directory), as_if_on_a_card():
+            return _in_order(self._function(), self._text)
 
 
 def _in_order(answer: Any, text: str) -> Example | JaxFunction:
@@ -170,9 +161,12 @@ def _flush() -> None:
 
 
 @contextlib.contextmanager
-def _importable_here() -> Iterator[None]:
-    """Puts the current directory first on the search path for modules, and comes back to it: our paths start there."""
-    here = os.getcwd()
+def _importable_in(directory: Path | None) -> Iterator[None]:
+    """Puts a directory first on the search path for modules, and comes back to the current one: our paths start there.
+
+    None: the current one.
+    """
+    here = str(directory or os.getcwd())
     sys.path.insert(0, here)
     try:
         with contextlib.chdir(here):

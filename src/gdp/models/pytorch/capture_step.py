@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
-from gdp.models.pytorch.cards import NO_GRADIENT, as_if_on_a_card
+from gdp.models.pytorch.cards import NO_GRADIENT, OnCpu, as_if_on_a_card
 from gdp.models.pytorch.explained import explained
 from gdp.models.pytorch.fake_copies import fake_memories
 from gdp.models.pytorch.loss import Loss, pick_loss
@@ -146,31 +147,67 @@ def capture_fn(
     if not callable(build):
         raise InputError(f"build is a {type(build).__name__}; a function that returns (module, args) is expected")
     name = getattr(build, "__name__", type(build).__name__) if name is None else name
-    captured = capture_or_answer(build, name, StepOptions(training, optimizer, loss, master_weights))
+    captured = Built.by(build, name).capture(name, StepOptions(training, optimizer, loss, master_weights))
     if not isinstance(captured, Capture):
         kind = type(captured).__name__
         raise InputError(f"{name}: build() returned {kind}; (module, args) or (module, args, kwargs) is expected")
     return captured
 
 
-def capture_or_answer(build: Callable[[], Any], name: str, options: StepOptions) -> Capture | Any:
-    """Returns what `capture_fn` does, or the answer of `build` itself if it is no PyTorch model with its inputs."""
-    with _isolated():
-        mode, optimizers = _BuildMode(), list[torch.optim.Optimizer]()
-        with explained(name), copies_allowed(), building(optimizers), mode:
-            answer = build()
-        if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not callable(answer[0]):
-            return answer
-        model, args, kwargs = answer if len(answer) == 3 else (*answer, {})
-        if is_own_step(model, options):
-            return _record_own(model, args, kwargs, mode, name, options, optimizers)
-        built = model
-        if not all(isinstance(tensor, FakeTensor) for _, tensor in (*named_state(model), *named_inputs(args, kwargs))):
-            with explained(name):
-                model, args, kwargs = _fake_copies(model, args, kwargs, mode)
-        began = time.monotonic()
-        recorded = _record(model, args, kwargs, mode, name, options, rule_choice(options, model, name))
-        return _noted(replace(recorded, seconds=time.monotonic() - began), built)
+@dataclass(frozen=True, eq=False)
+class Built:
+    """The answer of a function that builds a model: on fake tensors, so nothing is allocated."""
+
+    answer: Any
+    mode: FakeTensorMode
+    optimizers: Sequence[torch.optim.Optimizer]  # that the function made
+    dtype: torch.dtype  # the default type that the function left
+    has_card: bool  # the function has named a card
+
+    @classmethod
+    def by(cls, build: Callable[[], Any], name: str) -> "Built":
+        """Calls `build` under fake tensors. InputError, with `name`, where it reads their content."""
+        with _isolated() as on_cpu:
+            mode, optimizers = _BuildMode(), list[torch.optim.Optimizer]()
+            with explained(name), copies_allowed(), building(optimizers), mode:
+                answer = build()
+            return cls(answer, mode, optimizers, torch.get_default_dtype(), on_cpu.has_card)
+
+    @property
+    def is_model(self) -> bool:
+        """True for (module, args) and (module, args, kwargs)."""
+        return isinstance(self.answer, tuple) and len(self.answer) in (2, 3) and callable(self.answer[0])
+
+    def _example(self) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+        return self.answer if len(self.answer) == 3 else (*self.answer, {})
+
+    def capture(self, name: str, options: StepOptions) -> Capture | Any:
+        """Returns the recorded step, or the answer itself if it is no model. The model may have changed by then."""
+        if not self.is_model:
+            return self.answer
+        with _isolated(self.dtype, has_card=self.has_card):
+            model, args, kwargs = self._example()
+            if is_own_step(model, options):
+                return _record_own(model, args, kwargs, self.mode, name, options, self.optimizers)
+            built = model
+            tensors = (*named_state(model), *named_inputs(args, kwargs))
+            if not all(isinstance(tensor, FakeTensor) for _, tensor in tensors):
+                with explained(name):
+                    model, args, kwargs = _fake_copies(model, args, kwargs, self.mode)
+            began = time.monotonic()
+            recorded = _record(model, args, kwargs, self.mode, name, options, rule_choice(options, model, name))
+            return _noted(replace(recorded, seconds=time.monotonic() - began), built)
+
+    def copied(self) -> "Built":
+        """Returns a copy of a module and its inputs, on fake tensors of its own."""
+        with _isolated(), copies_allowed():
+            return replace(self, answer=_fake_copies(*self._example(), self.mode))
+
+    def with_inputs(self, change: Callable[[Any], Any]) -> "Built":
+        """Returns the same model with other inputs: `change` makes each from the one that is there."""
+        model, args, kwargs = self._example()
+        with _isolated(), self.mode:
+            return replace(self, answer=(model, tree_map(change, args), tree_map(change, kwargs)))
 
 
 def _noted(captured: Capture, model: nn.Module) -> Capture:
@@ -341,18 +378,23 @@ def _fake_copies(
 
 
 @contextlib.contextmanager
-def _isolated() -> Iterator[None]:
-    """Restores global state after a capture; a default device or inference mode does not reach it."""
+def _isolated(default: torch.dtype | None = None, *, has_card: bool = False) -> Iterator[OnCpu]:
+    """Restores global state after a capture; a default device or inference mode does not reach it.
+
+    `default` is the default type inside, and `has_card` says that the code has named a card before.
+    """
     dtype = torch.get_default_dtype()
     try:
+        if default is not None:
+            torch.set_default_dtype(default)
         with (
             torch.random.fork_rng(devices=[]),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.device("cpu"),
-            as_if_on_a_card(),
+            as_if_on_a_card(has_card=has_card) as on_cpu,
         ):
-            yield
+            yield on_cpu
     finally:
         torch.set_default_dtype(dtype)
 

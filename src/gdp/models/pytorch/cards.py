@@ -34,13 +34,18 @@ _DEVICE_POSITIONS = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the latter for 
 
 
 @contextlib.contextmanager
-def as_if_on_a_card() -> Iterator[None]:
-    """Makes code that asks for a card use the CPU, under fake tensors or with real ones, and casts as on a card."""
+def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
+    """Makes code that asks for a card use the CPU, under fake tensors or with real ones, and casts as on a card.
+
+    `has_card`: the code has named one before.
+    """
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    if any(isinstance(mode, _OnCpu) for mode in stack):
-        yield
+    outer = next((mode for mode in stack if isinstance(mode, OnCpu)), None)
+    if outer is not None:
+        yield outer
         return
-    mode = _OnCpu()
+    mode = OnCpu()
+    mode.has_card = has_card
     init_autocast: Any = autocast.__init__
     init_device_context: Any = DeviceContext.__init__
     autocast_options: Any = checkpoint._get_autocast_kwargs
@@ -76,10 +81,10 @@ def as_if_on_a_card() -> Iterator[None]:
             undo.enter_context(patch.object(owner, name, replacement))
         undo.callback(_restore_default_device, _default_device())
         undo.enter_context(mode)
-        yield
+        yield mode
 
 
-class _OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode):
     """Replaces cards by the CPU in the arguments of PyTorch's functions."""
 
     def __init__(self) -> None:

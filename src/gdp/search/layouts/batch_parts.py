@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from functools import cache, partial
+from functools import cache
 from itertools import combinations
 from math import inf
 from types import MappingProxyType
@@ -14,8 +14,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
 from gdp.graph.one_microbatch import one_microbatch
-from gdp.models.model import Reading
-from gdp.models.read import batch_size, has_samples, is_kept, read_model, read_part_model
+from gdp.models.source import ModelSource
 from gdp.parallel.interpolation import have_same_ops, interpolated
 
 _MOST_AHEAD = 500_000  # ops of a step of so many parts: in a larger one a replica on each device takes too long
@@ -51,12 +50,12 @@ class Parts:
         self._clock: Clock | None = None
 
     @classmethod
-    def of(cls, value: "Parts | Graph | str") -> "Parts":
-        """Returns `value`, or the parts of a MODEL or of a graph in micro-batches; see `of_model` and `of_graph`."""
+    def of(cls, value: "Parts | Graph | ModelSource | str") -> "Parts":
+        """Returns `value`, or the parts of a MODEL or of a graph in micro-batches; see `of_source` and `of_graph`."""
         if isinstance(value, Parts):
             return value
-        if isinstance(value, str):
-            return cls.of_model(value)
+        if isinstance(value, str | ModelSource):
+            return cls.of_source(ModelSource(value) if isinstance(value, str) else value)
         if isinstance(value, Graph):
             return cls.of_graph(value)
         raise InputError(
@@ -65,29 +64,26 @@ class Parts:
         )
 
     @classmethod
-    def of_model(
-        cls, text: str, reading: Reading | None = None, whole: Graph | None = None, seconds: float = 0.0
-    ) -> "Parts":
-        """Returns the parts of MODEL: a built-in workload, `hf:DIR` or `module:function`, as the command line takes it.
+    def of_source(cls, source: ModelSource, whole: Graph | None = None, seconds: float = 0.0) -> "Parts":
+        """Returns the parts of a MODEL, of which `whole` is the whole step, captured in so many `seconds`.
 
         InputError where it has no batch that can be split.
         """
-        reading = reading or Reading()
-        if not has_samples(text):
-            return cls.of_graph(read_model(text, reading).graph if whole is None else whole)
-        samples = batch_size(text, reading)
+        if source.is_file:
+            return cls.of_graph(source.whole().graph if whole is None else whole)
+        samples = source.batch_size
         if samples is None or samples < 2:
             raise InputError(
-                f"--parallel: {text} has no batch that can be split: it has one sample, or is a step of JAX or of your "
-                "own; gdp capture the step of one micro-batch, and give that file with --microbatches M"
+                f"--parallel: {source.text} has no batch that can be split: it has one sample, or is a step of JAX or "
+                "of your own; gdp capture the step of one micro-batch, and give that file with --microbatches M"
             )
 
         def read(num_parts: int) -> Graph:
-            model = read_part_model(text, reading, num_parts)
+            model = source.part(num_parts)
             parts._seconds[num_parts] = model.captured_s
             return model.graph
 
-        parts = cls(read, samples, whole, seconds=seconds, is_kept=partial(is_kept, text, reading))
+        parts = cls(read, samples, whole, seconds=seconds, is_kept=source.is_kept)
         return parts
 
     @classmethod

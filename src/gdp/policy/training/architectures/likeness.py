@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.graph import Graph
-from gdp.models import read, workloads
+from gdp.models import workloads
+from gdp.models.source import load
 
 U64 = npt.NDArray[np.uint64]
 RADIUS = 2
@@ -43,7 +44,7 @@ class BuiltIns:
                 names.setdefault(variant.family, []).append(variant.name)
         return cls(
             {
-                family: np.concatenate([neighbourhoods(read.load(name)) for name in variants[:_VARIANTS]])
+                family: np.concatenate([neighbourhoods(load(name)) for name in variants[:_VARIANTS]])
                 for family, variants in names.items()
             }
         )

@@ -16,10 +16,10 @@ from gdp import register_flops
 from gdp.cli import values
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.models import graph_cache, read
+from gdp.models import graph_cache
 from gdp.models.model import Reading
 from gdp.models.pytorch import flops
-from gdp.models.read import read_model
+from gdp.models.source import ModelSource, load
 
 WORKLOAD = "inception-v3-b32"  # the one that is captured fastest
 
@@ -62,6 +62,31 @@ def looks():
 """
 
 
+COUNTED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+        self.cache = None
+
+    def forward(self, x):
+        if self.cache is None:  # the first pass leaves something behind
+            self.cache = torch.ones(16)
+        return self.second(self.first(x) * self.cache)
+
+"""
+COUNTED_FUNCTION = """
+def net():
+    with open("calls", "a") as file:
+        file.write(".")
+    return Net(), torch.ones(8, 16)
+"""
+
+
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty working directory and cache of its own."""
@@ -77,24 +102,25 @@ def tiny() -> Graph:
 
 def test_a_file_is_read_as_it_is() -> None:
     tiny().save("graph.json.gz")
-    model = read_model("graph.json.gz")
+    model = ModelSource("graph.json.gz").whole()
     assert model.graph.fingerprint == tiny().fingerprint
     assert not model.is_captured
-    assert read.load("graph.json.gz").name == "tiny"
+    assert load("graph.json.gz").name == "tiny"
 
 
 def test_a_second_run_reads_the_cache_without_importing_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture, captured = read._capture, []
+    capture, captured = ModelSource._capture, []
 
     def captured_once(*args: Any) -> Any:
         captured.append(captured[0] if captured else capture(*args))
         return captured[0]
 
-    monkeypatch.setattr(read, "_capture", captured_once)
-    first = read_model(WORKLOAD)
+    monkeypatch.setattr(ModelSource, "_capture", captured_once)
+    first = ModelSource(WORKLOAD).whole()
     (entry,) = Path("cache/gdp/graphs").iterdir()
     code = (
-        f"import sys; from gdp.models.read import read_model; print(read_model({WORKLOAD!r}).graph.fingerprint); "
+        "import sys; from gdp.models.source import load; "
+        f"print(load({WORKLOAD!r}).fingerprint); "
         "sys.exit('torch' in sys.modules)"
     )
     again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
@@ -105,7 +131,7 @@ def test_a_second_run_reads_the_cache_without_importing_pytorch(monkeypatch: pyt
     whole = entry.read_bytes()
     for damaged in (whole[:-100], b"", gzip.compress(b"{}"), gzip.compress(b"[1")):
         entry.write_bytes(damaged)
-        assert read_model(WORKLOAD).graph.fingerprint == first.graph.fingerprint
+        assert ModelSource(WORKLOAD).whole().graph.fingerprint == first.graph.fingerprint
         assert entry.read_bytes() == whole
     assert len(captured) == 5
 
@@ -114,13 +140,13 @@ def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pyte
     name = "rnnlm/l1-s30-h1024-b128"
     captured: list[str] = []
 
-    def capture(build: object, name: str, *_: object) -> SimpleNamespace:
-        captured.append(name)
+    def capture(source: ModelSource, _: int) -> SimpleNamespace:
+        captured.append(source.text)
         return SimpleNamespace(graph=tiny(), coverage=SimpleNamespace(unknown={}), notes=(), seconds=0.0)
 
-    monkeypatch.setattr(read, "_capture", capture)
+    monkeypatch.setattr(ModelSource, "_capture", capture)
     for _ in range(2):
-        assert read_model(name).graph.fingerprint == tiny().fingerprint
+        assert ModelSource(name).whole().graph.fingerprint == tiny().fingerprint
     assert captured == [name]
     (entry,) = Path("cache/gdp/graphs").iterdir()
     assert entry.name.startswith("rnnlm.l1-s30-h1024-b128-")
@@ -151,26 +177,41 @@ def test_what_a_cache_holds_follows_from_the_onnx_file_alone() -> None:
     graph = helper.make_graph([helper.make_node("Tile", ["x", "r"], ["y"])], "g", [x], [y], [r])
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
     onnx.save(proto, "alone.onnx")
-    read_model("alone.onnx")
+    ModelSource("alone.onnx").whole()
     assert len(list(Path("cache/gdp/graphs").iterdir())) == 1
     onnx.save(proto, "m.onnx", save_as_external_data=True, location="r.bin", size_threshold=0)
-    assert read_model("m.onnx").graph.tensor_bytes.max() == 4 * 2 * 3
+    assert ModelSource("m.onnx").whole().graph.tensor_bytes.max() == 4 * 2 * 3
     Path("r.bin").write_bytes(np.array([4, 5]).tobytes())
-    assert read_model("m.onnx").graph.tensor_bytes.max() == 4 * 8 * 15
+    assert ModelSource("m.onnx").whole().graph.tensor_bytes.max() == 4 * 8 * 15
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / ("a" * 300)):  # the system refuses to look at the second one
         monkeypatch.setenv("XDG_CACHE_HOME", str(place))
-        assert read_model(WORKLOAD, Reading(training=False)).graph.num_ops > 0
+        assert ModelSource(WORKLOAD, Reading(training=False)).whole().graph.num_ops > 0
 
 
 def test_names_that_the_system_refuses_to_look_at_are_one_line() -> None:
     with pytest.raises(InputError, match="no such directory"):
-        read_model(f"hf:{'a' * 300}")
+        ModelSource(f"hf:{'a' * 300}").whole()
     with pytest.raises(InputError, match="cannot be written"):
         values.check_writable(Path("a" * 300) / "plan.json")
+
+
+@pytest.mark.parametrize("refuses_copies", [False, True])
+def test_a_function_is_called_once(refuses_copies: bool) -> None:
+    """The batch size and all parts come from one call, unless the module cannot be copied."""
+    refusal = "    def __deepcopy__(self, memo): raise TypeError('no copies')\n" if refuses_copies else ""
+    Path("user_model.py").write_text(COUNTED + refusal + COUNTED_FUNCTION)
+    source = ModelSource("user_model:net")
+    whole = source.whole().graph
+    assert source.batch_size == 8
+    parts = {count: source.part(count).graph for count in (2, 4)}
+    assert Path("calls").read_text() == ("." if not refuses_copies else "....")
+    sys.modules.pop("user_model")
+    for count, graph in ({1: whole} | parts).items():
+        assert ModelSource("user_model:net").part(count).graph.fingerprint == graph.fingerprint
 
 
 @pytest.mark.parametrize("function", ["pair", "triple", "keywords"])
@@ -178,7 +219,7 @@ def test_a_function_of_the_users_is_captured_and_what_it_prints_is_no_answer(
     function: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("user_model.py").write_text(USER_MODULE)
-    model = read_model(f"user_model:{function}")
+    model = ModelSource(f"user_model:{function}").whole()
     assert model.is_captured
     assert model.graph.name == f"user_model:{function}"
     assert {"forward", "backward", "update"} <= set(model.graph.phases)
@@ -218,7 +259,7 @@ def test_what_is_no_model_is_refused_in_one_line(
     Path("broken.py").write_text("def f(:")
     Path("directory").mkdir()
     with pytest.raises(InputError) as caught:
-        read_model(text)
+        ModelSource(text).whole()
     assert "\n" not in str(caught.value)
     for fragment in fragments:
         assert fragment in str(caught.value)
@@ -227,4 +268,4 @@ def test_what_is_no_model_is_refused_in_one_line(
 
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(InputError, match="optimizer is 'adagrad'; one of adam, adamw, sgd"):
-        read_model(WORKLOAD, Reading(optimizer="adagrad"))
+        ModelSource(WORKLOAD, Reading(optimizer="adagrad")).whole()
