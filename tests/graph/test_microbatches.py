@@ -38,22 +38,22 @@ def recorded(family: str, num_microbatches: int) -> Graph:
             inputs = [tuple(tensor.clone() for tensor in args) for _ in range(num_microbatches)]
         recorder = Recorder(mode)
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            recorder.add_source("parameter", name, parameter)
+            recorder.memories.add_source("parameter", name, parameter)
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            recorder.add_source("buffer", name, buffer)
+            recorder.memories.add_source("buffer", name, buffer)
         for number, tensors in enumerate(inputs):
             for place, tensor in enumerate(tensors):
-                recorder.add_source("input", f"input.{number}.{place}", tensor)
+                recorder.memories.add_source("input", f"input.{number}.{place}", tensor)
         recorder.running.watch(model)
         losses = {}
         with mode, recorder, torch.enable_grad():
             for number, tensors in enumerate(inputs):
-                recorder.phase = "forward"
+                recorder.phases.current = "forward"
                 loss = model(*tensors, **kwargs)
-                recorder.phase = "backward"
+                recorder.phases.current = "backward"
                 loss.backward()
-                losses[str(number)] = recorder.ref(loss)
-            recorder.phase = "update"
+                losses[str(number)] = recorder.memories.ref(loss)
+            recorder.phases.current = "update"
             gradients = {
                 name: recorder.record_update(name, parameter, OPTIMIZERS["adam"])
                 for name, parameter in model.named_parameters()

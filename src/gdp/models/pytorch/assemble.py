@@ -31,7 +31,7 @@ def assemble(
         (numbers[reader], numbers[writer])
         for writer in records
         for value in writer.overwrites
-        for reader in recorder.values[value].readers
+        for reader in recorder.memories.values[value].readers
         if reader in numbers
     )
     control = write_after_read(len(records), rows, overwrites)
@@ -70,7 +70,7 @@ def assemble(
         outputs_of=tuple(map(tuple, outputs_of)),
         tensor_values=tuple(value for value, _ in keys) + (-1,) * len(control),
         tensor_layouts=tuple(layout for _, layout in keys) + (None,) * len(control),
-        layouts={number: value.layout for number, value in enumerate(recorder.values)},
+        layouts={number: value.layout for number, value in enumerate(recorder.memories.values)},
         sources={
             numbers[record]: StepSource(record.source, base[record.outputs[0]], dict(record.views), record.constant)
             for record in records
@@ -93,17 +93,17 @@ def _live(recorder: Recorder, wanted: set[int]) -> list[OpRecord]:
     def is_live(record: OpRecord) -> bool:
         if record.source:
             return True
-        is_used = any(recorder.values[value].readers or value in wanted for value in record.outputs)
+        is_used = any(recorder.memories.values[value].readers or value in wanted for value in record.outputs)
         return bool(record.calls) and (is_used or record.bytes_accessed > 0 or record.flops > 0)
 
-    return [record for record in recorder.records if is_live(record)]
+    return [record for record in recorder.memories.records if is_live(record)]
 
 
 class _Tensors:
     """The tensors that the graph needs: every value that an op makes, and the parts of it that other ops read."""
 
     def __init__(self, recorder: Recorder, records: list[OpRecord], numbers: Mapping[OpRecord, int]) -> None:
-        self.values, self.records, self.numbers = recorder.values, records, numbers
+        self.values, self.records, self.numbers = recorder.memories.values, records, numbers
         self.consumers: dict[int, dict[StridedLayout | None, set[int]]] = defaultdict(lambda: defaultdict(set))
         self.kept: set[tuple[int, StridedLayout | None]] = set()
         for record in records:

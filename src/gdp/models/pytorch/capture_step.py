@@ -247,17 +247,11 @@ def _record(
         raise InputError(f"{name}: has quantised weights, which are for inference; give --inference (training=False)")
     recorder = Recorder(mode, stored)
     parameters = dict(model.named_parameters())
-    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        recorder.add_source("parameter", path, parameter)
+    recorder.memories.add_module(model)
+    for parameter in parameters.values():
         parameter.grad = None
-    for path, buffer in model.named_buffers(remove_duplicate=False):
-        recorder.add_source("buffer", path, buffer)
-    for path, tensor in named_state(model):
-        if id(tensor) not in registered:
-            recorder.name_attribute(path, tensor)
     for path, tensor in named_inputs(args, kwargs):
-        recorder.add_source("input", path, tensor)
+        recorder.memories.add_source("input", path, tensor)
     handles = recorder.running.watch(model)
     gradients: dict[str, Ref] = {}
     loss_ref: Ref | None = None
@@ -266,15 +260,15 @@ def _record(
             output = model(*args, **kwargs)
             if options.training:
                 value = _loss_of(output, options.loss, name, recorder)
-                recorder.phase = "backward"
+                recorder.phases.current = "backward"
                 value.backward()  # type: ignore[no-untyped-call]
-                recorder.phase = "update"
+                recorder.phases.current = "update"
                 for path, parameter in parameters.items():
                     rule = choice(path, parameter)
                     if parameter.requires_grad and parameter.grad is not None and rule is not None:
                         gradients[path] = recorder.record_update(path, parameter, rule)
-                loss_ref = recorder.ref(value)
-            outputs = {path: recorder.ref(tensor) for path, tensor in named_tensors(output, "")}
+                loss_ref = recorder.memories.ref(value)
+            outputs = {path: recorder.memories.ref(tensor) for path, tensor in named_tensors(output, "")}
     finally:
         for handle in handles:
             handle.remove()

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from gdp.errors import InputError
 from gdp.models.pytorch.fake_copies import fake_memories
+from gdp.models.pytorch.memories import Memories
 from gdp.models.pytorch.program import named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
 from gdp.models.pytorch.step_calls import StepCalls, intercepted, replaced
-from gdp.models.pytorch.step_parts import StepParts, joined
+from gdp.models.pytorch.step_parts import StepParts
 
 Step = Callable[..., Any]
 Explain = Callable[..., contextlib.AbstractContextManager[None]]
@@ -78,8 +79,8 @@ def _recorded(
         with mode, torch.enable_grad(), explained():
             step(*args, **kwargs)
         recorder = Recorder(mode)
-        recorder.finds_phases = True
-        _add_sources(recorder, parts, calls, args, kwargs)
+        recorder.phases.are_found = True
+        _add_sources(recorder.memories, parts, calls, args, kwargs)
         for prefix, module in parts.modules.items():
             for handle in recorder.running.watch(module, prefix):
                 undo.callback(handle.remove)
@@ -92,7 +93,7 @@ def _recorded(
                 "the step updates no parameters; a function that calls backward() and the step() of an optimizer is "
                 "expected, or (module, example_inputs), or a function of JAX arrays"
             )
-        outputs = {name: recorder.ref(tensor) for name, tensor in named_tensors(answer, "")}
+        outputs = {name: recorder.memories.ref(tensor) for name, tensor in named_tensors(answer, "")}
     return recorder, outputs, calls
 
 
@@ -154,25 +155,18 @@ def _configured(answer: Any) -> list[Optimizer]:
 
 
 def _add_sources(
-    recorder: Recorder, parts: StepParts, calls: StepCalls, args: Sequence[Any], kwargs: Mapping[str, Any]
+    memories: Memories, parts: StepParts, calls: StepCalls, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     for prefix, module in parts.modules.items():
-        registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        for path, parameter in module.named_parameters(remove_duplicate=False):
-            recorder.add_source("parameter", joined(prefix, path), parameter)
-        for path, buffer in module.named_buffers(remove_duplicate=False):
-            recorder.add_source("buffer", joined(prefix, path), buffer)
-        for path, tensor in named_state(module):
-            if id(tensor) not in registered:
-                recorder.name_attribute(joined(prefix, path), tensor)
+        memories.add_module(module, prefix)
     for path, trained in calls.paths.values():
-        recorder.add_source("parameter", path, trained)
+        memories.add_source("parameter", path, trained)
         if trained.grad is not None:
-            recorder.name_attribute(f"{path}.grad", trained.grad)
+            memories.name_attribute(f"{path}.grad", trained.grad)
     for path, tensor in parts.tensors.items():
-        recorder.name_attribute(path, tensor)
+        memories.name_attribute(path, tensor)
     for path, tensor in named_inputs(args, kwargs):
-        recorder.add_source("input", path, tensor)
+        memories.add_source("input", path, tensor)
 
 
 @contextlib.contextmanager

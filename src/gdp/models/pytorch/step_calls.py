@@ -47,11 +47,11 @@ class StepCalls:
         if recorder is None:
             original(*args, **kwargs)
             return
-        recorder.is_backward = True
+        recorder.phases.is_backward = True
         try:
             original(*args, **kwargs)
         finally:
-            recorder.is_backward = False
+            recorder.phases.is_backward = False
         for _, parameter in self.paths.values():
             if parameter.grad is not None:
                 recorder.add_gradient(parameter)
@@ -88,7 +88,7 @@ class StepCalls:
             self.num_updates += 1
         self.is_in_optimizer = True
         try:
-            with torch.no_grad(), recorder.updating() if recorder is not None else contextlib.nullcontext():
+            with torch.no_grad(), recorder.phases.updating() if recorder is not None else contextlib.nullcontext():
                 original()
         finally:
             self.is_in_optimizer = False
