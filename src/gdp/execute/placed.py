@@ -25,11 +25,10 @@ from gdp.execute.placed_step import bound_inputs, placed_program
 from gdp.execute.plan_executor import TrainingExecutor
 from gdp.execute.ranks.rank_runner import RankRunner
 from gdp.execute.ranks.ranks import is_rank
-from gdp.execute.training_state import OptimizerState, SavedTraining, StateByName
+from gdp.execute.training_state import Closed, OptimizerState, Running, SavedTraining, StateByName, Unstarted
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
-from gdp.models.pytorch import Program
-from gdp.models.pytorch.optimizers import MASTER, UpdateRule, rule_of
+from gdp.models.pytorch.optimizers import UpdateRule, rule_of
 from gdp.models.pytorch.program import named_inputs, named_state
 from gdp.simulator.plan import Plan
 
@@ -97,17 +96,10 @@ class Placed:
         self._scaler = LossScaler(training.scaler)
         self._graph, self._runner = graph, runner()
         self._options, self._training, self._seed = options, training, training.seed
-        self._executor: TrainingExecutor | None = None
-        self._optimizer_state: OptimizerState | None = None  # there once the step is captured
-        self._loaded_state: dict[str, Tensor] = {}  # that is not on the devices, such as all before the first step
-        self._loaded_optimizer: dict[str, dict[str, Tensor]] = {}
-        self._hyperparameters: dict[str, Mapping[str, Any]] = {}  # by parameter, that a user's optimizer has had last
-        self._constants: tuple[Any, ...] = ()  # of the arguments at capture: all but tensors' content
-        self._is_closed = False
-        self._is_resumed = False  # after steps that have made optimizer state
+        self._state: Unstarted | Running | Closed = Unstarted()
         if training.resume is not None:
             try:
-                self._resume(training.resume)
+                self._state = self._resumed(training.resume)
             except BaseException as error:
                 self._runner.leave(error)
                 raise
@@ -118,16 +110,16 @@ class Placed:
         InputError if the plan is not of this step; ExecutionError if an op fails, or if the loss is not finite and
         `stop_at_nan`.
         """
-        executor = self._running()
-        if executor is None:
-            executor = self._start(args, kwargs)
-        elif _constants(args, kwargs) != self._constants:
+        state = self._open()
+        if isinstance(state, Unstarted):
+            state = self._state = self._started(state, args, kwargs)
+        elif _constants(args, kwargs) != state.constants:
             raise InputError(
                 "arguments that are no tensors differ from those of the first call, which captured the step; "
                 "make another placed model for them"
             )
-        program = executor.program
-        self._follow_schedulers(program)
+        executor, program = state.executor, state.executor.program
+        state.follow(self._current_hyperparameters())
         self._scaler.begin()
         inputs = bound_inputs(program, args, kwargs)
         seed = int(np.random.SeedSequence((self._seed, self.num_steps)).generate_state(1)[0])
@@ -144,8 +136,7 @@ class Placed:
 
         ExecutionError after a step that failed.
         """
-        executor = self._running()
-        whole = self._whole_state({} if executor is None else executor.state())
+        whole = self._whole(self._open().tensors())
         return {name: whole[name] for name in self.model.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -154,19 +145,7 @@ class Placed:
         InputError, with nothing changed, unless the names, shapes and types are those of the model's `state_dict`.
         """
         _check_state(state, self.model.state_dict(), "give the model's state_dict")
-        executor = self._running()
-        if executor is None or self._optimizer_state is None:
-            self._loaded_state |= {name: tensor.detach().clone() for name, tensor in state.items()}
-            for name, tensors in self._loaded_optimizer.items():
-                if MASTER in tensors and name in state:
-                    tensors[MASTER] = state[name].detach().float()
-        else:
-            program = executor.program
-            placed = program.state_by_name(executor.state())
-            whole = {**placed, **state}
-            executor.load(program.bind_state(whole))
-            self._loaded_state |= {name: tensor.clone() for name, tensor in state.items() if name not in placed}
-            executor.load_private(self._optimizer_state.cut_copies(whole))
+        self._open().load(state)
 
     def optimizer_state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Returns by parameter the optimizer's state; copies, on the CPU.
@@ -174,8 +153,7 @@ class Placed:
         The keys are those of `torch.optim`: Adam has `exp_avg`, `exp_avg_sq` and `step`, plain SGD none. `master` is a
         float32 copy of the parameter. Empty before the first step, unless a state was loaded.
         """
-        executor = self._running()
-        return self._whole_optimizer_state({} if executor is None else executor.private())
+        return self._open().optimizer()
 
     def load_optimizer_state_dict(self, state: StateByName) -> None:
         """Loads the state that `optimizer_state_dict` returned, in this layout or another.
@@ -183,14 +161,7 @@ class Placed:
         InputError, with nothing changed, for other names or shapes; before the first step, which captures the
         optimizer, the first step raises it.
         """
-        executor = self._running()
-        if executor is None or self._optimizer_state is None:
-            self._loaded_optimizer = {
-                name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-                for name, tensors in state.items()
-            }
-        else:
-            executor.load_private(self._optimizer_state.cut(state))
+        self._open().load_optimizer(state)
 
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file to go on from, by `placed(..., resume=path)`; it is whole or not written at all.
@@ -199,26 +170,23 @@ class Placed:
         rank writes it, and the others return when it is there. InputError if it cannot be written, ExecutionError after
         a step that failed.
         """
-        executor = self._running()
-        state = {} if executor is None else executor.state(everywhere=False)
-        private = {} if executor is None else executor.private(everywhere=False)
+        state = self._open()
+        tensors, optimizer = state.tensors(everywhere=False), state.optimizer(everywhere=False)
 
         def write() -> None:
-            tied, whole = _tied_names(self.model), self._whole_state(state)
+            tied, whole = _tied_names(self.model), self._whole(tensors)
             alone = {name: tensor for name, tensor in whole.items() if tied.get(name, name) == name}
-            optimizer = self._whole_optimizer_state(private)
             SavedTraining(alone, optimizer, self._scaler.tensors(), self.num_steps, self._seed).write(path)
 
         self._runner.write_once(write)
 
     def close(self) -> None:
         """Ends the workers and writes parameters and buffers back to the model, unless the last step failed."""
-        self._is_closed = True
-        executor, self._executor = self._executor, None
-        placed: dict[str, Tensor] = {}
+        state, self._state = self._state, Closed()
+        placed: Mapping[str, Tensor] = {}
         try:
-            if executor is not None and not executor.is_closed:
-                placed = executor.program.state_by_name(executor.state())
+            if isinstance(state, Running) and not state.executor.is_closed:
+                placed = state.placed()
         finally:
             self._runner.close()
         with torch.no_grad():
@@ -233,20 +201,21 @@ class Placed:
         if error is None or self._runner.is_alone:
             self.close()
         else:
-            self._is_closed = True
+            self._state = Closed()
             self._runner.leave(error)
 
-    def _running(self) -> TrainingExecutor | None:
-        """Returns the executor, None before the first step; ExecutionError if it cannot go on."""
-        if self._is_closed:
+    def _open(self) -> Unstarted | Running:
+        """Returns the state; ExecutionError if it cannot go on."""
+        if isinstance(self._state, Closed):
             raise ExecutionError("all", "the placed model is closed; make another")
-        if self._executor is not None and self._executor.is_closed:
+        if isinstance(self._state, Running) and self._state.executor.is_closed:
             raise ExecutionError(
                 "all", "a step failed, so parameters are those of half a step; go on from a saved state"
             )
-        return self._executor
+        return self._state
 
-    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingExecutor:
+    def _started(self, loaded: Unstarted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running:
+        """Captures the step, and starts the workers with the model's state and what was loaded."""
         program = placed_program(
             self.model,
             self.plan,
@@ -259,12 +228,12 @@ class Placed:
         program, order = self._scaler.built(program, self.plan.order, self._training.clip_norm)
         optimizer_state = OptimizerState(program)
         hyperparameters = self._current_hyperparameters()
-        state = {**dict(named_state(self.model)), **self._loaded_state}
+        state = {**dict(named_state(self.model)), **loaded.state}
         content = program.bind_state(state)
-        private = optimizer_state.cut(self._loaded_optimizer)
-        if self._is_resumed:
-            optimizer_state.check_complete(self._loaded_optimizer)
-        moments = {f"{name} {key}": item for name, by in self._loaded_optimizer.items() for key, item in by.items()}
+        private = optimizer_state.cut(loaded.optimizer_state)
+        if loaded.is_resumed:
+            optimizer_state.check_complete(loaded.optimizer_state)
+        moments = {f"{name} {key}": item for name, by in loaded.optimizer_state.items() for key, item in by.items()}
         options = replace(self._training, resume=None, scaler=None), sorted(self._scaler.state().items())
         settings = options, self.num_steps, self._seed, sorted(hyperparameters.items())
         executor = self._runner.start(program, order, state | moments | dict(named_inputs(args, kwargs)), settings)
@@ -274,42 +243,28 @@ class Placed:
         except BaseException as error:
             executor.leave(error)
             raise
-        # the step does not have tensors that nothing uses
-        names = program.state_names
-        self._loaded_state = {name: tensor for name, tensor in self._loaded_state.items() if name not in names}
-        self._loaded_optimizer = {}
-        self._executor, self._optimizer_state = executor, optimizer_state
-        self._constants, self._hyperparameters = _constants(args, kwargs), hyperparameters
-        return executor
+        unused = {name: tensor for name, tensor in loaded.state.items() if name not in program.state_names}
+        is_first = self._runner.is_first
+        return Running(executor, optimizer_state, _constants(args, kwargs), hyperparameters, unused, is_first)
 
-    def _resume(self, path: str | Path) -> None:
+    def _resumed(self, path: str | Path) -> Unstarted:
         saved = SavedTraining.read(path)
         tied = _tied_names(self.model)
         expected = {**dict(named_state(self.model)), **self.model.state_dict()}
         state = {name: saved.state[tied[name]] for name in tied if tied[name] in saved.state} | dict(saved.state)
         _check_state(state, expected, "give the model that was saved", f"{path}: ")
         self._scaler.load(saved.scaler, str(path))
-        self._loaded_state = state
-        self._loaded_optimizer = {name: dict(tensors) for name, tensors in saved.optimizer.items()}
-        self.num_steps, self._seed, self._is_resumed = saved.num_steps, saved.seed, saved.num_steps > 0
+        self.num_steps, self._seed = saved.num_steps, saved.seed
+        optimizer_state = {name: dict(tensors) for name, tensors in saved.optimizer.items()}
+        return Unstarted(state, optimizer_state, is_resumed=saved.num_steps > 0)
 
-    def _whole_state(self, state: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns copies on the CPU of all parameters, buffers and plain tensors, under each of their names.
 
-        `state` is that of the executor, if there is one.
+        `tensors` are those that are not the model's own any more.
         """
-        current = {**dict(named_state(self.model)), **self.model.state_dict(), **self._loaded_state}
-        placed = {} if self._executor is None else self._executor.program.state_by_name(state)
-        return {name: placed.get(name, tensor).detach().to("cpu", copy=True) for name, tensor in current.items()}
-
-    def _whole_optimizer_state(self, private: Mapping[int, Mapping[int, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Returns copies on the CPU of the optimizer's state by parameter; `private` is that of the executor."""
-        if self._executor is not None and self._optimizer_state is not None:
-            return self._optimizer_state.joined(private)
-        return {
-            name: {key: tensor.clone() for key, tensor in tensors.items()}
-            for name, tensors in self._loaded_optimizer.items()
-        }
+        current = {**dict(named_state(self.model)), **self.model.state_dict(), **tensors}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in current.items()}
 
     def _checked(self, executor: TrainingExecutor, loss: Tensor | None) -> Tensor | None:
         """Returns the loss; ExecutionError, after which no step is taken, if it ends the training."""
@@ -332,17 +287,6 @@ class Placed:
             if isinstance(rule, UpdateRule):
                 found |= {paths[id(parameter)]: rule.options for parameter in group["params"] if id(parameter) in paths}
         return found
-
-    def _follow_schedulers(self, program: Program) -> None:
-        """Passes on the learning rates, and other hyperparameters, that schedulers have changed."""
-        current = self._current_hyperparameters()
-        updates = self._optimizer_state.updates if self._optimizer_state is not None else {}
-        for name in current.keys() & updates.keys() & self._hyperparameters.keys():
-            for key, value in current[name].items():
-                if value != self._hyperparameters[name].get(key):
-                    for op in updates[name].ops:
-                        program.set_keyword(op, key, value)
-        self._hyperparameters = current
 
 
 def placed(

@@ -1,15 +1,20 @@
-"""Optimizer state by parameter: read from all updates of a program, and dealt out to them.
+"""The state of a training: the optimizer's by parameter, a file to go on from, and before and after the first step.
 
-Replicas of a model have an update of each parameter. With ZeRO each of them keeps the state of a piece:
+Optimizer state is read from all updates of a program, and dealt out to them. Replicas of a model have an update of each
+parameter. With ZeRO each of them keeps the state of a piece:
 
     update     exp_avg [0:6]  --.                         .-- a replica of another layout
     update#1   exp_avg [6:11] --+--> exp_avg [11] --------+-- ...
+
+A file is NAME.safetensors, with format, version, num_steps and seed in its metadata, and the tensors "state/NAME" of
+parameters and buffers, "optimizer/NAME/KEY" of the optimizer, "scaler/KEY" of a GradScaler.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -18,7 +23,9 @@ from torch import Tensor
 from gdp import files
 from gdp.errors import InputError
 from gdp.execute.layouts.step_program import StepProgram
+from gdp.execute.plan_executor import TrainingExecutor
 from gdp.models.pytorch import Program
+from gdp.models.pytorch.optimizers import MASTER
 from gdp.models.pytorch.strides import StridedLayout, empty, memory_order
 from gdp.tensor_file import TensorFormat
 
@@ -183,3 +190,92 @@ class SavedTraining:
         state = {name.removeprefix(_STATE): tensor for name, tensor in tensors.items() if name.startswith(_STATE)}
         scaler = {name.removeprefix(_SCALER): item for name, item in tensors.items() if name.startswith(_SCALER)}
         return cls(state, optimizer, scaler, header["num_steps"], header["seed"])
+
+
+@dataclass(slots=True, eq=False)
+class Unstarted:
+    """A training before its first step, with what was loaded to begin from."""
+
+    state: dict[str, Tensor] = field(default_factory=dict)
+    optimizer_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    is_resumed: bool = False  # after steps that have made optimizer state
+
+    def tensors(self, *, everywhere: bool = True) -> Mapping[str, Tensor]:
+        """Returns the parameters and buffers that are not the model's own any more."""
+        return self.state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Loads parameters and buffers, and the optimizer's copies of them."""
+        self.state |= {name: tensor.detach().clone() for name, tensor in state.items()}
+        for name, tensors in self.optimizer_state.items():
+            if MASTER in tensors and name in state:
+                tensors[MASTER] = state[name].detach().float()
+
+    def optimizer(self, *, everywhere: bool = True) -> dict[str, dict[str, Tensor]]:
+        """Returns copies of the optimizer's state."""
+        return _copies(self.optimizer_state)
+
+    def load_optimizer(self, state: StateByName) -> None:
+        """Loads the optimizer's state, which the first step checks."""
+        self.optimizer_state = _copies(state)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A training whose step is captured, with its state on the devices of `executor`."""
+
+    executor: TrainingExecutor
+    optimizer_state: OptimizerState
+    constants: tuple[Any, ...]  # of the arguments at capture: all but tensors' content
+    hyperparameters: Mapping[str, Mapping[str, Any]]  # by parameter, that a user's optimizer has had last
+    unused: dict[str, Tensor]  # state that was loaded and is not in the step
+    is_first: bool  # the process that writes
+
+    def placed(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers that are on the devices."""
+        return self.executor.program.state_by_name(self.executor.state())
+
+    def tensors(self, *, everywhere: bool = True) -> Mapping[str, Tensor]:
+        """Returns the parameters and buffers that are not the model's own any more; `everywhere`, or on one rank."""
+        held = self.executor.state(everywhere=everywhere)
+        is_here = everywhere or self.is_first
+        return self.unused | self.executor.program.state_by_name(held) if is_here else {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Loads parameters and buffers, and the optimizer's copies of them."""
+        placed = self.placed()
+        whole = {**placed, **state}
+        self.executor.load(self.executor.program.bind_state(whole))
+        self.unused |= {name: tensor.clone() for name, tensor in state.items() if name not in placed}
+        self.executor.load_private(self.optimizer_state.cut_copies(whole))
+
+    def optimizer(self, *, everywhere: bool = True) -> dict[str, dict[str, Tensor]]:
+        """Returns copies of the optimizer's state; `everywhere`, or on one rank."""
+        private = self.executor.private(everywhere=everywhere)
+        return self.optimizer_state.joined(private) if everywhere or self.is_first else {}
+
+    def load_optimizer(self, state: StateByName) -> None:
+        """Loads the optimizer's state. InputError, with nothing changed, for other names or shapes."""
+        self.executor.load_private(self.optimizer_state.cut(state))
+
+    def follow(self, hyperparameters: Mapping[str, Mapping[str, Any]]) -> None:
+        """Passes on the learning rates, and other hyperparameters, that schedulers have changed."""
+        updates = self.optimizer_state.updates
+        for name in hyperparameters.keys() & updates.keys() & self.hyperparameters.keys():
+            for key, value in hyperparameters[name].items():
+                if value != self.hyperparameters[name].get(key):
+                    for op in updates[name].ops:
+                        self.executor.program.set_keyword(op, key, value)
+        self.hyperparameters = hyperparameters
+
+
+class Closed:
+    """A training that has ended."""
+
+
+def _copies(state: StateByName) -> dict[str, dict[str, Tensor]]:
+    """Returns copies of optimizer state on the CPU."""
+    return {
+        name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+        for name, tensors in state.items()
+    }
