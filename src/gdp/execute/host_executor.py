@@ -7,13 +7,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
-from gdp.execute.plan_executor import TrainingExecutor
+from gdp.execute.plan_executor import HostExecutor, PlanExecutor
 from gdp.execute.targets import Target, find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Program
-
-HostExecutor = ThreadExecutor | ForkedExecutor
 
 
 def host_executor(program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> HostExecutor:
@@ -31,7 +29,7 @@ class Runner(Protocol):
 
     def start(
         self, program: Program, order: Sequence[npt.ArrayLike], start: Mapping[str, Tensor], settings: object
-    ) -> TrainingExecutor:
+    ) -> PlanExecutor:
         """Makes an executor; `start` and `settings` are all that the training starts from, alike on all ranks."""
 
     def write_once(self, write: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from gdp.errors import InputError
 from gdp.execute.clipping import FUSED, Clipping, gradients_of_updates, with_clipping
 from gdp.execute.layouts.step_program import StepProgram
-from gdp.execute.plan_executor import TrainingExecutor
+from gdp.execute.plan_executor import PlanExecutor
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.recorded_calls import Call
 
@@ -142,7 +142,7 @@ class LossScaler:
         if self._scaled is not None and self._scaler is not None:
             self._scaled.set_scale(self._scaler.get_scale())
 
-    def end(self, executor: TrainingExecutor, record: Any) -> None:
+    def end(self, executor: PlanExecutor, record: Any) -> None:
         """Ends a step: the scale grows or backs off, by PyTorch's own kernel."""
         if self._scaled is None or self._scaler is None:
             return

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from gdp.arrays import I64
-from gdp.execute.host_executor import HostExecutor, host_executor
-from gdp.execute.plan_executor import StepRecord
+from gdp.execute.host_executor import host_executor
+from gdp.execute.plan_executor import HostExecutor, StepRecord
 from gdp.execute.targets import Target
 from gdp.models.pytorch import Program
 

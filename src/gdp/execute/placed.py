@@ -22,7 +22,7 @@ from gdp.execute.executable import CaptureOptions, check_choice
 from gdp.execute.host_executor import HostRunner, Runner
 from gdp.execute.loss_scale import LossScaler
 from gdp.execute.placed_step import bound_inputs, placed_program
-from gdp.execute.plan_executor import TrainingExecutor
+from gdp.execute.plan_executor import PlanExecutor
 from gdp.execute.ranks.rank_runner import RankRunner
 from gdp.execute.ranks.ranks import is_rank
 from gdp.execute.training_state import Closed, OptimizerState, Running, SavedTraining, StateByName, Unstarted
@@ -266,7 +266,7 @@ class Placed:
         current = {**dict(named_state(self.model)), **self.model.state_dict(), **tensors}
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in current.items()}
 
-    def _checked(self, executor: TrainingExecutor, loss: Tensor | None) -> Tensor | None:
+    def _checked(self, executor: PlanExecutor, loss: Tensor | None) -> Tensor | None:
         """Returns the loss; ExecutionError, after which no step is taken, if it ends the training."""
         if self._training.stop_at_nan and loss is not None and not bool(torch.isfinite(loss)):
             executor.close()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,9 @@ from torch import Tensor
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.execute.script import Script, scripts
+from gdp.execute.targets import Target
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Worker
-from gdp.models.pytorch import Program
+from gdp.models.pytorch import Program, Replay
 
 POLL_SECONDS = 0.2  # for which the main thread sleeps at most between looks at signals and failures
 
@@ -41,48 +42,11 @@ def held_tensors(record: StepRecord) -> dict[int, Tensor]:
     return {tensor: content for tensor, content in tensors if content is not None}
 
 
-class TrainingExecutor(Protocol):
-    """Runs the steps of a training; on ranks all make the same calls, with the same arguments."""
-
-    program: Program
-
-    @property
-    def is_closed(self) -> bool:
-        """Returns whether it takes no more steps."""
-
-    def load(self, content: Mapping[int, Tensor]) -> None:
-        """Copies parameters and buffers, by tensor number as `Program.bind` gives them, to their devices."""
-
-    def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
-        """Copies optimizer state, by update and value, to the devices of the updates."""
-
-    def step(self, inputs: Mapping[int, Tensor], *, retain: bool, seed: int) -> Any:
-        """Runs one step on `inputs` and returns its record; `retain` keeps outputs."""
-
-    def loss(self, record: Any) -> Tensor | None:
-        """Returns the loss of a step; a copy on the CPU."""
-
-    def outputs(self, record: Any) -> Mapping[str, Tensor]:
-        """Returns the outputs that a step retained, by name."""
-
-    def kept(self, record: Any, tensor: int) -> Tensor:
-        """Returns a tensor that the graph keeps after a step; a copy on the CPU."""
-
-    def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
-        """Returns parameters and buffers now, by tensor number; `everywhere`, or on the first rank."""
-
-    def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
-        """Returns optimizer state now, by update and value; `everywhere`, or on the first rank."""
-
-    def close(self) -> None:
-        """Ends its workers."""
-
-    def leave(self, error: BaseException) -> None:
-        """Ends its workers after an error in the script."""
-
-
 class PlanExecutor:
     """A program placed on `devices` [D] that run its ops in `order` [D]; a context manager.
+
+    `load` gives it parameters and buffers, `step` runs one step on them. After an ExecutionError it is closed. On ranks
+    all make the same calls, with the same arguments.
 
     InputError if the two passes of an attention with dropout are on a CPU and a GPU, which draw other numbers.
     """
@@ -105,6 +69,49 @@ class PlanExecutor:
         else:
             self.leave(error)
 
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether `close` was called, or a step failed or was interrupted, with its effects half there."""
+        raise NotImplementedError
+
+    def load(self, content: Mapping[int, Tensor]) -> None:
+        """Copies parameters and buffers, by tensor number as `Program.bind` gives them, to their devices."""
+        raise NotImplementedError
+
+    def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Copies optimizer state, by update and value, to the devices of the updates."""
+        raise NotImplementedError
+
+    def step(
+        self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
+    ) -> StepRecord:
+        """Runs one step on `inputs`, by tensor number as `Program.bind` gives them, and returns its record.
+
+        `retain` keeps outputs and gradients for `results`; random numbers differ from step to step unless `seed` is
+        given. ExecutionError if an op fails.
+        """
+        raise NotImplementedError
+
+    def loss(self, record: Any) -> Tensor | None:
+        """Returns the loss of a step; a copy on the CPU."""
+        raise NotImplementedError
+
+    def outputs(self, record: Any) -> Mapping[str, Tensor]:
+        """Returns the outputs that a step retained, by name."""
+        raise NotImplementedError
+
+    def kept(self, record: Any, tensor: int) -> Tensor:
+        """Returns a tensor that the graph keeps after a step; a copy on the CPU."""
+        raise NotImplementedError
+
+    def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
+        """Returns parameters and buffers now, by tensor number; `everywhere`, or on the first rank."""
+        raise NotImplementedError
+
+    def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
+        """Returns optimizer state now, by update and value; `everywhere`, or on the first rank."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Ends its workers."""
         raise NotImplementedError
@@ -126,7 +133,7 @@ class PlanExecutor:
     def _requests(
         self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int | None
     ) -> list[StepRequest]:
-        """[D] Makes the requests of the next step; see `ThreadExecutor.step`."""
+        """[D] Makes the requests of the next step; see `step`."""
         seed = self._seed(seed)
         return [StepRequest(inputs, seed, script, is_timed) for script in self._chosen_scripts(retain=retain)]
 
@@ -149,3 +156,32 @@ class PlanExecutor:
             except RuntimeError as error:
                 doing = f"loading {self.program.graph.op_names[op]!r}"
                 raise ExecutionError(worker.backend.target.name, doing, error) from error
+
+
+class HostExecutor(PlanExecutor):
+    """A plan on the devices of one host, whose results this process can read."""
+
+    def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
+        super().__init__(program, order, [target.device for target in targets])
+        self.targets = tuple(targets)
+
+    def results(self, record: StepRecord) -> Replay:
+        """Returns the results that a step retained, and the state after it; tensors are on their devices."""
+        return self.program.results(self._retained(record) | self.state())
+
+    def outputs(self, record: StepRecord) -> Mapping[str, Tensor]:
+        """Returns the outputs that a step retained, by name; tensors are on their devices."""
+        return self.program.named_outputs(self._retained(record) | self.state())
+
+    def loss(self, record: StepRecord) -> Tensor | None:
+        """Returns the loss of a step, retained or not; a copy on the CPU."""
+        loss = self.program.loss_of(held_tensors(record))
+        return None if loss is None else loss.detach().to("cpu", copy=True)
+
+    def _retained(self, record: StepRecord) -> dict[int, Tensor]:
+        """Returns the tensors that a step has retained."""
+        return held_tensors(record)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ExecutionError("all", "the executor is closed")

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gdp.execute.backends import Backend, SentTensor, backend_of
 from gdp.execute.exchanged_rows import Content
-from gdp.execute.plan_executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
+from gdp.execute.plan_executor import POLL_SECONDS, HostExecutor, StepRecord, held_tensors
 from gdp.execute.targets import Target
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker
-from gdp.models.pytorch import Program, Replay
+from gdp.models.pytorch import Program
 
 
 class QueueTransport:
@@ -51,15 +51,11 @@ class QueueTransport:
         pass
 
 
-class ThreadExecutor(PlanExecutor):
-    """A program placed on `targets` [D].
-
-    `load` gives it parameters and buffers, `step` runs one step on them. After an ExecutionError it is closed.
-    """
+class ThreadExecutor(HostExecutor):
+    """A program placed on `targets` [D], a thread for each."""
 
     def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
-        super().__init__(program, order, [target.device for target in targets])
-        self.targets = tuple(targets)
+        super().__init__(program, order, targets)
         backends = [backend_of(target, program.memory_for) for target in targets]
         self._inboxes: list[SimpleQueue[SentTensor | None]] = [SimpleQueue() for _ in targets]
         self._queues: list[SimpleQueue[StepRequest | None]] = [SimpleQueue() for _ in targets]
@@ -78,24 +74,16 @@ class ThreadExecutor(PlanExecutor):
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether `close` was called, or a step failed or was interrupted, with its effects half there."""
         return not self._threads
 
     def load(self, content: Mapping[int, Tensor]) -> None:
-        """Copies parameters and buffers, by tensor number as `Program.bind` gives them, to their devices."""
         for op in self.program.sources:
             self._load(op, content, self._workers[self._home[op]])
 
     def step(
         self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
     ) -> StepRecord:
-        """Runs one step on `inputs`, by tensor number as `Program.bind` gives them.
-
-        `retain` keeps outputs and gradients for `results`; random numbers differ from step to step unless `seed` is
-        given. ExecutionError if an op fails.
-        """
-        if self.is_closed:
-            raise ExecutionError("all", "the executor is closed")
+        self._check_open()
         requests = self._requests(inputs, is_timed=is_timed, retain=retain, seed=seed)
         start_ns = time.perf_counter_ns()
         for queue, request in zip(self._queues, requests, strict=True):
@@ -114,34 +102,17 @@ class ThreadExecutor(PlanExecutor):
         devices = tuple(records[number] for number in range(len(self.targets)))
         return StepRecord(devices, start_ns, max(record.end_ns for record in devices))
 
-    def results(self, record: StepRecord) -> Replay:
-        """Returns the results that a step retained, and the state after it; tensors are on their devices."""
-        return self.program.results(held_tensors(record) | self.state())
-
-    def outputs(self, record: StepRecord) -> Mapping[str, Tensor]:
-        """Returns the outputs that a step retained, by name; tensors are on their devices."""
-        return self.program.named_outputs(held_tensors(record) | self.state())
-
-    def loss(self, record: StepRecord) -> Tensor | None:
-        """Returns the loss of a step, retained or not; a copy on the CPU."""
-        loss = self.program.loss_of(held_tensors(record))
-        return None if loss is None else loss.detach().to("cpu", copy=True)
-
     def kept(self, record: StepRecord, tensor: int) -> Tensor:
-        """Returns a tensor that the graph keeps after a step; a copy on the CPU."""
         return held_tensors(record)[tensor].to("cpu", copy=True)
 
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
-        """Copies optimizer state, by update and value, to the devices of the updates."""
         for op, values in content.items():
             self._workers[self._home[op]].load_private(op, values)
 
     def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
-        """Returns parameters and buffers now, by tensor number, where they are; there is one process that has them."""
         return {tensor: memory for worker in self._workers for tensor, memory in worker.state.items()}
 
     def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
-        """Returns optimizer state now, by update and value, where it is; there is one process that has it."""
         return {op: values for worker in self._workers for op, values in worker.private.items() if values}
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from gdp import files
 from gdp.errors import InputError
 from gdp.execute.layouts.step_program import StepProgram
-from gdp.execute.plan_executor import TrainingExecutor
+from gdp.execute.plan_executor import PlanExecutor
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.optimizers import MASTER
 from gdp.models.pytorch.strides import StridedLayout, empty, memory_order
@@ -224,7 +224,7 @@ class Unstarted:
 class Running:
     """A training whose step is captured, with its state on the devices of `executor`."""
 
-    executor: TrainingExecutor
+    executor: PlanExecutor
     optimizer_state: OptimizerState
     constants: tuple[Any, ...]  # of the arguments at capture: all but tensors' content
     hyperparameters: Mapping[str, Mapping[str, Any]]  # by parameter, that a user's optimizer has had last

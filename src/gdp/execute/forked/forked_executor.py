@@ -32,12 +32,12 @@ from torch import Tensor
 from gdp.execute.backends import CpuBackend
 from gdp.execute.forked.processes import SharedMemory, keep_freed_memory, receive_tensors, send_tensors, start
 from gdp.execute.forked.shared_slots import SharedSlots
-from gdp.execute.plan_executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
+from gdp.execute.plan_executor import POLL_SECONDS, HostExecutor, StepRecord
 from gdp.execute.ranks.ranks import REMEDIED
 from gdp.execute.script import traffic_of
 from gdp.execute.targets import Target
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Worker
-from gdp.models.pytorch import Program, Replay
+from gdp.models.pytorch import Program
 
 _END_SECONDS = 2.0  # for a process that was told to end
 
@@ -71,15 +71,11 @@ def may_fork(targets: Sequence[Target]) -> bool:
     )
 
 
-class ForkedExecutor(PlanExecutor):
-    """A program placed on `targets` [D], single cores; `may_fork` says if this process can have one.
-
-    `load` gives it parameters and buffers, `step` runs one step on them. After an ExecutionError it is closed.
-    """
+class ForkedExecutor(HostExecutor):
+    """A program placed on `targets` [D], single cores; `may_fork` says if this process can have one."""
 
     def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
-        super().__init__(program, order, [target.device for target in targets])
-        self.targets = tuple(targets)
+        super().__init__(program, order, targets)
         self._latest: StepRecord | None = None
         self._keywords = dict(program.changed_keywords)
         memory = SharedMemory()
@@ -121,11 +117,9 @@ class ForkedExecutor(PlanExecutor):
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether `close` was called, or a step failed or was interrupted, with its effects half there."""
         return not self._children
 
     def load(self, content: Mapping[int, Tensor]) -> None:
-        """Copies parameters and buffers, by tensor number as `Program.bind` gives them."""
         for tensor, memory in self._state.items():
             if tensor in content:
                 memory.copy_(content[tensor])
@@ -133,7 +127,6 @@ class ForkedExecutor(PlanExecutor):
     def step(
         self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
     ) -> StepRecord:
-        """Runs one step on `inputs`; see `ThreadExecutor.step`."""
         self._check_open()
         keywords = self.program.changed_keywords
         changed = [(*key, value) for key, value in keywords.items() if self._keywords.get(key, _NONE) != value]
@@ -152,35 +145,22 @@ class ForkedExecutor(PlanExecutor):
         self._latest = record
         return record
 
-    def results(self, record: StepRecord) -> Replay:
-        """Returns the results that the latest step retained, and the state after it."""
-        return self.program.results(self._collect(self.program.result_tensors, record) | self.state())
-
-    def outputs(self, record: StepRecord) -> Mapping[str, Tensor]:
-        """Returns the outputs that the latest step retained, by name."""
-        return self.program.named_outputs(self._collect(self.program.result_tensors, record) | self.state())
-
-    def loss(self, record: StepRecord) -> Tensor | None:
-        """Returns the loss of a step, retained or not."""
-        return self.program.loss_of(held_tensors(record))
+    def _retained(self, record: StepRecord) -> dict[int, Tensor]:
+        return self._collect(self.program.result_tensors, record)
 
     def kept(self, record: StepRecord, tensor: int) -> Tensor:
-        """Returns a tensor that the graph keeps after the latest step."""
         return self._collect({tensor}, record)[tensor]
 
     def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
-        """Returns parameters and buffers now, by tensor number, where they are; there is one process that asks."""
         return dict(self._state)
 
     def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
-        """Returns copies of optimizer state now, by update and value."""
         found: dict[int, dict[int, Tensor]] = defaultdict(dict)
         for (op, value), tensor in self._ask(dict.fromkeys(range(len(self.targets)), (PRIVATE,))).items():
             found[op][value] = tensor
         return dict(found)
 
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
-        """Copies optimizer state, by update and value, to the processes of the updates."""
         by_device: dict[int, dict[tuple[int, int], Tensor]] = defaultdict(dict)
         for op, values in content.items():
             for value, tensor in values.items():
@@ -204,10 +184,6 @@ class ForkedExecutor(PlanExecutor):
         self._end_now()
 
     # -- this process ------------------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise ExecutionError("all", "the executor is closed")
 
     def _end_now(self) -> None:
         for child in self._children:

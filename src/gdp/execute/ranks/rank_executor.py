@@ -114,7 +114,7 @@ class ProcessExecutor(PlanExecutor):
     def step(
         self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
     ) -> ProcessRecord:
-        """Runs one step on `inputs`, as `ThreadExecutor.step`; all ranks begin it at once.
+        """Runs one step on `inputs`, as `PlanExecutor.step`; all ranks begin it at once.
 
         Times are on the first rank's clock: the same on one host; across hosts they are set by messages sent back
         and forth before each timed step, and right to half of the shortest such trip.
