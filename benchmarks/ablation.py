@@ -22,9 +22,9 @@ from benchmarks.figures import dot_plot
 from benchmarks.graphs import workload_inputs
 from benchmarks.rows import Rows
 from benchmarks.runs import Method, Run, WorkloadRuns
+from benchmarks.workloads import workloads
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
-from gdp.models import workloads
 from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import read_manifest
 from gdp.policy.scheduler import SchedulerPolicy

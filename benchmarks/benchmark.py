@@ -19,10 +19,10 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from benchmarks import figures
 from benchmarks.page import machine, render
 from benchmarks.rows import Rows
+from benchmarks.workloads import workloads
 from gdp import files
 from gdp.budget import Budget
 from gdp.errors import InputError, suggest
-from gdp.models import workloads
 
 Say = Callable[[str], None]
 HELP = {

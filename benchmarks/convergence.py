@@ -23,11 +23,11 @@ from benchmarks.held_out import HeldOut, checkpoints_in, choose
 from benchmarks.page import geometric_mean, milliseconds, spread
 from benchmarks.rows import Rows
 from benchmarks.runs import Method
+from benchmarks.workloads import workloads
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models import workloads
 from gdp.policy.base import one_thread
 from gdp.policy.pretrained import shipped
 from gdp.search.candidate import Candidate

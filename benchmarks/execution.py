@@ -33,10 +33,10 @@ from gdp.execute.measurement import measure_in_turn, one_device_order
 from gdp.execute.prediction import predict, rank_correlation
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, PLACED, check_results, first_step
 from gdp.execute.targets import Target
+from gdp.models.papers import families
+from gdp.models.papers.base import Example
+from gdp.models.papers.workload import Workload
 from gdp.models.pytorch import Program, capture
-from gdp.models.workloads import families
-from gdp.models.workloads.base import Example
-from gdp.models.workloads.workload import Workload
 from gdp.placers import CLASSICAL
 from gdp.search.place import place
 from gdp.simulator.problem import Problem

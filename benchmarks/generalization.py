@@ -19,8 +19,9 @@ from benchmarks.figures import dot_plot
 from benchmarks.held_out import HeldOut, checkpoints_in, choose
 from benchmarks.rows import Rows
 from benchmarks.runs import WorkloadRuns
+from benchmarks.workloads import workloads
 from gdp.budget import Budget
-from gdp.models import workloads
+from gdp.models.papers import PAPERS
 from gdp.search.ops.zero_shot import FEWEST_SIMULATIONS, MOST_SIMULATIONS, SIMULATED_OPS
 
 MAX_UPDATES = 49  # of fine-tuning: the GDP paper's "fewer than 50"
@@ -98,7 +99,7 @@ class GeneralizationBenchmark(Benchmark):
 
 def _parts(rows: list[WorkloadRow]) -> dict[str, list[WorkloadRow]]:
     """Returns the rows of the papers' workloads, of the further ones, and all; empty parts are left out."""
-    papers = [row for row in rows if row.workload in workloads.paper_names()]
+    papers = [row for row in rows if row.workload in PAPERS.names()]
     further = [row for row in rows if row not in papers]
     parts = {"the papers'": papers, "further": further, "all": rows}
     return {name: some for name, some in parts.items() if some}

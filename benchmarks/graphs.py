@@ -7,9 +7,9 @@ of two), one update for each parameter. An op has one output.
 
 from collections.abc import Sequence
 
+from benchmarks.workloads import model_of, workloads
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.models import workloads
 from gdp.models.source import load
 
 BATCH, HIDDEN, VOCABULARY = 64, 1024, 10_000  # those of rnnlm-2, but for its wider layers
@@ -17,8 +17,8 @@ FLOAT_BYTES = 4
 
 
 def workload_inputs(name: str) -> tuple[Graph, Cluster]:
-    """Returns the training graph of a built-in workload, and the cluster that it is usually placed on."""
-    return load(name), Cluster.parse(workloads.get(name).cluster)
+    """Returns the training graph of a workload, and the cluster that it is usually placed on."""
+    return load(model_of(name)), Cluster.parse(workloads.get(name).cluster)
 
 
 def lstm_training_graph(num_steps: int, num_layers: int = 4) -> Graph:

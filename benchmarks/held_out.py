@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.workloads import workloads
 from gdp.errors import InputError
-from gdp.models import workloads
 from gdp.policy.checkpoint import read_manifest
 
 

@@ -22,13 +22,13 @@ from gdp.budget import Budget
 from gdp.cluster import Cluster, changes
 from gdp.cluster.catalogue import LINKS
 from gdp.graph import Graph
-from gdp.models import workloads
+from gdp.models.papers import PAPERS
 from gdp.placers.single import single
 from gdp.planning.warm_up import warm_up
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 
-NAMES = (*workloads.paper_names(), "llama-1b", "bert-large", "moe", "resnet-101", "unet-256", "dlrm")
+NAMES = (*PAPERS.names(), "llama-1b", "bert-large", "moe", "resnet-101", "unet-256", "dlrm")
 AUTO = "auto"
 INFERENCE, TRAINING = "inference", "training"
 _GPU_SHARE = 0.6  # of the step's memory on one device: that of a card that is too small

@@ -176,8 +176,8 @@ def _capture(run: MeasuredRun) -> Graph:
     import torch
 
     from benchmarks.megatron_gpt import build
+    from benchmarks.models.gpt2 import GPT2Config
     from gdp.models.pytorch import capture_fn
-    from gdp.models.workloads.gpt2 import GPT2Config
 
     config = GPT2Config(
         batch_size=run.micro_batch,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.models.workloads.base import Dropout, Example, random_tokens
-from gdp.models.workloads.gpt2 import GPT2, GPT2Config
-from gdp.models.workloads.transformer import SelfAttention
+from benchmarks.models.gpt2 import GPT2, GPT2Config
+from benchmarks.models.transformer import SelfAttention
+from gdp.models.papers.base import Dropout, Example, random_tokens
 
 
 class _UnfusedAttention(SelfAttention):

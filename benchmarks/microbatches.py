@@ -16,13 +16,15 @@ from benchmarks import methods
 from benchmarks.benchmark import Benchmark, Say, pick, require_seconds
 from benchmarks.comparison import WorkloadRow, compare, ratio_dots
 from benchmarks.figures import dot_plot
+from benchmarks.models import families
 from benchmarks.rows import Rows
 from benchmarks.runs import Method, WorkloadRuns
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.graph.accumulation import accumulated
+from gdp.models.papers import Workload
+from gdp.models.papers.families import GNMT
 from gdp.models.pytorch import capture_fn
-from gdp.models.workloads import Workload, families
 from gdp.placers.contiguous import contiguous
 from gdp.placers.dp_stages import dp_stages
 from gdp.placers.expert import layer_ranges
@@ -40,7 +42,7 @@ MODELS: Mapping[str, Workload] = {
     "llama": families.LLAMA.workload(
         "llama-16-layers", "4xp100-pcie-16g", 16, num_layers=16, hidden=1024, num_steps=1024, inner=2816
     ),
-    "gnmt": families.GNMT.workload("gnmt-4-layers", "4xp100-pcie-16g", 256, num_layers=4, num_steps=20),
+    "gnmt": GNMT.workload("gnmt-4-layers", "4xp100-pcie-16g", 256, num_layers=4, num_steps=20),
 }
 DEVICES = (4, 8)
 AUTO = "auto"

@@ -22,7 +22,7 @@ from benchmarks.rows import Rows
 from benchmarks.runs import Run, WorkloadRuns
 from gdp.budget import Budget
 from gdp.errors import InputError
-from gdp.models import workloads
+from gdp.models.papers import PAPERS
 from gdp.policy.checkpoint import load_checkpoint
 from gdp.policy.pretrained import shipped
 
@@ -43,7 +43,7 @@ class PaperBenchmark(Benchmark):
     one_budget: Budget = field(default_factory=lambda: Budget(seconds=120.0))  # of gdp-one and gdp-published
     hdp_factor: float = 15.0  # times the processor time of fine-tuning; the paper searches 15 times as fast as HDP
     batch: Path | None = None  # the checkpoint of gdp-batch; None: the one that comes with gdp
-    workloads: tuple[str, ...] = workloads.paper_names()
+    workloads: tuple[str, ...] = PAPERS.names()
 
     def __post_init__(self) -> None:
         super().__post_init__()

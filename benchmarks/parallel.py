@@ -20,10 +20,11 @@ from benchmarks.comparison import BEST_CLASSICAL, MeanRatio, WorkloadRow, compar
 from benchmarks.figures import dot_plot
 from benchmarks.rows import Rows
 from benchmarks.runs import Run, require_verified
+from benchmarks.workloads import model_of, workloads
 from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Budget
 from gdp.cluster import Cluster
-from gdp.models import workloads
+from gdp.models.papers import PAPERS
 from gdp.models.source import ModelSource
 from gdp.notebook import size
 from gdp.parallel.layout import Layout
@@ -55,7 +56,7 @@ FURTHER = (
 )
 # a decoder, an encoder, vision, a mixture of experts, an encoder with a decoder, a diffusion model
 CONFIGS = ("gpt2", "bert-base", "vit-base", "deepseek-v2-lite", "t5-base", "sd-1.5-unet")
-MODELS = (*workloads.paper_names(), *FURTHER, *(f"{HF}{name}" for name in CONFIGS))
+MODELS = (*PAPERS.names(), *FURTHER, *(f"{HF}{name}" for name in CONFIGS))
 DEVICES = (
     "4xp100-pcie-16g",
     "8xp100-pcie-16g",
@@ -123,8 +124,8 @@ class ParallelBenchmark(Benchmark):
         placed = []
         with tempfile.TemporaryDirectory(prefix="gdp-configs-") as directory:
             for model in _all_or(self.models, MODELS):
-                is_config = model.startswith(HF)
-                text = model_configs.write_model(model.removeprefix(HF), Path(directory)) if is_config else model
+                name, is_config = model.removeprefix(HF), model.startswith(HF)
+                text = model_configs.write_model(name, Path(directory)) if is_config else model_of(name)
                 parts = Parts.of(text)
                 for devices in _all_or(self.devices, DEVICES):
                     placed.append(self._row(model, devices, text, parts, rows))

@@ -21,9 +21,9 @@ from benchmarks.graphs import workload_inputs
 from benchmarks.page import geometric_mean
 from benchmarks.published import WORKLOADS, PatientClock, expert_ns
 from benchmarks.rows import Rows
+from benchmarks.workloads import workloads
 from gdp.budget import Budget
 from gdp.errors import InputError
-from gdp.models import workloads
 from gdp.policy.base import Policy
 from gdp.policy.checkpoint import load_checkpoint, new_policy, save_checkpoint
 from gdp.policy.training.ppo import PAPER

@@ -14,11 +14,11 @@ from benchmarks.figures import dot_plot
 from benchmarks.rows import Rows
 from benchmarks.runs import WorkloadRuns
 from gdp.budget import Budget
-from gdp.models.workloads import paper_names
+from gdp.models.papers import PAPERS
 from gdp.planning.warm_up import warm_up
 
 AUTO = "auto"
-PAPER_WORKLOADS = paper_names()
+PAPER_WORKLOADS = PAPERS.names()
 
 
 @dataclass(frozen=True, kw_only=True)

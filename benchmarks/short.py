@@ -15,12 +15,12 @@ from benchmarks.figures import dot_plot
 from benchmarks.graphs import workload_inputs
 from benchmarks.rows import Rows
 from benchmarks.runs import WorkloadRuns
+from benchmarks.search import PAPER_WORKLOADS
+from benchmarks.workloads import workloads
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.graph import Graph
-from gdp.models import workloads
 from gdp.models.source import ModelSource
-from gdp.models.workloads import paper_names
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
@@ -61,7 +61,7 @@ class ShortBenchmark(Benchmark):
 
     name = "short"
     seeds: int = 2
-    workloads: tuple[str, ...] = (*paper_names(), *LARGE_STEPS)
+    workloads: tuple[str, ...] = (*PAPER_WORKLOADS, *LARGE_STEPS)
     budgets: tuple[str, ...] = BUDGETS
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class ShortBenchmark(Benchmark):
             for budget, some in placed.items():
                 some.append(self._place(runs, budget))
                 say(f"{budget}: {some[-1]}")
-        parts = {PAPERS: paper_names(), LARGE: [name for name in self.workloads if ":" in name]}
+        parts = {PAPERS: PAPERS.names(), LARGE: [name for name in self.workloads if ":" in name]}
         return {
             "placed": placed,
             "rows": [row for some in placed.values() for row in some],

@@ -219,7 +219,7 @@ def _against_reference(
 
 def _load_reference() -> ModuleType | None:
     """Returns tests/reference_simulator.py of the checkout of this package; None when it is installed elsewhere."""
-    path = Path(__file__).parents[3] / "tests" / "reference_simulator.py"
+    path = Path(__file__).parents[1] / "tests" / "reference_simulator.py"
     if not path.is_file():
         return None
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -22,11 +22,11 @@ from benchmarks.benchmark import Benchmark, Say, require_seconds
 from benchmarks.figures import dot_plot
 from benchmarks.graphs import workload_inputs
 from benchmarks.rows import Rows
+from benchmarks.workloads import workloads
 from gdp import files
 from gdp.arrays import Bool
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
-from gdp.models import workloads
 from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import load_checkpoint, read_manifest
 from gdp.policy.construction import Constructor

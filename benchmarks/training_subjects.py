@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.models import families
 from gdp.execute.layouts.batch import split_inputs
+from gdp.models.papers.base import Dropout, Example
+from gdp.models.papers.workload import Family, Workload
 from gdp.models.pytorch.program import named_inputs
-from gdp.models.workloads import families
-from gdp.models.workloads.base import Dropout, Example
-from gdp.models.workloads.workload import Family, Workload
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _SEED = 0

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdp.models.workloads import (
-    amoebanet,
+from benchmarks.models import (
     bert,
     clip,
     deep_speech,
@@ -17,24 +16,20 @@ from gdp.models.workloads import (
     dlrm,
     efficientnet,
     elmo,
-    gnmt,
     gpt2,
     hrnet,
-    inception,
     llama,
     mixture_of_experts,
     nasnet,
     resnet,
     retinanet,
-    rnnlm,
     t5,
-    transformer_xl,
     tree_lstm,
     unet,
     vit,
-    wavenet,
 )
-from gdp.models.workloads.base import Example
+from gdp.models.papers import amoebanet, gnmt, inception, rnnlm, transformer_xl, wavenet
+from gdp.models.papers.base import Example
 
 CONFIGS: dict[str, tuple[Callable[[Any], Example], Any]] = {
     "rnnlm": (rnnlm.build, rnnlm.RNNLMConfig(2, 2, num_steps=3, hidden=8, vocabulary=11)),

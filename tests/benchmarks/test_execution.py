@@ -12,8 +12,8 @@ from gdp import Cluster, InputError, Problem
 from gdp.budget import Budget
 from gdp.execute.calibrate.calibrate import Calibration
 from gdp.execute.local_devices import LocalDevice
+from gdp.models.papers import families
 from gdp.models.pytorch import capture_fn
-from gdp.models.workloads import families
 from run_cases import CLUSTER
 
 SMALL: dict[str, Any] = {

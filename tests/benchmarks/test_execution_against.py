@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks import execution_against
 from benchmarks.execution_against import RIVALS, ExecutionAgainstBenchmark, train_in_turn
+from benchmarks.models import families
 from benchmarks.own_steps import OwnSteps
 from benchmarks.rival_processes import RivalError, RivalProcesses
 from benchmarks.rival_stages import balanced_cut
@@ -23,7 +24,6 @@ from gdp.execute.layouts.step_program import step_program
 from gdp.execute.local_devices import LocalDevice
 from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch import capture
-from gdp.models.workloads import families
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from run_cases import CLUSTER

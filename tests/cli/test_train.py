@@ -16,7 +16,8 @@ import torch
 
 from gdp.cli import main
 from gdp.graph import Graph
-from gdp.models import source, workloads
+from gdp.models import source
+from gdp.models.papers import PAPERS
 from gdp.policy import checkpoint
 from gdp.policy.checkpoint import load_checkpoint, read_checkpoint, read_manifest
 from gdp.policy.features import INITIAL_WEIGHTS
@@ -239,20 +240,20 @@ def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     load = source.load
 
     def load_small(text: str) -> Graph:
-        return load(text) if workloads.find(text) is None else replace(random_graph(12, 0), name=text)
+        return load(text) if PAPERS.find(text) is None else replace(random_graph(12, 0), name=text)
 
     monkeypatch.setattr(source, "load", load_small)
 
 
 @pytest.mark.usefixtures("_small_workloads")
-def test_the_training_set_goes_on_its_usual_devices_and_leaves_out_families_with_their_relatives(run: Run) -> None:
+def test_the_training_set_goes_on_its_usual_devices_and_leaves_out_families(run: Run) -> None:
     status, _, err = run(*train("--hold-out", "amoebanet"), graphs=("training-set",), devices=None)
     assert status == 0, err
     manifest = read_manifest(OUT)
-    assert manifest["held_out"] == ["amoebanet", "nasnet"]
+    assert manifest["held_out"] == ["amoebanet"]
     sources_used = manifest["arguments"]["tasks"]["sources"]
-    expected = workloads.training_set(("amoebanet", "nasnet"))
-    assert len(sources_used) == len(expected) == len(workloads.training_set()) - 8  # 3 variants and 1 workload of each
+    expected = PAPERS.training_set(["amoebanet"])
+    assert len(sources_used) == len(expected) == len(PAPERS.training_set()) - 4  # 3 variants and a workload
     assert {cluster["name"] for cluster in manifest["clusters"]} == {workload.cluster for workload in expected}
     for devices in (DEVICES, None):
         args = train("--resume", "--hold-out", "amoebanet")
@@ -262,11 +263,11 @@ def test_the_training_set_goes_on_its_usual_devices_and_leaves_out_families_with
 
 @pytest.mark.usefixtures("_small_workloads")
 def test_what_is_held_out_is_neither_trained_nor_chosen_on_nor_known_from_before(run: Run) -> None:
-    assert run(*train("--hold-out", "vit"))[0] == 0
+    assert run(*train("--hold-out", "wavenet"))[0] == 0
     for args, graphs, message in (
-        (["--hold-out", "amoebanet"], ("nasnet-a",), "nasnet-a: is of family nasnet, which is held out"),
+        (["--hold-out", "amoebanet"], ("amoebanet",), "amoebanet: is of family amoebanet, which is held out"),
         (["--hold-out", "gnmt", "--validation", "gnmt-2"], ("rnnlm-2",), "gnmt-2: is of family gnmt, which is held"),
-        (["--hold-out", "clip", "--hold-out", "unet", "--from", OUT], ("rnnlm-2",), "without holding unet out"),
+        (["--hold-out", "wavenet", "--hold-out", "gnmt", "--from", OUT], ("rnnlm-2",), "without holding gnmt out"),
         (["--hold-out", "cubism"], ("rnnlm-2",), "family 'cubism' is unknown; known: rnnlm, gnmt"),
         ([], ("rnnlm-2", "chain.json.gz"), "chain.json.gz: is no built-in workload"),
     ):
@@ -274,9 +275,9 @@ def test_what_is_held_out_is_neither_trained_nor_chosen_on_nor_known_from_before
         assert (status, out) == (2, "")
         assert message in err
     assert not Path("other.safetensors").exists()
-    args = train("--hold-out", "clip", "--from", OUT, out="other.safetensors")
+    args = train("--hold-out", "wavenet", "--from", OUT, out="other.safetensors")
     assert run(*args, graphs=("rnnlm-2",), devices=None)[0] == 0
-    assert read_manifest("other.safetensors")["held_out"] == ["clip", "vit"]
+    assert read_manifest("other.safetensors")["held_out"] == ["wavenet"]
 
 
 def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
@@ -285,7 +286,7 @@ def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
     monkeypatch.setattr(source, "load", lambda *_: pytest.fail("read"))
     for args, graphs in (
         (["--hold-out", "gnmt"], ("rnnlm-2", "gnmt-2")),
-        (["--hold-out", "vit", "--validation", "vit-large"], ("rnnlm-2",)),
+        (["--hold-out", "wavenet", "--validation", "wavenet-2x9"], ("rnnlm-2",)),
     ):
         status, out, err = run(*train(*args), graphs=graphs, devices=None)
         assert (status, out) == (2, "")

@@ -16,8 +16,8 @@ from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import DeviceRecord
 from gdp.graph import Graph
+from gdp.models.papers.base import Example
 from gdp.models.pytorch import Capture, Replay, capture
-from gdp.models.workloads.base import Example
 from gdp.parallel.offload import Offload, offloaded
 from tiny_models import CONFIGS, tiny
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from benchmarks.workloads import model_of, workloads
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import microbatch_of, replica_of, shared_ops
 from gdp.models.model import Reading
 from gdp.models.pytorch.capture_step import capture_fn
 from gdp.models.source import ModelSource
-from gdp.models.workloads import get, names
 from gdp.parallel.buckets import gradients_of
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
@@ -23,8 +23,8 @@ LAYOUTS = (
     "data=2,microbatches=2,zero=3",
 )
 SMALLEST = [
-    next(name for name in names() if get(name).family == family)
-    for family in dict.fromkeys(get(name).family for name in names())
+    next(model_of(workload.name) for workload in workloads.workloads if workload.family == family)
+    for family in workloads.family_names()
 ]
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.models import bert
 from gdp.bounds.layout_bound import layout_bound
 from gdp.cluster import Cluster
 from gdp.cluster.device import Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.models.pytorch import capture_fn
-from gdp.models.workloads import bert
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over

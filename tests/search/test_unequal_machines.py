@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.workloads import model_of
 from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
 from gdp.graph import Graph
@@ -22,7 +23,7 @@ from gdp.simulator.simulate import simulate
 
 KINDS = ("rtx4090-24g", "rtx3090-24g", "l4-24g", "p100-pcie-16g", "v100-sxm-32g", "a100-sxm-80g")
 LINKS = ("pcie3", "pcie4", "pcie5")
-MODELS = ("llama-1b", "moe", "decode")
+MODELS = (model_of("llama-1b"), model_of("moe"), "decode")
 DECODER = {  # the shape of Qwen2.5-32B, with 16 of its 64 layers
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -104,7 +105,7 @@ def check(graph: Graph, seed: int, budget: str, most: int) -> None:
 
 def test_no_part_and_no_equal_plan_is_faster_on_a_small_machine() -> None:
     """Two random cards, and a decoder of eight layers with experts."""
-    check(ModelSource("moe", Reading(training=False)).whole().graph, 0, "400sims", 2)
+    check(ModelSource(model_of("moe"), Reading(training=False)).whole().graph, 0, "400sims", 2)
 
 
 @pytest.mark.long

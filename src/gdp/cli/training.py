@@ -19,7 +19,8 @@ from gdp.cli import values
 from gdp.cli.shared import log
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.models import source, workloads
+from gdp.models import source
+from gdp.models.papers import PAPERS
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
@@ -38,7 +39,7 @@ MAX_GRAPHS_PER_UPDATE = 8
 SAMPLES, VALIDATE_EVERY, SAVE_EVERY = 16, 20, 10
 MAX_POOL = 128  # problems; each takes about a megabyte
 MAX_VALIDATION_GRAPHS = 24  # of drawn families
-TRAINING_SET = "training-set"  # the GRAPH that stands for `workloads.training_set`
+TRAINING_SET = "training-set"  # the GRAPH that stands for `PAPERS.training_set`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +145,7 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
     if options.resume and options.styles is not None and options.out.exists():
         _check_resumed_styles(options.out, options.styles)
     clusters = [Cluster.parse(text) for text in options.devices]
-    held_out = workloads.hold_out(options.hold_out)
+    held_out = PAPERS.hold_out(options.hold_out)
     _check_held_out((*options.graphs, *options.validation), held_out)
     policy, origin = _policy(options, held_out)
     pairs, kept = _without_families(_pairs(options.graphs, clusters, held_out), options.validation_families)
@@ -253,7 +254,7 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
 
     Raises InputError for a graph without a usual cluster, and for one of a family that is `held_out`.
     """
-    training_set = [workload.name for workload in workloads.training_set(held_out)]
+    training_set = [workload.name for workload in PAPERS.training_set(held_out)]
     names = [name for text in texts for name in (training_set if text == TRAINING_SET else (text,))]
     pairs: list[TaskSource] = []
     places: Sequence[Cluster | None]
@@ -265,11 +266,11 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
                 places = clusters or [None]
                 pairs += [TaskSource(stored, cluster) for stored in _stored(name) for cluster in places]
                 continue
-            if Path(name).is_dir() and workloads.find(name) is None:
+            if Path(name).is_dir() and PAPERS.find(name) is None:
                 raise InputError(f"{name}: is a directory without {INDEX}; make its graphs with gdp architectures")
             graph = source.load(name)
             _check_held_out((graph.name,), held_out, name)
-            workload = workloads.find(graph.name)
+            workload = PAPERS.find(graph.name)
             if workload is None and not clusters:
                 raise InputError(f"{name}: is no built-in workload with devices of its own; name them with --devices")
             usual = [Cluster.parse(workload.cluster)] if workload is not None else []
@@ -287,7 +288,7 @@ def _stored(name: str) -> Sequence[StoredGraph]:
 def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | None = None) -> None:
     """Raises InputError for a built-in workload of a family that is `held_out`; `text` is what users wrote."""
     for name in names:
-        workload = workloads.find(name)
+        workload = PAPERS.find(name)
         if workload is not None and workload.family in held_out:
             raise InputError(
                 f"{text or name}: is of family {workload.family}, which is held out; leave one of both out"

@@ -15,7 +15,7 @@ def workloads(
     json: JsonOption = False,
 ) -> int:
     """List the built-in models."""
-    from gdp.models import workloads as built_in
+    from gdp.models.papers import PAPERS
 
     rows = [
         {
@@ -25,7 +25,7 @@ def workloads(
             "batch": item.batch_size,
             "description": item.description,
         }
-        for item in map(built_in.get, built_in.variant_names() if variants else built_in.names())
+        for item in map(PAPERS.get, PAPERS.variant_names() if variants else PAPERS.names())
     ]
     if json:
         print_json({"workloads": rows})
@@ -34,6 +34,6 @@ def workloads(
 
         show(listings.rows_report(rows))
         if not variants:
-            count = len(built_in.variant_names())
+            count = len(PAPERS.variant_names())
             print_text(f"\nMODEL may also be one of {count} smaller and larger variants: gdp workloads --variants")
     return OK

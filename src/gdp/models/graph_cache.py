@@ -46,7 +46,7 @@ def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | No
     update = (reading.optimizer, reading.master_weights)
     options = (reading.training, *update, reading.dtype, num_microbatches, str(reading.serving))
     depends_on = (FORMAT, VERSION, text, source, *options, version("torch"))
-    return cache.entry("graphs", text, depends_on, _code("pytorch", "hugging_face", "gguf", "workloads"))
+    return cache.entry("graphs", text, depends_on, _code("pytorch", "hugging_face", "gguf", "papers"))
 
 
 def onnx_entry(path: Path, dims: Mapping[str, int]) -> Path | None:

@@ -1,6 +1,6 @@
 """START HERE: MODEL as one object, with its whole step, the steps of parts of its batch, and its module.
 
-MODEL is a built-in workload, a `gdp-graph` or ONNX file, a Transformers directory, or a user's function.
+MODEL is a built-in workload, a `gdp-graph` or ONNX file, a Transformers directory, a user's function or `Workload`.
 """
 
 import ast
@@ -19,6 +19,7 @@ from gdp.errors import InputError, UnevenBatchError, suggest
 from gdp.graph import Graph
 from gdp.models import graph_cache, user_function
 from gdp.models.model import GGUF, HUGGING_FACE, Microbatching, Model, Reading, even_part
+from gdp.models.papers import PAPERS, Workload
 from gdp.models.user_function import Example, JaxFunction, UserFunction
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from gdp.models.measured_times import MeasuredTimes
     from gdp.models.pytorch import Capture
     from gdp.models.pytorch.capture_step import Built
-    from gdp.models.workloads import Workload
 
 
 class ModelSource:
@@ -259,11 +259,17 @@ class ModelSource:
     @property
     def _is_function(self) -> bool:
         is_other = self.is_file or self.text.startswith(HUGGING_FACE)
-        return not is_other and re.fullmatch(user_function.PATTERN, self.text) is not None
+        is_named = not is_other and re.fullmatch(user_function.PATTERN, self.text) is not None
+        return is_named and not isinstance(self._named, Workload)
 
     @property
     def _is_workload(self) -> bool:
         return not (self.is_file or self._is_function or self.text.startswith(HUGGING_FACE))
+
+    @cached_property
+    def _named(self) -> Any:
+        """The object that `module:name` names: a function or a `Workload`."""
+        return user_function.named(self.text, self._directory)
 
     @cached_property
     def _function(self) -> UserFunction:
@@ -291,22 +297,20 @@ class ModelSource:
             return Built.by(self._builder(), self.text)
 
     @property
-    def _workload(self) -> "Workload":
-        from gdp.models import workloads
-
+    def _workload(self) -> Workload:
         name = self.text
-        workload = workloads.find(name)
-        if workload is not None:
+        workload = self._named if re.fullmatch(user_function.PATTERN, name) else PAPERS.find(name)
+        if isinstance(workload, Workload):
             return workload
         if os.path.isdir(name):
             raise InputError(f"{name}: is a directory; name a gdp-graph file")
-        if name.partition("/")[0] in workloads.family_names():
+        if name.partition("/")[0] in PAPERS.family_names():
             raise InputError(f"model {name!r}: no variant of that name; `gdp workloads --variants` lists them")
         if os.sep in name:
             raise InputError(f"{name}: no such file; check the path")
         raise InputError(
             f"model {name!r}: no built-in workload, gdp-graph file (.json, .json.gz, .safetensors) or module:function; "
-            f"{suggest(name, workloads.names())}"
+            f"{suggest(name, PAPERS.names())}"
         )
 
     def _builder(self, num_parts: int = 1) -> Callable[[], Example | JaxFunction]:
@@ -429,14 +433,8 @@ def _is_graph_file(text: str) -> bool:
 
 def _check_no_python_file(text: str) -> None:
     """Raises InputError for a Python file, and for a module without a function, with the functions that are there."""
-    from gdp.models import workloads
-
     path = Path(text if text.endswith(".py") else f"{text.replace('.', os.sep)}.py")
-    if (
-        (os.path.isfile(text) and not text.endswith(".py"))
-        or not os.path.isfile(path)
-        or workloads.find(text) is not None
-    ):
+    if (os.path.isfile(text) and not text.endswith(".py")) or not os.path.isfile(path) or PAPERS.find(text) is not None:
         return
     try:
         nodes = ast.parse(path.read_bytes()).body

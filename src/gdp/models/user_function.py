@@ -35,6 +35,18 @@ class JaxFunction:
     capture: "Callable[[], JaxCapture]"
 
 
+def named(text: str, directory: Path | None = None) -> Any:
+    """Imports what `package.module:name` names, from `directory` on. InputError if it cannot be imported."""
+    module_name, _, path = text.partition(":")
+    with _explained(text, f"module {module_name} cannot be imported"), _importable_in(directory):
+        function: Any = import_module(module_name)
+    for name in path.split("."):
+        if not hasattr(function, name):
+            raise InputError(f"{text}: module {module_name} has no {path}; check the name")
+        function = getattr(function, name)
+    return function
+
+
 class UserFunction:
     """A user's function, imported; a call returns its answer in order.
 
@@ -45,13 +57,7 @@ class UserFunction:
     def __init__(self, text: str, directory: Path | None = None) -> None:
         """Imports the function that `text` names, from `directory` on: by default the current one."""
         self._text, self._directory = text, directory
-        module_name, _, path = text.partition(":")
-        with _explained(text, f"module {module_name} cannot be imported"), _importable_in(directory):
-            function: Any = import_module(module_name)
-        for name in path.split("."):
-            if not hasattr(function, name):
-                raise InputError(f"{text}: module {module_name} has no {path}; check the name")
-            function = getattr(function, name)
+        function = named(text, directory)
         if not callable(function):
             kind, expected = type(function).__name__, "one that returns (module, example_inputs) is expected"
             raise InputError(f"{text}: is no function but {kind}; {expected}")

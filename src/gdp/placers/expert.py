@@ -15,7 +15,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Clock
-from gdp.models import workloads
+from gdp.models.papers import PAPERS
 from gdp.placers.base import allowed_work, inherit
 from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.memory_repair import fit_memory
@@ -49,7 +49,7 @@ def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:
     modules = problem.graph.modules
     if not any(modules):
         return None
-    workload = workloads.find(problem.graph.name)
+    workload = PAPERS.find(problem.graph.name)
     if workload is not None:
         rule = workload.expert
         if rule is None:

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.graph import Graph
-from gdp.models import workloads
+from gdp.models.papers import PAPERS
 from gdp.models.source import load
 
 U64 = npt.NDArray[np.uint64]
 RADIUS = 2
 MAX_LIKENESS = 0.3
-"""In common with a built-in workload. ViT and CLIP, which are relatives (`gdp.models.workloads.families`), have 0.35 in
-common, other relatives more, unless they have hardly an operator in common."""
+"""In common with a built-in workload. ViT and CLIP have 0.35 in common, other models of one origin more, unless they
+have hardly an operator in common."""
 _VARIANTS = 2  # of a family
 _IN, _OUT, _SUMS = (
     np.array(number, np.uint64) for number in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -37,9 +37,9 @@ class BuiltIns:
     @classmethod
     def read(cls, families: Iterable[str] | None = None) -> BuiltIns:
         """Captures small variants of `families`, by default of all; later calls find them in the cache of graphs."""
-        wanted = set(workloads.family_names() if families is None else families)
+        wanted = set(PAPERS.family_names() if families is None else families)
         names: dict[str, list[str]] = {}
-        for variant in workloads.training_variants():
+        for variant in PAPERS.variants:
             if variant.family in wanted:
                 names.setdefault(variant.family, []).append(variant.name)
         return cls(
