@@ -85,7 +85,7 @@ class ShortBenchmark(Benchmark):
             for budget, some in placed.items():
                 some.append(self._place(runs, budget))
                 say(f"{budget}: {some[-1]}")
-        parts = {PAPERS: PAPERS.names(), LARGE: [name for name in self.workloads if ":" in name]}
+        parts = {PAPERS: PAPER_WORKLOADS, LARGE: [name for name in self.workloads if ":" in name]}
         return {
             "placed": placed,
             "rows": [row for some in placed.values() for row in some],
