@@ -212,20 +212,6 @@ def test_bad_numbers() -> None:
         accumulated(accumulated(graph, 2), 2)
 
 
-@pytest.mark.parametrize(
-    "names", [["a", "a@1", "b@1", "c@2"], ["a@1", "b@2", "c@3"], ["a@1", "b"], ["a", "a@2"], ["a", "a@1", "b@1"]]
-)
-def test_names_that_look_like_replicas_are_none(names: list[str]) -> None:
-    """Names with @ count only where every micro-batch has the same ops."""
-    assert (microbatch_of(Graph.build("mail", [Op(name) for name in names], [])) == -1).all()
-
-
-def test_replicas_are_of_one_kind() -> None:
-    """An op and what is called its replica have the same kind and phase."""
-    assert microbatch_of(Graph.build("two", [Op("a", kind="mm"), Op("a@1", kind="mm")], [])).tolist() == [0, 1]
-    assert microbatch_of(Graph.build("two", [Op("a", kind="mm"), Op("a@1", kind="add")], [])).tolist() == [-1, -1]
-
-
 class MovingAverage(nn.Module):
     """Its forward pass overwrites a buffer that its backward pass reads."""
 
@@ -279,7 +265,7 @@ def test_one_micro_batch_is_taken_out_of_several_and_makes_them_again(family: st
 
 
 def test_a_graph_without_alike_micro_batches_has_none_to_take_out() -> None:
-    ops = [Op("w", "parameter"), Op("f", flops=1), Op("f@1", flops=2), Op("g", flops=1)]
+    ops = [Op("w", "parameter"), Op("f", flops=1), Op("f@1", flops=2, origin=1, microbatch=1), Op("g", flops=1)]
     for graph in (
         Graph.build("plain", ops[:2], [Tensor(0, (1,), 1)]),
         Graph.build("odd", ops, [Tensor(0, (1, 2), 1), Tensor(2, (3,), 1)]),

@@ -5,8 +5,9 @@ import pytest
 
 from benchmarks.workloads import model_of, workloads
 from gdp.graph import Graph
+from gdp.graph.copies import ACCUMULATE
 from gdp.graph.held_memory import HeldMemory
-from gdp.graph.microbatches import microbatch_of, replica_of, shared_ops
+from gdp.graph.microbatches import microbatch_of, shared_ops
 from gdp.models.model import Reading
 from gdp.models.pytorch.capture_step import capture_fn
 from gdp.models.source import ModelSource
@@ -34,7 +35,7 @@ def assert_conserved(graph: Graph, layout: Layout) -> None:
     whole, count, zero = step.graph, layout.data, layout.zero
     kinds, phases = np.array(whole.kinds), np.array(whole.phases)
     is_collective = whole.is_collective
-    is_sum = np.array([".accumulate" in name for name in whole.op_names])
+    is_sum = whole.is_in_role(ACCUMULATE)
     is_source, is_late = shared_ops(graph)
     is_pass = ~is_source & ~is_late
     ours = ~is_collective & ~is_sum & ~is_late[step.origin] & ~is_source[step.origin]
@@ -70,7 +71,7 @@ def assert_conserved(graph: Graph, layout: Layout) -> None:
         assert least <= moved[exchange] <= least + slack
     if zero in (1, 2):  # parameters that are updated, once each
         assert 0 < moved["all_gather"] <= (count - 1) * once.parameter_bytes + slack
-    assert replica_of(whole).max() == count - 1
+    assert whole.replicas.max() == count - 1
     assert microbatch_of(whole).max() == (max(layout.microbatches) - 1 if max(layout.microbatches) > 1 else -1)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdp.graph import Graph, Tensor
-from gdp.graph.microbatches import microbatch_of, replica_of
+from gdp.graph.microbatches import microbatch_of
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from tests.parallel.test_replicas import chain
@@ -33,13 +33,13 @@ def test_everything_is_there_once_in_all(sizes: list[int], count: int, microbatc
     for phase in ("forward", "backward"):
         is_pass = [kind == "mm" and own == phase for kind, own in zip(whole.kinds, whole.phases, strict=True)]
         assert whole.flops[is_pass].sum() == layout.num_parts * sum(graph.flops[np.array(graph.phases) == phase])
-    held = whole.resident_bytes[replica_of(whole) == 0].sum()
+    held = whole.resident_bytes[whole.replicas == 0].sum()
     assert 2 * sum(sizes) <= count * held < 2 * sum(sizes) + 2 * count * num
     least = microbatches * (count - 1) * sum(sizes)  # a gather is needed for both passes
     slack = microbatches * (count - 1) * count * num
     assert least <= hop_bytes(whole, "reduce_scatter.") < least + slack
     assert 2 * least <= hop_bytes(whole, "all_gather.") < 2 * (least + slack)
-    assert replica_of(whole).max() == count - 1
+    assert whole.replicas.max() == count - 1
     assert microbatch_of(whole).max() == (microbatches - 1 if microbatches > 1 else -1)
     devices = np.arange(count * num_places).reshape(count, num_places)
     placement = step.placement(places, devices)

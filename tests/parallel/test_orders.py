@@ -6,6 +6,7 @@ import pytest
 from benchmarks.graphs import lstm_training_graph
 from gdp.budget import Clock
 from gdp.graph import Graph
+from gdp.graph.copies import ACCUMULATE
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.placers.replicated import replicated_stages
@@ -28,7 +29,7 @@ def test_gradients_of_weights_may_wait_for_the_sum(zero: int, bucket_bytes: int)
         return {graph.op_names[op] for op in np.flatnonzero(can_wait)}
 
     # b0 reaches w0 alone
-    stems = {"b0", "b0@1", "w0", "w0@1", "w1", "w1@1", "u0.accumulate@1", "u1.accumulate@1"}
+    stems = {"b0", "b0@1", "w0", "w0@1", "w1", "w1@1", "p0.accumulate@1", "p1.accumulate@1"}
     assert waiting(two_stages(2).graph) == stems
     step = Step.of(two_stages(1).graph, Layout((2, 2), zero), bucket_bytes=bucket_bytes)
     assert waiting(step.graph) == stems | {f"{name}#1" for name in stems}
@@ -39,19 +40,20 @@ def test_the_order_of_the_program_is_that_of_one_micro_batch(layout: str) -> Non
     """Copies of an op start as the captured ops stand, sums with the gradients that they add, exchanges first."""
     step = Step.of(two_stages(1).graph, Layout.parse(layout))
     levels, is_collective = program_levels(step.graph), step.graph.is_collective
-    is_sum = np.array([".accumulate" in name for name in step.graph.op_names])
+    is_sum = step.graph.is_in_role(ACCUMULATE)
     assert levels[is_collective].min() > levels[~is_collective].max()
     own = ~(is_collective | is_sum)
     turn = np.unique(-levels[own], return_inverse=True)[1]
     np.testing.assert_array_equal(turn, np.unique(step.origin[own], return_inverse=True)[1])
     level_of = dict(zip(step.graph.op_names, levels.tolist(), strict=True))
     for name in np.array(step.graph.op_names)[is_sum].tolist():
-        gradient = {"u0": "w0", "u1": "w1"}[name.partition(".")[0]]
+        gradient = {"p0": "w0", "p1": "w1"}[name.partition(".")[0]]
         assert level_of[name] == level_of[gradient]
 
 
 @pytest.mark.parametrize(("layout", "order"), [("data=2", PROGRAM), ("data=2,microbatches=4", ZERO_BUBBLE_PROGRAM)])
-def test_a_step_with_replicas_is_placed_in_the_order_in_which_its_stages_do_best(layout: str, order: str) -> None:
+def test_the_order_of_stages_is_kept(layout: str, order: str) -> None:
+    """A step with replicas is placed in the order in which its stages do best."""
     step = Step.of(lstm_training_graph(3), Layout.parse(layout))
     problem = Problem.build(step.graph, "4xp100-pcie-16g")
     chosen = in_good_order(Question.about(problem), Clock.of("100sims")).problem

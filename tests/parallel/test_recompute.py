@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.copies import RECOMPUTED
 from gdp.models.pytorch import capture
 from gdp.parallel.block_choice import cheapest_blocks
 from gdp.parallel.blocks import Blocks
@@ -221,11 +222,11 @@ def test_every_op_reads_what_it_read_before_or_a_copy_of_it(graph: Graph) -> Non
     paths = list(dict.fromkeys(module for module in graph.modules if module.startswith("blocks")))
     step = Recomputation.of(Blocks.of(graph, paths))
     again, before, after = step.graph, inputs_of(graph), inputs_of(step.graph)
-    is_copy = np.array([name.endswith("!") for name in again.op_names])
+    is_copy = again.is_in_role(RECOMPUTED)
     assert [name for name, copy in zip(again.op_names, is_copy, strict=True) if not copy] == list(graph.op_names)
     assert again.flops[~is_copy].tolist() == graph.flops.tolist()
     for op, origin in enumerate(step.op_origin.tolist()):
-        assert again.op_names[op].removesuffix("!") == graph.op_names[origin]
+        assert again.op_names[again.root[op]] == graph.op_names[origin]
         assert {int(step.tensor_origin[tensor]) for tensor in after[op]} - {-1} == before[origin]
     # no backward op of a block reads an activation of it that is held since the forward pass
     makers = again.producers[again.edge_tensors]

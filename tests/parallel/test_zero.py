@@ -9,7 +9,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
-from gdp.graph.microbatches import microbatch_of, replica_of
+from gdp.graph.microbatches import microbatch_of
 from gdp.models.measured_times import with_times
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import replicated
@@ -65,7 +65,7 @@ def test_state_is_there_once_in_all(
     least, num_buckets = (count - 1) * sum(sizes), whole.kinds.count("reduce_scatter.done") // count
     for exchange in ("reduce_scatter.", "all_gather."):
         assert least <= hop_bytes(whole, exchange) < least + 2 * count**2 * num_buckets
-    assert replica_of(whole).max() == count - 1
+    assert whole.replicas.max() == count - 1
     assert microbatch_of(whole).max() == (max(microbatches) - 1 if max(microbatches) > 1 else -1)
 
 

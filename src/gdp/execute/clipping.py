@@ -147,6 +147,7 @@ class Clipping:
             "layouts": self.layouts,
             "sources": self._renumbered(program.sources),
             "private": self._renumbered(program.private),
+            "updated": self._renumbered(program.updated),
         }
         if isinstance(program, StepProgram):
             changed |= {
@@ -273,6 +274,10 @@ class Clipping:
             bytes_accessed=figures(graph.bytes_accessed, 0),
             resident_bytes=figures(graph.resident_bytes, 0),
             groups=figures(graph.groups, -1),
+            origins=np.where(figures(graph.origins, -1) >= 0, self.number[figures(graph.origins, -1)], -1),
+            microbatches=figures(graph.microbatches, 0),
+            replicas=figures(graph.replicas, 0),
+            roles=texts(graph.roles, ""),
             producers=np.concatenate((self.number[graph.producers], norms, [scale] * num_scales)),
             tensor_bytes=np.concatenate((graph.tensor_bytes, sizes, [max(sizes), 4][:num_scales])),
             is_resident=np.concatenate((graph.is_resident, nothing)),
@@ -312,7 +317,7 @@ def gradients_of_updates(program: Program, option: str) -> list[ReadGradient]:
     for op, origin in enumerate(origins):
         if origin < 0 or part.graph.phases[origin] != "update":
             continue
-        name = part.graph.op_names[origin].removesuffix(".update")
+        name = part.updated.get(origin)
         tensors = [t for t in program.inputs_of[op] if int(program.graph.producers[t]) not in program.sources]
         if len(tensors) != 1 or name not in place:
             raise InputError(

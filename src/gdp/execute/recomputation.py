@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from gdp.arrays import I64
 from gdp.graph import Graph
+from gdp.graph.copies import HOST_COPY, RECOMPUTED
 from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.parallel.offload import Offload
@@ -20,14 +23,13 @@ def with_copies(program: Program, step: Recomputation) -> Program:
 
     Copies draw what their originals draw, and write no buffers: batch normalisation is given no running statistics.
     """
-    number = {
-        op: new for new, op in enumerate(step.op_origin.tolist()) if step.graph.op_names[new] == _name(program, op)
-    }
+    is_copy = step.graph.is_in_role(RECOMPUTED).tolist()
+    number = {op: new for new, op in enumerate(step.op_origin.tolist()) if not is_copy[new]}
     program = _renumbered(program, step.graph, number, step.tensor_origin)
     values = program.tensor_values
     calls = list(program.calls)
     for op, origin in enumerate(step.op_origin.tolist()):
-        if number[origin] != op:
+        if is_copy[op]:
             known = {values[tensor] for tensor in program.inputs_of[op]}
             calls[op] = tuple(_without_state(program.calls[number[origin]], known))
     return replace(program, calls=tuple(calls))
@@ -35,8 +37,8 @@ def with_copies(program: Program, step: Recomputation) -> Program:
 
 def with_host_copies(program: Program, step: Offload) -> Program:
     """Returns the program of the graph of `step`, in which activations of the graph of `program` wait on the host."""
-    names = step.graph.op_numbers
-    number = {op: names[name] for op, name in enumerate(program.graph.op_names)}
+    kept = np.flatnonzero(~step.graph.is_in_role(HOST_COPY)).tolist()  # in their order
+    number = dict(enumerate(kept))
     return _renumbered(program, step.graph, number, step.tensor_origin)
 
 
@@ -67,11 +69,8 @@ def _renumbered(program: Program, graph: Graph, number: Mapping[int, int], tenso
         tensor_layouts=tuple(program.tensor_layouts[origin] if origin >= 0 else None for origin in origins),
         sources={number[op]: source for op, source in program.sources.items()},
         private={number[op]: state for op, state in program.private.items()},
+        updated={number[op]: name for op, name in program.updated.items()},
     )
-
-
-def _name(program: Program, op: int) -> str:
-    return program.graph.op_names[op]
 
 
 def _without_state(calls: tuple[Call, ...], known: set[int]) -> Iterator[Call]:

@@ -57,8 +57,7 @@ class OptimizerState:
         ops: dict[str, dict[int, Span]] = {}
         first: dict[str, int] = {}
         for op, origin in enumerate(origins):
-            if origin >= 0 and part.graph.phases[origin] == "update":
-                name = part.graph.op_names[origin].removesuffix(".update")
+            if (name := part.updated.get(origin)) is not None:
                 ops.setdefault(name, {})[op] = spans.get(op)
                 first.setdefault(name, origin)
         self.updates: Mapping[str, ParameterUpdate] = {

@@ -197,7 +197,7 @@ def fetching_late(problem: Problem, placement: Placement) -> tuple[Problem, Plac
         before = int(np.searchsorted(computes, first[op])) - 1
         if before >= 0:
             tensors.append(Tensor(int(new[computes[before]]), (int(new[op]),)))
-    late = Graph.build(graph.name, [graph.op(op) for op in old.tolist()], tensors)
+    late = Graph.build(graph.name, graph.chosen_ops(old.tolist()), tensors)
     changed = replace(
         problem,
         graph=late,

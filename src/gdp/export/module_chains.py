@@ -139,9 +139,7 @@ def _spread(problem: Problem, executed: Sequence[int], position: I64) -> I64:
     graph = problem.graph
     labels = np.full(graph.num_ops, -1, np.int64)
     labels[executed] = position
-    by_name = {graph.op_names[op]: int(labels[op]) for op in executed}
-    for op in np.flatnonzero(problem.microbatch > 0).tolist():
-        labels[op] = by_name.get(graph.op_names[op].rpartition("@")[0], -1)
+    labels = np.where(problem.microbatch > 0, labels[graph.first_copy], labels)
     by_module: dict[str, set[int]] = defaultdict(set)
     for op in executed:
         by_module[graph.modules[op]].add(int(labels[op]))

@@ -13,6 +13,7 @@ N ops, T tensors of one micro-batch; M micro-batches.
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,11 +21,32 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
+from gdp.graph.copies import ACCUMULATE, label_end
 from gdp.graph.graph import Graph
-from gdp.graph.microbatches import ACCUMULATE, check_count, count_microbatches, shared_ops
+from gdp.graph.microbatches import check_count, count_microbatches, shared_ops
+from gdp.graph.unique_names import UniqueNames
 
 _NO_TIMES: Any = MappingProxyType({})
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulation:
+    """A step of M micro-batches, and where the N ops of one are in it."""
+
+    graph: Graph
+    number: I64  # [M, N] the copy of each op; -1 for the further ones of an op that all share
+
+    @classmethod
+    def of(cls, graph: Graph, num_microbatches: int, *, free_replicas: bool = False) -> "Accumulation":
+        """Repeats the step `graph` of one micro-batch; see `accumulated`."""
+        check_count(num_microbatches, "microbatches")
+        if num_microbatches == 1:
+            return cls(graph, np.arange(graph.num_ops)[None, :])
+        if (count := count_microbatches(graph)) > 1:
+            raise InputError(f"graph {graph.name!r}: has {count} micro-batches already; leave out --microbatches")
+        repeated = _Accumulation(graph, num_microbatches, free_replicas)
+        return cls(repeated.build(), repeated.number)
 
 
 def accumulated(graph: Graph, num_microbatches: int, *, free_replicas: bool = False) -> Graph:
@@ -36,12 +58,7 @@ def accumulated(graph: Graph, num_microbatches: int, *, free_replicas: bool = Fa
     and for the readers of that copy's result. InputError for a number out of range, or a graph that has micro-batches
     already.
     """
-    check_count(num_microbatches, "microbatches")
-    if num_microbatches == 1:
-        return graph
-    if (count := count_microbatches(graph)) > 1:
-        raise InputError(f"graph {graph.name!r}: has {count} micro-batches already; leave out --microbatches")
-    return _Accumulation(graph, num_microbatches, free_replicas).build()
+    return Accumulation.of(graph, num_microbatches, free_replicas=free_replicas).graph
 
 
 class _Accumulation:
@@ -101,6 +118,7 @@ class _Accumulation:
             "dtypes": dtypes,
             "phases": ["backward"] * len(sizes),
             "modules": [graph.modules[update] for update in self.first_update.tolist()],
+            "roles": [ACCUMULATE] * len(sizes),
             "times_ns": [_NO_TIMES] * len(sizes),
         }
         later = self.num_microbatches - 1
@@ -111,7 +129,8 @@ class _Accumulation:
             first, each, last = ([column[op] for op in ops.tolist()] for ops in self._parts())
             each += of_sums
             if name == "op_names":
-                repeated = [f"{stem}@{microbatch}" for microbatch in range(1, later + 1) for stem in each]
+                ends = map(label_end, range(1, later + 1), [0] * later)
+                repeated = [stem + end for end in ends for stem in each]
             else:
                 repeated = each * later
             columns[name] = (*first, *repeated, *last)
@@ -132,7 +151,22 @@ class _Accumulation:
         columns["groups"] = np.concatenate(
             [groups[0][before], *(part for row in groups[1:] for part in (row[again], of_sums)), groups[0][late]]
         )
+        columns["replicas"] = np.zeros(self.num_ops, np.int64)
+        numbers = np.repeat(np.arange(1, later + 1), len(again) + len(sizes))
+        columns["microbatches"] = np.concatenate((0 * before, numbers, 0 * late))
+        columns["origins"] = self._origins()
         return columns
+
+    def _origins(self) -> I64:
+        """Returns the op that each is a copy of, or made for: the first sum of a gradient is made for an update."""
+        graph, again, first_sums = self.graph, self.repeated, self.adder[1]
+        own = np.where(graph.origins >= 0, self.number[0][graph.origins], -1)
+        origins = np.empty(self.num_ops, np.int64)
+        origins[self.number[0]] = own
+        origins[self.number[1:, again]] = self.number[0][graph.first_copy[again]]
+        origins[self.adder[1:]] = first_sums
+        origins[first_sums] = self.number[0][self.first_update]
+        return origins
 
     def _parts(self) -> tuple[I64, I64, I64]:
         """Returns the ops that come first, with those of the first micro-batch; those of each further one; updates."""
@@ -215,18 +249,18 @@ class _Accumulation:
         return by_copy
 
     def _sum_names(self) -> list[str]:
-        """Names the sums of gradients [G]: `layers.0.weight.accumulate` for the gradient that `layers.0.weight.update`
-        reads.
-        """
-        op_names, names = set(self.graph.op_names), []
-        for update in self.first_update.tolist():
-            stem = self.graph.op_names[update].removesuffix(".update") + ACCUMULATE
-            name, count = stem, 1
-            while name in op_names:
-                name, count = f"{stem}_{count}", count + 1
-            op_names.add(name)
-            names.append(name)
-        return names
+        """Names the sums of gradients [G] by the parameter that the update reads: `layers.0.weight.accumulate`."""
+        graph = self.graph
+        sources = graph.producers[graph.edge_tensors]
+        is_own = self.is_source[sources] & self.is_update[graph.consumers]
+        is_own &= graph.groups[sources] == graph.groups[graph.consumers]
+        reads = np.flatnonzero(is_own)[::-1]
+        parameter = dict(zip(graph.consumers[reads].tolist(), sources[reads].tolist(), strict=True))
+        names = UniqueNames()
+        for name in graph.op_names:
+            names.of(name)
+        owners = [parameter.get(update, update) for update in self.first_update.tolist()]
+        return [names.of(f"{graph.op_names[op]}.{ACCUMULATE}") for op in owners]
 
     def _buffer_order(self) -> dict[int, set[int]]:
         """Maps each op to the ops that wait for it, so that buffers are overwritten in the order of micro-batches."""

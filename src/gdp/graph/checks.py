@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdp.arrays import I64, Bool
-from gdp.errors import InputError
+from gdp.errors import InputError, suggest
+from gdp.graph.copies import LONGEST_CHAIN, ROLES, roots
 
 if TYPE_CHECKING:
     from gdp.graph.graph import Graph
@@ -30,14 +31,15 @@ def check(graph: "Graph") -> None:
             if name in numbers:
                 raise InputError(f"op {number}: name {name!r} is also that of op {numbers[name]}; names must be unique")
             numbers[name] = number
-    for name in ("flops", "bytes_accessed", "resident_bytes"):
-        values = getattr(graph, name)
+    for name in ("flops", "bytes_accessed", "resident_bytes", "microbatch", "replica"):
+        values = getattr(graph, {"microbatch": "microbatches", "replica": "replicas"}.get(name, name))
         lowest = int(np.argmin(values))
         if values[lowest] < 0:
             raise InputError(f"{op_label(lowest)}: {name} is {values[lowest]}; an integer of at least 0 is expected")
     if (graph.groups < -1).any():
         lowest = int(np.argmin(graph.groups))
         raise InputError(f"{op_label(lowest)}: group is {graph.groups[lowest]}; -1 (none) or a number >= 0 is expected")
+    _check_copies(graph, op_label)
     for number, phase in enumerate(graph.phases if set(graph.phases) - set(PHASES) else ()):
         if phase not in PHASES:
             raise InputError(
@@ -57,6 +59,28 @@ def check(graph: "Graph") -> None:
         raise InputError(f"tensor {bad}: bytes is {graph.tensor_bytes[bad]}; an integer of at least 0 is expected")
     _check_views(graph)
     _check_consumers(graph, op_label)
+
+
+def _check_copies(graph: "Graph", op_label: Any) -> None:
+    for number, role in enumerate(graph.roles if set(graph.roles) - ROLES.keys() else ()):
+        if role not in ROLES:
+            raise InputError(f"{op_label(number)}: role is {role!r}; {suggest(role, [*ROLES])}")
+    origins, numbers = graph.origins, np.arange(graph.num_ops)
+    if (bad := _first((origins < -1) | (origins >= graph.num_ops) | (origins == numbers))) is not None:
+        raise InputError(f"{op_label(bad)}: origin {origins[bad]} is no other op; ops are 0 to {graph.num_ops - 1}")
+    if (bad := _first(origins[roots(origins)] >= 0)) is not None:
+        raise InputError(f"{op_label(bad)}: has more than {LONGEST_CHAIN} origins in a row; name the first copy")
+    first = graph.first_copy
+    if not (first != numbers).any():
+        return
+    if (bad := _first(first[first] != first)) is not None:
+        raise InputError(f"{op_label(bad)}: origin {origins[bad]} is a copy itself; name the first one")
+    kinds = np.array(graph.kinds, np.object_)
+    if (bad := _first(kinds[first] != kinds)) is not None:
+        raise InputError(
+            f"{op_label(bad)}: is {kinds[bad]!r}, and the op {first[bad]} that it is a copy of {kinds[first[bad]]!r}; "
+            "give it the same kind, or no origin"
+        )
 
 
 def _check_views(graph: "Graph") -> None:

@@ -2,7 +2,7 @@
 
     op/flops [N], tensor/bytes [T], ...    the fields of JSON files, a column each
     op/kind [N]                            of texts, numbers in `op/kind.values`, a JSON list of distinct ones
-    op/name [N]                            the same of names without ends, `@m` in `.microbatch` and `#d` in `.replica`
+    op/name [N]                            the same of names; -1 for that of the op's first copy, with `@1#2` behind it
     tensor/consumers [E]                   those of all tensors, which begin at `.offsets` [T + 1]
 
 docs/machine-model.md, section 6, is the definition. N ops, T tensors, E consumers of all tensors together.
@@ -10,7 +10,7 @@ docs/machine-model.md, section 6, is the definition. N ops, T tensors, E consume
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from operator import add
+from operator import add, eq
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,12 @@ import orjson
 from safetensors.numpy import save
 
 from gdp import files
-from gdp.arrays import I64
+from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.graph.copy_names import NUM_MICROBATCHES, NUM_REPLICAS, CopyNames, split_name
-from gdp.graph.document import FORMAT, VERSION, is_times
+from gdp.graph.copies import first_copies, label_end, role_codes
+from gdp.graph.document import FORMAT, OLDEST, VERSION, is_times
+from gdp.graph.fingerprint import numbered, times_as_text
+from gdp.graph.version_1 import copy_columns
 from gdp.tensor_file import TensorFormat
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ COLUMNS = TensorFormat(
     fields=MappingProxyType({"name": files.is_string}),
     writer="`gdp capture`",
     remedy="write or copy the file again",
+    oldest=OLDEST,
 )
 _OP, _TENSOR, _CONSUMER, _OFFSET = "op", "tensor", "consumer", "offset"  # what a column has an entry for
 _OFFSETS = "tensor/consumers.offsets"
@@ -45,6 +48,9 @@ _NUMBERS = {
     "op/bytes_accessed": ("bytes_accessed", _OP),
     "op/resident_bytes": ("resident_bytes", _OP),
     "op/group": ("groups", _OP),
+    "op/origin": ("origins", _OP),
+    "op/microbatch": ("microbatches", _OP),
+    "op/replica": ("replicas", _OP),
     "tensor/producer": ("producers", _TENSOR),
     "tensor/bytes": ("tensor_bytes", _TENSOR),
     "tensor/view_of": ("view_of", _TENSOR),
@@ -52,8 +58,11 @@ _NUMBERS = {
     _OFFSETS: ("consumer_offsets", _OFFSET),
 }
 _FLAGS = {"tensor/resident": "is_resident", "tensor/keep": "is_kept"}
-_TEXTS = {"op/kind": "kinds", "op/dtype": "dtypes", "op/phase": "phases", "op/module": "modules"}
+_TEXTS = {"op/kind": "kinds", "op/dtype": "dtypes", "op/phase": "phases", "op/module": "modules", "op/role": "roles"}
 _NAME, _TIMES = "op/name", "op/time_ns"
+_COPY_NUMBERS = "origin", "microbatch", "replica"
+_COPY_COLUMNS = *(f"op/{name}" for name in _COPY_NUMBERS), "op/role", "op/role.values"  # of version 2
+_NAME_ENDS = f"{_NAME}.microbatch", f"{_NAME}.replica"  # of version 1
 _NO_TIMES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -64,52 +73,71 @@ def is_in_columns(path: str | Path) -> bool:
 
 def write_columns(graph: "Graph", path: str | Path) -> None:
     """Writes `graph`, atomically."""
-    names = graph.copy_names
+    names = np.array(graph.op_names, np.object_)
+    is_listed = ~_is_named_as_copy(graph)
+    numbers = np.where(is_listed, np.cumsum(is_listed) - 1, -1)
     columns: dict[str, npt.NDArray[Any]] = {
         **{name: _small(getattr(graph, field)) for name, (field, _) in _NUMBERS.items()},
         **{name: getattr(graph, field) for name, field in _FLAGS.items()},
-        _NAME: _small(names.base),
-        f"{_NAME}.values": _json(names.bases),
-        f"{_NAME}.microbatch": _small(names.microbatch),
-        f"{_NAME}.replica": _small(names.replica),
+        _NAME: _small(numbers),
+        f"{_NAME}.values": _json(names[is_listed].tolist()),
     }
     for name, field in _TEXTS.items():
         columns |= _numbered(name, getattr(graph, field))
-    texts = ["{}"] * graph.num_ops
-    if any(graph.times_ns):
-        texts = [orjson.dumps(dict(times)).decode() for times in graph.times_ns]
-    columns |= _numbered(_TIMES, texts)
+    columns |= _numbered(_TIMES, times_as_text(graph))
     files.write_bytes(path, save(columns, COLUMNS.header(name=graph.name)))
 
 
-def read_columns(path: str | Path) -> tuple[dict[str, Any], CopyNames]:
-    """Returns the fields of the graph in `path`, and the parts of its names; InputError for a bad file."""
+def _is_named_as_copy(graph: "Graph") -> Bool:
+    """Returns [N] the ops that are called as their first copies, with `@1#2` behind it."""
+    is_copy: Bool = graph.first_copy != np.arange(graph.num_ops)
+    if not is_copy.any():
+        return is_copy
+    labels = _copy_labels(graph.op_names, graph.first_copy, graph.microbatches, graph.replicas)
+    is_copy &= np.fromiter(map(eq, labels, graph.op_names), np.bool_, graph.num_ops)
+    return is_copy
+
+
+def _copy_labels(names: Sequence[str], first: I64, microbatches: I64, replicas: I64) -> Iterable[str]:
+    """Returns the names [N] of copies: those of their `first` copies, which are among `names` [N], with their ends."""
+    width = int(replicas.max()) + 1
+    key = microbatches * width + replicas
+    ends = {number: label_end(*divmod(number, width)) for number in np.unique(key).tolist()}
+    return map(add, map(names.__getitem__, first.tolist()), map(ends.__getitem__, key.tolist()))
+
+
+def read_columns(path: str | Path) -> dict[str, Any]:
+    """Returns the fields of the graph in `path`; InputError for a bad file."""
     with COLUMNS.opened(path, "numpy") as (header, file):
-        reader = _Reader(file)
+        reader = _Reader(file, header["version"])
         fields: dict[str, Any] = {"name": header["name"]}
-        fields |= {field: reader.numbers(name, of) for name, (field, of) in _NUMBERS.items()}
+        fields |= {field: reader.numbers(name, of) for name, (field, of) in _NUMBERS.items() if name in reader.known}
         fields |= {field: reader.column(name, _TENSOR, ("BOOL",)) for name, field in _FLAGS.items()}
-        fields |= {field: tuple(reader.texts(name)) for name, field in _TEXTS.items()}
+        fields |= {field: tuple(reader.texts(name)) for name, field in _TEXTS.items() if name in reader.known}
         fields["times_ns"] = tuple(_times(reader.texts(_TIMES)))
         offsets, num_consumers = fields["consumer_offsets"], len(fields["consumers"])
         is_rising = len(offsets) == len(fields["producers"]) + 1 and not (np.diff(offsets) < 0).any()
         if not is_rising or offsets[0] != 0 or offsets[-1] != num_consumers:
             raise InputError(f"column {_OFFSETS!r} does not rise from 0 to {num_consumers}; {COLUMNS.remedy}")
-        names = reader.names()
-        fields["op_names"] = _joined(names)
-    return fields, names
+        if header["version"] > 1:
+            return fields | {"op_names": tuple(reader.names(fields))}
+        names = reader.names_of_version_1()
+        columns = copy_columns(names, fields["kinds"], fields["phases"], fields["groups"].tolist())
+        numbers = {_NUMBERS[f"op/{name}"][0]: np.array(columns[name], np.int64) for name in _COPY_NUMBERS}
+        return fields | numbers | {"op_names": names, "roles": tuple(columns["role"])}
 
 
 class _Reader:
     """Reads the columns of an open file, and checks that there are no others."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, version: int) -> None:
         self._file, self._counts = file, dict[str, int]()
-        ends = (f"{_NAME}.microbatch", f"{_NAME}.replica")
         values = (f"{name}.values" for name in (*_TEXTS, _NAME, _TIMES))
-        expected = {*_NUMBERS, *_FLAGS, *_TEXTS, _NAME, _TIMES, *ends, *values}
-        for name in sorted(set(file.keys()) ^ expected):
-            raise InputError(f"column {name!r} is {'missing' if name in expected else 'unknown'}; {COLUMNS.remedy}")
+        self.known = {*_NUMBERS, *_FLAGS, *_TEXTS, _NAME, _TIMES, *values}
+        if version == 1:
+            self.known = self.known.difference(_COPY_COLUMNS).union(_NAME_ENDS)
+        for name in sorted(set(file.keys()) ^ self.known):
+            raise InputError(f"column {name!r} is {'missing' if name in self.known else 'unknown'}; {COLUMNS.remedy}")
 
     def column(self, name: str, of: str, dtypes: Sequence[str]) -> npt.NDArray[Any]:
         """Returns a column of one of `dtypes`, which has as many entries as the others `of` ops, say."""
@@ -142,44 +170,41 @@ class _Reader:
             raise InputError(f"column {name!r} is no JSON list of distinct strings; {COLUMNS.remedy}")
         return values
 
-    def names(self) -> CopyNames:
-        """Returns the names of ops in parts."""
-        bases = self.values(_NAME)
-        base = self._below(len(bases), _NAME)
-        microbatch = self._below(NUM_MICROBATCHES, f"{_NAME}.microbatch")
-        return CopyNames(tuple(bases), base, microbatch, self._below(NUM_REPLICAS, f"{_NAME}.replica"))
+    def names(self, fields: Mapping[str, Any]) -> Iterable[str]:
+        """Returns the names of ops, whose other `fields` tell of which op each is a copy."""
+        listed = self.values(_NAME)
+        numbers = self._within(-1, len(listed), _NAME)
+        if (numbers >= 0).all():
+            return map(listed.__getitem__, numbers.tolist())
+        origins = self._within(-1, len(numbers), "op/origin")
+        microbatches, replicas = (self._within(0, 2**31, name) for name in ("op/microbatch", "op/replica"))
+        first = first_copies(origins, role_codes(fields["roles"]))
+        if (numbers[first] < 0).any():
+            raise InputError(f"column {_NAME!r} has -1 for an op that is no copy; {COLUMNS.remedy}")
+        own = list(map([*listed, ""].__getitem__, numbers.tolist()))
+        labels = _copy_labels(own, first, microbatches, replicas)
+        return [name or label for name, label in zip(own, labels, strict=True)]
+
+    def names_of_version_1(self) -> tuple[str, ...]:
+        """Returns the names of ops in a file of version 1, which has them in parts."""
+        stems = self.texts(_NAME)
+        microbatches, replicas = (self._within(0, 2**31, name).tolist() for name in _NAME_ENDS)
+        return tuple(map(add, stems, map(label_end, microbatches, replicas)))
 
     def _below(self, count: int, name: str) -> I64:
+        return self._within(0, count, name)
+
+    def _within(self, least: int, end: int, name: str) -> I64:
         values = self.numbers(name)
-        if len(values) and not (values.min() >= 0 and values.max() < count):
-            raise InputError(f"column {name!r} has numbers beyond 0 to {count - 1}; {COLUMNS.remedy}")
-        values.setflags(write=False)
+        if len(values) and not (values.min() >= least and values.max() < end):
+            raise InputError(f"column {name!r} has numbers beyond {least} to {end - 1}; {COLUMNS.remedy}")
         return values
 
 
-def _joined(names: CopyNames) -> tuple[str, ...]:
-    """Returns the names of all ops; InputError where their parts are others than those in `names`."""
-    key = names.microbatch * NUM_REPLICAS + names.replica
-    ends = {number: _end(*divmod(number, NUM_REPLICAS)) for number in np.unique(key).tolist()}
-    bases = map(names.bases.__getitem__, names.base.tolist())
-    joined = tuple(map(add, bases, map(ends.__getitem__, key.tolist())))
-    is_doubtful = np.array([not base or "@" in base or "#" in base for base in names.bases], np.bool_)
-    for op in np.flatnonzero(is_doubtful[names.base]).tolist():
-        if split_name(joined[op])[1:] != (int(names.microbatch[op]), int(names.replica[op])):
-            raise InputError(f"op {op} {joined[op]!r}: its name has other ends than its columns; {COLUMNS.remedy}")
-    return joined
-
-
-def _end(microbatch: int, replica: int) -> str:
-    return (f"@{microbatch}" if microbatch else "") + (f"#{replica}" if replica else "")
-
-
-def _numbered(name: str, texts: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
+def _numbered(name: str, texts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Returns the columns of the numbers of `texts`, and of their distinct values."""
-    column = tuple(texts)
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(column))}
-    codes = np.fromiter(map(numbers.__getitem__, column), np.int64, len(column))
-    return {name: _small(codes), f"{name}.values": _json(tuple(numbers))}
+    values, numbers = numbered(texts)
+    return {name: _small(numbers), f"{name}.values": _json(values)}
 
 
 def _json(values: Iterable[str]) -> npt.NDArray[np.uint8]:

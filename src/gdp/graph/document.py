@@ -10,8 +10,9 @@ from typing import Any, Never
 
 from gdp import files
 from gdp.graph.checks import PHASES
+from gdp.graph.version_1 import copy_columns
 
-FORMAT, VERSION = "gdp-graph", 1
+FORMAT, VERSION, OLDEST = "gdp-graph", 2, 1
 _MISSING: Any = object()
 
 
@@ -29,6 +30,10 @@ class Op:
     module: str = ""
     group: int = -1
     time_ns: Mapping[str, int] = field(default_factory=dict)
+    origin: int = -1
+    microbatch: int = 0
+    replica: int = 0
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,17 @@ Columns = Mapping[str, Sequence[Any]]
 
 def read_document(document: object) -> tuple[str, Columns, Columns]:
     """Returns (name, columns of ops, columns of tensors); InputError for unknown keys, wrong types and versions."""
-    content = files.require_header(document, FORMAT, VERSION)
+    content = files.require_header(document, FORMAT, VERSION, OLDEST)
     files.require_keys(content, "graph", _DOCUMENT_FIELDS, {"name", "ops", "tensors"})
-    ops = _columns(content["ops"], _OP_CHECKS, OP_DEFAULTS)
+    version = content["version"]
+    known = {name: check for name, check in OP_FIELDS.items() if version > 1 or name not in _COPY_FIELDS}
+    checks = {name: _COLUMN_CHECKS[check] for name, check in known.items()}
+    ops = _columns(content["ops"], checks, OP_DEFAULTS)
     tensors = _columns(content["tensors"], _TENSOR_CHECKS, TENSOR_DEFAULTS)
     if ops is None or tensors is None:
-        _explain(content)
+        _explain(content, known)
+    if version == 1:
+        ops |= copy_columns(*(ops[name] for name in ("name", "kind", "phase", "group")))
     return content["name"], ops, tensors
 
 
@@ -89,11 +99,11 @@ def _columns(
     return found if num_values == sum(map(len, mappings)) else None
 
 
-def _explain(content: Mapping[str, Any]) -> Never:
+def _explain(content: Mapping[str, Any], op_fields: Mapping[str, Callable[[object], bool]]) -> Never:
     """Raises the InputError that says which op or tensor is no record of one, and why."""
     for number, op in enumerate(content["ops"]):
         label = f" {op['name']!r}" if isinstance(op, dict) and isinstance(op.get("name"), str) else ""
-        files.require_keys(op, f"op {number}{label}", OP_FIELDS, OP_FIELDS.keys() - OP_DEFAULTS.keys())
+        files.require_keys(op, f"op {number}{label}", op_fields, op_fields.keys() - OP_DEFAULTS.keys())
     for number, tensor in enumerate(content["tensors"]):
         files.require_keys(tensor, f"tensor {number}", TENSOR_FIELDS, TENSOR_FIELDS.keys() - TENSOR_DEFAULTS.keys())
     raise AssertionError("a column fails its check, and each of its records passes")
@@ -151,7 +161,12 @@ OP_FIELDS = {
     "module": files.is_string,
     "group": files.is_index,
     "time_ns": is_times,
+    "origin": files.is_index,
+    "microbatch": files.is_size,
+    "replica": files.is_size,
+    "role": files.is_string,
 }
+_COPY_FIELDS = "origin", "microbatch", "replica", "role"  # of version 2
 TENSOR_FIELDS = {
     "producer": files.is_size,
     "consumers": files.is_number_list,
@@ -171,5 +186,4 @@ _COLUMN_CHECKS: Mapping[Callable[[object], bool], Callable[[list[Any]], bool]] =
     _is_phase: _are_phases,
     is_times: _are_times,
 }
-_OP_CHECKS = {name: _COLUMN_CHECKS[check] for name, check in OP_FIELDS.items()}
 _TENSOR_CHECKS = {name: _COLUMN_CHECKS[check] for name, check in TENSOR_FIELDS.items()}

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.graph.copies import EXCHANGE_END, EXCHANGE_START, exchange_ends
 from gdp.graph.graph import Graph
-from gdp.graph.microbatches import replica_of
 
-_OP_TEXTS = ("op_names", "kinds", "dtypes", "phases", "modules", "times_ns")
-_OP_FIGURES = ("flops", "bytes_accessed", "resident_bytes", "groups")
-_READY, _DONE = ".ready", ".done"  # in kinds and names of ops: a replica's own ends of an exchange
+_OP_TEXTS = ("op_names", "kinds", "dtypes", "phases", "modules", "roles", "times_ns")
+_OP_FIGURES = ("flops", "bytes_accessed", "resident_bytes", "groups", "microbatches", "replicas")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +60,8 @@ class Excerpt:
 
         None without replicas, and where they have different numbers of micro-batches.
         """
-        names, replica = graph.copy_names, replica_of(graph)
-        is_end = np.array([kind.endswith((_READY, _DONE)) for kind in graph.kinds], np.bool_)
+        replica = graph.replicas
+        is_end = graph.is_in_role(EXCHANGE_START, EXCHANGE_END)
         has_twin = is_end | ~graph.is_collective
         sizes = np.bincount(replica[has_twin])
         if len(sizes) < 2 or (sizes != sizes[0]).any():
@@ -70,29 +69,26 @@ class Excerpt:
         ops = np.flatnonzero(has_twin & (replica == 0))
         number = np.full(graph.num_ops, -1)
         number[ops] = np.arange(len(ops))
-        copy = names.base * (int(names.microbatch.max()) + 1) + names.microbatch
+        copy = graph.first_copy * (int(graph.microbatches.max()) + 1) + graph.microbatches
         number_of = np.full(int(copy.max()) + 1, -1)
         number_of[copy[ops]] = number[ops]
-        excerpt = _excerpt(graph, ops, number, *_exchanges(graph, ops[is_end[ops]]))
+        excerpt = _excerpt(graph, ops, number, *_exchanges(graph))
         return cls(excerpt, ops, np.where(has_twin, number_of[copy], -1))
 
 
-def _exchanges(graph: Graph, ends: I64) -> tuple[I64, I64]:
-    """Returns, for each exchange among the `ends` of a replica, a tensor that begins it and the op that ends it."""
+def _exchanges(graph: Graph) -> tuple[I64, I64]:
+    """Returns, for each exchange of the first replica, a tensor that begins it and the op that ends it."""
     first_tensor = np.full(graph.num_ops, -1)
     first_tensor[graph.producers[::-1]] = np.arange(graph.num_tensors)[::-1]
-    labels = {op: graph.op_names[op].replace(_READY, "").replace(_DONE, "") for op in ends.tolist()}
-    begun = {label: first_tensor[op] for op, label in labels.items() if graph.kinds[op].endswith(_READY)}
-    pairs = [(begun[label], op) for op, label in labels.items() if graph.kinds[op].endswith(_DONE) and label in begun]
-    tensors, readers = np.array(pairs, np.int64).reshape(-1, 2).T
-    return tensors[tensors >= 0], readers[tensors >= 0]
+    starts, ends = exchange_ends(graph)
+    is_chosen = (graph.replicas[ends] == 0) & (first_tensor[starts] >= 0)
+    return first_tensor[starts[is_chosen]], ends[is_chosen]
 
 
 def _copies(graph: Graph, microbatch: I64) -> I64:
     """Returns [rows, micro-batches] the copies of each op that is repeated, a row for each replica; -1 for none."""
-    names = graph.copy_names
-    ops = np.flatnonzero((microbatch >= 0) & (names.replica == replica_of(graph)))
-    distinct, row = np.unique(names.replica[ops] * len(names.bases) + names.base[ops], return_inverse=True)
+    ops = np.flatnonzero(microbatch >= 0)
+    distinct, row = np.unique(graph.replicas[ops] * graph.num_ops + graph.first_copy[ops], return_inverse=True)
     copies = np.full((len(distinct), int(microbatch.max()) + 1), -1)
     copies[row, microbatch[ops]] = ops
     return copies
@@ -129,12 +125,14 @@ def _excerpt(graph: Graph, ops: I64, number: I64, tensors_read: I64, readers: I6
     edges = np.unique(position[edge_tensors[is_inside]] * len(ops) + number[consumers[is_inside]])
     consumed = np.bincount(edges // len(ops), minlength=len(tensors))
     view_of = graph.view_of[tensors]
+    origins = graph.origins[ops]
     chosen = ops.tolist()
     texts: dict[str, Any] = {name: tuple(map(getattr(graph, name).__getitem__, chosen)) for name in _OP_TEXTS}
     return Graph(
         name=graph.name,
         **texts,
         **{name: getattr(graph, name)[ops] for name in _OP_FIGURES},
+        origins=np.where(origins >= 0, number[origins], -1),
         producers=number[graph.producers[tensors]],
         **{name: getattr(graph, name)[tensors] for name in ("tensor_bytes", "is_resident", "is_kept")},
         view_of=np.where(view_of >= 0, position[view_of], -1),

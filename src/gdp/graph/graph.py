@@ -17,16 +17,12 @@ import numpy as np
 from gdp import files, notebook
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError, prefixed
-from gdp.graph.canonical import canonical_digest
 from gdp.graph.checks import check
 from gdp.graph.column_file import is_in_columns, read_columns, write_columns
-from gdp.graph.copy_names import CopyNames
+from gdp.graph.copies import EXCHANGE, first_copies, have_role, role_codes, roots
 from gdp.graph.document import FORMAT, OP_FIELDS, TENSOR_FIELDS, VERSION, Op, Tensor, read_document
+from gdp.graph.fingerprint import graph_fingerprint
 from gdp.graph.views import GraphSource, OpView
-
-COLLECTIVES = ("all_reduce.", "reduce_scatter.", "all_gather.")
-"""What the kinds of ops begin with that move data between replicas; not all replicas have the same ones."""
-_FROM_NAMES = ("copy_names", "op_numbers", "edge_tensors", "group_index", "is_collective")  # cached properties
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +43,10 @@ class Graph:
     phases: tuple[str, ...]  # [N]
     modules: tuple[str, ...]  # [N]
     groups: I64  # [N] -1 or a number >= 0
+    origins: I64  # [N] -1 or the op that each is a copy of, or made for
+    microbatches: I64  # [N]
+    replicas: I64  # [N]
+    roles: tuple[str, ...]  # [N] of `gdp.graph.copies.ROLES`
     times_ns: tuple[Mapping[str, int], ...]  # [N] by device name or kind; -1 cannot run
     producers: I64  # [T]
     tensor_bytes: I64  # [T]
@@ -144,6 +144,10 @@ class Graph:
             phases=tuple(ops["phase"]),
             modules=tuple(ops["module"]),
             groups=_int64(ops["group"], "op", "group"),
+            origins=_int64(ops["origin"], "op", "origin"),
+            microbatches=_int64(ops["microbatch"], "op", "microbatch"),
+            replicas=_int64(ops["replica"], "op", "replica"),
+            roles=tuple(ops["role"]),
             times_ns=tuple(MappingProxyType(times) if times else _NO_TIMES for times in ops["time_ns"]),
             producers=_int64(tensors["producer"], "tensor", "producer"),
             tensor_bytes=_int64(tensors["bytes"], "tensor", "bytes"),
@@ -163,6 +167,12 @@ class Graph:
         """Returns op `number` as a record."""
         return Op(*(column[number] for column in self._op_columns))
 
+    def chosen_ops(self, numbers: Sequence[int]) -> list[Op]:
+        """Returns ops as records of a graph of them alone: origins are numbered by their places in `numbers`."""
+        place = {number: place for place, number in enumerate(numbers)}
+        ops = [self.op(number) for number in numbers]
+        return [replace(op, origin=place.get(op.origin, -1)) if op.origin >= 0 else op for op in ops]
+
     def tensor(self, number: int) -> Tensor:
         """Returns tensor `number` as a record."""
         producer, consumers, *rest = (column[number] for column in self._tensor_columns)
@@ -174,14 +184,28 @@ class Graph:
         return {name: number for number, name in enumerate(self.op_names)}
 
     @cached_property
-    def copy_names(self) -> CopyNames:
-        """The parts of the names of ops: of which op, micro-batch and replica each may be a copy."""
-        return CopyNames.of(self.op_names)
+    def role_code(self) -> I64:
+        """[N] the place of each op's role in `gdp.graph.copies.ROLES`."""
+        return role_codes(self.roles)
+
+    def is_in_role(self, *names: str) -> Bool:
+        """Returns [N] the ops with one of these roles."""
+        return have_role(self.role_code, names)
 
     @cached_property
     def is_collective(self) -> Bool:
         """[N] the ops that move data between replicas."""
-        return self._are(self.kinds, lambda kind: kind.startswith(COLLECTIVES))
+        return self.is_in_role(*EXCHANGE)
+
+    @cached_property
+    def first_copy(self) -> I64:
+        """[N] the first of the copies that each op is one of: an op of its role."""
+        return first_copies(self.origins, self.role_code)
+
+    @cached_property
+    def root(self) -> I64:
+        """[N] the op of the model that each op is a copy of, or made for."""
+        return roots(self.origins)
 
     @cached_property
     def sorts(self) -> I64:
@@ -205,13 +229,9 @@ class Graph:
 
     def with_figures(self, *, flops: I64, bytes_accessed: I64, resident_bytes: I64, tensor_bytes: I64) -> "Graph":
         """Returns the same ops and tensors with other figures: [N], [N], [N] and [T]."""
-        other = replace(
+        return replace(
             self, flops=flops, bytes_accessed=bytes_accessed, resident_bytes=resident_bytes, tensor_bytes=tensor_bytes
         )
-        for name in _FROM_NAMES:  # which are slow to find for large graphs
-            if name in self.__dict__:
-                other.__dict__[name] = self.__dict__[name]
-        return other
 
     @cached_property
     def _op_columns(self) -> tuple[Sequence[Any], ...]:
@@ -227,6 +247,10 @@ class Graph:
             self.modules,
             self.groups.tolist(),
             [dict(times) for times in self.times_ns],
+            self.origins.tolist(),
+            self.microbatches.tolist(),
+            self.replicas.tolist(),
+            self.roles,
         )
 
     @cached_property
@@ -262,9 +286,8 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical content: compact JSON, sorted keys, every field explicit, no graph name."""
-        with files.without_collection():
-            return canonical_digest(self)
+        """SHA-256 of all columns; see `gdp.graph.fingerprint`. The graph's name is left out."""
+        return graph_fingerprint(self)
 
     def to_document(self) -> dict[str, Any]:
         """Returns the `gdp-graph` document with every field explicit."""
@@ -293,11 +316,9 @@ class Graph:
             with prefixed(path), files.without_collection():
                 return cls.from_document(document)
         with files.without_collection():
-            fields, names = read_columns(path)
+            fields = read_columns(path)
             with prefixed(path):
-                graph = cls(**fields)
-        graph.__dict__["copy_names"] = names
-        return graph
+                return cls(**fields)
 
     @classmethod
     def from_document(cls, document: object) -> "Graph":

@@ -10,21 +10,22 @@ import numpy as np
 
 from gdp.errors import InputError
 from gdp.graph.accumulation import accumulated
+from gdp.graph.copies import ACCUMULATE
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
-from gdp.graph.microbatches import ACCUMULATE, SHARED, microbatch_of, replica_of
+from gdp.graph.microbatches import SHARED, microbatch_of
 
 
 def one_microbatch(graph: Graph) -> Graph:
-    """Returns the step of one micro-batch of `graph`, whose ops are called `x`, `x@1`, ... as `accumulated` names them.
+    """Returns the step of one micro-batch of `graph`, a step of several.
 
-    InputError where they are not, or where that step in as many micro-batches is another one.
+    InputError where it has none, or where that step in as many micro-batches is another one.
     """
     microbatch = microbatch_of(graph)
     count = int(microbatch.max()) + 1
-    if count < 2 or replica_of(graph).any():
+    if count < 2 or graph.replicas.any():
         raise InputError(
-            f"graph {graph.name!r}: has no micro-batches (x@1) of one copy of the model; if it is the step of one "
+            f"graph {graph.name!r}: has no micro-batches of one copy of the model; if it is the step of one "
             "micro-batch, say how many there are with --microbatches"
         )
     kept = np.flatnonzero((microbatch == SHARED) | (microbatch == 0))
@@ -42,7 +43,7 @@ def one_microbatch(graph: Graph) -> Graph:
         position[tensor] = len(tensors)
         tensors.append(replace(row, producer=int(number[row.producer]), consumers=tuple(sorted(consumers))))
     rows = [replace(row, view_of=position[row.view_of]) if row.view_of >= 0 else row for row in tensors]
-    one = Graph.build(graph.name, [graph.op(op) for op in kept.tolist()], rows)
+    one = Graph.build(graph.name, graph.chosen_ops(kept.tolist()), rows)
     again = accumulated(one, count)
     if (again.num_ops, int(again.flops.sum())) != (graph.num_ops, int(graph.flops.sum())):
         raise InputError(f"graph {graph.name!r}: its {count} micro-batches are not alike; name the model itself")
@@ -51,11 +52,6 @@ def one_microbatch(graph: Graph) -> Graph:
 
 def _readers_of_sums(graph: Graph, count: int) -> dict[int, tuple[int, ...]]:
     """Maps each first sum of gradients to the ops that read the last one."""
-    readers = {}
-    last_sums = dict(zip(graph.producers.tolist(), range(graph.num_tensors), strict=True))
-    for name, op in graph.op_numbers.items():
-        if ACCUMULATE in name and name.endswith("@1"):
-            last = graph.op_numbers.get(f"{name[:-2]}@{count - 1}", op)
-            if last in last_sums:
-                readers[op] = tuple(graph.consumers_of(last_sums[last]).tolist())
-    return readers
+    sums = np.flatnonzero(graph.is_in_role(ACCUMULATE) & (graph.microbatches == count - 1))
+    results = dict(zip(graph.producers.tolist(), range(graph.num_tensors), strict=True))
+    return {int(graph.first_copy[op]): tuple(graph.consumers_of(results[op]).tolist()) for op in sums.tolist()}

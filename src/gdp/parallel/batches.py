@@ -10,7 +10,7 @@ fill the replica; its speed is that of the later ones, so that each place in fli
 N ops of one batch, M ops of the stream, R replicas.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ import numpy.typing as npt
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.accumulation import accumulated
+from gdp.graph.accumulation import Accumulation
+from gdp.graph.copies import BATCH_END, numbers_in
 from gdp.graph.microbatches import MAX_MICROBATCHES, shared_ops
-from gdp.parallel.columns import Columns, with_controls
+from gdp.parallel.graph_builder import GraphBuilder, with_controls
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import joined
 from gdp.parallel.rings import Rings
@@ -40,8 +41,7 @@ class BatchStream:
     graph: Graph
     batch: Graph  # of one of them
     layout: Layout  # its micro-batches are the batches in flight of each replica
-    origin: I64  # [M] the op of one batch that each is a copy of; N for what ends a batch
-    replica: I64  # [M]
+    origin: I64  # [M] the op of one batch that each is a copy of; of what ends a batch, the last one
 
     @classmethod
     def of(cls, graph: Graph, layout: Layout) -> "BatchStream":
@@ -54,10 +54,12 @@ class BatchStream:
         streams = {count: _stream(ended, count) for count in set(layout.microbatches)}
         replicas = [streams[count] for count in layout.microbatches]
         whole = replicas[0] if layout.data == 1 else joined(replicas, (), Rings.of(layout.data))
-        names = whole.copy_names
-        number = {**graph.op_numbers, ended.op_names[-1]: graph.num_ops}
-        origin = np.array([number[name] for name in names.bases], np.int64)[names.base]
-        return cls(whole, graph, layout, origin, names.replica)
+        return cls(whole, graph, layout, numbers_in(graph, whole, whole.root))
+
+    @property
+    def replica(self) -> I64:
+        """[M] the replica of each op."""
+        return self.graph.replicas
 
     @property
     def num_batches(self) -> int:
@@ -79,8 +81,7 @@ class BatchStream:
         `places` [N] is the place of each op of a batch, 0 to P - 1, and `devices` [R, P] the device that is each place
         of each replica. A batch ends where its last op is.
         """
-        of_origin = np.append(places, np.asarray(places)[-1])
-        return np.asarray(np.asarray(devices)[self.replica, of_origin[self.origin]], np.int64)
+        return np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
 
 
 def batch_ends(graph: Graph, layout: Layout) -> list[I64]:
@@ -88,10 +89,9 @@ def batch_ends(graph: Graph, layout: Layout) -> list[I64]:
 
     InputError where `graph` is no stream of this layout.
     """
-    names = graph.copy_names
-    ends = np.flatnonzero([kind == DONE for kind in graph.kinds])
-    by_replica = [ends[names.replica[ends] == replica] for replica in range(layout.data)]
-    by_replica = [own[np.argsort(names.microbatch[own])] for own in by_replica]
+    ends = np.flatnonzero(graph.is_in_role(BATCH_END))
+    by_replica = [ends[graph.replicas[ends] == replica] for replica in range(layout.data)]
+    by_replica = [own[np.argsort(graph.microbatches[own])] for own in by_replica]
     if [len(own) for own in by_replica] != [ROUNDS * count for count in layout.microbatches]:
         raise InputError(f"layout: graph {graph.name!r} has not the batches in flight of {layout}; place it anew")
     return by_replica
@@ -118,8 +118,8 @@ def check_batches(graph: Graph, num_batches: int) -> None:
         raise InputError(
             f"--batches: {graph.name!r} is a training step; add --inference, or capture a file with it, to serve it"
         )
-    if graph.copy_names.microbatch.any() or graph.copy_names.replica.any():
-        raise InputError(f"--batches: {graph.name!r} has copies of ops already (x@1, x#1); give the graph of one batch")
+    if graph.microbatches.any() or graph.replicas.any():
+        raise InputError(f"--batches: {graph.name!r} has copies of ops already; give the graph of one batch")
     if (count := graph.num_ops * num_batches * ROUNDS) > _MOST_OPS:
         most = max(_MOST_OPS // (graph.num_ops * ROUNDS), 1)
         raise InputError(f"--batches: {num_batches} in flight of {graph.name!r} are {count:,} ops; take up to {most}")
@@ -133,36 +133,24 @@ def _with_end(graph: Graph) -> Graph:
     is_source = shared_ops(graph)[0]
     is_result = ~is_source
     is_result[graph.producers[graph.edge_tensors]] = False
-    columns = Columns()
+    builder = GraphBuilder()
     everything = np.arange(graph.num_ops)
-    number = columns.copy_ops(graph, everything, graph.op_names, graph.groups)
-    columns.copy_tensors(replace(graph, is_kept=graph.is_kept & is_source[graph.producers]), number)
-    end = columns.add_ops([name], DONE, phases="forward")
+    number = builder.copy_ops(graph, everything, graph.op_names, graph.groups)
+    builder.copy_origins(graph, number)
+    builder.copy_tensors(replace(graph, is_kept=graph.is_kept & is_source[graph.producers]), number)
+    end = builder.add_ops([name], DONE, phases="forward", roles=BATCH_END)
+    builder.set_origins(end, number[-1:])
     results = np.flatnonzero(is_result)
-    columns.control(results, np.full(len(results), end[0]))
-    return columns.build(graph.name)
+    builder.control(results, np.full(len(results), end[0]))
+    return builder.build(graph.name)
 
 
 def _stream(ended: Graph, count: int) -> Graph:
     """Returns the batches of one replica, `count` in flight."""
-    many = accumulated(ended, count * ROUNDS)
-    names = many.copy_names
-    is_entry = _entries(ended)[_base_ops(ended, many)]
-    done = _by_batch(names.microbatch, names.base == names.base[many.op_numbers[ended.op_names[-1]]])
-    entries = np.flatnonzero(is_entry & (names.microbatch >= count))
-    return with_controls(many, done[names.microbatch[entries] - count], entries)
-
-
-def _by_batch(batch: I64, is_end: Bool) -> I64:
-    """Returns the op that ends each batch."""
-    ends = np.flatnonzero(is_end)
-    return np.asarray(ends[np.argsort(batch[ends])], np.int64)
-
-
-def _base_ops(graph: Graph, many: Graph) -> I64:
-    """[M] the op of `graph` that each op of `many` is a copy of."""
-    names: Sequence[str] = many.copy_names.bases
-    return np.array([graph.op_numbers[name] for name in names], np.int64)[many.copy_names.base]
+    many = Accumulation.of(ended, count * ROUNDS)
+    entries = many.number[:, _entries(ended)]  # by batch
+    done = np.repeat(many.number[:, -1], entries.shape[1]).reshape(entries.shape)
+    return with_controls(many.graph, done[:-count].ravel(), entries[count:].ravel())
 
 
 def _entries(graph: Graph) -> Bool:

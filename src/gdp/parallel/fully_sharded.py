@@ -19,11 +19,12 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.accumulation import Accumulation
 from gdp.graph.layers import LayerPaths
 from gdp.parallel.buckets import buckets_of, gradients_of
-from gdp.parallel.columns import Columns
+from gdp.parallel.graph_builder import GraphBuilder
 from gdp.parallel.held_state import HeldState, copy_times, joined_groups
-from gdp.parallel.rings import READY, Collective
+from gdp.parallel.rings import Collective
 from gdp.parallel.sums import add_chunks
 
 _WHOLE_BLOCK = 2**62  # bytes of a bucket: a block's gradients are summed together
@@ -45,8 +46,8 @@ class FullyShardedStep:
     """One micro-batch of one of R replicas, with the first and last op of each exchange."""
 
     graph: Graph
-    collectives: Sequence[Collective]
-    after: Sequence[tuple[str, str]]  # (op, op that waits for the one of the micro-batch before)
+    collectives: Sequence[Collective]  # in the order of their first ops
+    after: Sequence[tuple[int, int]]  # (op, op that waits for the one of the micro-batch before)
 
     @classmethod
     def of(cls, graph: Graph, count: int, places: I64 | None = None) -> "FullyShardedStep":
@@ -82,62 +83,72 @@ class FullyShardedStep:
         is_summed[[gradient.tensor for gradient in gradients.values()]] = True
         is_edge &= ~(is_summed[graph.edge_tensors] & state.is_late[graph.consumers])
 
-        columns, number, positions = Columns(), np.full(graph.num_ops, -1), []
+        builder, number, positions = GraphBuilder(), np.full(graph.num_ops, -1), []
         others = np.flatnonzero(~state.is_update)
         resident = state.cut_resident(graph, count, with_parameters=True)[others]
         names = [graph.op_names[op] for op in others.tolist()]
-        number[others] = columns.copy_ops(graph, others, names, groups[others], resident_bytes=resident)
-        number[state.is_update] = state.add_updates(columns, graph, count, groups)
+        number[others] = builder.copy_ops(graph, others, names, groups[others], resident_bytes=resident)
+        number[state.is_update] = state.add_updates(builder, graph, count, groups)
         positions += [4 * others + 1, 4 * np.flatnonzero(state.is_update) + 1]
         sizes = state.cut_tensors(graph, count)
         sizes = np.where(state.is_parameter[graph.producers], -(-sizes // count), sizes)
-        columns.copy_tensors(graph, number, tensor_bytes=sizes, is_edge=is_edge)
+        builder.copy_origins(graph, number)
+        builder.copy_tensors(graph, number, tensor_bytes=sizes, is_edge=is_edge)
 
         collectives: list[Collective] = []
+        starts: list[int] = []
         last_done: dict[int, int] = {}  # of each place: its gathers take turns, as on a stream
         for index, gather in enumerate(gathers):
             size = int(state.own_bytes[gather.parameters].sum())
             phase = "backward" if gather.is_backward else "forward"
-            collective = Collective(f"all_gather.{index}", size, graph.dtypes[gather.parameters[0]], phase)
+            collective = Collective("all_gather", index, size, graph.dtypes[gather.parameters[0]], phase)
             own = sorted({op for parameter in gather.parameters for op in writers.get(parameter, ())})
             copied = copy_times(graph, own, -(-size // count)), copy_times(graph, own, size)
-            ends = collective.add_ends(columns, int(groups[gather.parameters[0]]), copied)
-            _connect(columns, graph, gather, places, number, ends)
+            ends = collective.add_ends(builder, int(groups[gather.parameters[0]]), copied)
+            _connect(builder, graph, gather, places, number, ends)
             if (released := _released_by(gathers, index)) is not None:
-                columns.control(number[[released]], np.array([ends[0]]))
+                builder.control(number[[released]], np.array([ends[0]]))
             if gather.place in last_done:
-                columns.control(np.array([last_done[gather.place]]), np.array([ends[0]]))
+                builder.control(np.array([last_done[gather.place]]), np.array([ends[0]]))
             last_done[gather.place] = ends[1]
             positions.append(np.full(2, 4 * gather.users[0]))
+            builder.set_origins(np.array(ends[:1]), number[gather.parameters[:1]])
+            starts.append(ends[0])
             collectives.append(collective)
         for index, bucket in enumerate(buckets):
-            collective = Collective(f"reduce_scatter.{index}", bucket.num_bytes, bucket.dtype, "backward")
+            collective = Collective("reduce_scatter", index, bucket.num_bytes, bucket.dtype, "backward")
             owner = gradients[bucket.names[0]].updates[0]
             updates = bucket.updates(gradients)
             copied = {}, copy_times(graph, updates, -(-bucket.num_bytes // count))
-            ready, done = collective.add_ends(columns, int(groups[owner]), copied)
+            ready, done = collective.add_ends(builder, int(groups[owner]), copied)
             members = [gradients[name] for name in bucket.names]
             tensors = np.array([gradient.tensor for gradient in members])  # copied first, they keep their numbers
-            columns.add_edges(tensors, np.full(len(tensors), ready))
-            columns.add_edges(tensors, np.full(len(tensors), done))
-            add_chunks(columns, members, number, done, count)
+            builder.add_edges(tensors, np.full(len(tensors), ready))
+            builder.add_edges(tensors, np.full(len(tensors), done))
+            add_chunks(builder, members, number, done, count)
             positions.append(np.full(2, 4 * max(gradient.producer for gradient in members) + 2))
+            builder.set_origins(np.array([ready]), number[[owner]])
+            starts.append(ready)
             collectives.append(collective)
-        whole = columns.build(graph.name, np.concatenate(positions))
-        labels = [collective.label for collective in collectives]
+        position = np.concatenate(positions)
+        order = np.argsort(position, kind="stable")
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        in_order = np.argsort(place[starts]).tolist()
         after = [
-            (graph.op_names[gathers[before].users[-1]], f"{labels[index]}.{READY}")
+            (int(place[number[gathers[before].users[-1]]]), int(place[starts[index]]))
             for before, index in _between_microbatches(gathers)
         ]
-        return cls(whole, collectives, after)
+        return cls(builder.build(graph.name, position), [collectives[index] for index in in_order], after)
 
-    def releases(self, num_microbatches: int) -> list[tuple[str, str]]:
-        """Returns the names of ops and of ops which wait for them, from each micro-batch to the next one."""
-        return [
-            (f"{op}@{microbatch - 1}" if microbatch > 1 else op, f"{waiting}@{microbatch}")
-            for microbatch in range(1, num_microbatches)
-            for op, waiting in self.after
-        ]
+    def repeated(self, num_microbatches: int) -> tuple[Graph, I64]:
+        """Returns the step of so many micro-batches, and the ops [2, X] of which each second one waits for the first.
+
+        They are of a micro-batch and the next one.
+        """
+        step = Accumulation.of(self.graph, num_microbatches)
+        before, after = np.array(self.after, np.int64).reshape(-1, 2).T
+        return step.graph, np.stack((step.number[:-1, before].ravel(), step.number[1:, after].ravel()))
 
 
 def _blocks(graph: Graph) -> I64:
@@ -169,7 +180,9 @@ def _gathers(graph: Graph, state: HeldState, blocks: I64, places: I64) -> list[_
     return list(found.values())
 
 
-def _connect(columns: Columns, graph: Graph, gather: _Gather, places: I64, number: I64, ends: tuple[int, int]) -> None:
+def _connect(
+    builder: GraphBuilder, graph: Graph, gather: _Gather, places: I64, number: I64, ends: tuple[int, int]
+) -> None:
     """Makes the users read the gathered parameters, and wait for the last chunk.
 
     A user at another place is sent what the last op of the gather makes: before, not all of it is there.
@@ -183,14 +196,14 @@ def _connect(columns: Columns, graph: Graph, gather: _Gather, places: I64, numbe
         bases = graph.view_of[read]
         read = np.union1d(read, bases[bases >= 0])
         views = graph.view_of[read]
-        first = columns.num_tensors
+        first = builder.num_tensors
         view_of = np.where(views >= 0, first + np.searchsorted(read, views), -1)
-        made = columns.add_tensors(np.full(len(read), end), graph.tensor_bytes[read], view_of=view_of)
-        columns.add_edges(made[np.searchsorted(read, tensors[chosen])], number[users[chosen]])
+        made = builder.add_tensors(np.full(len(read), end), graph.tensor_bytes[read], view_of=view_of)
+        builder.add_edges(made[np.searchsorted(read, tensors[chosen])], number[users[chosen]])
     waiting = number[gather.users]
-    columns.control(np.full(len(waiting), done), waiting)
+    builder.control(np.full(len(waiting), done), waiting)
     held = np.flatnonzero(np.isin(graph.producers, gather.parameters) & (graph.view_of < 0))
-    columns.add_edges(held, np.full(len(held), ready))  # tensors of `graph` keep their numbers
+    builder.add_edges(held, np.full(len(held), ready))  # tensors of `graph` keep their numbers
 
 
 def _released_by(gathers: Sequence[_Gather], index: int) -> int | None:

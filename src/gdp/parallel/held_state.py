@@ -13,7 +13,7 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.graph import Graph
 from gdp.graph.microbatches import shared_ops
-from gdp.parallel.columns import Columns
+from gdp.parallel.graph_builder import GraphBuilder
 
 _NO_PARAMETERS = ("buffer", "constant", "input")  # kinds of sources
 
@@ -94,7 +94,7 @@ class HeldState:
         result: list[int] = np.unique(graph.consumers[is_edge]).tolist()
         return result
 
-    def add_updates(self, columns: Columns, graph: Graph, count: int, groups: I64) -> I64:
+    def add_updates(self, builder: GraphBuilder, graph: Graph, count: int, groups: I64) -> I64:
         """Adds the updates of a replica, with an R-th of their work each, R being `count`; returns their numbers.
 
         Optimizers treat parameters as flat arrays, as FSDP's and DeepSpeed's do: an R-th is rounded up for each op.
@@ -102,7 +102,7 @@ class HeldState:
         """
         ops = np.flatnonzero(self.is_update)
         chosen = ops.tolist()
-        return columns.copy_ops(
+        return builder.copy_ops(
             graph,
             ops,
             [graph.op_names[op] for op in chosen],

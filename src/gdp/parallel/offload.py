@@ -19,8 +19,9 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.copies import HOST_COPY
+from gdp.graph.unique_names import UniqueNames
 from gdp.graph.write_after_read import write_after_read
-from gdp.models.names import UniqueNames
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import AUTO, NONE
 
@@ -78,10 +79,10 @@ def _offloaded(graph: Graph, modules: str | Sequence[str], least_bytes: int) -> 
     names, ops = UniqueNames(), list(graph.ops)
     for name in graph.op_names:
         names.of(name)
-    ops += [
-        Op(names.of(f"{source.name}.host"), KIND, phase="backward", module=source.module)
-        for source in (ops[op] for op in graph.producers[moved].tolist())
-    ]
+    ops = [replace(op, origin=int(number[op.origin])) if op.origin >= 0 else op for op in ops]
+    for op in graph.producers[moved].tolist():
+        name, module = names.of(f"{graph.op_names[op]}.host"), graph.modules[op]
+        ops.append(Op(name, KIND, phase="backward", module=module, origin=int(number[op]), role=HOST_COPY))
     step = Graph.build(graph.name, [ops[op] for op in op_order.tolist()], rows)
     return Offload(step, np.array([*origin, *[-1] * (len(rows) - len(origin))], np.int64))
 

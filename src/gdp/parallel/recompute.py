@@ -5,7 +5,7 @@
       |                                                    v released            v
       '--------------------------------------------> block! ---------> backward of the block
 
-The copy of op `x` is called `x!`. It has the cost, the kind, the module and the device of `x`, and is a backward op.
+The copy of op `x` has the cost, the kind, the module and the device of `x`, and is a backward op; it is called `x!`.
 Copies begin once the first backward op that reads one has its gradients, and the backward ops of the block that these
 come from are done; else they would run with the forward pass, since devices are never idle. They read parameters,
 buffers and inputs of the block, and copies of all else that they depend on. T. Chen et al., "Training deep nets with
@@ -23,8 +23,8 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.microbatches import RECOMPUTED, count_microbatches
-from gdp.graph.recomputed import is_recomputed
+from gdp.graph.copies import RECOMPUTED
+from gdp.graph.microbatches import count_microbatches
 from gdp.graph.write_after_read import unordered
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import AUTO, NONE
@@ -81,7 +81,7 @@ def blocks_to_recompute(graph: Graph, modules: str | Sequence[str]) -> Blocks:
     """Returns the blocks that `modules` names: BLOCKS or paths; InputErrors as `recomputed` has them."""
     if modules == AUTO:
         raise InputError("recompute=auto depends on devices, as a search knows them; name modules, or take blocks")
-    if is_recomputed(graph).any():
+    if graph.is_in_role(RECOMPUTED).any():
         raise InputError(f"graph {graph.name!r}: recomputes already; leave recompute out")
     if (count := count_microbatches(graph)) > 1:
         raise InputError(f"graph {graph.name!r}: has {count} micro-batches; recompute is for the graph of one")
@@ -164,17 +164,21 @@ class _Rewrite:
         groups = graph.groups.copy()
         alone = self.copies[groups[self.copies] < 0]
         groups[alone] = int(groups.max()) + 1 + np.arange(len(alone))
-        names, phases = graph.op_names, graph.phases
+        names, phases, roles = graph.op_names, graph.phases, graph.roles
+        origins = np.where(graph.origins >= 0, self.number[graph.origins], -1)[origin]
         return {
-            "op_names": tuple(
-                names[op] + RECOMPUTED if copy else names[op] for op, copy in zip(chosen, is_copy, strict=True)
-            ),
+            "op_names": tuple(f"{names[op]}!" if copy else names[op] for op, copy in zip(chosen, is_copy, strict=True)),
             "phases": tuple("backward" if copy else phases[op] for op, copy in zip(chosen, is_copy, strict=True)),
+            "roles": tuple(RECOMPUTED if copy else roles[op] for op, copy in zip(chosen, is_copy, strict=True)),
+            "origins": np.where(is_copy, self.number[origin], origins),
             **{
                 column: tuple(getattr(graph, column)[op] for op in chosen)
                 for column in ("kinds", "dtypes", "modules", "times_ns")
             },
-            **{column: getattr(graph, column)[origin] for column in ("flops", "bytes_accessed", "resident_bytes")},
+            **{
+                column: getattr(graph, column)[origin]
+                for column in ("flops", "bytes_accessed", "resident_bytes", "microbatches", "replicas")
+            },
             "groups": groups[origin],
         }
 

@@ -6,18 +6,19 @@
 The replica d of op `x` is called `x#d`, the first one `x`. N ops of a replica, R replicas.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.copy_names import CopyNames
+from gdp.graph.copies import exchange_ends, label_end
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import bucket_bytes_over, buckets_of, gradients_of
-from gdp.parallel.columns import Columns
-from gdp.parallel.rings import DONE, READY, Collective, Rings, add_exchange, suffix
+from gdp.parallel.graph_builder import GraphBuilder
+from gdp.parallel.rings import Collective, Rings, add_exchange
 from gdp.parallel.sums import Sums
 
 
@@ -54,85 +55,81 @@ def replicated(
 
 
 def joined(
-    replicas: Sequence[Graph],
-    collectives: Sequence[Collective],
-    rings: Rings,
-    releases: Sequence[tuple[str, str]] = (),
+    replicas: Sequence[Graph], collectives: Sequence[Collective], rings: Rings, releases: I64 | None = None
 ) -> Graph:
     """Returns the step of `replicas`, each with the first and last ops of `collectives`, and the hops between.
 
-    All replicas have the same exchanges in the same order; those of micro-batch m end in `@m`. `releases` are names
-    of ops and of ops which wait for them; a `{}` in them stands for the ends of names of a replica.
+    All replicas have the same exchanges in the same order, and `collectives` are in that of their first ops. `releases`
+    [2, X] are ops of a replica, of which each second one waits for the first.
     """
-    by_label = {collective.label: collective for collective in collectives}
-    columns, numbers = Columns(), []
+    builder, numbers = GraphBuilder(), []
     next_group = 0
-    groups, positions, instances = [], [], []
-    exchanges = {id(graph): _instances(graph, by_label) for graph in {id(graph): graph for graph in replicas}.values()}
+    groups, positions = [], []
+    distinct = {id(graph): graph for graph in replicas}
+    exchanges = {key: _ReplicaExchanges.of(graph) for key, graph in distinct.items()}
+    of_first = exchanges[id(replicas[0])]
+    known: dict[str, int] = {}  # the first copy that has a name
+    first_copies: dict[int, I64] = {}  # of the ops of each graph
     for replica, graph in enumerate(replicas):
         own_groups = np.where(graph.groups >= 0, graph.groups + next_group, -1)
         next_group = int(own_groups.max()) + 1
         everything = np.arange(graph.num_ops)
-        end = suffix(replica)
+        end = label_end(0, replica)
         names = graph.op_names if not replica else [name + end for name in graph.op_names]
-        numbers.append(columns.copy_ops(graph, everything, names, own_groups))
-        columns.copy_tensors(graph, numbers[replica])
-        own = exchanges[id(graph)]
-        ends = np.array([done for _, done in own.values()], np.int64)
-        positions.append(2 * np.searchsorted(ends, everything, side="right"))
-        groups.append(own_groups)
-        instances.append(own)
-        if list(own) != list(instances[0]):
+        number = builder.copy_ops(graph, everything, names, own_groups, replicas=np.full(graph.num_ops, replica))
+        if id(graph) not in first_copies:
+            own = np.flatnonzero(graph.first_copy == everything)
+            first = np.full(graph.num_ops, -1)
+            first[own] = [known.setdefault(graph.op_names[op], int(number[op])) for op in own.tolist()]
+            first_copies[id(graph)] = first[graph.first_copy]
+        first = first_copies[id(graph)]
+        made_for = np.where(graph.origins >= 0, first[graph.origins], -1)
+        builder.set_origins(number, np.where(first == number, made_for, first))
+        builder.copy_tensors(graph, number)
+        own_exchanges = exchanges[id(graph)]
+        if not own_exchanges.are_alike(of_first):
             raise InputError(f"graph {graph.name!r}: its replicas differ in what they exchange, or in its order")
-    for place, (label, microbatch) in enumerate(instances[0]):
-        first, last = np.array([own[label, microbatch] for own in instances], np.int64).T
-        before = columns.num_ops
-        end_groups = np.array([own[op] for own, op in zip(groups, first.tolist(), strict=True)])
-        ready, done = (
-            np.array([number[op] for number, op in zip(numbers, ops.tolist(), strict=True)]) for ops in (first, last)
+        positions.append(2 * np.searchsorted(own_exchanges.ends, everything, side="right"))
+        groups.append(own_groups)
+        numbers.append(number)
+    of_replicas = [exchanges[id(graph)].pairs for graph in replicas]
+    for place in range(len(of_first.ends)):
+        start, done = (
+            np.array([number[pairs[end, place]] for number, pairs in zip(numbers, of_replicas, strict=True)])
+            for end in (0, 1)
         )
-        add_exchange(columns, by_label[label], microbatch, (ready, done), end_groups, rings)
-        positions.append(np.full(columns.num_ops - before, 2 * place + 1))
-    for replica, graph in enumerate(replicas):
-        pairs = [[graph.op_numbers[name] for name in names] for names in releases]
-        sources, targets = numbers[replica][np.array(pairs, np.int64).reshape(-1, 2)].T
-        columns.control(sources, targets)
-    whole = columns.build(replicas[0].name, np.concatenate(positions))
-    if not any(graph.copy_names.replica.any() for graph in replicas):
-        whole.__dict__["copy_names"] = _copy_names(replicas, whole, np.concatenate(positions))
-    return whole
+        end_groups = np.array([own[pairs[0, place]] for own, pairs in zip(groups, of_replicas, strict=True)])
+        before = builder.num_ops
+        first_start = int(first_copies[id(replicas[0])][of_first.pairs[0, place]])
+        instance = int(of_first.microbatches[place]), first_start
+        add_exchange(builder, collectives[of_first.index[place]], instance, (start, done), end_groups, rings)
+        positions.append(np.full(builder.num_ops - before, 2 * place + 1))
+    for number in numbers if releases is not None else ():
+        builder.control(*number[releases])
+    return builder.build(replicas[0].name, np.concatenate(positions))
 
 
-def _copy_names(replicas: Sequence[Graph], whole: Graph, position: I64) -> CopyNames:
-    """Returns the parts of the names of `whole`, whose ops of replicas, then those of exchanges, are at `position` [M].
+@dataclass(frozen=True, eq=False)
+class _ReplicaExchanges:
+    """The X exchanges of a replica and its micro-batches, in the order of their last ops."""
 
-    To split a million names takes more than a second, and those of one replica are known.
-    """
-    order = np.argsort(position, kind="stable")
-    num_own = sum(graph.num_ops for graph in replicas)
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
-    others = CopyNames.of([whole.op_names[op] for op in place[num_own:].tolist()])
-    numbers: dict[str, int] = {}
-    parts = []
-    for replica, names in enumerate([*(graph.copy_names for graph in replicas), others]):
-        number = np.array([numbers.setdefault(base, len(numbers)) for base in names.bases], np.int64)
-        own = names.replica if names is others else np.full(len(names.base), replica)
-        parts.append((number[names.base], names.microbatch, own))
-    base, microbatch, replica_of_op = (np.concatenate(column)[order] for column in zip(*parts, strict=True))
-    for column in (base, microbatch, replica_of_op):
-        column.setflags(write=False)
-    return CopyNames(tuple(numbers), base, microbatch, replica_of_op)
+    pairs: I64  # [2, X] first and last ops
+    index: I64  # [X] the exchange among those of a micro-batch, by first ops
+    microbatches: I64  # [X]
 
+    @classmethod
+    def of(cls, graph: Graph) -> "_ReplicaExchanges":
+        """Finds the exchanges of one replica."""
+        pairs = np.stack(exchange_ends(graph))
+        pairs = pairs[:, np.argsort(pairs[1])]
+        index = np.unique(graph.first_copy[pairs[0]], return_inverse=True)[1]
+        return cls(pairs, index, graph.microbatches[pairs[0]])
 
-def _instances(graph: Graph, by_label: Mapping[str, Collective]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Returns the first and last op of each exchange and micro-batch ("" or `@m`), in the order of last ops."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    done_kinds = {f"{collective.exchange}.{DONE}" for collective in by_label.values()}
-    for op, (name, kind) in enumerate(zip(graph.op_names, graph.kinds, strict=True)):
-        if kind in done_kinds:
-            stem, _, microbatch = name.partition("@")
-            label = stem.removesuffix(f".{DONE}")
-            end = f"@{microbatch}" if microbatch else ""
-            found[label, end] = graph.op_numbers[f"{label}.{READY}{end}"], op
-    return found
+    @property
+    def ends(self) -> I64:
+        """[X] the last ops, ascending."""
+        return np.asarray(self.pairs[1], np.int64)
+
+    def are_alike(self, other: "_ReplicaExchanges") -> bool:
+        """Returns whether another replica has the same exchanges in the same order."""
+        return np.array_equal(self.index, other.index) and np.array_equal(self.microbatches, other.microbatches)

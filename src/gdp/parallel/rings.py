@@ -23,43 +23,56 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.graph.accumulation import ELEMENT_BYTES
-from gdp.parallel.columns import Columns
+from gdp.graph.copies import (
+    EXCHANGE_END,
+    EXCHANGE_START,
+    HOST_RING_COPY,
+    HOST_RING_END,
+    HOST_RING_SUM,
+    RING_COPY,
+    RING_SUM,
+    label_end,
+)
+from gdp.parallel.graph_builder import GraphBuilder
 
-READY, DONE = "ready", "done"
+READY, DONE = "ready", "done"  # in kinds
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
     """An exchange of R replicas: from an op `LABEL.ready` to an op `LABEL.done` of each."""
 
-    label: str  # begins with the kind of exchange: all_reduce.3, reduce_scatter.0, all_gather.7
+    exchange: str  # all_reduce, reduce_scatter or all_gather
+    number: int  # among those of its kind
     num_bytes: int  # of the bucket, whole
     dtype: str
     phase: str
 
     @property
-    def exchange(self) -> str:
-        """The kind of exchange: `all_reduce`, `reduce_scatter` or `all_gather`."""
-        return self.label.partition(".")[0]
+    def label(self) -> str:
+        """What names of its ops begin with: `all_reduce.3`."""
+        return f"{self.exchange}.{self.number}"
 
     def add_ends(
-        self, columns: Columns, group: int, times_ns: Sequence[Mapping[str, int]] = ({}, {})
+        self, builder: GraphBuilder, group: int, times_ns: Sequence[Mapping[str, int]] = ({}, {})
     ) -> tuple[int, int]:
-        """Adds the first and the last op of one replica to `columns`; returns their numbers.
+        """Adds the first and the last op of one replica to `builder`; returns their numbers.
 
         `times_ns` are measured times of both by device, where there are any.
         """
         first, last = (
-            columns.add_ops(
+            builder.add_ops(
                 [f"{self.label}.{end}"],
                 f"{self.exchange}.{end}",
                 dtypes=self.dtype,
                 phases=self.phase,
+                roles=role,
                 groups=group,
                 times_ns=times,
             )
-            for end, times in zip((READY, DONE), times_ns, strict=True)
+            for end, role, times in zip((READY, DONE), (EXCHANGE_START, EXCHANGE_END), times_ns, strict=True)
         )
+        builder.set_origins(last, first)
         return int(first[0]), int(last[0])
 
 
@@ -100,36 +113,45 @@ class Rings:
 class _Exchange:
     """An exchange under construction. `ready`, `done` and `groups` [R] are those of replicas."""
 
-    columns: Columns
+    builder: GraphBuilder
     collective: Collective
-    microbatch: str  # what names end with before the replica: "" or @m
+    microbatch: int
+    origin: int  # the start of the first micro-batch and replica
     ready: I64
     done: I64
     groups: I64
     waits: list[tuple[I64, I64]]  # ops and the ops that wait for them
 
-    def add(self, step: str, receivers: I64, chunks: I64 | None = None, *, within: str = "", **costs: int) -> I64:
+    def add(self, step: str, receivers: I64, chunks: I64 | None = None, *, in_host: bool, **costs: int) -> I64:
         """Adds an op at each of `receivers` [G, n]; returns their numbers [G, n]."""
-        replicas = receivers.reshape(-1)
+        replicas, within = receivers.reshape(-1), "host." if in_host and chunks is not None else ""
         middle = [""] * len(replicas) if chunks is None else [f".{chunk}" for chunk in chunks.reshape(-1).tolist()]
         names = [
-            f"{self.collective.label}.{within}{step}{chunk}{self.microbatch}{suffix(replica)}"
+            f"{self.collective.label}.{within}{step}{chunk}{label_end(self.microbatch, replica)}"
             for chunk, replica in zip(middle, replicas.tolist(), strict=True)
         ]
-        figures = {"dtypes": self.collective.dtype, "phases": self.collective.phase, "groups": self.groups[replicas]}
-        kind = f"{self.collective.exchange}.{step}"
-        return self.columns.add_ops(names, kind, **figures, **costs).reshape(receivers.shape)
+        columns = {
+            "dtypes": self.collective.dtype,
+            "phases": self.collective.phase,
+            "groups": self.groups[replicas],
+            "microbatches": self.microbatch,
+            "replicas": replicas,
+            "roles": _ROLES[step, in_host],
+        }
+        added = self.builder.add_ops(names, f"{self.collective.exchange}.{step}", **columns, **costs)
+        self.builder.set_origins(added, np.full(len(added), self.origin))
+        return added.reshape(receivers.shape)
 
     def hop(self, sources: I64, targets: I64, chunk_bytes: int) -> None:
         """Sends a chunk from each of `sources` [G, n] to each of `targets` [G, n]."""
-        tensors = self.columns.add_tensors(sources.reshape(-1), chunk_bytes, is_resident=True)
-        self.columns.add_edges(tensors, targets.reshape(-1))
+        tensors = self.builder.add_tensors(sources.reshape(-1), chunk_bytes, is_resident=True)
+        self.builder.add_edges(tensors, targets.reshape(-1))
 
     def wait(self, sources: I64, targets: I64) -> None:
         """Makes `targets` wait for `sources`."""
         self.waits.append((sources.reshape(-1), targets.reshape(-1)))
 
-    def reduce(self, members: I64, start: I64, chunk_bytes: int, within: str) -> I64:
+    def reduce(self, members: I64, start: I64, chunk_bytes: int, in_host: bool) -> I64:
         """Sums chunks along rings `members` [G, n]; returns the op [R] after which each replica has the sum of one."""
         count = members.shape[1]
         chunks = np.broadcast_to(np.arange(count), members.shape)
@@ -137,7 +159,7 @@ class _Exchange:
         last, receivers = start[members], members
         for _ in range(1, count):
             receivers = np.roll(receivers, -1, axis=1)
-            sums = self.add("add", receivers, chunks, within=within, flops=flops, bytes_accessed=3 * chunk_bytes)
+            sums = self.add("add", receivers, chunks, in_host=in_host, flops=flops, bytes_accessed=3 * chunk_bytes)
             self.hop(last, sums, chunk_bytes)
             self.wait(start[receivers], sums)
             last = sums
@@ -145,7 +167,7 @@ class _Exchange:
         final[receivers] = last
         return final
 
-    def gather(self, members: I64, start: I64, chunk_bytes: int, within: str) -> list[tuple[I64, I64]]:
+    def gather(self, members: I64, start: I64, chunk_bytes: int, in_host: bool) -> list[tuple[I64, I64]]:
         """Sends the chunk that each replica has after `start` [R] along rings `members` [G, n].
 
         Returns ops after which chunks are there, and the replicas where they are: for every replica all of its chunks.
@@ -156,7 +178,7 @@ class _Exchange:
         arrived = [(last, receivers)]
         for _ in range(1, count):
             receivers = np.roll(receivers, -1, axis=1)
-            copies = self.add("copy", receivers, chunks, within=within)
+            copies = self.add("copy", receivers, chunks, in_host=in_host)
             self.hop(last, copies, chunk_bytes)
             last = copies
             arrived.append((last, receivers))
@@ -167,33 +189,42 @@ class _Exchange:
         levels, sizes = rings.levels, [self.collective.num_bytes]
         for members in levels:
             sizes.append(-(-sizes[-1] // members.shape[1]))  # the chunks of a level are cut at the next
-        labels = ["host.", ""] if len(levels) == 2 else [""]
+        in_host = [len(levels) == 2, False][: len(levels)]
         start = self.ready
         if self.collective.exchange != "all_gather":
-            for members, size, label in zip(levels, sizes[1:], labels, strict=True):
-                start = self.reduce(members, start, size, label)
+            for members, size, is_inner in zip(levels, sizes[1:], in_host, strict=True):
+                start = self.reduce(members, start, size, is_inner)
         if self.collective.exchange == "reduce_scatter":
             self.wait(start, self.done)
         else:
             for level in reversed(range(len(levels))):
-                arrived = self.gather(levels[level], start, sizes[level + 1], labels[level])
-                start = self.add("joined", np.arange(len(self.ready))) if level else self.done
+                arrived = self.gather(levels[level], start, sizes[level + 1], in_host[level])
+                start = self.add("joined", np.arange(len(self.ready)), in_host=True) if level else self.done
                 for ops, replicas in arrived:
                     self.wait(ops, start[replicas])
         sources, targets = (np.concatenate(ops) for ops in zip(*self.waits, strict=True))
-        self.columns.control(sources, targets)
+        self.builder.control(sources, targets)
+
+
+_ROLES = {
+    ("add", False): RING_SUM,
+    ("copy", False): RING_COPY,
+    ("add", True): HOST_RING_SUM,
+    ("copy", True): HOST_RING_COPY,
+    ("joined", True): HOST_RING_END,
+}
 
 
 def add_exchange(
-    columns: Columns, collective: Collective, microbatch: str, ends: tuple[I64, I64], groups: I64, rings: Rings
+    builder: GraphBuilder,
+    collective: Collective,
+    instance: tuple[int, int],
+    ends: tuple[I64, I64],
+    groups: I64,
+    rings: Rings,
 ) -> None:
     """Adds the hops of `collective` over R replicas between its `ends`: first ops [R] and last ops [R] of replicas.
 
-    `microbatch` is "" or `@m`, `groups` [R] are those of the replicas' ops.
+    `instance` is the micro-batch, and the start of the first one and replica; `groups` [R] are those of the ends.
     """
-    _Exchange(columns, collective, microbatch, *ends, groups, []).build(rings)
-
-
-def suffix(replica: int) -> str:
-    """Returns the end of the names of a replica's ops; the first one's have none."""
-    return f"#{replica}" if replica else ""
+    _Exchange(builder, collective, *instance, *ends, groups, []).build(rings)

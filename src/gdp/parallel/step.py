@@ -15,10 +15,9 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
-from gdp.graph.microbatches import RECOMPUTED, replica_of
+from gdp.graph.copies import HOST_COPY, numbers_in
 from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout
-from gdp.parallel.offload import KIND as HOST_COPY
 from gdp.parallel.offload import offloaded
 from gdp.parallel.recompute import recomputed
 from gdp.parallel.replicas import joined, replicated
@@ -35,7 +34,6 @@ class Step:
     graph: Graph
     layout: Layout
     origin: I64  # [M] the op of the micro-batch that each is a copy of, or is to share a device with
-    replica: I64  # [M]
     places: I64 | None = None  # [N] that buckets do not cross; None: a replica has one
     ring: tuple[int, ...] | None = None  # [R] the order of replicas in rings; None: by number
     hosts: tuple[int, ...] | None = None  # [R] for rings inside hosts and rings over them; None: rings over all
@@ -59,7 +57,7 @@ class Step:
         `part` is `graph` with blocks recomputed and activations sent away, where it is known. InputError where the
         layout does not suit the graph.
         """
-        if layout.data > 1 and replica_of(graph).any():
+        if layout.data > 1 and graph.replicas.any():
             raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
         rings = Rings.of(layout.data, ring, hosts)
         if part is None:
@@ -73,7 +71,7 @@ class Step:
             own = None if of_part is None else of_part[_origins(part, replicas[0])]
             whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
         order, where = (None if numbers is None else tuple(numbers) for numbers in (ring, hosts))
-        return cls(whole, layout, _origins(graph, whole), replica_of(whole), places, order, where)
+        return cls(whole, layout, _origins(graph, whole), places, order, where)
 
     def document(self) -> dict[str, Any]:
         """Returns what it takes to cut the model so again, for a plan file."""
@@ -95,7 +93,12 @@ class Step:
     @property
     def is_on_host(self) -> Bool:
         """[M] the ops that hold activations on a CPU."""
-        return np.array([kind == HOST_COPY for kind in self.graph.kinds], np.bool_)
+        return self.graph.is_in_role(HOST_COPY)
+
+    @property
+    def replica(self) -> I64:
+        """[M] the replica of each op."""
+        return self.graph.replicas
 
     def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike, cpus: npt.ArrayLike | None = None) -> I64:
         """Returns the placement [M] of replicas that are placed alike.
@@ -126,27 +129,11 @@ def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | N
 
 
 def _fully_sharded(graph: Graph, layout: Layout, places: I64 | None, rings: Rings) -> Graph:
-    count = layout.microbatches[0]
     sharded = FullyShardedStep.of(graph, layout.data, places)
-    replica = accumulated(sharded.graph, count)
-    return joined([replica] * layout.data, sharded.collectives, rings, sharded.releases(count))
+    replica, releases = sharded.repeated(layout.microbatches[0])
+    return joined([replica] * layout.data, sharded.collectives, rings, releases)
 
 
 def _origins(graph: Graph, step: Graph) -> I64:
-    """Returns the ops [M] of `graph` that those of `step` are copies of; for sums and collectives one of the group."""
-    if step is graph:
-        return np.arange(graph.num_ops)
-    names, number = step.copy_names, graph.op_numbers
-    origin = np.array([number.get(name.removesuffix(RECOMPUTED), -1) for name in names.bases], np.int64)[names.base]
-    groups = step.groups
-    is_made = (origin < 0) & (groups >= 0)
-    of_group = np.full(int(groups.max(initial=-1)) + 1, -1)
-    is_known = (origin >= 0) & (groups >= 0)
-    of_group[groups[is_known]] = origin[is_known]
-    origin[is_made] = of_group[groups[is_made]]
-    tensors, readers = step.edge_tensors, step.consumers
-    is_host = np.array([kind == HOST_COPY for kind in step.kinds], np.bool_)
-    is_sent = is_host[readers] & (step.tensor_bytes[tensors] > 0)
-    origin[readers[is_sent]] = origin[step.producers[tensors[is_sent]]]
-    assert (origin >= 0).all(), "sums and collectives are in the group of an update"
-    return origin
+    """Returns the ops [M] of `graph` that those of `step` are copies of, or made for."""
+    return np.arange(graph.num_ops) if step is graph else numbers_in(graph, step, step.root)

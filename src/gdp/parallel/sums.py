@@ -18,7 +18,7 @@ from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.buckets import Bucket, Gradient, gradients_of
-from gdp.parallel.columns import Columns
+from gdp.parallel.graph_builder import GraphBuilder
 from gdp.parallel.held_state import HeldState, copy_times, joined_groups
 from gdp.parallel.rings import Collective
 
@@ -46,59 +46,64 @@ class Sums:
         together = [bucket.updates(gradients) for bucket in self.buckets]
         writers = state.writers(graph) if self.zero else {}
         groups = joined_groups(graph, [*together, *([op, *ops] for op, ops in writers.items())])
-        columns, number = Columns(), np.full(graph.num_ops, -1)
+        builder, number = GraphBuilder(), np.full(graph.num_ops, -1)
 
         def copy(chosen: I64, **changed: I64) -> None:
             names = [graph.op_names[op] for op in chosen.tolist()]
-            number[chosen] = columns.copy_ops(graph, chosen, names, groups[chosen], **changed)
+            number[chosen] = builder.copy_ops(graph, chosen, names, groups[chosen], **changed)
 
         early = np.flatnonzero(~state.is_late)
         resident = state.cut_resident(graph, self.count, with_parameters=False) if self.zero else graph.resident_bytes
         copy(early, resident_bytes=resident[early])
         exchange = "reduce_scatter" if self.zero else "all_reduce"
         collectives = [
-            Collective(f"{exchange}.{index}", bucket.num_bytes, bucket.dtype, "backward")
+            Collective(exchange, index, bucket.num_bytes, bucket.dtype, "backward")
             for index, bucket in enumerate(self.buckets)
         ]
         ends = [
-            collective.add_ends(columns, int(groups[updates[0]]))
+            collective.add_ends(builder, int(groups[updates[0]]))
             for collective, updates in zip(collectives, together, strict=True)
         ]
+        starts = [(start, updates[0]) for (start, _), updates in zip(ends, together, strict=True)]  # and what for
         waits: list[tuple[int, int]] = []  # (op, op) of the new graph
         late_waits: list[tuple[int, int]] = []  # (op of the new graph, op of `graph` that is numbered later)
         sizes_cut, is_edge = graph.tensor_bytes, np.ones(len(graph.consumers), np.bool_)
         if self.zero:
             sizes_cut = state.cut_tensors(graph, self.count)
-            number[state.is_update] = state.add_updates(columns, graph, self.count, groups)
+            number[state.is_update] = state.add_updates(builder, graph, self.count, groups)
             bucket_of = _buckets_of_updates(graph, state, together)
             for index, parameters in enumerate(_alike(writers, bucket_of)):
                 size = int(state.own_bytes[parameters].sum())
-                collective = Collective(f"all_gather.{index}", size, graph.dtypes[parameters[0]], "update")
+                collective = Collective("all_gather", index, size, graph.dtypes[parameters[0]], "update")
                 own = sorted({writer for op in parameters for writer in writers[op]})
                 copied = copy_times(graph, own, size - size // self.count)  # of other replicas' pieces
-                ready, done = collective.add_ends(columns, int(groups[parameters[0]]), ({}, copied))
+                ready, done = collective.add_ends(builder, int(groups[parameters[0]]), ({}, copied))
                 waits += [(int(number[writer]), ready) for writer in own]
                 late_waits += [(done, op) for op in state.followers(graph, own)]
+                starts.append((ready, parameters[0]))
                 collectives.append(collective)
         copy(np.flatnonzero(number < 0))
         if self.zero == 2:
             is_summed = np.zeros(graph.num_tensors, np.bool_)
             is_summed[[gradient.tensor for gradient in gradients.values()]] = True
             is_edge = ~(is_summed[graph.edge_tensors] & state.is_late[graph.consumers])
-        columns.copy_tensors(graph, number, tensor_bytes=sizes_cut, is_edge=is_edge)  # they keep their numbers
+        builder.copy_origins(graph, number)
+        starts_of, origins = np.array(starts, np.int64).T
+        builder.set_origins(starts_of, number[origins])
+        builder.copy_tensors(graph, number, tensor_bytes=sizes_cut, is_edge=is_edge)  # they keep their numbers
         for bucket, (ready, done) in zip(self.buckets, ends, strict=True):
             members = [gradients[name] for name in bucket.names]
             tensors = np.array([gradient.tensor for gradient in members])
-            columns.add_edges(tensors, np.full(len(tensors), ready))
+            builder.add_edges(tensors, np.full(len(tensors), ready))
             if self.zero == 2:
-                columns.add_edges(tensors, np.full(len(tensors), done))
-                add_chunks(columns, members, number, done, self.count)
+                builder.add_edges(tensors, np.full(len(tensors), done))
+                add_chunks(builder, members, number, done, self.count)
             else:
                 late_waits += [(done, op) for op in bucket.updates(gradients)]
         waits += [(source, int(number[op])) for source, op in late_waits]
         sources, targets = np.array(waits, np.int64).reshape(-1, 2).T
-        columns.control(sources, targets)
-        return columns.build(graph.name), collectives
+        builder.control(sources, targets)
+        return builder.build(graph.name), collectives
 
 
 def _buckets_of_updates(graph: Graph, state: HeldState, together: Sequence[Sequence[int]]) -> list[int]:
@@ -127,10 +132,10 @@ def _alike(writers: Mapping[int, Sequence[int]], bucket_of: Sequence[int]) -> li
     return [alike[key] for key in sorted(alike)]
 
 
-def add_chunks(columns: Columns, gradients: Sequence[Gradient], number: I64, done: int, count: int) -> None:
+def add_chunks(builder: GraphBuilder, gradients: Sequence[Gradient], number: I64, done: int, count: int) -> None:
     """Adds the chunks of gradients that updates read after a reduce-scatter over `count` replicas, made by `done`."""
     sizes = np.array([-(-gradient.num_bytes // count) for gradient in gradients])
-    chunks = columns.add_tensors(np.full(len(gradients), done), sizes)
+    chunks = builder.add_tensors(np.full(len(gradients), done), sizes)
     readers = [len(gradient.updates) for gradient in gradients]
     updates = np.array([op for gradient in gradients for op in gradient.updates])
-    columns.add_edges(np.repeat(chunks, readers), number[updates])
+    builder.add_edges(np.repeat(chunks, readers), number[updates])

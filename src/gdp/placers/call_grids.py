@@ -14,7 +14,6 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.graph.calls import NO_CALL
-from gdp.graph.microbatches import replica_of
 from gdp.placers.base import allowed_work, inherit
 from gdp.placers.contiguous import module_chain
 from gdp.simulator.problem import Placement, Problem
@@ -28,7 +27,7 @@ def call_grids(problem: Problem) -> list[Placement]:
     There are none where the forward pass does not call its layers several times, or a step has micro-batches or
     replicas, which are calls of another kind.
     """
-    if problem.num_devices < 2 or problem.microbatch.max() >= 1 or replica_of(problem.graph).any():
+    if problem.num_devices < 2 or problem.microbatch.max() >= 1 or problem.graph.replicas.any():
         return []
     if (call := problem.simulator.order_traits.call) is None:
         return []

@@ -13,7 +13,6 @@ from functools import cached_property
 import numpy as np
 
 from gdp.arrays import F64, I64
-from gdp.graph.microbatches import replica_of
 from gdp.placers.contiguous import Chain, folded_chain, module_chain, stages
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import forward_units
@@ -76,7 +75,7 @@ def replicated_chains(problem: Problem) -> Iterator[ReplicatedChain]:
 
     A replica on one device needs no choice.
     """
-    replica = replica_of(problem.graph)
+    replica = problem.graph.replicas
     num_replicas = int(replica.max()) + 1
     size = problem.num_devices // num_replicas
     if num_replicas < 2 or size < 1:

@@ -3,22 +3,27 @@
 N ops, D devices, R replicas.
 """
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.graph.microbatches import RECOMPUTED, replica_of
-from gdp.graph.recomputed import is_recomputed
+from gdp.graph import copies
+from gdp.graph.copies import exchange_numbers, exchange_of, turn_in_exchange
 from gdp.report.tables import writable
 from gdp.simulator.simulate import Simulation
 
 EXCHANGE = "exchange"  # the phase that ops between replicas are shown with
-_HOP = re.compile(r"(all_reduce|reduce_scatter|all_gather)\.(\d+)\.(host\.)?(ready|done|add|copy|joined)(?:\.(\d+))?")
-_STEPS = {"ready": "begins", "done": "ends", "add": "sum", "copy": "copy", "joined": "chunks of the host joined"}
+_STEPS = {
+    copies.EXCHANGE_START: "begins",
+    copies.EXCHANGE_END: "ends",
+    copies.RING_SUM: "sum at hop",
+    copies.RING_COPY: "copy at hop",
+    copies.HOST_RING_SUM: "inside hosts, sum at hop",
+    copies.HOST_RING_COPY: "inside hosts, copy at hop",
+    copies.HOST_RING_END: "chunks of the host joined",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +35,7 @@ class Copies:
     @cached_property
     def replica(self) -> I64:
         """Returns [N] the replica of each op; all 0 where there are none."""
-        return replica_of(self.simulation.problem.graph)
+        return self.simulation.problem.graph.replicas
 
     @property
     def num_replicas(self) -> int:
@@ -39,7 +44,7 @@ class Copies:
 
     @property
     def has_copies(self) -> bool:
-        """True where names tell replicas or micro-batches."""
+        """True where there are several replicas or micro-batches."""
         return self.num_replicas > 1 or bool((self.simulation.problem.microbatch > 0).any())
 
     def names(self) -> tuple[list[str], I64, I64]:
@@ -48,23 +53,33 @@ class Copies:
         Ops that differ by replica and micro-batch alone have one name.
         """
         graph = self.simulation.problem.graph
-        if not self.has_copies:
-            names: Sequence[str] = graph.op_names
-            number, microbatch = np.arange(graph.num_ops), np.zeros(graph.num_ops, np.int64)
-        else:
-            names, number, microbatch = graph.copy_names.bases, graph.copy_names.base, graph.copy_names.microbatch
-        shown = [writable(name) for name in names]
-        for base in np.unique(number[is_recomputed(graph)]).tolist():
-            shown[base] = f"{shown[base].removesuffix(RECOMPUTED)}, recomputed"
-        for base in np.unique(number[graph.is_collective]).tolist():
-            shown[base] = _hop_name(shown[base])
-        return shown, number, microbatch
+        number = graph.first_copy.copy()
+        hops, turn = graph.is_in_role(*copies.HOPS, copies.HOST_RING_END), turn_in_exchange(graph)
+        exchange, width = exchange_of(graph), int(turn.max()) + 1
+        key = ((exchange * len(copies.ROLES) + graph.role_code) * width + turn)[hops]
+        number[hops] = graph.num_ops + key
+        distinct, number = np.unique(number, return_inverse=True)
+        one = np.empty(len(distinct), np.int64)
+        one[number] = np.arange(graph.num_ops)
+        numbers = exchange_numbers(graph)
+        shown = []
+        for op in one.tolist():
+            role, first = graph.roles[op], int(graph.first_copy[op])
+            if role in _STEPS:
+                kind, place = numbers[int(exchange[op])]
+                hop = f" {turn[op] + 1}" if role in copies.HOPS else ""
+                shown.append(f"{kind.replace('_', '-')} {place}, {_STEPS[role]}{hop}")
+            elif role == copies.MODEL:
+                shown.append(writable(graph.op_names[first]))
+            else:
+                shown.append(f"{writable(graph.op_names[int(graph.root[op])])}, {role}")
+        return shown, number.astype(np.int64), graph.microbatches
 
     def phases(self) -> list[str]:
         """Returns [N] the phase of each op, recomputed ops and exchanges apart."""
         graph = self.simulation.problem.graph
         phases = list(graph.phases)
-        for chosen, phase in ((is_recomputed(graph), "recomputed"), (graph.is_collective, EXCHANGE)):
+        for chosen, phase in ((graph.is_in_role(copies.RECOMPUTED), "recomputed"), (graph.is_collective, EXCHANGE)):
             for op in np.flatnonzero(chosen).tolist():
                 phases[op] = phase
         return phases
@@ -79,15 +94,15 @@ class Copies:
 
     def are_alike(self) -> bool:
         """Returns whether all replicas are placed alike, on devices of the same kinds that each has to itself."""
-        simulation, names = self.simulation, self.simulation.problem.graph.copy_names
+        simulation, graph = self.simulation, self.simulation.problem.graph
         if self.num_replicas == 1:
             return False
-        ops = np.flatnonzero(~simulation.problem.graph.is_collective)
-        ops = ops[np.lexsort((names.microbatch[ops], names.base[ops], self.replica[ops]))]
+        ops = np.flatnonzero(~graph.is_collective)
+        ops = ops[np.lexsort((graph.microbatches[ops], graph.first_copy[ops], self.replica[ops]))]
         if (np.bincount(self.replica[ops]) != len(ops) // self.num_replicas).any():
             return False
         rows = ops.reshape(self.num_replicas, -1)
-        keys = np.stack((names.base[rows], names.microbatch[rows]))
+        keys = np.stack((graph.first_copy[rows], graph.microbatches[rows]))
         if (keys != keys[:, :1]).any():
             return False
         devices = simulation.placement[rows]
@@ -100,13 +115,3 @@ class Copies:
             if len(pairs) != len(own) or any(kinds[one] != kinds[other] for one, other in pairs):
                 return False
         return len({len(own) for own in used}) == 1
-
-
-def _hop_name(name: str) -> str:
-    """Returns `all-reduce 3, sum of chunk 2` for `all_reduce.3.add.2`; any other name as it is."""
-    match = _HOP.fullmatch(name)
-    if match is None:
-        return name
-    exchange, number, host, step, chunk = match.groups()
-    of_chunk = "" if chunk is None else f" of chunk {chunk}"
-    return f"{exchange.replace('_', '-')} {number}{', inside hosts' if host else ''}, {_STEPS[step]}{of_chunk}"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.graph.copies import HOST_RING_COPY, HOST_RING_SUM, exchange_numbers, exchange_of
 from gdp.simulator.simulate import Simulation
 
 _LISTED = 60  # exchanges that are listed one by one
@@ -25,7 +26,7 @@ class _BucketExchange:
     """One bucket's way through its rings, in one micro-batch."""
 
     kind: str  # all_reduce, reduce_scatter or all_gather
-    number: str
+    number: int
     phase: str
     microbatch: int
     transfers: I64
@@ -73,12 +74,18 @@ class _Exchanges:
 
     def each(self) -> list[_BucketExchange]:
         """Returns the exchanges one by one."""
-        graph, names = self.simulation.problem.graph, self.simulation.problem.graph.copy_names
-        found = defaultdict[tuple[str, str, str, int], list[int]](list)
-        for transfer, op in zip(self.transfers.tolist(), self.producers[self.transfers].tolist(), strict=True):
-            kind, number = names.bases[names.base[op]].split(".")[:2]
-            found[kind, number, graph.phases[op], int(names.microbatch[op])].append(transfer)
-        return [_BucketExchange(*key, np.array(transfers, np.int64)) for key, transfers in found.items()]
+        graph = self.simulation.problem.graph
+        exchange, numbers = exchange_of(graph), exchange_numbers(graph)
+        found = defaultdict[tuple[int, int], list[int]](list)
+        ops = self.producers[self.transfers]
+        for transfer, start, microbatch in zip(
+            self.transfers.tolist(), exchange[ops].tolist(), graph.microbatches[ops].tolist(), strict=True
+        ):
+            found[start, microbatch].append(transfer)
+        return [
+            _BucketExchange(*numbers[start], graph.phases[start], microbatch, np.array(transfers, np.int64))
+            for (start, microbatch), transfers in found.items()
+        ]
 
     def by_device(self, transfers: I64) -> list[tuple[int, int]]:
         """Returns [D] the time that transfers are under way to or from a device, and that without an op on it."""
@@ -92,12 +99,13 @@ class _Exchanges:
 
     def rings(self) -> list[list[int]]:
         """Returns the rings of devices, those inside hosts first."""
-        graph, names = self.simulation.problem.graph, self.simulation.problem.graph.copy_names
+        graph = self.simulation.problem.graph
+        in_host = graph.is_in_role(HOST_RING_SUM, HOST_RING_COPY)
         hops: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
         for transfer in self.transfers.tolist():
             reader = int(graph.consumers_of(int(self.simulation.transfer_tensors[transfer]))[0])
             pair = int(self.sources[transfer]), int(self.simulation.transfer_destinations[transfer])
-            hops[".host." in names.bases[names.base[reader]]].add(pair)
+            hops[bool(in_host[reader])].add(pair)
         rings = []
         for pairs in hops.values():
             following = dict(pairs)

@@ -11,9 +11,8 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.graph import Graph
+from gdp.graph.copies import ACCUMULATE, EXCHANGE_START, RECOMPUTED
 from gdp.graph.held_memory import HeldMemory
-from gdp.graph.microbatches import ACCUMULATE
-from gdp.graph.recomputed import is_recomputed
 from gdp.report.memory_curves import Allocations, alive_at
 from gdp.simulator.simulate import Simulation
 
@@ -70,8 +69,8 @@ def _uses(graph: Graph) -> I64:
     phases = np.array(graph.phases)
     kinds = np.array([kind.partition(".")[0] for kind in graph.kinds])
     is_late = phases == "update"
-    is_sum = np.array([ACCUMULATE in base for base in graph.copy_names.bases], np.bool_)[graph.copy_names.base]
-    is_first = np.array([kind in ("all_reduce.ready", "reduce_scatter.ready") for kind in graph.kinds], np.bool_)
+    is_sum = graph.is_in_role(ACCUMULATE)
+    is_first = graph.is_in_role(EXCHANGE_START) & (kinds != "all_gather")
     owner = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors))
     is_gradient = np.zeros(graph.num_tensors, np.bool_)
     sums = (is_late | is_sum | is_first)[graph.consumers]
@@ -81,7 +80,7 @@ def _uses(graph: Graph) -> I64:
     chosen = [
         (kinds == "all_gather")[made_by] & ~is_late[made_by],
         is_gradient | ((kinds == "reduce_scatter") | is_sum)[made_by],
-        is_recomputed(graph)[made_by],
+        graph.is_in_role(RECOMPUTED)[made_by],
         (phases == "forward")[made_by],
     ]
     numbers = [PARTS.index(name) for name in (GATHERED, GRADIENTS, AGAIN, KEPT)]

@@ -8,7 +8,6 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
-from gdp.graph.microbatches import replica_of
 from gdp.report.tables import digits, format_gib, format_ms
 from gdp.search.solvers import SOLVERS
 from gdp.simulator.orders import BY_CALL
@@ -96,7 +95,7 @@ def num_microbatches(simulation: Simulation) -> int:
 
 def num_replicas(simulation: Simulation) -> int:
     """Returns the number of replicas of the model."""
-    return int(replica_of(simulation.problem.graph).max()) + 1
+    return int(simulation.problem.graph.replicas.max()) + 1
 
 
 def of_held_memory(graph: Graph) -> Iterator[str]:

@@ -32,7 +32,8 @@ from gdp.arrays import I64, Bool
 from gdp.compiled import kernel
 from gdp.graph import Graph
 from gdp.graph.calls import calls_of
-from gdp.graph.microbatches import ACCUMULATE, RECOMPUTED, SHARED
+from gdp.graph.copies import ACCUMULATE, RECOMPUTED
+from gdp.graph.microbatches import SHARED
 
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, B_LEVEL = "GPipe", "1F1B", "zero-bubble", "b-level"
 EXCHANGES_FIRST, BY_CALL = "exchanges first", "by call"
@@ -125,13 +126,12 @@ def program_levels(graph: Graph) -> I64:
 
     Sums of gradients over micro-batches follow what they add, and moves between replicas come first.
     """
-    names = graph.copy_names
-    number = {base: index for index, base in enumerate(names.bases)}
-    first = np.full(len(names.bases), graph.num_ops)
-    np.minimum.at(first, names.base, np.arange(graph.num_ops))
-    original = [number.get(base.removesuffix(RECOMPUTED), index) for index, base in enumerate(names.bases)]
-    is_sum = np.array([base.endswith(ACCUMULATE) for base in names.bases], np.bool_)[names.base]
-    position = np.where(is_sum, -1, first[original][names.base])
+    original = graph.first_copy
+    original = np.where(graph.is_in_role(RECOMPUTED), graph.origins[original], original)
+    first = np.full(graph.num_ops, graph.num_ops)
+    np.minimum.at(first, graph.first_copy, np.arange(graph.num_ops))
+    is_sum = graph.is_in_role(ACCUMULATE)
+    position = np.where(is_sum, -1, first[original])
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     into = is_sum[targets] & ~is_sum[sources]
     np.maximum.at(position, targets[into], position[sources[into]])

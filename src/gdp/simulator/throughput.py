@@ -51,7 +51,7 @@ class Throughput:
         for replica, done in enumerate(batch_ends(graph, layout)):
             in_flight = layout.microbatches[replica]
             ends = simulation.op_finish_ns[done].reshape(ROUNDS, in_flight)
-            own = graph.copy_names.replica == replica
+            own = graph.replicas == replica
             work_ns = np.bincount(simulation.placement[own], duration_ns[own], len(busy)).astype(np.int64)
             measured_ns = int((ends[-1] - ends[_FILL - 1]).sum())
             per_batch_ns = max(

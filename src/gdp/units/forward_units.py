@@ -11,7 +11,7 @@ import numpy as np
 
 from gdp.arrays import I64, Bool, narrow
 from gdp.compiled import inner, kernel
-from gdp.graph.recomputed import is_recomputed
+from gdp.graph.copies import RECOMPUTED
 from gdp.simulator.problem import Problem
 from gdp.units.grouping import roots_of
 
@@ -26,7 +26,7 @@ def forward_units(problem: Problem) -> I64:
     around it. Units only join if they may go to the same devices. A copy that recomputes a forward op counts as it.
     """
     graph, arrays = problem.graph, problem.simulator.arrays
-    is_copy = is_recomputed(graph)
+    is_copy = graph.is_in_role(RECOMPUTED)
     is_backward = np.array([phase in ("backward", "update") for phase in graph.phases], np.bool_) & ~is_copy
     numbers = {path: number for number, path in enumerate(dict.fromkeys(graph.modules))}
     module = np.fromiter((numbers[path] for path in graph.modules), np.int64, problem.num_ops)

@@ -143,6 +143,8 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     edges = np.sort(np.unique(tensors * num_ops + consumers, return_index=True)[1])  # the first of each pair
     counts = np.bincount(tensors[edges], minlength=len(kept) + len(held_by))
     none, chosen = np.zeros(len(held_by), np.bool_), lasts.tolist()
+    origins = graph.origins[lasts]
+    has_origin = (origins >= 0) & is_last[origins]
     merged = Graph(
         name=graph.name,
         op_names=tuple(graph.op_names[op] for op in chosen),
@@ -154,6 +156,10 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
         phases=tuple(graph.phases[op] for op in chosen),
         modules=tuple(graph.modules[op] for op in chosen),
         groups=graph.groups[lasts],
+        origins=np.where(has_origin, reduced_op[origins], -1),
+        microbatches=graph.microbatches[lasts],
+        replicas=graph.replicas[lasts],
+        roles=tuple(graph.roles[op] for op in chosen),
         times_ns=(MappingProxyType({}),) * num_ops,
         producers=np.concatenate((reduced_op[graph.producers[kept]], held_by)),
         tensor_bytes=np.concatenate((graph.tensor_bytes[kept], inner_bytes[held_by])),

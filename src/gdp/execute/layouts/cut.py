@@ -129,11 +129,15 @@ class RingPlaces:
         """Returns the chunk, counted through, whose sum ends at a replica."""
         return self.owned_inner(replica) * self.num_outer + (self.outer[replica] + 1) % self.num_outer
 
-    def chunks(self, replica: int, chunk: int, *, is_inside: bool) -> range:
-        """Returns the chunks of the bucket, counted through, that chunk `chunk` of a ring of a replica has.
+    def taken(self, replica: int, turn: int, *, is_sum: bool, is_inside: bool) -> range:
+        """Returns the chunks of the bucket, counted through, that a replica takes at a hop of a ring.
 
-        `is_inside`: the ring is one inside a host, where there are rings over hosts as well.
+        `turn` counts the hops of sums, or of copies, of the replica; `is_inside`: the ring is one inside a host, where
+        there are rings over hosts as well.
         """
+        is_inner = is_inside or self.num_outer == 1
+        place, count = (self.inner, self.num_inner) if is_inner else (self.outer, self.num_outer)
+        chunk = (place[replica] - turn - is_sum) % count  # a sum begins where the chunk is, a copy one place behind
         if is_inside:
             return range(chunk * self.num_outer, (chunk + 1) * self.num_outer)
         first = self.owned_inner(replica) * self.num_outer if self.num_outer > 1 else 0

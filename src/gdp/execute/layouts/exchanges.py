@@ -31,12 +31,22 @@ from gdp.execute.layouts.exchange_routines import (
 from gdp.execute.layouts.pieces import Ownership
 from gdp.execute.layouts.step_tensors import StepTensors
 from gdp.execute.layouts.updates import Content, Update
+from gdp.graph.copies import (
+    EXCHANGE_END,
+    EXCHANGE_START,
+    HOPS,
+    HOST_RING_COPY,
+    HOST_RING_END,
+    HOST_RING_SUM,
+    RING_SUM,
+    exchange_of,
+    turn_in_exchange,
+)
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.optimizers import numel
 from gdp.models.pytorch.routine import OpRoutine
 from gdp.models.pytorch.strides import StridedLayout
 from gdp.parallel.layout import MAX_REPLICAS
-from gdp.parallel.rings import DONE, READY
 
 Make = Callable[[torch.device | None], OpRoutine]
 """Makes the routine of an op for a device; None: the CPU."""
@@ -54,32 +64,30 @@ class Exchanges:
         self._overwritten = _overwritten_gradients(tensors.program)
         outputs = {ref.value for ref in tensors.program.outputs.values()}
         self._kept_values = outputs | _overwritten_early(tensors.program)
-        self._known: dict[tuple[str, int, int], _ReplicaExchange] = {}
-        kinds, is_exchange = tensors.step.kinds, tensors.step.is_collective.tolist()
-        self._is_hop = [
-            is_own and kind.endswith((".add", ".copy")) for kind, is_own in zip(kinds, is_exchange, strict=True)
-        ]
+        self._known: dict[tuple[int, int, int], _ReplicaExchange] = {}
+        self._exchange = exchange_of(tensors.step).tolist()
+        self._turn = turn_in_exchange(tensors.step).tolist()
+        self._is_hop = tensors.step.is_in_role(*HOPS).tolist()
 
     def make(self, op: int) -> Make:
-        """Returns what makes `KIND.NUMBER.ready`, `KIND.NUMBER.host.add.CHUNK`, and so on."""
+        """Returns what makes an op of an exchange."""
         tensors, copies = self.tensors, self.tensors.copies
-        kind, number, *rest = self._fields(op)
-        what = rest[rest[0] == _INSIDE]
-        key = f"{kind}.{number}", copies.microbatch[op], copies.replica[op]
-        if what == READY:
-            self._known[key] = self._begin(kind, op, copies.replica[op])
+        role = tensors.step.roles[op]
+        key = self._exchange[op], copies.microbatch[op], copies.replica[op]
+        if role == EXCHANGE_START:
+            self._known[key] = self._begin(tensors.step.kinds[op].partition(".")[0], op, copies.replica[op])
         own = self._known[key]
         exchange = own.exchange
         sent = {tensor: self._sent(exchange, tensor) for tensor in tensors.made_by[op] if self._goes_round(tensor)}
-        if what == READY:
+        if role == EXCHANGE_START:
             return own.ready(op, sent)
-        if what == DONE:
+        if role == EXCHANGE_END:
             return own.done(op)
         taken = None
-        if what != "joined":
+        if role != HOST_RING_END:
             (tensor,) = tensors.with_bytes(tensors.read_by[op])
             taken = tensor, self._chunks(op)
-        return lambda device: Hop(exchange.on(device), taken, what == "add", sent)
+        return lambda device: Hop(exchange.on(device), taken, role in (RING_SUM, HOST_RING_SUM), sent)
 
     def _begin(self, kind: str, op: int, replica: int) -> "_ReplicaExchange":
         number, own = -1 - 2 * len(self._known), self.places.owned(replica)
@@ -173,9 +181,10 @@ class Exchanges:
         return chunks
 
     def _chunks(self, op: int) -> range:
-        fields = self._fields(op)
-        replica = self.tensors.copies.replica[op]
-        return self.places.chunks(replica, int(fields[-1]), is_inside=fields[2] == _INSIDE)
+        """Returns the chunks that a hop takes: those of rings come in turn, a sum's from that of the place itself."""
+        role, replica = self.tensors.step.roles[op], self.tensors.copies.replica[op]
+        is_inside = role in (HOST_RING_SUM, HOST_RING_COPY)
+        return self.places.taken(replica, self._turn[op], is_sum=role in (RING_SUM, HOST_RING_SUM), is_inside=is_inside)
 
     def _is_alone(self, gradient: int) -> bool:
         """Returns whether exchanges and updates alone read the memory of a gradient, so that its sum may be made there.
@@ -196,10 +205,6 @@ class Exchanges:
             and value not in self._kept_values
             and all(step.is_collective[op] or step.phases[op] == "update" for op in readers.tolist())
         )
-
-    def _fields(self, op: int) -> list[str]:
-        names = self.tensors.step.copy_names
-        return names.bases[int(names.base[op])].split(".")
 
 
 class _ReplicaExchange(Protocol):
@@ -312,9 +317,6 @@ class _ParameterGather:
                 tensors.values[tensor], tensors.parts[tensor] = ref.value, ref.layout
                 found[tensor] = number[tensors.base(before)], program.tensor_layouts[before]
         return found
-
-
-_INSIDE = "host"  # in names of ops: of rings inside hosts, where there are rings over hosts as well
 
 
 def kept_number(weight: int, replica: int) -> int:

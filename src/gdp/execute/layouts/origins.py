@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from gdp.graph import Graph
+from gdp.graph.copies import numbers_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,20 +18,18 @@ class Origins:
 
     @classmethod
     def of(cls, part: Graph, step: Graph) -> "Origins":
-        """Compares the names of the step with those of `part`, the graph of one micro-batch.
+        """Finds the ops and tensors of `part`, the graph of one micro-batch.
 
         A copy makes the tensors of its op first, in their order.
         """
-        names, number = step.copy_names, part.op_numbers
-        of_base = [number.get(name, -1) for name in names.bases]
-        ops = [of_base[base] for base in names.base.tolist()]
+        ops = numbers_in(part, step, step.first_copy).tolist()
         of_part, of_step = tensors_of(part), tensors_of(step)
         tensors = [-1] * step.num_tensors
         for op, origin in enumerate(ops):
             if origin >= 0:
                 for own, tensor in zip(of_step[op], of_part[origin], strict=False):
                     tensors[own] = tensor
-        return cls(ops, tensors, names.microbatch.tolist(), names.replica.tolist())
+        return cls(ops, tensors, step.microbatches.tolist(), step.replicas.tolist())
 
 
 def tensors_of(graph: Graph) -> dict[int, list[int]]:

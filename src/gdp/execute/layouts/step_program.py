@@ -25,6 +25,7 @@ from gdp.execute.layouts.exchanges import Make
 from gdp.execute.layouts.pieces import Pieces
 from gdp.execute.layouts.routines import Shifted
 from gdp.execute.recomputation import with_copies, with_host_copies
+from gdp.graph.copies import exchange_ends
 from gdp.models.pytorch import Program, Replay
 from gdp.models.pytorch.program import StepSource
 from gdp.models.pytorch.recorded_calls import Call
@@ -35,7 +36,7 @@ from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import NONE
 from gdp.parallel.offload import Offload
 from gdp.parallel.recompute import Recomputation
-from gdp.parallel.rings import DONE, READY, Rings
+from gdp.parallel.rings import READY, Rings
 from gdp.parallel.step import Step
 
 _LOSS_GRADIENT = "aten.ones_like"
@@ -107,8 +108,9 @@ class StepProgram(Program):
         """The last op of a gather, by tensor of its first op that has a whole parameter: all users wait for it."""
         graph, is_exchange = self.graph, self.graph.is_collective
         found: dict[int, int] = {}
-        for op in np.flatnonzero([kind == f"all_gather.{READY}" for kind in graph.kinds]).tolist():
-            last = graph.op_numbers[graph.op_names[op].replace(f".{READY}", f".{DONE}", 1)]
+        for op, last in zip(*map(np.ndarray.tolist, exchange_ends(graph)), strict=True):
+            if graph.kinds[op] != f"all_gather.{READY}":
+                continue
             wholes = [tensor for tensor in self.outputs_of[op] if not is_exchange[graph.consumers_of(tensor)].any()]
             found |= dict.fromkeys(wholes, last)
         return found
@@ -271,6 +273,7 @@ def _of_assembly(assembly: Assembly, microbatches: Sequence[int], *, is_stream: 
             "layouts": tensors.layouts,
             "sources": sources,
             "private": {op: part.private[origin] for op, origin in enumerate(copies.op) if origin in part.private},
+            "updated": {op: part.updated[origin] for op, origin in enumerate(copies.op) if origin in part.updated},
         },
         part=part,
         part_of=[

@@ -79,8 +79,7 @@ def updates_of(program: Program) -> dict[int, Update]:
             ref.layout for call in program.calls[op] for ref in refs((call.args, call.kwargs)) if ref.value == value
         )
         layout = program.layouts[program.tensor_values[weight]]
-        name = program.graph.op_names[op].removesuffix(".update")
-        found[op] = Update(op, name, weight, (value, part), view, layout)
+        found[op] = Update(op, program.updated.get(op, program.graph.op_names[op]), weight, (value, part), view, layout)
     return found
 
 

@@ -3,7 +3,7 @@
 Tools put a replica on one device, or cut its layers into stages of one device each. A plan may have single ops
 elsewhere; these go where the others of their replica and stage are.
 
-N ops, D devices, R replicas, P stages, B names of ops without the ends that copies have.
+N ops, D devices, R replicas, P stages.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,11 @@ from gdp.export.export_units import ExportUnits
 from gdp.export.layouts.ranks import host_of
 from gdp.export.module_chains import find_layers
 from gdp.graph import Graph, Tensor
-from gdp.graph.microbatches import replica_of
+from gdp.graph.copies import HOST_COPY
 from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
-
-_ON_HOST = "host.copy"  # kind of the ops that send activations back from the host
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +75,13 @@ def cut_step(problem: Problem, plan: Plan, target: str, *, has_stages: bool) -> 
             f"{target}: a replica of the plan is on {num_places} devices, and {target} has one device for each; "
             f"place with --parallel {alone}, or export to torchtitan or megatron"
         )
-    if _ON_HOST in problem.graph.kinds:
+    if problem.graph.is_in_role(HOST_COPY).any():
         raise InputError(f"{target}: the plan keeps activations on the host, which {target} does not; place without")
     stage_of = np.zeros(problem.num_ops, np.int64)
     stages: tuple[tuple[str, ...], ...] = ()
     if has_stages:
         stage_of, stages = _stages(problem, plan, num_places)
-    replica = replica_of(problem.graph)
+    replica = problem.graph.replicas
     devices = _assigned(problem, plan.placement, replica, stage_of)
     _check_cards(problem, devices, target)
     placement = devices[replica, stage_of]
@@ -133,7 +131,7 @@ def _stages(problem: Problem, plan: Plan, num_places: int) -> tuple[I64, tuple[t
 
     Its layers are cut where the plan has most of its time, as for pipelines without replicas.
     """
-    graph, replica = problem.graph, replica_of(problem.graph)
+    graph, replica = problem.graph, problem.graph.replicas
     is_collective = graph.is_collective
     ops = np.flatnonzero((replica == 0) & ~is_collective)
     part = _part(problem, ops)
@@ -158,18 +156,11 @@ def _stages(problem: Problem, plan: Plan, num_places: int) -> tuple[I64, tuple[t
 
 
 def _of_all(graph: Graph, ops: I64, stage_of: I64) -> I64:
-    """[N] Extends the stages of the first replica's `ops` to copies of these, and to the groups that they are in."""
-    names = graph.copy_names
-    by_name = np.full(len(names.bases), -1)
-    by_name[names.base[ops]] = stage_of
-    found = by_name[names.base]
-    groups = graph.groups
-    by_group = np.full(int(groups.max(initial=-1)) + 1, -1)
-    is_known = (found >= 0) & (groups >= 0)
-    by_group[groups[is_known]] = found[is_known]
-    is_late = (found < 0) & (groups >= 0)
-    found[is_late] = by_group[groups[is_late]]
-    assert (found >= 0).all(), "sums and collectives are in the group of an update"
+    """[N] Extends the stages of the first replica's `ops` to copies of these, and to what is made for them."""
+    of_op = np.full(graph.num_ops, -1)
+    of_op[ops] = stage_of
+    found = np.where(of_op[graph.first_copy] >= 0, of_op[graph.first_copy], of_op[graph.root])
+    assert (found >= 0).all(), "sums and exchanges are made for updates"
     return found
 
 
@@ -188,7 +179,7 @@ def _part(problem: Problem, ops: I64) -> Problem:
         base = int(position[row.view_of]) if row.view_of >= 0 else -1
         consumers = tuple(readers[readers >= 0].tolist())
         rows.append(Tensor(int(number[row.producer]), consumers, row.bytes, row.resident, row.keep, base))
-    part = Graph.build(graph.name, [graph.op(op) for op in ops.tolist()], rows)
+    part = Graph.build(graph.name, graph.chosen_ops(ops.tolist()), rows)
     return Problem.build(part, problem.cluster, max_memory_bytes=_limits(problem))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.models.names import UniqueNames
+from gdp.graph.unique_names import UniqueNames
 from gdp.models.onnx.node_costs import OnnxCall
 from gdp.models.onnx.nodes import GraphScope, ModelContext, OnnxOp
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, FLOAT, TensorInfo, read_model

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.unique_names import UniqueNames
 from gdp.graph.write_after_read import write_after_read
-from gdp.models.names import UniqueNames
 from gdp.models.pytorch.op_records import OpRecord, ValueRecord
 from gdp.models.pytorch.program import Program, StepSource
 from gdp.models.pytorch.recorded_calls import Ref
@@ -77,6 +77,7 @@ def assemble(
             if record.source
         },
         private={numbers[record]: tuple(record.private) for record in records if record.private},
+        updated={numbers[record]: record.updates for record in records if record.updates},
         outputs=dict(outputs),
         loss=loss,
         gradients=dict(gradients),

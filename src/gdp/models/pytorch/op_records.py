@@ -30,6 +30,7 @@ class OpRecord:
     overwrites: list[int] = field(default_factory=list)  # values whose earlier readers come first
     owners: list["OpRecord"] = field(default_factory=list)  # sources with memory on the same device
     private: list[int] = field(default_factory=list)
+    updates: str = ""  # the parameter that it updates by an optimizer's rule
     flops: int = 0
     bytes_accessed: int = 0
     resident_bytes: int = 0

@@ -60,6 +60,7 @@ class Program:
     layouts: Mapping[int, StridedLayout]  # of each value, as it was made
     sources: Mapping[int, StepSource]  # by op
     private: Mapping[int, tuple[int, ...]]  # by op: optimizer state, kept between steps
+    updated: Mapping[int, str]  # by op: the parameter that it updates by an optimizer's rule
     outputs: Mapping[str, Ref]  # the model's, by name
     loss: Ref | None
     gradients: Mapping[str, Ref]  # by parameter name, as the update reads them

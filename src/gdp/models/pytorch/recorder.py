@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         owner = self.memories.values[weight.value].owner
         assert owner is not None, "a parameter's memory is resident"
         module = self.running.of_parameter(parameter)
-        record = OpRecord(len(self.memories.records), rule.kind, module, "update", f"{name}.update")
+        record = OpRecord(len(self.memories.records), rule.kind, module, "update", f"{name}.update", updates=name)
         record.dtype = dtype_name([parameter])
         layout = layout_of(parameter)
         key = id(parameter), rule.name

@@ -16,8 +16,8 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.graph import Graph
-from gdp.graph.microbatches import ACCUMULATE
-from gdp.parallel.columns import with_controls
+from gdp.graph.copies import ACCUMULATE
+from gdp.parallel.graph_builder import with_controls
 from gdp.simulator.orders import ONE_F_ONE_B
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -45,10 +45,10 @@ def _limited(problem: Problem, stage: I64, replica: I64) -> Graph:
     """Returns the graph with the control edges that limit the micro-batches in flight."""
     graph, microbatch = problem.graph, problem.microbatch
     count, num_stages = int(microbatch.max()) + 1, int(stage.max()) + 1
-    phases, names = np.array(graph.phases), np.array([ACCUMULATE in name for name in graph.op_names])
+    phases, is_sum = np.array(graph.phases), graph.is_in_role(ACCUMULATE)
     turn = (replica * num_stages + stage) * count + microbatch
     is_own = microbatch >= 0
-    is_backward = is_own & (phases == "backward") & ~names
+    is_backward = is_own & (phases == "backward") & ~is_sum
     last_backward = np.full(int(turn.max()) + 1, -1)
     np.maximum.at(last_backward, turn[is_backward], np.flatnonzero(is_backward))
 

@@ -15,7 +15,6 @@ from gdp.budget import Clock
 from gdp.cluster import WORD_DEVICES
 from gdp.cluster.changes import only
 from gdp.graph.excerpts import Excerpt
-from gdp.graph.microbatches import replica_of
 from gdp.placers.replicated import ReplicatedChain, replicated_stages
 from gdp.search.candidate import Candidate
 from gdp.search.ops.fewer_microbatches import is_large
@@ -44,7 +43,7 @@ class OneReplica:
 
         None without others, where they are not alike, and where an op may not be there.
         """
-        replica = replica_of(problem.graph)
+        replica = problem.graph.replicas
         size = problem.num_devices // (int(replica.max()) + 1)
         excerpt = Excerpt.of_replica(problem.graph) if 0 < size <= WORD_DEVICES else None
         if excerpt is None:

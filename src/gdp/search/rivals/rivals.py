@@ -22,7 +22,8 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster, Device
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.graph.microbatches import RECOMPUTED, shared_ops
+from gdp.graph.copies import RECOMPUTED
+from gdp.graph.microbatches import shared_ops
 from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.ring_order import ring_over
@@ -135,7 +136,7 @@ def _check_modelled(step: Step) -> None:
     gathers = {phase for kind, phase in zip(graph.kinds, graph.phases, strict=True) if kind.startswith("all_gather.")}
     if (layout.zero and not gathers) or (layout.zero == 3 and "forward" not in gathers):
         raise InputError(f"zero={layout.zero} is not modelled for this graph; leave it out")
-    if layout.recompute != NONE and not any(RECOMPUTED in name for name in step.graph.op_names):
+    if layout.recompute != NONE and not graph.is_in_role(RECOMPUTED).any():
         raise InputError("recomputation finds no block in this graph; leave recompute out")
 
 

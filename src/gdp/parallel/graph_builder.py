@@ -1,4 +1,4 @@
-"""Columns: a graph under construction, of whole blocks of ops and tensors in place of single ones."""
+"""GraphBuilder: a graph under construction, of whole blocks of ops and tensors in place of single ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from gdp.arrays import I64, Bool
 from gdp.graph import Graph
 
 
-class Columns:
+class GraphBuilder:
     """Collects ops and tensors block by block; ops are numbered in the order in which they are added."""
 
     def __init__(self) -> None:
@@ -20,12 +20,13 @@ class Columns:
         self._ops: dict[str, list[Any]] = {name: [] for name in _TEXTS + _FIGURES}
         self._tensors: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _OF_TENSORS}
         self._edges: list[tuple[I64, I64]] = []
+        self._origins: list[tuple[I64, I64]] = []
 
     def add_ops(self, names: Sequence[str], kind: str, **figures: Any) -> I64:
         """Adds ops of one kind and returns their numbers; `figures` are fields of `Graph`, one value or one per op."""
         count = len(names)
-        block = {"dtypes": "float32", "phases": "", "modules": ""} | figures
-        for name in ("dtypes", "phases", "modules"):
+        block = {"dtypes": "float32", "phases": "", "modules": "", "roles": ""} | figures
+        for name in ("dtypes", "phases", "modules", "roles"):
             value = block[name]
             self._ops[name] += [value] * count if isinstance(value, str) else value
         self._ops["op_names"] += names
@@ -50,6 +51,15 @@ class Columns:
             column = new.get(name)
             self._ops[name].append(getattr(graph, name)[ops] if column is None else column)
         return self._numbered(len(chosen))
+
+    def set_origins(self, ops: I64, origins: I64) -> None:
+        """Makes `ops` copies of `origins`, or made for them; others keep none."""
+        self._origins.append((ops, origins))
+
+    def copy_origins(self, graph: Graph, number: I64) -> None:
+        """Gives the ops of `graph`, which are `number` [N] here, the origins that they have there."""
+        ops = np.flatnonzero(graph.origins >= 0)
+        self.set_origins(number[ops], number[graph.origins[ops]])
 
     def add_tensors(
         self, producers: I64, tensor_bytes: npt.ArrayLike, *, is_resident: bool = False, view_of: I64 | None = None
@@ -98,6 +108,9 @@ class Columns:
         columns: dict[str, Any] = {column: tuple(self._ops[column]) for column in _TEXTS}
         columns |= {column: np.concatenate(self._ops[column]) for column in _FIGURES}
         columns |= {column: np.concatenate(self._tensors[column]) for column in _OF_TENSORS}
+        columns["origins"] = np.full(self.num_ops, -1)
+        for ops, origins in self._origins:
+            columns["origins"][ops] = origins
         tensors = np.concatenate([tensors for tensors, _ in self._edges])
         consumers = np.concatenate([consumers for _, consumers in self._edges])
         if position is not None:
@@ -106,6 +119,8 @@ class Columns:
             number[order] = np.arange(self.num_ops)
             texts = {column: tuple(map(columns[column].__getitem__, order.tolist())) for column in _TEXTS}
             columns |= texts | {column: columns[column][order] for column in _FIGURES}
+            origins = columns["origins"][order]
+            columns["origins"] = np.where(origins >= 0, number[origins], -1)
             columns["producers"], consumers = number[columns["producers"]], number[consumers]
         edges = np.sort(tensors * self.num_ops + consumers)
         counts = np.bincount(tensors, minlength=self.num_tensors)
@@ -131,7 +146,7 @@ def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
     added = len(distinct)
     offsets = graph.consumer_offsets[-1] + np.cumsum(counts)
     nothing = np.zeros(added, np.bool_)
-    other = replace(
+    return replace(
         graph,
         producers=np.concatenate((graph.producers, distinct)),
         tensor_bytes=np.concatenate((graph.tensor_bytes, np.zeros(added, np.int64))),
@@ -141,10 +156,8 @@ def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
         consumer_offsets=np.concatenate((graph.consumer_offsets, offsets)),
         consumers=np.concatenate((graph.consumers, consumers[order])),
     )
-    other.__dict__["copy_names"] = graph.copy_names  # which takes a second for a million ops
-    return other
 
 
-_TEXTS = ("op_names", "kinds", "dtypes", "phases", "modules", "times_ns")
-_FIGURES = ("flops", "bytes_accessed", "resident_bytes", "groups")
+_TEXTS = ("op_names", "kinds", "dtypes", "phases", "modules", "roles", "times_ns")
+_FIGURES = ("flops", "bytes_accessed", "resident_bytes", "groups", "microbatches", "replicas")
 _OF_TENSORS = ("producers", "tensor_bytes", "is_resident", "is_kept", "view_of")
