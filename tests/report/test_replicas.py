@@ -102,16 +102,16 @@ def test_gradients_are_told_from_activations() -> None:
 
 
 def test_names_tell_copies() -> None:
-    """Names on a page are without numbers of copies; hops say what they do to which chunk."""
+    """Names on a page are without numbers of copies; hops say what they do, and which hop of the replica it is."""
     step = Step.of(chain([3000, 10]), Layout((2, 2)), bucket_bytes=1)
     names, number, microbatch = Copies(run(step)).names()
     shown = {names[base] for base in number.tolist()}
-    assert {"all-reduce 0, begins", "all-reduce 1, sum of chunk 1", "all-reduce 0, copy of chunk 0"} <= shown
+    assert {"all-reduce 0, begins", "all-reduce 1, sum at hop 1", "all-reduce 0, copy at hop 1"} <= shown
     assert not any("@" in name or "#" in name for name in shown)
     assert microbatch.max() == 1
     events = [event for event in trace_document(run(step))["traceEvents"] if event["ph"] == "X"]
-    sums = [event["args"] for event in events if event["name"] == "all-reduce 1, sum of chunk 1"]
-    assert [args["replica"] for args in sums] == [0]  # the chunk of the second replica goes round to the first
+    sums = [event["args"] for event in events if event["name"] == "all-reduce 1, sum at hop 1"]
+    assert sorted(args["replica"] for args in sums) == [0, 1]
     assert {args.get("micro-batch") for args in (event["args"] for event in events if event["name"] == "f0")} == {0, 1}
 
 

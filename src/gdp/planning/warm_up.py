@@ -11,7 +11,6 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget
 from gdp.cluster import WORD_DEVICES, Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.canonical import canonical_digest
 from gdp.search.ops.auto import SMALL_UNITS
 from gdp.search.place import place
 from gdp.simulator.problem import Problem
@@ -19,7 +18,6 @@ from gdp.simulator.simulate import evaluate
 
 _SIMULATION = (
     "bounds.lower_bound",
-    "graph.record_text",
     *(f"simulator.{name}" for name in ("engine", "heaps", "longest_paths", "memory", "simulate")),
 )
 _SEARCH = (
@@ -64,7 +62,6 @@ def warm_up(
         problem = Problem.build(_step(_NUM_OPS), cluster)
         evaluate(problem, np.zeros(problem.num_ops, np.int64))
         lower_bound(problem)
-        canonical_digest(problem.graph)
         if placers:
             _place(_step(_NUM_OPS), cluster, 80)
             _place(_step(_NUM_OPS), cluster, 80, "gdp-zero-shot")
