@@ -50,7 +50,7 @@ class Collective:
 
     @property
     def label(self) -> str:
-        """What names of its ops begin with: `all_reduce.3`."""
+        """The beginning of the names of its ops: `all_reduce.3`."""
         return f"{self.exchange}.{self.number}"
 
     def add_ends(
