@@ -27,7 +27,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.placers import CLASSICAL
 from gdp.policy.base import one_thread
-from gdp.policy.placement_network import SegmentTransformerConfig
+from gdp.policy.paper.placement_network import SegmentTransformerConfig
 from gdp.policy.training.ppo import PPOConfig
 from gdp.search.candidate import Candidate
 from gdp.search.question import Question

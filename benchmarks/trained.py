@@ -206,7 +206,7 @@ def _arms(checkpoints: Sequence[Path]) -> list[MeasuredPolicy]:
     ]
     shuffled = load_checkpoint(first)
     _shuffle(shuffled)
-    untrained = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
+    untrained = Constructor.of(np.array(INITIAL_WEIGHTS, np.float32))
     return [
         *trained,
         MeasuredPolicy(UNTRAINED, untrained),

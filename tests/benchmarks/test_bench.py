@@ -187,4 +187,4 @@ def test_every_page_has_a_template_that_compiles() -> None:
     """A mistake in a template is found before hours of measuring."""
     templates = page._templates()
     names = {name for name in templates.list_templates(extensions=["md"]) if templates.get_template(name)}
-    assert {"search.md", "paper.md", "ablation.md", "execution.md", "_parts.md"} <= names
+    assert {"search.md", "paper.md", "execution.md", "_parts.md"} <= names

@@ -12,6 +12,7 @@ from safetensors.torch import load, load_file, save_file
 from gdp.errors import InputError
 from gdp.policy import checkpoint
 from gdp.policy.checkpoint import load_checkpoint, new_policy, read_checkpoint, read_manifest, save_checkpoint
+from gdp.policy.checkpoint_file import config_in
 from policy.tiny_policy import TINY, TinyConfig, TinyPolicy, tiny_policy
 
 MANIFEST = {"graphs": [{"name": "a", "num_ops": 3}], "cpu_hours": 0.5}
@@ -38,7 +39,8 @@ def edit(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]],
     save_file(tensors, path, {"gdp": json.dumps(header)})
 
 
-def test_policy_configuration_and_manifest_come_back(tmp_path: Path) -> None:
+def test_contents_come_back(tmp_path: Path) -> None:
+    """A file gives back configuration, manifest and parameters."""
     policy = TinyPolicy(TinyConfig(hidden=5, scale=2, sizes=(1, 2)))  # an integer where the default is a float
     save_checkpoint(tmp_path / "a.safetensors", policy, MANIFEST)
     loaded = load_checkpoint(tmp_path / "a.safetensors")
@@ -49,13 +51,15 @@ def test_policy_configuration_and_manifest_come_back(tmp_path: Path) -> None:
         assert torch.equal(tensor, loaded.state_dict()[name])
 
 
-def test_equal_content_gives_equal_bytes(path: Path, tmp_path: Path) -> None:
+def test_equal_contents_are_equal_bytes(path: Path, tmp_path: Path) -> None:
+    """Files do not depend on their name or time."""
     save_checkpoint(tmp_path / "again", tiny_policy(3), MANIFEST, {"updates": torch.tensor(7)})
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("name", list(checkpoint.POLICIES))
-def test_policies_survive_a_file_and_depend_on_their_seed_alone(name: str, tmp_path: Path) -> None:
+def test_policies_depend_on_their_seed_alone(name: str, tmp_path: Path) -> None:
+    """Each policy survives a file, and its initial parameters are those of its seed."""
     torch.manual_seed(11)
     before = torch.random.get_rng_state()
     policy = new_policy(name, seed=1)
@@ -72,6 +76,35 @@ def set_header(**values: object) -> Callable[[dict[str, Any], dict[str, torch.Te
     return lambda header, _: header.update(values)
 
 
+def old(policy: str, **config: object) -> dict[str, Any]:
+    """Returns the header of a checkpoint of version 4."""
+    return {"version": 4, "policy": policy, "config": config}
+
+
+NETWORK = {"hidden": 64, "num_graph_layers": 3, "num_heads": 4, "attention": True, "position": True}
+PAPER = {"graph": {"pool": "sigmoid", "hidden": 8}, "placer": {"norm": "post"}, "initial": "glorot"}
+
+
+def test_older_configurations_are_read() -> None:
+    """Fields without a meaning now are left out of files of version 4, where their value asks for nothing."""
+    config = config_in(old("default", **NETWORK, network=False, refining=0.5))
+    assert config == {"refining": 0.5, "style_scorer": 0}
+    assert config_in(old("paper", **PAPER)) == {"graph": {"hidden": 8}, "placer": {}, "initial": "glorot"}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (old("default", **NETWORK, network=True), "config: network is True; this gdp has no such policy any more"),
+        (old("paper", **PAPER | {"placer": {"norm": "pre"}}), "config: norm is 'pre'; this gdp has no such policy"),
+    ],
+)
+def test_policies_of_the_past_are_refused(header: dict[str, Any], message: str) -> None:
+    """A checkpoint of a policy with a part that is no more is one clear error."""
+    with pytest.raises(InputError, match=message):
+        config_in(header)
+
+
 CONFIG: dict[str, Any] = {"hidden": 8, "scale": 1.0, "sizes": [3]}
 WEIGHT = "score_device.0.weight"
 
@@ -80,7 +113,7 @@ WEIGHT = "score_device.0.weight"
     ("change", "message"),
     [
         (set_header(format="gdp-plan"), "format is 'gdp-plan'; 'gdp-checkpoint' is expected"),
-        (set_header(version=1), "version is 1; this gdp reads gdp-checkpoint versions 2 to 4"),
+        (set_header(version=1), "version is 1; this gdp reads gdp-checkpoint versions 2 to 5"),
         (set_header(policy="hdp"), "policy 'hdp' is unknown; one of default, paper, tiny is expected"),
         (set_header(extra=1), "header: unknown key 'extra'"),
         (set_header(manifest=[]), r"header: manifest is \[\]; a mapping is expected"),
@@ -98,7 +131,8 @@ WEIGHT = "score_device.0.weight"
         (lambda _, tensors: tensors[WEIGHT].fill_(torch.nan), f"tensor '{WEIGHT}' holds values that are not finite"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(path: Path, change: Any, message: str) -> None:
+def test_faults_are_said_in_one_line(path: Path, change: Any, message: str) -> None:
+    """A file with a wrong header or tensor is refused in a line that names the file."""
     edit(path, change)
     with pytest.raises(InputError, match=message) as caught:
         load_checkpoint(path)
@@ -106,7 +140,8 @@ def test_what_is_wrong_is_said_in_one_line(path: Path, change: Any, message: str
     assert "\n" not in str(caught.value)
 
 
-def test_a_truncated_file_is_refused_wherever_it_ends(path: Path) -> None:
+def test_truncated_files_are_refused(path: Path) -> None:
+    """A file is refused wherever it ends."""
     content = path.read_bytes()
     for length in [*range(0, len(content), 97), len(content) - 1]:
         path.write_bytes(content[:length])
@@ -115,6 +150,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(path: Path) -> None:
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
+    """Files that are no checkpoints are refused by what they are."""
     save_file({"a": torch.ones(2)}, tmp_path / "foreign.safetensors", {"format": "pt"})
     (tmp_path / "graph.json").write_text('{"format": "gdp-graph"}')
     (tmp_path / "directory").mkdir()
@@ -129,7 +165,8 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
         assert str(tmp_path / name) in str(caught.value)
 
 
-def test_parameters_that_are_not_finite_are_not_written_over_good_ones(path: Path) -> None:
+def test_bad_parameters_keep_the_good_file(path: Path) -> None:
+    """Parameters that are not finite are not written over good ones."""
     good, policy = path.read_bytes(), tiny_policy()
     with torch.no_grad():
         policy.score_device[0].weight.fill_(torch.inf)

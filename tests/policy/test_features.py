@@ -4,20 +4,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdp.arrays import F64, I64
-from gdp.cluster import Cluster
 from gdp.policy.features import FEATURES, INITIAL_WEIGHTS, NUM_FEATURES, NUMBERS
 from gdp.policy.rollout import roll_out
 from gdp.policy.rollout_arrays import RolloutArrays, RolloutRecord
 from gdp.policy.sampling import draw_style, options_of
-from gdp.policy.unit_features import UNIT_FEATURES, unit_features
-from gdp.policy.units import UnitGraph, UnitSource
+from gdp.policy.unit_graph import UnitGraph, UnitSource
 from gdp.simulator.problem import Problem
-from policy.tiny_policy import random_graph
 from strategies import Instance, instances
 
 
@@ -145,9 +141,8 @@ def assert_equal_features(seen: F64, expected: Mapping[str, F64], candidates: li
 
 @settings(max_examples=40)
 @given(instances(max_ops=16, max_devices=4), st.booleans(), st.sampled_from([0.25, 1.0]), st.integers(0, 99))
-def test_each_column_of_the_roll_out_is_its_row_of_the_table(
-    instance: Instance, refines: bool, most: float, seed: int
-) -> None:
+def test_columns_are_rows_of_the_table(instance: Instance, refines: bool, most: float, seed: int) -> None:
+    """Each feature in the record of a roll-out equals its plain computation."""
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     rng, num_passes = np.random.default_rng(seed), 2
     source = UnitSource.of(problem)
@@ -157,7 +152,7 @@ def test_each_column_of_the_roll_out_is_its_row_of_the_table(
     fixed = np.where(rng.random(shape) < 0.5, units.incumbent, -1)
     style = replace(draw_style(rng), scale=np.ones((2, NUM_FEATURES), np.float32), passes=num_passes, most=most)
     options = options_of([replace(style, temperature=1.0)], problem.num_devices, refines=refines)
-    weights = rng.normal(size=(2, units.num_units, NUM_FEATURES)).astype(np.float32)
+    weights = rng.normal(size=(2, NUM_FEATURES)).astype(np.float32)
     record, chosen = RolloutRecord.empty(1, num_passes, units.num_units, problem.num_devices), np.zeros(shape, np.int64)
     arrays = RolloutArrays.of(problem, units, source.equal_before)
     uniforms = rng.random((1, num_passes, units.num_units))
@@ -178,20 +173,7 @@ def test_each_column_of_the_roll_out_is_its_row_of_the_table(
             plain.choose(unit, device, float(end_ns[device]))
 
 
-def test_names_of_features_are_unique_and_each_has_two_weights() -> None:
+def test_names_are_unique() -> None:
+    """Each feature has a name of its own and two weights."""
     assert len(NUMBERS) == NUM_FEATURES == len(FEATURES)
     assert [len(row) for row in INITIAL_WEIGHTS] == [NUM_FEATURES] * 2
-    assert len({feature.name for feature in UNIT_FEATURES}) == len(UNIT_FEATURES)
-
-
-@pytest.mark.parametrize("refines", [False, True])
-def test_unit_features_are_finite_and_told_by_name(refines: bool) -> None:
-    problem = Problem.build(random_graph(24, 0), Cluster.parse("p100-pcie-16g+v100-sxm-32g"))
-    incumbent = np.arange(24) % 2 if refines else None
-    units = UnitSource.of(problem).draw(10, np.random.default_rng(0), incumbent=incumbent)
-    columns = dict(zip((feature.name for feature in UNIT_FEATURES), unit_features(problem, units).T, strict=True))
-    assert all(np.isfinite(column).all() for column in columns.values())
-    assert columns["work, of all"].sum() == pytest.approx(1.0, rel=1e-5)
-    assert (columns["devices"] == 1.0).all()
-    assert (columns["has an incumbent"] == refines).all()
-    assert np.expm1(columns["ops"]).sum() == pytest.approx(24, rel=1e-5)

@@ -13,9 +13,9 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.policy.checkpoint import new_policy
-from gdp.policy.graph_embedding import GraphEmbeddingConfig
-from gdp.policy.paper import KINDS, PaperConfig, PaperPolicy, kind_numbers
-from gdp.policy.placement_network import SegmentTransformerConfig
+from gdp.policy.paper.graph_embedding import GraphEmbeddingConfig
+from gdp.policy.paper.paper_policy import KINDS, PaperConfig, PaperPolicy, kind_numbers
+from gdp.policy.paper.placement_network import SegmentTransformerConfig
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate_many
 from strategies import Instance, instances

@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gdp.policy.placement_network import SegmentAttention, SegmentLayer, SegmentTransformer, SegmentTransformerConfig
-from gdp.policy.superposition import Superposition
+from gdp.policy.paper.placement_network import (
+    SegmentAttention,
+    SegmentLayer,
+    SegmentTransformer,
+    SegmentTransformerConfig,
+    Superposition,
+)
 
 CONFIG = SegmentTransformerConfig(num_layers=3, d_model=12, num_heads=3, feed_forward=20, segment=4)
 
@@ -28,10 +33,6 @@ def attend(attention: SegmentAttention, x: Tensor, cache: Tensor) -> Tensor:
 
 
 def run_layer(layer: SegmentLayer, x: Tensor, cache: Tensor) -> Tensor:
-    if layer.is_pre_norm:
-        norm = layer.attention_norm
-        x = x + attend(layer.attention, norm(x), norm(cache))
-        return x + layer.feed_forward(layer.feed_forward_norm(x))
     x = layer.attention_norm(x + attend(layer.attention, x, cache))
     return layer.feed_forward_norm(x + layer.feed_forward(x))
 
@@ -45,14 +46,14 @@ def one_by_one(body: SegmentTransformer, x: Tensor, condition: Tensor) -> Tensor
             hidden = factor * hidden
             cache, caches[number] = caches[number], hidden.detach()
             hidden = run_layer(layer, hidden, cache)
-        outputs.append(body.last_norm(hidden))
+        outputs.append(hidden)
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("num_ops", [3, 4, 5, 12, 14])
-def test_all_segments_at_once_equal_a_loop_over_segments_in_values_and_gradients(norm: str, num_ops: int) -> None:
-    body = network(norm=norm)
+def test_segments_at_once_equal_a_loop(num_ops: int) -> None:
+    """All segments at once have the values and gradients of a loop over segments."""
+    body = network()
     x, condition = torch.randn(num_ops, 12, requires_grad=True), torch.randn(num_ops, 12, requires_grad=True)
     weights, wanted = torch.randn(num_ops, 12), (x, condition, *body.parameters())
     at_once, looped = body(x, condition=condition), one_by_one(body, x, condition)
@@ -64,16 +65,17 @@ def test_all_segments_at_once_equal_a_loop_over_segments_in_values_and_gradients
         torch.testing.assert_close(body(x, condition=condition), at_once)
 
 
-def test_superposition_conditions_every_layer_on_the_graph_representation() -> None:
+def test_superposition_conditions_every_layer() -> None:
+    """Each layer's input is multiplied by a layer of the graph representation."""
     superposed, x = network(Superposition), torch.randn(14, 12)
     condition = one_by_one(superposed.conditioning, x, torch.ones(14, 12))
     torch.testing.assert_close(superposed(x), one_by_one(superposed.placer, x, condition), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [SegmentTransformer, Superposition])
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_no_gradient_but_the_values_cross_a_segment_boundary(kind: type[nn.Module], norm: str) -> None:
-    body, x = network(kind, norm=norm), torch.randn(12, 12, requires_grad=True)
+def test_values_cross_a_boundary_without_gradients(kind: type[nn.Module]) -> None:
+    """A segment sees the values of the one before, and trains nothing through them."""
+    body, x = network(kind), torch.randn(12, 12, requires_grad=True)
     out = body(x)
     (gradient,) = torch.autograd.grad((out[8:] ** 2).sum(), x)
     assert torch.equal(gradient[:8], torch.zeros(8, 12))
@@ -87,6 +89,7 @@ def test_no_gradient_but_the_values_cross_a_segment_boundary(kind: type[nn.Modul
 
 @pytest.mark.parametrize("kind", [SegmentTransformer, Superposition])
 def test_without_attention_nothing_crosses_ops(kind: type[nn.Module]) -> None:
+    """Without attention an op's vector depends on that op alone."""
     body, x = network(kind, attention=False), torch.randn(12, 12, requires_grad=True)
     for op in range(12):
         (gradient,) = torch.autograd.grad((body(x)[op] ** 2).sum(), x)
@@ -95,7 +98,8 @@ def test_without_attention_nothing_crosses_ops(kind: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("kind", [SegmentTransformer, Superposition])
-def test_a_padded_batch_equals_its_graphs_one_by_one(kind: type[nn.Module]) -> None:
+def test_padded_batches_equal_their_graphs(kind: type[nn.Module]) -> None:
+    """A padded batch gives each graph the vectors that it has alone."""
     body, lengths = network(kind), [3, 14, 8]  # the first is followed by segments of padding alone
     graphs = [torch.randn(length, 12) for length in lengths]
     batch = nn.utils.rnn.pad_sequence(graphs, batch_first=True, padding_value=7.0).requires_grad_()
@@ -108,7 +112,8 @@ def test_a_padded_batch_equals_its_graphs_one_by_one(kind: type[nn.Module]) -> N
     assert (gradient[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("wrong", [{"segment": 0}, {"num_heads": 5}, {"norm": "batch"}])
-def test_impossible_sizes_and_names_are_refused(wrong: dict[str, object]) -> None:
+@pytest.mark.parametrize("wrong", [{"segment": 0}, {"num_heads": 5}])
+def test_impossible_sizes_are_refused(wrong: dict[str, object]) -> None:
+    """The error names the size."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         replace(CONFIG, **wrong)

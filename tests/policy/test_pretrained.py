@@ -24,16 +24,13 @@ from policy.test_scheduler import SMALL, layered, policy_of
 from policy.tiny_policy import random_graph
 
 
-@pytest.fixture(params=["plain", "styles", "network", "version 2"])
+@pytest.fixture(params=["plain", "styles", "version 2"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Of a policy whose weights are all different."""
     if request.param == "version 2":
         return VERSION_2
     size = 8 if request.param == "styles" else 0
-    policy = policy_of(replace(SMALL, network=request.param == "network", style_scorer=size))
-    with torch.no_grad():
-        policy.get_parameter("base").add_(torch.linspace(0, 1, 2 * policy.get_parameter("base").shape[1]).view(2, -1))
-    save_checkpoint(tmp_path / "policy.safetensors", policy, {})
+    save_checkpoint(tmp_path / "policy.safetensors", policy_of(replace(SMALL, style_scorer=size)), {})
     return tmp_path / "policy.safetensors"
 
 
@@ -47,7 +44,8 @@ def place(constructor: object, problem: Problem) -> np.ndarray:
     return placements
 
 
-def test_the_constructor_in_a_file_places_as_the_policy_does(checkpoint: Path) -> None:
+def test_files_place_as_their_policy(checkpoint: Path) -> None:
+    """The constructor that is read without PyTorch gives the placements and scores of the policy in the file."""
     policy = load_checkpoint(checkpoint)
     assert isinstance(policy, SchedulerPolicy)
     problem = layered()
@@ -75,7 +73,7 @@ MIXED = "p100-pcie-16g+v100-sxm-32g+2xp100-pcie-16g"
         (Problem.build(random_graph(24, 0), Cluster.parse(MIXED)), "111111111110101111222333"),
     ],
 )
-def test_the_shipped_policy_places_as_it_always_did(problem: Problem, devices: str) -> None:
+def test_shipped_policy_places_as_ever(problem: Problem, devices: str) -> None:
     """The likeliest choices in three passes, recorded when the policy was shipped."""
     constructor, rng = read_policy(), np.random.default_rng(0)
     instance = constructor.grouped(problem, 16, rng, following=False)
@@ -91,8 +89,8 @@ def test_the_shipped_policy_places_as_it_always_did(problem: Problem, devices: s
     assert "".join(map(str, constructor.place(instance, [style], rng)[0])) == devices
 
 
-def test_after_warming_up_nothing_of_a_search_is_left_to_compile_and_pytorch_is_not_imported() -> None:
-    """Each kernel is compiled for one combination of types."""
+def test_warm_up_compiles_all_kernels_once() -> None:
+    """Each kernel is compiled for one combination of types, and PyTorch is not imported."""
     code = """
 import sys
 from gdp.planning import warm_up
@@ -108,7 +106,8 @@ assert all(len(types) <= 1 for types in signatures.values()), signatures
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_shipped_policy_was_trained_on_every_family() -> None:
+def test_shipped_policy_holds_out_no_family() -> None:
+    """The manifest of the policy that comes with gdp names its training, with no family held out."""
     manifest = read_manifest(shipped())
     assert manifest["held_out"] == []
     assert manifest["updates"] > 0
@@ -129,11 +128,10 @@ BASE = torch.ones(2, NUM_FEATURES)
         ({"other": BASE}, "tensor 'base' is missing"),
     ],
 )
-def test_a_damaged_file_is_the_same_clear_error_for_all_who_read_it(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
-) -> None:
+def test_damaged_files_are_one_clear_error(tmp_path: Path, tensors: dict[str, torch.Tensor], message: str) -> None:
+    """Both readers raise the same error, which names the file once."""
     path = tmp_path / "policy.safetensors"
-    save_checkpoint(path, policy_of(replace(SMALL, network=False)), {})
+    save_checkpoint(path, policy_of(SMALL), {})
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     save_file(tensors, path, metadata)

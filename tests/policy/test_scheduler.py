@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.policy.construction import UnitInstance
+from gdp.policy.construction import SchedulerConfig, UnitInstance
 from gdp.policy.features import NUM_FEATURES, NUMBERS
 from gdp.policy.rollout import roll_out
 from gdp.policy.rollout_arrays import RolloutArrays, RolloutRecord
 from gdp.policy.sampling import draw_refinement, draw_style, options_of, vary
 from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.scheduler_config import SchedulerConfig
-from gdp.policy.units import UnitSource
+from gdp.policy.unit_graph import UnitSource
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
 from gdp.search.ops.zero_shot import MOST_SIMULATIONS, Evaluator, ZeroShotConfig, zero_shot
 from gdp.search.question import Question
@@ -26,18 +25,8 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 from strategies import Instance, instances
 
-SMALL = SchedulerConfig(
-    hidden=16, num_graph_layers=2, num_placer_layers=1, num_heads=2, segment=4, num_units=(4, 8), network=True
-)
-ABLATIONS = [
-    SMALL,
-    replace(SMALL, attention=False),
-    replace(SMALL, superposition=False),
-    replace(SMALL, position=False),
-    replace(SMALL, device_features=False),
-    replace(SMALL, network=False),
-    replace(SMALL, network=False, style_scorer=8),
-]
+SMALL = SchedulerConfig(num_units=(4, 8))
+WITH_SCORER = replace(SMALL, style_scorer=8)
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -45,11 +34,11 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def policy_of(config: SchedulerConfig, seed: int = 0) -> SchedulerPolicy:
-    """With weights that differ from unit to unit, unlike the untrained policy's."""
+    """Returns a policy whose weights differ from the untrained ones."""
     torch.manual_seed(seed)
     policy = SchedulerPolicy(config)
-    if config.network:
-        torch.nn.init.normal_(policy.head.weight, std=0.5)
+    with torch.no_grad():
+        policy.base += torch.randn(policy.base.shape)
     if policy.styles is not None:
         policy.styles.reset(torch.Generator().manual_seed(seed))
         torch.nn.init.normal_(policy.styles.out, std=0.5)
@@ -68,11 +57,15 @@ def layered(num_layers: int = 6, width: int = 4, num_devices: int = 3) -> Proble
 
 @settings(max_examples=25)
 @given(
-    instances(max_ops=24, keep_groups=True), st.sampled_from(ABLATIONS), st.sampled_from([0.0, 0.5, 1.0]), st.booleans()
+    instances(max_ops=24, keep_groups=True),
+    st.sampled_from([SMALL, WITH_SCORER]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.booleans(),
 )
-def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
+def test_samples_keep_rules_and_scores(
     instance: Instance, config: SchedulerConfig, temperature: float, refines: bool
 ) -> None:
+    """Samples keep groups and allowed devices, and score as they were drawn."""
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     policy = policy_of(config)
     view = policy.constructor.grouped(problem, 6, rng())
@@ -89,7 +82,8 @@ def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
     assert all(p.grad is None or p.grad.isfinite().all() for p in policy.parameters())
 
 
-def test_devices_without_any_memory_are_placed_on_all_the_same() -> None:
+def test_devices_without_memory() -> None:
+    """Where no device has any memory, placements keep the other rules."""
     names = {device.name: 0 for device in layered().cluster.devices}
     problem = Problem.build(layered().graph, layered().cluster, max_memory_bytes=names)
     policy = policy_of(SMALL)
@@ -98,7 +92,8 @@ def test_devices_without_any_memory_are_placed_on_all_the_same() -> None:
     assert not any(problem.broken_constraints(placement) for placement in rollouts.placements)
 
 
-def test_a_forbidden_device_has_probability_zero() -> None:
+def test_forbidden_devices_are_never_drawn() -> None:
+    """Pinned ops are on their device in all samples, with probability 1."""
     problem = Problem.build(layered().graph, layered().cluster, pins=[(r"layers\.2", "gpu1")])
     policy = policy_of(SMALL)
     view = policy.constructor.grouped(problem, 24, rng())
@@ -111,14 +106,15 @@ def test_a_forbidden_device_has_probability_zero() -> None:
 
 @settings(max_examples=20)
 @given(st.permutations(range(4)), st.integers(1, 3))
-def test_renaming_devices_renames_what_the_policy_sees_of_them(names: list[int], passes: int) -> None:
+def test_renamed_devices_keep_their_features(names: list[int], passes: int) -> None:
+    """Features belong to a device, whatever its number is."""
     problem = layered(num_devices=4)
     units = UnitSource.of(problem).draw(24, rng(1))
     alone = np.full(4, -1)  # without the rule on empty devices, which goes by number
     arrays = RolloutArrays.of(problem, units, alone)
     fixed = rng(2).integers(0, 4, (1, units.num_units))
     fixed[0, -1] = -1
-    weights = rng(3).normal(size=(2, units.num_units, NUM_FEATURES)).astype(np.float32)
+    weights = rng(3).normal(size=(2, NUM_FEATURES)).astype(np.float32)
     style = replace(draw_style(rng(4)), temperature=0.0, passes=passes)
     seen = []
     for placed in (fixed, np.where(fixed < 0, -1, np.array(names)[fixed])):
@@ -131,11 +127,12 @@ def test_renaming_devices_renames_what_the_policy_sees_of_them(names: list[int],
     assert seen[1][1] == names[seen[0][1]]
 
 
-def test_what_devices_hold_is_as_if_counted_anew_after_many_passes() -> None:
+def test_devices_hold_what_is_counted_anew() -> None:
+    """After six passes the features of a unit are those of the units where they are."""
     problem = layered(num_devices=3)
     units = UnitSource.of(problem).draw(24, rng(1))
     arrays = RolloutArrays.of(problem, units, np.full(3, -1))
-    weights = np.repeat(rng(3).normal(size=(2, 1, NUM_FEATURES)), units.num_units, axis=1).astype(np.float32)
+    weights = rng(3).normal(size=(2, NUM_FEATURES)).astype(np.float32)
     style = replace(draw_style(rng(5)), temperature=2.0, passes=6, slack=1e9, most=1.0)
     chosen, record = np.zeros((1, units.num_units), np.int64), RolloutRecord.empty(1, 6, units.num_units, 3)
     free = np.full((1, units.num_units), -1)
@@ -155,7 +152,8 @@ def test_what_devices_hold_is_as_if_counted_anew_after_many_passes() -> None:
         assert seen["empty"] == float(len(here) == 0)
 
 
-def test_a_style_uses_no_more_devices_than_it_says() -> None:
+def test_styles_limit_the_devices_in_use() -> None:
+    """A style uses as many devices as it says, and no more."""
     policy = policy_of(SMALL)
     view = policy.constructor.grouped(layered(num_devices=4), 24, rng())
     for most, count in ((0.25, 1), (0.5, 2), (1.0, 4)):
@@ -164,7 +162,8 @@ def test_a_style_uses_no_more_devices_than_it_says() -> None:
         assert max(used) == count
 
 
-def test_of_like_devices_that_are_empty_only_the_first_may_be_chosen() -> None:
+def test_first_of_like_empty_devices() -> None:
+    """Of exchangeable devices that are empty only the first can be chosen."""
     policy = policy_of(SMALL)
     view = policy.constructor.grouped(layered(), 24, rng())
     styles = [replace(draw_style(rng(seed)), temperature=5.0, passes=1) for seed in range(30)]
@@ -175,7 +174,8 @@ def test_of_like_devices_that_are_empty_only_the_first_may_be_chosen() -> None:
         assert first_uses == sorted(first_uses)
 
 
-def test_refining_changes_the_freed_units_only() -> None:
+def test_refining_changes_freed_units_only() -> None:
+    """A refinement moves at most the share of units that choose again."""
     problem, policy = layered(), policy_of(SMALL)
     start = policy.sample(policy.constructor.grouped(problem, 24, rng()), 1, rng(), temperature=5.0).placements[0]
     view = policy.constructor.grouped(problem, 24, rng(), incumbent=start)
@@ -185,8 +185,8 @@ def test_refining_changes_the_freed_units_only() -> None:
     assert 0 < changed.max() <= 0.6 + 1 / view.units.num_units
 
 
-def test_what_must_stay_in_memory_goes_where_it_fits() -> None:
-    # three ops of 6 GiB on devices of 16: two fit together, never three
+def test_resident_bytes_go_where_they_fit() -> None:
+    """Three ops of 6 GiB on devices of 16: two fit together, never three."""
     ops = [Op(f"op{i}", "mm", flops=10**9, resident_bytes=6 * 2**30) for i in range(3)]
     problem = Problem.build(Graph.build("big", ops, []), Cluster.parse("2xp100-pcie-16g"))
     policy = policy_of(SMALL)
@@ -196,14 +196,16 @@ def test_what_must_stay_in_memory_goes_where_it_fits() -> None:
 
 
 @pytest.mark.parametrize("devices", ["1xp100-pcie-16g", "16xp100-pcie-16g", "2xa100-sxm-80g+1xl4-24g+cpu-16core"])
-def test_one_policy_takes_any_number_and_mix_of_devices(devices: str) -> None:
+def test_any_number_and_mix_of_devices(devices: str) -> None:
+    """One policy places on one device, on 16 and on unlike ones."""
     problem = Problem.build(layered().graph, Cluster.parse(devices))
     view = SchedulerPolicy(SMALL).instance(problem, rng())
     assert isinstance(view, UnitInstance)
     assert SchedulerPolicy(SMALL).sample(view, 3, rng()).placements.max() < problem.num_devices
 
 
-def test_styles_are_drawn_and_varied_by_the_generator_alone() -> None:
+def test_styles_depend_on_the_generator_alone() -> None:
+    """The same seed gives the same style, and scales are never negative."""
     for make in (draw_style, draw_refinement, lambda generator: vary(draw_style(generator), generator)):
         one, again, other = make(rng(1)), make(rng(1)), make(rng(2))
         assert np.array_equal(one.scale, again.scale)
@@ -211,7 +213,8 @@ def test_styles_are_drawn_and_varied_by_the_generator_alone() -> None:
         assert (one.scale >= 0).all()  # a style weighs more or less, never the other way round
 
 
-def test_zero_shot_keeps_to_its_simulations_and_repeats_itself() -> None:
+def test_zero_shot_repeats_itself() -> None:
+    """Zero-shot makes as many simulations as it may, and gives the same answer for a seed."""
     problem, policy = layered(), policy_of(SMALL)
     clocks = [Clock(Budget.parse("1m")) for _ in range(2)]
     first, second = (zero_shot(Question.about(problem, seed=3), clock, policy=policy).best for clock in clocks)
@@ -222,8 +225,8 @@ def test_zero_shot_keeps_to_its_simulations_and_repeats_itself() -> None:
     assert evaluate(problem, first.placement)[0] == first.step_time_ns
 
 
-def test_zero_shot_makes_fewer_simulations_of_larger_problems_in_proportion_to_the_budget() -> None:
-    # 5,000,000 / 20,000 = 250 simulations, 0.1875 * 250 = 46 of them drawn, and as many varied
+def test_zero_shot_simulates_larger_problems_less() -> None:
+    """5,000,000 / 20,000 = 250 simulations, 0.1875 * 250 = 46 of them drawn, and as many varied."""
     ops = [Op(f"op{i}", "mm") for i in range(20_000)]
     cluster = Cluster.parse("2xp100-pcie-16g")
     problem = Problem.build(Graph.build("wide", ops, []), cluster, op_time_ns=np.full((20_000, 2), 1000))
@@ -232,7 +235,7 @@ def test_zero_shot_makes_fewer_simulations_of_larger_problems_in_proportion_to_t
         assert (config.num_simulations, config.num_drawn, config.num_varied) == numbers
 
 
-def test_large_problems_draw_half_of_their_fewest_simulations() -> None:
+def test_large_problems_draw_half() -> None:
     """Shares of a budget that is just as large do not end the drawing before."""
     problem = Problem.build(Graph.build("large", [Op(f"op{n}") for n in range(30_000)], []), Cluster.parse("2xl4-24g"))
     for budget in ("1m", "192sims", "5000sims"):
@@ -241,12 +244,14 @@ def test_large_problems_draw_half_of_their_fewest_simulations() -> None:
         assert config.draw_share >= config.num_drawn / config.num_simulations
 
 
-def test_fine_tuning_leaves_two_thirds_of_its_budget_to_what_follows_the_zero_shot_answer() -> None:
+def test_fine_tuning_keeps_budget_for_updates() -> None:
+    """The zero-shot answer takes at most a third of the budget."""
     question, clock = Question.about(layered()), Clock(Budget.parse("300sims"))  # the answer may have up to 100
     assert fine_tune(question, clock, policy=policy_of(SMALL)).num_updates > 0
 
 
-def test_placements_that_are_as_good_replace_the_best_one() -> None:
+def test_equals_replace_the_best() -> None:
+    """A placement that is as good as the best one replaces it."""
     problem = layered()
     evaluator = Evaluator(Question.about(problem), Clock(Budget.parse("100sims")))
     num_ops = evaluator.problem.num_ops
@@ -255,15 +260,15 @@ def test_placements_that_are_as_good_replace_the_best_one() -> None:
     assert set(evaluator.placement.tolist()) == {1}
 
 
-def test_fine_tuning_reaches_the_optimum_of_independent_ops_and_repeats_itself() -> None:
-    # 12 equal ops on 3 devices: 4 each
+def test_fine_tuning_reaches_the_optimum() -> None:
+    """Twelve equal ops on three devices, 4 each; the same seed gives the same answer."""
     ops = [Op(f"op{i}", "mm") for i in range(12)]
     cluster = Cluster.parse("3xp100-pcie-16g")
     problem = Problem.build(Graph.build("even", ops, []), cluster, op_time_ns=np.full((12, 3), 1000))
     config = FineTuneConfig(zero_shot=ZeroShotConfig(num_simulations=8, num_drawn=4, num_varied=2))
     found = []
     for _ in range(2):
-        policy = policy_of(replace(SMALL, network=True))
+        policy = policy_of(SMALL)
         torch.nn.init.zeros_(policy.base)
         question, clock = Question.about(problem, seed=1), Clock(Budget.parse("400sims"))
         solution = fine_tune(question, clock, policy=policy, config=config)

@@ -23,7 +23,7 @@ from gdp.policy.training import style_outcomes, style_training
 from gdp.policy.training.pretrain import TrainingProgress, TrainingRun
 from gdp.policy.training.style_outcomes import Outcomes, read_parts, try_styles, write_part
 from gdp.policy.training.style_training import StyleTrainingConfig, fit, outcomes_path, train_styles
-from gdp.policy.units import UnitSource
+from gdp.policy.unit_graph import UnitSource
 from gdp.search.candidate import Figures
 from gdp.search.ops.zero_shot import StylePool
 from gdp.simulator.problem import Problem
@@ -31,7 +31,7 @@ from policy.tiny_policy import random_graph, tiny_tasks
 
 CONFIG = StyleTrainingConfig(num_tasks=6, first_fit=2, num_groupings=3, num_styles=4, epochs=2, batch=16)
 PROBLEM = Problem.build(random_graph(24, 0), Cluster.parse("p100-pcie-16g+v100-sxm-32g"))
-UNTRAINED = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
+UNTRAINED = Constructor.of(np.array(INITIAL_WEIGHTS, np.float32))
 
 
 def network(seed: int = 0) -> StyleNetwork:

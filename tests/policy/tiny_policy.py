@@ -21,7 +21,7 @@ from gdp.graph import Graph, Op
 from gdp.graph import Tensor as GraphTensor
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy, Rollouts
-from gdp.policy.instance import Instance
+from gdp.policy.construction import Instance
 from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, train
 from gdp.policy.training.processes import Processes

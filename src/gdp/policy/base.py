@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gdp.arrays import I64
-from gdp.policy.construction import Constructor
-from gdp.policy.instance import Instance
+from gdp.policy.construction import Constructor, Instance
 from gdp.simulator.problem import Problem
 
 

@@ -26,7 +26,7 @@ from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, config_in, read_con
 POLICIES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         "default": ("gdp.policy.scheduler", "SchedulerPolicy", "SchedulerConfig"),
-        "paper": ("gdp.policy.paper", "PaperPolicy", "PaperConfig"),
+        "paper": ("gdp.policy.paper.paper_policy", "PaperPolicy", "PaperConfig"),
     }
 )
 """Module, policy and configuration of each name, imported when one is asked for."""
@@ -79,9 +79,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads the file, on the CPU, without checks of the parameters against a policy."""
     with CHECKPOINT.opened(path, "pt") as (header, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        config = config_in(header)
     return Checkpoint(
         policy=header["policy"],
-        config=config_in(header),
+        config=config,
         manifest=header["manifest"],
         parameters={name: tensor for name, tensor in tensors.items() if not name.startswith(TRAINING)},
         training={name.removeprefix(TRAINING): tensor for name, tensor in tensors.items() if name.startswith(TRAINING)},

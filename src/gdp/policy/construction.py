@@ -8,23 +8,42 @@ S samples, P passes, U units, D devices, N ops, K features of a unit on a device
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
 from gdp.arrays import F32, I64
 from gdp.errors import InputError
-from gdp.policy.instance import Instance
 from gdp.policy.rollout import roll_out
 from gdp.policy.rollout_arrays import RolloutArrays, RolloutOptions, RolloutRecord
 from gdp.policy.sampling import Style, options_of
 from gdp.policy.style_scorer import StyleScorer, StyleScores
-from gdp.policy.unit_features import unit_features
-from gdp.policy.units import UnitGraph, UnitSource
+from gdp.policy.unit_graph import UnitGraph, UnitSource
 from gdp.simulator.problem import Placement, Problem
 
 _LARGEST_WEIGHT = 1e6  # scores of larger ones could overflow; trained ones are below 10
 _FREED = (0.005, 0.6)  # share of the units that choose again when an incumbent is refined, by its logarithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes of the default policy, and its training instances."""
+
+    num_units: tuple[int, ...] = (50, 100, 200)  # drawn from for each instance
+    refining: float = 0.6  # share of training instances that refine an incumbent
+    style_scorer: int = 0  # numbers of each hidden layer of the style scorer; none: styles are random
+
+    def __post_init__(self) -> None:
+        if not self.num_units or min(self.num_units) < 1:
+            raise ValueError(f"num_units is {self.num_units}; numbers of at least 1 are expected")
+        if self.style_scorer < 0:
+            raise ValueError(f"style_scorer is {self.style_scorer}; at least 0 is expected")
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """A problem with a policy's features of it, computed once; each policy has its own subclass."""
+
+    problem: Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +52,6 @@ class UnitInstance(Instance):
 
     units: UnitGraph
     arrays: RolloutArrays
-
-    @cached_property
-    def features(self) -> F32:
-        """The features of each unit for a network, [U, F]."""
-        return unit_features(self.problem, self.units)
 
     @property
     def refines(self) -> bool:
@@ -72,24 +86,20 @@ def check_weights(tensors: Mapping[str, F32]) -> None:
 class Constructor:
     """Draws placements.
 
-    `weights` gives the weights [2, U, K] of features for the units of an instance, `style_scorer` the knowledge of
-    which styles suit a problem, if there is any.
+    `weights` returns the weights [2, K] of features as they are now, `style_scorer` the scorer of styles, if the policy
+    has learned one.
     """
 
     def __init__(
-        self, weights: Callable[[UnitInstance], F32], style_scorer: Callable[[], StyleScorer | None] = lambda: None
+        self, weights: Callable[[], F32], style_scorer: Callable[[], StyleScorer | None] = lambda: None
     ) -> None:
         self.weights, self.style_scorer = weights, style_scorer
         self._sources = _Sources()
 
     @classmethod
-    def alike(cls, base: F32, style_scorer: StyleScorer | None = None) -> "Constructor":
-        """Returns a constructor that gives all units the weights `base` [2, K]."""
-
-        def weights(instance: UnitInstance) -> F32:
-            return np.repeat(base[:, None], instance.units.num_units, axis=1)
-
-        return cls(weights, lambda: style_scorer)
+    def of(cls, weights: F32, style_scorer: StyleScorer | None = None) -> "Constructor":
+        """Returns a constructor with these `weights` [2, K]."""
+        return cls(lambda: weights, lambda: style_scorer)
 
     def scores(self, problem: Problem) -> StyleScores | None:
         """Returns the scores of styles on `problem`, if the policy has learned any."""
@@ -129,7 +139,7 @@ class Constructor:
         devices = np.empty((len(styles), num_units), np.int64)
         roll_out(
             instance.arrays,
-            self.weights(instance),
+            self.weights(),
             options,
             _fixed(instance, len(styles), rng),
             instance.units.incumbent,

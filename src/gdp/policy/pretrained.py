@@ -10,9 +10,8 @@ import numpy as np
 from gdp.arrays import F32
 from gdp.policy import style_scorer
 from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, config_in, read_config
-from gdp.policy.construction import Constructor, check_weights
+from gdp.policy.construction import Constructor, SchedulerConfig, check_weights
 from gdp.policy.features import NUM_FEATURES
-from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.style_scorer import StyleScorer
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def read_policy(path: str | Path | None = None) -> "Constructor | Policy":
         tensors = _plain_tensors(header, file)
     if tensors is not None:
         scorer = StyleScorer.of(tensors) if style_scorer.PREFIX + "out" in tensors else None
-        return Constructor.alike(tensors["base"], scorer)
+        return Constructor.of(tensors["base"], scorer)
     from gdp.policy.checkpoint import load_checkpoint  # raises InputError if it is no policy
 
     policy = load_checkpoint(path)
@@ -40,7 +39,7 @@ def read_policy(path: str | Path | None = None) -> "Constructor | Policy":
 
 
 def _plain_tensors(header: Any, file: Any) -> Mapping[str, F32] | None:
-    """Returns the parameters of a default policy without the large network and with all features, else None."""
+    """Returns the parameters of a default policy, None for other policies and for damaged files."""
     if header["policy"] != "default":
         return None
     config = read_config(SchedulerConfig, config_in(header), "config")
@@ -49,7 +48,7 @@ def _plain_tensors(header: Any, file: Any) -> Mapping[str, F32] | None:
         shapes = style_scorer.shapes(config.style_scorer)
         expected |= {style_scorer.PREFIX + name: shape for name, shape in shapes.items()}
     names = {name for name in file.keys() if not name.startswith(TRAINING)}  # noqa: SIM118, it is no mapping
-    if config.network or not config.device_features or not config.position or names != expected.keys():
+    if names != expected.keys():
         return None
     tensors: dict[str, F32] = {}
     for name, shape in expected.items():

@@ -6,7 +6,7 @@ N ops, D devices, B equal slices of the critical path, M features.
 import numpy as np
 
 from gdp.arrays import F32
-from gdp.policy.units import NUM_SLICES, UnitSource
+from gdp.policy.unit_graph import NUM_SLICES, UnitSource
 
 PROBLEM_FEATURES = (
     "ops",

@@ -1,11 +1,10 @@
 """Roll-outs of the default policy, compiled: units choose devices one after the other, as in list scheduling.
 
-The unit at hand scores each device by `weights[unit] . features`, and a device is drawn with probabilities
-softmax(scores / temperature). The features say how the
-device stands to the unit now: what it holds of the unit's neighbours, when the unit could start there, how loaded it
-is while the unit runs, what memory is left. They are the same functions for every device and free of scale, so any
-number and mix of devices will do, and identical devices are treated alike; of several that are exchangeable and still
-empty, only the first may be chosen.
+The unit at hand scores each device by `weights . features`, and a device is drawn with probabilities
+softmax(scores / temperature). The features say how the device stands to the unit now: what it holds of the unit's
+neighbours, when the unit could start there, how loaded it is while the unit runs, what memory is left. They are the
+same functions for every device and free of scale, so any number and mix of devices will do, and identical devices are
+treated alike; of several that are exchangeable and still empty, only the first may be chosen.
 
 In further passes over the units each chooses again, with all others in place: a greedy pass sees only what comes before
 a unit, and repeating it mends much of that (restreaming, J. Nishimura and J. Ugander, KDD 2013). A roll-out that
@@ -19,9 +18,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdp.compiled import allocating_inlined, allocating_kernel
-from gdp.policy.features import NUM_FEATURES
+from gdp.policy.features import NUM_FEATURES, NUMBERS
 
-_FORGET = 0.8  # of "recent units here", for each further unit
+_FORGET = 0.8  # of "recent units here", for each further unit; untuned
+_CAP = 4.0  # of features without a natural limit, as large as the largest weights; untuned
+_FULL, _STEEPNESS = 0.8, 5.0  # share of the memory from which on it is short, and 1 / (1 - that); untuned
+
+# the columns of features
+_NEAR = NUMBERS["neighbours here, of all"]
+_NEAR_PLACED = NUMBERS["neighbours here, of those placed"]
+_SECOND = NUMBERS["neighbours' neighbours here"]
+_LIKE = NUMBERS["like units here, of those placed"]
+_START_LATER = NUMBERS["start later than elsewhere"]
+_END_LATER = NUMBERS["end later than elsewhere"]
+_LOAD = NUMBERS["load"]
+_LOAD_AFTER = NUMBERS["load after, of the highest"]
+_MEANWHILE = NUMBERS["load meanwhile"]
+_MEANWHILE_ABOVE = NUMBERS["load meanwhile above the lowest"]
+_MEMORY = NUMBERS["memory"]
+_MEMORY_SHORT = NUMBERS["memory short"]
+_EMPTY = NUMBERS["empty"]
+_EMPTY_OTHERS = NUMBERS["empty, by how many are not"]
+_BEFORE = NUMBERS["unit before is here"]
+_RECENT = NUMBERS["recent units here"]
+_SLOWER = NUMBERS["slower than the fastest"]
+_SENDING = NUMBERS["inputs to send"]
+_SENDING_ABOVE = NUMBERS["inputs to send above the lowest"]
+_LIKE_MEANWHILE = NUMBERS["like units here, by load meanwhile"]
+_OLD = NUMBERS["was here"]
+_ABOVE_FAIR = NUMBERS["load after, above a fair share"]
+_BEFORE_FAIR = NUMBERS["unit before is here, within a fair share"]
+_MOST_LIKE = NUMBERS["most of like units are here"]
 
 
 class _State(NamedTuple):
@@ -39,11 +66,18 @@ class _State(NamedTuple):
 
 
 @allocating_kernel
-def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
-    """Fill `choices` int64 [S, U], and `record` if it has samples.
+def roll_out(arrays, weights, options, fixed, was, uniforms, choices, record):
+    """Fills `choices` int64 [S, U], and `record` if it has samples.
 
-    `uniforms` float64 [S, P, U] from 0 to 1 decide. `fixed` int64 [S, U] has the device of a unit that stays, else -1;
-    `was` int64 [U] that of each unit in the incumbent, -1 without one.
+        for each sample: put the units that stay
+            for each pass, for each unit: take it off its device
+                may choose: the devices where it fits
+                see: the features of each of them in this state
+                score: weights . features; draw a device, and put the unit there
+
+    `weights` [2, K] have a row for units that see those before them and one for units that see all others. `uniforms`
+    float64 [S, P, U] from 0 to 1 decide. `fixed` int64 [S, U] has the device of a unit that stays, else -1; `was` int64
+    [U] that of each unit in the incumbent, -1 without one.
     """
     num_samples, num_units = choices.shape
     num_devices, num_slices = len(arrays.speed), arrays.slices.shape[1]
@@ -59,11 +93,12 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
         by_device[3],
         by_device[4],
     )
-    scale, rows, temperature, slack, most, passes = orders
+    scale, rows, temperature, slack, most, passes = options
     mask = np.empty(num_devices, np.bool_)
     features = np.empty((num_devices, NUM_FEATURES), np.float32)
     scores, scratch = np.empty(num_devices), np.empty((7, num_devices))
     end_ns = scratch[1]
+    records = len(record.devices) > 0
     for sample in range(num_samples):
         state.device[:] = -1
         state.slices[:] = 0.0
@@ -74,46 +109,33 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
                 _put(arrays, state, unit, fixed[sample, unit])
         for turn in range(passes[sample]):
             later = min(turn, 1)
-            row = rows[sample, later]
+            own_weights, own_scale = weights[rows[sample, later]], scale[sample, later]
             state.free_ns[:] = 0.0
             state.recent[:] = 0.0
-            before = -1
+            before = np.int64(-1)  # not a literal: `_see` would be compiled for both types
             for unit in range(num_units):
                 stays = fixed[sample, unit]
                 old = was[unit] if state.device[unit] < 0 else state.device[unit]
                 if stays < 0 and state.device[unit] >= 0:
                     _take(arrays, state, unit)
                 _may_choose(arrays, state, unit, stays, slack[sample], most[sample], mask)
-                num_open, only = 0, 0
+                num_open, only = 0, np.int64(0)
                 for device in range(num_devices):
                     if mask[device]:
                         num_open += 1
                         only = device
-                best = 0.0
-                if num_open > 1 or len(record.devices) > 0:
+                if num_open > 1 or records:
                     _see(arrays, state, unit, before, old, most[sample], mask, features, scratch)
                 else:  # without a choice the features do not matter
                     end_ns[only] = _end_ns(arrays, state, unit, only)
                 scores[:] = 0.0
-                if num_open > 1:
-                    best = -np.inf
-                    for device in range(num_devices):
-                        if mask[device]:
-                            score = 0.0
-                            for k in range(NUM_FEATURES):
-                                score += weights[row, unit, k] * (features[device, k] * scale[sample, later, k])
-                            scores[device] = score
-                            best = max(best, score)
+                best = _score(own_weights, own_scale, features, mask, scores) if num_open > 1 else 0.0
                 chosen = _draw(scores, best, mask, temperature[sample], uniforms[sample, turn, unit])
-                if len(record.devices) > 0:
+                if records:
                     record.devices[sample, turn, unit] = chosen
                     log_prob = _log_probability(scores, best, mask, chosen, temperature[sample])
                     record.log_prob[sample, turn, unit] = log_prob
-                    for device in range(num_devices):
-                        record.masks[sample, turn, unit, device] = mask[device]
-                        for k in range(NUM_FEATURES):
-                            value = features[device, k] if mask[device] else np.float32(0.0)
-                            record.features[sample, turn, unit, device, k] = value
+                    _copy(features, mask, record.features[sample, turn, unit], record.masks[sample, turn, unit])
                 if stays < 0:
                     _put(arrays, state, unit, chosen)
                 state.finish_ns[unit] = end_ns[chosen]
@@ -127,8 +149,31 @@ def roll_out(arrays, weights, orders, fixed, was, uniforms, choices, record):
 
 
 @allocating_inlined
+def _score(weights, scale, features, mask, scores):
+    """Fills `scores` [D] of the devices in `mask`, and returns the best."""
+    best = -np.inf
+    for device in range(len(mask)):
+        if mask[device]:
+            score = 0.0
+            for k in range(NUM_FEATURES):
+                score += weights[k] * (features[device, k] * scale[k])
+            scores[device] = score
+            best = max(best, score)
+    return best
+
+
+@allocating_inlined
+def _copy(features, mask, seen, open_to):
+    """Copies `mask` [D] to `open_to`, and to `seen` the `features` [D, K] of its devices, 0 elsewhere."""
+    for device in range(len(mask)):
+        open_to[device] = mask[device]
+        for k in range(NUM_FEATURES):
+            seen[device, k] = features[device, k] if mask[device] else np.float32(0.0)
+
+
+@allocating_inlined
 def _put(arrays, state, unit, device):
-    """Place a unit."""
+    """Places a unit."""
     state.device[unit] = device
     state.count[device] += 1
     state.load_ns[device] += arrays.time_ns[unit, device]
@@ -140,7 +185,7 @@ def _put(arrays, state, unit, device):
 
 @allocating_inlined
 def _take(arrays, state, unit):
-    """Undo `_put`."""
+    """Undoes `_put`."""
     device = state.device[unit]
     state.device[unit] = -1
     state.count[device] -= 1
@@ -153,7 +198,7 @@ def _take(arrays, state, unit):
 
 @allocating_inlined
 def _may_choose(arrays, state, unit, stays, slack, most, mask):
-    """Fill `mask` [D]: what must be in memory has to fit, and what may be alive as well, where that is possible."""
+    """Masks devices without room for resident bytes, and, if any device is left, for live bytes."""
     num_devices = len(mask)
     time_ns, limit_bytes, equal_before = arrays.time_ns, arrays.limit_bytes, arrays.equal_before
     count, resident, held = state.count, state.resident, state.held
@@ -183,7 +228,7 @@ def _may_choose(arrays, state, unit, stays, slack, most, mask):
 
 @allocating_inlined
 def _see(arrays, state, unit, before, old, most, mask, features, scratch):
-    """Fill `features` [D, K] of the devices in `mask`, by `features.FEATURES`, and `scratch[1]` [D] with the ends."""
+    """Fills `features` [D, K] of the devices in `mask`, by `features.FEATURES`, and `scratch[1]` [D] with the ends."""
     # each access to a field of a record counts references, which in the loops would take most of the time
     time_ns, work_ns, work_slices, slice_ns = arrays.time_ns, arrays.work_ns, arrays.slices, arrays.slice_ns
     offsets, senders, sent_bytes = arrays.offsets, arrays.senders, arrays.sent_bytes
@@ -245,35 +290,35 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
         more = (sending[device] - lowest_sending) / own_ns
         like = similar[device]
         seen = features[device]
-        seen[0] = near[device]
-        seen[1] = near[device] / near_placed
-        seen[2] = second[device]
-        seen[3] = like / similar_placed
-        seen[4] = min((start_ns[device] - lowest_start) / share, 4.0)
-        seen[5] = late / (1.0 + late)
-        seen[6] = min(load_ns[device] / share, 4.0)
-        seen[7] = after / max(highest, after, 1.0)
-        seen[8] = min(meanwhile[device], 4.0)
-        seen[9] = min(meanwhile[device] - lowest_meanwhile, 4.0)
-        seen[10] = min(memory, 4.0)
-        seen[11] = min(max(memory - 0.8, 0.0) * 5.0, 4.0)
-        seen[12] = 1.0 if count[device] == 0 else 0.0
-        seen[13] = num_used / num_devices if count[device] == 0 else 0.0
-        seen[14] = 1.0 if device == before else 0.0
-        seen[15] = recent[device]
-        seen[16] = np.log((time_ns[unit, device] + 1.0) / (fastest_ns + 1.0))
-        seen[17] = sending[device] / (sending[device] + own_ns)
-        seen[18] = more / (1.0 + more)
-        seen[19] = min(like * meanwhile[device] / similar_placed, 4.0)
-        seen[20] = 1.0 if device == old else 0.0
-        seen[21] = min(max(after / fair - 1.0, 0.0) * 4.0, 4.0)
-        seen[22] = 1.0 if device == before and after <= fair else 0.0
-        seen[23] = 1.0 if like > 0.5 * similar_placed else 0.0
+        seen[_NEAR] = near[device]
+        seen[_NEAR_PLACED] = near[device] / near_placed
+        seen[_SECOND] = second[device]
+        seen[_LIKE] = like / similar_placed
+        seen[_START_LATER] = min((start_ns[device] - lowest_start) / share, _CAP)
+        seen[_END_LATER] = late / (1.0 + late)
+        seen[_LOAD] = min(load_ns[device] / share, _CAP)
+        seen[_LOAD_AFTER] = after / max(highest, after, 1.0)
+        seen[_MEANWHILE] = min(meanwhile[device], _CAP)
+        seen[_MEANWHILE_ABOVE] = min(meanwhile[device] - lowest_meanwhile, _CAP)
+        seen[_MEMORY] = min(memory, _CAP)
+        seen[_MEMORY_SHORT] = min(max(memory - _FULL, 0.0) * _STEEPNESS, _CAP)
+        seen[_EMPTY] = 1.0 if count[device] == 0 else 0.0
+        seen[_EMPTY_OTHERS] = num_used / num_devices if count[device] == 0 else 0.0
+        seen[_BEFORE] = 1.0 if device == before else 0.0
+        seen[_RECENT] = recent[device]
+        seen[_SLOWER] = np.log((time_ns[unit, device] + 1.0) / (fastest_ns + 1.0))
+        seen[_SENDING] = sending[device] / (sending[device] + own_ns)
+        seen[_SENDING_ABOVE] = more / (1.0 + more)
+        seen[_LIKE_MEANWHILE] = min(like * meanwhile[device] / similar_placed, _CAP)
+        seen[_OLD] = 1.0 if device == old else 0.0
+        seen[_ABOVE_FAIR] = min(max(after / fair - 1.0, 0.0) * 4.0, _CAP)
+        seen[_BEFORE_FAIR] = 1.0 if device == before and after <= fair else 0.0
+        seen[_MOST_LIKE] = 1.0 if like > 0.5 * similar_placed else 0.0
 
 
 @allocating_inlined
 def _end_ns(arrays, state, unit, device):
-    """The end of the unit on the device, as `_see` has it."""
+    """Returns the end of the unit on the device, as `_see` has it."""
     offsets, senders, sent_bytes = arrays.offsets, arrays.senders, arrays.sent_bytes
     ns_per_byte, latency_ns = arrays.ns_per_byte, arrays.latency_ns
     home_of, finish_ns = state.device, state.finish_ns
@@ -290,9 +335,9 @@ def _end_ns(arrays, state, unit, device):
 
 
 @allocating_inlined
-def _gather(those, home_of, unit, on_device):
-    """Fill `on_device` [D] with the sum of the unit's shares with units there."""
-    offsets, units, shares = those
+def _gather(neighbours, home_of, unit, on_device):
+    """Fills `on_device` [D] with the sum of the unit's shares with units there."""
+    offsets, units, shares = neighbours
     on_device[:] = 0.0
     for index in range(offsets[unit], offsets[unit + 1]):
         device = home_of[units[index]]
@@ -302,7 +347,7 @@ def _gather(those, home_of, unit, on_device):
 
 @allocating_inlined
 def _draw(scores, best, mask, temperature, uniform):
-    """A device of `mask` [D]."""
+    """Draws a device of `mask` [D]."""
     chosen = -1
     for device in range(len(mask) - 1, -1, -1):  # the first device, unless scores, of whatever weights, say better
         if mask[device]:

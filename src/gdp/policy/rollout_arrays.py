@@ -10,7 +10,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.compiled import allocating_kernel
 from gdp.policy.features import NUM_FEATURES
-from gdp.policy.units import UnitGraph
+from gdp.policy.unit_graph import UnitGraph
 from gdp.simulator.problem import Problem
 
 

@@ -1,22 +1,18 @@
 """The `default` policy: a learned list scheduler over the units of a problem.
 
-    weights of features, or: units --> graph embedding --> segment placer (superposition) --> weights for each unit
-                                                                                                    |
-    roll-out (compiled): each unit in turn scores every device by its weights and the device's state, and draws one
+    roll-out (compiled): each unit in turn scores every device by weights of the device's features, and draws one
 
 The roll-outs see devices only through features, the same functions for all of them (`features.py`): one set of
-parameters serves any number and mix of devices. By default all units share one set of weights; the network, which
-gives each unit weights of its own and runs once for a problem, is off (docs/notes/policy.md). A style (`sampling.py`)
-bends the weights of each sample, so that samples differ by design; the style scorer (`style_scorer.py`) tells which
-styles suit a problem. The roll-outs record the features, from which log-probabilities of their choices are computed
-again with gradients:
+parameters serves any number and mix of devices, and all units. A style (`sampling.py`) bends the weights of each
+sample, so that samples differ by design; the style scorer (`style_scorer.py`) tells which styles suit a problem. The
+roll-outs record the features, from which log-probabilities of their choices are computed again with gradients:
 
-    logits [S, P, U, D] = weights [., U, K] . features [S, P, U, D, K]
+    logits [S, P, U, D] = weights [., K] . features [S, P, U, D, K]
 
-A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131),
-there for single ops of one graph; graph network, segment attention and superposition are GDP's (arXiv 1910.01578).
+A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131), there for single ops of
+one graph.
 
-S samples, P passes, U units, D devices, F unit features, K features of a unit on a device, H hidden.
+S samples, P passes, U units, D devices, K features of a unit on a device.
 """
 
 from dataclasses import dataclass, replace
@@ -26,24 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from gdp.arrays import F32
-from gdp.policy.base import Policy, Rollouts, one_thread
-from gdp.policy.construction import Constructor, UnitInstance, check_weights
-from gdp.policy.features import FEATURES, INITIAL_WEIGHTS, NUM_FEATURES
-from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
-from gdp.policy.instance import Instance
-from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
+from gdp.policy.base import Policy, Rollouts
+from gdp.policy.construction import Constructor, Instance, SchedulerConfig, UnitInstance, check_weights
+from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.sampling import Style, draw_refinement, draw_style
-from gdp.policy.scheduler_config import SchedulerConfig
 from gdp.policy.style_network import StyleNetwork
 from gdp.policy.style_scorer import StyleScorer
-from gdp.policy.superposition import Superposition
-from gdp.policy.unit_features import UNIT_FEATURES
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate_many
 
-_PLAIN_LEARNING_RATE = 0.05  # without networks: 48 weights of 1 to 8
-_UNTRAINED = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
-_LARGEST_CHANGE = 4.0  # of a weight by the network: no graph, however strange, turns the scheduler upside down
+_UNTRAINED = Constructor.of(np.array(INITIAL_WEIGHTS, np.float32))
 _NUM_TRIED = 4  # placements of each step that leads to a training incumbent
 _MANY = 16  # from 16 samples on, groups of 16 share a style: only their choices differ (POMO, Kwon et al. 2020)
 _TRAINING_TEMPERATURE = 0.5  # of constructions, most of which take the best device in use; refinements have 1
@@ -66,43 +54,15 @@ class SchedulerPolicy(Policy):
     """The policy; see the module's text."""
 
     name = "default"
+    learning_rate = 0.05  # 48 weights of 1 to 8
     constructor: Constructor
-    seen: Tensor  # [F] 0 for the unit features that are left out
-    used: Tensor  # [K] 0 for the device features that are left out
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__()
         self.config = config
-        hidden = config.hidden
         self.base = nn.Parameter(torch.tensor(INITIAL_WEIGHTS, dtype=torch.float32))  # [2, K]
-        if config.network:
-            self.encode = nn.Sequential(nn.Linear(len(UNIT_FEATURES), hidden), nn.LayerNorm(hidden), nn.ReLU())
-            self.embed = GraphEmbedding(
-                hidden,
-                GraphEmbeddingConfig(num_layers=config.num_graph_layers, hidden=hidden, pool="relu", residual=True),
-            )
-            self.embed_norm = nn.LayerNorm(hidden)
-            body = SegmentTransformerConfig(
-                num_layers=config.num_placer_layers,
-                d_model=hidden,
-                num_heads=config.num_heads,
-                feed_forward=2 * hidden,
-                segment=config.segment,
-                norm="pre",
-                attention=config.attention,
-            )
-            self.placer = Superposition(body) if config.superposition else SegmentTransformer(body)
-            self.head = nn.Linear(hidden, 2 * NUM_FEATURES)
-            nn.init.zeros_(self.head.weight)  # before training every unit has the base weights
-            nn.init.zeros_(self.head.bias)
-        seen = [float(config.position or not feature.tells_position) for feature in UNIT_FEATURES]
-        used = [float(config.device_features or not feature.knows_devices) for feature in FEATURES]
-        self.register_buffer("seen", torch.tensor(seen), persistent=False)
-        self.register_buffer("used", torch.tensor(used), persistent=False)
         self.styles = StyleNetwork(config.style_scorer) if config.style_scorer else None
         self.constructor = Constructor(self._weights, self._style_scorer)
-        if not config.network:
-            self.learning_rate = _PLAIN_LEARNING_RATE
 
     def check(self) -> None:
         """See `Policy.check`."""
@@ -132,19 +92,6 @@ class SchedulerPolicy(Policy):
             instance = self.constructor.grouped(problem, int(rng.choice(sizes)), rng, incumbent=best[1])
         return instance
 
-    def weights(self, instance: UnitInstance) -> Tensor:
-        """Returns the weights [2, U, K] of each unit: where it sees those before it, and where it sees all others."""
-        num_units = instance.units.num_units
-        weights = self.base[:, None].expand(2, num_units, NUM_FEATURES)
-        if self.config.network:
-            edges = torch.from_numpy(np.stack((instance.units.sources, instance.units.targets))).to(self.device)
-            x = self.encode(torch.from_numpy(instance.features).to(self.device) * self.seen)
-            x = self.embed_norm(self.embed(x, torch.cat((edges, edges.flip(0)), dim=1)))
-            change = self.head(self.placer(x)).view(num_units, 2, NUM_FEATURES).transpose(0, 1)
-            weights = weights + _LARGEST_CHANGE * torch.tanh(change / _LARGEST_CHANGE)
-        scaled: Tensor = weights * self.used
-        return scaled
-
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
@@ -168,14 +115,14 @@ class SchedulerPolicy(Policy):
         """See `Policy.score`."""
         assert isinstance(instance, UnitInstance)
         choices: Choices = rollouts.record
-        log_prob = self._log_probabilities(instance, choices)
+        log_prob = self._log_probabilities(choices)
         entropy = -(log_prob.exp() * log_prob.masked_fill(~choices.mask, 0.0)).sum(dim=3).mean()
         return log_prob.gather(3, choices.device[..., None])[..., 0].flatten(1), entropy
 
-    def _log_probabilities(self, instance: UnitInstance, choices: Choices) -> Tensor:
+    def _log_probabilities(self, choices: Choices) -> Tensor:
         """Returns [S, P, U, D], of every device for every unit; -inf where it may not go."""
-        weights = self.weights(instance)[choices.row] * choices.scale[:, :, None]
-        logits = torch.einsum("spuk,spudk->spud", weights, choices.features)
+        weights = self.base[choices.row] * choices.scale
+        logits = torch.einsum("spk,spudk->spud", weights, choices.features)
         logits = logits / choices.temperature[:, None, None, None]
         return logits.masked_fill(~choices.mask, -torch.inf).log_softmax(dim=3)
 
@@ -183,9 +130,8 @@ class SchedulerPolicy(Policy):
         style = draw_refinement(rng) if instance.refines else draw_style(rng)
         return replace(style, passes=min(style.passes, _TRAINING_PASSES))
 
-    def _weights(self, instance: UnitInstance) -> F32:
-        with torch.no_grad(), one_thread():
-            return np.ascontiguousarray(self.weights(instance).cpu().numpy())
+    def _weights(self) -> F32:
+        return np.ascontiguousarray(self.base.detach().cpu().numpy())
 
     def _style_scorer(self) -> StyleScorer | None:
         return None if self.styles is None else self.styles.in_numpy()

@@ -17,7 +17,7 @@ from gdp.arrays import F32, F64, I64
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.problem_features import PROBLEM_FEATURES, problem_features
 from gdp.policy.sampling import Style
-from gdp.policy.units import UnitSource
+from gdp.policy.unit_graph import UnitSource
 
 PREFIX = "styles."  # of the names of tensors in checkpoints
 _GROUPING, _FURTHER = 3, 6  # numbers of a style's grouping, which come first, and others beside its scales

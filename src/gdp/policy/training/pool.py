@@ -12,7 +12,7 @@ import numpy as np
 
 from gdp.errors import InputError, prefixed
 from gdp.policy.base import Policy
-from gdp.policy.instance import Instance
+from gdp.policy.construction import Instance
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
 _INSTANCES, _SAMPLES = 3, 4  # spawn keys, apart from those of `tasks`

@@ -21,7 +21,7 @@ from torch import Tensor
 from gdp.arrays import F64, I64, Bool
 from gdp.errors import InputError
 from gdp.policy.base import Policy, Rollouts
-from gdp.policy.instance import Instance
+from gdp.policy.construction import Instance
 from gdp.simulator.simulate import evaluate_many
 
 REWARDS = ("relative", "paper")

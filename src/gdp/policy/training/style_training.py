@@ -90,7 +90,7 @@ def train_styles(
     outcomes = read_parts(directory, key) if run.resume else []
     if (done := len(outcomes)) > config.num_tasks:
         raise InputError(f"{directory}: {done} updates were made already; --updates of at least {done} is expected")
-    constructor = Constructor.alike(np.array(INITIAL_WEIGHTS, np.float32))
+    constructor = Constructor.of(np.array(INITIAL_WEIGHTS, np.float32))
 
     def progress() -> TrainingProgress:
         cpu_hours = (sum(one.cpu_seconds for one in outcomes) + fit_seconds) / 3600

@@ -15,7 +15,7 @@ import torch
 from gdp.budget import Clock
 from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import load_checkpoint
-from gdp.policy.instance import Instance
+from gdp.policy.construction import Instance
 from gdp.policy.pretrained import shipped
 from gdp.policy.training.ppo import PPOConfig, Trials, draw_trials, improve
 from gdp.search.ops.zero_shot import Evaluator, Refiner, ZeroShotConfig, draw_at_once

@@ -14,7 +14,7 @@ A layer needs only the layer below, so it runs over all segments at once, withou
 B graphs, N ops, H = d_model, S segments of L ops.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ class SegmentTransformerConfig:
     num_heads: int = 4
     feed_forward: int = 256  # 4 x d_model, the usual ratio; the paper gives none
     segment: int = 128  # ops
-    norm: str = "post"  # "post": after each residual sum, as published; "pre": before each part, and once at the end
     attention: bool = True  # without: each layer is its feed-forward part alone, and no op sees another
 
     def __post_init__(self) -> None:
@@ -41,8 +40,6 @@ class SegmentTransformerConfig:
             raise ValueError(f"{self}: sizes of at least 1 are expected")
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model {self.d_model} does not divide by num_heads {self.num_heads}; change one")
-        if self.norm not in ("post", "pre"):
-            raise ValueError(f"norm is {self.norm!r}; 'post' or 'pre' is expected")
 
 
 class SegmentAttention(nn.Module):
@@ -75,7 +72,6 @@ class SegmentLayer(nn.Module):
 
     def __init__(self, config: SegmentTransformerConfig) -> None:
         super().__init__()
-        self.is_pre_norm = config.norm == "pre"
         width = config.d_model
         self.attention = SegmentAttention(width, config.num_heads) if config.attention else None
         self.attention_norm = nn.LayerNorm(width) if config.attention else None
@@ -87,14 +83,8 @@ class SegmentLayer(nn.Module):
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
         """Returns [B, S, L, H] from the same and `visible`; parameters are trained through the cache too."""
         if self.attention is not None and self.attention_norm is not None:
-            if self.is_pre_norm:
-                x = x + self.attention(self.attention_norm(x), self.attention_norm(x.detach()), visible)
-            else:
-                x = self.attention_norm(x + self.attention(x, x.detach(), visible))
-        if self.is_pre_norm:
-            out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
-        else:
-            out = self.feed_forward_norm(x + self.feed_forward(x))
+            x = self.attention_norm(x + self.attention(x, x.detach(), visible))
+        out: Tensor = self.feed_forward_norm(x + self.feed_forward(x))
         return out
 
 
@@ -105,12 +95,11 @@ class SegmentTransformer(nn.Module):
         super().__init__()
         self.segment = config.segment
         self.layers = nn.ModuleList(SegmentLayer(config) for _ in range(config.num_layers))
-        self.last_norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
 
     def forward(self, x: Tensor, mask: Tensor | None = None, condition: Tensor | None = None) -> Tensor:
-        """The shape of `x`: [N, H] of one graph, or [B, N, H] of several, padded where `mask` [B, N] is false.
+        """Returns the shape of `x`: [N, H] of one graph, or [B, N, H] of several, padded where `mask` [B, N] is false.
 
-        `condition`, shaped as `x`, multiplies every layer's input (`superposition.py`). Rows of padding mean nothing.
+        `condition`, shaped as `x`, multiplies every layer's input (see `Superposition`). Rows of padding mean nothing.
         """
         if x.dim() == 2:
             alone: Tensor = self(x[None], mask, None if condition is None else condition[None])[0]
@@ -122,7 +111,26 @@ class SegmentTransformer(nn.Module):
         x = _segments(x, length)
         for layer in self.layers:
             x = layer(factor * x, visible)
-        out: Tensor = self.last_norm(x).flatten(1, 2)[:, :num_ops]
+        return x.flatten(1, 2)[:, :num_ops]
+
+
+class Superposition(nn.Module):
+    """A `SegmentTransformer` whose layers are conditioned on its input, called like one: feature conditioning.
+
+        x^(l+1) = g^(l)( c(x^(0)) * x^(l) )
+
+    x^(0) is the graph representation, g^(l) the l-th layer of the placer, c one extra transformer layer, and `*` is
+    elementwise (Zhou et al., arXiv 1910.01578, "batch training"). Without it c = 1: a plain `SegmentTransformer`.
+    """
+
+    def __init__(self, config: SegmentTransformerConfig) -> None:
+        super().__init__()
+        self.conditioning = SegmentTransformer(replace(config, num_layers=1))
+        self.placer = SegmentTransformer(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Returns the shape of `x`: [N, H], or [B, N, H] padded where `mask` [B, N] is false."""
+        out: Tensor = self.placer(x, mask, self.conditioning(x, mask))
         return out
 
 

@@ -2,7 +2,7 @@
 
 Drawing a device for every op teaches nothing in short budgets (docs/method/policy.md). Ops first join into units along
 heavy edges, as the search groups them, with noise: each drawing sees another grouping.
-N ops, U units, P pairs of units that share tensors, D devices, B equal slices of the critical path, C columns.
+N ops, U units, P pairs of units that share tensors, D devices, B equal slices of the critical path.
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,6 @@ class UnitGraph:
     sent_bytes: F64  # [P]
     sent_ns: F64  # [P] at the mean rate and latency
     incumbent: I64  # [U] device of each unit in the placement to refine, -1 without one
-    sums: F64  # [U, C] over the unit's ops, by `COLUMNS`
-    first_ns: I64  # [U] lowest head of the unit's ops
-    last_ns: F64  # [U] highest
-    critical_ns: float  # longest path of the problem
 
     @property
     def num_units(self) -> int:
@@ -67,7 +63,6 @@ class UnitSource:
     freedom: I64  # [N] equal numbers for ops that may go to the same devices: only they join
     alive_share: float  # of the bytes allocated in a step, alive at once when one device runs everything
     equal_before: I64  # [D] see `symmetry.exchangeable_before`
-    sums: F64  # [N, C] the terms of a unit's sums, by `COLUMNS`
     module: I64  # [N] number of each op's module
     op_slice: I64  # [N] the slice of the critical path in which an op's middle is
     latency_ns: float  # mean over pairs of devices
@@ -89,7 +84,6 @@ class UnitSource:
             freedom=np.unique(problem.allowed, axis=0, return_inverse=True)[1].reshape(-1),
             alive_share=_alive_share(problem),
             equal_before=exchangeable_before(problem),
-            sums=_sums(problem, head_ns),
             module=_numbered(problem.graph.modules),
             op_slice=np.minimum(middle * NUM_SLICES, NUM_SLICES - 1).astype(np.int64),
             latency_ns=0.0 if is_alone else float(problem.cluster.latency_ns[between].mean()),
@@ -115,27 +109,6 @@ class UnitSource:
         return _unit_graph(self, group_units(units, pairs, together, num_units, score, _SLACK), incumbent)
 
 
-COLUMNS = ("work", "weight", "head", "tail", "forward", "backward", "update", "ops")
-
-
-def _sums(problem: Problem, head_ns: I64) -> F64:
-    """Returns [N, C], the columns of `UnitSource.sums`."""
-    phases = np.array(problem.graph.phases)
-    work = problem.mean_op_time_ns.astype(np.float64)
-    weight = work + 1.0
-    return np.stack(
-        [
-            work,
-            weight,
-            head_ns * weight,
-            problem.b_level_ns * weight,
-            *((phases == name) * weight for name in ("forward", "backward", "update")),
-            np.ones(problem.num_ops),
-        ],
-        axis=1,
-    )
-
-
 def _numbered(names: Sequence[str]) -> I64:
     """Returns [N], equal numbers for equal names."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -149,7 +122,7 @@ def _unit_graph(source: UnitSource, groups: Units, incumbent: Placement | None) 
     number[np.argsort(first_ns, kind="stable")] = np.arange(num_units)
     units = Units(problem, number[groups.index])
 
-    sums, slices, last_ns = _accumulate(units.index, source.sums, source.op_slice, source.head_ns, num_units)
+    work_ns = problem.mean_op_time_ns.astype(np.float64)
     allowed, time_ns = units.allowed, units.time_ns.astype(np.float64)
     keys, sent_bytes = _pairs(problem, units.index, num_units)
     return UnitGraph(
@@ -158,17 +131,13 @@ def _unit_graph(source: UnitSource, groups: Units, incumbent: Placement | None) 
         work_ns=np.where(allowed, time_ns, 0.0).sum(axis=1) / allowed.sum(axis=1),
         resident_bytes=units.resident_bytes.astype(np.float64),
         alive_bytes=units.tensor_bytes.astype(np.float64) * source.alive_share,
-        slices=slices,
-        similar=_similarity(units.index, source.module, source.sums[:, 1], num_units),
+        slices=_sliced(units.index, work_ns, source.op_slice, num_units),
+        similar=_similarity(units.index, source.module, work_ns + 1.0, num_units),
         sources=keys // num_units,
         targets=keys % num_units,
         sent_bytes=sent_bytes,
         sent_ns=sent_bytes * source.ns_per_byte + source.latency_ns,
         incumbent=np.full(num_units, -1) if incumbent is None else incumbent[units.first_op],
-        sums=sums,
-        first_ns=np.sort(first_ns),
-        last_ns=last_ns,
-        critical_ns=source.critical_ns,
     )
 
 
@@ -182,19 +151,12 @@ def _first(unit_of_op, head_ns, num_units):
 
 
 @allocating_kernel
-def _accumulate(unit_of_op, columns, op_slice, head_ns, num_units):
-    """(sums of the columns [U, C], work in slices [U, B], last heads [U])."""
-    num_ops, num_columns = columns.shape
-    sums = np.zeros((num_units, num_columns))
+def _sliced(unit_of_op, work_ns, op_slice, num_units):
+    """[U, B] each unit's work in each slice."""
     slices = np.zeros((num_units, NUM_SLICES))
-    last_ns = np.zeros(num_units)
-    for op in range(num_ops):
-        unit = unit_of_op[op]
-        for column in range(num_columns):
-            sums[unit, column] += columns[op, column]
-        slices[unit, op_slice[op]] += columns[op, 0]
-        last_ns[unit] = max(last_ns[unit], head_ns[op])
-    return sums, slices, last_ns
+    for op in range(len(unit_of_op)):
+        slices[unit_of_op[op], op_slice[op]] += work_ns[op]
+    return slices
 
 
 def _alive_share(problem: Problem) -> float:

@@ -19,10 +19,9 @@ from gdp.arrays import F32, F64, I64
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.policy.base import Policy, Rollouts
-from gdp.policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
-from gdp.policy.instance import Instance
-from gdp.policy.placement_network import SegmentTransformer, SegmentTransformerConfig
-from gdp.policy.superposition import Superposition
+from gdp.policy.construction import Instance
+from gdp.policy.paper.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
+from gdp.policy.paper.placement_network import SegmentTransformer, SegmentTransformerConfig, Superposition
 from gdp.simulator.problem import Problem
 
 _KINDS = """

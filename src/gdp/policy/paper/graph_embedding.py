@@ -8,31 +8,23 @@ Per iteration (Zhou et al., arXiv 1910.01578, "graph embedding"; Hamilton et al.
 N ops, F input features, H hidden, E edges.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_POOLS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "relu": torch.relu}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphEmbeddingConfig:
-    """Sizes and variants; the defaults are the published ones (sizes recalled with low confidence)."""
+    """Sizes; the defaults are the published ones, recalled with low confidence."""
 
     num_layers: int = 4  # iterations: how many edges away an op sees
     hidden: int = 128
-    pool: str = "sigmoid"  # of which the maximum is taken; or "relu", as in PyTorch Geometric's SAGEConv
-    residual: bool = False  # add a layer's input to its output where the widths agree
-    normalise: bool = False  # to length 1 after each layer, as GraphSAGE (not GDP) has it
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.hidden) < 1:
             raise ValueError(f"{self}: at least one layer and one hidden unit are expected")
-        if self.pool not in _POOLS:
-            raise ValueError(f"pool is {self.pool!r}; one of {', '.join(map(repr, _POOLS))} is expected")
 
 
 class _StrongestOffers(torch.autograd.Function):
@@ -64,21 +56,15 @@ class MaxPoolLayer(nn.Module):
 
     def __init__(self, num_inputs: int, config: GraphEmbeddingConfig) -> None:
         super().__init__()
-        self.activation = _POOLS[config.pool]
-        self.residual = config.residual and num_inputs == config.hidden
-        self.normalise = config.normalise
         self.pool = nn.Linear(num_inputs, config.hidden)
         self.combine = nn.Linear(num_inputs + config.hidden, config.hidden)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         """[N, H] from [N, F] and edges [2, E] (from, to)."""
         sources, targets = edge_index
-        offered = self.activation(self.pool(x)).index_select(0, sources)
+        offered = torch.sigmoid(self.pool(x)).index_select(0, sources)
         pooled: Tensor = _StrongestOffers.apply(offered, targets, len(x))  # type: ignore[no-untyped-call]
-        out = torch.relu(self.combine(torch.cat((x, pooled), dim=-1)))
-        if self.residual:
-            out = out + x
-        return nn.functional.normalize(out, dim=-1) if self.normalise else out
+        return torch.relu(self.combine(torch.cat((x, pooled), dim=-1)))
 
 
 class GraphEmbedding(nn.Module):

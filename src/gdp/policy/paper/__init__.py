@@ -1,0 +1,1 @@
+"""The policy of GDP (Zhou et al., arXiv 1910.01578), as published."""
