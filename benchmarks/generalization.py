@@ -22,7 +22,7 @@ from benchmarks.runs import WorkloadRuns
 from benchmarks.workloads import workloads
 from gdp.budget import Budget
 from gdp.models.papers import PAPERS
-from gdp.search.ops.zero_shot import FEWEST_SIMULATIONS, MOST_SIMULATIONS, SIMULATED_OPS
+from gdp.search.settings import DEFAULTS
 
 MAX_UPDATES = 49  # of fine-tuning: the GDP paper's "fewer than 50"
 LARGEST = "gnmt-8"
@@ -68,9 +68,9 @@ class GeneralizationBenchmark(Benchmark):
             "numbers": {part: len(some) for part, some in parts.items()},
             "largest": next((row for row in placed if row.workload == LARGEST), None),
             "limits": {
-                "fewest": FEWEST_SIMULATIONS,
-                "most": MOST_SIMULATIONS,
-                "simulated_ops": SIMULATED_OPS,
+                "fewest": DEFAULTS.policy.fewest_simulations,
+                "most": DEFAULTS.policy.most_simulations,
+                "simulated_ops": DEFAULTS.policy.simulated_ops,
                 "updates": MAX_UPDATES,
             },
             "num_faster": sum(

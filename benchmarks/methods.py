@@ -22,13 +22,13 @@ from gdp.planning.warm_up import warm_up as compile_search
 from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import load_checkpoint, new_policy
 from gdp.policy.training.ppo import PAPER, PPOConfig
-from gdp.search.noise import DEFAULT_NOISE, Noise
+from gdp.search.noise import Noise
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
-from gdp.search.ops.zero_shot import MOST_SIMULATIONS, ZeroShotConfig
+from gdp.search.ops.zero_shot import ZeroShotConfig
 from gdp.search.ops.zero_shot import zero_shot as place_at_once
-from gdp.search.place import NUM_PERTURBATIONS
 from gdp.search.question import Question
+from gdp.search.settings import DEFAULTS
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve
 from gdp.simulator.plan import Baseline
@@ -47,7 +47,9 @@ def zero_shot(checkpoint: Path, *, name: str = "zero-shot") -> Method:
         with one_thread():
             return place_at_once(question, clock, policy=load_checkpoint(checkpoint))
 
-    return Method(name, run, Budget(simulations=MOST_SIMULATIONS), settings={"policy": files.digest(checkpoint)})
+    return Method(
+        name, run, Budget(simulations=DEFAULTS.policy.most_simulations), settings={"policy": files.digest(checkpoint)}
+    )
 
 
 def fine_tuned(checkpoint: Path, budget: Budget, *, max_updates: int | None = None) -> Method:
@@ -130,12 +132,12 @@ def auto(budget: Budget, *, counts_cpu: bool = True, asks_policy: bool = True, n
     """Returns the default of `gdp place`, noise included: on one thread by processor time, or on all by the wall's."""
 
     def run(question: Question, clock: Clock) -> Solution:
-        noise = Noise.draw(question.reduction, DEFAULT_NOISE, NUM_PERTURBATIONS, question.seed)
+        noise = Noise.draw(question.reduction, DEFAULTS.noise.spread, DEFAULTS.noise.num_tables, question.seed)
         bound_ns = lower_bound(question.problem)
         return solve("auto", replace(question, noise=noise, bound_ns=bound_ns, asks_policy=asks_policy), clock)
 
     num_threads = 1 if counts_cpu else None
-    return Method(name, run, budget, counts_cpu, num_threads, settings={"noise": DEFAULT_NOISE})
+    return Method(name, run, budget, counts_cpu, num_threads, settings={"noise": DEFAULTS.noise.spread})
 
 
 def classical() -> Method:

@@ -22,8 +22,8 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.policy.checkpoint import new_policy, save_checkpoint
 from gdp.search.ops.auto import QUICK
-from gdp.search.ops.zero_shot import MOST_SIMULATIONS
 from gdp.search.question import Question
+from gdp.search.settings import DEFAULTS
 from gdp.search.solution import Solution
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
@@ -193,7 +193,7 @@ def test_generalization_compares_zero_shot_fine_tuning_and_search_and_resumes(tm
     for row in figures["rows"]:
         assert {"single", "expert", "metis", "heft"} <= row["baselines"].keys()
         for zero_shot, fine_tuned, search in zip(*(row["runs"][name] for name in row["runs"]), strict=True):
-            assert zero_shot["simulations"] <= MOST_SIMULATIONS + 1
+            assert zero_shot["simulations"] <= DEFAULTS.policy.most_simulations + 1
             assert 0 < fine_tuned["updates"] <= generalization.MAX_UPDATES
             assert fine_tuned["step_time_ns"] >= row["lower_bound_ns"]
             quick = [row["baselines"][name] for name in QUICK if row["baselines"][name]["status"] == "ok"]

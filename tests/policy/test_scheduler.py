@@ -19,8 +19,9 @@ from gdp.policy.sampling import draw_refinement, draw_style, options_of, vary
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.unit_graph import UnitSource
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
-from gdp.search.ops.zero_shot import MOST_SIMULATIONS, Evaluator, ZeroShotConfig, zero_shot
+from gdp.search.ops.zero_shot import Evaluator, ZeroShotConfig, zero_shot
 from gdp.search.question import Question
+from gdp.search.settings import DEFAULTS
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 from strategies import Instance, instances
@@ -218,7 +219,7 @@ def test_zero_shot_repeats_itself() -> None:
     problem, policy = layered(), policy_of(SMALL)
     clocks = [Clock(Budget.parse("1m")) for _ in range(2)]
     first, second = (zero_shot(Question.about(problem, seed=3), clock, policy=policy).best for clock in clocks)
-    assert clocks[0].simulations == MOST_SIMULATIONS
+    assert clocks[0].simulations == DEFAULTS.policy.most_simulations
     assert first is not None
     assert second is not None
     assert np.array_equal(first.placement, second.placement)
@@ -231,7 +232,7 @@ def test_zero_shot_simulates_larger_problems_less() -> None:
     cluster = Cluster.parse("2xp100-pcie-16g")
     problem = Problem.build(Graph.build("wide", ops, []), cluster, op_time_ns=np.full((20_000, 2), 1000))
     for budget, numbers in (("1m", (250, 46, 46)), ("64sims", (64, 12, 12)), ("12sims", (12, 8, 4))):
-        config = ZeroShotConfig.sized(problem, Clock(Budget.parse(budget)))
+        config = ZeroShotConfig.sized(problem, Clock(Budget.parse(budget)), DEFAULTS.policy)
         assert (config.num_simulations, config.num_drawn, config.num_varied) == numbers
 
 
@@ -239,7 +240,7 @@ def test_large_problems_draw_half() -> None:
     """Shares of a budget that is just as large do not end the drawing before."""
     problem = Problem.build(Graph.build("large", [Op(f"op{n}") for n in range(30_000)], []), Cluster.parse("2xl4-24g"))
     for budget in ("1m", "192sims", "5000sims"):
-        config = ZeroShotConfig.sized(problem, Clock(Budget.parse(budget)))
+        config = ZeroShotConfig.sized(problem, Clock(Budget.parse(budget)), DEFAULTS.policy)
         assert (config.num_simulations, config.num_drawn, config.num_varied) == (192, 96, 32)
         assert config.draw_share >= config.num_drawn / config.num_simulations
 

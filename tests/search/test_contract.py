@@ -11,6 +11,7 @@ from gdp.search.ops import auto
 from gdp.search.ops.zero_shot import draw_near
 from gdp.search.place import place
 from gdp.search.question import Question
+from gdp.search.settings import OpsSettings, Settings
 from gdp.search.solvers import SOLVERS
 from gdp.simulator.simulate import verify
 from problems import CASES
@@ -47,11 +48,11 @@ def test_auto_with_the_policy_keeps_the_contract_within_seconds(case: str, monke
 
     With micro-batches no policy is asked.
     """
-    monkeypatch.setattr(auto, "SEARCHED_ALONE", 10**9)  # small problems would have time for a search alone
+    settings = Settings(ops=OpsSettings(searched_alone=10**9))  # small problems would have time for a search alone
     asked = []
     monkeypatch.setattr(auto, "draw_near", lambda *args: asked.append(case) or draw_near(*args))
     instance = CASES[case]
-    plan = place(instance.graph(), instance.cluster, budget="2s", seed=3, **instance.constraints)
+    plan = place(instance.graph(), instance.cluster, budget="2s", seed=3, settings=settings, **instance.constraints)
     assert bool(asked) == (instance.problem().microbatch.max() < 1)
     assert plan.search is not None
     assert (plan.status, verify(instance.problem(), plan)) == ("ok", [])

@@ -20,7 +20,6 @@ from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
-from gdp.search.layouts import dispatch
 from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, arrangements, forced
 from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import Choice, choose_layout
@@ -28,6 +27,7 @@ from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import fewest_blocks
 from gdp.search.layouts.trial import DOES_NOT_FIT, NOT_ALLOWED, OK
+from gdp.search.settings import LargeSteps
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
@@ -343,16 +343,15 @@ def test_estimates_count_the_gradients_that_fsdp_keeps() -> None:
     assert estimate.missing_bytes <= simulation.missing_bytes.max() <= estimate.missing_bytes + 33e6
 
 
-def test_a_large_step_that_fits_by_the_b_level_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_step_that_fits_by_the_b_level_fits() -> None:
     """Of large steps few orders are tried; the b-level, in which rivals may fit, is one of them."""
-    monkeypatch.setattr(dispatch, "_LARGE", 0)
     graph, cluster = layers(2, weight_bytes=10**7), machine_of([1.0] * 2, bandwidth="1GB/s")
     step = Step.of(graph, Layout((1, 1)))
     placement = step.placement(np.zeros(graph.num_ops, int), [[0], [1]])
     alone = simulate(Problem.build(step.graph, cluster), placement)
     tight = {device.name: int(alone.peak_memory_bytes.max()) for device in cluster.devices}
     problem = Problem.build(step.graph, cluster, Constraints(max_memory_bytes=tight))
-    assert best_dispatch(problem, step, placement).fits
+    assert best_dispatch(problem, step, placement, large=LargeSteps(slow_ops=0)).fits
 
 
 def test_a_pin_keeps_replicas_away() -> None:

@@ -11,8 +11,8 @@ from gdp.parallel.rings import Rings
 from gdp.parallel.step import Step
 from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
-from gdp.search.layouts.estimate import MOST_OPS
 from gdp.search.place import place
+from gdp.search.settings import DEFAULTS
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import replay, verify
@@ -115,7 +115,9 @@ def test_large_buckets_of_many_replicas_limit_the_hops() -> None:
 def test_a_step_that_is_too_large_is_refused_before_it_is_built() -> None:
     """A thousand replicas in one ring have two million hops: the error says how many ops and what to do."""
     cluster = Cluster.parse("1024xl4-24g")
-    with pytest.raises(InputError, match=rf"about [0-9,]+ ops, and up to {MOST_OPS:,} can be simulated; take fewer"):
+    with pytest.raises(
+        InputError, match=rf"about [0-9,]+ ops, and up to {DEFAULTS.large.most_ops:,} can be simulated; take fewer"
+    ):
         choose_layout(parts(1024), cluster, layout=Layout.parse("data=1024"), budget="2sims")
 
 

@@ -243,11 +243,12 @@ def _parts(request: PlaceRequest, model: "Model") -> "Parts":
 
 def _under_noise(request: PlaceRequest, plan: "Plan", clock: "Clock") -> "Plan":
     """Returns `plan` with its step times when op times vary, if there is time to replay it."""
-    from gdp.search.noise import DEFAULT_NOISE, step_times_under_noise
+    from gdp.search.noise import step_times_under_noise
     from gdp.search.place import RECORD_S
+    from gdp.search.settings import DEFAULTS
     from gdp.simulator.simulate import replay
 
-    share = DEFAULT_NOISE if request.robust is None else request.robust
+    share = DEFAULTS.noise.spread if request.robust is None else request.robust
     assert plan.search is not None
     assert plan.problem is not None
     if not share or plan.search.interrupted:

@@ -52,7 +52,7 @@ def advise_on_layouts(choice: Choice, parts: Parts, constraints: Constraints, cl
     matters = filled > MEMORY_MATTERS
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
-    estimator = Estimator(quick, cluster, constraints, clock)
+    estimator = Estimator(quick, cluster, constraints, clock=clock)
     factors = _factors(choice, estimator, clock)
     for change in _layout_changes(quick, cluster, constraints, memory_matters=matters):
         estimate = None
@@ -76,7 +76,7 @@ def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, c
     parts = parts.within(clock)
     if clock.is_up:
         return None
-    estimator = Estimator(parts, cluster, constraints, clock)
+    estimator = Estimator(parts, cluster, constraints, clock=clock)
 
     def attempt(action: Callable[[Arrangement], Estimate], way: Arrangement) -> Estimate | None:
         with contextlib.suppress(InputError):  # the model fails with so few samples, or there is no time to read it
@@ -210,7 +210,7 @@ def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock:
 
     `pace` is that of estimates so far.
     """
-    estimator = Estimator(change.parts, change.cluster, change.constraints, clock, pace)
+    estimator = Estimator(change.parts, change.cluster, change.constraints, clock=clock, pace=pace)
 
     def attempt(action: Callable[[Arrangement], Estimate], way: Arrangement) -> Estimate | None:
         with contextlib.suppress(InputError):  # of parts that are not known

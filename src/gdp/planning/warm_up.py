@@ -11,8 +11,8 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget
 from gdp.cluster import WORD_DEVICES, Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.search.ops.auto import SMALL_UNITS
 from gdp.search.place import place
+from gdp.search.settings import DEFAULTS
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 
@@ -76,7 +76,7 @@ def warm_up(
 
 def is_small(problem: Problem) -> bool:
     """Returns True if `auto` asks the exact placer too."""
-    return bool(problem.graph.group_index.max() < SMALL_UNITS)
+    return bool(problem.graph.group_index.max() < DEFAULTS.ops.small_units)
 
 
 def kernels_of(modules: Iterable[str]) -> set[Dispatcher]:

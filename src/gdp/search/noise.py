@@ -10,15 +10,11 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
+from gdp.search.settings import DEFAULTS, NoiseSettings
 from gdp.simulator.plan import NoisyTimes
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, replay_time_ns
 from gdp.units.reduction import Reduction
-
-# where none was measured; an assumption: kernels repeat within 1 to 3 %, whole runs on a busy machine within 12 to 46 %
-DEFAULT_NOISE = 0.02
-_NUM_DRAWS, _FEWEST_DRAWS = 100, 20
-_DRAWN_OPS = 1_000_000  # draws x ops: about a second
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +40,18 @@ def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
 
 
 def step_times_under_noise(
-    simulation: Simulation, spread: float, seed: int, clock: Clock | None = None
+    simulation: Simulation,
+    spread: float,
+    seed: int,
+    clock: Clock | None = None,
+    settings: NoiseSettings = DEFAULTS.noise,
 ) -> NoisyTimes | None:
     """Replays the order of `simulation` under op times with a relative noise of deviation `spread`.
 
     None where `clock` is up before there were a few replays.
     """
     num_ops = simulation.problem.num_ops
-    num_draws = max(min(_NUM_DRAWS, _DRAWN_OPS // num_ops), _FEWEST_DRAWS)
+    num_draws = max(min(settings.num_replays, settings.replayed_ops // num_ops), settings.fewest_replays)
     times_ns: list[int] = []
     slowest_s = 0.0
     while len(times_ns) < num_draws and has_time(clock, slowest_s):
@@ -59,7 +59,7 @@ def step_times_under_noise(
         table = perturbed_times(simulation.problem, spread, 1, seed + len(times_ns))
         times_ns.append(mean_step_time_ns(simulation, table))
         slowest_s = max(slowest_s, time.perf_counter() - began)
-    if len(times_ns) < _FEWEST_DRAWS:
+    if len(times_ns) < settings.fewest_replays:
         return None
     return NoisyTimes(spread, int(np.mean(times_ns)), int(np.percentile(times_ns, 95, method="higher")), len(times_ns))
 

@@ -21,11 +21,10 @@ from gdp.cluster.quantities import parse_fraction
 from gdp.errors import InputError
 from gdp.graph import GraphSource
 from gdp.search.candidate import Candidate
-from gdp.search.noise import DEFAULT_NOISE, Noise, step_times_under_noise
-from gdp.search.ops.auto import SEARCHED
-from gdp.search.ops.fewer_microbatches import is_large
+from gdp.search.noise import Noise, step_times_under_noise
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.question import Question
+from gdp.search.settings import DEFAULTS, Settings
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
@@ -34,9 +33,7 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
 from gdp.units.reduction import Reduction, reduce
 
-FEWEST_UNDER_NOISE = 500  # simulations that there must be time for, or a search is without noise by default
 RECORD_S = 0.2  # seconds that the replays under noise of the answer may take after the time
-NUM_PERTURBATIONS = 4  # tables of perturbed op times that a search averages over, the same for all it compares
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,7 @@ def place(
     num_threads: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
+    settings: Settings | None = None,
     **keywords: Unpack[ConstraintKeywords],
 ) -> Plan:
     """Returns the best plan of `graph` on `cluster` that `placer` finds within `budget`.
@@ -80,10 +78,12 @@ def place(
     relative deviation of op times over which searches average the step time (default: 0.02; 0: not at all), to choose
     among plans that are not slower than a baseline without it. `checkpoint` is the file of a policy for `auto` and the
     learned placers, in place of the one that comes with gdp; `auto` then asks it whatever the budget. Searches begin
-    from `starts` too, moved where constraints do not allow them. `stop` ends the search early.
+    from `starts` too, moved where constraints do not allow them. `stop` ends the search early. `settings`
+    are the numbers that tune it.
     Raises InputError for arguments that make no sense.
     """
-    noise_share = _check(placer, seed, robust)
+    settings = settings or DEFAULTS
+    noise_share = _check(placer, seed, robust, settings)
     if num_threads is not None and not (isinstance(num_threads, Integral) and num_threads > 0):
         raise InputError(f"num_threads is {num_threads!r}; an integer above 0 is expected")
     solver_of(placer).prepare()
@@ -96,22 +96,24 @@ def place(
         problem = Problem.build(graph, cluster, Constraints.of(constraints, keywords, place))
     _ = problem.graph.fingerprint  # the graph keeps it: for a million ops it takes seconds, which are of the budget
     bound_ns = lower_bound(problem)
-    if clock.stop.is_set() and is_large(problem):
+    if clock.stop.is_set() and problem.num_ops > settings.large.slow_ops:
         raise InputError("interrupted before there was a placement; place again")
     report = None if on_progress is None else _best_so_far(on_progress, clock, bound_ns)
     nothing = Reduction.nothing(problem)
-    question = Question(problem, nothing, bound_ns, seed, None, starts, checkpoint, num_threads, report)
-    if not is_large(problem) or solver_of(placer).is_learned or question.has_time(clock, SEARCHED):
+    question = Question(
+        problem, nothing, bound_ns, seed, None, starts, checkpoint, num_threads, report, settings=settings
+    )
+    if not question.is_large or solver_of(placer).is_learned or question.has_time(clock, settings.ops.searched):
         question = replace(question, reduction=reduce(problem))  # which only a search needs
-    if noise_share and (robust is not None or question.has_time(clock, FEWEST_UNDER_NOISE)):
-        question = replace(question, noise=Noise.draw(question.reduction, noise_share, NUM_PERTURBATIONS, seed))
+    if noise_share and (robust is not None or question.has_time(clock, settings.noise.fewest_simulations)):
+        question = replace(question, noise=Noise.draw(question.reduction, noise_share, settings.noise.num_tables, seed))
     solution = solve(placer, question, clock)
     if solution.best is None:
         names = f"{problem.graph.name!r} on {problem.cluster.name!r}"
         raise InputError(f"placer {placer!r} found no placement of {names}; use placer auto")
     best = in_program_order(solution.best.replay)
     noise_share = 0.0 if question.noise is None else noise_share
-    return plan_of(best, bound_ns, placer, seed, _search_record(solution, best, clock, noise_share, seed))
+    return plan_of(best, bound_ns, placer, seed, _search_record(solution, best, clock, noise_share, question))
 
 
 def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, search: Search | None = None) -> Plan:
@@ -134,7 +136,7 @@ def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, searc
     )
 
 
-def _check(placer: str, seed: int, robust: float | str | None) -> float:
+def _check(placer: str, seed: int, robust: float | str | None, settings: Settings) -> float:
     """Returns the noise to search under, by default that of `placer`; InputError for values out of range."""
     if isinstance(robust, str):
         robust = parse_fraction(robust, "robust", below=0.5)
@@ -142,7 +144,7 @@ def _check(placer: str, seed: int, robust: float | str | None) -> float:
         raise InputError(f"robust is {robust!r}; at least 0 and below 0.5 is expected, such as 0.02 or 2%")
     if not isinstance(seed, Integral) or not 0 <= seed < 2**63:
         raise InputError(f"seed is {seed!r}; an integer from 0 to 2^63 - 1 is expected")
-    return (DEFAULT_NOISE if solver_of(placer).searches else 0.0) if robust is None else robust
+    return (settings.noise.spread if solver_of(placer).searches else 0.0) if robust is None else robust
 
 
 def _best_so_far(on_progress: Callable[[Progress], None], clock: Clock, bound_ns: int) -> Callable[[Candidate], None]:
@@ -159,9 +161,13 @@ def _best_so_far(on_progress: Callable[[Progress], None], clock: Clock, bound_ns
     return report
 
 
-def _search_record(solution: Solution, best: Simulation, clock: Clock, robust: float, seed: int) -> Search:
+def _search_record(solution: Solution, best: Simulation, clock: Clock, robust: float, question: Question) -> Search:
     """Returns how the plan was found; `best` is the step that it runs."""
     assert solution.best is not None
+    noisy = None
+    if robust:
+        part = clock.at_least(RECORD_S)
+        noisy = step_times_under_noise(best, robust, question.seed + 1, part, question.settings.noise)
     return Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
@@ -169,6 +175,6 @@ def _search_record(solution: Solution, best: Simulation, clock: Clock, robust: f
         busy_fraction=best.busy_fraction,
         missing_bytes=best.missing_bytes,
         interrupted=clock.stop.is_set(),
-        under_noise=step_times_under_noise(best, robust, seed + 1, clock.at_least(RECORD_S)) if robust else None,
+        under_noise=noisy,
         order=solution.best.order,
     )

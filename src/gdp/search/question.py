@@ -9,6 +9,7 @@ import numpy as np
 from gdp.budget import Clock, has_time
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.noise import Noise, mean_step_time_ns
+from gdp.search.settings import DEFAULTS, Settings
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import EXCHANGES_FIRST, PROGRAM, ZERO_BUBBLE, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem
@@ -34,12 +35,18 @@ class Question:
     num_threads: int | None = None  # None: as many as there are processors
     on_progress: OnProgress | None = None  # told of candidates, better or not, whose figures are true
     asks_policy: bool = True  # `auto` does, where it helps
+    settings: Settings = DEFAULTS
     known: Sequence[Candidate] = ()  # of `problem`, judged and told of already
 
     @classmethod
     def about(cls, problem: Problem, **others: object) -> "Question":
         """Returns the question about `problem` with its reduction; `others` are further fields."""
         return replace(cls(problem, reduce(problem)), **others)  # type: ignore[arg-type]
+
+    @property
+    def is_large(self) -> bool:
+        """True if classical placers and a search take many seconds."""
+        return self.problem.num_ops > self.settings.large.slow_ops
 
     @property
     def simulation_s(self) -> float:

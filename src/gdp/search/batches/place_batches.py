@@ -27,7 +27,7 @@ from gdp.graph import Graph, GraphSource
 from gdp.parallel.batches import ROUNDS, BatchStream, check_batches
 from gdp.parallel.layout import Layout
 from gdp.search.candidate import Candidate
-from gdp.search.layouts.arrangement import MOST_PLACES, Arrangement, DeviceSpeeds, forced
+from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, forced
 from gdp.search.layouts.batch_parts import Parts
 from gdp.search.layouts.dispatch import as_candidate
 from gdp.search.layouts.estimate import Estimator, constructed_places
@@ -36,6 +36,7 @@ from gdp.search.ops.local_search import LocalSearch
 from gdp.search.place import plan_of
 from gdp.search.question import Question
 from gdp.search.rivals.equal_stages import equal_stages
+from gdp.search.settings import DEFAULTS, Settings
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.longest_paths import longest_paths
@@ -45,10 +46,6 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from gdp.simulator.throughput import Throughput
 
-SCREEN_SHARE = 0.35  # of the budget: later no further group of devices is looked at, if anything fits
-NEAR = 1.5  # times the best: as much may a search of places gain
-NUM_SEARCHED = 2  # arrangements
-_SEARCHED_OPS = 120_000  # places in larger streams are constructed, not searched
 ONE_DEVICE, REPLICAS, EQUAL_STAGES = "one device", "replicas", "equal stages"
 
 
@@ -107,6 +104,7 @@ class _PlacingBatches:
     seed: int
     num_threads: int | None
     tell: Callable[[ServedLayout], None]
+    settings: Settings
     found: list[ServedLayout] = field(default_factory=list)
     _streams: dict[Layout, tuple[BatchStream, Problem]] = field(default_factory=dict)  # the last one
 
@@ -116,7 +114,9 @@ class _PlacingBatches:
 
     @cached_property
     def _estimator(self) -> Estimator:
-        return Estimator(Parts(lambda num_parts: self.graph, 1, self.graph), self.cluster, self.constraints)
+        return Estimator(
+            Parts(lambda num_parts: self.graph, 1, self.graph), self.cluster, self.constraints, self.settings
+        )
 
     def alone(self, graph: Graph, devices: Sequence[int]) -> Problem:
         """Returns the problem of placing `graph` on `devices`, with the memory that constraints leave there."""
@@ -166,7 +166,9 @@ def place_batches(
     check_batches(graph, num_batches)
     clock = Clock(Budget.of(budget), stop=stop)
     tell = on_progress or (lambda served: None)
-    search = _PlacingBatches(graph, cluster, constraints or Constraints(), num_batches, clock, seed, num_threads, tell)
+    search = _PlacingBatches(
+        graph, cluster, constraints or Constraints(), num_batches, clock, seed, num_threads, tell, DEFAULTS
+    )
     ways = {name: served for name, served in _as_users_run_it(search) if served is not None}
     _screen(search)
     if not search.found:  # pins keep the ops of a replica apart
@@ -176,7 +178,7 @@ def place_batches(
             f"--batches: constraints let no layout of {graph.name!r} be placed; leave out pins and --forbid"
         )
     for arrangement in _worth_a_search(search):
-        _search_places(search, arrangement, clock.part(1 / NUM_SEARCHED))
+        _search_places(search, arrangement, clock.part(1 / search.settings.batches.num_searched))
     return _answer(search, ways)
 
 
@@ -192,7 +194,7 @@ def _as_users_run_it(search: _PlacingBatches) -> Iterator[tuple[str, ServedLayou
 
 def _equal_stages(search: _PlacingBatches) -> ServedLayout | None:
     usable = search.machine.usable
-    for count in range(min(len(usable), MOST_PLACES), 1, -1):
+    for count in range(min(len(usable), search.settings.layouts.most_places), 1, -1):
         devices = sorted(usable[:count])
         if (places := equal_stages(search.alone(search.graph, devices), count)) is not None:
             return search.simulate(_dealt(search, (tuple(devices),)), places)
@@ -212,7 +214,7 @@ def _screen(search: _PlacingBatches) -> None:
         fits = best is not None and not best.missing_bytes
         if best is not None and fits and _promised_ns(search, devices) >= best.throughput.time_per_batch_ns:
             return
-        if search.clock.stop.is_set() or (fits and search.clock.share_spent > SCREEN_SHARE):
+        if search.clock.stop.is_set() or (fits and search.clock.share_spent > search.settings.batches.screen_share):
             return
         arrangement = _dealt(search, devices)
         search.simulate(arrangement, _best_places(search, arrangement))
@@ -221,7 +223,7 @@ def _screen(search: _PlacingBatches) -> None:
 def _place_as_constrained(search: _PlacingBatches) -> None:
     """Simulates one copy of the model on all devices, its ops where they are allowed and one batch is fast."""
     problem = Problem.build(search.graph, search.cluster, search.constraints)
-    question = Question.about(problem, seed=search.seed, num_threads=search.num_threads)
+    question = Question.about(problem, seed=search.seed, num_threads=search.num_threads, settings=search.settings)
     best = auto(question, search.clock.part(0.5)).best
     if best is not None:
         everywhere = tuple(range(search.cluster.num_devices))
@@ -243,7 +245,7 @@ def _best_places(search: _PlacingBatches, arrangement: Arrangement) -> I64:
         served = Throughput.of(simulation, layout)
         return int(served.missing_bytes.max()), served.time_per_batch_ns
 
-    return min(constructed_places(search.alone(search.graph, group)), key=figures)
+    return min(constructed_places(search.alone(search.graph, group), search.settings.large), key=figures)
 
 
 def _dealt(search: _PlacingBatches, devices: tuple[tuple[int, ...], ...]) -> Arrangement:
@@ -268,32 +270,43 @@ def _promised_ns(search: _PlacingBatches, devices: tuple[tuple[int, ...], ...]) 
 def _worth_a_search(search: _PlacingBatches) -> list[Arrangement]:
     """Returns the best arrangements of several devices a replica, if they are near the best of all."""
     best = min(search.found)
-    limit_ns = NEAR * best.throughput.time_per_batch_ns
+    limit_ns = search.settings.batches.gain_of_places * best.throughput.time_per_batch_ns
     near = [
         served.arrangement
         for served in sorted(search.found)
         if served.arrangement.num_places > 1
         and (best.missing_bytes or (not served.missing_bytes and served.throughput.time_per_batch_ns < limit_ns))
     ]
-    return list(dict.fromkeys(near))[:NUM_SEARCHED]
+    return list(dict.fromkeys(near))[: search.settings.batches.num_searched]
 
 
 def _search_places(search: _PlacingBatches, arrangement: Arrangement, clock: Clock) -> None:
     """Looks for better places of one replica: those that are best for one batch, then for the batches in flight."""
     group, count = arrangement.devices[0], arrangement.layout.microbatches[0]
     if count < len(group):  # too few for a pipeline: ops of one batch have to run side by side
-        question = Question.about(search.alone(search.graph, group), seed=search.seed, num_threads=search.num_threads)
+        question = Question.about(
+            search.alone(search.graph, group),
+            seed=search.seed,
+            num_threads=search.num_threads,
+            settings=search.settings,
+        )
         solution = auto(question, clock.part(0.5))
         if solution.best is not None:
             search.simulate(arrangement, solution.best.replay.placement)
-    if clock.is_up or search.graph.num_ops * count * ROUNDS > _SEARCHED_OPS:
+    if clock.is_up or search.graph.num_ops * count * ROUNDS > search.settings.large.searched_ops:
         return
     start = min(served for served in search.found if served.arrangement == arrangement)
     stream = BatchStream.of(search.graph, Layout((count,)))
     problem = search.alone(stream.graph, group).in_order(GPIPE)
-    question = Question.about(problem, seed=search.seed, num_threads=search.num_threads)
+    question = Question.about(problem, seed=search.seed, num_threads=search.num_threads, settings=search.settings)
     reduction = question.reduction
-    local = LocalSearch(reduction.problem, clock, seed=search.seed, num_threads=search.num_threads)
+    local = LocalSearch(
+        reduction.problem,
+        clock,
+        seed=search.seed,
+        num_threads=search.num_threads,
+        settings=search.settings.local_search,
+    )
     placement = stream.placement(start.places, [range(len(group))])
     local.start([Candidate(reduction.restrict(placement), order=GPIPE)])
     local.run()

@@ -16,12 +16,7 @@ import numpy as np
 from gdp.arrays import F64, I64
 from gdp.errors import InputError
 from gdp.parallel.layout import AUTO, Layout
-
-_SLOWEST = 0.02  # of the fastest device's speed: slower ones, such as CPUs beside cards, hold no replicas
-_MOST_MICROBATCHES = 64  # a replica; more pay for their launches
-_MICROBATCHES_A_PLACE = (1, 2, 4, 8, 16)  # of a pipeline: the bubble is 1/2 to 1/17 of the step
-MOST_PLACES = 64  # of a replica: its ops are placed on as many devices at most
-_SPLITS = 6  # ways to share a batch out over unequal devices
+from gdp.search.settings import DEFAULTS, LayoutSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +44,13 @@ class DeviceSpeeds:
     time_ns: F64  # [D] of the whole step on the device alone
     kinds: I64  # [D] equal for devices that are alike, whose memory is too
     hosts: I64 | None = None  # [D] equal for devices with quick links between them; None: all links are alike
+    settings: LayoutSettings = DEFAULTS.layouts
 
     @property
     def usable(self) -> list[int]:
         """The devices that are fast enough to hold replicas, the faster ones first, else by number."""
         order = np.lexsort((np.arange(len(self.time_ns)), self.time_ns))
-        return [int(d) for d in order if self.time_ns[d] * _SLOWEST <= self.time_ns.min()]
+        return [int(d) for d in order if self.time_ns[d] * self.settings.slowest <= self.time_ns.min()]
 
     def hosts_of(self, arrangement: "Arrangement") -> tuple[int, ...] | None:
         """Returns the host [R] of each replica, for rings inside hosts and over them; None where these are no use.
@@ -84,8 +80,8 @@ def arrangements(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = Fal
     usable = machine.usable
     found: dict[Arrangement, None] = {}
     if len(usable) == 1 or not machine.alike(usable):
-        found |= dict.fromkeys(_alone(usable[0], batch_size, is_fixed))
-    for count in _counts(len(usable)):
+        found |= dict.fromkeys(_alone(machine, usable[0], batch_size, is_fixed))
+    for count in _counts(len(usable), machine.settings.most_places):
         devices = sorted(usable[:count])
         ways = _even(machine, devices, batch_size, is_fixed) if count > 1 else iter(())
         if count > 1 and (not machine.alike(devices) or batch_size % count):
@@ -112,8 +108,8 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
     """
     usable = machine.usable
     places = layout.stages
-    if places is not None and places > MOST_PLACES:
-        raise InputError(f"--parallel: stages is {places}; a replica has up to {MOST_PLACES}")
+    if places is not None and places > machine.settings.most_places:
+        raise InputError(f"--parallel: stages is {places}; a replica has up to {machine.settings.most_places}")
     if layout.data * (places or 1) > len(usable):
         what = f"{layout.data} replicas" + ("" if places is None else f" of {places} stages each")
         raise InputError(f"--parallel: {what} on {len(usable)} devices; take fewer, or give more devices")
@@ -124,7 +120,9 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
         return [Arrangement(layout, tuple((usable[turn],) for turn in by_count.tolist()))]
     found = [
         Arrangement(layout, groups)
-        for size in ([places] if places else range(min(len(usable) // layout.data, MOST_PLACES), 0, -1))
+        for size in (
+            [places] if places else range(min(len(usable) // layout.data, machine.settings.most_places), 0, -1)
+        )
         for groups in _groups(machine, sorted(usable[: size * layout.data]), layout.data)
     ]
     if not found and places in (None, 1):
@@ -137,15 +135,15 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
     return found
 
 
-def _counts(num_devices: int) -> list[int]:
-    """Returns the numbers of devices to use: all, a half and a quarter; of many devices halves down to MOST_PLACES."""
+def _counts(num_devices: int, most_places: int) -> list[int]:
+    """Returns numbers of devices to use: all, a half and a quarter; of many, halves down to `most_places`."""
     counts = [num_devices, num_devices // 2, num_devices // 4]
-    while counts[-1] > MOST_PLACES:
+    while counts[-1] > most_places:
         counts.append(counts[-1] // 2)
     return [count for count in dict.fromkeys(counts) if count > 0]
 
 
-def _alone(device: int, batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
+def _alone(machine: DeviceSpeeds, device: int, batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
     """Yields what lets a step fit on one device: micro-batches, and recomputed blocks.
 
     More of either join these where they do not fit.
@@ -155,7 +153,7 @@ def _alone(device: int, batch_size: int, is_fixed: bool) -> Iterator[Arrangement
         if batch_size > 1:
             yield replace(whole, layout=Layout((batch_size,)))
         return
-    if (more := more_microbatches(whole, batch_size)) is not None:
+    if (more := more_microbatches(whole, batch_size, machine.settings)) is not None:
         yield more
     yield replace(whole, layout=Layout(recompute=AUTO))
 
@@ -163,10 +161,14 @@ def _alone(device: int, batch_size: int, is_fixed: bool) -> Iterator[Arrangement
 def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
     """Yields replicas that are alike, with as many micro-batches each."""
     for data in (count for count in range(1, len(devices) + 1) if len(devices) % count == 0):
-        if batch_size % data or len(devices) // data > MOST_PLACES:
+        if batch_size % data or len(devices) // data > machine.settings.most_places:
             continue
         for groups in _groups(machine, devices, data):
-            counts = [batch_size // data] if is_fixed else _microbatches(len(groups[0]), batch_size // data)
+            counts = (
+                [batch_size // data]
+                if is_fixed
+                else _microbatches(len(groups[0]), batch_size // data, machine.settings)
+            )
             for microbatches in counts:
                 if data * microbatches > 1:
                     yield Arrangement(Layout((microbatches,) * data), groups)
@@ -194,19 +196,19 @@ def _groups(machine: DeviceSpeeds, devices: list[int], data: int) -> Iterator[tu
     )
 
 
-def _microbatches(num_places: int, samples: int) -> list[int]:
+def _microbatches(num_places: int, samples: int, settings: LayoutSettings) -> list[int]:
     """Returns numbers of micro-batches that divide the `samples` of a replica."""
     if num_places == 1:
         return [1]
-    wanted = {1, *(factor * num_places for factor in _MICROBATCHES_A_PLACE)}
-    divisors = [count for count in range(1, min(samples, _MOST_MICROBATCHES) + 1) if samples % count == 0]
+    wanted = {1, *(factor * num_places for factor in settings.microbatches_a_place)}
+    divisors = [count for count in range(1, min(samples, settings.most_microbatches) + 1) if samples % count == 0]
     return sorted({min(divisors, key=lambda count: abs(count - want)) for want in wanted})
 
 
-def more_microbatches(arrangement: Arrangement, batch_size: int) -> Arrangement | None:
+def more_microbatches(arrangement: Arrangement, batch_size: int, settings: LayoutSettings) -> Arrangement | None:
     """Returns the arrangement with the next larger number of micro-batches, which takes less memory; None: no more."""
     counts, parts = arrangement.layout.microbatches, arrangement.layout.num_parts
-    for factor in range(2, _MOST_MICROBATCHES // max(counts) + 1):
+    for factor in range(2, settings.most_microbatches // max(counts) + 1):
         if batch_size % (parts * factor) == 0:
             many = tuple(factor * count for count in counts)
             return replace(arrangement, layout=replace(arrangement.layout, microbatches=many))
@@ -217,7 +219,7 @@ def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int, i
     """Yields replicas of one device each, with micro-batches in proportion to speed: the best few of all numbers."""
     ways: dict[Arrangement, float] = {}
     by_speed = sorted(devices, key=lambda device: machine.time_ns[device])
-    splits = range(2, min(batch_size, _MOST_MICROBATCHES) + 1)
+    splits = range(2, min(batch_size, machine.settings.most_microbatches) + 1)
     for parts in [batch_size] if is_fixed else [count for count in splits if batch_size % count == 0]:
         shares = _shared_out(machine.time_ns[by_speed], parts)
         used = [(device, count) for device, count in zip(by_speed, shares, strict=True) if count]
@@ -227,7 +229,7 @@ def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int, i
         layout = Layout(tuple(count for _, count in used))
         ways.setdefault(Arrangement(layout, tuple((device,) for device, _ in used)), float(slowest_ns))
     best = sorted(ways, key=lambda way: (ways[way], way.layout.num_parts))
-    yield from best[:_SPLITS]
+    yield from best[: machine.settings.num_splits]
 
 
 def _shared_out(time_ns: F64, parts: int) -> list[int]:

@@ -16,8 +16,8 @@ from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
 from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.source import ModelSource
 from gdp.parallel.interpolation import have_same_ops, interpolated
+from gdp.search.settings import DEFAULTS, LargeSteps
 
-_MOST_AHEAD = 500_000  # ops of a step of so many parts: in a larger one a replica on each device takes too long
 _KEPT_US = 10.0  # that an op takes which is read from the cache
 
 
@@ -121,12 +121,12 @@ class Parts:
             self._exact[num_parts] = self._read_in_time(num_parts)
         return self._exact[num_parts]
 
-    def read_ahead(self, num_devices: int) -> None:
+    def read_ahead(self, num_devices: int, large: LargeSteps = DEFAULTS.large) -> None:
         """Reads the step of a part for each device, or of the next larger one: others are interpolated from it.
 
         Of a large step it is a part for as many devices as a step may have replicas that can be looked at in time.
         """
-        for count in range(min(num_devices, max(_MOST_AHEAD // self.exact(1).num_ops, 2)), 1, -1):
+        for count in range(min(num_devices, max(large.read_ahead_ops // self.exact(1).num_ops, 2)), 1, -1):
             if self.divides(count):
                 with contextlib.suppress(InputError):  # a layer may fail with so few samples
                     self.exact(count)

@@ -39,17 +39,7 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER
 from gdp.stop import skip_on_interrupt
 
-LARGE_OPS = 10_000  # classical placers place the ops of larger steps first: to look at their layouts takes long
-QUICK_SHARE = 0.1  # of the time left: first op placement of a small step
-WHOLE_SHARE = 0.5  # of the time left: op placement, if it may still win
-LARGE_SHARE = 0.8  # the same for large steps, which need one long search
-REPLICAS_SHARE = 0.15  # of the time left: search of replicas on one device each
-FINAL_SHARE = 0.4  # of the time left: search of replicas on several devices each
-NEAR = 1.3  # a search may still make replicas on several devices win if they are within this factor of the best
-NEARLY = 1.08  # the same for replicas on one device each
-FAR = 1.6  # the same for op placement by classical placers
 OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
-_SEARCHED_OPS = 120_000  # larger steps are not searched in whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +83,12 @@ def choose_layout(
     parts = parts.within(clock)
     if layout is None:
         parts.read_ahead(cluster.num_devices)
-    tell = on_progress or (lambda trial: None)
-    search = Choosing(parts, cluster, constraints or Constraints(), clock, seed, num_threads, tell, layout, checkpoint)
+    tell, constraints = on_progress or (lambda trial: None), constraints or Constraints()
+    search = Choosing(parts, cluster, constraints, clock, seed, num_threads, tell, layout, checkpoint)
     first: list[Trial] = []
-    if parts.exact(1).num_ops > LARGE_OPS and (layout is None or layout.is_whole):
+    if parts.exact(1).num_ops > search.settings.large.estimated_ops and (layout is None or layout.is_whole):
         is_many = cluster.is_large  # on which one copy of the model hardly wins
-        first = _ops_placed(search, clock.part(QUICK_SHARE) if is_many else clock)
+        first = _ops_placed(search, clock.part(search.settings.layouts.quick_share) if is_many else clock)
     screening = Screening(search, first)
     screening.run()
     trials = _confirmed(search, screening.trials)
@@ -106,10 +96,10 @@ def choose_layout(
         trials += screening.with_least_memory()
     finalists = _finalists(search, trials)
     trials = [*finalists, *trials]
-    if sum(not _is_hopeless(trial, trials) for trial in finalists) > 1:
+    if sum(not _is_hopeless(search, trial, trials) for trial in finalists) > 1:
         for trial in finalists:
-            if not _is_hopeless(trial, trials):
-                trials.insert(0, _searched(search, trial, clock.part(_share(trial))))
+            if not _is_hopeless(search, trial, trials):
+                trials.insert(0, _searched(search, trial, clock.part(_share(search, trial))))
     best = min(filter(None, (*trials, search.best)), key=lambda trial: trial.key)
     if best.candidate is None:
         asked = "no layout" if layout is None else f"no {layout}"
@@ -123,7 +113,7 @@ def choose_layout(
 
 def _confirmed(search: Choosing, trials: list[Trial]) -> list[Trial]:
     """Returns `trials`, of which those that may be searched are simulated as captured, while there is time."""
-    while rough := [trial for trial in _worth_a_search(trials) if not trial.is_captured]:
+    while rough := [trial for trial in _worth_a_search(search, trials) if not trial.is_captured]:
         places = rough[0].places
         assert places is not None
         way = rough[0].way
@@ -140,14 +130,16 @@ def _finalists(search: Choosing, trials: list[Trial]) -> list[Trial]:
     Op placement is searched for a moment, which tells if the others have a chance.
     """
     wholes = [trial for trial in trials if trial.is_whole]
-    chosen = _promising([trial for trial in trials if not trial.is_whole])
+    chosen = _promising(search, [trial for trial in trials if not trial.is_whole])
     best = chosen[0] if chosen else None
     limit_ns = best.step_time_ns if best is not None and best.fits else NEVER
     if wholes:
         wholes = [trial for trial in wholes if trial.problem is None or lower_bound(trial.problem) < limit_ns]
     elif search.layout is None or search.layout.is_whole:
         has_time = best is None or search.clock.has(search.simulation.seconds(search.parts.exact(1).num_ops))
-        wholes = _ops_placed(search, search.clock.part(QUICK_SHARE), limit_ns) if has_time else []
+        wholes = (
+            _ops_placed(search, search.clock.part(search.settings.layouts.quick_share), limit_ns) if has_time else []
+        )
     return [*wholes, *chosen]
 
 
@@ -163,7 +155,7 @@ def _ops_placed(search: Choosing, clock: Clock, limit_ns: int = NEVER) -> list[T
     step = Step.of(problem.graph, Layout())
     trial = Trial(Layout(), (tuple(search.estimator.machine.usable),), OK, bound_ns, 0, step, problem)
     question = in_good_order(search.question(problem, bound_ns=bound_ns), clock)
-    if problem.num_ops > LARGE_OPS:
+    if problem.num_ops > search.settings.large.estimated_ops:
         classical = search.classical = run_classical(question, clock)
         solution = Solution(classical.best, classical.baselines)
     else:
@@ -175,13 +167,13 @@ def _ops_placed(search: Choosing, clock: Clock, limit_ns: int = NEVER) -> list[T
     return [trial]
 
 
-def _worth_a_search(trials: list[Trial]) -> list[Trial]:
+def _worth_a_search(search: Choosing, trials: list[Trial]) -> list[Trial]:
     """Returns the trials that may be finalists, and the best, which may be the answer."""
-    replicas = _promising([trial for trial in trials if not trial.is_whole])
-    return [*_promising(trials), *(trial for trial in replicas if not _is_hopeless(trial, trials))]
+    replicas = _promising(search, [trial for trial in trials if not trial.is_whole])
+    return [*_promising(search, trials), *(trial for trial in replicas if not _is_hopeless(search, trial, trials))]
 
 
-def _promising(trials: list[Trial]) -> list[Trial]:
+def _promising(search: Choosing, trials: list[Trial]) -> list[Trial]:
     """Returns the best trial, and the best with several devices a replica if it is near."""
     best = min(trials, key=lambda trial: trial.key, default=None)
     if best is None or best.candidate is None:
@@ -189,27 +181,44 @@ def _promising(trials: list[Trial]) -> list[Trial]:
     if not best.fits or len(best.devices[0]) > 1:
         return [best]
     others = [trial for trial in trials if len(trial.devices[0]) > 1 and trial.fits]
-    near = [trial for trial in others if trial.step_time_ns < NEAR * best.step_time_ns]
+    near = [
+        trial for trial in others if trial.step_time_ns < search.settings.layouts.gain_of_places * best.step_time_ns
+    ]
     return [best, *sorted(near, key=lambda trial: trial.key)[:1]]
 
 
-def _is_hopeless(trial: Trial, others: list[Trial]) -> bool:
+def _is_hopeless(search: Choosing, trial: Trial, others: list[Trial]) -> bool:
     """Returns whether no search of `trial` is likely to make it faster than the best of `others`."""
     best = min(others, key=lambda each: each.key, default=trial)
-    gain = NEARLY if len(trial.devices[0]) == 1 else FAR if _is_constructed(trial) else NEAR
+    gain = (
+        search.settings.layouts.gain_of_replicas
+        if len(trial.devices[0]) == 1
+        else search.settings.layouts.gain_of_ops
+        if _is_constructed(search, trial)
+        else search.settings.layouts.gain_of_places
+    )
     return best.fits and trial.step_time_ns > gain * best.step_time_ns
 
 
-def _is_constructed(trial: Trial) -> bool:
+def _is_constructed(search: Choosing, trial: Trial) -> bool:
     """Returns whether only classical placers placed the ops of the whole step."""
-    return trial.is_whole and trial.problem is not None and trial.problem.num_ops > LARGE_OPS and not trial.is_searched
+    return (
+        trial.is_whole
+        and trial.problem is not None
+        and trial.problem.num_ops > search.settings.large.estimated_ops
+        and not trial.is_searched
+    )
 
 
-def _share(trial: Trial) -> float:
+def _share(search: Choosing, trial: Trial) -> float:
     """Returns the share of the time left for a finalist: replicas of one device each leave little to be found."""
     if trial.is_whole:
-        return LARGE_SHARE if _is_constructed(trial) else WHOLE_SHARE
-    return REPLICAS_SHARE if len(trial.devices[0]) == 1 else FINAL_SHARE
+        return (
+            search.settings.layouts.large_share
+            if _is_constructed(search, trial)
+            else search.settings.layouts.whole_share
+        )
+    return search.settings.layouts.replicas_share if len(trial.devices[0]) == 1 else search.settings.layouts.final_share
 
 
 def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
@@ -222,7 +231,11 @@ def _searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     if clock.is_up or not (trial.is_whole or clock.has(search.seconds(trial.way))):
         return trial
     if len(trial.devices[0]) > 1 and len(trial.devices) > 1 and not trial.is_searched:
-        share = 0.5 if trial.problem.num_ops <= _SEARCHED_OPS else 1.0
+        share = (
+            search.settings.layouts.replica_share
+            if trial.problem.num_ops <= search.settings.large.searched_ops
+            else 1.0
+        )
         trial = _with_replica_searched(search, trial, clock.before(search.seconds(trial.way)).part(share))
     return _with_whole_searched(search, trial, clock)
 
@@ -235,7 +248,9 @@ def _with_replica_searched(search: Choosing, trial: Trial, clock: Clock) -> Tria
     graph = search.parts.exact(layout.num_parts)
     step = Step.of(graph, Layout((layout.microbatches[0],), recompute=trial.step.layout.recompute))
     problem = search.estimator.alone(step.graph, devices)
-    start = best_dispatch(problem, step, step.placement(trial.places, [range(len(devices))]))
+    start = best_dispatch(
+        problem, step, step.placement(trial.places, [range(len(devices))]), large=search.settings.large
+    )
     found = _placed_from(search, problem, start, clock)
     places = np.empty_like(trial.places)
     places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
@@ -248,7 +263,7 @@ def _with_replica_searched(search: Choosing, trial: Trial, clock: Clock) -> Tria
 def _with_whole_searched(search: Choosing, trial: Trial, clock: Clock) -> Trial:
     assert trial.problem is not None
     assert trial.candidate is not None
-    if clock.is_up or trial.problem.num_ops > _SEARCHED_OPS or is_too_wide(trial.problem):
+    if clock.is_up or trial.problem.num_ops > search.settings.large.searched_ops or is_too_wide(trial.problem):
         return trial
     refine = _placed_from if trial.layout.data == 1 and not trial.is_searched else _refined
     better = trial.with_candidate(refine(search, trial.problem, trial.candidate, clock))
@@ -270,7 +285,13 @@ def _refined(search: Choosing, problem: Problem, start: Candidate, clock: Clock)
     """Returns the best that a local search finds from `start`, and for op placement from starts of its own."""
     question = search.question(problem)
     reduction = question.reduction
-    local = LocalSearch(reduction.problem, clock, seed=search.seed, num_threads=search.num_threads)
+    local = LocalSearch(
+        reduction.problem,
+        clock,
+        seed=search.seed,
+        settings=search.settings.local_search,
+        num_threads=search.num_threads,
+    )
     priority = None if start.priority is None else reduction.restrict(start.priority)
     first = Candidate(reduction.restrict(start.placement), priority=priority, order=start.order)
     local.start([first], num_more=0 if problem.graph.is_collective.any() else None)
@@ -283,7 +304,7 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
     assert best.problem is not None
     clock = search.clock
     simulation = in_program_order(best.candidate.replay)
-    bound_ns = _bound_ns(best.problem, clock)
+    bound_ns = _bound_ns(search, best.problem)
     record = Search(
         seconds=clock.seconds,
         simulations=clock.simulations,
@@ -312,11 +333,11 @@ def _choice(search: Choosing, best: Trial, trials: list[Trial], estimates: list[
     return Choice(plan, best, (*ranked, *others, *refused), layout_bound(search.parts.read, search.cluster))
 
 
-def _bound_ns(problem: Problem, clock: Clock) -> int:
+def _bound_ns(search: Choosing, problem: Problem) -> int:
     """Returns the lower bound of `problem`; of a large one after an interrupt, what the longest path and work say."""
-    if problem.num_ops > LARGE_OPS and clock.stop.is_set():
+    if problem.num_ops > search.settings.large.estimated_ops and search.clock.stop.is_set():
         return quick_bound(problem)
-    bound_ns = skip_on_interrupt(clock.stop, partial(lower_bound, problem))
+    bound_ns = skip_on_interrupt(search.clock.stop, partial(lower_bound, problem))
     return quick_bound(problem) if bound_ns is None else bound_ns
 
 

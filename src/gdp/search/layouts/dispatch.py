@@ -16,16 +16,22 @@ from gdp.budget import Clock, has_time
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.layouts.published_1f1b import simulate_1f1b
+from gdp.search.settings import DEFAULTS, LargeSteps
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import B_LEVEL, ONE_F_ONE_B, PROGRAM, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 
-_LARGE = 60_000  # ops, of which few orders are tried
 _AS_FAST = 1e-3  # of a step: by how much the order of the program may be slower
 
 
-def best_dispatch(problem: Problem, step: Step, placement: Placement, clock: Clock | None = None) -> Candidate:
+def best_dispatch(
+    problem: Problem,
+    step: Step,
+    placement: Placement,
+    clock: Clock | None = None,
+    large: LargeSteps = DEFAULTS.large,
+) -> Candidate:
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
 
     `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it. The first way is always
@@ -34,12 +40,12 @@ def best_dispatch(problem: Problem, step: Step, placement: Placement, clock: Clo
     levels = levels_of(problem, step, placement)
     orders = [order for order in problem.orders if order not in (B_LEVEL, PROGRAM, ZERO_BUBBLE_PROGRAM)]  # see levels
     few_levels = levels
-    if problem.num_ops > _LARGE:
+    if problem.num_ops > large.slow_ops:
         orders, few_levels = orders[:2], levels[:2]
     ways = [(order, level) for order in orders for level in few_levels] + [(B_LEVEL, level) for level in levels]
     found: list[Candidate] = []
     for order, level in ways:
-        if found and problem.num_ops > _LARGE and not has_time(clock, 2 * problem.simulator.fastest_s):
+        if found and problem.num_ops > large.slow_ops and not has_time(clock, 2 * problem.simulator.fastest_s):
             return preferred(found)
         found.append(as_candidate(simulate(problem, placement, priority=problem.priority(order, level)), order))
     if problem.microbatch.max() > 0 and len(np.unique(placement[problem.microbatch >= 0])) > step.layout.data:

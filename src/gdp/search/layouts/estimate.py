@@ -36,6 +36,7 @@ from gdp.search.layouts.dispatch import levels_of
 from gdp.search.layouts.less_memory import with_chosen_blocks
 from gdp.search.layouts.part_figures import PartFigures, with_gradients_cut
 from gdp.search.layouts.traffic import busiest_channel_ns
+from gdp.search.settings import DEFAULTS, LargeSteps, Settings
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.costs import op_time_classes
 from gdp.simulator.problem import Placement, Problem
@@ -43,11 +44,6 @@ from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
-_QUICKER = 1.25  # times the slowest link: links of one host, on which rings may close first
-MOST_OPS = 2_000_000  # of a step: what takes 8 GB and a minute
-_ENOUGH, _ENOUGH_OPS = 2, 120_000  # micro-batches of a place that are simulated; ops of all, after the first
-_QUICK_OPS = 3_000  # in one micro-batch, for dynamic programming in about a second
-_MOST_GUESSES = 4  # at the places of a replica's ops
 _ESTIMATE_US = 15.0  # for an op of a replica, before it was measured
 
 
@@ -68,6 +64,7 @@ class Estimator:
     parts: Parts
     cluster: Cluster
     constraints: Constraints
+    settings: Settings = DEFAULTS
     clock: Clock | None = None  # looked at where blocks are chosen
     pace: Pace = field(default_factory=lambda: Pace(_ESTIMATE_US))  # of replicas
     _figures: dict[tuple[int, str | tuple[str, ...]], PartFigures] = field(default_factory=dict)
@@ -85,7 +82,7 @@ class Estimator:
         times, device_class = op_time_classes(self.parts.exact(1), self.cluster)
         alone = np.where((times < 0).any(axis=0), np.inf, np.maximum(times, 0).sum(axis=0))[device_class]
         kinds = np.unique(np.stack((device_class, self.limits_bytes)), axis=1, return_inverse=True)[1].reshape(-1)
-        return DeviceSpeeds(alone, kinds, _hosts(self.cluster))
+        return DeviceSpeeds(alone, kinds, _hosts(self.cluster, self.settings.layouts.near_link), self.settings.layouts)
 
     @cached_property
     def limits_bytes(self) -> I64:
@@ -101,7 +98,7 @@ class Estimator:
         """Returns whether there is time for an estimate."""
         layout, num_places = arrangement.layout, arrangement.num_places
         num_ops = self.parts.rough(layout.num_parts).num_ops
-        num_guesses = 1 if num_places == 1 else _MOST_GUESSES
+        num_guesses = 1 if num_places == 1 else self.settings.layouts.most_guesses
         num_ops *= num_guesses * self._seen(layout, max(layout.microbatches), num_places)
         return has_time(self.clock, self.pace.seconds(num_ops))
 
@@ -125,15 +122,15 @@ class Estimator:
 
     def check_size(self, arrangement: Arrangement) -> None:
         """Raises InputError where a step on many devices has too many ops, the hops of its rings among them."""
-        layout, parts = arrangement.layout, self.parts
+        layout, parts, most_ops = arrangement.layout, self.parts, self.settings.large.most_ops
         if not self.cluster.is_large:
             return
         num_ops = parts.exact(parts.batch_size if parts.is_fixed else 1).num_ops * layout.num_parts
-        if num_ops <= MOST_OPS:
+        if num_ops <= most_ops:
             num_ops += self.num_exchanging(arrangement, self.figures(Layout()).gradient_bytes)
-        if num_ops > MOST_OPS:
+        if num_ops > most_ops:
             raise InputError(
-                f"--parallel: the step of {layout} has about {num_ops:,} ops, and up to {MOST_OPS:,} can be simulated; "
+                f"--parallel: the step of {layout} has about {num_ops:,} ops, and up to {most_ops:,} can be simulated; "
                 "take fewer replicas, on more devices each, or fewer micro-batches"
             )
 
@@ -156,7 +153,7 @@ class Estimator:
             return [np.zeros(graph.num_ops, np.int64)]
         key = graph.op_names, kinds
         if key not in self._places:
-            self._places[key] = constructed_places(self.alone(graph, arrangement.devices[0]))
+            self._places[key] = constructed_places(self.alone(graph, arrangement.devices[0]), self.settings.large)
         found = self._places[key]
         if arrangement.layout.stages is None:
             return found
@@ -180,6 +177,7 @@ class Estimator:
                 self._ranked_blocks(arrangement),
                 places,
                 lambda way: self._lacking(replace(arrangement, layout=way), places) + reserve_bytes,
+                self.settings.layouts,
                 self.clock,
             )
         return self._resolved[key]
@@ -289,8 +287,8 @@ class Estimator:
 
     def _seen(self, layout: Layout, count: int, num_places: int) -> int:
         """Returns the number of micro-batches of a replica to simulate, of `count`."""
-        enough = max(_ENOUGH_OPS // self.parts.rough(layout.num_parts).num_ops, 1)
-        return min(count, _ENOUGH * num_places, enough)
+        enough = max(self.settings.large.searched_ops // self.parts.rough(layout.num_parts).num_ops, 1)
+        return min(count, self.settings.layouts.seen_microbatches * num_places, enough)
 
     def _step(self, layout: Layout, count: int, share: int = 1) -> Step:
         """Returns a replica's step with `count` micro-batches; cut from captured ones only, but for offload.
@@ -414,7 +412,7 @@ def _best_alone(problem: Problem, step: Step, placement: Placement) -> Simulatio
     return min(found, key=lambda each: (each.missing_bytes.any(), each.step_time_ns))
 
 
-def constructed_places(problem: Problem) -> list[I64]:
+def constructed_places(problem: Problem, large: LargeSteps) -> list[I64]:
     """Returns contiguous stages [N] along several chains; the best by dynamic programming where that is quick."""
     units = Units.of(problem, forward_units(problem))
     devices = np.arange(problem.num_devices)
@@ -423,7 +421,7 @@ def constructed_places(problem: Problem) -> list[I64]:
         *(module_chain(problem, units, whole_layers=whole) for whole in (True, False)),
     ]
     found = [units.place_allowed(stages(problem, units, chain, devices)) for chain in chains]
-    if problem.num_ops <= _QUICK_OPS and (best := CLASSICAL["dp-stages"](problem, 0)) is not None:
+    if problem.num_ops <= large.planned_ops and (best := CLASSICAL["dp-stages"](problem, 0)) is not None:
         found.insert(0, best)
     return list({places.tobytes(): places for places in found}.values())
 
@@ -437,11 +435,11 @@ def is_in_stages(graph: Graph, places: I64, num_stages: int) -> bool:
     return is_used and bool((places[sources] <= places[targets])[is_passed].all())
 
 
-def _hosts(cluster: Cluster) -> I64 | None:
+def _hosts(cluster: Cluster, near_link: float) -> I64 | None:
     """Returns the host [D] of each device, by links that are much quicker than the slowest; None: all are alike."""
     rates = cluster.bytes_per_second + cluster.bytes_per_second.T
     apart = rates[rates > 0]
-    if not len(apart) or apart.max() < _QUICKER * apart.min():
+    if not len(apart) or apart.max() < near_link * apart.min():
         return None
     from scipy.sparse.csgraph import connected_components  # half a second, which devices that are alike never need
 

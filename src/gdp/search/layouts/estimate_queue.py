@@ -69,7 +69,9 @@ class EstimateQueue:
         if can_fit(estimate) or not self._grows:
             return []
         way = estimate.arrangement
-        return with_less_memory(way, self._batch_size, has_cpu=self.estimator.has_spare_cpu(way))
+        return with_less_memory(
+            way, self._batch_size, self.estimator.settings.layouts, has_cpu=self.estimator.has_spare_cpu(way)
+        )
 
 
 def can_fit(estimate: Estimate) -> bool:

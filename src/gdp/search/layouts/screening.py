@@ -19,15 +19,7 @@ from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit, promise
 from gdp.search.layouts.trial import Choosing, Trial
 from gdp.simulator.simulate import NEVER
 
-FIRST_SHARE = 0.1  # of the budget: later, while there is no trial, replicas of one device each are looked at
-SCREEN_SHARE = 0.35  # of the budget: later no further arrangement is simulated
-LATE_SHARE = 0.7  # of the budget: the same where nothing fits yet
-USUAL_SHARE = 0.5  # of the budget: later ZeRO 1 and FSDP are not looked at; DDP is at any time
-MOST_SIMULATED = 16  # arrangements that fit
-FAR = 1.1  # an arrangement is not simulated if it takes at least this many times the best step
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
-_MUST_WIN_OPS = 200_000  # of a step: to simulate it takes seconds, so it is done only if it may be the best
-HOPELESS = 1.5  # what users run is not simulated if it takes at least this many times the best step
 
 
 class Screening:
@@ -35,7 +27,7 @@ class Screening:
 
     def __init__(self, search: Choosing, trials: Sequence[Trial] = ()) -> None:
         """`trials` are known already; shares of the budget are those of what is left of it now."""
-        self.search, self.trials = search, [*trials]
+        self.search, self.trials, self._settings = search, [*trials], search.settings.layouts
         self._clock = search.clock.part()
         self._has_least = search.layout is not None  # what takes the least memory was simulated, or is not asked for
         self._is_tight = False  # it alone is known to fit
@@ -51,11 +43,11 @@ class Screening:
 
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
-        self._queue.add(_ways(self.search), self._clock.until(SCREEN_SHARE))
+        self._queue.add(_ways(self.search), self._clock.until(self._settings.screen_share))
         while self._queue.left and not self._is_over(next_one := self._next()):
             may_fit = can_fit(next_one) and len(next_one.places) > 0 and not self.trials
             is_tight = self._fitting_ns is None and not may_fit
-            if is_tight and not self._has_least and self._clock.share_spent > SCREEN_SHARE:
+            if is_tight and not self._has_least and self._clock.share_spent > self._settings.screen_share:
                 self.trials += self.with_least_memory()
             else:
                 self._advance(next_one)
@@ -78,16 +70,17 @@ class Screening:
     def _next(self) -> Estimate:
         """Returns the arrangement to look at next: the most promising one.
 
-        After SCREEN_SHARE of the budget that is one of those whose estimate fits; after LATE_SHARE, one of those with
-        an estimate. Where there is no time to capture further parts of the batch, arrangements that need them come
-        last.
+        After `screen_share` of the budget one whose estimate fits; after `late_share`, one with an estimate. Where
+        there is no time to capture further parts of the batch, arrangements that need them come last.
         """
         share = self._clock.share_spent
         left = self._readable(self._queue.left) or self._queue.left
-        if not self.trials and share > FIRST_SHARE:  # pipelines take long to estimate, and a plan should be there soon
+        if (
+            not self.trials and share > self._settings.first_share
+        ):  # pipelines take long to estimate, and a plan should be there soon
             left = [each for each in left if each.arrangement.num_places == 1 and can_fit(each)] or left
-        estimated = [each for each in left if len(each.places) and (can_fit(each) or share > LATE_SHARE)]
-        return min(estimated if estimated and share > SCREEN_SHARE else left, key=promise)
+        estimated = [each for each in left if len(each.places) and (can_fit(each) or share > self._settings.late_share)]
+        return min(estimated if estimated and share > self._settings.screen_share else left, key=promise)
 
     def _readable(self, estimates: Sequence[Estimate]) -> list[Estimate]:
         """Returns those of `estimates` whose part of the batch is read, or can be in the time left."""
@@ -98,11 +91,13 @@ class Screening:
         clock, num_trials = self._clock, len(self.trials)
         fitting_ns = self._fitting_ns
         if fitting_ns is None:
-            is_late = clock.stop.is_set() or clock.share_spent > LATE_SHARE
-            return num_trials > 0 and (is_late or (num_trials >= MOST_SIMULATED and not can_fit(next_one)))
-        is_far = not can_fit(next_one) or next_one.step_time_ns > FAR * fitting_ns
-        is_late = clock.share_spent > (LATE_SHARE if self._is_tight else SCREEN_SHARE)
-        return is_far or num_trials >= MOST_SIMULATED or is_late or clock.stop.is_set()
+            is_late = clock.stop.is_set() or clock.share_spent > self._settings.late_share
+            return num_trials > 0 and (
+                is_late or (num_trials >= self._settings.most_simulated and not can_fit(next_one))
+            )
+        is_far = not can_fit(next_one) or next_one.step_time_ns > self._settings.far_estimate * fitting_ns
+        is_late = clock.share_spent > (self._settings.late_share if self._is_tight else self._settings.screen_share)
+        return is_far or num_trials >= self._settings.most_simulated or is_late or clock.stop.is_set()
 
     @property
     def _fitting_ns(self) -> int | None:
@@ -146,8 +141,8 @@ class Screening:
             usual = [each for each in alone if is_usual(each.arrangement.layout)]
             widest = max((each.arrangement.layout.data for each in usual), default=0)
             best = min((each for each in usual if each.arrangement.layout.data == widest), key=promise, default=None)
-            limit_ns = HOPELESS * (self._fitting_ns or NEVER)
-            is_late = clock.stop.is_set() or (clock.share_spent > USUAL_SHARE and zero > 0)
+            limit_ns = self._settings.far_usual * (self._fitting_ns or NEVER)
+            is_late = clock.stop.is_set() or (clock.share_spent > self._settings.usual_share and zero > 0)
             if best is None or not can_fit(best) or best.step_time_ns > limit_ns or is_late or self._loses(best):
                 return
             self._advance(best)
@@ -168,8 +163,8 @@ class Screening:
                 break
             trials.append(trial)
             self._is_tight = trial.fits
-            is_late = self._clock.share_spent > LATE_SHARE or not self.search.has_time(cut)
-            way = None if is_late else more_microbatches(way, self.search.parts.batch_size)
+            is_late = self._clock.share_spent > self._settings.late_share or not self.search.has_time(cut)
+            way = None if is_late else more_microbatches(way, self.search.parts.batch_size, self._settings)
         return trials
 
     def _simulated_together(self, way: Arrangement) -> Trial:
@@ -180,7 +175,7 @@ class Screening:
     def _loses(self, known: Estimate) -> bool:
         """Returns whether a large step of replicas on one device each computes for longer than the best one takes."""
         way = known.arrangement
-        if self.search.num_ops(way) < _MUST_WIN_OPS or self._fitting_ns is None:
+        if self.search.num_ops(way) < self.search.settings.large.winning_ops or self._fitting_ns is None:
             return False
         return self.search.estimator.least(way).step_time_ns >= self._fitting_ns
 

@@ -23,6 +23,7 @@ from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.question import Question
+from gdp.search.settings import DEFAULTS, Settings
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem
@@ -30,7 +31,6 @@ from gdp.stop import skip_on_interrupt
 
 _T = TypeVar("_T")
 OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", "estimated"
-LARGE_OPS = 60_000  # of a step: to cut and simulate it takes a second
 _SIMULATION_US = 15.0  # for an op, before it was measured: to cut the step, and to simulate it in several orders
 _CLOSING_US = 8.0  # the same at the end: bound, fingerprint, replay and plan file
 
@@ -104,6 +104,7 @@ class Choosing:
     tell: Callable[[Trial], None]
     layout: Layout | None = None  # that is asked for; None: any
     checkpoint: str | None = None  # the file of a policy for op placement; None: the one that comes with gdp
+    settings: Settings = DEFAULTS
     refused: dict[Arrangement, str] = field(default_factory=dict)  # and why
     classical: ClassicalRuns | None = None  # of op placement of a large step
     best: Trial | None = None  # of those that may be the answer, simulated so far
@@ -111,12 +112,12 @@ class Choosing:
     estimator: Estimator = field(init=False)
 
     def __post_init__(self) -> None:
-        self.estimator = Estimator(self.parts, self.cluster, self.constraints, self.clock)
+        self.estimator = Estimator(self.parts, self.cluster, self.constraints, self.settings, self.clock)
 
     def question(self, problem: Problem, **others: object) -> Question:
         """Returns the question of how to place the ops of `problem`; `others` are further fields."""
         own = {"seed": self.seed, "checkpoint": self.checkpoint, "num_threads": self.num_threads}
-        return Question.about(problem, **own, **others)
+        return Question.about(problem, **own, settings=self.settings, **others)
 
     def attempt(self, action: Callable[[Arrangement], _T], way: Arrangement) -> _T | None:
         """Returns `action(way)`; None where the model has no such part, cannot be cut so, or an interrupt ends it.
@@ -167,7 +168,7 @@ class Choosing:
             places = self.estimator.estimate(arrangement).places
         cut = self.estimator.resolved(arrangement, places, reserve_bytes=reserve_bytes)
         cpus, num_ops, trials = self.estimator.cpus(arrangement), self.num_ops(arrangement), list[Trial]()
-        for hosts in self.estimator.ring_hosts(arrangement)[: 1 if num_ops > LARGE_OPS else None]:
+        for hosts in self.estimator.ring_hosts(arrangement)[: 1 if num_ops > self.settings.large.slow_ops else None]:
             with self.simulation.measured(num_ops, self.clock):
                 trials.append(self._simulated(replace(arrangement, layout=cut), graph, places, hosts, cpus))
             if trials[-1].status == NOT_ALLOWED:
@@ -208,4 +209,4 @@ class Choosing:
             return Trial(layout, devices, NOT_ALLOWED, 0, 0)
         is_captured = self.parts.is_captured(layout.num_parts)
         trial = Trial(layout, devices, OK, 0, 0, step, problem, places=places, is_captured=is_captured)
-        return trial.with_candidate(best_dispatch(problem, step, placement, self.clock))
+        return trial.with_candidate(best_dispatch(problem, step, placement, self.clock, self.settings.large))

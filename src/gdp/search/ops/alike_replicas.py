@@ -17,7 +17,6 @@ from gdp.cluster.changes import only
 from gdp.graph.excerpts import Excerpt
 from gdp.placers.replicated import ReplicatedChain, replicated_stages
 from gdp.search.candidate import Candidate
-from gdp.search.ops.fewer_microbatches import is_large
 from gdp.search.question import PREPARED, REPLAYED, Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
@@ -94,17 +93,13 @@ def searched_in_one(
         checkpoint=question.checkpoint,
         num_threads=question.num_threads,
         asks_policy=question.asks_policy,
+        settings=question.settings,
     )
     found = place(alone, clock).best
     if found is None or clock.stop.is_set():
         return []
     whole = one.expand(found.placement)
     return [question.try_orders(whole, (problem.order,)), question.judge_with_transfers(whole, problem.order)]
-
-
-CUTS_SHARE, ONE_SHARE = 0.35, 0.5  # of the time left
-NEAREST, FARTHEST = 0.01, 0.5  # of a stage's work: how far a cut moves
-MOST_SHIFTS = 400  # in a row that help nothing
 
 
 def placed_by_replicas(
@@ -115,16 +110,18 @@ def placed_by_replicas(
     Also what shifted cuts give, and what `place` finds for one replica, where it has several devices.
     """
     problem = question.problem
-    orders = (problem.order,) if is_large(problem) else None
+    orders = (problem.order,) if question.is_large else None
     tried = [] if clock.stop.is_set() else stages_of_replicas(question, clock, orders)
     candidates = [*question.known, *(candidate for candidate, _, _ in tried)]
     if not tried or tried[0][1].devices.shape[1] == 1 or not _has_time(question, clock):
         return candidates
-    candidates.append(shift_cuts(question, clock.part(CUTS_SHARE), *min(tried, key=lambda each: each[0])))
+    candidates.append(
+        shift_cuts(question, clock.part(question.settings.ops.cuts_share), *min(tried, key=lambda each: each[0]))
+    )
     question.tell(candidates[-1])
     if not _has_time(question, clock) or (one := OneReplica.of(problem)) is None:
         return candidates
-    part = clock.part(ONE_SHARE).before(REPLAYED * question.simulation_s)
+    part = clock.part(question.settings.ops.one_replica_share).before(REPLAYED * question.simulation_s)
     if not part.is_up:
         for found in searched_in_one(question, part, one, min(candidates), place):
             candidates.append(found)
@@ -159,7 +156,7 @@ def shift_cuts(question: Question, clock: Clock, start: Candidate, chain: Replic
     Ops start in the order of `start`, by the longest remaining path with transfers where that is faster. Step times are
     under the problem's own op times.
     """
-    judge = replace(question, noise=None)
+    judge, settings = replace(question, noise=None), question.settings.ops
 
     def by_level(placement: Placement) -> Candidate:
         return judge.try_orders(placement, (start.order,))
@@ -170,10 +167,10 @@ def shift_cuts(question: Question, clock: Clock, start: Candidate, chain: Replic
     best, way = min(((way(start.placement), way) for way in (by_level, with_transfers)), key=lambda each: each[0])
     num_vain, num_cuts = 0, cuts.shape[1]
     rng = np.random.default_rng(question.seed)
-    while num_vain < MOST_SHIFTS and question.has_time(clock, REPLAYED) and not clock.is_up:
+    while num_vain < settings.most_shifts and question.has_time(clock, REPLAYED) and not clock.is_up:
         shares = np.zeros(num_cuts)
         for cut in rng.integers(num_cuts, size=rng.integers(1, 3)):
-            distance = np.exp(rng.uniform(np.log(NEAREST), np.log(FARTHEST))) / (num_cuts + 1)
+            distance = np.exp(rng.uniform(np.log(settings.nearest_cut), np.log(settings.farthest_cut))) / (num_cuts + 1)
             shares[cut] += distance * rng.choice((-1, 1))
         shifted = chain.shifted(cuts, shares)
         candidate = way(chain.place(shifted))

@@ -23,7 +23,6 @@ from gdp.simulator.memory import find_peaks
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import mean_step_time
 
-_TO_NEIGHBOUR, _SWAP = 0.3, 0.2  # shares of the moves to a neighbour's device and of swaps; the rest go anywhere
 _MOST_ARRIVALS = 2**26
 CURRENT_NS, BEST_NS, CURRENT_EXCESS, BEST_EXCESS, NUM_SIMULATIONS = range(5)  # entries of `State.figures`
 
@@ -44,6 +43,8 @@ class MoveConfig(NamedTuple):
     num_moves: int
     temperature: float  # relative to the step time
     guided: float  # share of the moves that take a group with an op on the critical path
+    to_neighbour: float  # share of the moves to a neighbour's device
+    swapped: float  # and of swaps; the rest go anywhere
 
 
 class State(NamedTuple):
@@ -145,7 +146,7 @@ def anneal(arrays, objective, dispatch, workspace, grouping, state, rng, config)
     offsets, members, group_of_op, allowed, neighbour_offsets, neighbours = grouping
     placement, best, figures, path, _, _ = state
     schedule, memory = workspace[1], workspace[2]
-    num_moves, temperature, guided = config
+    num_moves, temperature, guided, to_neighbour, swapped = config
     num_groups = len(offsets) - 1
     num_devices = allowed.shape[1]
     length = 0
@@ -160,11 +161,11 @@ def anneal(arrays, objective, dispatch, workspace, grouping, state, rng, config)
         old = placement[members[offsets[group]]]
         other = -1
         draw = rng.random()
-        if draw < _TO_NEIGHBOUR and neighbour_offsets[group] < neighbour_offsets[group + 1]:
+        if draw < to_neighbour and neighbour_offsets[group] < neighbour_offsets[group + 1]:
             first, end = neighbour_offsets[group], neighbour_offsets[group + 1]
             neighbour = neighbours[first + _draw_below(rng, end - first)]
             new = placement[members[offsets[neighbour]]]
-        elif draw < 1.0 - _SWAP:
+        elif draw < 1.0 - swapped:
             new = np.uint16(_draw_below(rng, num_devices))
         else:
             other = _draw_below(rng, num_groups)

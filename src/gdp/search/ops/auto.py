@@ -19,7 +19,7 @@ from gdp.search.candidate import Candidate
 from gdp.search.ops.alike_replicas import placed_by_replicas
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.fewer_devices import search_without
-from gdp.search.ops.fewer_microbatches import Few, best_of_few, is_large
+from gdp.search.ops.fewer_microbatches import Few, best_of_few
 from gdp.search.ops.local_search import LocalSearch, diverse_starts
 from gdp.search.ops.over_64_devices import search_on_many
 from gdp.search.ops.zero_shot import draw_near
@@ -37,17 +37,6 @@ ON_MANY = ("single", "contiguous", "expert")  # those that place on more than 64
 QUICK = (*QUICKEST, "m-topo", "heft", "contiguous")  # and without a policy these too
 BY_WORTH = ("expert", "contiguous", "dp-stages", "m-topo", "single", "heft")  # the same where time is short
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
-QUICK_SHARE, HURRIED_SHARE = 0.4, 0.7  # of the time left: then these end with the best that they have
-CLASSICAL_SHARE = 0.15  # of the time: later no slow placer begins
-NUM_PARTITIONS, PARTITIONS_SHARE = 64, 0.1  # for a policy to refine, and of the time left at most
-STREAMING_SHARE = 0.2  # of the budget at most
-ROBUST_SHARE = 0.15  # of the search: the last part, under perturbed op times
-FEW_MICROBATCHES_SHARE, FEWER_DEVICES_SHARE = 0.4, 0.2  # of the search at most
-SEARCHED_ALONE = 3000  # simulations that there must be time for, or `auto` asks the policy before the search
-UNHURRIED = 1000  # simulations of a large problem that there must be time for, or classical placers come first
-SEARCHED = 200  # the same, or there is no search
-SMALL_UNITS, SMALL_NODES = 12, 200_000  # problems that are not reduced and go to the exact placer; its effort there
-NODES_PER_SIMULATION = 100  # of it while nothing fits: most are partial placements, which take far less time
 
 
 def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = None) -> Solution:
@@ -58,7 +47,7 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     """
     if question.problem.cluster.is_large:
         return _placed_on_many(question, clock, classical)
-    is_small = bool(question.problem.graph.group_index.max() < SMALL_UNITS)
+    is_small = bool(question.problem.graph.group_index.max() < question.settings.ops.small_units)
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
     replicated = placed_by_replicas(question, clock, auto)
@@ -66,7 +55,7 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     classical = classical or run_classical(question, clock, before_policy=asks_policy)
     if not (classical.candidates or replicated):
         return Solution(None, classical.baselines)
-    streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
+    streaming = streamed(question, clock.part(question.settings.ops.streaming_share), classical.best)
     answers = replayed_starts(question)
     exact_answer = placed_exactly(question, clock, classical.best) if is_small else []
     constructed = [*classical.candidates, *replicated, *exact_answer, *streaming]
@@ -104,12 +93,12 @@ def policy_helps(question: Question, clock: Clock) -> bool:
 
 def is_short(question: Question, clock: Clock) -> bool:
     """Returns whether the time is so short that a policy's answer is worth more than further starts of the search."""
-    return not question.has_time(clock, SEARCHED_ALONE)
+    return not question.has_time(clock, question.settings.ops.searched_alone)
 
 
 def hurries(question: Question, clock: Clock) -> bool:
     """Returns whether classical placers come first and have most of the time: on large problems with little time."""
-    return is_large(question.problem) and not question.has_time(clock, UNHURRIED)
+    return question.is_large and not question.has_time(clock, question.settings.ops.unhurried)
 
 
 def asked_policy(question: Question, clock: Clock, candidates: Sequence[Candidate]) -> tuple[Candidate, bool]:
@@ -117,7 +106,14 @@ def asked_policy(question: Question, clock: Clock, candidates: Sequence[Candidat
     problem = question.reduction.problem
     known = [question.reduction.restrict(candidate.placement) for candidate in candidates]
     followers = forward_units(problem)
-    partitions = diverse_starts(problem, followers, NUM_PARTITIONS, question.seed, clock.part(PARTITIONS_SHARE))
+    partitions = diverse_starts(
+        problem,
+        followers,
+        question.settings.ops.num_partitions,
+        question.seed,
+        clock.part(question.settings.ops.partitions_share),
+        question.settings.local_search,
+    )
     return draw_near(question, clock, [*known, *interleaved_stages(problem), *call_grids(problem), *partitions])
 
 
@@ -127,22 +123,28 @@ def run_classical(question: Question, clock: Clock, *, before_policy: bool = Fal
     Before a policy, and without micro-batches, few of the quick ones count as such once a plan fits.
     """
     problem, is_hurried = question.problem, hurries(question, clock)
-    classical = ClassicalRuns(question, Few.of_large(problem), is_hurried)
+    classical = ClassicalRuns(question, Few.of_large(question), is_hurried)
     if problem.cluster.is_large:  # others keep tables of ops times devices
-        classical.run(ON_MANY, clock.part(QUICK_SHARE))
+        classical.run(ON_MANY, clock.part(question.settings.ops.quick_share))
         return classical
     quick = _with_stages(problem, QUICK)
     if is_hurried:
         clock = clock.before(REPLAYED * question.simulation_s)
-        clock = clock.part(HURRIED_SHARE) if question.has_time(clock, SEARCHED) else clock
+        clock = (
+            clock.part(question.settings.ops.hurried_share)
+            if question.has_time(clock, question.settings.ops.searched)
+            else clock
+        )
         classical.run(BY_WORTH, clock)
     else:
         if before_policy and problem.microbatch.max() < 1:
             classical.run(QUICKEST, clock)
             if classical.best is not None and classical.best.fits:
                 quick = ("contiguous",)
-        classical.run([name for name in quick if name not in classical.baselines], clock.part(QUICK_SHARE))
-        clock = clock.until(CLASSICAL_SHARE)
+        classical.run(
+            [name for name in quick if name not in classical.baselines], clock.part(question.settings.ops.quick_share)
+        )
+        clock = clock.until(question.settings.ops.slow_share)
     slow = [name for name in (*QUICK, *SLOW) if name not in classical.baselines]
     classical.run(slow, clock, all_of_them=False)
     return classical
@@ -152,11 +154,11 @@ def local_search(question: Question, clock: Clock) -> Solution:
     """Returns what the local search finds from two classical answers and the starts given."""
     if question.problem.cluster.is_large:
         return _placed_on_many(question, clock, None)
-    classical = ClassicalRuns(question, Few.of_large(question.problem), hurries(question, clock))
-    classical.run(_with_stages(question.problem, FEWEST), clock.part(HURRIED_SHARE))
+    classical = ClassicalRuns(question, Few.of_large(question), hurries(question, clock))
+    classical.run(_with_stages(question.problem, FEWEST), clock.part(question.settings.ops.hurried_share))
     if not classical.candidates:
         return Solution(None)
-    streaming = streamed(question, clock.part(STREAMING_SHARE), classical.best)
+    streaming = streamed(question, clock.part(question.settings.ops.streaming_share), classical.best)
     constructed, answers = [*classical.candidates, *streaming], replayed_starts(question)
     return Solution(best_of([*constructed, *answers], search_from(question, clock, constructed)))
 
@@ -168,7 +170,11 @@ def streamed(question: Question, clock: Clock, rival: Candidate | None) -> list[
     """
     fastest: Simulation | None = None
     rival_ns = rival.step_time_ns if rival is not None and rival.fits else NEVER
-    for simulation in stream_weights(question.problem, rival_ns) if question.problem.microbatch.max() < 1 else ():
+    for simulation in (
+        stream_weights(question.problem, rival_ns, question.settings.streaming)
+        if question.problem.microbatch.max() < 1
+        else ()
+    ):
         clock.spend(1)
         if simulation.feasible and (fastest is None or simulation.step_time_ns < fastest.step_time_ns):
             fastest = simulation
@@ -192,12 +198,12 @@ def replayed_starts(question: Question) -> list[Candidate]:
 def placed_exactly(question: Question, clock: Clock, best: Candidate | None) -> list[Candidate]:
     """Returns the exact placer's answer, if it has one; half of a budget in simulations may go into it."""
     problem, left = question.problem, clock.simulations_left
-    num_nodes = SMALL_NODES if left is None else left // 2
+    num_nodes = question.settings.ops.small_nodes if left is None else left // 2
     if best is None or not best.fits:  # nothing fits yet, which matters more than thrift
-        num_nodes *= NODES_PER_SIMULATION
+        num_nodes *= question.settings.ops.nodes_per_simulation
     answer = exact(
         problem,
-        max_nodes=min(SMALL_NODES, num_nodes),
+        max_nodes=min(question.settings.ops.small_nodes, num_nodes),
         time_limit_s=clock.seconds_left,
         start=None if best is None else best.placement,
         stop=clock.stop,
@@ -215,7 +221,7 @@ def search_from(
     makes up to `num_more` further starts itself. None where there is no time to prepare it.
     """
     problem, noise = question.reduction.problem, question.noise
-    if is_large(question.problem) and not question.has_time(clock, SEARCHED):
+    if question.is_large and not question.has_time(clock, question.settings.ops.searched):
         return None
     if clock.seconds_left is not None:
         clock = clock.before(REPLAYED * question.simulation_s)
@@ -224,19 +230,22 @@ def search_from(
     further = [*interleaved_stages(problem), *call_grids(problem)] if question.has_time(clock, PREPARED) else []
     starts = [Candidate(placement) for placement in [*placements, *further]]
     given = [_reduced(question, start) for start in question.starts]
-    if (few := Few.of(problem)) is None:
+    if (few := Few.of(problem, question.settings.ops.few_microbatches)) is None:
         search.start([*starts, *given], num_more=num_more)
     else:
-        search.start([*best_of_few(few, search, starts, FEW_MICROBATCHES_SHARE), *starts, *given], num_more=0)
-    last = 1.0 if noise is None else 1.0 - ROBUST_SHARE
-    search.run(last - FEWER_DEVICES_SHARE)
-    search_without(search, FEWER_DEVICES_SHARE / 2, last)
+        search.start(
+            [*best_of_few(few, search, starts, question.settings.ops.few_microbatches_share), *starts, *given],
+            num_more=0,
+        )
+    last = 1.0 if noise is None else 1.0 - question.settings.noise.last_share
+    search.run(last - question.settings.ops.fewer_devices_share)
+    search_without(search, question.settings.ops.fewer_devices_share / 2, last)
     until = 1.0
     if noise is not None:
         search.run(last)
         if not clock.is_up:
             if search.is_over:  # the bound is reached: only what noise does is left to look at
-                until = search.clock.share_spent + ROBUST_SHARE
+                until = search.clock.share_spent + question.settings.noise.last_share
             search.score_under(noise.reduced_ns)
     search.run(until)
     return question.replay(search.best)

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from gdp.budget import Clock
 from gdp.placers import CLASSICAL, NoTimeError
 from gdp.search.candidate import Candidate
-from gdp.search.ops.fewer_microbatches import Few, is_large
+from gdp.search.ops.fewer_microbatches import Few
 from gdp.search.question import Question
 from gdp.simulator.orders import B_LEVEL
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Placement, Problem
 
 QUICKLY_S = 0.5  # that placers may take even after the time, all together
-_LEAST = 6  # simulations that take as long as a placer at least
 _STAGES = ("contiguous", "dp-stages")
 
 
@@ -41,11 +40,15 @@ class ClassicalRuns:
         """
         least = clock.at_least(QUICKLY_S)
         for name in names:
-            if clock.stop.is_set() and (self.candidates or is_large(self.question.problem)):
+            if clock.stop.is_set() and (self.candidates or self.question.is_large):
                 return
             is_late = clock.seconds_left == 0.0
             fits = self.best is not None and self.best.fits
-            is_long = all_of_them and fits and not self.question.has_time(least, _LEAST)
+            is_long = (
+                all_of_them
+                and fits
+                and not self.question.has_time(least, self.question.settings.ops.fewest_placer_simulations)
+            )
             if is_long or (is_late and not all_of_them):
                 self.baselines[name] = Baseline("skipped", None, 0.0)
                 continue

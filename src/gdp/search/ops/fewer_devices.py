@@ -29,7 +29,7 @@ def search_without(search: LocalSearch, share: float, until: float) -> None:
             problem,
             clock.until(min(clock.share_spent + share, until)),
             seed=search.seed,
-            config=search.config,
+            settings=search.settings,
             bound_ns=search.bound_ns,
             num_threads=search.num_threads,
         )

@@ -12,10 +12,8 @@ from gdp.arrays import rows_of
 from gdp.graph.excerpts import Excerpt
 from gdp.search.candidate import Candidate
 from gdp.search.ops.local_search import LocalSearch
+from gdp.search.question import Question
 from gdp.simulator.problem import Placement, Problem
-
-FEW = 4  # micro-batches
-_LARGE = 60_000  # ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +24,11 @@ class Few:
     excerpt: Excerpt
 
     @classmethod
-    def of(cls, problem: Problem) -> "Few | None":
-        """Returns the first few micro-batches; None unless there are at least twice as many."""
-        if problem.microbatch.max() + 1 < 2 * FEW:
+    def of(cls, problem: Problem, count: int) -> "Few | None":
+        """Returns the first `count` micro-batches; None unless there are at least twice as many."""
+        if problem.microbatch.max() + 1 < 2 * count:
             return None
-        excerpt = Excerpt.of_microbatches(problem.graph, problem.microbatch, FEW)
+        excerpt = Excerpt.of_microbatches(problem.graph, problem.microbatch, count)
         ops = excerpt.ops
         few = replace(
             problem,
@@ -42,9 +40,9 @@ class Few:
         return cls(few, excerpt)
 
     @classmethod
-    def of_large(cls, problem: Problem) -> "Few | None":
+    def of_large(cls, question: Question) -> "Few | None":
         """Returns the first few micro-batches of a large problem, else None."""
-        return cls.of(problem) if is_large(problem) else None
+        return cls.of(question.problem, question.settings.ops.few_microbatches) if question.is_large else None
 
     def restrict(self, placement: Placement) -> Placement:
         """Returns a placement of all micro-batches as one of the few."""
@@ -53,11 +51,6 @@ class Few:
     def expand(self, placement: Placement) -> Placement:
         """Returns a placement of the few micro-batches as one of all."""
         return placement[self.excerpt.twin]
-
-
-def is_large(problem: Problem) -> bool:
-    """Returns whether classical placers and a search take many seconds."""
-    return problem.num_ops > _LARGE
 
 
 def best_of_few(few: Few, search: LocalSearch, starts: Sequence[Candidate], share: float) -> list[Candidate]:
@@ -69,7 +62,7 @@ def best_of_few(few: Few, search: LocalSearch, starts: Sequence[Candidate], shar
         few.problem,
         search.clock.until(share),
         seed=search.seed,
-        config=search.config,
+        settings=search.settings,
         num_threads=search.num_threads,
     )
     part.start([Candidate(few.restrict(start.placement)) for start in starts])

@@ -57,7 +57,7 @@ def fine_tune(
 def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTuneConfig) -> Solution:
     problem, num_threads = question.reduction.problem, question.num_threads
     first = clock.part(config.zero_shot_share)
-    at_once = config.zero_shot or ZeroShotConfig.sized(problem, first)
+    at_once = config.zero_shot or ZeroShotConfig.sized(problem, first, question.settings.policy)
     rng = np.random.default_rng(np.random.SeedSequence([question.seed, 0xF17E]))
     evaluator = Evaluator(question, first)
     styles = draw_at_once(evaluator, policy, rng, at_once)

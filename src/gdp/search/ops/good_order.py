@@ -10,7 +10,6 @@ from gdp.placers.base import devices_by_speed
 from gdp.placers.call_grids import call_grids
 from gdp.placers.contiguous import folded_chain, stages
 from gdp.placers.replicated import replicated_stages
-from gdp.search.ops.fewer_microbatches import is_large
 from gdp.search.ops.local_search import diverse_starts
 from gdp.search.question import Question
 from gdp.simulator.orders import B_LEVEL, BY_CALL
@@ -18,11 +17,6 @@ from gdp.simulator.problem import Placement
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
-
-ORDER_SHARE = 0.4  # of the time: later no further order is tried
-NUM_PARTITIONS = 4  # that calls are tried on
-LEAST = 400  # simulations that there must be time for, or calls are not tried
-WORTH = 0.9  # of the b-level's step times, on average: what those by call must take, or the b-level stays
 
 
 def in_good_order(question: Question, clock: Clock) -> Question:
@@ -34,7 +28,11 @@ def in_good_order(question: Question, clock: Clock) -> Question:
     """
     if clock.stop.is_set():
         return question
-    judge, part, problem = replace(question, noise=None), clock.until(ORDER_SHARE), question.problem
+    judge, part, problem = (
+        replace(question, noise=None),
+        clock.until(question.settings.ops.order_share),
+        question.problem,
+    )
     of_replicas = next(replicated_stages(problem), None)
     if of_replicas is not None and (best := judge.try_orders(of_replicas[0].place(of_replicas[1]), clock=part)).fits:
         ordered = question.in_order(best.order)
@@ -49,30 +47,38 @@ def in_good_order(question: Question, clock: Clock) -> Question:
 
 def _is_better_by_call(question: Question, clock: Clock) -> bool:
     problem, left = question.problem, clock.simulations_left
-    is_short = left < LEAST if left is not None else not question.has_time(clock, LEAST)
-    if problem.num_devices < 2 or is_large(problem) or is_short:
+    is_short = (
+        left < question.settings.ops.order_simulations
+        if left is not None
+        else not question.has_time(clock, question.settings.ops.order_simulations)
+    )
+    if problem.num_devices < 2 or question.is_large or is_short:
         return False
     if any(each.simulator.order_traits.call is None for each in (problem, question.reduction.problem)):
         return False
-    judge, part = replace(question, noise=None), clock.until(ORDER_SHARE)
+    judge, part = replace(question, noise=None), clock.until(question.settings.ops.order_share)
     tried = [
         [judge.try_orders(placement, (order,), part).step_time_ns + 1 for order in (B_LEVEL, BY_CALL)]
         for placement in _tried(question, part)
     ]
     clock.spend(2 * len(tried))
     by_level, by_call = np.array(tried, np.float64).T
-    return bool(np.log(by_call / by_level).mean() < np.log(WORTH) and by_call.min() <= by_level.min())
+    return bool(
+        np.log(by_call / by_level).mean() < np.log(question.settings.ops.order_gain) and by_call.min() <= by_level.min()
+    )
 
 
 def _tried(question: Question, clock: Clock) -> Iterator[Placement]:
     """Yields placements [N] that orders are compared on: contiguous stages first."""
-    problem = question.problem
+    problem, settings = question.problem, question.settings
     followers = forward_units(problem)
     units = Units.of(problem, followers)
     by_module = folded_chain(problem, units)
     yield units.place_allowed(stages(problem, units, by_module, np.sort(devices_by_speed(problem))))
     yield from call_grids(problem)
-    yield from diverse_starts(problem, followers, NUM_PARTITIONS, question.seed, clock)
+    yield from diverse_starts(
+        problem, followers, settings.ops.order_partitions, question.seed, clock, settings.local_search
+    )
 
 
 def in_program_order(simulation: Simulation) -> Simulation:

@@ -17,8 +17,9 @@ from gdp.budget import Clock
 from gdp.placers.base import device_subsets
 from gdp.placers.metis import Partitioner, partition_s
 from gdp.search.candidate import Candidate
-from gdp.search.ops.v_cycle import Island, Neighbourhood, SearchConfig, levels_of
+from gdp.search.ops.v_cycle import Island, Neighbourhood, levels_of
 from gdp.search.question import OnProgress, Question
+from gdp.search.settings import DEFAULTS, LocalSearchSettings
 from gdp.simulator.orders import B_LEVEL, BY_CALL
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import default_threads
@@ -34,7 +35,7 @@ class LocalSearch:
         clock: Clock,
         *,
         seed: int = 0,
-        config: SearchConfig | None = None,
+        settings: LocalSearchSettings | None = None,
         bound_ns: int = 0,
         num_threads: int | None = None,
         on_progress: OnProgress | None = None,
@@ -45,15 +46,15 @@ class LocalSearch:
         """
         self.problem, self.clock, self.seed, self.bound_ns = problem, clock.part(), seed, bound_ns
         self._began_s, self.prepared_s = clock.seconds, 0.0  # seconds of the clock, and those until it was started
-        self.config, self.on_progress = config or SearchConfig(), on_progress
+        self.settings, self.on_progress = settings or DEFAULTS.local_search, on_progress
         self.num_threads = num_threads or default_threads()
-        num_islands = self.config.num_islands or (self.num_threads if clock.simulations_left is None else 4)
+        num_islands = self.settings.num_islands or (self.num_threads if clock.simulations_left is None else 4)
         self._followers = forward_units(problem)
         neighbourhood = Neighbourhood.of(problem, self._followers)
         self.num_units = neighbourhood.units.num_units
         control, *seeds = np.random.SeedSequence(seed).spawn(num_islands + 1)
         self._rng = np.random.default_rng(control)
-        self._islands = [Island(problem, neighbourhood, self.config, child) for child in seeds]
+        self._islands = [Island(problem, neighbourhood, self.settings, child) for child in seeds]
         self._queue: list[Candidate] = []  # starts that wait for their cycle
         self._elites: list[Candidate] = []
         self._num_moves = 1  # of a cycle
@@ -66,6 +67,7 @@ class LocalSearch:
             question.reduction.problem,
             clock,
             seed=question.seed,
+            settings=question.settings.local_search,
             bound_ns=question.bound_ns,
             num_threads=question.num_threads,
             on_progress=question.tell,
@@ -93,7 +95,7 @@ class LocalSearch:
         Their figures are measured, those of the first one always. The search makes up to `num_more` further starts
         itself.
         """
-        config, limit, clock = self.config, self.clock.simulations_left, self.clock
+        settings, limit, clock = self.settings, self.clock.simulations_left, self.clock
         began, slowest_s = clock.seconds, 0.0
         for start in starts:
             if self._queue and not clock.has(slowest_s):
@@ -105,9 +107,11 @@ class LocalSearch:
         if self.is_over:
             return
         self._tell()
-        wanted_more = config.num_starts if num_more is None else num_more
+        wanted_more = settings.num_starts if num_more is None else num_more
         num_more = wanted_more if limit is None else min(wanted_more, limit // 20)
-        more = diverse_starts(self.problem, self._followers, num_more, self.seed, clock.part(config.start_share))
+        more = diverse_starts(
+            self.problem, self._followers, num_more, self.seed, clock.part(settings.start_share), settings
+        )
         began = clock.seconds
         self._queue += [self._in_best_order(Candidate(start)) for start in more if clock.has(slowest_s)]
         num_islands = len(self._islands)
@@ -116,22 +120,22 @@ class LocalSearch:
             affordable = int((clock.seconds_left or 0.0) / max(seconds_per_move, 1e-6))
         else:
             affordable = limit // num_islands
-        wanted = int(sum(levels_of(config, self.num_units)) * config.moves_per_group)
-        self._num_moves = max(min(wanted, affordable // config.num_cycles), 1)
+        wanted = int(sum(levels_of(settings, self.num_units)) * settings.moves_per_group)
+        self._num_moves = max(min(wanted, affordable // settings.num_cycles), 1)
         num_cycles = num_islands * affordable // self._num_moves
-        self._queue = _best_distinct(self._queue, max(min(config.num_tried, num_cycles // 2), 1))
+        self._queue = _best_distinct(self._queue, max(min(settings.num_tried, num_cycles // 2), 1))
         self.prepared_s = clock.seconds - self._began_s
 
     def adopt(self, candidate: Candidate) -> None:
         """Takes in what was found elsewhere."""
-        self._elites = _best_distinct([*self._elites, self._measure(candidate)], self.config.num_elites)
+        self._elites = _best_distinct([*self._elites, self._measure(candidate)], self.settings.num_elites)
 
     def score_under(self, op_times_ns: I64) -> None:
         """Makes a candidate's step time the mean over these tables [K, N, D] from now on."""
         elites = self.elites
         for island in self._islands:
             island.score_under(op_times_ns)
-        self._elites = _best_distinct([self._measure(elite) for elite in elites], self.config.num_elites)
+        self._elites = _best_distinct([self._measure(elite) for elite in elites], self.settings.num_elites)
         self._queue = []
 
     def run(self, until: float = 1.0) -> None:
@@ -160,7 +164,7 @@ class LocalSearch:
                     ended = [cycle.result() for cycle in cycles]
                 begun = {id(begin) for begin in begins}
                 kept = [candidate for candidate in self._elites if id(candidate) not in begun]
-                self._elites = _best_distinct([*kept, *ended], self.config.num_elites)
+                self._elites = _best_distinct([*kept, *ended], self.settings.num_elites)
                 self._count()
                 self._tell()
 
@@ -197,11 +201,9 @@ def _best_distinct(candidates: Sequence[Candidate], count: int) -> list[Candidat
     return sorted(by_figures.values())[:count]
 
 
-_MAX_CONSUMERS = (None, 8, 3)
-_IMBALANCES = (30, 100, 300, 1000)
-
-
-def diverse_starts(problem: Problem, followers: I64, num_starts: int, seed: int, clock: Clock) -> list[Placement]:
+def diverse_starts(
+    problem: Problem, followers: I64, num_starts: int, seed: int, clock: Clock, settings: LocalSearchSettings
+) -> list[Placement]:
     """Returns up to `num_starts` METIS partitions [N] of different views of the graph, fewer when time is up.
 
     A view has units alone or backward ops with their forward ops; all tensors, or none with many consumers (weights
@@ -217,10 +219,10 @@ def diverse_starts(problem: Problem, followers: I64, num_starts: int, seed: int,
         partitioner = Partitioner(
             problem,
             followers if rng.random() < 0.5 else None,
-            _MAX_CONSUMERS[rng.integers(len(_MAX_CONSUMERS))],
+            settings.max_consumers[rng.integers(len(settings.max_consumers))],
             rng if rng.random() < 0.5 else None,
         )
         devices = subsets[0] if rng.random() < 0.7 else subsets[rng.integers(len(subsets))]
-        imbalance = _IMBALANCES[rng.integers(len(_IMBALANCES))]
+        imbalance = settings.imbalances[rng.integers(len(settings.imbalances))]
         starts.append(partitioner.partition(devices, imbalance, bool(rng.random() < 0.5), int(rng.integers(2**31))))
     return starts

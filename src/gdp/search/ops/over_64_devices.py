@@ -25,9 +25,6 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from gdp.units.reduction import reduce
 
-NEAR_SHARE = 0.6  # of the time left: `auto` on 64 devices, where a search on all follows
-NUM_STARTS = 4  # of the search on all devices
-
 
 def search_on_many(
     question: Question,
@@ -46,12 +43,12 @@ def search_on_many(
     problem, reduction = question.reduction.problem, question.reduction
     near = near_devices(question.problem)
     if not has_replicas and not clock.is_up and question.problem.allowed[:, near].any(axis=1).all():
-        share = 1.0 if is_too_wide(problem) else NEAR_SHARE
+        share = 1.0 if is_too_wide(problem) else question.settings.ops.near_devices_share
         found += _placed_near(question, clock.part(share), near, place_few)
     if clock.is_up or is_too_wide(problem):
         return found
     search = LocalSearch.of(question, clock)
-    starts = sorted([*constructed, *found])[:NUM_STARTS]
+    starts = sorted([*constructed, *found])[: question.settings.ops.num_starts_on_many]
     search.start([Candidate(reduction.restrict(start.placement)) for start in starts], num_more=0)
     search.run()
     return [*found, question.replay(search.best)]

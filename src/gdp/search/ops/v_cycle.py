@@ -17,6 +17,7 @@ from gdp.budget import Clock
 from gdp.placers.memory_repair import excess_bytes
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.ops import annealing
+from gdp.search.settings import LocalSearchSettings
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
@@ -24,38 +25,7 @@ from gdp.simulator.simulate import NEVER, run_batch
 from gdp.units.grouping import group_units, move_arrays
 from gdp.units.units import Pairs, Units
 
-_CHUNK, _CHUNK_OPS = 32, 2_000_000  # moves between two looks at the clock, and ops in all of them: half a second
 _RETUNED_S = 0.1  # that further priorities may take after the time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchConfig:
-    """Tunables of the local search. They were chosen on seven of the workloads (benchmarks/results/search.md)."""
-
-    levels: tuple[int, ...] = (30, 100, 300)  # number of groups at each level of a cycle
-    moves_per_group: float = 24.0  # annealing moves at each level, for each group, where there is time for them
-    num_cycles: int = 6  # cycles that an island should at least have time for: shorter ones on large graphs
-    hot: float = 0.015  # relative temperature at the start of a level
-    cold: float = 0.0003  # and at its end
-    weighted: float = 0.7  # share of the levels on which large transfers join first; noise alone decides on the others
-    following: float = 0.5  # share of the levels on which backward ops first join their forward ops
-    mating: float = 0.5  # share of the cycles whose groups respect another good placement too
-    guided: float = 0.7  # share of the moves that take a group with an op on the critical path
-    score_spread: float = 0.5  # standard deviation of the noise on the logarithm of a pair's score
-    slack: float = 8.0  # how much heavier than average a group may be
-    num_starts: int = 64  # partitions made as further starts
-    start_share: float = 0.1  # of the time at most for them
-    num_tried: int = 8  # best starts, given and made, that get a cycle each, in at most half of the cycles
-    num_elites: int = 6  # candidates that further cycles start from
-    num_islands: int | None = None  # None: one per thread, or 4 with a budget in simulations
-
-    def __post_init__(self) -> None:
-        shares = (self.guided, self.mating, self.following, self.weighted, self.start_share)
-        counts = (*self.levels, self.num_cycles, self.num_tried, self.num_elites)
-        if not self.levels or min(counts) < 1 or self.hot < self.cold or self.cold <= 0:
-            raise ValueError(f"{self}: counts of at least 1 and temperatures hot >= cold > 0 are expected")
-        if min(shares) < 0 or max(shares) > 1:
-            raise ValueError(f"{self}: shares from 0 to 1 are expected")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +60,10 @@ class Island:
         self,
         problem: Problem,
         neighbourhood: Neighbourhood,
-        config: SearchConfig,
+        settings: LocalSearchSettings,
         seed: np.random.SeedSequence,
     ) -> None:
-        self.problem, self.config = problem, config
+        self.problem, self.settings = problem, settings
         self.nominal_ns = problem.simulator.time_table_ns[None]
         self.score_under(self.nominal_ns)
         self.neighbourhood, self.units, self.pairs = neighbourhood, neighbourhood.units, neighbourhood.pairs
@@ -129,9 +99,9 @@ class Island:
     def cycle(self, start: Candidate, mates: Sequence[Placement], num_moves: int, clock: Clock) -> Candidate:
         """Returns the best of one V-cycle of at most `num_moves` moves from `start`, perhaps with one of `mates`."""
         best, mate = start, None
-        if mates and self.rng.random() < self.config.mating:
+        if mates and self.rng.random() < self.settings.mating:
             mate = mates[int(self.rng.integers(len(mates)))]
-        levels, left = levels_of(self.config, self.units.num_units), num_moves
+        levels, left = levels_of(self.settings, self.units.num_units), num_moves
         for level in levels:
             share = min(max(num_moves * level // sum(levels), 1), left)
             best = self._anneal(best, level, mate, share, clock)
@@ -142,17 +112,17 @@ class Island:
         self, start: Candidate, num_groups: int, mate: Placement | None, num_moves: int, clock: Clock
     ) -> Candidate:
         """Returns the best candidate met while about `num_groups` groups of `start` change devices."""
-        config, workspace = self.config, self.workspace
+        settings, workspace = self.settings, self.workspace
         if clock.is_up:
             return start
-        noise = np.exp(self.rng.normal(0.0, config.score_spread, len(self.pairs.first)))
+        noise = np.exp(self.rng.normal(0.0, settings.score_spread, len(self.pairs.first)))
         score: npt.NDArray[np.float64] = noise
-        if self.rng.random() < self.config.weighted:
+        if self.rng.random() < self.settings.weighted:
             score = noise * self.pairs.transfer_ns
-        if self.rng.random() < config.following:
+        if self.rng.random() < settings.following:
             score = np.where(self.neighbourhood.follows, np.inf, score)
         parents = [start.placement] if mate is None else [start.placement, mate]
-        groups = group_units(self.units, self.pairs, parents, num_groups, score, config.slack)
+        groups = group_units(self.units, self.pairs, parents, num_groups, score, settings.slack)
         grouping = move_arrays(groups, self.units, self.pairs)
         dispatch = self.problem.simulator.dispatch(self.problem.order, start.priority)
         limits_bytes = self.problem.memory_limit_bytes
@@ -162,12 +132,14 @@ class Island:
         state, figures = self.state, start.figures
         state.placement[:] = state.best[:] = start.placement
         state.figures[:] = (*2 * [figures.step_time_ns], *2 * [figures.excess_bytes], 0)
-        chunk = min(_CHUNK, max(_CHUNK_OPS // self.problem.num_ops, 1))
+        chunk = min(settings.chunk, max(settings.chunk_ops // self.problem.num_ops, 1))
         for first in range(0, num_moves, chunk):
             if clock.is_up:
                 break
-            temperature = config.hot * (config.cold / config.hot) ** (first / num_moves)
-            moves = annealing.MoveConfig(min(chunk, num_moves - first), temperature, config.guided)
+            temperature = settings.hot * (settings.cold / settings.hot) ** (first / num_moves)
+            moves = annealing.MoveConfig(
+                min(chunk, num_moves - first), temperature, settings.guided, settings.to_neighbour, settings.swapped
+            )
             annealing.anneal(self.arrays, objective, dispatch, workspace, grouping, state, self.rng, moves)
         self.num_simulations += int(state.figures[annealing.NUM_SIMULATIONS])
         best = Figures(int(state.figures[annealing.BEST_EXCESS]), int(state.figures[annealing.BEST_NS]))
@@ -185,9 +157,9 @@ class Island:
         return best
 
 
-def levels_of(config: SearchConfig, num_units: int) -> list[int]:
+def levels_of(settings: LocalSearchSettings, num_units: int) -> list[int]:
     """The numbers of groups that a cycle goes through."""
-    return [level for level in config.levels if level < num_units] or [num_units]
+    return [level for level in settings.levels if level < num_units] or [num_units]
 
 
 def _memory_can_bind(problem: Problem) -> bool:

@@ -24,24 +24,13 @@ from gdp.policy.sampling import Style, draw_refinement, draw_styles, vary
 from gdp.policy.style_scorer import StyleScores, style_numbers
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question
+from gdp.search.settings import DEFAULTS, PolicySettings
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, evaluate_many
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import
     from gdp.policy.base import Policy
-
-NUM_NEAR, DRAW_SHARE = 2000, 0.4  # before a search: simulations at most, and `draw_share`
-NEAR_SHARE = 0.5  # of the time before a search
-FEW_SIMULATIONS = 500  # with time for no more no search follows
-FEWEST_SIMULATIONS, MOST_SIMULATIONS = 192, 2048  # of a zero-shot answer
-SIMULATED_OPS = 5_000_000  # the same times the ops of the problem, in between
-_SIZED_SHARES = 0.1875, 0.1875  # of them on drawn styles, and on variations of these
-_FEWEST_SHARES = 1 / 2, 1 / 6  # the same where they are fewest: then the best of few groupings decides
-_NUM_STYLES = 8  # in a grouping
-NUM_UNITS = (25, 50, 100, 200, 400, 800)  # in a grouping of a refinement, in turn
-_POOL = 384  # styles to take from
-_PARENT = 0.4  # probability that the best style is varied, then the next, and so on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +41,9 @@ class ZeroShotConfig:
     num_drawn: int = 96  # of them on styles drawn at random
     num_varied: int = 96  # and on variations of the best ones; the rest refines the best placement
     draw_share: float = 1.0  # of the time at most for drawing, and as much for varying
-    num_styles: int = _NUM_STYLES  # in each grouping, which takes several times as long as a placement in it
+    num_styles: int = DEFAULTS.policy.num_styles  # in each grouping
     num_refined: int = 16  # in each grouping; the next one begins from the best of them
-    refinement_units: tuple[int, ...] = NUM_UNITS  # in turn
+    refinement_units: tuple[int, ...] = DEFAULTS.policy.refinement_units  # in turn
 
     def __post_init__(self) -> None:
         if min(self.num_drawn, self.num_styles, self.num_refined) < 1 or self.num_varied < 0:
@@ -65,20 +54,26 @@ class ZeroShotConfig:
             raise ValueError(f"{self}: some numbers of units are expected")
 
     @classmethod
-    def sized(cls, problem: Problem, clock: Clock) -> "ZeroShotConfig":
+    def sized(cls, problem: Problem, clock: Clock, settings: PolicySettings) -> "ZeroShotConfig":
         """Returns the numbers for `problem`: the fewer, the more ops it has, so that most answers take a second or two.
 
         They are in proportion to what `clock` has left.
         """
-        by_size = int(np.clip(SIMULATED_OPS // problem.num_ops, FEWEST_SIMULATIONS, MOST_SIMULATIONS))
+        by_size = min(
+            max(settings.simulated_ops // problem.num_ops, settings.fewest_simulations), settings.most_simulations
+        )
         num_simulations = max(clock.at_most(by_size), 1)
-        drawn, varied = _FEWEST_SHARES if by_size == FEWEST_SIMULATIONS else _SIZED_SHARES
-        num_drawn = min(max(int(drawn * num_simulations), _NUM_STYLES), num_simulations)
+        drawn = varied = settings.drawn_share
+        if by_size == settings.fewest_simulations:
+            drawn, varied = settings.fewest_drawn_share, settings.fewest_varied_share
+        num_drawn = min(max(int(drawn * num_simulations), settings.num_styles), num_simulations)
         return cls(
             num_simulations=num_simulations,
             num_drawn=num_drawn,
             num_varied=min(int(varied / drawn * num_drawn), num_simulations - num_drawn),
-            draw_share=max(DRAW_SHARE, drawn),
+            draw_share=max(settings.near_draw_share, drawn),
+            num_styles=settings.num_styles,
+            refinement_units=settings.refinement_units,
         )
 
 
@@ -148,6 +143,7 @@ class StylePool:
 
     scores: StyleScores
     rng: np.random.Generator
+    size: int = DEFAULTS.policy.pool
     styles: list[Style] = field(default_factory=list)
     numbers: F32 = field(default_factory=lambda: np.empty((0, 0), np.float32))  # [S, F] of the styles
 
@@ -157,7 +153,7 @@ class StylePool:
         `tried` has the styles before them, the best first.
         """
         if len(self.styles) < count:
-            self.styles = draw_styles(max(_POOL, count), self.rng)
+            self.styles = draw_styles(max(self.size, count), self.rng)
             self.numbers = style_numbers(self.styles, self.scores.num_devices)
         scores = self.scores
         if len(tried) > 1:
@@ -177,13 +173,14 @@ class Styles:
     constructor: Constructor
     problem: Problem
     rng: np.random.Generator
+    settings: PolicySettings
     tried: list[tuple[Figures, Style]] = field(default_factory=list)
 
     @cached_property
     def pool(self) -> StylePool | None:
         """The pool that a trained policy takes styles from."""
         scores = self.constructor.scores(self.problem)
-        return None if scores is None else StylePool(scores, self.rng)
+        return None if scores is None else StylePool(scores, self.rng, self.settings.pool)
 
     def draw(self, evaluator: Evaluator, count: int) -> None:
         """Simulates placements in `count` styles, random ones or those that the policy takes, in one grouping."""
@@ -192,7 +189,7 @@ class Styles:
 
     def vary(self, evaluator: Evaluator, count: int) -> None:
         """Simulates placements in `count` styles near to the best, constructed in one grouping."""
-        ranks = np.minimum(self.rng.geometric(_PARENT, count) - 1, len(self.tried) - 1)
+        ranks = np.minimum(self.rng.geometric(self.settings.best_parent, count) - 1, len(self.tried) - 1)
         self._try_out([vary(self.tried[rank][1], self.rng) for rank in ranks], evaluator)
 
     def _try_out(self, styles: list[Style], evaluator: Evaluator) -> None:
@@ -219,7 +216,9 @@ def zero_shot(
     """
     policy = read_policy(question.checkpoint) if policy is None else policy
     evaluator, rng = Evaluator(question, clock), np.random.default_rng(question.seed)
-    draw_at_once(evaluator, policy, rng, config or ZeroShotConfig.sized(evaluator.problem, clock))
+    draw_at_once(
+        evaluator, policy, rng, config or ZeroShotConfig.sized(evaluator.problem, clock, question.settings.policy)
+    )
     return evaluator.solution()
 
 
@@ -230,12 +229,18 @@ def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> t
     problem. It takes a part of the time, and all of it where few simulations could follow.
     """
     evaluator, rng = Evaluator(question, clock), np.random.default_rng(question.seed)
+    settings = question.settings.policy
     began = clock.seconds
     evaluator.try_out(np.stack(known))
     simulation_s, left_s = (clock.seconds - began) / len(known), clock.seconds_left
-    is_short = left_s is not None and left_s < FEW_SIMULATIONS * simulation_s
-    evaluator.clock = clock.part(1.0 if is_short else NEAR_SHARE)
-    config = ZeroShotConfig(num_simulations=NUM_NEAR, draw_share=DRAW_SHARE)
+    is_short = left_s is not None and left_s < settings.few_simulations * simulation_s
+    evaluator.clock = clock.part(1.0 if is_short else settings.near_share)
+    config = ZeroShotConfig(
+        num_simulations=settings.num_near,
+        draw_share=settings.near_draw_share,
+        num_styles=settings.num_styles,
+        refinement_units=settings.refinement_units,
+    )
     draw_at_once(evaluator, read_policy(question.checkpoint), rng, config)
     best = evaluator.solution().best
     assert best is not None
@@ -259,7 +264,7 @@ def construct_at_once(
 ) -> Styles:
     """Lets `evaluator` look at what is drawn, varied and refined; returns the styles that were tried."""
     problem, clock, spent = evaluator.problem, evaluator.clock, evaluator.clock.simulations
-    styles = Styles(constructor, problem, rng)
+    styles = Styles(constructor, problem, rng, evaluator.question.settings.policy)
     for turn, (count, propose) in enumerate(((config.num_drawn, styles.draw), (config.num_varied, styles.vary)), 1):
         part = clock.until(min(config.draw_share * turn, 1.0))
         for begin in range(0, count, config.num_styles):
@@ -292,7 +297,7 @@ class Refiner:
 
     problem: Problem
     constructor: Constructor
-    num_units: tuple[int, ...] = NUM_UNITS
+    num_units: tuple[int, ...] = DEFAULTS.policy.refinement_units
     _turn: int = field(default=0, init=False)
 
     def propose(self, incumbent: Placement, count: int, rng: np.random.Generator) -> I64:

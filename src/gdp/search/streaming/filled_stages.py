@@ -17,15 +17,10 @@ from itertools import islice, pairwise, permutations, product
 import numpy as np
 
 from gdp.arrays import F64, I64
+from gdp.search.settings import StreamingSettings
 from gdp.search.streaming.stream_layout import StreamLayout
 from gdp.simulator.problem import Placement
 from gdp.simulator.simulate import Simulation, simulate
-
-_MOST_SEQUENCES = 2000  # ranked
-_NUM_SEQUENCES = 4  # simulated,
-_WORTH = 1.1  # if their sum of times is at most so many times the least
-_NUM_BESIDE, _BESIDE = 2, (1.0, 0.5)  # devices of the best, and shares of their room, for ops beside the last stage
-_ROUNDS = 5  # simulations at most to move the cuts of one
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,14 +80,18 @@ class Fill:
     rest: int
 
 
-def best_fills(layouts: Sequence[StreamLayout]) -> list[Fill]:
+def best_fills(layouts: Sequence[StreamLayout], settings: StreamingSettings) -> list[Fill]:
     """Returns the most promising sequences of devices, the best one first; none where nothing fits."""
     fills = []
     for layout in layouts:
         chain = _Chain.of(layout)
         fills += [Fill(layout, chain, *sequence) for sequence in _sequences(layout, chain)]
     fills.sort(key=lambda fill: fill.expected_ns)
-    return [fill for fill in fills[:_NUM_SEQUENCES] if fill.expected_ns <= _WORTH * fills[0].expected_ns]
+    return [
+        fill
+        for fill in fills[: settings.num_sequences]
+        if fill.expected_ns <= settings.far_sequence * fills[0].expected_ns
+    ]
 
 
 def fill_stages(fills: Sequence[Fill]) -> Iterator[Simulation]:
@@ -102,7 +101,9 @@ def fill_stages(fills: Sequence[Fill]) -> Iterator[Simulation]:
     for fill in fills[:1]:
         others = fill.sequence[: fill.rest] + fill.sequence[fill.rest + 1 :]
         slow_first = sorted(others, key=lambda device: -int(fill.chain.spent_ns[device, -1]))
-        for device, share in product(slow_first[:_NUM_BESIDE], _BESIDE):
+        for device, share in product(
+            slow_first[: fill.layout.settings.num_helpers], fill.layout.settings.helper_shares
+        ):
             yield from _filled(fill, device, share)
 
 
@@ -116,7 +117,7 @@ def _sequences(layout: StreamLayout, chain: _Chain) -> list[tuple[float, tuple[i
     found: list[tuple[float, tuple[int, ...], int]] = []
     seen: set[tuple[object, ...]] = set()
     every = (each for size in range(1, len(able) + 1) for each in permutations(able, size))
-    for sequence in islice(every, _MOST_SEQUENCES):
+    for sequence in islice(every, layout.settings.most_sequences):
         if (key := tuple(_links(layout, sequence)) + tuple(alike[device] for device in sequence)) in seen:
             continue
         seen.add(key)
@@ -152,7 +153,7 @@ def _filled(fill: Fill, helper: int = -1, share: float = 0.0) -> Iterator[Simula
     room = layout.room_bytes.astype(np.float64)
     low, high = np.zeros(len(room)), np.full(len(room), np.inf)
     tried: set[bytes] = set()
-    for _ in range(_ROUNDS):
+    for _ in range(layout.settings.most_moves):
         kept = room.copy()
         kept[helper] *= 1 - share
         ends = chain.ends(sequence, rest, kept)

@@ -19,6 +19,7 @@ from hashlib import blake2b
 import numpy as np
 
 from gdp.arrays import F64, I64, Bool
+from gdp.search.settings import StreamingSettings
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
@@ -109,8 +110,6 @@ def working_bytes(problem: Problem, position: I64, may: Bool) -> I64:
 
 
 _NEVER = np.iinfo(np.int64).max
-_FITS = 6  # simulations at most to find the least shares streamed
-_CLOSE = 0.003  # of the memory limit: what fits as closely as this is not refined
 _FIRST, _RELEASE, _COMPUTE, _GATE = -(2**40), 0, 1, 3  # places in the host's order within a window
 _PLACES = 4
 
@@ -132,6 +131,7 @@ class StreamLayout:
     """The ops in the order of a step on one device, and what may be where."""
 
     problem: Problem
+    settings: StreamingSettings
     host: int
     fallback: Placement  # [N] where an op goes that may not run on the device whose turn it is
     may: Bool  # [N, D] devices that an op may run on in its turn: allowed, large enough, and the op is not fixed
@@ -145,7 +145,9 @@ class StreamLayout:
     passed_bytes: I64  # [N] of streamable weights first used up to each position
 
     @classmethod
-    def of(cls, alone: Simulation, host: int, may: Bool, fixed: Bool) -> "StreamLayout | None":
+    def of(
+        cls, alone: Simulation, host: int, may: Bool, fixed: Bool, settings: StreamingSettings
+    ) -> "StreamLayout | None":
         """Derives the layout from a step with all on one device where it may be; None if nothing may be streamed.
 
         `may` [N, D] is that of `roomy`; the ops `fixed` [N] stay on their fallback, the host if it may run them.
@@ -173,6 +175,7 @@ class StreamLayout:
         passed = np.cumsum(held)
         return cls(
             problem,
+            settings,
             host,
             fallback,
             may & ~fixed[:, None],
@@ -224,9 +227,9 @@ class StreamLayout:
         limits = self.problem.memory_limit_bytes
         held = np.maximum(self._held(turns), 1)
         shares = np.ones(len(limits)) if guess is None else guess.copy()
-        low, high = np.zeros(len(limits)), np.ones(len(limits))
+        low, high, close = np.zeros(len(limits)), np.ones(len(limits)), self.settings.close_fit
         mains = [device for device in turns.devices if device != self.host]
-        for number in range(_FITS):
+        for number in range(self.settings.num_fits):
             placement, order = self.arranged(turns, shares)
             key = _digest(placement, *order)
             moves = key not in known  # else the last correction was too small
@@ -242,10 +245,10 @@ class StreamLayout:
             low = np.where(lacks, np.maximum(low, shares), low)
             if all(lacks[device] and shares[device] >= 1 for device in mains):
                 return
-            is_close = ~lacks & ((left < _CLOSE * limits) | (shares <= 0))
+            is_close = ~lacks & ((left < close * limits) | (shares <= 0))
             if all(is_close[device] for device in mains):
                 return
-            aimed = shares - (left - _CLOSE / 2 * limits) / held
+            aimed = shares - (left - close / 2 * limits) / held
             between = (aimed > low) & (aimed < high)
             aimed = np.where(between & moves, aimed, np.where(aimed <= low, low, (low + high) / 2))
             aimed = np.where((aimed <= low) & (low > 0), (low + high) / 2, aimed)

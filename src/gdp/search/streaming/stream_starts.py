@@ -15,6 +15,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64, Bool
 from gdp.cluster import Cluster
+from gdp.search.settings import StreamingSettings
 from gdp.search.streaming.stream_layout import StreamLayout, fallbacks, roomy
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -108,16 +109,6 @@ def best_shares(
     )
 
 
-_NUM_HOSTS = 2  # the devices with the most memory that may be hosts
-_NUM_SHARES = 4  # sets of devices by host, and
-_NUM_STARTS = 16  # starts in all,
-_WORTH = 1.5  # if the programme expects at most so many times the least step time
-_PASSING = (1.0, 0.5, 0.25)  # of a memory, at most, are for inputs and results of an op, or it goes elsewhere
-_BUFFER = 2  # weights, one in use and one on its way, have room on a device that weights are sent to
-_DIGITS = 4  # of shares that count as equal
-_LARGE = 100  # tables of at least 1 / _LARGE of the missing bytes may go to the host
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """Devices of a machine that compute, a host, and [N, D] where ops have room."""
@@ -146,14 +137,14 @@ class StreamStart:
         layout, shares = self.layout, self.shares
         masks = [layout.placed(np.full(len(layout.order), device)) for device in (*shares.devices, layout.host)]
         masks += [layout.order, layout.streamable, np.isfinite(layout.gate_cost_ns)]
-        parts = tuple(round(part, _DIGITS) for part in shares.parts)
+        parts = tuple(round(part, layout.settings.digits) for part in shares.parts)
         return layout.host, shares.devices, parts, shares.streams, *(mask.tobytes() for mask in masks)
 
 
 _Ranked = TypeVar("_Ranked", Part, StreamStart)
 
 
-def stream_starts(problem: Problem) -> list[StreamStart]:
+def stream_starts(problem: Problem, settings: StreamingSettings) -> list[StreamStart]:
     """Returns the most promising starts, the best one first; none if one device holds everything."""
     devices, limits = problem.cluster.devices, problem.memory_limit_bytes.tolist()
     kinds = [(device.kind, limit) for device, limit in zip(devices, limits, strict=True)]
@@ -162,9 +153,9 @@ def stream_starts(problem: Problem) -> list[StreamStart]:
     by_speed = np.argsort(times.sum(axis=0), kind="stable").tolist()  # what is not allowed somewhere counts as slow
     by_memory = np.argsort(-problem.memory_limit_bytes, kind="stable").tolist()
     hosts = list({kinds[host]: host for host in reversed(by_memory)}.values())[::-1]
-    masks = {may.tobytes(): may for most in _PASSING for may in (roomy(problem, most),)}
+    masks = {may.tobytes(): may for most in settings.passing for may in (roomy(problem, most),)}
     parts: dict[tuple[object, ...], Part] = {}
-    for host, may in product(hosts[:_NUM_HOSTS] if problem.num_devices > 1 else (), masks.values()):
+    for host, may in product(hosts[: settings.num_hosts] if problem.num_devices > 1 else (), masks.values()):
         main = next(device for device in by_speed if device != host)
         if not (may[:, main] & may[:, host]).any():
             continue
@@ -173,21 +164,21 @@ def stream_starts(problem: Problem) -> list[StreamStart]:
             if main == by_speed[0]:
                 return []
             continue
-        for layout in _layouts(alone, main, host, may)[:1]:
+        for layout in _layouts(alone, main, host, may, settings)[:1]:
             for shares in _shares(layout, main):
                 for part in (Part(shares, host, may), Part.by_itself(problem, shares, host, may)):
                     parts.setdefault((host, shares.devices, shares.streams, part.may.tobytes()), part)
-    promising = _most_promising(list(parts.values()))
-    starts = {start.key: start for part in reversed(promising) for start in _starts(problem, part, by_speed)}
-    return _most_promising(list(reversed(starts.values())))
+    promising = _most_promising(list(parts.values()), settings)
+    starts = {start.key: start for part in reversed(promising) for start in _starts(problem, part, by_speed, settings)}
+    return _most_promising(list(reversed(starts.values())), settings)
 
 
-def _starts(problem: Problem, part: Part, by_speed: Sequence[int]) -> list[StreamStart]:
+def _starts(problem: Problem, part: Part, by_speed: Sequence[int], settings: StreamingSettings) -> list[StreamStart]:
     """Returns the starts of a part of the machine."""
     host, may, used = part.host, part.may, part.shares.devices
     main = next((device for device in by_speed if device in used and device != host), host)
     starts = []
-    for layout in _layouts(_alone(problem, main, host, may), main, host, may):
+    for layout in _layouts(_alone(problem, main, host, may), main, host, may, settings):
         demand = _demand(layout, main)
         shares = best_shares(problem.cluster, demand, host, used, streams=part.shares.streams)
         if shares is not None:
@@ -195,10 +186,14 @@ def _starts(problem: Problem, part: Part, by_speed: Sequence[int]) -> list[Strea
     return starts
 
 
-def _most_promising(ranked: Sequence[_Ranked]) -> list[_Ranked]:
+def _most_promising(ranked: Sequence[_Ranked], settings: StreamingSettings) -> list[_Ranked]:
     """Returns the first few by expected time, without those that are far slower."""
     ranked = sorted(ranked, key=lambda each: each.shares.expected_ns)
-    return [each for each in ranked[:_NUM_STARTS] if each.shares.expected_ns <= _WORTH * ranked[0].shares.expected_ns]
+    return [
+        each
+        for each in ranked[: settings.num_starts]
+        if each.shares.expected_ns <= settings.far_start * ranked[0].shares.expected_ns
+    ]
 
 
 def _alone(problem: Problem, main: int, host: int, may: Bool) -> Simulation:
@@ -206,11 +201,11 @@ def _alone(problem: Problem, main: int, host: int, may: Bool) -> Simulation:
     return simulate(problem, np.where(may[:, main], main, fallbacks(problem, host, may)))
 
 
-def _layouts(alone: Simulation, main: int, host: int, may: Bool) -> list[StreamLayout]:
+def _layouts(alone: Simulation, main: int, host: int, may: Bool, settings: StreamingSettings) -> list[StreamLayout]:
     """Returns the layouts from a step on one device, without and with large tables that stay on the host."""
-    tables = _tables(alone, main, host)
+    tables = _tables(alone, main, host, settings.table_share)
     fixed = [np.zeros_like(tables), tables] if tables.any() else [tables]
-    return [layout for each in fixed if (layout := StreamLayout.of(alone, host, may, each)) is not None]
+    return [layout for each in fixed if (layout := StreamLayout.of(alone, host, may, each, settings)) is not None]
 
 
 def _shares(layout: StreamLayout, main: int) -> list[StreamShares]:
@@ -227,7 +222,7 @@ def _shares(layout: StreamLayout, main: int) -> list[StreamShares]:
     known = {able: best_shares(cluster, demand, host, able)}
     waiting = [able]
     found: dict[tuple[object, ...], StreamShares] = {}
-    while waiting and len(found) < _NUM_SHARES:
+    while waiting and len(found) < layout.settings.num_sets:
         waiting.sort(key=lambda devices: shares.expected_ns if (shares := known[devices]) else inf)
         devices = waiting.pop(0)
         shares = known[devices]
@@ -274,7 +269,7 @@ def _demand(layout: StreamLayout, main: int) -> Demand:
         int(graph.resident_bytes[layout.may.any(axis=1)].sum()),
         np.maximum(times, 0)[is_free].sum(axis=0) + spent,
         layout.room_bytes,
-        _BUFFER * _usual_bytes(graph.resident_bytes[layout.streamable]),
+        layout.settings.buffered_weights * _usual_bytes(graph.resident_bytes[layout.streamable]),
     )
 
 
@@ -285,14 +280,14 @@ def _usual_bytes(size: I64) -> int:
     return int(ascending[np.searchsorted(total, total[-1] / 2)])
 
 
-def _tables(alone: Simulation, main: int, host: int) -> Bool:
+def _tables(alone: Simulation, main: int, host: int, table_share: float) -> Bool:
     """[N] large tables of which an op reads a few rows, with their readers: the host computes these."""
     problem, graph = alone.problem, alone.problem.graph
     readers_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
     for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
         readers_of[producer].append(consumer)
     is_table = np.zeros(graph.num_ops, np.bool_)
-    for op in np.flatnonzero(graph.resident_bytes * _LARGE > max(int(alone.missing_bytes[main]), 1)).tolist():
+    for op in np.flatnonzero(graph.resident_bytes > table_share * max(int(alone.missing_bytes[main]), 1)).tolist():
         moved = [op, *readers_of[op]]
         may = problem.allowed[moved, host].all() and (graph.groups[moved] < 0).all()
         if may and len(moved) > 1 and graph.bytes_accessed[readers_of[op]].sum() < graph.resident_bytes[op]:

@@ -19,75 +19,60 @@ from math import ceil
 import numpy as np
 
 from gdp.arrays import F64, I64
+from gdp.search.settings import DEFAULTS, StreamingSettings
 from gdp.search.streaming.filled_stages import best_fills, fill_stages
 from gdp.search.streaming.stream_layout import Turns
 from gdp.search.streaming.stream_starts import StreamStart, stream_starts
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation
 
-# numbers of turns of each device, the most different ones first, all but 1 raised to the least that memory allows;
-# 0: two turns, the weights used last are streamed
-_ROUNDS = (2, 16, 1, 0, 48, 4, 24, 8, 96)
-_WORTH = 1.5  # a layout is refined if its best step takes at most this many times the rival's
-_LATE = 2.0  # stages with nothing sent are tried last if they seem to take this many times the least expected time
-_MOST_PAIRS = 4  # of up to so many devices any two exchange shares, else neighbours
-_EARLY = 2  # numbers of turns that are tried before the first refinement
-_FIRST = 5  # layouts that are tried and refined before all others
-_LEAST = 3  # simulations of each layout and number of turns, at least
-_ROUGH = 0.02  # in early tries of a layout, the next simulation follows a gain of this part or more
-_EXACT = 0.001  # the same in later tries
-_HOPELESS = 1.1  # fewer weights are streamed only while the step takes less than this many times the best one
-_FEWEST = 3  # layouts that are tried with all numbers of turns, at least
-_STEPS = (0.3, 0.1, 0.03)  # parts of a device's share that a descent moves to another device
-_FACTORS = (2.0, 1.4, 1 / 1.4, 0.5)  # changes of the number of turns
-_MOST_ROUNDS = 512
-_RESTARTS = 100  # descents from random changes of the best layouts
-_TOP = 3  # layouts that restarts begin from
-_GAIN = 0.998  # a change is kept if it makes the step faster by this factor; if none is kept, smaller steps follow
 
-
-def stream_weights(problem: Problem, rival_ns: int = NEVER) -> Iterator[Simulation]:
+def stream_weights(
+    problem: Problem, rival_ns: int = NEVER, settings: StreamingSettings = DEFAULTS.streaming
+) -> Iterator[Simulation]:
     """Yields candidate steps, feasible or not; the caller keeps the best and may stop at any time.
 
     There are none if one device holds everything. A few layouts are tried with few numbers of turns, and the best is
     refined; then all layouts, with all numbers of turns; then the faster half is refined again and again, from random
     changes at last. Layouts that are far slower than `rival_ns` are not refined.
     """
-    starts = stream_starts(problem)
-    fills = best_fills([start.layout for start in starts])
+    starts = stream_starts(problem, settings)
+    fills = best_fills([start.layout for start in starts], settings)
     least_ns = min((start.shares.expected_ns for start in starts), default=0.0)
-    is_late = bool(fills) and fills[0].expected_ns > _LATE * least_ns
+    is_late = bool(fills) and fills[0].expected_ns > settings.late_fill * least_ns
     if not is_late:
         yield from fill_stages(fills)
     known: dict[bytes, I64] = {}
     descents = [_Descent(start, known) for start in starts]
-    for group, num_refined in ((descents[:_FIRST], 1), (descents, _FEWEST)):
-        for rounds in _ROUNDS[:_EARLY]:
+    for group, num_refined in ((descents[: settings.num_first], 1), (descents, settings.fewest)):
+        for rounds in settings.rounds[: settings.num_early]:
             for descent in group:
-                yield from descent.begin(rounds, _ROUGH)
-        for descent in _promising(group)[:num_refined]:
-            if descent.best_ns <= _WORTH * rival_ns:
-                yield from descent.run(_STEPS[:1])
-    descents = _promising(descents)
-    for rounds in _ROUNDS[_EARLY:]:
+                yield from descent.begin(rounds, settings.rough_gain)
+        for descent in _promising(group, settings)[:num_refined]:
+            if descent.best_ns <= settings.far_layout * rival_ns:
+                yield from descent.run(settings.steps[:1])
+    descents = _promising(descents, settings)
+    for rounds in settings.rounds[settings.num_early :]:
         for descent in descents:
-            yield from descent.begin(rounds, _EXACT)
-        descents = _promising(descents)
+            yield from descent.begin(rounds, settings.exact_gain)
+        descents = _promising(descents, settings)
     if is_late:
         yield from fill_stages(fills)
-    descents = [descent for descent in _promising(descents) if descent.best_ns <= _WORTH * rival_ns]
+    descents = [
+        descent for descent in _promising(descents, settings) if descent.best_ns <= settings.far_layout * rival_ns
+    ]
     for descent in descents:
         yield from descent.run()
     descents.sort(key=lambda descent: descent.best_ns)
     rng = np.random.default_rng(0)
-    for restart in range(_RESTARTS if descents else 0):
-        yield from descents[restart % min(len(descents), _TOP)].restart(rng)
+    for restart in range(settings.num_restarts if descents else 0):
+        yield from descents[restart % min(len(descents), settings.num_restarted)].restart(rng)
 
 
-def _promising(descents: "list[_Descent]") -> "list[_Descent]":
+def _promising(descents: "list[_Descent]", settings: StreamingSettings) -> "list[_Descent]":
     """Returns the faster half of `descents`, and those of which nothing fits so far that may become as fast."""
     descents = sorted(descents, key=lambda descent: descent.best_ns)
-    most = max(len(descents) // 2, _FEWEST)
+    most = max(len(descents) // 2, settings.fewest)
     best_ns = descents[0].best_ns if descents else NEVER
     return [each for rank, each in enumerate(descents) if rank < most or (not each.fits and each.expected_ns < best_ns)]
 
@@ -98,7 +83,7 @@ class _Descent:
     def __init__(self, start: StreamStart, known: dict[bytes, I64]) -> None:
         """`known` has the memory [D] of steps that were simulated."""
         layout, shares = start.layout, start.shares
-        self.layout = layout
+        self.layout, self.settings = layout, layout.settings
         self.best_ns = NEVER
         self.expected_ns = shares.expected_ns
         self._shares, self._known = shares, known
@@ -118,30 +103,35 @@ class _Descent:
         return self._best is not None
 
     def begin(self, rounds: int, least_gain: float) -> Iterator[Simulation]:
-        """Yields steps with the shares of the start and `rounds` of `_ROUNDS`, unless they were tried."""
+        """Yields steps with the shares of the start and `rounds` of the settings, unless they were tried."""
         devices, parts = self._shares.devices, self._shares.parts
         turns = Turns(devices, parts, 2, last=True)
         if rounds:
-            least = min(max(rounds, self._fewest), _MOST_ROUNDS) if rounds > 1 else 1
+            least = min(max(rounds, self._fewest), self.settings.most_rounds) if rounds > 1 else 1
             turns = Turns(devices, parts, least, is_gated=rounds > 1)
         if turns not in self._tried:
             yield from self._attempt(turns, None if self._best is None else self._best[1], least_gain)
 
-    def _attempt(self, turns: Turns, guess: F64 | None, least_gain: float = _EXACT) -> Iterator[Simulation]:
+    def _attempt(self, turns: Turns, guess: F64 | None, least_gain: float | None = None) -> Iterator[Simulation]:
         """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits.
 
         Ends early where fewer weights streamed can hardly make the fastest step, or gain less than `least_gain` of it.
         """
+        least_gain = self.settings.exact_gain if least_gain is None else least_gain
         self._tried.add(turns)
         for number, (found, streamed) in enumerate(self.layout.fit(turns, self._known, guess), 1):
             yield found
             before_ns = self.best_ns
             if found.feasible and found.step_time_ns < before_ns:
                 self.best_ns, self._best = found.step_time_ns, (turns, streamed)
-            elif found.step_time_ns > (_HOPELESS if found.feasible else 1.0) * before_ns:
+            elif found.step_time_ns > (self.settings.far_step if found.feasible else 1.0) * before_ns:
                 return
-            is_settled = found.feasible or least_gain > _EXACT
-            if number >= _LEAST and is_settled and self.best_ns > (1 - least_gain) * before_ns:
+            is_settled = found.feasible or least_gain > self.settings.exact_gain
+            if (
+                number >= self.settings.fewest_simulations
+                and is_settled
+                and self.best_ns > (1 - least_gain) * before_ns
+            ):
                 return
 
     def restart(self, rng: np.random.Generator) -> Iterator[Simulation]:
@@ -151,38 +141,38 @@ class _Descent:
         kept, self._best, self.best_ns = (self._best, self.best_ns), None, NEVER
         turns, streamed = kept[0]
         parts = np.array(turns.parts) * rng.uniform(0.7, 1.4, len(turns.parts))
-        rounds = min(max(round(turns.rounds * rng.uniform(0.5, 2.0)), 1), _MOST_ROUNDS)
+        rounds = min(max(round(turns.rounds * rng.uniform(0.5, 2.0)), 1), self.settings.most_rounds)
         begin = replace(turns, parts=tuple((parts / parts.sum()).tolist()), rounds=rounds)
         yield from self._attempt(begin, streamed)
         yield from self.run()
         if kept[1] < self.best_ns:
             self._best, self.best_ns = kept
 
-    def run(self, steps: Sequence[float] = _STEPS) -> Iterator[Simulation]:
+    def run(self, steps: Sequence[float] | None = None) -> Iterator[Simulation]:
         """Yields steps of ever finer changes until none helps."""
-        for step in steps:
+        for step in steps or self.settings.steps:
             is_better = True
             while is_better and self._best is not None:
                 before_ns, is_better = self.best_ns, False
                 best, streamed = self._best
-                for turns in _changed(best, step):
+                for turns in _changed(best, step, self.settings):
                     if turns not in self._tried:
                         yield from self._attempt(turns, streamed)
-                    if self.best_ns < _GAIN * before_ns:
+                    if self.best_ns < self.settings.kept_gain * before_ns:
                         is_better = True
                         break
 
 
-def _changed(turns: Turns, step: float) -> Iterator[Turns]:
+def _changed(turns: Turns, step: float, settings: StreamingSettings) -> Iterator[Turns]:
     """Yields turns that differ in one thing: their number, a share, one device fewer, what is sent when."""
-    for factor in _FACTORS:
-        rounds = min(max(round(turns.rounds * factor), 1), _MOST_ROUNDS)
+    for factor in settings.factors:
+        rounds = min(max(round(turns.rounds * factor), 1), settings.most_rounds)
         yield replace(turns, rounds=rounds)
     count = len(turns.devices)
     for left_out in range(count if count > 1 else 0):
         yield _without(turns, left_out)
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    if count > _MOST_PAIRS:
+    if count > settings.most_pairs:
         pairs = [(i, (i + ahead) % count) for i in range(count) for ahead in (1, count - 1)]
     for giver, taker in pairs:
         parts = list(turns.parts)
