@@ -218,9 +218,13 @@ class FakeCuda:
             return Watched
 
         for name, stand_in in {
-            "Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream,
-            "device": lambda _device: contextlib.nullcontext(), "default_generators": [torch.Generator()] * 8,
-        }.items():  # fmt: skip
+            "Stream": Stream,
+            "Event": Event,
+            "stream": stream,
+            "current_stream": current_stream,
+            "device": lambda _device: contextlib.nullcontext(),
+            "default_generators": [torch.Generator()] * 8,
+        }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
         generator = torch.Generator
         monkeypatch.setattr(FakeTensorMode, "in_kernel_invocation", _OfEachThread())

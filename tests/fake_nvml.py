@@ -12,13 +12,28 @@ MIB = 2**20
 H100, P100, L4 = "NVIDIA H100 80GB HBM3", "Tesla P100-PCIE-16GB", "NVIDIA L4"
 
 CALLS = (
-    "nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetName",
-    "nvmlDeviceGetUUID", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetPciInfo",
-    "nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkWidth", "nvmlDeviceGetCudaComputeCapability",
-    "nvmlDeviceGetNumGpuCores", "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetMemoryBusWidth", "nvmlDeviceGetMigMode",
-    "nvmlDeviceGetNvLinkState", "nvmlDeviceGetNvLinkVersion", "nvmlDeviceGetNvLinkRemotePciInfo",
-    "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetTopologyCommonAncestor",
-)  # fmt: skip
+    "nvmlInit",
+    "nvmlShutdown",
+    "nvmlDeviceGetCount",
+    "nvmlDeviceGetHandleByIndex",
+    "nvmlDeviceGetName",
+    "nvmlDeviceGetUUID",
+    "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetComputeRunningProcesses",
+    "nvmlDeviceGetPciInfo",
+    "nvmlDeviceGetMaxPcieLinkGeneration",
+    "nvmlDeviceGetMaxPcieLinkWidth",
+    "nvmlDeviceGetCudaComputeCapability",
+    "nvmlDeviceGetNumGpuCores",
+    "nvmlDeviceGetMaxClockInfo",
+    "nvmlDeviceGetMemoryBusWidth",
+    "nvmlDeviceGetMigMode",
+    "nvmlDeviceGetNvLinkState",
+    "nvmlDeviceGetNvLinkVersion",
+    "nvmlDeviceGetNvLinkRemotePciInfo",
+    "nvmlDeviceGetNvLinkRemoteDeviceType",
+    "nvmlDeviceGetTopologyCommonAncestor",
+)
 
 
 @dataclass(frozen=True)
@@ -45,9 +60,11 @@ class FakeNvml:
     nvmlMemory_v2 = 1  # noqa: N815
 
     def __init__(
-        self, cards: Sequence[Card], ancestors: Mapping[tuple[int, int], int] | None = None,
+        self,
+        cards: Sequence[Card],
+        ancestors: Mapping[tuple[int, int], int] | None = None,
         refused: Collection[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cards, self.ancestors, self.refused = cards, ancestors or {}, refused
         self.asked: set[str] = set()
 
@@ -83,17 +100,21 @@ class FakeNvml:
         if name.startswith("NvLink"):
             return self._nvlink(name, card, args[1])
         return {
-            "Name": card.name, "UUID": card.uuid or f"GPU-{number}0000000-0000-0000-0000-000000000000",
+            "Name": card.name,
+            "UUID": card.uuid or f"GPU-{number}0000000-0000-0000-0000-000000000000",
             "ComputeRunningProcesses": [
                 SimpleNamespace(pid=os.getpid(), usedGpuMemory=card.own_mib * MIB),
                 SimpleNamespace(pid=1, usedGpuMemory=None),
             ],
             "PciInfo": SimpleNamespace(domain=0, bus=number, device=0),
-            "MaxPcieLinkGeneration": card.pcie[0], "MaxPcieLinkWidth": card.pcie[1],
-            "CudaComputeCapability": card.capability, "NumGpuCores": card.num_cores,
-            "MaxClockInfo": dict(enumerate(card.mhz, 1)).get(args[-1]), "MemoryBusWidth": card.bus_width,
+            "MaxPcieLinkGeneration": card.pcie[0],
+            "MaxPcieLinkWidth": card.pcie[1],
+            "CudaComputeCapability": card.capability,
+            "NumGpuCores": card.num_cores,
+            "MaxClockInfo": dict(enumerate(card.mhz, 1)).get(args[-1]),
+            "MemoryBusWidth": card.bus_width,
             "MigMode": [int(card.is_mig), 0],
-        }[name]  # fmt: skip
+        }[name]
 
     def _nvlink(self, name: str, card: Card, link: int) -> Any:
         if link >= len(card.ends):

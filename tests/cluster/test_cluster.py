@@ -50,13 +50,18 @@ def channels_of(cluster: Cluster) -> dict[str, tuple[str, ...]]:
     return {f"{names[a]}>{names[b]}": cluster.route(a, b).channels for a, b in pairs}
 
 
-def test_the_example_of_the_machine_model_is_read_as_written(tmp_path: Path) -> None:
+def test_example_of_the_machine_model(tmp_path: Path) -> None:
+    """The example of the machine model is read as written."""
     cluster = Cluster.load(write(tmp_path, TWO_BOXES))
     gpu, accelerator = cluster.devices
     assert gpu == Device(
-        "gpu0", "p100-pcie-16g", 16 * 2**30, {"float32": 9_300_000_000_000, "float16": 18_700_000_000_000,
-        "float64": 4_700_000_000_000}, 732_000_000_000, 5_000,
-    )  # fmt: skip
+        "gpu0",
+        "p100-pcie-16g",
+        16 * 2**30,
+        {"float32": 9_300_000_000_000, "float16": 18_700_000_000_000, "float64": 4_700_000_000_000},
+        732_000_000_000,
+        5_000,
+    )
     figures = (16 * 2**30, {"float32": 9_300_000_000_000}, 732_000_000_000, 4_000)
     assert accelerator == Device("acc0", "my-accelerator", *figures)
     assert cluster.channels == ("pcie0",)
@@ -68,9 +73,8 @@ def test_the_example_of_the_machine_model_is_read_as_written(tmp_path: Path) -> 
 @given(
     st.fractions(0, 8000), st.integers(0, 12), st.sampled_from(["B", "KB", "GB", "KiB", "GiB", "TiB"]), st.booleans()
 )
-def test_quantities_are_rounded_up_from_their_exact_decimal_value(
-    value: Fraction, digits: int, unit: str, spaced: bool
-) -> None:
+def test_quantities_are_rounded_up(value: Fraction, digits: int, unit: str, spaced: bool) -> None:
+    """Quantities are rounded up from their exact decimal value."""
     scaled = math.floor(value * 10**digits)
     number = f"{scaled // 10**digits}.{scaled % 10**digits:0{digits}d}" if digits else str(scaled)
     factor = 1 if unit == "B" else {"K": 1, "G": 3, "T": 4}[unit[0]]
@@ -97,30 +101,51 @@ def test_quantities_are_rounded_up_from_their_exact_decimal_value(
     ],
 )
 def test_quantity_examples(parse: object, value: object, expected: int) -> None:
+    """Quantities have the values of the documentation."""
     assert callable(parse)
     assert parse(value, "x") == expected
 
 
 @pytest.mark.parametrize(
     "value",
-    ["12GB", "12gb/s", "-1GB/s", "nan", "inf", float("nan"), float("inf"), True, None, "", "GB/s", "1 2GB/s",
-     "1e999999999",      "9" * 5000, 2**63, "1_000", "0x10"],
-)  # fmt: skip
-def test_what_is_no_rate_is_an_input_error_naming_its_place(value: object) -> None:
+    [
+        "12GB",
+        "12gb/s",
+        "-1GB/s",
+        "nan",
+        "inf",
+        float("nan"),
+        float("inf"),
+        True,
+        None,
+        "",
+        "GB/s",
+        "1 2GB/s",
+        "1e999999999",
+        "9" * 5000,
+        2**63,
+        "1_000",
+        "0x10",
+    ],
+)
+def test_bad_rates(value: object) -> None:
+    """A value that is no rate is an input error that names its place."""
     with pytest.raises(InputError, match=r"^link 3: bandwidth is .*12\.5GB/s$"):
         parse_rate(value, "link 3: bandwidth")
 
 
-def test_a_pair_without_channels_has_its_own_in_each_direction(tmp_path: Path) -> None:
+def test_routes_without_channels(tmp_path: Path) -> None:
+    """A pair without channels has its own in each direction."""
     text = THREE_CARDS + "  - {from: '*', to: '*', bandwidth: 1GB/s, latency: 0}\n"
     cluster = Cluster.load(write(tmp_path, text))
     assert channels_of(cluster)["a>b"] == ("a->b",)
     assert len(cluster.channels) == 6
 
 
-def test_an_empty_channel_list_means_no_waiting_and_named_channels_are_shared_by_both_directions(
+def test_channel_lists(
     tmp_path: Path,
 ) -> None:
+    """An empty list of channels means no waiting, and named channels are shared by both directions."""
     text = THREE_CARDS + (
         "  - {from: a, to: [b, c], both: true, bandwidth: 1GB/s, latency: 0, channels: [root, slot]}\n"
         "  - {from: b, to: c, bandwidth: 2GB/s, latency: 1us, channels: []}\n"
@@ -129,12 +154,18 @@ def test_an_empty_channel_list_means_no_waiting_and_named_channels_are_shared_by
     cluster = Cluster.load(write(tmp_path, text))
     shared = ("root", "slot")
     assert channels_of(cluster) == {
-        "a>b": shared, "a>c": shared, "b>a": shared, "c>a": shared, "b>c": (), "c>b": ("c->b",),
-    }  # fmt: skip
+        "a>b": shared,
+        "a>c": shared,
+        "b>a": shared,
+        "c>a": shared,
+        "b>c": (),
+        "c>b": ("c->b",),
+    }
     assert cluster.bytes_per_second[1, 2] == 2_000_000_000
 
 
-def test_both_ways_between_all_devices_is_the_same_as_one_way_between_all_devices(tmp_path: Path) -> None:
+def test_both_ways_between_all(tmp_path: Path) -> None:
+    """Routes both ways between all devices are those of one way between all."""
     one_way = Cluster.load(write(tmp_path, THREE_CARDS + "  - {from: '*', to: '*', bandwidth: 1, latency: 0}\n"))
     both = Cluster.load(
         write(tmp_path, THREE_CARDS + "  - {from: '*', to: '*', bandwidth: 1, latency: 0, both: true}\n")
@@ -210,11 +241,12 @@ BAD_FILES = {
         "  - {from: b, to: a, bandwidth: 1, latency: 0, channels: [a->b]}\n",
         ["link 1: channel 'a->b'", "link 0", "rename"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_a_bad_file_is_one_line_naming_file_place_and_remedy(case: str, tmp_path: Path) -> None:
+def test_bad_files(case: str, tmp_path: Path) -> None:
+    """A bad file is one line with file, place and remedy."""
     text, fragments = BAD_FILES[case]
     path = write(tmp_path, text)
     with pytest.raises(InputError) as error:
@@ -226,7 +258,8 @@ def test_a_bad_file_is_one_line_naming_file_place_and_remedy(case: str, tmp_path
         assert fragment in message
 
 
-def test_damaged_and_missing_files_are_input_errors(tmp_path: Path) -> None:
+def test_damaged_and_missing_files(tmp_path: Path) -> None:
+    """Damaged and missing files are input errors."""
     zipped = gzip.compress(TWO_BOXES.encode())
     (tmp_path / "short.yaml.gz").write_bytes(zipped[:-12])
     (tmp_path / "half.json").write_text('{"format": ')
@@ -244,38 +277,57 @@ def test_damaged_and_missing_files_are_input_errors(tmp_path: Path) -> None:
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     count = draw(st.integers(1, 5))
-    names = draw(st.lists(st.sampled_from(["gpu0", "1e3", "on", "a b", "µ", "~", "x: y", "#0", "'"]), min_size=count,
-                          max_size=count, unique=True))  # fmt: skip
+    names = draw(
+        st.lists(
+            st.sampled_from(["gpu0", "1e3", "on", "a b", "µ", "~", "x: y", "#0", "'"]),
+            min_size=count,
+            max_size=count,
+            unique=True,
+        )
+    )
     amount = st.integers(1, 2**63 - 1)
     devices = [
-        Device(name, draw(st.sampled_from(["l4-24g", "mine", "2020-01-01"])), draw(amount), {"float32": draw(amount)},
-               draw(amount), draw(amount))
+        Device(
+            name,
+            draw(st.sampled_from(["l4-24g", "mine", "2020-01-01"])),
+            draw(amount),
+            {"float32": draw(amount)},
+            draw(amount),
+            draw(amount),
+        )
         for name in names
-    ]  # fmt: skip
+    ]
     channels = st.lists(st.sampled_from(["b", "a", "gpu0->on", "10", "9"]), unique=True).map(tuple)
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    return Cluster.build(draw(st.sampled_from(["", "null", "two words"])), devices, {
-        pair: Route(draw(st.integers(0, 2**63 - 1)), draw(amount), draw(channels)) for pair in pairs
-    })  # fmt: skip
+    return Cluster.build(
+        draw(st.sampled_from(["", "null", "two words"])),
+        devices,
+        {pair: Route(draw(st.integers(0, 2**63 - 1)), draw(amount), draw(channels)) for pair in pairs},
+    )
 
 
 @given(cluster=clusters())
-def test_files_round_trip_exactly(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> None:
+def test_files_round_trip(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> None:
+    """Files are read back exactly."""
     folder = tmp_path_factory.mktemp("round")
     for name in ("a.yaml", "a.json", "a.yaml.gz", "a.json.gz"):
         cluster.save(folder / name)
         again = Cluster.load(folder / name)
         assert again.to_document() == cluster.to_document()
         assert (again.devices, again.channels, again.route_channels) == (
-            cluster.devices, cluster.channels, cluster.route_channels,
-        )  # fmt: skip
+            cluster.devices,
+            cluster.channels,
+            cluster.route_channels,
+        )
         assert np.array_equal(again.latency_ns, cluster.latency_ns)
         assert again.fingerprint == cluster.fingerprint
         again.save(folder / f"b{name}")
         assert (folder / f"b{name}").read_bytes() == (folder / name).read_bytes()
 
 
-def test_the_fingerprint_leaves_out_the_clusters_name_and_how_it_was_written_but_nothing_else(tmp_path: Path) -> None:
+def test_fingerprints(tmp_path: Path) -> None:
+    """The fingerprint leaves out the cluster's name and notation, and nothing else."""
+
     def fingerprint(text: str) -> str:
         return Cluster.load(write(tmp_path, text)).fingerprint
 
@@ -292,14 +344,16 @@ def test_the_fingerprint_leaves_out_the_clusters_name_and_how_it_was_written_but
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_built_in_kind_makes_a_pair_with_routes_both_ways(kind: str) -> None:
+def test_pairs_of_built_in_kinds(kind: str) -> None:
+    """Every built-in kind makes a pair with routes both ways."""
     cluster = Cluster.parse(f"2x{kind}")
     assert [device.kind for device in cluster.devices] == [kind, kind]
     assert cluster.name == f"2x{kind}"
     assert (cluster.bytes_per_second + np.eye(2, dtype=np.int64) > 0).all()
 
 
-def test_the_tables_in_the_documentation_are_those_of_the_code() -> None:
+def test_tables_of_the_documentation() -> None:
+    """The tables in the documentation are those of the code."""
     text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
     dtypes = ("float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "int8")
     for name, machine in MACHINES.items():
@@ -318,7 +372,8 @@ def test_the_tables_in_the_documentation_are_those_of_the_code() -> None:
         assert f"| `{link.name}` | {link.bytes_per_second / 1e9:g} | {link.latency_ns / 1e3:g} |" in text
 
 
-def test_pcie_cards_share_only_their_own_slots() -> None:
+def test_pcie_slots() -> None:
+    """PCIe cards share their own slots alone."""
     cluster = Cluster.parse("2xp100-pcie-16g+cpu-16core")
     assert [device.name for device in cluster.devices] == ["gpu0", "gpu1", "cpu0"]
     assert channels_of(cluster) == {
@@ -332,19 +387,22 @@ def test_pcie_cards_share_only_their_own_slots() -> None:
     assert cluster.route(0, 1) == Route(10_000, 12_000_000_000, ("gpu0.pcie.up", "gpu1.pcie.down"))
 
 
-def test_a_route_is_as_fast_as_its_slowest_slot() -> None:
+def test_the_slowest_slot() -> None:
+    """A route is as fast as its slowest slot."""
     cluster = Cluster.parse("p100-pcie-16g+l4-24g+h100-sxm-80g")
     rates = [int(cluster.bytes_per_second[a, b]) for a, b in [(0, 1), (1, 2), (2, 0)]]
     assert rates == [LINKS["pcie3"].bytes_per_second, LINKS["pcie4"].bytes_per_second, LINKS["pcie3"].bytes_per_second]
 
 
-def test_switched_nvlink_shares_ports_and_reaches_the_cpu_over_pcie() -> None:
+def test_switched_nvlink() -> None:
+    """Switched NVLink shares ports, and reaches the CPU over PCIe."""
     cluster = Cluster.parse("2xa100-sxm-80g+cpu-16core")
     assert cluster.route(0, 1) == Route(10_000, 300_000_000_000, ("gpu0.nvlink.out", "gpu1.nvlink.in"))
     assert cluster.route(0, 2).channels == ("gpu0.pcie.up",)
 
 
-def test_eight_p100_form_the_hybrid_cube_mesh() -> None:
+def test_hybrid_cube_mesh() -> None:
+    """Eight P100 form the hybrid cube mesh."""
     cluster = Cluster.parse("8xp100-sxm-16g")
     wired = [
         (a, b) for a in range(8) for b in range(8) if a != b and cluster.route(a, b).channels == (f"gpu{a}->gpu{b}",)
@@ -355,7 +413,8 @@ def test_eight_p100_form_the_hybrid_cube_mesh() -> None:
     assert cluster.route(0, 5) == Route(10_000, 12_000_000_000, ("gpu0.pcie.up", "gpu5.pcie.down"))
 
 
-def test_hosts_share_a_network_card_in_each_direction() -> None:
+def test_network_cards_of_hosts() -> None:
+    """The devices of a host share a network card in each direction."""
     cluster = Cluster.parse("2x(2xp100-pcie-16g+cpu-16core)@10gbit")
     assert [device.name for device in cluster.devices[2:5]] == ["host0.cpu0", "host1.gpu0", "host1.gpu1"]
     channels = channels_of(cluster)
@@ -392,11 +451,15 @@ def test_pods_share_uplinks() -> None:
     assert slow.bytes_per_second[0, 8] == 5_000_000_000, "that of the uplink"
     assert "pod0.up.out" in channels_of(slow)["pod0.host3.gpu1>pod1.host0.gpu0"]
     full = Cluster.parse("2x(4x(2xa100-sxm-80g)@100gbit)@400gbit")
-    assert full.route(0, 8).channels == ("pod0.host0.gpu0.pcie.up", "pod0.host0.net.out", "pod1.host0.gpu0.pcie.down",
-                                         "pod1.host0.net.in")  # fmt: skip
+    assert full.route(0, 8).channels == (
+        "pod0.host0.gpu0.pcie.up",
+        "pod0.host0.net.out",
+        "pod1.host0.gpu0.pcie.down",
+        "pod1.host0.net.in",
+    )
 
 
-def test_machines_have_a_network_card_for_each_device() -> None:
+def test_network_cards_of_machines() -> None:
     """A DGX H100 has eight cards of 400 Gbit/s, an EC2 p4d four for eight devices."""
     cluster = Cluster.parse("128xDGX-H100")
     assert cluster.num_devices == 1024
@@ -410,7 +473,8 @@ def test_machines_have_a_network_card_for_each_device() -> None:
     assert spelled.fingerprint == Cluster.parse("2x(16xdgx-a100)@6400gbit").fingerprint
 
 
-def test_a_link_suffix_replaces_the_kinds_own_link() -> None:
+def test_link_suffixes() -> None:
+    """A link suffix replaces the kind's own link."""
     assert Cluster.parse("2xa100-sxm-80g:pcie5").route(0, 1) == Route(
         10_000, 55 * 10**9, ("gpu0.pcie.up", "gpu1.pcie.down")
     )
@@ -439,33 +503,43 @@ def test_a_link_suffix_replaces_the_kinds_own_link() -> None:
         ("2x(2xl4-24g)", "no kind"),
     ],
 )
-def test_a_bad_preset_is_an_input_error_with_a_remedy(text: str, fragment: str) -> None:
+def test_bad_presets(text: str, fragment: str) -> None:
+    """A bad preset is an input error with a remedy."""
     with pytest.raises(InputError, match=fragment) as error:
         Cluster.parse(text)
     assert "\n" not in str(error.value)
 
 
-def test_an_existing_file_wins_over_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_win_over_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An existing file wins over a preset."""
     write(tmp_path, TWO_BOXES, "4xl4-24g")
     monkeypatch.chdir(tmp_path)
     assert Cluster.parse("4xl4-24g").name == "two-boxes"
     assert Cluster.parse("3xl4-24g").num_devices == 3
 
 
-def test_device_number_finds_names_and_suggests_near_ones() -> None:
+def test_device_numbers() -> None:
+    """`device_number` finds names and suggests near ones."""
     cluster = Cluster.parse("2xl4-24g")
     assert cluster.device_number("gpu1") == 1
     with pytest.raises(InputError, match=r"did you mean gpu[01] or gpu[01]\?"):
         cluster.device_number("gpu")
 
 
-def test_arrays_are_read_only_and_shapes_are_checked() -> None:
+def test_arrays() -> None:
+    """Arrays are read-only, and their shapes are checked."""
     cluster = Cluster.parse("2xl4-24g")
     with pytest.raises(ValueError, match="read-only"):
         cluster.latency_ns[0, 1] = 0
     with pytest.raises(InputError, match="latency_ns"):
-        Cluster("x", cluster.devices, cluster.channels, np.zeros((3, 3), np.int64), cluster.bytes_per_second,
-                cluster.route_channels)  # fmt: skip
+        Cluster(
+            "x",
+            cluster.devices,
+            cluster.channels,
+            np.zeros((3, 3), np.int64),
+            cluster.bytes_per_second,
+            cluster.route_channels,
+        )
 
 
 def test_kinds_and_links_are_found_in_any_case() -> None:
@@ -474,7 +548,7 @@ def test_kinds_and_links_are_found_in_any_case() -> None:
 
 
 @pytest.mark.parametrize(("kind", "nominal", "reported"), [("a100-sxm-80g", 80, 79.14), ("rtx4090-24g", 24, 23.64)])
-def test_memory_is_what_cuda_reports_less_a_context(kind: str, nominal: int, reported: float) -> None:
+def test_usable_memory(kind: str, nominal: int, reported: float) -> None:
     """79.14 GiB of 80 and 23.64 of 24, less 0.5 GiB for a context; the P100 of the GDP paper keeps all 16 GiB."""
     assert KINDS[kind].nominal_gib == nominal
     assert KINDS[kind].memory_bytes == int((reported - 0.5) * 1024) * 2**20

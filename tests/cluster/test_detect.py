@@ -23,8 +23,16 @@ from gdp.execute.local_devices import detect_local
 from gdp.execute.targets import find_targets
 
 UUIDS = [f"GPU-{number}0000000-0000-0000-0000-000000000000" for number in range(4)]
-UNKNOWN = Card("NVIDIA RTX A2000", total_mib=6138, reserved_mib=0, pcie=(4, 8), capability=(8, 6), num_cores=3328,
-               mhz=(2100, 6001), bus_width=192)  # fmt: skip
+UNKNOWN = Card(
+    "NVIDIA RTX A2000",
+    total_mib=6138,
+    reserved_mib=0,
+    pcie=(4, 8),
+    capability=(8, 6),
+    num_cores=3328,
+    mhz=(2100, 6001),
+    bus_width=192,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +62,7 @@ def routes_of(machine: Machine) -> dict[str, Route]:
 # devices and links
 
 
-def test_two_linked_cards_of_a_built_in_kind_have_its_figures_and_a_route_of_their_own() -> None:
+def test_two_linked_cards() -> None:
     """12 active NVLinks of 25 GB/s, a thirteenth is off, others lead to a card that is not ours."""
     cards = [Card(H100, ends=[*[end] * 12, "off", "elsewhere"]) for end in (1, 0)]
     machine = machine_of(cards, {(0, 1): 40})
@@ -77,18 +85,20 @@ def test_two_linked_cards_of_a_built_in_kind_have_its_figures_and_a_route_of_the
 
 
 @pytest.mark.parametrize("end", ["switch", "hidden"])
-def test_cards_on_an_nvlink_switch_share_its_ports_though_a_virtual_machine_hides_it(end: str) -> None:
+def test_nvlink_switches(end: str) -> None:
+    """Cards on an NVLink switch share its ports, though a virtual machine hides it."""
     routes = routes_of(machine_of([Card(H100, ends=[end] * 18), Card(H100, ends=[end] * 18)]))
     assert routes["cuda0>cuda1"] == Route(10_000, 450 * GB, ("cuda0.nvlink.out", "cuda1.nvlink.in"))
 
 
-def test_links_of_a_gaming_card_are_narrower_and_of_older_cards_slower() -> None:
+def test_links_of_other_cards() -> None:
+    """Links of a gaming card are narrower, and those of older cards slower."""
     for capability, rate in {(6, 0): 20 * GB, (7, 0): 25 * GB, (8, 6): 14_062_500_000, (10, 0): 50 * GB}.items():
         machine = machine_of([Card(H100, capability=capability, ends=[end]) for end in (1, 0)])
         assert machine.links["cuda0", "cuda1"].bytes_per_second == rate
 
 
-def test_cards_below_one_pcie_switch_share_its_way_to_the_host_but_not_among_themselves() -> None:
+def test_pcie_switches() -> None:
     """cuda0 and cuda1 below a switch, cuda2 in a slot of eight lanes of its own: 12 GB/s x 8 / 16."""
     cards = [Card(P100, pcie=(3, 16)), Card(P100, pcie=(3, 16)), Card(P100, pcie=(3, 8))]
     machine = machine_of(cards, {(0, 1): 10, (0, 2): 30, (1, 2): 30})
@@ -100,22 +110,26 @@ def test_cards_below_one_pcie_switch_share_its_way_to_the_host_but_not_among_the
     assert routes["cpu0>cuda1"].channels == ("cuda1.pcie.down", "switch0.pcie.down")
     assert routes["cpu0>cuda2"].channels == ("cuda2.pcie.down",)
     assert [str(link) for link in machine.links.values()] == [
-        "PCIe, 12 GB/s; one PCIe switch", "PCIe, 6 GB/s; one host bridge", "PCIe, 6 GB/s; one host bridge",
-    ]  # fmt: skip
+        "PCIe, 12 GB/s; one PCIe switch",
+        "PCIe, 6 GB/s; one host bridge",
+        "PCIe, 6 GB/s; one host bridge",
+    ]
 
 
-def test_cards_on_two_numa_nodes_share_the_link_between_the_sockets() -> None:
+def test_numa_nodes() -> None:
+    """Cards on two NUMA nodes share the link between the sockets."""
     cards = [Card(H100)] * 4
     ancestors = {(0, 1): 40, (2, 3): 10} | {(a, b): 50 for a in (0, 1) for b in (2, 3)}
     routes = routes_of(machine_of(cards, ancestors))
     assert routes["cuda0>cuda1"] == Route(10_000, 55 * GB, ("cuda0.pcie.up", "cuda1.pcie.down"))
     assert routes["cuda1>cuda2"] == Route(
-        10_000, 41_600_000_000,
+        10_000,
+        41_600_000_000,
         ("cuda1.pcie.up", "cuda2.pcie.down", "node0.upi.out", "node1.upi.in", "switch0.pcie.down"),
-    )  # fmt: skip
+    )
 
 
-def test_an_unknown_card_has_estimates_and_a_note_that_says_so() -> None:
+def test_unknown_cards() -> None:
     """3328 cores x 2.1 GHz x 2 FLOP; 2 x 6001 MHz x 192 bits / 8."""
     machine = machine_of([UNKNOWN])
     gpu = Cluster.of_machine(machine).devices[0]
@@ -126,7 +140,8 @@ def test_an_unknown_card_has_estimates_and_a_note_that_says_so() -> None:
     assert any("cuda0: figures are estimates: 3328 CUDA cores x 2100 MHz x 2" in note for note in machine.notes)
 
 
-def test_memory_is_what_others_leave_and_what_this_process_holds_is_its_own() -> None:
+def test_free_memory() -> None:
+    """Memory is the part that others leave free; what this process holds is its own."""
     machine = machine_of([Card(L4, total_mib=23034, reserved_mib=458, others_mib=8192, own_mib=1024)])
     gpu = machine.gpus["cuda0"]
     assert (gpu.free_bytes, gpu.others_bytes) == ((23034 - 458 - 8192) * MIB, 8192 * MIB)
@@ -134,7 +149,8 @@ def test_memory_is_what_others_leave_and_what_this_process_holds_is_its_own() ->
     assert any("cuda0: others use 8.0 GiB of its memory now" in note for note in machine.notes)
 
 
-def test_every_known_name_is_that_of_a_built_in_kind_with_or_without_its_maker() -> None:
+def test_known_names() -> None:
+    """Every known name is that of a built-in kind, with or without its maker."""
     unknown_to_nvml = {name for name, kind in KINDS.items() if kind.is_cpu or kind.port == "thunderbolt4"}
     assert set(KIND_BY_NAME.values()) == set(KINDS) - unknown_to_nvml - {"mi300x-192g"}
     for name, kind in KIND_BY_NAME.items():
@@ -142,7 +158,8 @@ def test_every_known_name_is_that_of_a_built_in_kind_with_or_without_its_maker()
     assert machine_of([Card("NVIDIA H100 PCIe")]).devices[0].kind == "nvidia-h100-pcie"
 
 
-def test_pcie_rates_double_with_each_generation() -> None:
+def test_pcie_rates() -> None:
+    """PCIe rates double with each generation."""
     rates = [pcie_bytes_per_second(generation, 16) // GB for generation in range(1, 7)]
     assert rates == [3, 6, 12, 24, 55, 110]
     assert pcie_bytes_per_second(4, 4) == 6 * GB
@@ -168,7 +185,8 @@ def test_pcie_rates_double_with_each_generation() -> None:
         ("MIG-2", []),
     ],
 )
-def test_cuda_visible_devices_is_honoured(listed: str, expected: list[int]) -> None:
+def test_cuda_visible_devices(listed: str, expected: list[int]) -> None:
+    """CUDA_VISIBLE_DEVICES is honoured."""
     machine = machine_of([Card(L4)] * 4, CUDA_VISIBLE_DEVICES=listed)
     assert [gpu.number for gpu in machine.gpus.values()] == expected
     assert list(machine.gpus) == [f"cuda{number}" for number in range(len(expected))]
@@ -177,7 +195,8 @@ def test_cuda_visible_devices_is_honoured(listed: str, expected: list[int]) -> N
         assert [device.name for device in machine.devices] == ["cpu0", "cpu2", "cpu3", "cpu4"]
 
 
-def test_links_follow_the_cards_when_they_are_numbered_anew() -> None:
+def test_renumbered_cards() -> None:
+    """Links follow the cards when they are numbered anew."""
     cards = [Card(H100), Card(H100, ends=[2]), Card(H100, ends=[1])]
     machine = machine_of(cards, {(0, 1): 50, (0, 2): 50, (1, 2): 10}, CUDA_VISIBLE_DEVICES="2,0,1")
     words = {names: str(link) for names, link in machine.links.items()}
@@ -186,9 +205,10 @@ def test_links_follow_the_cards_when_they_are_numbered_anew() -> None:
     assert words["cuda0", "cuda1"] == "PCIe, 41.6 GB/s; different NUMA nodes"
 
 
-def test_the_order_of_unequal_cards_is_the_drivers_unless_it_is_that_of_their_addresses(
+def test_order_of_unequal_cards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The order of unequal cards is the driver's, unless it is that of their addresses."""
     cards = [Card(L4), Card(H100)]
     assert [gpu.name for gpu in machine_of(cards).gpus.values()] == [L4, H100]  # the driver does not tell
     assert any("CUDA_DEVICE_ORDER=PCI_BUS_ID" in note for note in machine_of(cards).notes)
@@ -198,7 +218,8 @@ def test_the_order_of_unequal_cards_is_the_drivers_unless_it_is_that_of_their_ad
     assert [gpu.name for gpu in by_address.gpus.values()] == [L4, H100]
 
 
-def test_a_card_that_is_split_is_left_out_and_hides_whole_ones_as_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that is split is left out, and hides whole ones as in CUDA."""
     cards = [Card(H100, is_mig=True), Card(H100)]
     machine = machine_of(cards)
     assert not machine.gpus
@@ -208,7 +229,8 @@ def test_a_card_that_is_split_is_left_out_and_hides_whole_ones_as_in_cuda(monkey
     assert {name: gpu.number for name, gpu in machine_of(cards).gpus.items()} == {"cuda1": 1}
 
 
-def test_cards_are_left_out_where_pytorch_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards are left out where PyTorch has no CUDA."""
     monkeypatch.setattr(visible, "pytorch_version", lambda: "2.13.0+cpu")
     machine = machine_of([Card(H100)])
     assert not machine.gpus
@@ -235,11 +257,13 @@ class FakeDriver:
         return call
 
 
-def test_the_driver_tells_uuids_as_nvml_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver gives UUIDs as NVML writes them."""
     monkeypatch.undo()
     assert visible.driver_uuids(FakeDriver()) == [
-        "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "GPU-01010203-0405-0607-0809-0a0b0c0d0e0f",
-    ]  # fmt: skip
+        "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f",
+        "GPU-01010203-0405-0607-0809-0a0b0c0d0e0f",
+    ]
     for name in ("cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid"):
         assert visible.driver_uuids(FakeDriver(name)) is None
     assert visible.driver_uuids(SimpleNamespace()) is None
@@ -249,7 +273,8 @@ def test_the_driver_tells_uuids_as_nvml_writes_them(monkeypatch: pytest.MonkeyPa
 
 
 @given(st.sets(st.sampled_from(CALLS)), st.booleans())
-def test_calls_that_fail_cost_what_they_tell_and_no_more(refused: set[str], is_known: bool) -> None:
+def test_failing_calls(refused: set[str], is_known: bool) -> None:
+    """A call that fails costs the fact that it asks for, and no more."""
     cards = [Card(H100, ends=[1, 1, "switch"]) if is_known else UNKNOWN, Card(H100, ends=[0, 0, "switch"])]
     nvml = FakeNvml(cards, {(0, 1): 50}, refused)
     machine = detect(nvml=nvml, environ={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
@@ -264,7 +289,8 @@ def test_calls_that_fail_cost_what_they_tell_and_no_more(refused: set[str], is_k
     assert all(str(link) for link in machine.links.values())
 
 
-def test_every_call_is_one_that_the_library_has() -> None:
+def test_calls_of_nvml() -> None:
+    """Every call is one that the library has."""
     nvml = FakeNvml([Card(H100, ends=[1, "switch"]), Card(H100, ends=[0, "switch"])], {(0, 1): 30})
     detect(nvml=nvml, environ={})
     assert nvml.asked == set(CALLS)
@@ -275,7 +301,9 @@ def test_every_call_is_one_that_the_library_has() -> None:
 
 
 @pytest.mark.parametrize("code", ["NVML_ERROR_LIBRARY_NOT_FOUND", "NVML_ERROR_DRIVER_NOT_LOADED", "NVML_ERROR_UNKNOWN"])
-def test_without_a_driver_there_are_cores_and_a_note_if_it_is_there_but_broken(code: str) -> None:
+def test_without_a_driver(code: str) -> None:
+    """Without a driver there are cores alone, with a note if the driver is there but broken."""
+
     def fail() -> None:
         raise pynvml.NVMLError(getattr(pynvml, code))
 
@@ -306,9 +334,7 @@ flags		: {flags}
         ("AMD", "sse2", {}, 2 * 1.2e9 * 8),
     ],
 )
-def test_rates_of_cores_are_counted_from_clock_and_vectors_two_threads_of_a_core_as_one(
-    tmp_path: Path, model: str, flags: str, clocks: dict[str, str], float32: float
-) -> None:
+def test_rates_of_cores(tmp_path: Path, model: str, flags: str, clocks: dict[str, str], float32: float) -> None:
     """Processors 0 and 2 are threads of one core, 1 is another core: two cores, of 8.8 GB/s each."""
     (tmp_path / "proc").mkdir()
     blocks = [CPUINFO.format(number, model=model, core=number % 2, flags=flags) for number in range(3)]
@@ -322,7 +348,8 @@ def test_rates_of_cores_are_counted_from_clock_and_vectors_two_threads_of_a_core
     assert host.cpu_rates((5,), tmp_path / "elsewhere").flops_per_second["float32"] == 2.5e9 * 8  # nothing is known
 
 
-def test_memory_is_limited_by_the_control_groups_that_this_process_is_in(tmp_path: Path) -> None:
+def test_control_groups(tmp_path: Path) -> None:
+    """Memory is limited by the control groups that this process is in."""
     for name, text in {
         "proc/self/cgroup": "5:memory:/jobs/job\n1:cpu,cpuacct:/\n0::/slice/unit\n",
         "sys/fs/cgroup/memory/jobs/memory.limit_in_bytes": "7000\n",
@@ -336,7 +363,8 @@ def test_memory_is_limited_by_the_control_groups_that_this_process_is_in(tmp_pat
     assert list(host.memory_limits(tmp_path / "elsewhere")) == []
 
 
-def test_without_gpus_cores_share_what_they_have_and_hand_tensors_over() -> None:
+def test_without_gpus() -> None:
+    """Without GPUs there are cores, which share memory and bandwidth and hand tensors over."""
     machine = machine_of([])
     cluster = Cluster.of_machine(machine)
     assert [device.name for device in cluster.devices] == [device.name for device in machine.devices]
@@ -356,22 +384,27 @@ def pytorch_sees(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str, str, int]) -
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found[number])
 
 
-def test_cards_are_numbered_as_pytorch_does_and_those_that_only_it_knows_are_there_too(
+def test_cards_of_pytorch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Cards are numbered as PyTorch does, and those that it alone knows are there, too."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([Card(L4, total_mib=23034, others_mib=12_000), Card(H100)]))
     pytorch_sees(monkeypatch, (H100, UUIDS[1], 80 * GIB), ("AMD Instinct MI300X", "", 192 * GIB), (L4, UUIDS[0], 1))
     devices = detect_local()
     assert [(device.name, device.kind) for device in devices[:3]] == [
-        ("cuda0", "h100-sxm-80g"), ("cuda1", "amd-instinct-mi300x"), ("cuda2", "l4-24g"),
-    ]  # fmt: skip
+        ("cuda0", "h100-sxm-80g"),
+        ("cuda1", "amd-instinct-mi300x"),
+        ("cuda2", "l4-24g"),
+    ]
     assert (devices[1].memory_bytes, devices[2].memory_bytes) == (192 * GIB, 10_240 * MIB)
     names = [device.name for device in devices]
     assert find_targets(names) == tuple(device.target for device in devices)  # without --on
     assert find_targets(names)[-1].cores == (2, 3, 4)
 
 
-def test_a_driver_that_pytorch_cannot_use_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that PyTorch cannot use is a note."""
+
     def fail(_number: int) -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old\nand more")
 
@@ -381,9 +414,8 @@ def test_a_driver_that_pytorch_cannot_use_is_a_note(monkeypatch: pytest.MonkeyPa
     assert [device.name for device in detect_local()] == ["cpu0", "cpu2", "cpu3", "cpu4"]
 
 
-def test_detect_shows_cards_links_and_notes_and_its_file_is_the_cluster_local(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_detect_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command shows cards, links and notes, and its file is the cluster `local`."""
     cards = [Card(H100, others_mib=4096, ends=[1] * 4), Card(H100, ends=[0] * 4)]
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(cards, {(0, 1): 30}))
     pytorch_sees(monkeypatch, *[(H100, uuid, 80 * GIB) for uuid in UUIDS[:2]])
@@ -393,14 +425,27 @@ def test_detect_shows_cards_links_and_notes_and_its_file_is_the_cluster_local(
     assert out.count("\n") == 1
     answer = json.loads(out)
     assert answer["devices"][0] == {
-        "name": "cuda0", "kind": "h100-sxm-80g", "memory_bytes": 76_800 * MIB, "on": "cuda:0", "gpu": H100,
-        "uuid": UUIDS[0], "total_memory_bytes": 81_559 * MIB, "free_memory_bytes": 76_904 * MIB,
-        "used_by_others_bytes": 4096 * MIB, "pcie_generation": 5, "pcie_width": 16,
-    }  # fmt: skip
+        "name": "cuda0",
+        "kind": "h100-sxm-80g",
+        "memory_bytes": 76_800 * MIB,
+        "on": "cuda:0",
+        "gpu": H100,
+        "uuid": UUIDS[0],
+        "total_memory_bytes": 81_559 * MIB,
+        "free_memory_bytes": 76_904 * MIB,
+        "used_by_others_bytes": 4096 * MIB,
+        "pcie_generation": 5,
+        "pcie_width": 16,
+    }
     assert answer["links"] == [
-        {"devices": ["cuda0", "cuda1"], "ancestor": "one host bridge", "nvlinks": 4, "is_switched": False,
-         "bytes_per_second": 100 * GB},
-    ]  # fmt: skip
+        {
+            "devices": ["cuda0", "cuda1"],
+            "ancestor": "one host bridge",
+            "nvlinks": 4,
+            "is_switched": False,
+            "bytes_per_second": 100 * GB,
+        },
+    ]
     assert answer["path"] == str(path)
     assert Cluster.load(path).fingerprint == Cluster.parse("local").fingerprint
     assert main(["devices", "detect"]) == 0
@@ -410,9 +455,10 @@ def test_detect_shows_cards_links_and_notes_and_its_file_is_the_cluster_local(
 
 
 @pytest.mark.parametrize("out", [".", "file/local.yaml"])
-def test_a_place_that_cannot_be_written_is_one_line(
+def test_unwritable_files(
     out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A file that cannot be written is one line."""
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     assert main(["devices", "detect", "--out", out]) == 2

@@ -27,7 +27,8 @@ NO_GPU = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="cores are one
 
 
 @NO_GPU
-def test_a_plan_for_the_local_devices_finds_its_targets_by_their_names() -> None:
+def test_local_devices_are_found_by_name() -> None:
+    """A plan for the local devices finds its targets by their names."""
     devices = detect_local()
     assert find_targets([device.name for device in devices]) == tuple(device.target for device in devices)
     assert [device.target.cores for device in devices] == [(core,) for core in available_cores()[:16]]
@@ -40,7 +41,8 @@ def test_a_plan_for_the_local_devices_finds_its_targets_by_their_names() -> None
 
 
 @NO_GPU
-def test_measured_devices_have_sane_figures_and_their_file_gives_the_same_cluster(tmp_path: Path) -> None:
+def test_measured_devices(tmp_path: Path) -> None:
+    """Measured devices have sane figures, and their file gives the same cluster."""
     devices, said, num_threads = detect_local()[:2], list[str](), torch.get_num_threads()
     found = calibrate(devices, quick=True, on_progress=said.append)
     cluster = found.cluster
@@ -65,7 +67,8 @@ def test_measured_devices_have_sane_figures_and_their_file_gives_the_same_cluste
         assert any("in memory that both share" in note for note in found.notes)
 
 
-def test_work_that_a_device_cannot_do_is_none_and_a_mistake_is_raised_not_waited_for() -> None:
+def test_work_that_fails() -> None:
+    """Work that a device cannot do is None; a mistake is raised, not waited for."""
     backend = backend_of(find_targets(["any"], ["cpu"])[0], work.copy_memory)
     time_ns = 5
 
@@ -91,7 +94,7 @@ def test_a_copy_rate_is_the_slope_of_its_times(monkeypatch: pytest.MonkeyPatch) 
     assert measured_routes._copy_rate(target, target, work.QUICK) == BY_REFERENCE_BYTES_PER_SECOND
 
 
-def test_hand_overs_between_processes_are_those_of_tensors_in_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hand_overs_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """3 us and 0.2 ns a byte: 5 GB/s; large tensors of a chain exceed the caches."""
     chains: list[tuple[int, int]] = []
 
@@ -117,7 +120,7 @@ def test_hand_overs_between_processes_are_those_of_tensors_in_no_cache(monkeypat
     assert rate == pytest.approx(20 * 10**9)
 
 
-def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rival_routes_share_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bus into b that two routes share; a copy into c is slowed down by one into b, but does not slow it down."""
     pairs = [(0, 1), (2, 1), (0, 2)]
 
@@ -144,7 +147,8 @@ def test_routes_that_slow_each_other_down_share_a_channel(monkeypatch: pytest.Mo
 
 
 @NO_GPU
-def test_detect_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_detect(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command lists the devices that are here."""
     assert main(["devices", "detect", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     devices = [
@@ -165,7 +169,8 @@ def test_detect_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @NO_GPU
-def test_measure_writes_a_cluster_that_devices_show_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command measures a cluster and writes a file that `gdp devices show` reads."""
     name, path = detect_local()[0].name, tmp_path / "new" / "local.yaml"
     assert main(["devices", "measure", "--out", str(path), "--devices", name, "--quick", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -190,13 +195,14 @@ def test_measure_writes_a_cluster_that_devices_show_reads(tmp_path: Path, capsys
         ([], ["Missing option '--out'"]),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(
+def test_bad_devices(
     args: list[str],
     fragments: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A device that cannot be measured is one line."""
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     assert main(["devices", "measure", *(text.format(detect_local()[0].name) for text in args)]) == 2

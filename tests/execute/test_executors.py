@@ -61,7 +61,7 @@ def assert_state(executor: HostExecutor, expected: Mapping[int, Tensor]) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_changed_arguments_of_updates_reach_the_workers(kind: type[HostExecutor]) -> None:
+def test_changed_arguments_of_updates(kind: type[HostExecutor]) -> None:
     """A learning rate that falls to zero stops the training."""
     found, content = tower()
     program = found.program
@@ -131,9 +131,8 @@ class Calls(nn.Module):
     ],
     ids=["memory", "kernel", "no kernel"],
 )
-def test_an_op_that_fails_ends_the_step_on_all_devices(
-    model: nn.Module, message: str, is_out_of_memory: bool, kind: type[HostExecutor]
-) -> None:
+def test_failing_ops(model: nn.Module, message: str, is_out_of_memory: bool, kind: type[HostExecutor]) -> None:
+    """An op that fails ends the step on all devices."""
     found = capture(model, (torch.ones(3),), name="bad", training=False)
     simulation = simulate(Problem.build(found.graph, CLUSTER), np.ones(found.graph.num_ops, np.int64))
     content = found.program.bind(model, (torch.ones(3),), {})

@@ -78,10 +78,12 @@ run_gnmt = partial(run_randomly_placed, "gnmt")
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in MANY_OPS)) for name in EXECUTED]
 )
 def test_steps_on_two_gpus_and_a_cpu(name: str, world: FakeCuda) -> None:
+    """Steps on two GPUs and a CPU compute what one CPU computes."""
     run_randomly_placed(name, world)
 
 
-def test_copies_hold_up_nobody_but_those_of_inputs_and_parameters(world: FakeCuda) -> None:
+def test_copies_hold_up_nobody(world: FakeCuda) -> None:
+    """Copies hold up nobody, but for those of inputs and parameters."""
     run_gnmt(world)
     sources = captured("gnmt", world)[0].program.sources  # each is loaded, or copied in two steps, and read in the end
     assert world.num_hidden_waits <= 2 * len(sources)
@@ -101,7 +103,8 @@ def run_on_loaded_state(world: FakeCuda) -> None:
         executor.step(content)
 
 
-def test_state_that_lies_on_a_gpu_is_there_before_the_next_step(world: FakeCuda) -> None:
+def test_loaded_state_is_complete(world: FakeCuda) -> None:
+    """State that is loaded from a GPU is complete before the next step."""
     run_on_loaded_state(world)
 
 
@@ -116,7 +119,7 @@ def test_state_that_lies_on_a_gpu_is_there_before_the_next_step(world: FakeCuda)
         (lambda: routine, "function_for", partial(run_randomly_placed, "vit"), "has no kernel for CUDA"),
     ],
 )
-def test_fake_gpus_notice_what_is_left_out(
+def test_missing_synchronisation_is_noticed(
     owner: Callable[[], Any],
     name: str,
     run: Callable[[FakeCuda], None],
@@ -124,6 +127,7 @@ def test_fake_gpus_notice_what_is_left_out(
     world: FakeCuda,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The fake GPUs notice every synchronisation that is left out."""
     monkeypatch.setattr(owner(), name, lambda *given: given[0])  # does nothing; an operator is itself
     with pytest.raises((RaceError, ExecutionError), match=message):
         run(world)

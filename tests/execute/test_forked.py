@@ -67,7 +67,7 @@ def test_threads_and_processes_give_the_same_bits(name: str) -> None:
         assert all(torch.equal(private_there[op][key], item) for key, item in values.items())
 
 
-def test_single_cores_are_processes_and_all_others_threads() -> None:
+def test_single_cores_are_processes() -> None:
     """Kernels with threads of their own cannot be forked."""
     assert may_fork(cpus())
     assert not may_fork([Target("cpu0", CPU, (0, 1)), *cpus(1)])
@@ -77,7 +77,7 @@ def test_single_cores_are_processes_and_all_others_threads() -> None:
         assert isinstance(executor, ForkedExecutor)
 
 
-def test_a_record_that_is_not_the_latest_is_refused() -> None:
+def test_old_records_are_refused() -> None:
     """Processes keep what the latest step has left."""
     found, content = tower()
     with ForkedExecutor(found.program, randomly_placed(found, 2, 0).order, cpus()) as executor:
@@ -88,7 +88,7 @@ def test_a_record_that_is_not_the_latest_is_refused() -> None:
             executor.results(record)
 
 
-def test_a_killed_process_ends_the_step_with_its_name_and_all_others() -> None:
+def test_killed_processes_end_the_step() -> None:
     """Whether between steps or within one; the others end within seconds."""
     found, content = tower()
     executor = ForkedExecutor(found.program, randomly_placed(found, 3, 0).order, cpus())
@@ -123,7 +123,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_processes_end_with_the_one_that_has_forked_them(number: signal.Signals) -> None:
+def test_processes_end_with_their_parent(number: signal.Signals) -> None:
     """However that ends, in a step: none is left, and no shared memory has a name that could be left."""
     here = Path(__file__).parent
     before = set(os.listdir("/dev/shm"))
@@ -165,7 +165,7 @@ def test_rows_are_copied_as_they_are_joined() -> None:
     assert torch.equal(memory, found.joined())
 
 
-def test_shared_memory_has_the_layout_of_its_template() -> None:
+def test_layouts_of_shared_memory() -> None:
     """Sizes, strides and types are kept, and no two tensors overlap."""
     memory = SharedMemory()
     templates = [
@@ -183,7 +183,7 @@ def test_shared_memory_has_the_layout_of_its_template() -> None:
     assert [tensor.float().mean().item() for tensor in made if tensor.numel()] == [0.0, 0.0, 1.0, 0.0, 1.0]
 
 
-def test_no_process_is_forked_while_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_wait_for_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """It might hold a lock of the kernels' that nobody in the child gives back."""
     monkeypatch.setattr(processes, "_LONGEST_S", 60.0)
     matrix, has_begun, ends = torch.ones(2500, 2500), threading.Event(), []

@@ -41,7 +41,8 @@ def losses(program: Program, order: list[list[int]], model: nn.Module, x: Tensor
 
 
 @pytest.mark.parametrize("text", ["data=2,zero=1", "data=2,zero=2", "data=2,zero=3"])
-def test_a_chunk_may_come_before_ones_own_is_ready(text: str) -> None:
+def test_chunks_that_come_early(text: str) -> None:
+    """A chunk of another replica may come before one's own is ready."""
     torch.manual_seed(0)
     model, x, layout = Positions(), torch.randn(4, 6), Layout.parse(text)
     args, kwargs = next(split_inputs((x,), {}, layout.num_parts))
@@ -58,7 +59,7 @@ def test_a_chunk_may_come_before_ones_own_is_ready(text: str) -> None:
     assert expected[2] < expected[0]
 
 
-def test_a_gathered_parameter_is_sent_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_parameters_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a user is on another device that gets a copy, as processes and GPUs do, the copy has all chunks."""
     pack = CpuBackend.pack
 

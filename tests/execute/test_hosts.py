@@ -84,9 +84,7 @@ def errors_of(started: Hosts, seconds: float) -> list[list[str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_host_that_is_killed_ends_the_other_and_the_training_goes_on(
-    lost: int, hosts: list[str], tmp_path: Path
-) -> None:
+def test_killed_hosts(lost: int, hosts: list[str], tmp_path: Path) -> None:
     """All processes of a host are killed; the other one tells of it, and losses are those without a break."""
     out, num_steps = tmp_path / "out", 40
     started = start(out, hosts, num_steps)
@@ -109,7 +107,7 @@ def test_a_host_that_is_killed_ends_the_other_and_the_training_goes_on(
 
 
 @pytest.mark.long
-def test_hosts_that_cannot_reach_each_other_end_both(hosts: list[str], tmp_path: Path) -> None:
+def test_hosts_that_cannot_reach_each_other(hosts: list[str], tmp_path: Path) -> None:
     """No connection is closed when a link goes down: only silence tells."""
     started = start(tmp_path, hosts, 10**5)
     assert is_soon(lambda: num_lines(tmp_path) > 2, PATIENCE_SECONDS)

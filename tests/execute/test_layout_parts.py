@@ -43,7 +43,8 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], Cut]:
 
 
 @given(cuts())
-def test_pieces_of_all_chunks_tile_each_tensor(case: tuple[list[int], Cut]) -> None:
+def test_pieces_tile_each_tensor(case: tuple[list[int], Cut]) -> None:
+    """The pieces of all chunks tile each tensor."""
     sizes, cut = case
     for member, size in enumerate(sizes):
         end = 0
@@ -57,7 +58,8 @@ def test_pieces_of_all_chunks_tile_each_tensor(case: tuple[list[int], Cut]) -> N
 
 
 @given(cuts())
-def test_chunks_are_where_tensors_are_and_whole_after_a_copy(case: tuple[list[int], Cut]) -> None:
+def test_chunks_after_a_copy(case: tuple[list[int], Cut]) -> None:
+    """Chunks are where their tensors are, and whole after a copy."""
     sizes, cut = case
     rows = list(torch.randn(sum(sizes)).split(sizes))
     chunks = [cut.chunk(number, rows) for number in range(cut.num_chunks)]
@@ -75,7 +77,8 @@ def test_chunks_are_where_tensors_are_and_whole_after_a_copy(case: tuple[list[in
 
 
 @given(st.data())
-def test_each_replica_owns_a_chunk_and_its_rings_cover_all_chunks(data: st.DataObject) -> None:
+def test_owners_of_chunks(data: st.DataObject) -> None:
+    """Each replica owns a chunk, and its rings cover all chunks."""
     num_hosts, per_host = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     count = num_hosts * per_host
     ring = data.draw(st.permutations(range(count)))
@@ -141,7 +144,7 @@ def trained(model: nn.Module, args: tuple[Tensor, ...], layout: str, optimizer: 
 
 @pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize("zero", range(4))
-def test_gradients_that_several_ops_read_are_summed(zero: int, is_flat: bool) -> None:
+def test_gradients_of_several_readers(zero: int, is_flat: bool) -> None:
     """Also where parameters of two types are gathered together."""
     torch.manual_seed(0)
     model, batch = Shared(is_flat=is_flat), torch.randn(2, 6)
@@ -175,9 +178,8 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
 
 
 @pytest.mark.parametrize(("make", "layout", "optimizer", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_updates_that_cannot_be_cut_are_refused(
-    make: Callable[[], nn.Module], layout: str, optimizer: str, message: str
-) -> None:
+def test_uncut_updates(make: Callable[[], nn.Module], layout: str, optimizer: str, message: str) -> None:
+    """Updates that cannot be cut are refused."""
     with pytest.raises(InputError, match=message) as caught:
         trained(make(), (torch.randn(2, 6),), layout, optimizer)
     assert "\n" not in str(caught.value)
@@ -205,7 +207,7 @@ def test_a_step_of_the_users_own_is_refused() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "sgd-momentum"])
-def test_updates_of_pieces_are_the_update_of_the_whole(optimizer: str) -> None:
+def test_updates_of_pieces(optimizer: str) -> None:
     """But for the last bit: kernels compute what is left over by vectors in another way."""
     model = nn.Linear(7, 5)
     program = capture(model, (torch.randn(2, 7),), name="linear", optimizer=optimizer).program
@@ -286,7 +288,7 @@ def _comes_after(followers: list[list[int]], op: int, other: int, reached: dict[
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_memory_is_overwritten_after_all_have_read_it(name: str) -> None:
+def test_readers_come_before_overwriting(name: str) -> None:
     """Devices of one process read each other's memory: an update waits for each copy that reads the parameter."""
     found = captured(name, "sgd-momentum")
     for seed in range(2):

@@ -171,7 +171,8 @@ def test_random_layouts_compute_what_pytorch_does(name: str, seed: int, start: S
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_A_MEAN])
-def test_gradients_are_those_of_the_whole_batch(name: str) -> None:
+def test_gradients_of_the_whole_batch(name: str) -> None:
+    """Gradients of a layout are those of the whole batch."""
     case = drawn(name, 1)
     program = case.program(captured(name, "sgd-momentum"))
     model, (_, args, kwargs) = example(name, 1)[0], example(name, case.layout.num_parts)
@@ -189,7 +190,7 @@ def test_gradients_are_those_of_the_whole_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit", "rnnlm"])
-def test_parts_draw_numbers_of_their_own_wherever_they_are(name: str) -> None:
+def test_draws_of_parts(name: str) -> None:
     """Each part draws what the step of one part draws with seeds behind those of the parts before."""
     found = capture(*tiny(name, 1), name=name)
     program = found.program
@@ -220,7 +221,7 @@ def test_parts_draw_numbers_of_their_own_wherever_they_are(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("start", [host_executor, ThreadExecutor])
 @pytest.mark.parametrize("name", MODELS)
-def test_many_random_layouts_compute_what_pytorch_does(name: str, start: Start) -> None:
+def test_many_random_layouts(name: str, start: Start) -> None:
     """25 layouts of each model, by forked processes and by threads."""
     for seed in range(3, 28):
         check(name, seed, start)

@@ -88,9 +88,7 @@ def trained(
 
 @pytest.mark.parametrize(("name", "clip_norm"), [("sgd", None), ("adamw", 0.3)])
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_losses_and_scales_are_those_of_pytorch_and_go_on(
-    text: str, name: str, clip_norm: float | None, tmp_path: Path
-) -> None:
+def test_losses_and_scales(text: str, name: str, clip_norm: float | None, tmp_path: Path) -> None:
     """Steps that overflow are left out, and the scale grows again; to the bit where sums have one order."""
     data, path = batches(points, NUM_STEPS), tmp_path / "half.safetensors"
     num_parts = 4 if "1:3" in text else 2
@@ -105,7 +103,8 @@ def test_losses_and_scales_are_those_of_pytorch_and_go_on(
     assert trained(data, text, name, clip_norm, path, is_resumed=True) == (losses[HALF:], scales[HALF:])
 
 
-def test_what_cannot_be_scaled_is_told_in_one_line(tmp_path: Path) -> None:
+def test_steps_that_cannot_be_scaled(tmp_path: Path) -> None:
+    """A step that cannot be scaled is one line."""
     (batch,), path = batches(points, 1), tmp_path / "scaled.safetensors"
     with placed(built(Autocast), batch, "data=2", scaler=scaler_of()) as scaled:
         scaled(*batch)
@@ -128,7 +127,8 @@ def test_what_cannot_be_scaled_is_told_in_one_line(tmp_path: Path) -> None:
         other(*parts)
 
 
-def test_a_scaler_that_is_off_changes_nothing() -> None:
+def test_disabled_scalers() -> None:
+    """A scaler that is off changes nothing."""
     data = batches(points, 3)
     model, off = built(Mlp), torch.amp.GradScaler("cpu", enabled=False)
     with placed(model, data[0], "data=2", scaler=off) as trained_model:

@@ -51,7 +51,8 @@ def eager_losses(model: nn.Module, count: int, learning_rate: float = 1e-3) -> l
     return losses
 
 
-def test_twenty_placed_steps_are_the_bits_of_twenty_unplaced_ones() -> None:
+def test_twenty_steps_have_the_same_bits() -> None:
+    """Twenty placed steps have the bits of twenty unplaced ones."""
     torch.manual_seed(0)
     model, alone = Net(), Net()
     alone.load_state_dict(model.state_dict())
@@ -107,7 +108,7 @@ USERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("make", USERS.values(), ids=USERS)
-def test_a_users_optimizer_and_its_scheduler_are_followed(
+def test_schedulers_are_followed(
     make: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> None:
     """Six placed steps have the bits of six steps of the optimizer itself, whose learning rate falls all the time."""
@@ -130,7 +131,7 @@ def test_a_users_optimizer_and_its_scheduler_are_followed(
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-def test_master_weights_are_updated_in_float32_and_rounded() -> None:
+def test_master_weights() -> None:
     """A float32 copy of each bfloat16 parameter is updated by AdamW with widened gradients; loaded ones replace it."""
     torch.manual_seed(0)
     model, alone = HalfNet(), HalfNet()
@@ -169,7 +170,7 @@ def test_master_weights_are_updated_in_float32_and_rounded() -> None:
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-def test_parameters_that_are_loaded_become_master_weights() -> None:
+def test_loaded_parameters_become_master_weights() -> None:
     """Loading parameters replaces their float32 copies, or the next update would bring the old ones back."""
     torch.manual_seed(0)
     model, (batch,) = HalfNet(), batches(1)
@@ -182,7 +183,7 @@ def test_parameters_that_are_loaded_become_master_weights() -> None:
     assert all(float((after[name].float() - other[name].float()).abs().max()) < 0.1 for name in other)
 
 
-def test_optimizers_that_placed_cannot_run_are_refused_at_once() -> None:
+def test_bad_optimizers() -> None:
     """A wrong optimizer is one line before the first step, and nothing has changed."""
     model, plan = Net(), plan_of_net()
     cases = {
@@ -197,7 +198,7 @@ def test_optimizers_that_placed_cannot_run_are_refused_at_once() -> None:
             gdp.placed(model, plan, on=["cpu"] * 3, **options)
 
 
-def test_a_last_smaller_batch_is_told_with_its_remedy() -> None:
+def test_a_smaller_last_batch() -> None:
     """`DataLoader` without `drop_last` ends an epoch with fewer samples; training goes on afterwards."""
     with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained:
         trained(batches(1)[0])
@@ -207,7 +208,8 @@ def test_a_last_smaller_batch_is_told_with_its_remedy() -> None:
         assert trained.num_steps == 2
 
 
-def test_training_goes_on_from_saved_state_as_if_it_had_not_stopped() -> None:
+def test_training_goes_on_from_saved_state() -> None:
+    """Training goes on from a saved state as if it had not stopped."""
     torch.manual_seed(0)
     model, plan = Net(), plan_of_net(seed=1)
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -227,7 +229,8 @@ def test_training_goes_on_from_saved_state_as_if_it_had_not_stopped() -> None:
     assert list(map(float, again)) == list(map(float, losses[4:]))
 
 
-def test_dropout_differs_from_step_to_step_but_not_from_placement_to_placement() -> None:
+def test_dropout() -> None:
+    """Dropout differs from step to step, but not from placement to placement."""
     torch.manual_seed(0)
     model = Net(0.5)
     runs = []
@@ -242,7 +245,8 @@ def test_dropout_differs_from_step_to_step_but_not_from_placement_to_placement()
     assert len(losses) == 4
 
 
-def test_seeds_set_runs_apart_and_steps_can_be_taken_up_again() -> None:
+def test_seeds() -> None:
+    """Seeds set runs apart, and steps can be taken up again."""
     plan, batch = plan_of_net(0.5), batches(1)[0]
     torch.manual_seed(0)
     state = Net(0.5).state_dict()
@@ -272,7 +276,8 @@ class Cached(nn.Module):
         return (scale * self.linear(x)).square().mean()
 
 
-def test_close_writes_back_all_that_a_step_changes_and_other_arguments_are_refused() -> None:
+def test_close_writes_back() -> None:
+    """`close` writes back all that a step changes, and other arguments are refused."""
     torch.manual_seed(0)
     model, x = Cached(), torch.randn(4, 3)
     graph = capture(model, (x, 2.0), name="cached").graph
@@ -290,7 +295,8 @@ def test_close_writes_back_all_that_a_step_changes_and_other_arguments_are_refus
         trained(x, 2.0)
 
 
-def test_state_that_does_not_fit_changes_nothing() -> None:
+def test_bad_states() -> None:
+    """A state that does not fit changes nothing."""
     with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained:
         for _ in range(2):  # before the first step, and after
             before = trained.state_dict()
@@ -329,7 +335,8 @@ class Breaking(nn.Module):
         return self.linear(breaks(x)).sum()
 
 
-def test_a_failed_step_leaves_the_model_as_it_was() -> None:
+def test_failed_steps() -> None:
+    """A failed step leaves the model as it was."""
     model = Breaking()
     before = model.linear.weight.detach().clone()
     plan = gdp.place(
@@ -355,7 +362,8 @@ def test_arguments_of_other_types_are_named() -> None:
         gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, resume=5)  # type: ignore[arg-type]
 
 
-def test_a_plan_of_another_step_is_refused() -> None:
+def test_plans_of_other_steps() -> None:
+    """A plan of another step is refused."""
     with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3) as trained, pytest.raises(InputError, match="place it anew"):
         trained(torch.zeros(4, 6))
     trained = gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, optimizer="sgd")

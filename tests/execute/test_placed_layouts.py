@@ -212,9 +212,7 @@ def plain_losses(name: str, num_parts: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fifty_steps_in_three_layouts_are_those_of_pytorch_and_go_on_in_another_layout(
-    name: str, tmp_path: Path
-) -> None:
+def test_fifty_steps_in_three_layouts(name: str, tmp_path: Path) -> None:
     """Losses of the first layout are bit for bit PyTorch's; saved states go on in the same layout to the bit."""
     expected = plain_losses(name, 4)
     assert expected[-1] < expected[0]
@@ -282,7 +280,7 @@ OF_TWO = ("microbatches=2", "data=2", "data=2,zero=1", "data=2,zero=2", "data=2,
 
 @pytest.mark.parametrize("text", OF_TWO)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_users_optimizer_and_its_scheduler_are_followed_by_all_replicas(name: str, text: str) -> None:
+def test_schedulers_reach_all_replicas(name: str, text: str) -> None:
     """One cycle of learning rates and momentums: parameters are bit for bit those of the optimizer itself.
 
     With ZeRO, to rounding: Adam's kernel has other instructions for the last elements of a piece.
@@ -307,7 +305,7 @@ def test_a_users_optimizer_and_its_scheduler_are_followed_by_all_replicas(name: 
 
 
 @pytest.mark.parametrize("text", OF_TWO)
-def test_master_weights_are_updated_and_loaded_in_every_layout(text: str) -> None:
+def test_master_weights_in_every_layout(text: str) -> None:
     """Float32 copies follow AdamW; parameters that are loaded replace the copies of all replicas."""
     model, alone = built(half), built(half)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -334,7 +332,7 @@ def test_master_weights_are_updated_and_loaded_in_every_layout(text: str) -> Non
 
 @pytest.mark.parametrize("build", [Normed, half])
 @pytest.mark.parametrize("text", ["microbatches=1", *OF_TWO])
-def test_gradients_are_clipped_by_the_norm_of_all_of_them(text: str, build: Build) -> None:
+def test_clipping(text: str, build: Build) -> None:
     """Bit for bit as PyTorch does; to rounding with ZeRO, where norms of pieces are added, and with two types.
 
     Some steps are clipped, and some are not.
@@ -365,7 +363,7 @@ class Dropping(nn.Module):
         return cross_entropy(self.layers(x), y)
 
 
-def test_dropout_draws_by_part_and_step_whatever_the_layout(tmp_path: Path) -> None:
+def test_dropout_in_every_layout(tmp_path: Path) -> None:
     """Layouts of as many parts draw the same numbers, and a resumed run draws those of its next step."""
     (batch,), path = batches(points, 1), tmp_path / "half.safetensors"
     curves = []
@@ -408,7 +406,8 @@ def test_a_saved_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "again.safetensors").read_bytes() == before
 
 
-def test_a_file_that_is_none_or_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_bad_files(tmp_path: Path) -> None:
+    """A file that is none, or of another model, is refused."""
     (batch,), path = batches(points, 1), tmp_path / "training.safetensors"
     with placed(built(Mlp), batch, "data=2") as trained:
         trained(*batch)
@@ -434,7 +433,8 @@ def test_a_file_that_is_none_or_of_another_model_is_refused(tmp_path: Path) -> N
         gdp.placed(built(Mlp), plan, on=["cpu"] * 2, resume=tmp_path / "other.safetensors")
 
 
-def test_a_loss_that_is_no_number_ends_the_training_if_asked() -> None:
+def test_losses_that_are_not_finite() -> None:
+    """A loss that is not finite ends the training, if asked."""
     ((x, y),) = batches(points, 1)
     for text, is_stopped in (("data=2", True), ("microbatches=2", False)):
         with placed(built(Dropping), (x, y), text, stop_at_nan=is_stopped) as trained:
@@ -448,7 +448,8 @@ def test_a_loss_that_is_no_number_ends_the_training_if_asked() -> None:
                 trained(x, y)
 
 
-def test_what_does_not_fit_the_layout_is_told_in_one_line() -> None:
+def test_batches_that_do_not_fit() -> None:
+    """A batch that does not fit the layout is one line."""
     (batch,) = batches(points, 1)
     with placed(built(Mlp), batch, "data=2,microbatches=2") as trained:
         with pytest.raises(InputError, match="the batch of 6 samples has no 4 equal parts"):
@@ -480,7 +481,8 @@ class TimeFirst(nn.Module):
         return (self.layer(x) - again).square().mean()
 
 
-def test_the_batch_may_be_the_second_dimension_if_the_plan_says_its_size() -> None:
+def test_batches_along_the_second_dimension() -> None:
+    """The batch may be the second dimension, if the plan has its size."""
     model, alone, x = built(TimeFirst), built(TimeFirst), torch.randn(3, 8, 6)
     found = capture(model, (x[:, :4].clone(), x[:, :4].clone()), name="step")
     step = Step.of(found.graph, Layout.parse("data=2"))

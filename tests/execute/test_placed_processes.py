@@ -38,7 +38,7 @@ def told(ranks: list[dict[str, Any]]) -> list[str]:
     return [line for rank in ranks for line in rank["lines"]]
 
 
-def test_processes_train_as_threads_do_and_each_goes_on_from_the_others_file(tmp_path: Path) -> None:
+def test_processes_train_as_threads(tmp_path: Path) -> None:
     """Losses, states and files are alike to the bit: schedules, momentum, clipping and ZeRO's pieces included."""
     by_threads, by_ranks = tmp_path / "threads.safetensors", tmp_path / "ranks.safetensors"
     cases = [
@@ -63,7 +63,8 @@ def test_processes_train_as_threads_do_and_each_goes_on_from_the_others_file(tmp
 
 
 @pytest.mark.long
-def test_a_training_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+def test_another_number_of_processes(tmp_path: Path) -> None:
+    """A training goes on with another number of processes."""
     path = tmp_path / SAVED
     case = {"name": "tied decoder", "text": "data=4,zero=2", "steps": range(2, 4), "resume": path}
     train("tied decoder", "microbatches=2", range(2), saves=path)
@@ -75,7 +76,7 @@ def test_a_training_goes_on_with_another_number_of_processes(tmp_path: Path) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
-def test_fifty_steps_of_each_model_are_those_of_threads(name: str, tmp_path: Path) -> None:
+def test_fifty_steps_of_each_model(name: str, tmp_path: Path) -> None:
     """In three layouts, with as many processes, each resumed in the next layout after 25 steps."""
     texts = (("microbatches=4", 2), ("data=2,microbatches=1:3,zero=1", 2), ("data=4,zero=3", 4))
     for number, (text, count) in enumerate(texts):
@@ -93,7 +94,8 @@ def test_fifty_steps_of_each_model_are_those_of_threads(name: str, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_group_of_the_script_stays_as_it_is(tmp_path: Path) -> None:
+def test_groups_of_the_script(tmp_path: Path) -> None:
+    """A group of processes of the script stays as it is."""
     case = {"name": "batch norm", "text": "data=2", "steps": range(2)}
     statuses, ranks = run(tmp_path, 2, "in_a_group", case)
     assert (statuses, told(ranks)) == ([0, 0], [])
@@ -101,7 +103,8 @@ def test_a_group_of_the_script_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_outputs_of_a_forward_pass_are_on_all_ranks(tmp_path: Path) -> None:
+def test_outputs_on_all_ranks(tmp_path: Path) -> None:
+    """Outputs of a forward pass are on all ranks."""
     statuses, ranks = run(tmp_path, 2, "serves")
     assert (statuses, told(ranks)) == ([0, 0], [])
     assert ranks[0]["outputs"] == ranks[1]["outputs"]
@@ -125,7 +128,8 @@ FAILURES: dict[str, tuple[list[int], str, int]] = {  # by job: statuses, the las
 @pytest.mark.parametrize(
     "how", [how if how in DEFAULT else pytest.param(how, marks=pytest.mark.long) for how in FAILURES]
 )
-def test_a_failure_on_a_rank_ends_all_with_one_line_and_the_file_stays(how: str, tmp_path: Path) -> None:
+def test_a_failure_ends_all(how: str, tmp_path: Path) -> None:
+    """A failure on a rank ends all with one line, and the file stays."""
     statuses, line, num_steps = FAILURES[how]
     ranks = start_ranks(placed_jobs.start, tmp_path, 2, "fails", how)
     while any(rank.is_alive() for rank in ranks) and all(rank.is_alive() for rank in ranks):
@@ -150,14 +154,16 @@ def test_a_failure_on_a_rank_ends_all_with_one_line_and_the_file_stays(how: str,
 
 
 @pytest.mark.parametrize("how", ["weights", *(pytest.param(how, marks=pytest.mark.long) for how in ("batch", "rate"))])
-def test_ranks_that_start_with_something_else_are_refused(how: str, tmp_path: Path) -> None:
+def test_unequal_starts(how: str, tmp_path: Path) -> None:
+    """Ranks that start with other weights, data or options are refused."""
     statuses, ranks = run(tmp_path, 2, "differs", how)
     assert statuses == [1, 1]
     (line,) = told(ranks)
     assert re.fullmatch(r"gdp: error: device 'gpu.': its process has other parameters, options or .* whole batch", line)
 
 
-def test_a_file_that_cannot_be_written_is_told_on_all_ranks_which_go_on(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file that cannot be written is an error on all ranks, which go on."""
     statuses, ranks = run(tmp_path, 2, "cannot_write")
     assert (statuses, told(ranks)) == ([0, 0], [])
     for rank in ranks:
@@ -165,7 +171,8 @@ def test_a_file_that_cannot_be_written_is_told_on_all_ranks_which_go_on(tmp_path
         assert (rank["files"], rank["is_there"]) == ([], True)
 
 
-def test_a_wrong_number_of_processes_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong number of processes is one line."""
     (batch,) = batches(points, 1)
     variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in variables.items():

@@ -43,7 +43,8 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     assert {name: first[name] for name in names} == dict.fromkeys(names, [True] * NUM_STEPS)
 
 
-def test_three_processes_give_what_one_gives_and_tell_of_every_op_and_transfer(tmp_path: Path) -> None:
+def test_three_processes(tmp_path: Path) -> None:
+    """Three processes give the results of one, and record every op and transfer."""
     statuses, (first, *_) = run(tmp_path, 3, "equal", "rnnlm")
     assert (statuses, first["rnnlm"]) == ([0, 0, 0], [True] * NUM_STEPS)
     assert first["ops"] == first["order"]
@@ -65,7 +66,8 @@ def test_clocks_of_hosts_are_compared(tmp_path: Path) -> None:
     assert all(start_ns - slack_ns < moment < finish_ns + slack_ns for device in first["ends_ns"] for moment in device)
 
 
-def test_an_op_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+def test_failing_ops(tmp_path: Path) -> None:
+    """An op that fails on one rank is an error on all."""
     statuses, ranks = run(tmp_path, 3, "one_fails", "kernel")
     assert statuses == [1, 1, 1]
     assert {rank["error"] for rank in ranks} == {ranks[1]["error"]}
@@ -82,9 +84,8 @@ def test_an_op_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
         (("first_dies",), [-signal.SIGKILL, 1, 1], "device 'north': its process, rank 0, is gone"),
     ],
 )
-def test_a_rank_that_dies_ends_all_within_seconds(
-    tmp_path: Path, job: tuple[str, ...], statuses: list[int], error: str
-) -> None:
+def test_ranks_that_die(tmp_path: Path, job: tuple[str, ...], statuses: list[int], error: str) -> None:
+    """A rank that dies ends all within seconds."""
     ranks = start(tmp_path, 3, *job)
     dead = statuses.index(-signal.SIGKILL)
     if job[-1] != "stopped":
@@ -101,7 +102,8 @@ def test_a_rank_that_dies_ends_all_within_seconds(
     assert {rank["error"] for rank in said(tmp_path, 3) if rank} == {error}
 
 
-def test_a_rank_that_closes_while_others_go_on_ends_them(tmp_path: Path) -> None:
+def test_ranks_that_close_early(tmp_path: Path) -> None:
+    """A rank that closes while others go on ends them."""
     statuses, ranks = run(tmp_path, 2, "one_leaves")
     assert statuses == [1, 1]
     assert all("does not do what the others do" in rank["error"] for rank in ranks)
@@ -114,7 +116,7 @@ def test_a_rank_with_another_plan_is_refused(tmp_path: Path) -> None:
     assert all("its process has another model or plan than others have" in rank["error"] for rank in ranks)
 
 
-def test_torchrun_ends_with_the_cause_and_leaves_no_process(tmp_path: Path) -> None:
+def test_torchrun_names_the_cause(tmp_path: Path) -> None:
     """It ends the others by SIGTERM as soon as it sees that one is dead: they say why all the same."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job = [str(Path(rank_jobs.__file__)), str(tmp_path), "one_fails", "killed"]
@@ -143,9 +145,10 @@ def test_torchrun_ends_with_the_cause_and_leaves_no_process(tmp_path: Path) -> N
         ),
     ],
 )
-def test_a_wrong_number_of_processes_is_refused(
+def test_a_wrong_number_of_processes(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
+    """A wrong number of processes is refused."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

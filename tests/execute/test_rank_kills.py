@@ -32,7 +32,7 @@ def check_like_unbroken(out: Path, whole: Path, num_steps: int) -> None:
     assert (out / SAVED).read_bytes() == (whole / SAVED).read_bytes()
 
 
-def test_a_training_whose_ranks_are_killed_loses_nothing(tmp_path: Path) -> None:
+def test_killed_ranks_lose_nothing(tmp_path: Path) -> None:
     """One rank is killed at a random moment, then the other one."""
     out, chance, num_steps = tmp_path / "killed", random.Random(0), 2 * STEPS_A_KILL
     out.mkdir()
@@ -50,7 +50,7 @@ def test_a_training_whose_ranks_are_killed_loses_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_twenty_kills_under_torchrun_lose_nothing_and_leave_no_process(tmp_path: Path) -> None:
+def test_twenty_kills_under_torchrun(tmp_path: Path) -> None:
     """A rank or torchrun itself is killed; all others end within seconds, and one line has the name of the rank."""
     out, chance, num_kills = tmp_path / "killed", random.Random(0), 20
     num_steps = STEPS_A_KILL * num_kills
@@ -87,7 +87,7 @@ def test_twenty_kills_under_torchrun_lose_nothing_and_leave_no_process(tmp_path:
 
 
 @pytest.mark.long
-def test_torchrun_restarts_a_training_that_goes_on_from_its_file(tmp_path: Path) -> None:
+def test_restarts_by_torchrun(tmp_path: Path) -> None:
     """A rank is killed, and torchrun starts both anew."""
     out, num_steps = tmp_path / "killed", STEPS_A_KILL
     started = torchrun(out, "saves", num_steps, options=[*STANDALONE, "--max-restarts", "1"])
@@ -100,7 +100,8 @@ def test_torchrun_restarts_a_training_that_goes_on_from_its_file(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_script_may_end_without_closing(tmp_path: Path) -> None:
+def test_scripts_that_do_not_close(tmp_path: Path) -> None:
+    """A script may end without closing its placed model."""
     started = torchrun(tmp_path, "never_closes")
     _, errors = started.communicate(timeout=PATIENCE_SECONDS)
     assert started.returncode == 0, errors

@@ -19,13 +19,13 @@ def check_layouts(name: str, seeds: range, out: Path) -> None:
     assert (statuses, said) == ([0] * NUM_DEVICES, [{"seeds": len(seeds)}] * NUM_DEVICES)
 
 
-def test_random_layouts_by_processes_compute_what_pytorch_does(tmp_path: Path) -> None:
+def test_random_layouts(tmp_path: Path) -> None:
     """Loss, outputs, gradients and three updates, as in `test_layouts`."""
     check_layouts("rnnlm", range(1), tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
-def test_many_random_layouts_by_processes_compute_what_pytorch_does(name: str, tmp_path: Path) -> None:
+def test_many_random_layouts(name: str, tmp_path: Path) -> None:
     """25 layouts of each model."""
     check_layouts(name, range(3, 28), tmp_path)

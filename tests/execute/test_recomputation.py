@@ -90,7 +90,8 @@ def test_recomputed_steps_give_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [InPlace, Spectral, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))])
-def test_layers_that_overwrite_what_they_read_give_the_same_bits(layer: Callable[[], nn.Module]) -> None:
+def test_layers_that_overwrite_their_inputs(layer: Callable[[], nn.Module]) -> None:
+    """Layers that overwrite their inputs give the same bits when they are recomputed."""
     model, args = Three(layer), (torch.randn(4, 8),)
     found = capture(model, args, name="three")
     step = Recomputation.of(Blocks.of(found.graph, "blocks"))
@@ -100,7 +101,8 @@ def test_layers_that_overwrite_what_they_read_give_the_same_bits(layer: Callable
         assert all(torch.equal(here[key], there[key]) for key in there)
 
 
-def test_backward_ops_follow_the_same_forward_ops_with_and_without_copies() -> None:
+def test_backward_ops_follow_the_same_ops() -> None:
+    """Backward ops follow the same forward ops with and without copies."""
     graph = capture(*TINY["gpt2"](), name="gpt2").graph
     step = Recomputation.of(Blocks.of(graph, "blocks"))
     units = forward_units(Problem.build(step.graph, CLUSTER))

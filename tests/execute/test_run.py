@@ -57,9 +57,8 @@ def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "reference"), [("net", "PyTorch's own step"), ("dropping", "one core")])
-def test_place_run_and_place_again_with_what_was_measured(
-    here: Path, capsys: pytest.CaptureFixture[str], model: str, reference: str
-) -> None:
+def test_place_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str], model: str, reference: str) -> None:
+    """A plan is run, and the next one is placed with the times that were measured."""
     model = f"run_models:{model}"
     assert place(model) == 0
     plan = ["--plan", "p/plan.json", *ON, "--steps", "3"]
@@ -87,7 +86,8 @@ def test_place_run_and_place_again_with_what_was_measured(
     assert main(["simulate", "p/graph.json.gz", "--devices", "p/cluster.json", "--plan", "p/plan.json"]) == 0
 
 
-def test_without_its_cluster_a_plan_still_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan runs without its cluster."""
     assert place("run_models:net") == 0
     Path("p/cluster.json").unlink()
     found = answer(capsys, "run", "run_models:net", "--plan", "p/plan.json", "--steps", "1", *ON)
@@ -115,9 +115,8 @@ def test_without_its_cluster_a_plan_still_runs(here: Path, capsys: pytest.Captur
     ],
     ids=str,
 )
-def test_bad_input_is_one_line(
-    here: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str], message: str
-) -> None:
+def test_bad_input(here: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str], message: str) -> None:
+    """Bad input is one line."""
     assert place("run_models:net") == 0
     options = {"--plan": "p/plan.json", "--on": "cpu,cpu"} | change
     model = options.pop("model", "run_models:net")
@@ -129,7 +128,9 @@ def test_bad_input_is_one_line(
     assert message in line
 
 
-def test_a_difference_is_found_and_named() -> None:
+def test_differences_are_named() -> None:
+    """A difference of results is found, and its tensor named."""
+
     def replay(value: float, more: torch.Tensor | None = None) -> Replay:
         outputs = {"": torch.tensor([2.0])} | ({} if more is None else {"more": more})
         return Replay(torch.tensor(1.0), outputs, {"w": torch.tensor([1.0, 4.0, value])}, {"ours": torch.ones(1)})
@@ -156,7 +157,8 @@ def test_a_difference_is_found_and_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "inception", "dlrm", "t5"])
-def test_the_program_computes_what_pytorch_computes(name: str) -> None:
+def test_programs_compute_what_pytorch_does(name: str) -> None:
+    """The program computes the results of PyTorch."""
     model, args, kwargs = TINY[name]()
     for part in model.modules():
         if hasattr(part, "fraction"):
@@ -169,7 +171,8 @@ def test_the_program_computes_what_pytorch_computes(name: str) -> None:
     assert found.num_tensors > len(dict(model.named_parameters()))
 
 
-def test_random_numbers_to_compare_with_are_drawn_on_the_same_type_of_device() -> None:
+def test_random_numbers_of_the_comparison() -> None:
+    """Random numbers to compare with are drawn on the same type of device."""
     model, args, kwargs = TINY["gnmt"]()
     program = capture(model, args, kwargs, name="gnmt").program
     num_ops = program.graph.num_ops
@@ -185,7 +188,7 @@ def test_random_numbers_to_compare_with_are_drawn_on_the_same_type_of_device() -
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 @pytest.mark.parametrize("name", ["resnet", "bert", "gnmt", "vit"])
-def test_other_kernels_are_as_right_and_wrong_results_are_not(name: str) -> None:
+def test_other_kernels_are_as_right(name: str) -> None:
     """oneDNN's kernels and PyTorch's own differ as those of two devices do."""
     torch.manual_seed(0)
     model, args, kwargs = TINY[name]()
@@ -199,14 +202,16 @@ def test_other_kernels_are_as_right_and_wrong_results_are_not(name: str) -> None
     assert not check_results(executable, content, wrong, order, targets)[0].is_close(OTHER_SUMS_TOLERANCE)
 
 
-def test_results_are_compared_in_full_precision() -> None:
+def test_full_precision() -> None:
+    """Results are compared in full precision."""
     before = torch.backends.cudnn.conv.fp32_precision
     with full_precision():
         assert {torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision} == {"ieee"}
     assert torch.backends.cudnn.conv.fp32_precision == before
 
 
-def test_a_prediction_adds_up() -> None:
+def test_predictions_add_up() -> None:
+    """The parts of a prediction add up."""
     model, args, kwargs = TINY["gnmt"]()
     found = capture(model, args, kwargs, name="gnmt")
     cluster = Cluster.parse("2xp100-pcie-16g")
@@ -234,12 +239,14 @@ def test_a_prediction_adds_up() -> None:
     assert all(row.measured_ns >= 0 for row in made.hand_overs)
 
 
-def test_rank_correlation_looks_at_the_order_alone() -> None:
+def test_rank_correlation() -> None:
+    """Rank correlation depends on the order alone."""
     assert rank_correlation([1, 2, 3, 50], [10, 20, 21, 22]) == 1.0
     assert rank_correlation([1, 2, 3], [3, 2, 1]) == -1.0
 
 
-def test_run_in_python_is_the_command(here: Path) -> None:
+def test_run_in_python(here: Path) -> None:
+    """`gdp.run` does what the command does."""
     torch.manual_seed(0)
     model, args = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), (torch.randn(5, 8),)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -257,7 +264,9 @@ def test_run_in_python_is_the_command(here: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_what_shares_memory_with_parameters_is_no_difference(here: Path) -> None:
+def test_outputs_in_parameters(here: Path) -> None:
+    """An output in the memory of a parameter is no difference."""
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -274,7 +283,8 @@ def test_what_shares_memory_with_parameters_is_no_difference(here: Path) -> None
     assert model.linear.bias.grad.tolist() == [1.0] * 4
 
 
-def test_where_one_device_is_too_small_the_plan_is_run_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_too_small(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one device is too small for the whole step, the plan is run alone."""
     model, args = nn.Linear(4, 4), (torch.randn(3, 4),)
     plan = gdp.place(gdp.capture(model, args, name="net").graph, Cluster.parse("two.yaml"), budget="20sims")
 
@@ -290,7 +300,8 @@ def test_where_one_device_is_too_small_the_plan_is_run_alone(here: Path, monkeyp
     assert len(made.placed.step_ns) == 2
 
 
-def test_help_says_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help lists the models that can be run."""
     assert main(["run", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "A built-in workload, hf:DIR, or package.module:function with a PyTorch module." in text
@@ -313,9 +324,8 @@ def test_what_is_odd_about_the_machine_is_said(here: Path, capsys: pytest.Captur
     assert f"share core {core}" in " ".join(answer(capsys, *arguments)["notes"])
 
 
-def test_an_interrupt_gives_the_results_of_the_steps_done(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupts(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt gives the results of the steps done."""
     assert place("run_models:net") == 0
     add, steps = Measurement.add, []
 
@@ -334,7 +344,8 @@ def test_an_interrupt_gives_the_results_of_the_steps_done(
     assert "3 of 100,000 steps were run" in printed.err
 
 
-def test_python_speaks_of_its_own_arguments() -> None:
+def test_errors_in_python() -> None:
+    """Errors in Python name Python's own arguments."""
     model, args = nn.Linear(8, 4), (torch.zeros(8, 8),)
     graph = gdp.capture(model, args, name="linear").graph
     cluster = gdp.Cluster.parse("2xcpu-16core")
@@ -349,7 +360,8 @@ def test_python_speaks_of_its_own_arguments() -> None:
 
 
 @pytest.mark.parametrize("is_free", [False, True])
-def test_micro_batches_that_names_of_ops_tell_are_run(is_free: bool) -> None:
+def test_micro_batches(is_free: bool) -> None:
+    """A plan of micro-batches is run."""
     model, batch = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(8, 8)
     one = gdp.capture(model, (batch[:2],), name="Sequential").graph
     graph = accumulated(one, 4, free_replicas=is_free)
@@ -404,7 +416,8 @@ class Steps(nn.Module):
         return self.cell(self.embedding(tokens))[0].mean()
 
 
-def test_python_runs_layouts_whatever_dimension_the_batch_is() -> None:
+def test_layouts_in_python() -> None:
+    """Python runs layouts, whatever dimension the batch is."""
     model, tokens = Steps(), torch.randint(11, (5, 8))
 
     def part(count: int) -> gdp.Graph:
@@ -418,7 +431,8 @@ def test_python_runs_layouts_whatever_dimension_the_batch_is() -> None:
     assert made.whole_batch.is_close(1e-5)
 
 
-def test_python_runs_batches_in_flight() -> None:
+def test_batches_in_flight() -> None:
+    """Python runs batches in flight."""
     model, args = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.randn(4, 8),)
     graph = gdp.capture(model, args, name="Sequential", training=False).graph
     plan = gdp.place_batches(graph, CLUSTER_OF_TWO, 3, budget="5sims").plan

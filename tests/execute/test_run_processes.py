@@ -29,7 +29,8 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "p/plan.json"
 
 
-def test_two_processes_compute_what_pytorch_computes(plan: str) -> None:
+def test_two_processes(plan: str) -> None:
+    """Two processes compute the results of PyTorch."""
     done = torchrun(
         2, "run", "run_models:net", "--plan", plan, "--on", "cpu,cpu", "--steps", "2", "--times", "t.db", "--json"
     )
@@ -46,7 +47,8 @@ def test_two_processes_compute_what_pytorch_computes(plan: str) -> None:
     assert main(["place", "run_models:net", *timed]) == 0
 
 
-def test_a_wrong_number_of_processes_is_refused_in_one_line(plan: str) -> None:
+def test_a_wrong_number_of_processes(plan: str) -> None:
+    """A wrong number of processes is refused in one line."""
     done = torchrun(1, "run", "run_models:net", "--plan", plan)
     assert done.returncode != 0
     assert done.stdout == ""
@@ -55,7 +57,8 @@ def test_a_wrong_number_of_processes_is_refused_in_one_line(plan: str) -> None:
     assert 'Traceback (most recent call last):\n  File "<frozen' not in done.stderr.split("gdp: error")[0]
 
 
-def test_measured_processes_are_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured processes are a cluster."""
     monkeypatch.chdir(tmp_path)
     done = torchrun(2, "devices", "measure", "--quick", "--out", "ranks.yaml", "--json")
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,8 @@ from tiny_models import EXECUTED, TINY
 
 
 @pytest.mark.parametrize("name", EXECUTED)
-def test_random_placements_give_the_bits_of_the_unplaced_step(name: str) -> None:
+def test_random_placements(name: str) -> None:
+    """Random placements give the bits of the unplaced step."""
     model, args, kwargs = EXECUTED[name]()
     found = capture(model, args, kwargs, name=name)
     expected = found.program.replay(model, args, kwargs)
@@ -34,7 +35,8 @@ def test_random_placements_give_the_bits_of_the_unplaced_step(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["rnnlm", "transformer_xl", "amoebanet"])
-def test_on_one_device_a_script_holds_what_the_machine_model_counts(name: str) -> None:
+def test_memory_of_a_script(name: str) -> None:
+    """On one device a script holds the tensors that the machine model counts."""
     model, args, kwargs = TINY[name]()
     graph = (found := capture(model, args, kwargs, name=name)).graph
     simulation = simulate(Problem.build(graph, CLUSTER), np.zeros(graph.num_ops, np.int64))
@@ -58,7 +60,8 @@ def test_on_one_device_a_script_holds_what_the_machine_model_counts(name: str) -
     assert peak == simulation.peak_memory_bytes[0]
 
 
-def test_a_script_awaits_sends_and_drops_each_tensor_once() -> None:
+def test_scripts() -> None:
+    """A script awaits, sends and drops each tensor once."""
     model, args, kwargs = TINY["gnmt"]()
     found = capture(model, args, kwargs, name="gnmt")
     simulation = randomly_placed(found, 4, 1)
@@ -74,13 +77,15 @@ def test_a_script_awaits_sends_and_drops_each_tensor_once() -> None:
     assert dropped == sorted(np.flatnonzero(~kept).tolist() + [tensor for tensor, _ in sent])
 
 
-def test_cpus_of_one_process_hand_over_the_tensor_itself() -> None:
+def test_cpus_share_tensors() -> None:
+    """CPUs of one process hand over the tensor itself."""
     found, _ = tower()
     backend, content = backend_of(Target("cpu0", CPU), found.program.memory_for), torch.ones(3)
     assert backend.unpack(backend.pack(7, content, CPU)) is content
 
 
-def test_an_order_that_deadlocks_is_refused() -> None:
+def test_deadlocks_are_refused() -> None:
+    """An order that deadlocks is refused."""
     found, _ = tower()
     backwards = [list(range(found.graph.num_ops))[::-1]]
     with pytest.raises(InputError, match="deadlock"):
@@ -98,18 +103,21 @@ def test_an_order_that_deadlocks_is_refused() -> None:
         (["a"], ["cpu:3-1"], "there is no cpu:3-1 here"),
     ],
 )
-def test_devices_that_are_not_there_are_named(names: list[str], on: list[str] | None, message: str) -> None:
+def test_missing_devices(names: list[str], on: list[str] | None, message: str) -> None:
+    """Devices that are not there are named."""
     with pytest.raises(InputError, match=message):
         find_targets(names, on)
 
 
-def test_devices_run_where_their_names_say() -> None:
+def test_places_by_name() -> None:
+    """Devices run where their names say."""
     core = available_cores()[0]
     (target,) = find_targets([f"cpu{core}"])
     assert (target.device, target.cores, target.num_threads, target.place) == (CPU, (core,), 1, f"core {core}")
 
 
-def test_placements_are_measured_in_turn_and_every_op_is_timed() -> None:
+def test_measurements_in_turn() -> None:
+    """Placements are measured in turn, and every op is timed."""
     model, args, kwargs = TINY["transformer_xl"]()
     found = capture(model, args, kwargs, name="txl")
     simulation = randomly_placed(found, 2, 0)
@@ -128,7 +136,8 @@ def test_placements_are_measured_in_turn_and_every_op_is_timed() -> None:
     assert measurements["alone"].records[0].devices[0].ops == ()
 
 
-def test_no_thread_outlives_its_executor() -> None:
+def test_threads_end() -> None:
+    """No thread outlives its executor."""
     model, args, kwargs = TINY["vit"]()
     found = capture(model, args, kwargs, name="vit")
 

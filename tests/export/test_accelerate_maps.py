@@ -64,7 +64,8 @@ def captured(training: bool) -> Graph:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_module_runs_on_the_device_of_its_entry_with_its_weights(training: bool) -> None:
+def test_modules_run_where_their_entry_is(training: bool) -> None:
+    """A module runs on the device of its entry, with its weights."""
     graph = captured(training)
     problem = Problem.build(graph, Cluster.parse("3xl4-24g"))
     rng = random.Random(1)
@@ -79,7 +80,8 @@ def test_a_module_runs_on_the_device_of_its_entry_with_its_weights(training: boo
                 assert device == chosen[path]
 
 
-def test_what_is_offloaded_keeps_its_weights_on_the_cpu_and_computes_on_the_first_gpu() -> None:
+def test_offloaded_modules() -> None:
+    """An offloaded module keeps its weights on the CPU, and computes on the first GPU."""
     graph = captured(training=False)
     problem = Problem.build(graph, Cluster.parse("2xl4-24g+cpu-16core"))
     placement = placement_of(problem, {"embed": 1, "blocks": "cpu", "head": 0})
@@ -95,7 +97,7 @@ def test_what_is_offloaded_keeps_its_weights_on_the_cpu_and_computes_on_the_firs
     assert placement_of(trained, {"embed": 1, "blocks": "cpu", "head": 0}) is None
 
 
-def test_the_maps_are_those_of_accelerate_and_blocks_stay_whole() -> None:
+def test_maps_of_accelerate() -> None:
     """8 blocks of 8.4 MB: balanced puts about half on each of two GPUs, sequential all on the first; a first one that
     holds 40 MB gets 4 blocks at most."""
     graph = captured(training=False)
@@ -111,7 +113,7 @@ def test_the_maps_are_those_of_accelerate_and_blocks_stay_whole() -> None:
     assert sum(device == 0 for path, device in found.items() if path.startswith("blocks")) <= 4
 
 
-def test_weights_that_are_fetched_late_wait_for_the_op_before() -> None:
+def test_late_fetches() -> None:
     """Three layers of 10 ms, each with a weight on the CPU that takes 5 ms to send.
 
     at once:  |5 ms| l1 10 | l2 10 | l3 10 |        35 ms, up to three weights on the GPU
@@ -139,7 +141,7 @@ def test_weights_that_are_fetched_late_wait_for_the_op_before() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_is_scored_by_its_best_map_that_fits(mode: str) -> None:
+def test_best_map_of_a_mode(mode: str) -> None:
     """On a GPU that holds half of the weights beside a CPU: offloading fits, slower than a GPU that holds all."""
     graph = captured(training=False)
     roomy = Problem.build(graph, machine("l4-24g+cpu-16core", 10**9))
@@ -153,7 +155,8 @@ def test_a_mode_is_scored_by_its_best_map_that_fits(mode: str) -> None:
     assert set(offloaded.placement.tolist()) == {0, 1}
 
 
-def test_compare_scores_rivals_beside_placers() -> None:
+def test_compare() -> None:
+    """`gdp compare` scores accelerate's maps beside placers."""
     graph, cluster = captured(training=False), Cluster.parse("2xl4-24g")
     rivals = {"accelerate-auto": lambda problem: best_step(Net(), problem, "auto"), "none": lambda problem: None}
     rows = compare(graph, cluster, placers=["single"], rivals=rivals, seeds=1).rows
@@ -164,7 +167,8 @@ def test_compare_scores_rivals_beside_placers() -> None:
     ]
 
 
-def test_compare_asks_accelerate_by_default_only_what_it_can_answer() -> None:
+def test_defaults_of_compare() -> None:
+    """`gdp compare` asks accelerate by default only for the maps that it can give."""
     assert split_rivals("hf:bert", None, 1) == ([*DEFAULT_PLACERS], [*accelerate_maps.NAMES])
     assert split_rivals("hf:bert", None, 2) == ([*DEFAULT_PLACERS], [])
     assert split_rivals("gnmt-2", None, 1) == ([*DEFAULT_PLACERS], [])

@@ -59,7 +59,8 @@ def plan_with(graph: Graph, cluster: gdp.Cluster, placement: list[int]) -> Plan:
     return plan_of(simulate(Problem.build(graph, cluster), placement), 0, "by hand", 0)
 
 
-def test_a_module_goes_where_most_of_its_time_was_and_the_loss_is_simulated() -> None:
+def test_modules_go_where_most_time_was() -> None:
+    """A module goes where most of its time was, and the loss is simulated."""
     # 9 ops of 1 ms, one after the other; the plan crosses 7 times, the adapted one once: a byte (1 ns) and the latency
     cluster = gdp.Cluster.parse("2xp100-pcie-16g")
     problem = Problem.build(three_modules(1), cluster)
@@ -72,7 +73,8 @@ def test_a_module_goes_where_most_of_its_time_was_and_the_loss_is_simulated() ->
     assert adapted.loss == adapted.step_time_ns / plan.step_time_ns - 1 < 0
 
 
-def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_said(run: Run) -> None:
+def test_units_that_do_not_fit(run: Run) -> None:
+    """Units that do not fit where they were are moved, and a plan that cannot fit is refused."""
     # each module holds 6 MiB in its first op. By time all three belong to device 0, which has 13 MiB; 2 + 1 fit
     graph, cluster = three_modules(6 * MIB), gdp.Cluster.parse("2xp100-pcie-16g")
     limits = {"gpu0": 13 * MIB, "gpu1": 7 * MIB}
@@ -111,7 +113,8 @@ def test_units_that_do_not_fit_where_they_were_are_moved_and_what_cannot_fit_is_
             assert run("export", "ordinary/plan.json", "--to", "hf-device-map", *tight)[0] == 0
 
 
-def test_what_no_gpu_can_compute_is_computed_on_the_cpu() -> None:
+def test_steps_on_the_cpu_alone() -> None:
+    """A step that no GPU can hold is computed on the CPU."""
     graph, cluster = three_modules(6 * MIB), gdp.Cluster.parse("2xp100-pcie-16g+cpu-16core")
     problem = Problem.build(graph, cluster, max_memory_bytes={"gpu0": 1, "gpu1": 1})
     adapted = adapt(problem, plan_with(graph, cluster, [2] * 9), find_target("hf-device-map"))
@@ -120,7 +123,7 @@ def test_what_no_gpu_can_compute_is_computed_on_the_cpu() -> None:
     assert adapted.step_time_ns == simulate(problem, [2] * 9).step_time_ns
 
 
-def test_memory_that_an_export_leaves_unused_beside_offloaded_weights_is_said() -> None:
+def test_unused_memory_is_noted() -> None:
     """Three weights of 6 MiB and a GPU of 13 MiB: the third is on another GPU, or on the CPU if that is too small."""
     cluster = gdp.Cluster.parse("2xp100-pcie-16g+cpu-16core")
     weights = [Op(f"{module}.weight", "parameter", module=module, resident_bytes=6 * MIB) for module in "abc"]
@@ -135,9 +138,8 @@ def test_memory_that_an_export_leaves_unused_beside_offloaded_weights_is_said() 
 
 
 @pytest.mark.parametrize(("name", "training"), [(name, name not in INFERENCE) for name in FOR_MODULES])
-def test_a_plan_for_a_target_is_no_worse_than_a_snapped_one_and_its_export_loses_nothing(
-    name: str, training: bool
-) -> None:
+def test_plans_for_a_target(name: str, training: bool) -> None:
+    """A plan for a target is no worse than a snapped one, and its export loses nothing."""
     graph, cluster, target = graph_of("llama", training), gdp.Cluster.parse("3xp100-pcie-16g"), find_target(name)
     placed = place_for(target, graph, cluster, Constraints(), budget=Budget(simulations=300), seed=1)
     problem, plan = Problem.build(graph, cluster), placed.plan
@@ -153,7 +155,8 @@ def test_a_plan_for_a_target_is_no_worse_than_a_snapped_one_and_its_export_loses
 
 
 @pytest.mark.parametrize("name", FOR_MODULES)
-def test_what_is_exported_parses_back_to_the_figure_that_is_printed(name: str) -> None:
+def test_files_parse_back(name: str) -> None:
+    """An exported file parses back to the figure that is printed."""
     graph, cluster, target = graph_of("llama"), gdp.Cluster.parse("3xp100-pcie-16g"), find_target(name)
     problem = Problem.build(graph, cluster)
     for seed in range(4):
@@ -167,7 +170,8 @@ def test_what_is_exported_parses_back_to_the_figure_that_is_printed(name: str) -
 
 
 @pytest.mark.parametrize("name", ["torch-pipelining", "megatron"])
-def test_replicas_of_micro_batches_go_with_their_op(name: str) -> None:
+def test_micro_batches_stay_together(name: str) -> None:
+    """Copies of an op in other micro-batches go with it."""
     one, cluster = graph_of("llama", True), gdp.Cluster.parse("2xp100-pcie-16g")
     graph = accumulated(one, 3)
     problem, target = Problem.build(graph, cluster), find_target(name)
@@ -179,7 +183,8 @@ def test_replicas_of_micro_batches_go_with_their_op(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hf-device-map", "llama-cpp"])
-def test_tools_that_run_one_batch_after_the_other_are_given_no_micro_batches(name: str, run: Run) -> None:
+def test_micro_batches_are_refused(name: str, run: Run) -> None:
+    """Tools that run one batch after the other get no micro-batches."""
     cluster = gdp.Cluster.parse("2xp100-pcie-16g")
     Path("d").mkdir()
     cluster.save("d/cluster.json")
@@ -202,7 +207,8 @@ def test_tools_that_run_one_batch_after_the_other_are_given_no_micro_batches(nam
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_tools_for_inference_refuse_training_steps_and_the_others_take_them(name: str, run: Run) -> None:
+def test_training_steps(name: str, run: Run) -> None:
+    """Tools for inference refuse training steps, and the others take them."""
     graph, cluster = graph_of("llama", True), gdp.Cluster.parse("2xp100-pcie-16g")
     if name in ("onnxruntime", "openvino"):  # graphs of PyTorch they refuse anyhow
         ops = [Op("a", "MatMul", 9, phase="forward"), Op("b", "MatMul", 9, phase="backward")]
@@ -222,7 +228,7 @@ def test_tools_for_inference_refuse_training_steps_and_the_others_take_them(name
 
 
 @pytest.mark.parametrize("name", ["hf-device-map", "torch-pipelining", "llama-cpp", "megatron"])
-def test_an_export_keeps_to_pins_and_forbids_or_says_which_unit_cannot(name: str, run: Run) -> None:
+def test_constraints(name: str, run: Run) -> None:
     """The plan has all on gpu0. Layer 1 is pinned to gpu1, and matrix products stay off gpu2."""
     graph, cluster = graph_of("llama"), gdp.Cluster.parse("3xp100-pcie-16g")
     graph.save("graph.json.gz")
@@ -248,7 +254,8 @@ def test_an_export_keeps_to_pins_and_forbids_or_says_which_unit_cannot(name: str
     assert not Path(target.file_name).exists()
 
 
-def test_the_commands_print_one_figure_and_write_the_file(run: Run) -> None:
+def test_commands(run: Run) -> None:
+    """The commands print one figure and write the file."""
     graph_of("llama").save("model.json.gz")
     arguments = ["--devices", "2xp100-pcie-16g", "--budget", "300sims", "--out", "d", "--for", "device_map", "--json"]
     status, out, err = run("place", "model.json.gz", *arguments)
@@ -269,12 +276,14 @@ def test_the_commands_print_one_figure_and_write_the_file(run: Run) -> None:
     assert Path("my.env").is_file()
 
 
-def test_the_help_names_every_target(run: Run) -> None:
+def test_help(run: Run) -> None:
+    """The help names every target."""
     _, out, _ = run("export", "--help")
     assert {*TARGETS, *LAYOUT_TARGETS} <= set(re.findall(r"[a-z-]+", out))
 
 
-def test_bad_input_is_one_line_and_nothing_is_written(run: Run) -> None:
+def test_bad_input(run: Run) -> None:
+    """Bad input is one line, and nothing is written."""
     graph, cluster = three_modules(), gdp.Cluster.parse("2xp100-pcie-16g")
     plan_with(graph, cluster, [0] * 9).save("plan.json")
     cases: list[tuple[list[str], str]] = [

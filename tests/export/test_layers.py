@@ -36,9 +36,8 @@ PLACES = ["CUDA0", "CUDA1", "CUDA2", "CPU"]
 
 
 @pytest.mark.parametrize("split_layers", [False, True])
-def test_the_patterns_of_llama_cpp_put_each_gguf_tensor_where_its_parameter_is(
-    problem: Problem, split_layers: bool
-) -> None:
+def test_patterns_of_llama_cpp(problem: Problem, split_layers: bool) -> None:
+    """The patterns for llama.cpp put each GGUF tensor where its parameter is."""
     gguf = pytest.importorskip("gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 4)
     target = llama_cpp.LlamaCpp(split_layers=split_layers).target()
@@ -74,7 +73,7 @@ DECODERS = {  # architecture of llama.cpp, model type of Transformers, the field
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_parameters_get_the_names_of_their_architecture_though_the_graph_does_not_say_which_it_is(
+def test_names_of_architectures(
     architecture: str,
 ) -> None:
     """Where the architecture's own table has the parameter, it has the same name; no parameter is without one."""
@@ -96,7 +95,7 @@ def test_parameters_get_the_names_of_their_architecture_though_the_graph_does_no
     assert {path: tensors[path] for path in known} == known
 
 
-def test_the_cache_of_llama_cpp_is_beside_its_layers_where_the_options_put_it() -> None:
+def test_memory_of_the_cache() -> None:
     """With the cache a device holds one layer, without it all of them."""
     graph = graph_of("llama")
     # 4 layers, 2 heads of 16: 1000 tokens * 2 (key, value) * 32 elements * 2 bytes = 128,000 bytes a layer
@@ -140,9 +139,7 @@ def test_the_cache_of_llama_cpp_is_beside_its_layers_where_the_options_put_it() 
         ([0, 0, 3, 3], ["-ngl 999"]),  # the CPU can have the first layers only
     ],
 )
-def test_llama_cpp_puts_layers_and_their_cache_where_the_options_say(
-    problem: Problem, devices: list[int], options: list[str]
-) -> None:
+def test_devices_of_layers_and_cache(problem: Problem, devices: list[int], options: list[str]) -> None:
     """The rule of load_tensors in llama-model.cpp, applied to the written options, gives the devices of the layers."""
     target = llama_cpp.LlamaCpp(0).target()
     units = target.read_units(problem)
@@ -168,7 +165,8 @@ def test_llama_cpp_puts_layers_and_their_cache_where_the_options_say(
 
 
 @pytest.mark.parametrize("cuts", [(1, 3), (2,), ()])
-def test_vllm_s_partition_counts_the_layers_of_each_rank(problem: Problem, cuts: tuple[int, ...]) -> None:
+def test_partition_of_vllm(problem: Problem, cuts: tuple[int, ...]) -> None:
+    """The partition for vLLM counts the layers of each rank."""
     units = vllm.read_units(problem)
     devices = np.array([2, 0, 1])[np.searchsorted(cuts, np.arange(4), side="right")]
     text = vllm.write(problem, units, devices)
@@ -184,7 +182,8 @@ def test_vllm_s_partition_counts_the_layers_of_each_rank(problem: Problem, cuts:
 
 @pytest.mark.parametrize("cuts", [(1, 3), (4, 5), (3,), ()])
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron", "ignore::DeprecationWarning")
-def test_megatron_reads_the_layout_as_the_stages_that_were_meant(problem: Problem, cuts: tuple[int, ...]) -> None:
+def test_stages_of_megatron(problem: Problem, cuts: tuple[int, ...]) -> None:
+    """Megatron reads the layout as the stages that were meant."""
     units = megatron.read_units(problem)
     assert units.num_units == 6
     devices = np.array([1, 0, 2])[np.searchsorted(cuts, np.arange(6), side="right")]
@@ -198,7 +197,8 @@ def test_megatron_reads_the_layout_as_the_stages_that_were_meant(problem: Proble
     assert stages == [part.tolist() for part in np.split(np.array(chain), cuts)]
 
 
-def test_models_of_other_names_are_refused_in_one_line() -> None:
+def test_models_of_other_names() -> None:
+    """Models of other names are refused in one line."""
     cluster = gdp.Cluster.parse("2xp100-pcie-16g")
     with pytest.raises(InputError, match="no GGUF tensor for the parameters of 'bert"):
         llama_cpp.TARGET.read_units(Problem.build(graph_of("bert"), cluster))

@@ -56,7 +56,8 @@ def cut(layout: str, *, cuts: tuple[int, ...] = (), devices: str = "4xp100-pcie-
     return cut_step(problem, plan, "megatron", has_stages=True)
 
 
-def test_pytorch_trains_with_the_module_as_on_one_device(tmp_path: Path) -> None:
+def test_fsdp_trains_as_one_device(tmp_path: Path) -> None:
+    """PyTorch trains with the written module as on one device."""
     layouts = [
         "data=2",
         "data=2,microbatches=3:1,recompute=layers.1:layers.2",
@@ -85,7 +86,8 @@ def test_pytorch_trains_with_the_module_as_on_one_device(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron", "ignore::DeprecationWarning")
-def test_megatron_core_reads_the_options_as_the_layout_that_was_meant() -> None:
+def test_options_of_megatron_core() -> None:
+    """Megatron-Core reads the options as the layout that was meant."""
     step = cut(PIPELINE, cuts=(3,))
     options = dict(option.partition(" ")[::2] for option in megatron_lm.options(step))
     assert options["--pipeline-model-parallel-layout"] == "'Et*3|tL'"
@@ -114,14 +116,16 @@ def test_megatron_core_reads_the_options_as_the_layout_that_was_meant() -> None:
 
 
 @pytest.mark.parametrize(("zero", "strategy"), [(2, "optim_grads"), (3, "optim_grads_params")])
-def test_megatron_fsdp_has_the_strategy_of_the_stage_of_zero(zero: int, strategy: str) -> None:
+def test_strategies_of_megatron_fsdp(zero: int, strategy: str) -> None:
+    """Megatron-FSDP has the strategy of the stage of ZeRO."""
     options = megatron_lm.options(cut(f"data=4,zero={zero}"))
     assert f"--data-parallel-sharding-strategy {strategy}" in options
     assert {"--use-megatron-fsdp", "--use-distributed-optimizer"} < set(options)
 
 
 @pytest.mark.parametrize("layout", [PIPELINE, "data=4,microbatches=2,zero=3", "data=4"])
-def test_torchtitan_parses_the_options_as_the_layout_that_was_meant(layout: str) -> None:
+def test_options_of_torchtitan(layout: str) -> None:
+    """torchtitan parses the options as the layout that was meant."""
     step = cut(layout, cuts=(3,) if "stages" in layout else ())
     words = shlex.split(" ".join(torchtitan.options(step)))
     manager = pytest.importorskip("torchtitan.config.manager")
@@ -142,7 +146,7 @@ def test_torchtitan_parses_the_options_as_the_layout_that_was_meant(layout: str)
     assert recomputes == (layout == PIPELINE)
 
 
-def test_ops_elsewhere_go_to_their_replica_and_the_loss_is_simulated() -> None:
+def test_ops_elsewhere_go_to_their_replica() -> None:
     """Replica 1 has a third of its ops on the device of replica 0."""
     problem, plan = planned("data=2", "2xp100-pcie-16g")
     placement = plan.placement.copy()
@@ -158,7 +162,8 @@ def test_ops_elsewhere_go_to_their_replica_and_the_loss_is_simulated() -> None:
     assert any(note.startswith(f"{len(moved):,} ops") for note in torch_fsdp.notes(step))
 
 
-def test_a_pipeline_of_free_ops_is_cut_in_stages_of_layers_alike_in_all_replicas() -> None:
+def test_pipelines_are_alike_in_all_replicas() -> None:
+    """A pipeline of free ops is cut into stages of layers, alike in all replicas."""
     problem, plan = planned("data=2,microbatches=4", cuts=(2,))
     placement = plan.placement.copy()
     rng = np.random.default_rng(0)
@@ -173,7 +178,8 @@ def test_a_pipeline_of_free_ops_is_cut_in_stages_of_layers_alike_in_all_replicas
     assert not problem.broken_constraints(step.simulation.placement)
 
 
-def test_ranks_of_two_hosts_are_numbered_host_by_host() -> None:
+def test_ranks_of_two_hosts() -> None:
+    """Ranks of two hosts are numbered host by host."""
     hosts = "2x(2xp100-pcie-16g)@10gbit"
     script = torchtitan.write(cut("data=4", devices=hosts))
     assert "  0) export CUDA_VISIBLE_DEVICES=0,1 ;;\n  1) export CUDA_VISIBLE_DEVICES=0,1 ;;\n" in script
@@ -199,14 +205,16 @@ def test_ranks_of_two_hosts_are_numbered_host_by_host() -> None:
         (megatron_lm.write, "data=2,recompute=model.layers.1", (), "recomputes as many first layers of each stage"),
     ],
 )
-def test_what_a_tool_has_no_words_for_is_refused(
+def test_layouts_a_tool_lacks(
     write: Callable[[CutStep], str], layout: str, cuts: tuple[int, ...], message: str
 ) -> None:
+    """A layout that a tool cannot express is refused."""
     with pytest.raises(InputError, match=message):
         write(cut(layout, cuts=cuts))
 
 
-def test_names_of_graphs_and_modules_run_no_code() -> None:
+def test_names_run_no_code() -> None:
+    """Names of graphs and modules run no code."""
     problem, plan = planned("data=2,recompute=layers.1", "2xp100-pcie-16g", model="tied")
     for name in ("x\nexit 3\n", 'x"""\nexit(3)\n"""', "$(exit 3)", "'`exit 3`"):
         graph = replace(problem.graph, name=name)
@@ -216,7 +224,8 @@ def test_names_of_graphs_and_modules_run_no_code() -> None:
         assert ast.get_docstring(ast.parse(module)) is not None
 
 
-def test_first_layers_of_each_stage_are_recomputed_by_megatron_s_blocks() -> None:
+def test_recomputed_blocks_of_megatron() -> None:
+    """Megatron recomputes the first layers of each stage by its option for blocks."""
     step = cut("data=2,stages=2,microbatches=2,recompute=model.layers.0:model.layers.2", cuts=(2,))
     assert megatron_lm.options(step)[-3:] == [
         "--recompute-granularity full",
@@ -243,7 +252,8 @@ def save(problem: Problem, plan: Plan) -> None:
     plan.save("plan.json")
 
 
-def test_the_command_writes_a_script_that_starts_the_tool(run: Run) -> None:
+def test_the_command(run: Run) -> None:
+    """The command writes a script that starts the tool."""
     save(*planned("data=4,microbatches=2,zero=1"))
     status, out, _ = run("export", "plan.json", "--to", "megatron", "--json")
     document = json.loads(out)
@@ -267,7 +277,8 @@ def test_the_command_writes_a_script_that_starts_the_tool(run: Run) -> None:
         assert Path(target.file_name).is_file()
 
 
-def test_plans_and_targets_that_do_not_go_together_are_one_line(run: Run) -> None:
+def test_plans_of_other_targets(run: Run) -> None:
+    """Plans and targets that do not go together are one line."""
     problem, plan = planned("data=2,stages=2,microbatches=2", cuts=(2,))
     save(problem, plan)
     without = replace(plan, layout={key: value for key, value in plan.layout.items() if key != "batch"})

@@ -90,9 +90,8 @@ def random_devices(seed: int, num_units: int, num_devices: int = 3) -> np.ndarra
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_accelerate_runs_any_assignment_of_the_units_to_devices_and_gives_the_models_outputs(
-    name: str, gpus: Devices
-) -> None:
+def test_accelerate_runs_any_assignment(name: str, gpus: Devices) -> None:
+    """accelerate runs any assignment of the units to devices, and gives the model's outputs."""
     from accelerate import dispatch_model
     from accelerate.utils import check_device_map
 
@@ -137,7 +136,8 @@ def labelled(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return BertForSequenceClassification(config).eval(), {"input_ids": tokens, "labels": torch.tensor([0, 1])}
 
 
-def test_an_untied_head_of_a_causal_language_model_trains_on_another_gpu_than_the_embedding(gpus: Devices) -> None:
+def test_untied_heads_may_be_elsewhere(gpus: Devices) -> None:
+    """An untied head of a causal language model trains on another GPU than the embedding."""
     from accelerate import dispatch_model
 
     model, inputs = labelled("llama")
@@ -163,7 +163,8 @@ def test_an_untied_head_of_a_causal_language_model_trains_on_another_gpu_than_th
         torch.testing.assert_close({path: x.grad for path, x in model.named_parameters()}, gradients)
 
 
-def test_a_head_whose_loss_reads_labels_where_they_are_stays_with_the_inputs(gpus: Devices) -> None:
+def test_heads_that_stay_with_the_inputs(gpus: Devices) -> None:
+    """A head whose loss reads labels where they are stays with the inputs."""
     # BertForSequenceClassification does not move its labels to the logits
     from accelerate import dispatch_model
 
@@ -177,7 +178,7 @@ def test_a_head_whose_loss_reads_labels_where_they_are_stays_with_the_inputs(gpu
         model(**inputs)
 
 
-def test_the_rotary_embedding_of_llama_is_with_the_embedding_and_hooks_send_its_results_to_each_layer_elsewhere(
+def test_rotary_embeddings(
     gpus: Devices,
 ) -> None:
     """The difference that docs/exports.md states: the machine model sends cos and sin to a device once."""
@@ -212,7 +213,8 @@ def test_the_rotary_embedding_of_llama_is_with_the_embedding_and_hooks_send_its_
     assert gpus.sent.count((logits, torch.device("cpu"))) == 1  # to where the inputs came from
 
 
-def test_a_module_without_parameters_that_nothing_with_a_unit_feeds_is_with_the_inputs(tmp_path: Path) -> None:
+def test_modules_that_nothing_feeds(tmp_path: Path) -> None:
+    """A module without parameters that no unit feeds is with the inputs."""
     # without a mask, positions are read by the rotary embedding alone
     model, _ = MODELS["llama"]()
     model.config.save_pretrained(tmp_path)
@@ -225,7 +227,8 @@ def test_a_module_without_parameters_that_nothing_with_a_unit_feeds_is_with_the_
     )
 
 
-def test_a_device_map_that_parts_a_residual_sum_fails_on_the_pretended_devices(gpus: Devices) -> None:
+def test_parted_residual_sums_fail(gpus: Devices) -> None:
+    """A device map that parts a residual sum fails on the pretended devices."""
     # what the units avoid, so that the test above can fail
     from accelerate import dispatch_model
 
@@ -240,7 +243,8 @@ def test_a_device_map_that_parts_a_residual_sum_fails_on_the_pretended_devices(g
         model(*args)
 
 
-def test_the_device_map_is_the_smallest() -> None:
+def test_smallest_device_map() -> None:
+    """The device map has as few entries as can be."""
     problem = Problem.build(graph_of("llama"), gdp.Cluster.parse("2xp100-pcie-16g"))
     units = hf_device_map.read_units(problem)
     assert hf_device_map.device_map(problem, units, np.zeros(units.num_units, np.int64)) == {"": 0}
@@ -260,7 +264,8 @@ def test_the_device_map_is_the_smallest() -> None:
 @pytest.mark.parametrize("name", ["tied", "bert"])
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-def test_pipelining_makes_the_stages_of_the_file_and_they_give_the_models_outputs(name: str, num_stages: int) -> None:
+def test_stages_of_pipelining(name: str, num_stages: int) -> None:
+    """torch.distributed.pipelining makes the stages of the file, and they give the model's outputs."""
     from torch.distributed.pipelining import SplitPoint, pipeline
 
     problem = Problem.build(graph_of(name), gdp.Cluster.parse("3xp100-pcie-16g"))
@@ -286,7 +291,8 @@ def test_pipelining_makes_the_stages_of_the_file_and_they_give_the_models_output
 
 @pytest.mark.parametrize("target", [hf_device_map.TARGET, torch_pipelining.TARGET])
 @pytest.mark.parametrize("training", [False, True])
-def test_a_snapped_plan_parses_back_to_a_placement_with_the_figure_that_is_printed(target: Any, training: bool) -> None:
+def test_device_maps_parse_back(target: Any, training: bool) -> None:
+    """A device map parses back to a placement with the figure that is printed."""
     from gdp.export.adapt import simulated
 
     problem, plan = planned("llama", training=training)
@@ -297,7 +303,7 @@ def test_a_snapped_plan_parses_back_to_a_placement_with_the_figure_that_is_print
     assert again.feasible
 
 
-def test_what_does_not_fit_keeps_its_weights_on_the_cpu_where_accelerate_would_find_them() -> None:
+def test_offloaded_weights() -> None:
     """A GPU with room for 60 % of the step: the map has GPU and CPU entries that cover the model, begins with the GPU,
     and the figure is that of the map with weights fetched as each module begins, which fits."""
     from accelerate.utils import check_device_map

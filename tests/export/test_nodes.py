@@ -53,9 +53,8 @@ def problem() -> Problem:
     return Problem.build(graph, gdp.Cluster.parse("2xp100-pcie-16g+cpu-16core"))
 
 
-def test_onnxruntime_takes_annotations_and_settings_and_maps_the_cpu_s(
-    problem: Problem, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_annotations_of_onnxruntime(problem: Problem, capfd: pytest.CaptureFixture[str]) -> None:
+    """ONNX Runtime takes annotations and settings, and maps those of the CPU."""
     onnxruntime = pytest.importorskip("onnxruntime")
     units = ort_target.TARGET.read_units(problem)
     assert units.members == (("first",), ("Relu_0",), ("second",), ("third",), ("fourth",))
@@ -88,7 +87,8 @@ def test_onnxruntime_takes_annotations_and_settings_and_maps_the_cpu_s(
         run("cpu")
 
 
-def test_openvino_compiles_and_runs_a_model_with_the_affinities(problem: Problem, tmp_path: Path) -> None:
+def test_affinities_of_openvino(problem: Problem, tmp_path: Path) -> None:
+    """OpenVINO compiles and runs a model with the affinities."""
     openvino = pytest.importorskip("openvino")
     units = ov_target.TARGET.read_units(problem)
     devices = np.array([2, 0, 1, 2, 2])
@@ -114,7 +114,8 @@ def test_openvino_compiles_and_runs_a_model_with_the_affinities(problem: Problem
     np.testing.assert_allclose(output, core.compile_model(core.read_model(path), "CPU", exact)({"x": INPUT})[0])
 
 
-def test_a_model_that_was_not_placed_and_graphs_of_pytorch_are_refused(problem: Problem) -> None:
+def test_other_models_are_refused(problem: Problem) -> None:
+    """A model that was not placed is refused, and so are graphs of PyTorch."""
     from export_models import graph_of
 
     with pytest.raises(InputError, match="is it the model that was placed"):
@@ -125,9 +126,7 @@ def test_a_model_that_was_not_placed_and_graphs_of_pytorch_are_refused(problem: 
             target.read_units(pytorch)
 
 
-def test_graphs_of_another_front_end_are_refused_in_one_line_though_they_have_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_of_other_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An ONNX file with the slashed names of PyTorch's exporter, and a JAX function with scopes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = onnx_model()
@@ -164,9 +163,8 @@ def test_graphs_of_another_front_end_are_refused_in_one_line_though_they_have_pa
 
 
 @pytest.mark.parametrize("target", [ort_target.TARGET, ov_target.TARGET])
-def test_a_plan_of_nodes_loses_only_where_weights_were_apart_from_their_first_reader(
-    problem: Problem, target: Any
-) -> None:
+def test_losses_of_node_plans(problem: Problem, target: Any) -> None:
+    """A plan of nodes loses only where weights were apart from their first reader."""
     from gdp.export.adapt import adapt, simulated
     from gdp.search.place import plan_of
     from gdp.simulator.simulate import simulate

@@ -21,20 +21,46 @@ from gdp.simulator.problem import Problem
 
 GB = 10**9
 MIXTRAL = {  # mistralai/Mixtral-8x7B-v0.1
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768, "dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "dtype": "bfloat16",
+}
 QWEN3 = {  # Qwen/Qwen3-30B-A3B
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "moe_intermediate_size": 768, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8,
-    "max_position_embeddings": 40960, "tie_word_embeddings": False, "dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
 SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 16, "dtype": "bfloat16",
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 16,
+    "dtype": "bfloat16",
+}
 LATENT = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
 # 8 experts, 2 a token, with matrices 32 x 16 (gate, up) and 16 x 32
@@ -45,10 +71,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV3": {**LATENT, **ROUTED, "n_group": 4, "topk_group": 2},
     "GptOss": {"intermediate_size": 16, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     "Llama4": {
-        "intermediate_size": 16, "intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "interleave_moe_layer_step": 1,
+        "intermediate_size": 16,
+        "intermediate_size_mlp": 48,
+        "head_dim": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 1,
     },
-}  # fmt: skip
+}
 TYPES = {
     "Mixtral": "mixtral",
     "Qwen3Moe": "qwen3_moe",
@@ -71,14 +101,14 @@ def grouped_bytes(graph: Graph) -> list[int]:
 
 
 @pytest.mark.parametrize(("experts", "per_token", "tokens"), [(4, 1, 3), (4, 2, 2), (5, 3, 2), (3, 3, 2)])
-def test_the_share_of_experts_is_the_mean_over_all_routings(experts: int, per_token: int, tokens: int) -> None:
+def test_share_is_the_mean_over_all_routings(experts: int, per_token: int, tokens: int) -> None:
     """By counting: each token takes any set of distinct experts, all as likely."""
     routings = list(product(combinations(range(experts), per_token), repeat=tokens))
     mean = Fraction(sum(len({one for choice in routing for one in choice}) for routing in routings), len(routings))
     assert share_hit(experts, tokens * per_token, per_token) == pytest.approx(float(mean / experts), abs=1e-9)
 
 
-def test_the_share_of_one_token_is_exact_and_of_many_is_all() -> None:
+def test_shares_by_hand() -> None:
     """8 of 128; and without the experts of a token, 2 rows of 8 groups: 1 - (7/8)^2 = 15/64."""
     assert share_hit(128, 8, 8) == Fraction(8, 128)
     assert share_hit(8, 2) == Fraction(15, 64)
@@ -86,7 +116,7 @@ def test_the_share_of_one_token_is_exact_and_of_many_is_all() -> None:
     assert share_hit(8, 0, 2) == 0
 
 
-def test_a_decoded_token_of_mixtral_reads_two_experts_of_eight(tmp_path: Path) -> None:
+def test_mixtral_reads_two_experts_of_eight(tmp_path: Path) -> None:
     """25.5 GB of 93.4: docs/models-transformers.md has the sum; bfloat16, 2 bytes a weight."""
     # attention: query and output 4096 x 4096, key and value 4096 x 1024; experts: three matrices 4096 x 14336
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 4096 + 2 * 3 * 4096 * 14336
@@ -95,7 +125,7 @@ def test_a_decoded_token_of_mixtral_reads_two_experts_of_eight(tmp_path: Path) -
     assert decode_graph(MIXTRAL, tmp_path).bytes_accessed.sum() == pytest.approx(expected, rel=0.05)
 
 
-def test_a_decoded_token_of_qwen3_reads_eight_experts_of_128_and_the_bound_follows(tmp_path: Path) -> None:
+def test_qwen3_reads_eight_experts_of_128(tmp_path: Path) -> None:
     """6.1 GB of 61: on an A100 at 2,039 GB/s, 3.0 ms of reading in all."""
     # attention: query and output 2048 x 4096, key and value 2048 x 512; router; experts: three matrices 2048 x 768
     layer = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768
@@ -111,7 +141,7 @@ def test_a_decoded_token_of_qwen3_reads_eight_experts_of_128_and_the_bound_follo
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("batch", "share"), [(1, Fraction(2, 8)), (3, 1 - Fraction(6, 8) ** 3)])
-def test_every_family_reads_the_experts_of_its_tokens(family: str, batch: int, share: Fraction, tmp_path: Path) -> None:
+def test_experts_of_every_family(family: str, batch: int, share: Fraction, tmp_path: Path) -> None:
     """8 experts, 2 a token: a quarter of the weights for one token, 1 - (3/4)^3 = 37/64 for three."""
     config = {**SMALL, **FAMILIES[family], "model_type": TYPES[family], "architectures": [f"{family}ForCausalLM"]}
     rows = 2 * batch
@@ -141,7 +171,7 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_unknown_tokens_are_sent_to_experts_of_their_own_accord(dtype: torch.dtype) -> None:
+def test_rows_of_unknown_tokens(dtype: torch.dtype) -> None:
     """2 rows of 8 experts: 15 of 64 parts of the weights; and a grouped product of float32 is captured too."""
     inputs = torch.randn(2, 32, dtype=dtype), torch.zeros(8, dtype=torch.int32)
     graph = gdp.capture(Grouped().to(dtype), inputs, name="grouped", training=False).graph
@@ -149,7 +179,7 @@ def test_rows_of_unknown_tokens_are_sent_to_experts_of_their_own_accord(dtype: t
     assert grouped_bytes(graph) == [size * (2 * 32 + 2 * 16) + 4 * 8 + size * 8 * 32 * 16 * 15 // 64]
 
 
-def test_experts_of_a_training_step_write_all_gradients(tmp_path: Path) -> None:
+def test_gradients_of_experts_are_dense(tmp_path: Path) -> None:
     """The gradient of a weight is dense: of experts that no token hit it is zeros, which are written."""
     inputs = torch.randn(2, 32, requires_grad=True), torch.zeros(8, dtype=torch.int32)
     graph = gdp.capture(Grouped().bfloat16(), (inputs[0].bfloat16(), inputs[1]), name="grouped").graph
@@ -157,7 +187,7 @@ def test_experts_of_a_training_step_write_all_gradients(tmp_path: Path) -> None:
     assert max(int(graph.bytes_accessed[op]) for op in backward) >= 2 * 8 * 32 * 16
 
 
-def test_a_loop_over_experts_is_refused_with_the_implementation_that_has_shapes() -> None:
+def test_a_loop_over_experts_is_refused() -> None:
     """Transformers' eager experts look at which experts were hit."""
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(**{**SMALL, **FAMILIES["Mixtral"]})

@@ -117,7 +117,7 @@ def test_a_cpu_executes_the_fused_op(case: str) -> None:
 
 
 @pytest.mark.parametrize(("key_heads", "width", "mask"), [(4, 8, "of heads"), (2, 16, None), (2, 8, "trained")])
-def test_the_unplaced_step_has_the_bits_of_the_placed_one(key_heads: int, width: int, mask: str | None) -> None:
+def test_unplaced_and_placed_steps_are_alike(key_heads: int, width: int, mask: str | None) -> None:
     """Where nothing is drawn, `gdp run` compares with a step on real tensors that computes attention alike."""
     torch.manual_seed(1)
     model = Attention(torch.bfloat16, 0.0, key_heads, width)
@@ -134,7 +134,7 @@ def test_the_unplaced_step_has_the_bits_of_the_placed_one(key_heads: int, width:
     assert all(torch.equal(replay.gradients[name], expected.gradients[name]) for name in expected.gradients)
 
 
-def test_a_layer_of_pytorch_and_autocast_give_fused_attention() -> None:
+def test_layers_and_autocast_are_fused() -> None:
     """`nn.TransformerEncoderLayer` in bfloat16, and attention in a region of autocast, are captured as on a card."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.bfloat16)
     found = capture(layer, (torch.randn(2, 5, 8, dtype=torch.bfloat16),), optimizer="sgd")
@@ -195,7 +195,7 @@ def test_passes_on_a_gpu_and_on_a_cpu_agree() -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_passes_that_draw_other_numbers_are_refused() -> None:
+def test_passes_on_two_kinds_are_refused() -> None:
     """A plan with the passes of an attention with dropout on a CPU and a GPU is not executed; on two CPUs it is."""
     program = captured(Attention(torch.bfloat16, 0.1), torch.bfloat16).program
     backward = program.graph.kinds.index(f"{FUSED}_backward")

@@ -75,7 +75,7 @@ def write(path: Path, num_experts: int = 0, skipped: str = "", split: bool = Fal
 
 
 @pytest.mark.parametrize("num_experts", [0, 8])
-def test_the_bytes_of_a_file_are_those_of_its_tensors(num_experts: int, tmp_path: Path) -> None:
+def test_bytes_of_a_file(num_experts: int, tmp_path: Path) -> None:
     """Exactly: Q4_K has 144 bytes for 256 weights, Q6_K 210, norms and routers are float32."""
     total = write(tmp_path / "small.gguf", num_experts)
     model = ModelSource(f"{tmp_path}/small.gguf?batch=1&sequence=1", Reading(training=False)).whole()
@@ -124,7 +124,7 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
         load(str(path), training=False)
 
 
-def test_bits_of_types_are_those_of_the_gguf_package() -> None:
+def test_bits_of_types() -> None:
     """Our table beside llama.cpp's own."""
     for name, bits in BITS.items():
         size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]

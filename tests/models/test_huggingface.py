@@ -27,9 +27,15 @@ from gdp.models.source import ModelSource, load
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 TEXT = {"vocab_size": 30, "max_position_embeddings": 8}
 DECODERS = {
-    "vocab_size": 60, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
-}  # fmt: skip
+    "vocab_size": 60,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+}
 IMAGES = {"image_size": 16, "num_labels": 5}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "bottleneck"}
 # at least 2 of everything: of a dimension of 1, fake and real tensors may have other strides, and products other bits
@@ -43,51 +49,125 @@ TINY: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert next sentence": ("BertForPreTraining", {**TEXT, **WIDTHS}, ""),
     "bert questions": ("BertForQuestionAnswering", {**TEXT, **WIDTHS}, "&sequence=5"),
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 30, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}, ""),
-    "t5": ("T5ForConditionalGeneration", {
-        "vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "n_positions": 8,
-        "decoder_start_token_id": 0,
-    }, ""),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 30,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_heads": 2,
+            "n_positions": 8,
+            "decoder_start_token_id": 0,
+        },
+        "",
+    ),
     "bart": ("BartForConditionalGeneration", {**DECODERS, "max_position_embeddings": 8, "encoder_layerdrop": 0.5}, ""),
     "vit": ("ViTForImageClassification", {**WIDTHS, **IMAGES, "patch_size": 8}, ""),
-    "swin": ("SwinForImageClassification", {
-        **IMAGES, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4,
-    }, ""),
-    "whisper": ("WhisperForConditionalGeneration", {
-        **DECODERS, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 8, "pad_token_id": 1,
-        "eos_token_id": 1, "decoder_start_token_id": 2,
-    }, ""),
-    "clip": ("CLIPModel", {
-        "projection_dim": 16, "text_config": {**TEXT, **WIDTHS, "eos_token_id": 29, "bos_token_id": 28},
-        "vision_config": {**WIDTHS, "image_size": 16, "patch_size": 8},
-    }, ""),
-    "detr": ("DetrForObjectDetection", {
-        **DECODERS, "num_queries": 4, "use_timm_backbone": False,
-        "backbone_config": {**RESNET, "model_type": "resnet", "out_features": ["stage2"]},
-    }, "&image=32"),
-    "sam": ("SamModel", {
-        "vision_config": {
-            **WIDTHS, "output_channels": 16, "image_size": 32, "patch_size": 8, "window_size": 2, "mlp_dim": 24,
-            "global_attn_indexes": [1], "num_pos_feats": 8,
+    "swin": (
+        "SwinForImageClassification",
+        {
+            **IMAGES,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [1, 2],
+            "num_heads": [1, 2],
+            "window_size": 4,
         },
-        "prompt_encoder_config": {"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 4},
-        "mask_decoder_config": {"hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 16, "iou_head_hidden_dim": 8},
-    }, ""),
+        "",
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            **DECODERS,
+            "num_mel_bins": 8,
+            "max_source_positions": 10,
+            "max_target_positions": 8,
+            "pad_token_id": 1,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 2,
+        },
+        "",
+    ),
+    "clip": (
+        "CLIPModel",
+        {
+            "projection_dim": 16,
+            "text_config": {**TEXT, **WIDTHS, "eos_token_id": 29, "bos_token_id": 28},
+            "vision_config": {**WIDTHS, "image_size": 16, "patch_size": 8},
+        },
+        "",
+    ),
+    "detr": (
+        "DetrForObjectDetection",
+        {
+            **DECODERS,
+            "num_queries": 4,
+            "use_timm_backbone": False,
+            "backbone_config": {**RESNET, "model_type": "resnet", "out_features": ["stage2"]},
+        },
+        "&image=32",
+    ),
+    "sam": (
+        "SamModel",
+        {
+            "vision_config": {
+                **WIDTHS,
+                "output_channels": 16,
+                "image_size": 32,
+                "patch_size": 8,
+                "window_size": 2,
+                "mlp_dim": 24,
+                "global_attn_indexes": [1],
+                "num_pos_feats": 8,
+            },
+            "prompt_encoder_config": {"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 4},
+            "mask_decoder_config": {
+                "hidden_size": 16,
+                "num_attention_heads": 2,
+                "mlp_dim": 16,
+                "iou_head_hidden_dim": 8,
+            },
+        },
+        "",
+    ),
     "llama": ("LlamaForCausalLM", {**TEXT, **WIDTHS, **GROUPED, "torch_dtype": "bfloat16"}, ""),
     "mixtral": ("MixtralForCausalLM", {**TEXT, **WIDTHS, **EXPERTS}, ""),
     "mixtral bfloat16": ("MixtralForCausalLM", {**TEXT, **WIDTHS, **EXPERTS}, "&dtype=bfloat16"),
-    "mamba": ("MambaForCausalLM", {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
-              "&sequence=4"),
-    "efficientnet": ("EfficientNetForImageClassification", {
-        "image_size": 32, "num_labels": 5, "width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320,
-    }, ""),
+    "mamba": (
+        "MambaForCausalLM",
+        {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+        "&sequence=4",
+    ),
+    "efficientnet": (
+        "EfficientNetForImageClassification",
+        {
+            "image_size": 32,
+            "num_labels": 5,
+            "width_coefficient": 0.25,
+            "depth_coefficient": 0.2,
+            "hidden_dim": 320,
+        },
+        "",
+    ),
     "resnet": ("ResNetForImageClassification", {**RESNET, "num_labels": 5}, "&image=32"),
-    "unet": ("", {
-        "_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [8, 16], "layers_per_block": 1,
-        "cross_attention_dim": 12, "attention_head_dim": 4, "norm_num_groups": 4,
-        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
-        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
-    }, "&sequence=5"),
-}  # fmt: skip
+    "unet": (
+        "",
+        {
+            "_class_name": "UNet2DConditionModel",
+            "sample_size": 8,
+            "block_out_channels": [8, 16],
+            "layers_per_block": 1,
+            "cross_attention_dim": 12,
+            "attention_head_dim": 4,
+            "norm_num_groups": 4,
+            "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+            "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+        },
+        "&sequence=5",
+    ),
+}
 
 
 def write(directory: Path, content: Any) -> Path:
@@ -152,7 +232,8 @@ def same(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_inference_from_a_config_gives_the_bits_of_the_library_in_a_random_order(name: str, tmp_path: Path) -> None:
+def test_inference_has_the_librarys_bits(name: str, tmp_path: Path) -> None:
+    """Inference of a config gives the bits that Transformers gives, its ops in a random order."""
     text = model_of(name, tmp_path)
     found = ModelSource(text, Reading(training=False)).capture()
     assert not found.coverage.unknown
@@ -167,9 +248,8 @@ def test_inference_from_a_config_gives_the_bits_of_the_library_in_a_random_order
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_training_step_from_a_config_gives_the_bits_of_the_library_in_a_random_order(
-    name: str, tmp_path: Path
-) -> None:
+def test_training_has_the_librarys_bits(name: str, tmp_path: Path) -> None:
+    """A training step of a config gives the bits that Transformers gives, its ops in a random order."""
     text = model_of(name, tmp_path)
     found = ModelSource(text, Reading(optimizer="sgd")).capture()
     assert not found.coverage.unknown
@@ -189,7 +269,7 @@ def test_a_training_step_from_a_config_gives_the_bits_of_the_library_in_a_random
     assert all(torch.equal(replay.state[path], tensor) for path, tensor in model.named_parameters())
 
 
-def test_grouped_products_of_experts_count_each_token_with_its_experts_only(tmp_path: Path) -> None:
+def test_flops_of_grouped_products(tmp_path: Path) -> None:
     """4 x 8 tokens with 2 of 4 experts each: 64 rows, 16 to 48 and 24 to 16 wide, in 2 layers; backward twice that."""
     forward = 2 * 64 * (16 * 48 + 24 * 16) * 2
     for name in ("mixtral", "mixtral bfloat16"):
@@ -215,7 +295,8 @@ def test_a_micro_batch_is_a_part_of_every_input(name: str, tmp_path: Path) -> No
     assert ModelSource(text, Reading(microbatching=Microbatching(4))).whole().graph.num_ops > 0
 
 
-def test_sizes_and_type_come_from_the_config_unless_they_are_given(tmp_path: Path) -> None:
+def test_sizes_and_type_of_a_config(tmp_path: Path) -> None:
+    """Sizes and type come from the config unless options give them."""
     config = {"model_type": "bert", **WIDTHS, "vocab_size": 30, "max_position_embeddings": 600}
     text = f"hf:{write(tmp_path, {**config, 'dtype': 'bfloat16'})}"
     with FakeTensorMode():
@@ -232,7 +313,8 @@ LARGE = model_configs.names()[model_configs.names().index("qwen2.5-32b") :]
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LARGE)) for name in model_configs.names()]
 )
-def test_the_configs_of_benchmarks_are_those_of_the_published_models(name: str, tmp_path: Path) -> None:
+def test_configs_of_benchmarks(name: str, tmp_path: Path) -> None:
+    """The configs of the benchmarks have the parameters of the published models."""
     with FakeTensorMode():
         model, _, _ = ModelSource(model_configs.write_model(name, tmp_path)).build()
     assert sum(parameter.numel() for parameter in model.parameters()) == model_configs.get(name).num_parameters
@@ -248,15 +330,13 @@ def test_the_configs_of_benchmarks_are_those_of_the_published_models(name: str, 
         ("mixtral-8x7b", 512 * 12.75),  # of 2 of 8 experts
     ],
 )
-def test_forward_flops_are_twice_the_published_multiply_adds_and_at_most_a_tenth_more(
-    name: str, billions: float, tmp_path: Path
-) -> None:
+def test_published_multiply_adds(name: str, billions: float, tmp_path: Path) -> None:
     """What is more is normalisation, activation and, of the language models, attention."""
     graph = load(model_configs.write_model(name, tmp_path), training=False)
     assert 1 <= graph.flops.sum() / (8 * 2e9 * billions) < 1.1
 
 
-def test_a_model_that_decides_by_content_is_an_input_error(tmp_path: Path) -> None:
+def test_a_decision_by_content_is_refused(tmp_path: Path) -> None:
     """BART's classifier reads the token at each sample's end mark, of which there may be any number."""
     config = {"model_type": "bart", **DECODERS, "max_position_embeddings": 8}
     text = f"hf:{write(tmp_path, {**config, 'architectures': ['BartForSequenceClassification']})}"
@@ -268,7 +348,8 @@ def test_a_model_that_decides_by_content_is_an_input_error(tmp_path: Path) -> No
 BERT = {"model_type": "bert", **TEXT, **WIDTHS}
 
 
-def test_code_beside_a_config_is_not_run_and_the_class_of_transformers_is_placed(tmp_path: Path) -> None:
+def test_the_librarys_class_wins_over_code(tmp_path: Path) -> None:
+    """Code beside a config is not run, and the class of Transformers is placed."""
     text = f"hf:{write(tmp_path, {**BERT, 'auto_map': {'AutoConfig': 'evil.Config', 'AutoModel': 'evil.Model'}})}"
     (tmp_path / "evil.py").write_text("raise SystemExit('this was run')\n")
     model = ModelSource(text, Reading(training=False)).whole()
@@ -314,14 +395,16 @@ BAD: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_config_is_one_line_with_the_remedy(case: str, tmp_path: Path) -> None:
+def test_bad_configs(case: str, tmp_path: Path) -> None:
+    """A bad config is one line with the remedy."""
     content, query, message = BAD[case]
     with pytest.raises(InputError, match=message) as raised:
         ModelSource(f"hf:{write(tmp_path, content)}{query}").capture()
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_no_directory_with_a_config_is_an_input_error(tmp_path: Path) -> None:
+def test_paths_without_a_config(tmp_path: Path) -> None:
+    """A path that is no directory with a config is an input error."""
     with pytest.raises(InputError, match="names no directory"):
         ModelSource("hf:").build()
     with pytest.raises(InputError, match="nowhere: no such directory; "):
@@ -334,13 +417,15 @@ def test_what_is_no_directory_with_a_config_is_an_input_error(tmp_path: Path) ->
 
 
 def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
+    """A config that names its own code is refused, and the code is not run."""
     write(tmp_path, {**BERT, "architectures": ["BertModel"]})
     for name in ("modeling_bert.py", "configuration_bert.py", "__init__.py", "torch.py"):
         (tmp_path / name).write_text("raise SystemExit('run')")
     assert load(f"hf:{tmp_path}?batch=2").num_ops > 0
 
 
-def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Transformers the error names the extra to install."""
     text = f"hf:{write(tmp_path, BERT)}"
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"needs Transformers; pip install 'gdp-placement\[hf\]'"):

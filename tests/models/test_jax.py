@@ -181,7 +181,8 @@ def run_equations(equations: Any, known: dict[int, Any]) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ops_in_any_order_of_the_graph_give_the_bits_that_jax_gives(case: str) -> None:
+def test_any_order_has_the_bits_of_jax(case: str) -> None:
+    """Ops in any order that the graph allows give the bits that JAX gives."""
     function, args = CASES[case]
     made = capture_jax(function, *args, name=case, parameters=("params", "momentum") if "momentum" in case else None)
     with jax.disable_jit():
@@ -217,7 +218,8 @@ def flops_of(graph: Graph, *kinds: str) -> int:
 # Costs
 
 
-def test_flops_and_bytes_of_an_mlp_are_those_by_hand_and_the_flops_those_of_the_same_pytorch_module() -> None:
+def test_costs_of_an_mlp() -> None:
+    """FLOPs and bytes of an MLP are those by hand, and the FLOPs those of the same PyTorch module."""
     made = capture_jax(mlp, MLP, Struct((3, 6), "float32"), name="mlp")
     # products 2 * 3 * 6 * 8 and 2 * 3 * 8 * 5; bias and relu on [3, 8], tanh on [3, 5]
     assert made.graph.flops.sum() == 288 + 240 + 24 + 24 + 15
@@ -233,7 +235,9 @@ def test_flops_and_bytes_of_an_mlp_are_those_by_hand_and_the_flops_those_of_the_
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_flops_of_a_convolution_and_its_gradients_are_those_by_hand_and_of_pytorch(groups: int, stride: int) -> None:
+def test_flops_of_a_convolution(groups: int, stride: int) -> None:
+    """FLOPs of a convolution and of its gradients are those by hand and those of PyTorch."""
+
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
         padding = [(1, 1), (1, 1)]
         return lax.conv_general_dilated(x, weights, (stride, stride), padding, feature_group_count=groups).sum()
@@ -249,7 +253,9 @@ def test_flops_of_a_convolution_and_its_gradients_are_those_by_hand_and_of_pytor
     assert flops_of(same, "aten.convolution", "aten.convolution_backward") == 3 * one
 
 
-def test_flops_of_attention_are_those_by_hand_and_of_the_same_pytorch_module() -> None:
+def test_flops_of_attention() -> None:
+    """FLOPs of attention are those by hand and those of the same PyTorch module."""
+
     def attend(w: jax.Array, x: jax.Array) -> jax.Array:
         q, k, v = jnp.split((x @ w).reshape(2, 5, 3, 2, 4).transpose(2, 0, 3, 1, 4), 3)
         scores = jnp.exp(q[0] @ k[0].swapaxes(-1, -2))
@@ -276,7 +282,9 @@ def test_flops_of_attention_are_those_by_hand_and_of_the_same_pytorch_module() -
     assert not made.coverage.unknown
 
 
-def test_lookups_and_slices_cost_what_they_pick_and_sorting_n_log_n() -> None:
+def test_costs_of_lookups_and_sorts() -> None:
+    """Lookups and slices cost the elements that they pick, sorting n log n."""
+
     def step(table: jax.Array, rows: jax.Array, start: jax.Array) -> Any:
         picked = table.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
         part = lax.dynamic_slice(table, (start, jnp.int32(0)), (2, 4))
@@ -292,7 +300,9 @@ def test_lookups_and_slices_cost_what_they_pick_and_sorting_n_log_n() -> None:
     assert cost["sort"] == (12 * 2, 2 * 48)
 
 
-def test_what_has_no_formula_is_named_and_a_registered_function_gives_its_flops() -> None:
+def test_registered_formulas() -> None:
+    """A primitive without a formula is named, and a registered function gives its FLOPs."""
+
     def solve(a: jax.Array) -> jax.Array:
         return jnp.linalg.qr(a @ a, mode="r")
 
@@ -312,7 +322,8 @@ def test_what_has_no_formula_is_named_and_a_registered_function_gives_its_flops(
     assert flops_of(second.graph, "qr") == 4 * 64 // 3
 
 
-def test_random_keys_have_their_real_size() -> None:
+def test_sizes_of_random_keys() -> None:
+    """Random keys have the size of their words."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     graph = capture_jax(lambda key: jax.random.normal(key, (4,)), key, name="draw").graph
     op = graph.op_names.index("key")
@@ -334,7 +345,8 @@ def unrolled_loss(params: dict[str, Any], x: jax.Array) -> jax.Array:
     return (h**2).mean() + jnp.stack(sums).mean()
 
 
-def test_an_unrolled_scan_is_the_graph_of_the_python_loop() -> None:
+def test_unrolled_scans() -> None:
+    """An unrolled scan is the graph of the Python loop."""
     listed = {"in": LAYERS["in"], "layers": [jax.tree.map(lambda a, i=i: a[i], LAYERS["layers"]) for i in range(3)]}
     x = Struct((2, 4), "float32")
     scanned = capture_jax(layers_loss, LAYERS, x, name="scan").graph
@@ -343,12 +355,16 @@ def test_an_unrolled_scan_is_the_graph_of_the_python_loop() -> None:
     def profile(graph: Graph) -> Counter[Any]:
         return Counter(
             (
-                graph.kinds[op], int(graph.flops[op]), int(graph.bytes_accessed[op]), int(graph.resident_bytes[op]),
-                graph.phases[op], sum(len(graph.consumers_of(t)) for t in np.flatnonzero(graph.producers == op)),
+                graph.kinds[op],
+                int(graph.flops[op]),
+                int(graph.bytes_accessed[op]),
+                int(graph.resident_bytes[op]),
+                graph.phases[op],
+                sum(len(graph.consumers_of(t)) for t in np.flatnonzero(graph.producers == op)),
             )
             for op in range(graph.num_ops)
             if graph.kinds[op] not in ("stack", "concatenate")
-        )  # fmt: skip
+        )
 
     assert profile(scanned) == profile(loop)
     assert scanned.num_tensors == loop.num_tensors
@@ -357,7 +373,8 @@ def test_an_unrolled_scan_is_the_graph_of_the_python_loop() -> None:
     assert flops_of(backward, "dot_general") == 3 * 3 * (2 * 2 * 5 * 5) + 2 * (2 * 2 * 4 * 5)
 
 
-def test_a_scan_beyond_the_limit_is_one_op_of_all_its_iterations() -> None:
+def test_scans_beyond_the_limit() -> None:
+    """A scan beyond the limit is one op of all its iterations."""
     x = Struct((2, 4), "float32")
     whole = capture_jax(layers_loss, LAYERS, x, name="scan", unroll_limit=2)
     parts = capture_jax(layers_loss, LAYERS, x, name="scan")
@@ -369,7 +386,8 @@ def test_a_scan_beyond_the_limit_is_one_op_of_all_its_iterations() -> None:
     assert "scan of 3 iterations" in whole.notes[0]
 
 
-def test_a_while_loop_counts_its_body_as_often_as_it_is_known_to_run_and_a_cond_its_most_expensive_branch() -> None:
+def test_costs_of_while_and_cond() -> None:
+    """A while loop counts its body as often as it is known to run, and a cond its most expensive branch."""
     made = capture_jax(loops, Struct((3, 4), "float32"), Struct((3,), "float32"), name="loops", parameters=())
     assert flops_of(made.graph, "while") == 4 * 1 + 3 * (12 + 1)  # condition; product, counter
     assert flops_of(made.graph, "cond") == 2 * (2 * 3 * 4 * 3)
@@ -388,9 +406,16 @@ def turns(first: int, bound: int, step: int, relation: str, x: jax.Array) -> jax
 
 
 @pytest.mark.parametrize("relation", ["lt", "le", "gt", "ge", "ne", "eq"])
-def test_trip_counts_are_those_of_running_the_loop(relation: str) -> None:
-    compare = {"lt": int.__lt__, "le": int.__le__, "gt": int.__gt__, "ge": int.__ge__, "ne": int.__ne__,
-               "eq": int.__eq__}[relation]  # fmt: skip
+def test_trip_counts(relation: str) -> None:
+    """Trip counts are those of running the loop."""
+    compare = {
+        "lt": int.__lt__,
+        "le": int.__le__,
+        "gt": int.__gt__,
+        "ge": int.__ge__,
+        "ne": int.__ne__,
+        "eq": int.__eq__,
+    }[relation]
     num_known = 0
     for first, bound, step in itertools.product((-3, 0, 2, 7), (-4, 0, 5, 8), (-2, -1, 1, 3, 0)):
         i, count = first, 0
@@ -406,7 +431,7 @@ def test_trip_counts_are_those_of_running_the_loop(relation: str) -> None:
     assert num_known > 25
 
 
-def test_a_fori_loop_of_static_bounds_counts_every_turn_however_it_is_lowered() -> None:
+def test_fori_loops_count_every_turn() -> None:
     """With numbers as bounds it is a scan, with arrays that are known a while: 10 turns of x * 2 and a counter."""
 
     def with_numbers(x: jax.Array) -> jax.Array:
@@ -429,7 +454,9 @@ def test_a_fori_loop_of_static_bounds_counts_every_turn_however_it_is_lowered() 
     assert not any(made.coverage.open_loops for made in (unrolled, scan, known, inner))
 
 
-def test_a_loop_of_unknown_length_is_named_wherever_it_is_and_counted_once() -> None:
+def test_loops_of_unknown_length() -> None:
+    """A loop of unknown length is named wherever it is, and counted once."""
+
     def halves(x: jax.Array) -> jax.Array:
         return lax.while_loop(lambda c: c.max() > 1, lambda c: c / 2, x)
 
@@ -453,7 +480,8 @@ def test_a_loop_of_unknown_length_is_named_wherever_it_is_and_counted_once() -> 
     assert flops_of(inside.graph, "scan") == 100 * (4 + 1 + 4)
 
 
-def test_a_step_has_forward_backward_and_updates_in_place_beside_their_parameters() -> None:
+def test_phases_and_updates_in_place() -> None:
+    """A step has forward and backward ops, and updates in place beside their parameters."""
     made = capture_jax(
         momentum_step, LAYERS, LAYERS, Struct((2, 4), "float32"), 0.1, name="step", parameters=["params", 1]
     )
@@ -475,7 +503,8 @@ def test_a_step_has_forward_backward_and_updates_in_place_beside_their_parameter
     assert set(gradients.groups.tolist()) == {-1}  # gradients look like weights and are none
 
 
-def test_weights_that_are_needed_with_their_new_values_are_not_overwritten() -> None:
+def test_weights_needed_later_are_kept() -> None:
+    """Weights that are needed with their new values are not overwritten."""
     graph = capture_jax(late_step, LATE, Struct((2, 4), "float32"), name="late").graph
     groups = {name: int(graph.groups[graph.op_names.index(f"params.{name}")]) for name in "ab"}
     assert groups["a"] == -1
@@ -484,7 +513,9 @@ def test_weights_that_are_needed_with_their_new_values_are_not_overwritten() -> 
     assert sorted(graph.tensor_bytes[fresh].tolist()) == [4, 4, 4 * 4 * 3]
 
 
-def test_a_new_value_of_another_type_is_noted_and_takes_no_other_arguments_place() -> None:
+def test_new_values_of_another_type() -> None:
+    """A new value of another type is noted, and takes no other argument's place."""
+
     def step(params: Any, average: Any, x: jax.Array) -> tuple[Any, Any]:
         gradients = jax.grad(lambda p: (x @ p).sum().astype("float32"))(params)
         return params - 0.1 * gradients.astype("float32"), average * 0.9 + gradients
@@ -496,7 +527,8 @@ def test_a_new_value_of_another_type_is_noted_and_takes_no_other_arguments_place
     assert [int(made.graph.groups[made.graph.op_names.index(name)]) for name in ("params", "average")] == [-1, 0]
 
 
-def test_a_model_of_70_billion_parameters_takes_no_memory() -> None:
+def test_large_models_take_no_memory() -> None:
+    """The capture of a model of 70 billion parameters takes no memory."""
     width, depth, hidden, vocabulary = 8192, 80, 28672, 128256
 
     def llama(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
@@ -523,6 +555,7 @@ def test_a_model_of_70_billion_parameters_takes_no_memory() -> None:
 
 
 def test_a_captured_step_is_placed() -> None:
+    """A captured step is placed within memory."""
     made = capture_jax(momentum_step, LAYERS, LAYERS, Struct((2, 4), "float32"), 0.1, name="s", parameters=(0, 1))
     plan = gdp.place(made.graph, gdp.Cluster.parse("2xp100-pcie-16g"), budget="200sims")
     assert plan.status == "ok"
@@ -536,7 +569,8 @@ def needs_values(x: jax.Array) -> jax.Array:
     return x if x.sum() > 0 else -x
 
 
-def test_bad_functions_and_arguments_are_named_in_one_line() -> None:
+def test_bad_functions_and_arguments() -> None:
+    """Bad functions and arguments are named in one line."""
     x = Struct((3,), "float32")
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: capture_jax(needs_values, x, name="m"), "depends on an array's content"),
@@ -558,7 +592,8 @@ def test_bad_functions_and_arguments_are_named_in_one_line() -> None:
         assert "\n" not in str(error.value)
 
 
-def test_without_jax_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without JAX the error names the remedy."""
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(InputError, match=r"pip install 'gdp-placement\[jax\]'"):
         capture_jax(lambda x: x, np.ones(3), name="m")

@@ -1,8 +1,6 @@
 """JAX functions as MODEL: `module:function` returns one with its arguments, or what `capture_jax` makes of it."""
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,16 +50,14 @@ def called_name(): return (lambda name: name * 2), {"name": S((3,), "float32")}
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("jax_nets.py").write_text(MODELS)
-    yield
-    sys.modules.pop("jax_nets", None)
+def _module(workplace: Path) -> None:
+    """Writes the functions of the tests."""
+    (workplace / "jax_nets.py").write_text(MODELS)
 
 
 @pytest.mark.parametrize("function", ["net", "jitted", "keywords", "both", "arrays"])
-def test_a_forward_pass_is_captured_however_its_arguments_are_given(function: str) -> None:
+def test_forms_of_arguments(function: str) -> None:
+    """A forward pass is captured however its arguments are given."""
     model = ModelSource(f"jax_nets:{function}", Reading(training=False)).whole()
     graph = model.graph
     assert graph.name == f"jax_nets:{function}"
@@ -71,14 +67,16 @@ def test_a_forward_pass_is_captured_however_its_arguments_are_given(function: st
     assert (model.is_captured, model.notes, model.unknown_costs) == (True, (), {})
 
 
-def test_a_training_step_is_what_capture_jax_made_of_it() -> None:
+def test_training_steps() -> None:
+    """A training step of MODEL is the graph that `capture_jax` makes of it."""
     graph = gdp.load("jax_nets:training")
     assert set(graph.phases) == {"forward", "backward", "update"}
     assert sum(kind == "parameter" for kind in graph.kinds) == 4  # weights and momentum
     assert sorted(graph.groups.tolist())[-8:] == [0, 0, 1, 1, 2, 2, 3, 3]  # each is updated in place
 
 
-def test_the_command_line_places_a_jax_function_and_says_what_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_places_a_function(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command places a JAX function, and says that it is one."""
     options = ["--devices", "2xp100-pcie-16g", "--budget", "50sims", "--no-advice", "--json"]
     assert main(["place", "jax_nets:net", *options]) == 0
     out, err = capfd.readouterr()
@@ -108,7 +106,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_apply_to_a_jax_function_is_one_line(case: str) -> None:
+def test_options_that_do_not_apply(case: str) -> None:
+    """An option that does not apply to a JAX function is refused in one line."""
     function, reading, message = BAD[case]
     with pytest.raises(InputError, match=message) as caught:
         ModelSource(f"jax_nets:{function}", reading).whole()
@@ -116,7 +115,8 @@ def test_what_does_not_apply_to_a_jax_function_is_one_line(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_jax_function_is_neither_executed_nor_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_execution_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A JAX function is neither executed nor measured."""
     message = "jax_nets:net: is a JAX function, which is placed, not executed or measured; name a PyTorch model"
     with pytest.raises(InputError, match=message):
         read_executable(ModelSource("jax_nets:net"))

@@ -16,7 +16,8 @@ from gdp.simulator.costs import count_time_sources, op_times
 ONE = OpTime("aten.mm.default(float32[2, 3], float32[3, 4])", 1200, 30, 20)
 
 
-def test_times_are_kept_by_device_library_and_signature(tmp_path: Path) -> None:
+def test_times_are_kept_by_their_key(tmp_path: Path) -> None:
+    """Times are kept by device, library and signature."""
     times = MeasuredTimes(tmp_path / "times.db", create=True)
     many = [OpTime(f"op {number}", number, 1, 2) for number in range(1300)]
     times.store("core", "torch 1", [ONE, *many])
@@ -32,7 +33,8 @@ def test_times_are_kept_by_device_library_and_signature(tmp_path: Path) -> None:
     assert again.count() == {("core", "torch 1"): 1301, ("core", "torch 2"): 1}
 
 
-def test_files_of_others_are_refused_and_left_alone(tmp_path: Path) -> None:
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    """Files of other programs are refused, and stay as they are."""
     text, other, newer = tmp_path / "a.db", tmp_path / "b.db", tmp_path / "c.db"
     text.write_text("this is no database, though it is longer than the header of one is\n" * 4)
     with sqlite3.connect(other) as connection:
@@ -52,7 +54,9 @@ def test_files_of_others_are_refused_and_left_alone(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_equal_work_has_one_signature_and_other_work_another() -> None:
+def test_signatures() -> None:
+    """Equal work has one signature, other work another."""
+
     class Net(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             a, b = x.exp(), (x + 1).exp()
@@ -70,7 +74,8 @@ def test_equal_work_has_one_signature_and_other_work_another() -> None:
     assert by_kind["aten.gt"] == ["aten.gt.Scalar(float32[3, 4], 0)"]
 
 
-def test_measured_times_replace_the_roofline_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_measured_times_replace_the_roofline(tmp_path: Path) -> None:
+    """Measured times replace the roofline, and ops without one are counted."""
     found = capture(nn.Linear(4, 4), (torch.zeros(2, 4),), name="net")
     names = signatures(found.program)
     cluster = Cluster.parse("2xp100-pcie-16g")

@@ -34,13 +34,20 @@ def value(name: str, shape: list[Any] | None, code: int = F) -> onnx.ValueInfoPr
 
 
 def model(
-    nodes: list[onnx.NodeProto], inputs: list[onnx.ValueInfoProto], outputs: list[str],
-    weights: dict[str, np.ndarray] | None = None, opset: int = 20, **kwargs: Any,
-) -> onnx.ModelProto:  # fmt: skip
+    nodes: list[onnx.NodeProto],
+    inputs: list[onnx.ValueInfoProto],
+    outputs: list[str],
+    weights: dict[str, np.ndarray] | None = None,
+    opset: int = 20,
+    **kwargs: Any,
+) -> onnx.ModelProto:
     graph = helper.make_graph(
-        nodes, "g", inputs, [helper.make_empty_tensor_value_info(name) for name in outputs],
+        nodes,
+        "g",
+        inputs,
+        [helper.make_empty_tensor_value_info(name) for name in outputs],
         [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
-    )  # fmt: skip
+    )
     domains = {node.domain for node in nodes if node.domain}
     imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in sorted(domains))]
     made = helper.make_model(graph, opset_imports=imports, **kwargs)
@@ -110,7 +117,8 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, nn.M
     return path, module, x
 
 
-def test_an_exported_module_has_the_flops_and_weights_of_its_capture(exported: tuple[Path, nn.Module, Tensor]) -> None:
+def test_exported_modules(exported: tuple[Path, nn.Module, Tensor]) -> None:
+    """An exported module has the FLOPs and the weights of its capture."""
     path, module, x = exported
     made = read_onnx(path, {"batch": len(x)})
     expected = capture(module, (x,), name="m", training=False).graph
@@ -121,7 +129,8 @@ def test_an_exported_module_has_the_flops_and_weights_of_its_capture(exported: t
     assert modules - {""} <= {name for name, _ in module.named_modules()}
 
 
-def test_results_have_the_sizes_that_onnx_runtime_computes(exported: tuple[Path, nn.Module, Tensor]) -> None:
+def test_sizes_are_those_of_onnx_runtime(exported: tuple[Path, nn.Module, Tensor]) -> None:
+    """Results have the sizes that ONNX Runtime computes."""
     path, _, x = exported
     graph = read_onnx(path, {"batch": len(x)}).graph
     proto = onnx.load(path)
@@ -147,17 +156,38 @@ def test_results_have_the_sizes_that_onnx_runtime_computes(exported: tuple[Path,
 
 # what depends on content, which a test gives as an input: not known from shapes alone
 DEPENDS_ON_CONTENT = (
-    "test_affine_grid_", "test_blackmanwindow_", "test_hammingwindow_", "test_hannwindow_", "test_loop11",
-    "test_range_", "test_reduce_", "test_string_split_empty", "test_unique_",
-)  # fmt: skip
+    "test_affine_grid_",
+    "test_blackmanwindow_",
+    "test_hammingwindow_",
+    "test_hannwindow_",
+    "test_loop11",
+    "test_range_",
+    "test_reduce_",
+    "test_string_split_empty",
+    "test_unique_",
+)
 UNKNOWN = {  # Scan: of opset 8, which had a batch
-    "AffineGrid", "GridSample", "ImageDecoder", "LinearAttention", "MaxRoiPool", "NonMaxSuppression", "RegexFullMatch",
-    "RoiAlign", "STFT", "Scan", "SequenceMap", "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer",
-}  # fmt: skip
+    "AffineGrid",
+    "GridSample",
+    "ImageDecoder",
+    "LinearAttention",
+    "MaxRoiPool",
+    "NonMaxSuppression",
+    "RegexFullMatch",
+    "RoiAlign",
+    "STFT",
+    "Scan",
+    "SequenceMap",
+    "StringConcat",
+    "StringNormalizer",
+    "StringSplit",
+    "TfIdfVectorizer",
+}
 
 
 @pytest.mark.filterwarnings("ignore")  # of the suite's own NumPy code
-def test_every_operator_of_onnx_has_a_cost_and_the_shapes_of_its_reference(read: Callable[..., OnnxModel]) -> None:
+def test_every_operator_has_a_cost_and_shapes(read: Callable[..., OnnxModel]) -> None:
+    """Every operator of ONNX has a cost, and the shapes that its reference gives."""
     from onnx.backend.test.case.node import collect_testcases
 
     unknown, num_right = set(), 0
@@ -203,8 +233,11 @@ def _num_bytes(numel: int, code: int) -> int:
 N = helper.make_node
 COSTS: dict[str, tuple[onnx.NodeProto, list[tuple[Any, ...]], int]] = {
     # [2, 8, 6, 6] pixels, each 4 / 2 channels x 3 x 3 multiply-adds, and a bias
-    "grouped convolution": (N("Conv", ["a", "b", "c"], ["y"], group=2, pads=[1] * 4),
-                            [(2, 4, 6, 6), (8, 2, 3, 3), (8,)], 2 * 8 * 36 * 2 * 18 + 2 * 8 * 36),
+    "grouped convolution": (
+        N("Conv", ["a", "b", "c"], ["y"], group=2, pads=[1] * 4),
+        [(2, 4, 6, 6), (8, 2, 3, 3), (8,)],
+        2 * 8 * 36 * 2 * 18 + 2 * 8 * 36,
+    ),
     # each of 2 x 4 x 9 pixels read meets 3 filters of 2 x 2
     "transposed": (N("ConvTranspose", ["a", "b"], ["y"], strides=[2, 2]), [(2, 4, 3, 3), (4, 3, 2, 2)], 72 * 3 * 4 * 2),
     "gemm": (N("Gemm", ["a", "b", "c"], ["y"], transA=1, transB=1), [(5, 3), (4, 5), (4,)], 2 * 3 * 5 * 4 + 12),
@@ -212,12 +245,18 @@ COSTS: dict[str, tuple[onnx.NodeProto, list[tuple[Any, ...]], int]] = {
     "product with a vector": (N("MatMul", ["a", "b"], ["y"]), [(2, 3, 5), (5,)], 2 * 2 * 3 * 5),
     # bij: 2 x 3 x 4 x 5 multiply-adds
     "einsum": (N("Einsum", ["a", "b"], ["y"], equation="bik,kj->bij"), [(2, 3, 4), (4, 5)], 2 * 2 * 3 * 4 * 5),
-    "einsum of three": (N("Einsum", ["a", "b", "c"], ["y"], equation="...i,ij,...j->..."), [(7, 2), (2, 3), (7, 3)],
-                        2 * 7 * 2 * 3 + 2 * 7 * 3),
+    "einsum of three": (
+        N("Einsum", ["a", "b", "c"], ["y"], equation="...i,ij,...j->..."),
+        [(7, 2), (2, 3), (7, 3)],
+        2 * 7 * 2 * 3 + 2 * 7 * 3,
+    ),
     # 6 steps of a batch of 2: weights 4 h (4 + 5), h = 5
     "lstm": (N("LSTM", ["a", "b", "c"], ["y"], hidden_size=5), [(6, 2, 4), (1, 20, 4), (1, 20, 5)], 2 * 12 * 20 * 9),
-    "gru both ways": (N("GRU", ["a", "b", "c"], ["y"], hidden_size=5, direction="bidirectional"),
-                      [(6, 2, 4), (2, 15, 4), (2, 15, 5)], 2 * 12 * 2 * 15 * 9),
+    "gru both ways": (
+        N("GRU", ["a", "b", "c"], ["y"], hidden_size=5, direction="bidirectional"),
+        [(6, 2, 4), (2, 15, 4), (2, 15, 5)],
+        2 * 12 * 2 * 15 * 9,
+    ),
     "pooling": (N("AveragePool", ["a"], ["y"], kernel_shape=[2, 3]), [(2, 4, 6, 6)], 2 * 4 * 5 * 4 * 6),
     "softmax": (N("Softmax", ["a"], ["y"]), [(3, 4)], 60),
     "norm": (N("LayerNormalization", ["a", "b"], ["y"]), [(3, 4), (4,)], 96),
@@ -226,17 +265,24 @@ COSTS: dict[str, tuple[onnx.NodeProto, list[tuple[Any, ...]], int]] = {
     "pointwise": (N("Add", ["a", "b"], ["y"]), [(3, 1), (4,)], 12),
     "movement": (N("Transpose", ["a"], ["y"]), [(3, 4)], 0),
     # 2 x 3 heads x 4 x 5 pairs: 2 x 8 and 2 x 6, softmax 5
-    "attention": (N("Attention", ["a", "b", "c"], ["y"]), [(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 6)],
-                  120 * (16 + 12 + 5)),
+    "attention": (
+        N("Attention", ["a", "b", "c"], ["y"]),
+        [(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 6)],
+        120 * (16 + 12 + 5),
+    ),
     "quantised product": (N("MatMulInteger", ["a", "b"], ["y"]), [(3, 4, U8), (4, 5, I8)], 2 * 3 * 4 * 5),
     # ... of 6 x 6 pixels, 2 channels of 3 x 3
-    "quantised convolution": (N("ConvInteger", ["a", "b"], ["y"], group=2), [(1, 4, 8, 8, U8), (8, 2, 3, 3, I8)],
-                              2 * 8 * 36 * 18),
-}  # fmt: skip
+    "quantised convolution": (
+        N("ConvInteger", ["a", "b"], ["y"], group=2),
+        [(1, 4, 8, 8, U8), (8, 2, 3, 3, I8)],
+        2 * 8 * 36 * 18,
+    ),
+}
 
 
 @pytest.mark.parametrize("case", COSTS)
-def test_flops_and_bytes_are_those_counted_by_hand(case: str, read: Callable[..., OnnxModel]) -> None:
+def test_costs_by_hand(case: str, read: Callable[..., OnnxModel]) -> None:
+    """FLOPs and bytes are those counted by hand."""
     node, shapes, flops = COSTS[case]
     codes = [shape[-1] if len(shape) > 1 and shape[-1] in (I8, U8) and "quantised" in case else F for shape in shapes]
     sizes = [list(shape[:-1] if code != F else shape) for shape, code in zip(shapes, codes, strict=True)]
@@ -262,9 +308,13 @@ def test_the_graph_of_a_small_model(read: Callable[..., OnnxModel]) -> None:
         N("Identity", ["y"], ["out"]),
     ]
     weights = {
-        "table": zeros(100, 4), "w": zeros(12, 5), "unused": zeros(9, 9),
-        "rest": np.array([-1]), "zero": np.array([0]), "one": np.array([1]),
-    }  # fmt: skip
+        "table": zeros(100, 4),
+        "w": zeros(12, 5),
+        "unused": zeros(9, 9),
+        "rest": np.array([-1]),
+        "zero": np.array([0]),
+        "one": np.array([1]),
+    }
     graph = read(model(nodes, [value("ids", [2, 3], I64)], ["out", "first"], weights)).graph
     assert [graph.op(number) for number in range(graph.num_ops)] == [
         Op("ids", "input", dtype="int64", phase="forward"),
@@ -276,9 +326,13 @@ def test_the_graph_of_a_small_model(read: Callable[..., OnnxModel]) -> None:
     ]
     tensors = [graph.tensor(number) for number in range(graph.num_tensors)]
     assert [(t.producer, t.consumers, t.bytes, t.resident, t.keep) for t in tensors] == [
-        (0, (3,), 48, False, False), (1, (3,), 1600, True, False), (2, (4,), 240, True, False),
-        (3, (4, 5), 96, False, False), (4, (), 40, False, True), (5, (), 48, False, True),
-    ]  # fmt: skip
+        (0, (3,), 48, False, False),
+        (1, (3,), 1600, True, False),
+        (2, (4,), 240, True, False),
+        (3, (4, 5), 96, False, False),
+        (4, (), 40, False, True),
+        (5, (), 48, False, True),
+    ]
 
 
 # Graphs inside of nodes
@@ -291,13 +345,19 @@ def product_body(outputs: list[str], inputs: list[onnx.ValueInfoProto]) -> onnx.
     return helper.make_graph(nodes, "body", inputs, [helper.make_empty_tensor_value_info(name) for name in outputs])
 
 
-def test_a_loop_costs_its_body_as_often_as_it_runs_and_a_scan_as_its_sequence_is_long(
+def test_costs_of_loops_and_scans(
     read: Callable[..., OnnxModel],
 ) -> None:
+    """A loop costs its body as often as it runs, and a scan as often as its sequence is long."""
     loop_inputs = [value("i", [], I64), value("was", [], TensorProto.BOOL), value("h", None)]
     loop = N("Loop", ["trips", "", "h0"], ["h1", "all"], body=product_body(["go", "next", "seen"], loop_inputs))
-    scan = N("Scan", ["h1", "all"], ["h2", "more"], num_scan_inputs=1,
-             body=product_body(["next", "seen"], [value("h", None), value("x", None)]))  # fmt: skip
+    scan = N(
+        "Scan",
+        ["h1", "all"],
+        ["h2", "more"],
+        num_scan_inputs=1,
+        body=product_body(["next", "seen"], [value("h", None), value("x", None)]),
+    )
     weights = {"w": zeros(4, 4), "trips": np.array(7)}
     made = read(model([loop, scan], [value("h0", [3, 4])], ["h2", "more"], weights))
     found = ops(made.graph)
@@ -314,12 +374,19 @@ def test_a_loop_costs_its_body_as_often_as_it_runs_and_a_scan_as_its_sequence_is
     assert unknown.open_loops == {"Loop": 1}
 
 
-def test_an_if_costs_its_larger_branch_or_the_one_that_is_known_to_be_taken(read: Callable[..., OnnxModel]) -> None:
+def test_costs_of_branches(read: Callable[..., OnnxModel]) -> None:
+    """An If costs its larger branch, or the one that is known to be taken."""
+
     def branch(*nodes: onnx.NodeProto) -> onnx.GraphProto:
         return helper.make_graph(list(nodes), "b", [], [helper.make_empty_tensor_value_info("z")])
 
-    node = N("If", ["c"], ["y"], then_branch=branch(N("Relu", ["x"], ["z"])),
-             else_branch=branch(N("MatMul", ["x", "w"], ["z"])))  # fmt: skip
+    node = N(
+        "If",
+        ["c"],
+        ["y"],
+        then_branch=branch(N("Relu", ["x"], ["z"])),
+        else_branch=branch(N("MatMul", ["x", "w"], ["z"])),
+    )
     inputs, weights = [value("x", [4, 4])], {"w": zeros(4, 4)}
     open_ = read(model([node], [*inputs, value("c", [], TensorProto.BOOL)], ["y"], weights))
     known = read(model([node], inputs, ["y"], {**weights, "c": np.array(True)}))
@@ -330,7 +397,7 @@ def test_an_if_costs_its_larger_branch_or_the_one_that_is_known_to_be_taken(read
 # Symbolic dimensions
 
 
-def test_symbolic_dimensions_take_given_values_and_none_is_guessed(read: Callable[..., OnnxModel]) -> None:
+def test_symbolic_dimensions(read: Callable[..., OnnxModel]) -> None:
     """The error has the option for each dimension that is missing."""
     inputs = [value("x", ["batch", "past + new"]), value("w", ["past + new", None])]
     proto = model([N("MatMul", ["x", "w"], ["y"])], inputs, ["y"])
@@ -348,7 +415,8 @@ def test_symbolic_dimensions_take_given_values_and_none_is_guessed(read: Callabl
         read(proto, dims={"batch": -1})
 
 
-def test_an_unknown_operator_is_estimated_named_and_can_be_given_a_cost(read: Callable[..., OnnxModel]) -> None:
+def test_unknown_operators(read: Callable[..., OnnxModel]) -> None:
+    """An unknown operator is estimated and named, and can be given a cost."""
     proto = model([N("Mine", ["x"], ["y"], domain="my.own", order=3)], [value("x", [4, 5])], ["y"])
     made = read(proto)
     assert made.unknown == {"my.own::Mine": 1}
@@ -366,23 +434,35 @@ def test_an_unknown_operator_is_estimated_named_and_can_be_given_a_cost(read: Ca
 
 MS = "com.microsoft"
 RUNTIME: dict[str, tuple[onnx.NodeProto, dict[str, tuple[Any, ...]], int]] = {
-    "FusedMatMul": (N("FusedMatMul", ["a", "b"], ["y"], domain=MS, transA=1, transB=1), {"a": (2, 5, 3), "b": (4, 5)},
-                    2 * 2 * 3 * 5 * 4),
+    "FusedMatMul": (
+        N("FusedMatMul", ["a", "b"], ["y"], domain=MS, transA=1, transB=1),
+        {"a": (2, 5, 3), "b": (4, 5)},
+        2 * 2 * 3 * 5 * 4,
+    ),
     # 2 x 6 rows by 8 x 24 and a bias; pairs 2 x 6 x 6: 2 x 8 + 2 x 8 of all heads, softmax 5 of 2 heads
-    "Attention": (N("Attention", ["a", "b", "c"], ["y"], domain=MS, num_heads=2),
-                  {"a": (2, 6, 8), "b": (8, 24), "c": (24,)},
-                  12 * (2 * 8 * 24 + 24) + 72 * (32 + 10)),
-    "MultiHeadAttention": (N("MultiHeadAttention", ["a", "b", "c"], ["y"], domain=MS, num_heads=2),
-                           {"a": (2, 6, 8), "b": (2, 3, 8), "c": (2, 3, 8)}, 36 * (32 + 10)),
-    "SkipLayerNormalization": (N("SkipLayerNormalization", ["a", "b", "c", "d"], ["y", "", "", "s"], domain=MS),
-                               {"a": (2, 3, 8), "b": (2, 3, 8), "c": (8,), "d": (8,)}, 9 * 48),
+    "Attention": (
+        N("Attention", ["a", "b", "c"], ["y"], domain=MS, num_heads=2),
+        {"a": (2, 6, 8), "b": (8, 24), "c": (24,)},
+        12 * (2 * 8 * 24 + 24) + 72 * (32 + 10),
+    ),
+    "MultiHeadAttention": (
+        N("MultiHeadAttention", ["a", "b", "c"], ["y"], domain=MS, num_heads=2),
+        {"a": (2, 6, 8), "b": (2, 3, 8), "c": (2, 3, 8)},
+        36 * (32 + 10),
+    ),
+    "SkipLayerNormalization": (
+        N("SkipLayerNormalization", ["a", "b", "c", "d"], ["y", "", "", "s"], domain=MS),
+        {"a": (2, 3, 8), "b": (2, 3, 8), "c": (8,), "d": (8,)},
+        9 * 48,
+    ),
     "BiasGelu": (N("BiasGelu", ["a", "b"], ["y"], domain=MS), {"a": (2, 3, 8), "b": (8,)}, 96),
     "Gelu": (N("Gelu", ["a"], ["y"], domain=MS), {"a": (2, 3, 8)}, 48),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", RUNTIME)
-def test_operators_of_onnx_runtime_have_its_shapes_and_flops_by_hand(case: str, read: Callable[..., OnnxModel]) -> None:
+def test_operators_of_onnx_runtime(case: str, read: Callable[..., OnnxModel]) -> None:
+    """Operators of ONNX Runtime have its shapes, and FLOPs by hand."""
     node, shapes, flops = RUNTIME[case]
     proto = model([node], [value(name, list(shape)) for name, shape in shapes.items()], [n for n in node.output if n])
     for item in proto.graph.output:
@@ -400,14 +480,31 @@ def test_operators_of_onnx_runtime_have_its_shapes_and_flops_by_hand(case: str, 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    batch=st.integers(1, 3), groups=st.integers(1, 3), size=st.integers(1, 5), outs=st.integers(1, 3),
-    ins=st.integers(1, 3), kernel=st.integers(1, 3), stride=st.integers(1, 2), pad=st.integers(0, 1),
-    rows=st.integers(1, 4), stack=st.integers(0, 3),
-)  # fmt: skip
-def test_flops_of_convolutions_and_products_are_those_of_their_definitions(
-    read: Callable[..., OnnxModel], batch: int, groups: int, size: int, outs: int, ins: int, kernel: int, stride: int,
-    pad: int, rows: int, stack: int,
-) -> None:  # fmt: skip
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    size=st.integers(1, 5),
+    outs=st.integers(1, 3),
+    ins=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    pad=st.integers(0, 1),
+    rows=st.integers(1, 4),
+    stack=st.integers(0, 3),
+)
+def test_flops_by_definition(
+    read: Callable[..., OnnxModel],
+    batch: int,
+    groups: int,
+    size: int,
+    outs: int,
+    ins: int,
+    kernel: int,
+    stride: int,
+    pad: int,
+    rows: int,
+    stack: int,
+) -> None:
+    """FLOPs of convolutions and products are those of their definitions."""
     length = size + kernel
     x, w = torch.ones(batch, groups * ins, length + 2 * pad), torch.ones(groups * outs, ins, kernel)
     # each multiply-add adds one to the sum of a convolution of ones (the padding's are made, too)
@@ -423,7 +520,8 @@ def test_flops_of_convolutions_and_products_are_those_of_their_definitions(
     assert ops(graph)["MatMul_0"].flops == 2 * (a @ b).sum()
 
 
-def test_damaged_bytes_give_a_graph_or_one_line(exported: tuple[Path, nn.Module, Tensor], tmp_path: Path) -> None:
+def test_damaged_files(exported: tuple[Path, nn.Module, Tensor], tmp_path: Path) -> None:
+    """Damaged bytes give a graph or one line."""
     content, draw = exported[0].read_bytes(), random.Random(0)
     path, lines = tmp_path / "damaged.onnx", list[str]()
     for _ in range(150):
@@ -468,27 +566,36 @@ BAD = {
     "no ops": (model([], [], []), "nothing to place"),
     "new ir": (changed(lambda m: setattr(m, "ir_version", 999)), "IR version 999, .*pip install --upgrade onnx"),
     "new opset": (changed(lambda m: setattr(m.opset_import[0], "version", 999)), "opset 999, .*pip install --upgrade"),
-    "no such operator": (changed(lambda m: setattr(m.graph.node[0], "op_type", "Rlu")),
-        "'r' \\(Rlu\\): .*no such operator"),
-    "missing input": (changed(lambda m: m.graph.node[0].ClearField("input")),
-        "'r' \\(Relu\\) is not valid .*input size 0"),
+    "no such operator": (
+        changed(lambda m: setattr(m.graph.node[0], "op_type", "Rlu")),
+        "'r' \\(Rlu\\): .*no such operator",
+    ),
+    "missing input": (
+        changed(lambda m: m.graph.node[0].ClearField("input")),
+        "'r' \\(Relu\\) is not valid .*input size 0",
+    ),
     "unmade input": (changed(lambda m: m.graph.node[0].input.__setitem__(0, "q")), "reads 'q', which nothing makes"),
-    "cycle": (changed(lambda m: m.graph.node[0].input.__setitem__(0, "y")),
-        "'r' \\(Relu\\): waits for its own result, a cycle"),
+    "cycle": (
+        changed(lambda m: m.graph.node[0].input.__setitem__(0, "y")),
+        "'r' \\(Relu\\): waits for its own result, a cycle",
+    ),
     "unmade output": (changed(lambda m: m.graph.output.add(name="q")), "output 'q': nothing makes it"),
-    "made twice": (changed(lambda m: m.graph.node.append(N("Relu", ["x"], ["y"]))),
-        "makes 'y', as something else does"),
+    "made twice": (
+        changed(lambda m: m.graph.node.append(N("Relu", ["x"], ["y"]))),
+        "makes 'y', as something else does",
+    ),
     "vast": (changed(lambda m: m.graph.input[0].CopyFrom(value("x", [2**40, 2**40]))), "too large for any memory"),
     "axis": (model([N("Softmax", ["x"], ["y"], axis=99)], [value("x", [3])], ["y"]), "axis is 99 for 1 dimensions"),
     "absolute": (external("/etc/passwd"), "'w': external data in '/etc/passwd', outside the directory"),
     "above": (external("a/../../w.bin"), "outside the directory"),
     "on another drive": (external("C:\\w.bin"), "outside the directory"),
     "no location": (external(""), "has no location"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_files_are_refused_in_one_line(case: str, read: Callable[..., OnnxModel], tmp_path: Path) -> None:
+def test_bad_files(case: str, read: Callable[..., OnnxModel], tmp_path: Path) -> None:
+    """Bad files are refused in one line."""
     content, message = BAD[case]
     with pytest.raises(InputError, match=message) as caught:
         read(content)
@@ -496,13 +603,14 @@ def test_bad_files_are_refused_in_one_line(case: str, read: Callable[..., OnnxMo
     assert str(caught.value).startswith(str(tmp_path))
 
 
-def test_missing_files_and_directories_are_refused(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
+    """Missing files and directories are refused."""
     for path, message in ((tmp_path / "no.onnx", "no such file"), (tmp_path, "is a directory")):
         with pytest.raises(InputError, match=message):
             read_onnx(path)
 
 
-def test_weights_elsewhere_are_neither_needed_nor_allocated(read: Callable[..., OnnxModel]) -> None:
+def test_weights_elsewhere_are_not_read(read: Callable[..., OnnxModel]) -> None:
     """70e9 parameters, 140 GB in float16, in a file that is not there; and small integers in one that is."""
     layers, width, inner = 80, 8192, 54000
     nodes, tensors = [], []
@@ -545,7 +653,8 @@ def test_weights_inside_of_the_file_are_skipped(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
 
 
-def test_shapes_are_read_from_a_file_beside_the_model(read: Callable[..., OnnxModel], tmp_path: Path) -> None:
+def test_shapes_beside_the_model(read: Callable[..., OnnxModel], tmp_path: Path) -> None:
+    """Shapes are read from a file beside the model."""
     proto = model([N("Tile", ["x", "r"], ["y"])], [value("x", [2, 3])], ["y"], {"r": np.array([4, 5])})
     tensor = proto.graph.initializer[0]
     tensor.ClearField("raw_data")
@@ -560,7 +669,7 @@ def test_shapes_are_read_from_a_file_beside_the_model(read: Callable[..., OnnxMo
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_a_model_in_a_hugging_face_cache_is_read_through_its_links(is_nested: bool, tmp_path: Path) -> None:
+def test_links_of_a_hugging_face_cache(is_nested: bool, tmp_path: Path) -> None:
     """`snapshots/REVISION/model.onnx` and its data are links to `blobs/`, where neither has its name."""
     weights = {"w": zeros(40, 50), "r": np.array([4, 5])}
     nodes = [

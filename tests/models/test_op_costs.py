@@ -13,6 +13,8 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.models.op_costs import OpCost, OpCosts, without_costs
 from gdp.simulator.costs import op_times
 
+pytestmark = pytest.mark.usefixtures("workplace")
+
 
 def graph() -> Graph:
     """A weight and an input, two layers of an op that nobody knows, and a product."""
@@ -41,13 +43,8 @@ def costs(*entries: str) -> OpCosts:
     return OpCosts.load(path)
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def test_entries_set_flops_and_times_in_their_order_and_nothing_else() -> None:
+def test_entries() -> None:
+    """Entries set FLOPs and times in their order, and nothing else."""
     known = costs(
         "{kind: my.act, flops_per_output_element: 2.5}",
         "{match: 'layers\\.1', flops: 4e3}",
@@ -63,11 +60,13 @@ def test_entries_set_flops_and_times_in_their_order_and_nothing_else() -> None:
     assert times[1].tolist() == [1500, 2000]  # by kind, and on gpu1 by name
 
 
-def test_elements_are_counted_in_the_width_of_the_ops_arithmetic() -> None:
+def test_widths_of_elements() -> None:
+    """Elements are counted in the width of the op's arithmetic."""
     assert costs("{kind: my.act, flops_per_output_element: 1}").apply(graph()).flops.tolist() == [0, 101, 200, 2000]
 
 
-def test_kinds_that_entries_say_all_about_are_known() -> None:
+def test_complete_entries() -> None:
+    """A kind of which entries say all counts as known."""
     unknown = {"my.act": 2, "inside.a.loop": 1}
     assert costs("{kind: my.act, flops: 1}").still_unknown(graph(), unknown) == {"inside.a.loop": 1}
     assert costs("{match: act, flops: 1}").still_unknown(graph(), unknown) == {"inside.a.loop": 1}
@@ -97,8 +96,9 @@ def test_kinds_that_entries_say_all_about_are_known() -> None:
         ("{kind: a, kind: b, flops: 1}", "key 'kind' is given twice"),
         ("3", "entry 0: is a int; a mapping is expected"),
     ],
-)  # fmt: skip
-def test_a_bad_entry_is_named_in_one_line(entry: str, expected: str) -> None:
+)
+def test_bad_entries(entry: str, expected: str) -> None:
+    """A bad entry is named in one line."""
     with pytest.raises(InputError) as error:
         costs(entry).apply(graph())
     assert expected in str(error.value)
@@ -106,7 +106,8 @@ def test_a_bad_entry_is_named_in_one_line(entry: str, expected: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_other_files_are_refused() -> None:
+def test_other_files() -> None:
+    """Files of another format are refused."""
     for content, expected in (
         ("", "costs.yaml: is empty; a gdp-op-costs document is expected"),
         ("format: gdp-cluster\nversion: 1\n", "format is 'gdp-cluster'; 'gdp-op-costs' is expected"),
@@ -120,14 +121,16 @@ def test_other_files_are_refused() -> None:
         OpCosts.load("missing.yaml")
 
 
-def test_costs_can_be_made_in_python() -> None:
+def test_costs_in_python() -> None:
+    """Costs can be made in Python."""
     made = gdp.OpCosts((OpCost(kind="my.act", flops_per_output_element=Fraction(5, 2)),))
     assert made.apply(graph()).flops.tolist() == [0, 253, 500, 2000]
 
 
-def test_commands_take_a_file_and_its_costs_reach_plans_and_micro_batches(
+def test_commands_take_a_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Commands take a file, and its costs reach plans and micro-batches."""
     graph().save("net.json")
     costs("{match: 'layers.*act', time: {p100-pcie-16g: 3ms}}")
     devices = ["--devices", "2xp100-pcie-16g"]
@@ -158,9 +161,10 @@ def test_commands_take_a_file_and_its_costs_reach_plans_and_micro_batches(
     assert err.strip().endswith("entry 0: kind 'my.acct': no op of 'net' is of this kind; did you mean my.act?")
 
 
-def test_what_has_no_known_cost_is_reported_with_the_option_until_the_file_says_it(
+def test_unknown_costs_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An op of unknown cost is reported with the option, until the file has its cost."""
     Path("user_op_model.py").write_text(
         "import torch\nfrom torch import nn\n\n\nclass Roots(nn.Module):\n"
         "    def forward(self, x):\n        return torch.linalg.eigvals(x).abs().sum()\n\n\n"

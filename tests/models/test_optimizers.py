@@ -40,7 +40,7 @@ HAND: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("name", HAND)
-def test_state_and_work_are_those_of_hand_arithmetic(name: str) -> None:
+def test_state_and_work_by_hand(name: str) -> None:
     """Each optimizer's resident bytes, bytes accessed and FLOPs, for a matrix and a vector."""
     graph = capture(nn.Linear(80, 64), (torch.randn(2, 80),), name="linear", optimizer=name).graph
     state, passes, flops = HAND[name]
@@ -52,7 +52,7 @@ def test_state_and_work_are_those_of_hand_arithmetic(name: str) -> None:
     assert HeldMemory.of(graph) == HeldMemory(4 * (WEIGHT + BIAS), sum(state), 0)
 
 
-def test_master_weights_are_held_read_and_written_in_float32() -> None:
+def test_master_weights() -> None:
     """AdamW of a bfloat16 matrix: 2 bytes, and a copy and two moments of 4; its float32 bias has none.
 
     An update reads a gradient of 2 bytes, reads and writes 12 bytes of state, and writes the 2 bytes: 28 for each
@@ -150,14 +150,13 @@ def half():
 
 
 @pytest.fixture
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("optimized_models.py").write_text(MODELS)
+def _module(workplace: Path) -> None:
+    """Writes the models of the tests."""
+    (workplace / "optimized_models.py").write_text(MODELS)
 
 
-@pytest.mark.usefixtures("_here")
-def test_place_takes_the_optimizer_and_names_its_state(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("_module")
+def test_place_names_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     """256 x 256 + 256 parameters of 2 bytes, 131,584; 12 bytes of state for each, 789,504; the next command works."""
     options = ["--devices", "2xcpu-16core", "--optimizer", "adamw", "--master-weights"]
     place = ["place", "optimized_models:half", *options, "--budget", "9sims", "--no-advice"]
@@ -171,7 +170,7 @@ def test_place_takes_the_optimizer_and_names_its_state(capsys: pytest.CaptureFix
     assert main(command.removeprefix("Next: gdp ").split()) == 0
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("_module")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -182,9 +181,7 @@ def test_place_takes_the_optimizer_and_names_its_state(capsys: pytest.CaptureFix
     ],
     ids=str,
 )
-def test_bad_options_are_one_line_and_nothing_is_written(
-    capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
+def test_bad_options(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
     """Exit status 2, one line, no file."""
     assert main(["capture", "optimized_models:net", "--out", "graph.json", *options]) == 2
     printed = capsys.readouterr()
@@ -194,7 +191,7 @@ def test_bad_options_are_one_line_and_nothing_is_written(
     assert not Path("graph.json").exists()
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("_module")
 def test_a_graph_file_has_its_optimizer() -> None:
     """A file is a step as captured, so another optimizer is refused."""
     assert main(["capture", "optimized_models:net", "--out", "graph.json", "--optimizer", "sgd"]) == 0

@@ -121,7 +121,7 @@ def state_of(step: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_captured_step_has_the_bits_of_the_step_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_captured_steps_have_the_same_bits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The recorded program, replayed, returns and updates what the step does; capturing has changed nothing."""
     torch.manual_seed(0)
     step, args = STEPS[name]()
@@ -173,7 +173,7 @@ def updates(graph: Graph) -> list[int]:
     return [op for op in range(graph.num_ops) if graph.op_names[op].endswith(".update")]
 
 
-def test_frozen_parts_have_no_state_and_clipping_reads_and_writes_each_gradient() -> None:
+def test_frozen_parts_and_clipping() -> None:
     """Momentum of the second layer alone, 410 x 4 bytes; 3 additions of gradients for each of its two parameters.
 
     Clipping by norm reads both gradients (1,640 bytes, and a norm of 4 bytes each), and scales them in place.
@@ -192,7 +192,7 @@ def test_frozen_parts_have_no_state_and_clipping_reads_and_writes_each_gradient(
     assert {graph.modules[op] for op in scaled} == {"2"}
 
 
-def test_the_generator_is_trained_against_the_updated_discriminator() -> None:
+def test_two_networks() -> None:
     """The second pass through the discriminator reads what its update wrote; each network has its own state."""
     graph = capture_fn(gan, name="gan").graph
     assert [graph.modules[op] for op in updates(graph)] == ["discriminator.0"] * 2 + ["discriminator.2"] * 2 + [
@@ -205,7 +205,7 @@ def test_the_generator_is_trained_against_the_updated_discriminator() -> None:
     assert HeldMemory.of(graph) == HeldMemory(4 * count, 8 * count, 0)
 
 
-def test_a_gradient_scaler_reads_and_writes_each_gradient_once_more() -> None:
+def test_gradient_scalers() -> None:
     """`GradScaler("cuda")` is enabled in a MODEL function without a GPU; 4 gradients, one product each."""
 
     def build(is_enabled: bool) -> Built:
@@ -234,7 +234,7 @@ def test_a_gradient_scaler_reads_and_writes_each_gradient_once_more() -> None:
 @pytest.mark.parametrize(
     ("kind", "moments"), [(torch.optim.RMSprop, 1), (torch.optim.NAdam, 2), (torch.optim.RAdam, 2)]
 )
-def test_other_optimizers_are_counted_as_their_code_runs(kind: type[Any], moments: int) -> None:
+def test_other_optimizers(kind: type[Any], moments: int) -> None:
     """Their state is held beside the parameters, on the device of each; a note says that no kernel is assumed."""
 
     def build() -> Built:
@@ -283,7 +283,7 @@ class Manual(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyTorch's own, when it imports its compiler
-def test_a_trainer_object_with_a_compiled_model_and_an_average_of_weights() -> None:
+def test_trainer_objects() -> None:
     """`torch.compile` is left out; averaging reads what was updated and counts with the updates.
 
     The average is 1,730 further parameters without optimizer state.
@@ -355,14 +355,12 @@ def two():
 
 
 @pytest.fixture
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("own_step_script.py").write_text(SCRIPT)
-    sys.modules.pop("own_step_script", None)
+def _module(workplace: Path) -> None:
+    """Writes the script of the tests."""
+    (workplace / "own_step_script.py").write_text(SCRIPT)
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("_module")
 def test_a_script_whose_model_is_global_is_placed(capsys: pytest.CaptureFixture[str]) -> None:
     """Adadelta keeps two values for each of 64 x 64 + 64 parameters; the model of the script is as it was."""
     command = ["place", "own_step_script:training", "--devices", "2xcpu-16core", "--budget", "9sims", "--no-advice"]
@@ -388,9 +386,9 @@ CASES = {
 }
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("_module")
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_that_cannot_be_captured_is_told_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_cannot_be_captured(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 2, one line that names MODEL, no file."""
     options, message = CASES[name]
     assert main(["capture", f"own_step_script:{name.strip()}", "--out", "graph.json", *options]) == 2
@@ -402,7 +400,7 @@ def test_a_step_that_cannot_be_captured_is_told_in_one_line(name: str, capsys: p
     assert not Path("graph.json").exists()
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("_module")
 def test_an_own_step_is_placed_not_executed(capsys: pytest.CaptureFixture[str]) -> None:
     """`gdp run` and `gdp.placed` say so in one line."""
     assert main(["place", "own_step_script:training", "--devices", "2xcpu-16core", "--budget", "9sims"]) == 0
@@ -415,7 +413,7 @@ def test_an_own_step_is_placed_not_executed(capsys: pytest.CaptureFixture[str]) 
         gdp.placed(step, gdp.Plan.load("plan.json"), on=["cpu"] * 2)  # type: ignore[arg-type]
 
 
-def test_what_a_capture_returns_says_that_it_is_not_executed() -> None:
+def test_execution_is_refused() -> None:
     """The reason is with the program."""
     found: Capture = capture(*adamw(), name="model")
     assert found.program.refusal == "it is a step of your own; give its module with --optimizer to execute it"

@@ -2,8 +2,7 @@
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -112,16 +111,13 @@ def autocast_cpu():
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
+def _module(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes the models of the tests."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("nets_of_types.py").write_text(MODULE)
-    yield
-    sys.modules.pop("nets_of_types", None)
+    (workplace / "nets_of_types.py").write_text(MODULE)
 
 
-def test_four_ways_to_bfloat16_have_the_same_products_at_the_same_rate_and_differ_as_by_hand() -> None:
+def test_four_ways_to_bfloat16() -> None:
     """Products have the bytes and the rate of bfloat16 in each way; the casts and the softmax are PyTorch's."""
     ways = {
         "bfloat16": ModelSource("nets_of_types:converted", Reading(training=False)).whole(),
@@ -152,7 +148,7 @@ class Autocast(nn.Module):
             return self.model(**inputs)
 
 
-def test_five_ways_to_a_llama_in_bfloat16_have_the_same_products() -> None:
+def test_five_ways_to_a_llama_in_bfloat16() -> None:
     """Config, option and method differ in buffers alone, which Transformers keeps in float32; under autocast weights
     are float32 as well, and products have the types and bytes of the others."""
     pytest.importorskip("transformers")
@@ -199,7 +195,7 @@ def test_five_ways_to_a_llama_in_bfloat16_have_the_same_products() -> None:
         ModelSource(f"hf:plain{sizes}&dtype=float16", Reading(dtype="bfloat16")).whole()
 
 
-def test_autocast_has_the_lists_of_the_installed_pytorch() -> None:
+def test_lists_of_autocast() -> None:
     """The lists are those in the header that comes with PyTorch, and no operator of CUDA's autocast is left over."""
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
 
@@ -238,7 +234,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def test_results_under_autocast_have_the_types_of_fake_tensors_on_a_card() -> None:
+def test_types_under_autocast() -> None:
     """PyTorch's own autocast works on fake tensors of a card: the same functions give the same types here."""
 
     def types(device: str) -> dict[str, torch.dtype]:
@@ -291,7 +287,7 @@ CARDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("way", CARDS)
-def test_a_model_that_asks_for_a_card_is_captured_as_on_the_cpu(way: str) -> None:
+def test_models_that_ask_for_a_card(way: str) -> None:
     """Every way to name a card gives the graph of the plain model, and leaves the default device as it was."""
 
     def build(make: Callable[[], Any]) -> Capture:
@@ -307,7 +303,7 @@ def test_a_model_that_asks_for_a_card_is_captured_as_on_the_cpu(way: str) -> Non
 
 
 @pytest.mark.parametrize("convert", ["bfloat16", "half", "double"])
-def test_conversion_of_a_module_keeps_its_tied_weights(convert: str) -> None:
+def test_tied_weights_stay_tied(convert: str) -> None:
     """A table of 10 x 4 that is tied stays one parameter, with its moments, in the new type."""
     captured = capture_fn(lambda: (getattr(Tied(), convert)(), (torch.zeros(3, dtype=torch.int64),)), name="tied")
     width = {"bfloat16": 2, "half": 2, "double": 8}[convert]
@@ -329,7 +325,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_under_autocast_runs_again_in_the_same_type(use_reentrant: bool) -> None:
+def test_checkpoints_under_autocast(use_reentrant: bool) -> None:
     """Two products forward, three backward (the input gets no gradient), and the last again, none in float32.
 
     Without re-entrance it stops before that product: its input and weight are all that the backward pass reads.
@@ -339,7 +335,8 @@ def test_a_checkpoint_under_autocast_runs_again_in_the_same_type(use_reentrant: 
     assert types == ["bfloat16"] * (6 if use_reentrant else 5)
 
 
-def test_a_checkpoint_that_cuts_off_all_gradients_is_named() -> None:
+def test_checkpoints_that_cut_gradients() -> None:
+    """A checkpoint that cuts off all gradients is named."""
     with pytest.raises(InputError, match=r"use_reentrant=True.* gets no input that requires a gradient"):
         capture(Checkpointed(True, lead=False), (torch.randn(2, 8),), name="cut")
 
@@ -375,7 +372,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "x"), [(Small(), torch.randn(4, 8)), (Flex(), torch.randn(2, 32, 16))])
-def test_a_step_captured_as_on_a_card_gives_the_results_of_pytorch(model: nn.Module, x: Tensor) -> None:
+def test_results_as_on_a_card(model: nn.Module, x: Tensor) -> None:
     """`gdp run` executes it on the CPU, and compares it with the model's own step: bit for bit."""
     captured = capture(model, (x,), name="step")
     num_threads = torch.get_num_threads()
@@ -388,7 +385,7 @@ def test_a_step_captured_as_on_a_card_gives_the_results_of_pytorch(model: nn.Mod
     assert equality.is_exact, equality
 
 
-def test_a_capture_tells_what_it_leaves_out_or_estimates() -> None:
+def test_notes() -> None:
     """One note for each: fusion, replicas, the LSTM kernel of CPUs, flex_attention; a plain model has none."""
     x = torch.randn(2, 8)
     models = {
@@ -411,6 +408,7 @@ def test_a_capture_tells_what_it_leaves_out_or_estimates() -> None:
         ("bfloat16", "net.onnx", "net.onnx has its types in it"),
     ],
 )
-def test_a_type_that_cannot_be_is_refused(dtype: str, text: str, words: str) -> None:
+def test_bad_types(dtype: str, text: str, words: str) -> None:
+    """A type that the model cannot have is refused."""
     with pytest.raises(InputError, match=re.escape(words)):
         ModelSource(text, Reading(dtype=dtype)).whole()

@@ -214,7 +214,8 @@ def same(found: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("model_name", MODELS)
-def test_every_order_gives_the_bits_of_eager_training(model_name: str, optimizer: str) -> None:
+def test_training_in_every_order(model_name: str, optimizer: str) -> None:
+    """Every order that the graph allows gives the bits of eager training."""
     torch.manual_seed(5)
     model, args, kwargs = MODELS[model_name]()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -234,7 +235,8 @@ def test_every_order_gives_the_bits_of_eager_training(model_name: str, optimizer
 
 
 @pytest.mark.parametrize("model_name", MODELS)
-def test_inference_in_every_order_gives_the_bits_of_eager_inference(model_name: str) -> None:
+def test_inference_in_every_order(model_name: str) -> None:
+    """Every order that the graph allows gives the bits of eager inference."""
     torch.manual_seed(6)
     model, args, kwargs = MODELS[model_name]()
     model.eval()
@@ -273,7 +275,8 @@ def run_on_two_devices(found: Capture, model: nn.Module, args: Any, kwargs: Any,
 
 
 @pytest.mark.parametrize("model_name", MODELS)
-def test_the_tensors_of_the_graph_are_all_that_two_devices_need_to_exchange(model_name: str) -> None:
+def test_two_devices_exchange_tensors_alone(model_name: str) -> None:
+    """Two devices need to exchange the tensors of the graph and nothing else."""
     torch.manual_seed(7)
     model, args, kwargs = MODELS[model_name]()
     found = capture(model, args, kwargs, name=model_name)
@@ -288,7 +291,8 @@ def test_the_tensors_of_the_graph_are_all_that_two_devices_need_to_exchange(mode
             torch.testing.assert_close(replay.state[name], tensor)
 
 
-def test_without_write_after_read_tensors_a_step_goes_wrong() -> None:
+def test_write_after_read_tensors_are_needed() -> None:
+    """Without write-after-read tensors a step computes something else."""
     torch.manual_seed(8)
     model, args, kwargs = MODELS["keywords"]()
     found = capture(model, args, kwargs, name="keywords")
@@ -338,7 +342,9 @@ class Functions(nn.Module):
         return self.function(self.weight, *args)
 
 
-def test_a_late_in_place_operator_waits_for_the_readers_of_what_it_overwrites() -> None:
+def test_late_writers_wait_for_readers() -> None:
+    """A late in-place operator waits for the readers of the memory that it overwrites."""
+
     def function(weight: Tensor, x: Tensor) -> Tensor:
         y = x * weight
         z = y.sin()
@@ -356,7 +362,9 @@ def test_a_late_in_place_operator_waits_for_the_readers_of_what_it_overwrites() 
     assert graph.tensor_bytes[tensors_of(graph, mul)].tolist() == [12, 0]
 
 
-def test_views_are_parts_of_their_producer_and_equal_parts_are_one() -> None:
+def test_views_are_parts() -> None:
+    """Views are parts of their producer, and equal parts are one tensor."""
+
     def function(weight: Tensor, x: Tensor) -> Tensor:
         left, right = (x * weight).chunk(2, 1)
         head = left.unflatten(1, (2, 2)).transpose(1, 2)  # the left half once more, in another shape
@@ -377,7 +385,8 @@ def find_inputs(graph: Graph, op: int) -> list[int]:
     return [int(graph.producers[tensor]) for tensor in np.unique(graph.edge_tensors[graph.consumers == op])]
 
 
-def test_a_parameter_holds_its_optimizer_state_and_shares_a_device_with_its_update() -> None:
+def test_optimizer_state_is_beside_its_parameter() -> None:
+    """A parameter holds its optimizer state, and shares a device with its update."""
     model = TiedLanguageModel()
     tokens = torch.randint(11, (3, 5))
     for optimizer, copies in (("adam", 3), ("sgd", 1)):
@@ -397,7 +406,8 @@ def test_a_parameter_holds_its_optimizer_state_and_shares_a_device_with_its_upda
     assert (inference.groups == -1).all()
 
 
-def test_running_statistics_are_updated_where_they_are() -> None:
+def test_running_statistics() -> None:
+    """Running statistics are updated in their memory."""
     graph = build_graph(nn.BatchNorm1d(4), torch.randn(3, 4))
     norm, count = op_of(graph, "aten.native_batch_norm"), op_of(graph, "aten.add_")
     mean, variance, batches = (
@@ -450,16 +460,17 @@ COSTS: list[tuple[Callable[..., Tensor], tuple[int, ...], str, int, int]] = [
 
 
 @pytest.mark.parametrize(("function", "shape", "kind", "flops", "num_bytes"), COSTS, ids=[case[2] for case in COSTS])
-def test_costs_are_those_of_hand_arithmetic(
+def test_costs_by_hand(
     function: Callable[..., Tensor], shape: tuple[int, ...], kind: str, flops: int, num_bytes: int
 ) -> None:
+    """Costs are those of hand arithmetic."""
     found = capture(Functions(function, *shape), (torch.randn(3, 4),), name="cost", training=False)
     op = op_of(found.graph, kind)
     assert (found.graph.flops[op], found.graph.bytes_accessed[op]) == (flops, num_bytes)
     assert not found.coverage.unknown
 
 
-def test_a_grouped_convolution_costs_backward_twice_its_forward() -> None:
+def test_costs_of_grouped_convolutions() -> None:
     """8 channels in 4 groups on [2, 8, 6, 6], filters [8, 2, 3, 3]: 576 pixels x 18 products = 20736 forward."""
     model = nn.Sequential(
         nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False), nn.Tanh(), nn.Conv2d(8, 8, 1, bias=False)
@@ -472,7 +483,9 @@ def test_a_grouped_convolution_costs_backward_twice_its_forward() -> None:
     assert (graph.flops[update], graph.bytes_accessed[update]) == (13 * 144, 7 * 576)
 
 
-def test_unknown_operators_are_named_until_their_cost_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator of unknown cost is named until its cost is registered."""
+
     @torch.library.custom_op("gdp_test::twice", mutates_args=())
     def twice(x: Tensor) -> Tensor:
         return x * 2
@@ -492,7 +505,8 @@ def test_unknown_operators_are_named_until_their_cost_is_registered(monkeypatch:
     assert found.graph.flops[op_of(found.graph, "gdp_test.twice")] == 6000
 
 
-def test_every_op_knows_its_phase_and_module() -> None:
+def test_phases_and_modules() -> None:
+    """Every op has its phase and its module."""
     graph = build_graph(nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2))), torch.randn(5, 3))
     where = {graph.op_names[op]: (graph.phases[op], graph.modules[op]) for op in range(graph.num_ops)}
     assert where["1.1.addmm_0"] == ("forward", "1.1")
@@ -505,7 +519,9 @@ def test_every_op_knows_its_phase_and_module() -> None:
     assert [graph.kinds[op] for op in graph.producers[kept]] == ["aten.mean"]  # the default loss
 
 
-def test_a_seven_billion_parameter_model_allocates_nothing() -> None:
+def test_large_models_take_no_memory() -> None:
+    """The capture of a model of seven billion parameters allocates nothing."""
+
     def build() -> tuple[nn.Module, tuple[Tensor]]:
         layers = [nn.TransformerEncoderLayer(4096, 32, 4 * 4096, batch_first=True, dropout=0.0) for _ in range(4)]
         return nn.Sequential(nn.Embedding(1500000, 4096), *layers), (torch.randint(0, 32000, (8, 2048)),)
@@ -516,7 +532,8 @@ def test_a_seven_billion_parameter_model_allocates_nothing() -> None:
     assert graph.resident_bytes.sum() > 6.9e9 * 4 * 3
 
 
-def test_modules_that_are_copied_while_they_are_built_are_captured() -> None:
+def test_modules_copied_while_built() -> None:
+    """Modules that are copied while they are built are captured."""
     layer = nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0, batch_first=True)
     known = capture(nn.TransformerEncoder(layer, num_layers=3), (torch.ones(2, 4, 8),), name="encoder").graph
 
@@ -528,7 +545,8 @@ def test_modules_that_are_copied_while_they_are_built_are_captured() -> None:
 
 
 @pytest.mark.parametrize("where", ["real", "meta", "fake"])
-def test_real_meta_and_fake_models_give_one_graph_and_leave_no_trace(where: str) -> None:
+def test_real_meta_and_fake_models(where: str) -> None:
+    """Real, meta and fake models give one graph, and their capture leaves no trace."""
     with torch.device("meta") if where == "meta" else FakeTensorMode() if where == "fake" else contextlib.nullcontext():
         model, args, kwargs = MODELS["residual convolutions"]()
     torch.manual_seed(3)
@@ -559,7 +577,8 @@ def bad_output(weight: Tensor, x: Tensor) -> Tensor:
         (Functions(lambda w, x: functional.embedding(x.long(), w, sparse=True), 3, 2), {}, "sparse=False"),
     ],
 )
-def test_what_cannot_be_captured_is_told_in_one_line(model: nn.Module, options: dict[str, Any], message: str) -> None:
+def test_models_that_cannot_be_captured(model: nn.Module, options: dict[str, Any], message: str) -> None:
+    """A model that cannot be captured is one line with the reason."""
     with pytest.raises(InputError, match=message) as caught:
         capture(model, (torch.randn(3),), name="bad", **options)
     assert "\n" not in str(caught.value)

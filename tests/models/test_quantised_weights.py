@@ -16,15 +16,31 @@ from gdp.models.source import ModelSource, load
 
 GB = 10**9
 QWEN32 = {  # Qwen/Qwen2.5-32B
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648,
-    "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-    "max_position_embeddings": 32768, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
-    "max_position_embeddings": 64, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 # weights of linear layers: query and output 256 x 256, key and value 256 x 128; gate, up and down 256 x 512
 LINEAR = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
 ROWS = 2 * 256 + 2 * 128 + 2 * 512 + 256  # of these matrices
@@ -42,7 +58,7 @@ def quantised(**content: Any) -> dict[str, Any]:
     return {**LLAMA, "quantization_config": content}
 
 
-def test_weights_of_a_32b_model_in_4_bits_are_those_of_the_published_files(tmp_path: Path) -> None:
+def test_weights_of_a_32b_model_in_4_bits(tmp_path: Path) -> None:
     """AWQ: 31.21 G weights of 4 + 20/128 bits and 1.56 G of 16: 19.3 GB. Q4_K_M: 4.85 bits on average, 19.8 GB."""
     layer = 2 * 5120 * 5120 + 2 * 5120 * 1024 + 3 * 5120 * 27648
     embeddings = 2 * 152064 * 5120
@@ -72,20 +88,34 @@ FORMATS: dict[str, tuple[dict[str, Any], str, float, str]] = {
     "bitsandbytes 8": (quantised(load_in_8bit=True), "", LINEAR * 8 + ROWS * 32, "int8"),
     "bitsandbytes 4": (
         quantised(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_use_double_quant=True),
-        "", LINEAR * (4 + 8 / 64 + 32 / (64 * 256)), "bfloat16",
+        "",
+        LINEAR * (4 + 8 / 64 + 32 / (64 * 256)),
+        "bfloat16",
     ),
     "fp8 of DeepSeek": (
-        quantised(quant_method="fp8", weight_block_size=[128, 128]), "", LINEAR * (8 + 32 / 128**2), "float8_e4m3fn"
+        quantised(quant_method="fp8", weight_block_size=[128, 128]),
+        "",
+        LINEAR * (8 + 32 / 128**2),
+        "float8_e4m3fn",
     ),
     "compressed-tensors": (
-        quantised(quant_method="compressed-tensors", ignore=["lm_head"], config_groups={"group_0": {
-            "targets": ["Linear"], "input_activations": {"num_bits": 8},
-            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
-        }}),
-        "", LINEAR * 8 + ROWS * 16, "int8",
+        quantised(
+            quant_method="compressed-tensors",
+            ignore=["lm_head"],
+            config_groups={
+                "group_0": {
+                    "targets": ["Linear"],
+                    "input_activations": {"num_bits": 8},
+                    "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+                }
+            },
+        ),
+        "",
+        LINEAR * 8 + ROWS * 16,
+        "int8",
     ),
     "in its own dtype": (quantised(quant_method="awq", bits=4), "&weights=none", LINEAR * 16, "bfloat16"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", FORMATS)
@@ -104,7 +134,7 @@ def test_bits_and_arithmetic_of_a_format_by_hand(case: str, tmp_path: Path) -> N
     assert graph.bytes_accessed[products].sum() == pytest.approx(bits / 8 + activations, abs=20)
 
 
-def test_modules_that_are_not_converted_keep_their_dtype(tmp_path: Path) -> None:
+def test_unconverted_modules_keep_their_dtype(tmp_path: Path) -> None:
     """The feed-forward layer of the only layer is named by a pattern."""
     config = quantised(quant_method="awq", bits=4, modules_to_not_convert=["model.layers.*.mlp"])
     attention = 2 * 256 * 256 + 2 * 256 * 128
@@ -143,7 +173,7 @@ def test_a_bad_format_is_one_line(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_quantised_weights_are_for_inference_and_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_and_execution_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Training is refused with the remedy, execution too."""
     (tmp_path / "config.json").write_text(json.dumps(quantised(quant_method="awq", bits=4)))
     assert main(["place", f"hf:{tmp_path}", "--devices", "2xl4-24g", "--out", str(tmp_path / "out")]) == 2

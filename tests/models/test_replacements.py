@@ -25,6 +25,7 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     ids=["plain", "causal", "masked"],
 )
 def test_attention(num_key_heads: int, options: tuple[bool, str | None, float | None]) -> None:
+    """The replacement of attention computes what the CPU's operator computes."""
     torch.manual_seed(0)
     is_causal, mask, scale = options
     query, gradient = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
@@ -48,6 +49,7 @@ def test_attention(num_key_heads: int, options: tuple[bool, str | None, float | 
 @pytest.mark.parametrize("given", ["output", "states", "all"])
 @pytest.mark.parametrize("train", [False, True])
 def test_lstm_layer(is_reverse: bool, has_biases: bool, given: str, train: bool) -> None:
+    """The replacement of an LSTM layer computes what the CPU's operator computes."""
     torch.manual_seed(0)
     steps, batch, width, hidden = 5, 4, 6, 3
     weights = [torch.randn(4 * hidden, width), torch.randn(4 * hidden, hidden)]

@@ -23,38 +23,77 @@ from gdp.models.source import ModelSource
 from gdp.simulator.problem import Problem
 
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 LATENT = {
-    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-    "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12, "v_head_dim": 8, "num_key_value_heads": 4,
-}  # fmt: skip
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 MAMBA = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES | GROUPED),
     "mistral": ("MistralForCausalLM", SIZES | GROUPED | {"sliding_window": 5}),
     "gemma2": ("Gemma2ForCausalLM", SIZES | GROUPED | {"sliding_window": 5}),
-    "gpt_oss": ("GptOssForCausalLM", SIZES | GROUPED | {
-        "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2,
-    }),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        SIZES
+        | GROUPED
+        | {
+            "sliding_window": 5,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", SIZES | LATENT),
     "mamba": ("MambaForCausalLM", MAMBA),
-    "t5": ("T5ForConditionalGeneration", {
-        "vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "n_positions": 64,
-        "decoder_start_token_id": 0, "is_encoder_decoder": True,
-    }),
-}  # fmt: skip
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 50,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_heads": 2,
+            "n_positions": 64,
+            "decoder_start_token_id": 0,
+            "is_encoder_decoder": True,
+        },
+    ),
+}
 CONTEXT = 9
 
 # Qwen/Qwen2.5-32B, config.json
 QWEN = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648,
-    "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-    "max_position_embeddings": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 
 
 def write(directory: Path, content: dict[str, Any]) -> Path:
@@ -92,7 +131,7 @@ def logits(model: Any, tokens: Any, others: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_decoding_after_a_prefill_gives_the_logits_of_the_whole_text(name: str, tmp_path: Path) -> None:
+def test_decoding_after_a_prefill(name: str, tmp_path: Path) -> None:
     """A prefill writes 8 tokens to the cache, a decode step reads them; the model without a cache sees all 9."""
     sequence = f"&sequence={CONTEXT - 1}" if name != "t5" else ""
     prefill, prefilled = built(tiny(name, tmp_path / "prefill", f"&context={CONTEXT}{sequence}"), "prefill")
@@ -136,11 +175,14 @@ def _decode_t5(prefill: Any, prefilled: Any, decode: Any, inputs: Any, plain: An
     expected = logits(plain, prefilled["decoder_input_ids"], {"input_ids": prefilled["input_ids"]})
     assert torch.allclose(first[:, -1], expected, atol=1e-5)
     assert inputs.keys() == {"encoder_outputs", "decoder_input_ids", "past_key_values", "use_cache"}
-    assert not [path for path, op in zip(capture.graph.modules, capture.graph.kinds, strict=True)
-                if path.startswith("encoder.block") and op not in ("parameter", "buffer")]  # fmt: skip
+    assert not [
+        path
+        for path, op in zip(capture.graph.modules, capture.graph.kinds, strict=True)
+        if path.startswith("encoder.block") and op not in ("parameter", "buffer")
+    ]
 
 
-def test_memory_and_reads_of_a_decode_step_of_qwen_by_hand(tmp_path: Path) -> None:
+def test_decode_step_of_qwen_by_hand(tmp_path: Path) -> None:
     """Qwen2.5-32B in bfloat16, 16 sequences of 8192 tokens.
 
     Weights of a layer: q, o 2 x 5120 x 5120, k, v 2 x 5120 x 1024, three of 5120 x 27648: 487,587,840; biases 5120 + 2
@@ -151,15 +193,21 @@ def test_memory_and_reads_of_a_decode_step_of_qwen_by_hand(tmp_path: Path) -> No
     text = f"hf:{write(tmp_path, QWEN)}?batch=16&context=8192"
     capture, served = captured(text, "decode")
     graph: Graph = capture.graph
-    sources = {kind: int(sum(size for size, of in zip(graph.resident_bytes.tolist(), graph.kinds, strict=True)
-                             if of == kind)) for kind in ("parameter", "buffer")}  # fmt: skip
+    sources = {
+        kind: int(sum(size for size, of in zip(graph.resident_bytes.tolist(), graph.kinds, strict=True) if of == kind))
+        for kind in ("parameter", "buffer")
+    }
     assert sources["parameter"] == 65_527_752_704
     assert served == ServedStep("decode", 16, 1, 8192, 34_359_738_368)
     assert sources["buffer"] == 34_359_738_368 + 2 * 64 * 4  # and 64 rotary frequencies, twice
-    products = sum(size for size, kind in zip(graph.bytes_accessed.tolist(), graph.kinds, strict=True)
-                   if kind in ("aten.mm", "aten.addmm"))  # fmt: skip
-    attention = sum(size for size, kind in zip(graph.bytes_accessed.tolist(), graph.kinds, strict=True)
-                    if "attention" in kind)  # fmt: skip
+    products = sum(
+        size
+        for size, kind in zip(graph.bytes_accessed.tolist(), graph.kinds, strict=True)
+        if kind in ("aten.mm", "aten.addmm")
+    )
+    attention = sum(
+        size for size, kind in zip(graph.bytes_accessed.tolist(), graph.kinds, strict=True) if "attention" in kind
+    )
     assert products == pytest.approx(65_527_752_704 - 2 * 152064 * 5120, rel=0.01)
     assert attention == pytest.approx(34_359_738_368, rel=0.002)
     # each cache is beside its layer, its writer in its group
@@ -170,7 +218,7 @@ def test_memory_and_reads_of_a_decode_step_of_qwen_by_hand(tmp_path: Path) -> No
     assert {graph.modules[op] for op in caches} == {f"model.layers.{layer}.self_attn" for layer in range(64)}
 
 
-def test_bytes_of_an_element_scale_memory_and_reads_of_the_cache_alone(tmp_path: Path) -> None:
+def test_bytes_of_an_element_of_the_cache(tmp_path: Path) -> None:
     """q8_0 has 34 bytes for 32 elements: 1.0625 in place of the 4 of float32, and nothing else changes."""
     text = tiny("llama", tmp_path, "&context=64")
     (plain, full), (small, scaled) = captured(text, "decode"), captured(text, "decode", Fraction(34, 32))
@@ -199,7 +247,8 @@ def test_bytes_of_an_element_scale_memory_and_reads_of_the_cache_alone(tmp_path:
         ("mamba", 2 * 2 * 32 * 8 * 4),
     ],
 )
-def test_windows_latents_and_states_take_the_memory_of_their_kind(name: str, num_bytes: int, tmp_path: Path) -> None:
+def test_windows_latents_and_states(name: str, num_bytes: int, tmp_path: Path) -> None:
+    """Windows, latents and states take the memory of their kind."""
     _, served = captured(tiny(name, tmp_path, "&context=40"), "decode")
     assert served.cache_bytes == num_bytes
 
@@ -212,7 +261,7 @@ def test_windows_latents_and_states_take_the_memory_of_their_kind(name: str, num
         ("deepseek_v32", "DeepseekV32ForCausalLM", {"num_hidden_layers": 1}),  # chooses places by its mask
     ],
 )
-def test_attention_that_reads_its_mask_is_captured(
+def test_attention_that_reads_its_mask(
     name: str, architecture: str, config: dict[str, Any], phase: str, tmp_path: Path
 ) -> None:
     """Layers get the mask as they ask for it, also the one token of a decode step."""
@@ -221,9 +270,10 @@ def test_attention_that_reads_its_mask_is_captured(
     assert capture.graph.num_ops
 
 
-def test_the_answer_gives_tokens_per_second_and_the_time_to_the_first(
+def test_rates_of_the_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The answer has the tokens per second, and the time to the first token."""
     monkeypatch.chdir(tmp_path)
     common = ["--devices", "l4-24g", "--threads", "1"]
     answers = {}
@@ -245,7 +295,7 @@ def test_the_answer_gives_tokens_per_second_and_the_time_to_the_first(
     assert (prefill["num_tokens"], decode["num_tokens"], decode["context"]) == (32, 1, 32)
 
 
-def test_a_layer_may_keep_its_cache_on_the_cpu_and_attend_there(tmp_path: Path) -> None:
+def test_a_cache_on_the_cpu(tmp_path: Path) -> None:
     """Offload is a plan: half of the cache, and the attention that reads it, on the second device."""
     capture, served = captured(tiny("llama", tmp_path, "&context=32"), "decode")
     graph = capture.graph
@@ -259,15 +309,33 @@ def test_a_layer_may_keep_its_cache_on_the_cpu_and_attend_there(tmp_path: Path) 
 
 
 DECODERS = (
-    "whisper-small", "t5-base", "llama-70b", "mixtral-8x7b", "mamba-130m", "qwen3-30b-a3b", "mistral-7b", "gemma-3-27b",
-    "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "phi-4", "gpt2", "qwen2.5-vl-7b", "llava-1.5-7b", "bart-large",
-    "qwen3-next-80b", "llama-4-scout", "qwen3-8b", "smollm3-3b",
-)  # fmt: skip
+    "whisper-small",
+    "t5-base",
+    "llama-70b",
+    "mixtral-8x7b",
+    "mamba-130m",
+    "qwen3-30b-a3b",
+    "mistral-7b",
+    "gemma-3-27b",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "gpt-oss-20b",
+    "phi-4",
+    "gpt2",
+    "qwen2.5-vl-7b",
+    "llava-1.5-7b",
+    "bart-large",
+    "qwen3-next-80b",
+    "llama-4-scout",
+    "qwen3-8b",
+    "smollm3-3b",
+)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", DECODERS)
-def test_published_decoders_are_captured_in_both_phases_with_known_costs(name: str, tmp_path: Path) -> None:
+def test_published_decoders(name: str, tmp_path: Path) -> None:
+    """Published decoders are captured in both phases with known costs."""
     text = f"hf:{model_configs.write_config(name, tmp_path)}?batch=2"
     assert captured(text, "decode")[1].cache_bytes > 0
     prompt = "" if name in ("whisper-small", "t5-base", "bart-large") else "&context=64"
@@ -289,7 +357,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "sizes", "message"), BAD)
-def test_bad_options_are_one_line_and_write_nothing(
+def test_bad_options(
     options: list[str],
     sizes: str,
     message: str,
@@ -306,7 +374,8 @@ def test_bad_options_are_one_line_and_write_nothing(
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_only_transformers_models_with_a_cache_have_phases(tmp_path: Path) -> None:
+def test_models_without_a_cache(tmp_path: Path) -> None:
+    """Models of Transformers with a cache have phases, no others."""
     for text, message in (
         ("rnnlm-2", "--phase: rnnlm-2 is read as it is"),
         (f"hf:{write(tmp_path, {'_class_name': 'UNet2DModel'})}", "a model of Diffusers has no cache"),
@@ -323,7 +392,8 @@ def test_only_transformers_models_with_a_cache_have_phases(tmp_path: Path) -> No
             build.ServedBuild(f"hf:{write(tmp_path, config)}", Serving("decode"))()
 
 
-def test_a_name_of_the_hub_gets_the_command_that_fetches_its_config() -> None:
+def test_names_of_the_hub() -> None:
+    """A name of the hub gets the command that fetches its config."""
     with pytest.raises(InputError, match=r"hf download Qwen/Qwen2\.5-32B config\.json --local-dir Qwen/Qwen2\.5-32B"):
         ModelSource("hf:Qwen/Qwen2.5-32B").whole()
 

@@ -4,7 +4,6 @@ import gzip
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,8 @@ from gdp.models import graph_cache
 from gdp.models.model import Reading
 from gdp.models.pytorch import flops
 from gdp.models.source import ModelSource, load
+
+pytestmark = pytest.mark.usefixtures("workplace")
 
 WORKLOAD = "inception-v3-b32"  # the one that is captured fastest
 
@@ -87,20 +88,12 @@ def net():
 """
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty working directory and cache of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield
-    sys.modules.pop("user_model", None)
-
-
 def tiny() -> Graph:
     return Graph.build("tiny", [Op("a", flops=1), Op("b", flops=1)], [Tensor(0, (1,), 4)])
 
 
-def test_a_file_is_read_as_it_is() -> None:
+def test_graph_files() -> None:
+    """A graph file is read as it is."""
     tiny().save("graph.json.gz")
     model = ModelSource("graph.json.gz").whole()
     assert model.graph.fingerprint == tiny().fingerprint
@@ -108,7 +101,8 @@ def test_a_file_is_read_as_it_is() -> None:
     assert load("graph.json.gz").name == "tiny"
 
 
-def test_a_second_run_reads_the_cache_without_importing_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_needs_no_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run reads the cache without importing PyTorch."""
     capture, captured = ModelSource._capture, []
 
     def captured_once(*args: Any) -> Any:
@@ -136,7 +130,8 @@ def test_a_second_run_reads_the_cache_without_importing_pytorch(monkeypatch: pyt
     assert len(captured) == 5
 
 
-def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant is found by name, and kept like any workload."""
     name = "rnnlm/l1-s30-h1024-b128"
     captured: list[str] = []
 
@@ -152,7 +147,8 @@ def test_a_variant_is_found_by_name_and_kept_like_any_workload(monkeypatch: pyte
     assert entry.name.startswith("rnnlm.l1-s30-h1024-b128-")
 
 
-def test_options_and_code_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options and code have entries of their own in the cache."""
     entry, usual = graph_cache.model_entry, Reading()
     entries = {entry(WORKLOAD, usual, 1), entry(WORKLOAD, Reading(False), 1), entry(WORKLOAD, Reading(True, "sgd"), 1)}
     entries |= {entry("gnmt-2", usual, 1), entry(WORKLOAD, usual, 2)}
@@ -161,14 +157,15 @@ def test_options_and_code_have_entries_of_their_own(monkeypatch: pytest.MonkeyPa
     assert entry("package.module:function", usual, 1) is None  # nobody knows what it depends on
 
 
-def test_nothing_is_kept_where_flops_are_counted_by_functions_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_formulas_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept where FLOPs are counted by functions of the caller."""
     assert graph_cache.model_entry(WORKLOAD, Reading(), 1) is not None
     monkeypatch.setattr(flops, "_registered", {})
     register_flops("aten.mm")(lambda *_, out_val: 1)
     assert graph_cache.model_entry(WORKLOAD, Reading(), 1) is None
 
 
-def test_what_a_cache_holds_follows_from_the_onnx_file_alone() -> None:
+def test_shapes_beside_an_onnx_file() -> None:
     """The shape in `r` lies beside the model, so the graph is read anew when that file changes."""
     onnx = pytest.importorskip("onnx")
     helper = onnx.helper
@@ -185,14 +182,16 @@ def test_what_a_cache_holds_follows_from_the_onnx_file_alone() -> None:
     assert ModelSource("m.onnx").whole().graph.tensor_bytes.max() == 4 * 8 * 15
 
 
-def test_a_cache_that_cannot_be_written_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unwritable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache that cannot be written does no harm."""
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / ("a" * 300)):  # the system refuses to look at the second one
         monkeypatch.setenv("XDG_CACHE_HOME", str(place))
         assert ModelSource(WORKLOAD, Reading(training=False)).whole().graph.num_ops > 0
 
 
-def test_names_that_the_system_refuses_to_look_at_are_one_line() -> None:
+def test_names_the_system_refuses() -> None:
+    """A name that the system refuses to look at is one line."""
     with pytest.raises(InputError, match="no such directory"):
         ModelSource(f"hf:{'a' * 300}").whole()
     with pytest.raises(InputError, match="cannot be written"):
@@ -215,9 +214,8 @@ def test_a_function_is_called_once(refuses_copies: bool) -> None:
 
 
 @pytest.mark.parametrize("function", ["pair", "triple", "keywords"])
-def test_a_function_of_the_users_is_captured_and_what_it_prints_is_no_answer(
-    function: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_functions_that_print(function: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's function is captured, and its output is kept apart from the answer."""
     Path("user_model.py").write_text(USER_MODULE)
     model = ModelSource(f"user_model:{function}").whole()
     assert model.is_captured
@@ -252,9 +250,8 @@ def test_a_function_of_the_users_is_captured_and_what_it_prints_is_no_answer(
         ("none.json", ["none.json: no such file"]),
     ],
 )
-def test_what_is_no_model_is_refused_in_one_line(
-    text: str, fragments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_models(text: str, fragments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A MODEL that is none is refused in one line."""
     Path("user_model.py").write_text(USER_MODULE)
     Path("broken.py").write_text("def f(:")
     Path("directory").mkdir()
@@ -266,6 +263,7 @@ def test_what_is_no_model_is_refused_in_one_line(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_unknown_optimizer_is_refused() -> None:
+def test_unknown_optimizers() -> None:
+    """An unknown optimizer is refused."""
     with pytest.raises(InputError, match="optimizer is 'adagrad'; one of adam, adamw, sgd"):
         ModelSource(WORKLOAD, Reading(optimizer="adagrad")).whole()

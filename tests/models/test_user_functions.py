@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,17 +39,15 @@ WAYS = ("print", "write", "echo", "child", "printf")
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("loud_model.py").write_text(LOUD)
-    yield
-    sys.modules.pop("loud_model", None)
+def _module(workplace: Path) -> None:
+    """Writes the models of the tests."""
+    (workplace / "loud_model.py").write_text(LOUD)
 
 
-def test_json_is_one_object_on_standard_output_whatever_a_function_prints_in_whatever_way(
+def test_json_is_one_object(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """Standard output has one JSON object, whatever a function prints, and in whatever way."""
     commands = (
         ["capture", "loud_model:net", "--out", "graph.json.gz"],
         ["place", "loud_model:net", "--devices", "2xcpu-16core", "--budget", "20sims", "--no-advice"],
@@ -67,7 +64,8 @@ def test_json_is_one_object_on_standard_output_whatever_a_function_prints_in_wha
                 assert f"{where} by {way}\n" in err, (command, where, way)
 
 
-def test_after_an_error_standard_output_is_where_it_was_and_empty(capfd: pytest.CaptureFixture[str]) -> None:
+def test_standard_output_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """After an error standard output is where it was, and empty."""
     Path("loud_model.py").write_text(LOUD + "\nraise RuntimeError('no')\n")
     assert main(["capture", "loud_model:net", "--out", "graph.json.gz", "--json"]) == 2
     out, err = capfd.readouterr()
@@ -77,7 +75,8 @@ def test_after_an_error_standard_output_is_where_it_was_and_empty(capfd: pytest.
     assert capfd.readouterr().out.startswith("gdp ")
 
 
-def test_a_function_that_changes_the_directory_does_not_move_what_is_written() -> None:
+def test_functions_that_change_the_directory() -> None:
+    """A function that changes the directory does not move the files that are written."""
     Path("elsewhere").mkdir()
     Path("loud_model.py").write_text(LOUD.replace("def net():", "def net():\n    os.chdir('elsewhere')"))
     command = ["place", "loud_model:net", "--devices", "2xcpu-16core", "--budget", "20sims", "--no-advice"]

@@ -453,7 +453,7 @@ def test_pipelines_show_microbatches(shared: Any, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_what_if_comes_early_and_says_how_to_get_it(shared: Any, made: PageData, tmp_path: Path) -> None:
+def test_what_if_comes_early(shared: Any, made: PageData, tmp_path: Path) -> None:
     """Changes of the machine stand before the timeline; where none were asked for, the page says how."""
     page = tmp_path / "advice.html"
     advice = Advice((WhatIf("one device fewer", "without gpu0", made.plan.step_time_ns * 2),), (), False, made.plan)

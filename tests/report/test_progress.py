@@ -25,7 +25,7 @@ def test_a_short_stage_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_long_stage_says_what_it_does_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_long_stage(capsys: pytest.CaptureFixture[str]) -> None:
     """A log has the latest text once per interval since the beginning, whatever stage it is."""
     line = StatusLine("reading a")
     with live(line):
@@ -71,7 +71,8 @@ def test_a_terminal_shows_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_work_at_once_until_there_is_an_answer(number: int) -> None:
+def test_interrupts_before_an_answer(number: int) -> None:
+    """An interrupt ends the work at once until there is an answer."""
     with stop_on_interrupt(has_answer=False) as stop:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
