@@ -469,8 +469,8 @@ def test_network_cards_of_machines() -> None:
         ("host0.gpu3.pcie.up", "host0.net3.out", "host1.gpu5.pcie.down", "host1.net5.in"),
     )
     assert "host0.net1.out" in Cluster.parse("2xaws-p4d").route(5, 8).channels
-    spelled = Cluster.parse("2x(16x(8xa100-sxm-80g)@8x200gbit)@6400gbit")
-    assert spelled.fingerprint == Cluster.parse("2x(16xdgx-a100)@6400gbit").fingerprint
+    spelled = Cluster.parse("2x(2x(8xa100-sxm-80g)@8x200gbit)@6400gbit")
+    assert spelled.fingerprint == Cluster.parse("2x(2xdgx-a100)@6400gbit").fingerprint
 
 
 def test_link_suffixes() -> None:
