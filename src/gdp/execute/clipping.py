@@ -62,8 +62,8 @@ class ScaledUpdate:
             left: dict[int, Any] = self.routine.leave_out(held, private)
             return left
         scaled = {**held, self.gradient: held[self.gradient] * held[self.scale]}
-        made: dict[int, Any] = self.routine.run(scaled, private, seed)
-        return made
+        outputs: dict[int, Any] = self.routine.run(scaled, private, seed)
+        return outputs
 
     def set_keyword(self, key: str, value: Any) -> None:
         """Changes a constant argument of the update."""
@@ -116,11 +116,11 @@ class Clipping:
         scale_calls, scale_value, overflow_value = self._scale_calls()
         values_of_scale = [scale_value] if overflow_value is None else [scale_value, overflow_value]
         made_by_scale = [scale_tensor + place for place in range(len(values_of_scale))]
-        made = dict(getattr(program, "made", {}))
+        makers = dict(getattr(program, "made", {}))
         calls = list(program.calls)
         for gradient in self.gradients:
-            if gradient.update in made:
-                made[gradient.update] = _scaled_maker(made[gradient.update], gradient.tensor, *made_by_scale)
+            if gradient.update in makers:
+                makers[gradient.update] = _scaled_maker(makers[gradient.update], gradient.tensor, *made_by_scale)
             else:
                 calls[gradient.update] = self._clipped_calls(gradient, Ref(scale_value), overflow_value)
         degree = float("inf") if self.max_norm is None else 2
@@ -153,7 +153,7 @@ class Clipping:
             changed |= {
                 "part_of": self._columns(program.part_of, 0),
                 "origin": self._columns(program.origin, -1),
-                "made": self._renumbered(made),
+                "made": self._renumbered(makers),
             }
         return replace(program, **changed), self._order(order)
 
@@ -312,7 +312,7 @@ def gradients_of_updates(program: Program, option: str) -> list[ReadGradient]:
                 tensor for tensor, (first, last) in zip(pieces.tensors, pieces.spans, strict=True) if first == last
             }
     place = {name: number for number, name in enumerate(program.gradients)}
-    found: list[tuple[int, ReadGradient]] = []
+    gradients: list[tuple[int, ReadGradient]] = []
     counted: set[int] = set()
     for op, origin in enumerate(origins):
         if origin < 0 or part.graph.phases[origin] != "update":
@@ -335,11 +335,11 @@ def gradients_of_updates(program: Program, option: str) -> list[ReadGradient]:
         layout = program.layouts[ref.value] if ref.layout is None else ref.layout
         is_empty = tensor in empty or 0 in layout.size
         is_counted = not is_empty and (is_cut or origin not in counted)
-        found.append((place[name], ReadGradient(op, tensor, ref, dtype, is_counted)))
+        gradients.append((place[name], ReadGradient(op, tensor, ref, dtype, is_counted)))
         counted.add(origin)
-    if not found:
+    if not gradients:
         raise InputError(f"{option} is for training steps, and this step updates nothing; leave {option} out")
-    return [gradient for _, gradient in sorted(found, key=lambda item: (item[0], item[1].update))]
+    return [gradient for _, gradient in sorted(gradients, key=lambda item: (item[0], item[1].update))]
 
 
 def _following(graph: Graph, ops: Sequence[int]) -> Bool:

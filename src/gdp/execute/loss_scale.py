@@ -57,10 +57,10 @@ def with_loss_scale(
     calls = [
         call for calls, phase in zip(part.calls, part.graph.phases, strict=True) if phase == "update" for call in calls
     ]
-    odd = next((call.func for call in calls if call.func not in _LEFT_OUT), None)
-    if odd is not None:
+    refused = next((call.func for call in calls if call.func not in _LEFT_OUT), None)
+    if refused is not None:
         raise InputError(
-            f"scaler: an optimizer with {odd} cannot leave a step out; give Adam, AdamW or SGD, or no scaler"
+            f"scaler: an optimizer with {refused} cannot leave a step out; give Adam, AdamW or SGD, or no scaler"
         )
     if any(part.layouts[ref.value].dtype == torch.float16 for ref in part.gradients.values()):
         raise InputError(
@@ -74,9 +74,9 @@ def with_loss_scale(
             for call in program.calls[op]
         )
     clipping = Clipping(replace(program, calls=tuple(scaled)), gradients, max_norm, scale)
-    found, new_order = clipping.build(order)
+    scaled_program, new_order = clipping.build(order)
     ops = {int(clipping.number[op]): share for op, share in shares.items()}
-    return ScaledProgram(found, new_order, ops, clipping.scale, found.graph.num_tensors - 1)
+    return ScaledProgram(scaled_program, new_order, ops, clipping.scale, scaled_program.graph.num_tensors - 1)
 
 
 def _loss_shares(program: Program, part: Program) -> dict[int, float]:

@@ -281,12 +281,14 @@ class Placed:
         if self._optimizer is None:
             return {}
         paths = {id(parameter): path for path, parameter in self.model.named_parameters()}
-        found: dict[str, Mapping[str, Any]] = {}
+        options: dict[str, Mapping[str, Any]] = {}
         for group in self._optimizer.param_groups:
             rule = rule_of(self._optimizer, group)
             if isinstance(rule, UpdateRule):
-                found |= {paths[id(parameter)]: rule.options for parameter in group["params"] if id(parameter) in paths}
-        return found
+                options |= {
+                    paths[id(parameter)]: rule.options for parameter in group["params"] if id(parameter) in paths
+                }
+        return options
 
 
 def placed(
@@ -339,8 +341,8 @@ def placed(
 
 def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], remedy: str, where: str = "") -> None:
     if state.keys() != expected.keys():
-        odd = min(state.keys() ^ expected.keys())
-        raise InputError(f"{where}state {odd!r} is {'unknown' if odd in state else 'missing'}; {remedy}")
+        difference = min(state.keys() ^ expected.keys())
+        raise InputError(f"{where}state {difference!r} is {'unknown' if difference in state else 'missing'}; {remedy}")
     for name, tensor in state.items():
         here, there = (f"{list(item.shape)} {item.dtype}" for item in (tensor, expected[name]))
         if here != there:

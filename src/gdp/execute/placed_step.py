@@ -39,10 +39,10 @@ def placed_program(
         raise InputError("the plan serves batches in flight, and gdp.placed runs one; place without --batches")
 
     def captured(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
-        found = capture(model, args, kwargs, name=type(model).__name__, **options)
-        check_executable(found.program)
-        program = found.program
-        return found if learning_rate is None else replace(found, program=_with_learning_rate(program, learning_rate))
+        part = capture(model, args, kwargs, name=type(model).__name__, **options)
+        check_executable(part.program)
+        program = part.program
+        return part if learning_rate is None else replace(part, program=_with_learning_rate(program, learning_rate))
 
     if plan.layout is not None:
         layout: Mapping[str, Any] | None = plan.layout
@@ -75,11 +75,11 @@ def bound_inputs(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, A
         return program.bind_inputs(args, kwargs)
     except InputError as error:
         captured = _input_sizes(program)
-        given = {name: tensor.shape[0] for name, tensor in named_inputs(args, kwargs) if tensor.dim()}
+        sizes = {name: tensor.shape[0] for name, tensor in named_inputs(args, kwargs) if tensor.dim()}
         for name, size in captured.items():
-            if name in given and given[name] < size:
+            if name in sizes and sizes[name] < size:
                 raise InputError(
-                    f"{name!r} has {given[name]} samples, and steps of {size} are placed: give the DataLoader "
+                    f"{name!r} has {sizes[name]} samples, and steps of {size} are placed: give the DataLoader "
                     "drop_last=True, or skip or pad the last batch"
                 ) from None
         raise error

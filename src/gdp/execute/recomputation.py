@@ -30,8 +30,8 @@ def with_copies(program: Program, step: Recomputation) -> Program:
     calls = list(program.calls)
     for op, origin in enumerate(step.op_origin.tolist()):
         if is_copy[op]:
-            known = {values[tensor] for tensor in program.inputs_of[op]}
-            calls[op] = tuple(_without_state(program.calls[number[origin]], known))
+            inputs = {values[tensor] for tensor in program.inputs_of[op]}
+            calls[op] = tuple(_without_state(program.calls[number[origin]], inputs))
     return replace(program, calls=tuple(calls))
 
 
@@ -73,11 +73,11 @@ def _renumbered(program: Program, graph: Graph, number: Mapping[int, int], tenso
     )
 
 
-def _without_state(calls: tuple[Call, ...], known: set[int]) -> Iterator[Call]:
+def _without_state(calls: tuple[Call, ...], values: set[int]) -> Iterator[Call]:
     """Yields the calls of a copy; what they would overwrite that the copy is not given is None to them."""
     for call in calls:
-        unknown = {old for old, _ in call.writes if old not in known}
-        known |= {new for old, new in call.writes if old in known} | {value for value in call.outputs if value >= 0}
+        unknown = {old for old, _ in call.writes if old not in values}
+        values |= {new for old, new in call.writes if old in values} | {value for value in call.outputs if value >= 0}
         if not unknown:
             yield call
             continue

@@ -73,24 +73,24 @@ class OptimizerState:
 
     def joined(self, private: Mapping[int, Mapping[int, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Returns copies on the CPU of the whole state, from that of each update."""
-        found: dict[str, dict[str, Tensor]] = {}
+        states: dict[str, dict[str, Tensor]] = {}
         for name, update in self.updates.items():
             held = [(span, private[op]) for op, span in update.ops.items() if private.get(op)]
             if held:
-                found[name] = {
+                states[name] = {
                     key: self._whole(value, [(span, tensors[value]) for span, tensors in held])
                     for key, value in update.state.items()
                 }
-        return found
+        return states
 
     def cut(self, state: StateByName) -> dict[int, dict[int, Tensor]]:
         """Returns the state of each update by value. InputError for other names, keys or shapes than `joined` has."""
         for name, tensors in state.items():
-            known = self.updates[name].state if name in self.updates else {}
-            if not known or tensors.keys() != known.keys():
-                expected = ", ".join(known or {key: 0 for update in self.updates.values() for key in update.state})
+            values = self.updates[name].state if name in self.updates else {}
+            if not values or tensors.keys() != values.keys():
+                expected = ", ".join(values or {key: 0 for update in self.updates.values() for key in update.state})
                 raise InputError(f"optimizer state of {name!r}: {expected} of a trained parameter are expected")
-            for key, value in known.items():
+            for key, value in values.items():
                 here, size = list(tensors[key].shape), list(self._layouts[value].size)
                 if here != size:
                     raise InputError(f"optimizer state {key} of {name!r} is {here}; {size} is expected")

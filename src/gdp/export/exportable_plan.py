@@ -118,9 +118,9 @@ def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock, seed: int
 
     def descend(starts: list[I64]) -> I64:
         before = search.num_simulations
-        found = search.run(starts, before + clock.at_most(_ROUND))
+        stages = search.run(starts, before + clock.at_most(_ROUND))
         clock.spend(search.num_simulations - before)
-        return found
+        return stages
 
     best = descend([adapted.devices, *balanced_stages(units)])
     failures = 0

@@ -102,10 +102,13 @@ class _Table:
         """Chooses one of `options` for each name, by the architecture with the fewest tensors left over."""
         best: tuple[tuple[bool, int], dict[str, str]] | None = None
         for tensors in self._architectures.values():
-            chosen = {name: [tensor for tensor in found if tensor in tensors] for name, found in options.items()}
+            chosen = {
+                name: [tensor for tensor in tensors_of_name if tensor in tensors]
+                for name, tensors_of_name in options.items()
+            }
             if not all(chosen.values()):
                 continue
-            names = {name: self._names[found[-1]] for name, found in chosen.items()}
+            names = {name: self._names[tensors_of_name[-1]] for name, tensors_of_name in chosen.items()}
             parts = {name.rpartition(".")[2] for name in names.values()}
             # few architectures, such as gpt-oss with its sinks, have a norm behind the attention and none before or
             # behind the feed-forward part

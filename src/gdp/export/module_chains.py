@@ -71,7 +71,11 @@ def find_layers(problem: Problem) -> Layers:
             ops_in[match[1]].append(op)
             numbers[match[1]].add(int(match[2]))
     work_ns = {path: sum(int(problem.mean_op_time_ns[op]) for op in ops) for path, ops in ops_in.items()}
-    lists = [path for path, found in numbers.items() if len(found) > 1 and found == set(range(len(found)))]
+    lists = [
+        path
+        for path, layer_numbers in numbers.items()
+        if len(layer_numbers) > 1 and layer_numbers == set(range(len(layer_numbers)))
+    ]
     if not lists:
         raise InputError(
             f"graph {graph.name!r}: no module path is that of a list of layers, such as model.layers.0; "

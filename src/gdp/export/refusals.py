@@ -26,10 +26,10 @@ def check_modules(graph: Graph, what: str) -> None:
 
     The paths in an ONNX file, or of JAX scopes, name no module that a tool would find.
     """
-    found = origin(graph)
-    if found in ("ONNX", "JAX"):
-        source = "an ONNX file" if found == "ONNX" else "a JAX function"
-        nodes = ", or export it to onnxruntime or openvino" if found == "ONNX" else ""
+    front_end = origin(graph)
+    if front_end in ("ONNX", "JAX"):
+        source = "an ONNX file" if front_end == "ONNX" else "a JAX function"
+        nodes = ", or export it to onnxruntime or openvino" if front_end == "ONNX" else ""
         raise InputError(
             f"graph {graph.name!r}: its ops are those of {source} and have no {what} of PyTorch; "
             f"capture the PyTorch model itself{nodes}"
@@ -42,9 +42,9 @@ def check_modules(graph: Graph, what: str) -> None:
 
 def check_nodes(graph: Graph, target: str) -> None:
     """Raises InputError for a graph of ops that are no nodes of an ONNX file."""
-    found = origin(graph)
-    if found in ("PyTorch", "JAX"):
-        what = "a PyTorch model" if found == "PyTorch" else "a JAX function"
+    front_end = origin(graph)
+    if front_end in ("PyTorch", "JAX"):
+        what = "a PyTorch model" if front_end == "PyTorch" else "a JAX function"
         raise InputError(
             f"{target}: graph {graph.name!r} is that of {what}; {target} places the nodes of an ONNX file, "
             "so place the file itself"

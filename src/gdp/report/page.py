@@ -111,12 +111,12 @@ def _digest(content: str) -> str:
 
 
 def _about(document: dict[str, Any]) -> str:
-    found = ""
+    about = ""
     if document["simulations"] is not None:
-        found = f" in {document['seconds']:.1f} s and {document['simulations']:,} simulations"
+        about = f" in {document['seconds']:.1f} s and {document['simulations']:,} simulations"
     return (
         f"{document['ops']:,} ops, {document['tensors']:,} tensors, {document['transfers']:,} transfers. Placer "
-        f"{short(document['placer'])}, seed {document['seed']}{found}; gdp {short(document['version'])}."
+        f"{short(document['placer'])}, seed {document['seed']}{about}; gdp {short(document['version'])}."
     )
 
 

@@ -122,9 +122,9 @@ def _in_log(line: StatusLine | str) -> Iterator[None]:
     is_over = threading.Event()
 
     def tell() -> None:
-        told = int((time.monotonic() - BEGAN) / LOG_SECONDS)
-        while not is_over.wait(BEGAN + (told + 1) * LOG_SECONDS - time.monotonic()):
-            told = int((time.monotonic() - BEGAN) / LOG_SECONDS)  # lines that came too late are left out
+        number = int((time.monotonic() - BEGAN) / LOG_SECONDS)
+        while not is_over.wait(BEGAN + (number + 1) * LOG_SECONDS - time.monotonic()):
+            number = int((time.monotonic() - BEGAN) / LOG_SECONDS)  # lines that came too late are left out
             with contextlib.suppress(OSError):
                 print(f"gdp: [{time.monotonic() - BEGAN:.0f} s] {line}", file=sys.stderr, flush=True)
 

@@ -81,18 +81,9 @@ def run_document(run: RunResult) -> dict[str, Any]:
     prediction = run.prediction
     if prediction is not None:
         document["prediction"] = {
-            "devices": [
-                {
-                    "name": row.name,
-                    "num_ops": row.num_ops,
-                    "predicted_busy_ns": row.predicted_busy_ns,
-                    "busy_ns": row.busy_ns,
-                    "wait_ns": row.wait_ns,
-                }
-                for row in prediction.devices
-            ],
-            "kinds": [_op_document(row) for row in prediction.kinds],
-            "ops": [_op_document(row) for row in prediction.ops],
+            "devices": list(map(asdict, prediction.devices)),
+            "kinds": list(map(asdict, prediction.kinds)),
+            "ops": list(map(asdict, prediction.ops)),
             "transfers": [
                 {
                     "from": row.source,
@@ -181,7 +172,3 @@ def _prediction(prediction: Prediction) -> Iterator[RenderableType]:
 
 def _op_cells(op: OpPrediction) -> tuple[str, str, str]:
     return format_ms(op.predicted_ns), format_ms(op.measured_ns), f"{op.error_ns / 1e6:+.3f} ms"
-
-
-def _op_document(op: OpPrediction) -> dict[str, Any]:
-    return {"name": op.name, "num_ops": op.num_ops, "predicted_ns": op.predicted_ns, "measured_ns": op.measured_ns}

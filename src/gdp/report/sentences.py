@@ -123,8 +123,8 @@ def of_empty_devices(simulation: Simulation, shown: Callable[[str], str] = str, 
     if not empty:
         return ""
     hold, them = ("holds no op", "it") if len(empty) == 1 else ("hold no ops", "them")
-    found = f": the search found no faster plan with {them}" if searched else ""
-    return f"{_listed(empty)} {hold}{found}."
+    reason = f": the search found no faster plan with {them}" if searched else ""
+    return f"{_listed(empty)} {hold}{reason}."
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -69,8 +69,8 @@ def gpu_device(name: str, gpu: Gpu) -> Device | None:
     memory_bytes, kind = memory_of(gpu), kind_of(gpu)
     if memory_bytes is None:
         return None
-    if (known := KINDS.get(kind)) is not None:
-        return known.device(name, kind, memory_bytes)
+    if (built_in := KINDS.get(kind)) is not None:
+        return built_in.device(name, kind, memory_bytes)
     if not (gpu.num_cores and gpu.sm_mhz and gpu.memory_mhz and gpu.bus_width_bits):
         return None
     # A CUDA core does a fused multiply-add in a cycle (CUDA Programming Guide, throughput of arithmetic instructions);

@@ -35,8 +35,8 @@ class _Sizes(nn.Module):
     """Makes a tensor of each input's size, and then reads it."""
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        made = [x + 1 for x in inputs]
-        return [y.sum() for y in made]  # if it read a part, only the part would be sent
+        tensors = [x + 1 for x in inputs]
+        return [y.sum() for y in tensors]  # if it read a part, only the part would be sent
 
 
 def rank_names(devices: Sequence[LocalDevice]) -> tuple[list[str], list[str]]:
@@ -91,13 +91,13 @@ def _routes(
     inputs = [torch.zeros(size // 4) for size in sizes]
     program = capture(_Sizes(), inputs, name="sizes", training=False).program
     kinds = program.graph.kinds
-    made = [op for op, kind in enumerate(kinds) if kind in ("input", "aten.add")]
-    read = [op for op in range(program.graph.num_ops) if op not in made]
+    makers = [op for op, kind in enumerate(kinds) if kind in ("input", "aten.add")]
+    readers = [op for op in range(program.graph.num_ops) if op not in makers]
     bound = program.bind_inputs(inputs, {})
     routes, errors = {}, []
     for a, b in permutations(range(len(ranks.names)), 2):
         log(f"transfers from {ranks.names[a]} to {ranks.names[b]}")
-        order = [made if rank == a else read if rank == b else [] for rank in range(len(ranks.names))]
+        order = [makers if rank == a else readers if rank == b else [] for rank in range(len(ranks.names))]
         times_ns: dict[int, list[int]] = {size: [] for size in sizes}
         with ProcessExecutor(program, order, ranks) as executor:
             for number in range(-2, num_steps):

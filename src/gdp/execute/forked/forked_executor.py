@@ -82,8 +82,8 @@ class ForkedExecutor(HostExecutor):
         self._state: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
         for source in program.sources.values():
-            found = self._inputs if source.kind == "input" else self._state
-            found[source.tensor] = memory.like(program.memory_for(source.tensor))
+            memories = self._inputs if source.kind == "input" else self._state
+            memories[source.tensor] = memory.like(program.memory_for(source.tensor))
         self._children: list[BaseProcess] = []
         self._connections: list[Connection] = []
         for op in range(program.graph.num_ops):  # once for all processes
@@ -155,10 +155,10 @@ class ForkedExecutor(HostExecutor):
         return dict(self._state)
 
     def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
-        found: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        state: dict[int, dict[int, Tensor]] = defaultdict(dict)
         for (op, value), tensor in self._ask(dict.fromkeys(range(len(self.targets)), (PRIVATE,))).items():
-            found[op][value] = tensor
-        return dict(found)
+            state[op][value] = tensor
+        return dict(state)
 
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
         by_device: dict[int, dict[tuple[int, int], Tensor]] = defaultdict(dict)
@@ -212,19 +212,19 @@ class ForkedExecutor(HostExecutor):
     ) -> dict[Any, Tensor]:
         """Returns tensors of processes, by what they call them."""
         self._check_open()
-        found: dict[Any, Tensor] = {}
+        tensors: dict[Any, Tensor] = {}
         for number, request in requests.items():
             connection = self._connections[number]
             try:
                 connection.send(request)
                 if content is not None:
                     send_tensors(connection, content[number])
-                found |= receive_tensors(connection)
+                tensors |= receive_tensors(connection)
             except (EOFError, OSError):
                 error = self._gone(number)
                 self._end_now()
                 raise error from None
-        return found
+        return tensors
 
     def _send_all(self, request: tuple[Any, ...]) -> None:
         for number, connection in enumerate(self._connections):
@@ -285,8 +285,8 @@ class ForkedExecutor(HostExecutor):
                         held = self._serve_step(number, worker, connection, request)
                         gc.collect(0)
                     elif kind == COLLECT:
-                        found = {tensor: held[tensor] for tensor in request[0]}
-                        send_tensors(connection, {key: item for key, item in found.items() if item is not None})
+                        wanted = {tensor: held[tensor] for tensor in request[0]}
+                        send_tensors(connection, {key: item for key, item in wanted.items() if item is not None})
                     elif kind == PRIVATE:
                         private = worker.private.items()
                         send_tensors(

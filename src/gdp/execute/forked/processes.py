@@ -102,9 +102,9 @@ def send_tensors(connection: Connection, tensors: Mapping[Any, Tensor]) -> None:
 
 def receive_tensors(connection: Connection) -> dict[Any, Tensor]:
     """Returns what `send_tensors` sent, in memory of its own."""
-    found: dict[Hashable, Tensor] = {}
+    tensors: dict[Hashable, Tensor] = {}
     for key, dtype, size, stride in connection.recv():
-        found[key] = memory = torch.empty_strided(size, stride, dtype=dtype)
+        tensors[key] = memory = torch.empty_strided(size, stride, dtype=dtype)
         if memory.numel():
             connection.recv_bytes_into(bytes_of(memory).numpy().data)
-    return found
+    return tensors

@@ -288,8 +288,8 @@ class Communicator:
             return content
         if self._program.tensor_layouts[tag] is not None:
             return content.contiguous()
-        made = self._program.layouts[self._program.tensor_values[tag]]
-        if content.dtype == made.dtype and content.stride() == made.stride and tuple(content.shape) == made.size:
+        layout = self._program.layouts[self._program.tensor_values[tag]]
+        if content.dtype == layout.dtype and content.stride() == layout.stride and tuple(content.shape) == layout.size:
             return content
         return fill(self._program.memory_for(tag, content.device), content)
 

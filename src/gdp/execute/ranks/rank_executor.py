@@ -173,11 +173,11 @@ class ProcessExecutor(PlanExecutor):
         own = {f"{op} {value}": item for op, values in self._worker.private.items() for value, item in values.items()}
         with self._ending("collecting optimizer state"), torch.no_grad():
             items = self._communicator.collect_items(own, everywhere=everywhere)
-        found: dict[int, dict[int, Tensor]] = {}
+        state: dict[int, dict[int, Tensor]] = {}
         for key, tensor in items.items():
             op, value = map(int, key.split())
-            found.setdefault(op, {})[value] = tensor
-        return found
+            state.setdefault(op, {})[value] = tensor
+        return state
 
     def act_once(self, act: Callable[[], None]) -> None:
         """Acts on the first rank, while the others wait; an InputError of the act is raised on all."""
@@ -247,13 +247,13 @@ class ProcessExecutor(PlanExecutor):
             (pieces if tensor in program.piece_tensors else wanted)[self._home[keeper]].append(tensor)
         own = {**({} if record is None else record.devices[self._rank].held), **self._worker.state}
         with self._ending(doing), torch.no_grad():
-            found = self._communicator.collect(own, wanted, everywhere=everywhere)
+            collected = self._communicator.collect(own, wanted, everywhere=everywhere)
             if any(pieces.values()):
                 held = {str(tensor): own[tensor] for tensor in pieces[self._rank]}
                 filled = {name: piece for name, piece in held.items() if piece is not None and piece.numel()}
                 items = self._communicator.collect_items(filled, everywhere=everywhere)
-                found |= {int(tensor): piece for tensor, piece in items.items()}
-        return found
+                collected |= {int(tensor): piece for tensor, piece in items.items()}
+        return collected
 
     # -- the record ------------------------------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ class Ranks:
                     raise ExecutionError(self.target.name, "could not join the others")
                 time.sleep(_POLL_SECONDS)
             digests = [self.store.get(each) for each in keys]
-        others = [name for name, found in zip(self.names, digests, strict=True) if found != digests[0]]
+        others = [name for name, own in zip(self.names, digests, strict=True) if own != digests[0]]
         if others:
             self._note_reader(f"{key}/readers")
             raise InputError(f"device {others[0]!r}: {what}")
@@ -417,9 +417,9 @@ def within(seconds: float, act: Callable[[], Any]) -> Any:
 
     threading.Thread(target=answer, daemon=True).start()
     try:
-        found, error = answers.get(timeout=seconds)
+        answer_of_act, error = answers.get(timeout=seconds)
     except Empty:
         raise RuntimeError(f"no answer for {seconds:g} s") from None
     if error is not None:
         raise error
-    return found
+    return answer_of_act

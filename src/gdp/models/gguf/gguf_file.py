@@ -41,10 +41,10 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = dict(load_gguf_checkpoint(str(path))["config"])  # type: ignore[no-untyped-call]
     except Exception as error:
-        known = ", ".join(GGUF_SUPPORTED_ARCHITECTURES)
+        supported = ", ".join(GGUF_SUPPORTED_ARCHITECTURES)
         raise InputError(
             f"{path}: its architecture {architecture!r} is not one that Transformers {transformers.__version__} maps "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:100]}; known: {known}); "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:100]}; known: {supported}); "
             "give its config.json as hf:DIR?weights=FORMAT"
         ) from None
     config.pop("_model_name_or_path", None)

@@ -104,8 +104,8 @@ class _Names:
                 return [one for part in parts for one in self._of_experts(f"blk.{layer[1]}.{part}")]
         stem, dot, kind = name.rpartition(".")
         mapped = self._map.get_name(stem) if dot and kind in ("weight", "bias") else None
-        found = f"{mapped}.{kind}" if mapped else self._map.get_name(name) or ""
-        return [found] if found in self._tensors else []
+        name_of_parameter = f"{mapped}.{kind}" if mapped else self._map.get_name(name) or ""
+        return [name_of_parameter] if name_of_parameter in self._tensors else []
 
     def _of_experts(self, name: str) -> list[str]:
         """Returns the tensor of all experts, or, in files before April 2024, those of each."""

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from gdp import files
 from gdp.errors import InputError, suggest
 from gdp.models.gguf.gguf_file import GGUF_FILE, read_gguf_config
-from gdp.models.hugging_face import quick_check
 from gdp.models.hugging_face.example_inputs import (
     Sizes,
     check_use,
@@ -209,7 +208,6 @@ def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Call
     weights = weight_format(config, sizes.weights, text)
     default = "float32" if weights is None else "bfloat16"  # no kernel multiplies quantised weights in float32
     name = _check_dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text)
-    quick_check.check_names(config, text)  # at once: the imports below take seconds
     try:
         import transformers
     except ImportError:

@@ -70,10 +70,10 @@ def transformers_inputs(model: Any, sizes: Sizes, text: str, *, training: bool) 
 def serving_inputs(model: Any, sizes: Sizes, text: str, *, is_decode: bool) -> tuple[dict[str, Any], int]:
     """Returns (inputs, context) of a prefill or decode step; see `kv_cache`. InputError for sizes that do not fit."""
     inputs = _Inputs(model, sizes, text)
-    made = inputs.serve(is_decode)
-    if sizes.image is not None and "pixel_values" not in made[0]:
+    step = inputs.serve(is_decode)
+    if sizes.image is not None and "pixel_values" not in step[0]:
         raise InputError(f"{text}: image is given, but the step reads text alone; leave it out")
-    return made
+    return step
 
 
 def check_use(inputs: Mapping[str, Any], sizes: Sizes, text: str) -> None:

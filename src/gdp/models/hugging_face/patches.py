@@ -184,8 +184,8 @@ def _llama4_forward(layer: Any, hidden_states: Any) -> tuple[Any, Any]:
     ends = sizes.cumsum(0, dtype=torch.int32)
     grouped = (rows.repeat_interleave(layer.top_k, dim=0) * top.reshape(-1, 1))[order]
     gate, up = torch._grouped_mm(grouped, layer.experts.gate_up_proj, offs=ends).chunk(2, dim=-1)
-    made = torch._grouped_mm(up * layer.experts.act_fn(gate), layer.experts.down_proj, offs=ends)
+    results = torch._grouped_mm(up * layer.experts.act_fn(gate), layer.experts.down_proj, offs=ends)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
-    routed = made[places].view(len(rows), layer.top_k, -1).sum(dim=1)
+    routed = results[places].view(len(rows), layer.top_k, -1).sum(dim=1)
     return layer.shared_expert(rows) + routed, logits

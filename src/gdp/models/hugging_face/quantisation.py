@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,11 +66,6 @@ class GroupFormat:
         count = math.prod(shape)
         group = {0: shape[-1], -1: count}.get(self.group, self.group)
         return -(-(count * self.bits + -(-count // max(1, group)) * self.scale_bits) // 8)
-
-    def bits_per_weight(self, row: int = 4096) -> Fraction:
-        """Returns the bits of a weight with its share of the scale, for rows of that many weights."""
-        group = {0: row, -1: row * row}.get(self.group, self.group)
-        return self.bits + Fraction(self.scale_bits, group)
 
     def stored(self, model: Any) -> dict[str, StoredWeight]:
         """Returns the parameters that are quantised, under each of their names."""
@@ -190,8 +184,8 @@ def format_of(name: str, text: str) -> WeightFormat:
     if short in MIXTURES:
         return MixtureFormat(short)
     if short not in _FORMATS:
-        known = sorted([*_FORMATS, *MIXTURES, NONE])
-        raise InputError(f"{text}: weights is {name!r}; {suggest(name, known)}; known: {', '.join(known)}")
+        formats = sorted([*_FORMATS, *MIXTURES, NONE])
+        raise InputError(f"{text}: weights is {name!r}; {suggest(name, formats)}; known: {', '.join(formats)}")
     return _FORMATS[short]
 
 

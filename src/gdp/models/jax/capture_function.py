@@ -107,7 +107,7 @@ def capture_jax(
     with _explained(name):
         results = recorder.run(closed.jaxpr, closed.consts, list(values.values()), [])
         flat = recorder.results(results)
-        updates, odd = _updates(arguments, held, values, results, structures[0])
+        updates, sentences = _updates(arguments, held, values, results, structures[0])
     graph, program, records = assemble(name, recorder.records, flat, updates)
     how = Counter(record.how for record in records)
     unknown = sum((record.unknown for record in records), Counter[str]())
@@ -115,7 +115,7 @@ def capture_jax(
     coverage = Coverage(
         MappingProxyType(dict(unknown)), how[FORMULA], how[POINTWISE], how[MOVEMENT], MappingProxyType(dict(open_loops))
     )
-    return JaxCapture(graph, program, coverage, (*recorder.notes, *odd))
+    return JaxCapture(graph, program, coverage, (*recorder.notes, *sentences))
 
 
 # Arguments

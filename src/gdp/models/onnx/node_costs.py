@@ -66,10 +66,10 @@ def table_name(kind: str) -> str:
     return kind.removeprefix("com.microsoft::")
 
 
-def count_flops(call: OnnxCall, given: Mapping[str, Formula]) -> tuple[int, str]:
-    """Returns (FLOPs, how they were found); `given` takes precedence."""
-    if call.kind in given:
-        return int(given[call.kind](call)), FORMULA
+def count_flops(call: OnnxCall, formulas: Mapping[str, Formula]) -> tuple[int, str]:
+    """Returns (FLOPs, how they were found); `formulas` take precedence."""
+    if call.kind in formulas:
+        return int(formulas[call.kind](call)), FORMULA
     # `com.microsoft::Attention` is another operator than `Attention`
     name = call.kind if call.kind in _FORMULAS else table_name(call.kind)
     if name in _FORMULAS:

@@ -272,8 +272,8 @@ class GraphScope:
         )
 
 
-def _sorted(graph: "GraphProto", own: set[str], known: Mapping[str, TensorInfo]) -> list["NodeProto"]:
-    """Returns the nodes in a topological order, that of the file if possible. `known` has the names around the graph
+def _sorted(graph: "GraphProto", own: set[str], values: Mapping[str, TensorInfo]) -> list["NodeProto"]:
+    """Returns the nodes in a topological order, that of the file if possible. `values` has the names around the graph
     too.
     """
     maker: dict[str, int] = {}
@@ -289,7 +289,7 @@ def _sorted(graph: "GraphProto", own: set[str], known: Mapping[str, TensorInfo])
         for name in reads(node):
             if name in maker:
                 sources.add(maker[name])
-            elif name not in known:
+            elif name not in values:
                 raise InputError(
                     f"node {node.name!r} ({node.op_type}): reads {name!r}, which nothing makes; export the model again"
                 )

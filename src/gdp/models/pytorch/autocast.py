@@ -112,8 +112,8 @@ def _float32_result(position: int) -> Callable[..., Any]:
     """Returns the rule of an operator with the argument `dtype` at `position`."""
 
     def rule(func: OpOverload, args: Any, kwargs: Any) -> Any:
-        given = args[position] if position < len(args) else kwargs.get("dtype")
-        if given is not None or not _is_eligible(args[0]):
+        dtype = args[position] if position < len(args) else kwargs.get("dtype")
+        if dtype is not None or not _is_eligible(args[0]):
             return func(*args, **kwargs)
         if position < len(args):
             return func(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
@@ -129,9 +129,9 @@ def _float32_by(typed: OpOverload) -> Callable[..., Any]:
     def rule(func: OpOverload, args: Any, kwargs: Any) -> Any:
         if not _is_eligible(args[0]):
             return func(*args, **kwargs)
-        given = {argument.name: argument.default_value for argument in func._schema.arguments}
-        given |= dict(zip(given, args, strict=False)) | kwargs
-        return typed(*[given[name] for name in schema], dtype=torch.float32)
+        arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
+        arguments |= dict(zip(arguments, args, strict=False)) | kwargs
+        return typed(*[arguments[name] for name in schema], dtype=torch.float32)
 
     return rule
 

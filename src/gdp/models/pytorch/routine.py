@@ -127,7 +127,7 @@ class Routine:
         for key, name in pairs.items():
             if name in self._names:
                 self._keywords.setdefault(key, []).append(name)
-        made = self._made_by(call)
+        results = self._made_by(call)
         function = self._name(function_for(call.func, self.device))
         lines = [f"set_grad_enabled({call.is_grad_enabled})"] if len(set(self._grad_modes)) > 1 else []
         if call.seed >= 0:
@@ -136,14 +136,14 @@ class Routine:
             result = f"seeded({function}, {constants}, {self._name(call.seed)} + seed)"
         else:
             result = f"{function}({', '.join((*args, *(f'{key}={name}' for key, name in pairs.items())))})"
-        if not any(made):
+        if not any(results):
             return [*lines, result]
-        if len(made) > 1:
-            slots = ", ".join("_" if item is None else item[0] for item in made)
-            layouts = self._name([None if item is None else item[1] for item in made])
+        if len(results) > 1:
+            slots = ", ".join("_" if item is None else item[0] for item in results)
+            layouts = self._name([None if item is None else item[1] for item in results])
             return [*lines, f"{slots}, = recorded({result}, {layouts}, {self._name(self.device)})"]
-        assert made[0] is not None
-        slot, layout = made[0]
+        assert results[0] is not None
+        slot, layout = results[0]
         strides, recorded = self._name(layout.stride), self._name(layout)
         return [
             *lines,
@@ -156,11 +156,11 @@ class Routine:
         """Returns, for each tensor that `call` returns, its name and its layout, or None."""
         for old, new in call.writes:
             self._values[new] = self._values[old]
-        made: list[tuple[str, StridedLayout] | None] = []
+        results: list[tuple[str, StridedLayout] | None] = []
         for value in call.outputs:
             is_new = value >= 0 and value not in self._values
-            made.append((self._new_slot(value), self.program.layouts[value]) if is_new else None)
-        return made
+            results.append((self._new_slot(value), self.program.layouts[value]) if is_new else None)
+        return results
 
     def _argument(self, item: Any) -> str:
         """Returns the code of an argument."""
@@ -175,14 +175,14 @@ class Routine:
 
     def _read(self, ref: Ref) -> str:
         """Returns the code of a value, or of a view of it."""
-        made, view = self.program.layouts[ref.value], ref.layout
+        layout, view = self.program.layouts[ref.value], ref.layout
         slot = self._values.get(ref.value)
         if slot is not None:
-            if view is None or view == made:
+            if view is None or view == layout:
                 return slot
-            if view.dtype != made.dtype:
-                return f"view_of({slot}, {self._name(made)}, {self._name(view)})"
-            offset = self._name(view.offset - made.offset)
+            if view.dtype != layout.dtype:
+                return f"view_of({slot}, {self._name(layout)}, {self._name(view)})"
+            offset = self._name(view.offset - layout.offset)
             size, stride = self._name(view.size), self._name(view.stride)
             return f"{slot}.as_strided({size}, {stride}, {slot}.storage_offset() + {offset})"
         assert view is not None, "the graph gives an op that reads a whole value the whole value"
@@ -227,10 +227,10 @@ def in_place(program: "Program", op: int, call: Call) -> Call:
     """
     if call.func is not torch.ops.aten.add.Tensor or len(call.args) != 2 or call.kwargs or len(call.outputs) != 1:
         return call
-    (made,) = call.outputs
+    (value,) = call.outputs
     for term, other in (call.args, call.args[::-1]):
-        if is_alone(program, op, term) and term != other and program.layouts[term.value] == program.layouts.get(made):
-            return replace(call, func=torch.ops.aten.add_.Tensor, args=(term, other), outputs=(made,))
+        if is_alone(program, op, term) and term != other and program.layouts[term.value] == program.layouts.get(value):
+            return replace(call, func=torch.ops.aten.add_.Tensor, args=(term, other), outputs=(value,))
     return call
 
 
@@ -242,9 +242,9 @@ def is_alone(program: "Program", op: int, ref: Any) -> bool:
     for tensor in program.inputs_of[op]:
         if program.tensor_values[tensor] == ref.value and program.tensor_layouts[tensor] is None:
             producer = int(graph.producers[tensor])
-            made = [other for other in program.outputs_of[producer] if program.tensor_values[other] == ref.value]
+            tensors = [other for other in program.outputs_of[producer] if program.tensor_values[other] == ref.value]
             return (
-                made == [tensor]
+                tensors == [tensor]
                 and graph.consumers_of(tensor).tolist() == [op]
                 and not graph.is_kept[tensor]
                 and tensor not in program.result_tensors

@@ -41,15 +41,15 @@ class StepParts:
 
     def parameters(self) -> dict[int, tuple[str, Tensor]]:
         """Returns (path, parameter) by identity: of modules, then further ones of optimizers."""
-        found: dict[int, tuple[str, Tensor]] = {}
+        parameters: dict[int, tuple[str, Tensor]] = {}
         for prefix, module in self.modules.items():
             for path, parameter in module.named_parameters():
-                found.setdefault(id(parameter), (joined(prefix, path), parameter))
+                parameters.setdefault(id(parameter), (joined(prefix, path), parameter))
         for number, optimizer in enumerate(self.optimizers):
             others = (parameter for group in optimizer.param_groups for parameter in group["params"])
             for position, parameter in enumerate(others):
-                found.setdefault(id(parameter), (f"optimizer_{number}.parameter_{position}", parameter))
-        return found
+                parameters.setdefault(id(parameter), (f"optimizer_{number}.parameter_{position}", parameter))
+        return parameters
 
 
 def joined(prefix: str, path: str) -> str:

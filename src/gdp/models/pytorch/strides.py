@@ -35,12 +35,12 @@ def fill(memory: Tensor, content: Tensor, *, non_blocking: bool = False) -> Tens
     return memory.copy_(content, non_blocking=non_blocking)
 
 
-def view_of(whole: Tensor, made: StridedLayout, view: StridedLayout | None) -> Tensor:
-    """Returns the part `view` of the memory of `whole`, which was made with the layout `made`; None is all of it."""
-    if view is None or view == made:
+def view_of(whole: Tensor, layout: StridedLayout, view: StridedLayout | None) -> Tensor:
+    """Returns the part `view` of the memory of `whole`, which was made with `layout`; None is all of it."""
+    if view is None or view == layout:
         return whole
     if view.dtype == whole.dtype:
-        return whole.as_strided(view.size, view.stride, view.offset + whole.storage_offset() - made.offset)
+        return whole.as_strided(view.size, view.stride, view.offset + whole.storage_offset() - layout.offset)
     empty_view = torch.empty(0, dtype=view.dtype, device=whole.device)
     return empty_view.set_(whole.untyped_storage(), view.offset, view.size, view.stride)
 
@@ -97,7 +97,7 @@ def compact_strides(view: StridedLayout, part: StridedLayout) -> tuple[int, ...]
     def stride_in_copy(size: int, stride: int) -> int:
         if size == 1 or stride == 0:
             return 0 if stride == 0 else 1
-        unit = max(known for known in compact if known <= stride)
+        unit = max(candidate for candidate in compact if candidate <= stride)
         return stride // unit * compact[unit]
 
     return tuple(stride_in_copy(size, stride) for size, stride in zip(view.size, view.stride, strict=True))
