@@ -1,8 +1,8 @@
 """Cluster: the devices of a machine and the routes between them; `gdp-cluster` files and presets.
 
 docs/machine-model.md, sections 2 and 6, is the definition; docs/devices.md explains presets and the built-in figures.
-D devices. A channel is named after what is shared: `gpu0.pcie.up` (a card's slot, towards the host), `gpu1.nvlink.in`
-(a port of a switch), `host0.net.out` (a network card), `gpu0->gpu1` (a route's own).
+D devices. A channel is named after the shared hardware: `gpu0.pcie.up` (a card's slot, towards the host),
+`gpu1.nvlink.in` (a port of a switch), `host0.net.out` (a network card), `gpu0->gpu1` (a route's own).
 """
 
 import os

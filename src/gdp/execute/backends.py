@@ -25,7 +25,7 @@ from gdp.models.pytorch.strides import fill
 
 
 class SentTensor(NamedTuple):
-    """A tensor on its way: its number, its content, and what it must wait for."""
+    """A tensor on its way: its number, its content, and the event to wait for."""
 
     tensor: int
     content: Any  # a tensor, ExchangedRows between devices that share memory, or None for a control tensor

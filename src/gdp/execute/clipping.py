@@ -158,7 +158,7 @@ class Clipping:
         return replace(program, **changed), self._order(order)
 
     def _scale_calls(self) -> tuple[tuple[Call, ...], int, int | None]:
-        """Returns the calls that make what gradients are multiplied by, that value, and whether one is not finite.
+        """Returns the calls that make the factor of the gradients, its value, and the value that tells of an overflow.
 
         It is min(1, max_norm / norm), divided by the loss scale; the norms are those of scaled gradients.
         """
@@ -343,7 +343,7 @@ def gradients_of_updates(program: Program, option: str) -> list[ReadGradient]:
 
 
 def _following(graph: Graph, ops: Sequence[int]) -> Bool:
-    """Returns [N] which ops are among `ops`, or need what these make."""
+    """Returns [N] whether each op is among `ops` or follows from one of them."""
     is_late = np.zeros(graph.num_ops, np.bool_)
     is_late[list(ops)] = True
     order = np.argsort(graph.producers[graph.edge_tensors], kind="stable")

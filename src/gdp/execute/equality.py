@@ -1,4 +1,4 @@
-"""Equality: compares the results of a placed step with those of PyTorch by itself."""
+"""Equality: compares the results of a placed step with those of plain PyTorch."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ def compare(
 def eager_step(
     program: Program, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss | None = None
 ) -> Replay:
-    """Returns the results of a step that PyTorch computes by itself; see `eager_parts`."""
+    """Returns the results of a step in plain PyTorch; see `eager_parts`."""
     return eager_parts(program, model, [(args, kwargs)], loss)
 
 

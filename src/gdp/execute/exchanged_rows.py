@@ -1,6 +1,6 @@
 """ExchangedRows: elements that replicas exchange, where they lie in memory.
 
-Devices that are threads read them there. What goes into shared memory, over gloo or to a GPU is one tensor of them:
+Devices that are threads read them there. Shared memory, gloo and GPUs get one tensor of them:
 
     chunk 0   | a a a a | b |       chunk 1   | b b | c c |
     joined    | a a a a   b   b b   c c . |                     chunks are filled up to the same length
@@ -49,9 +49,9 @@ class ExchangedRows:
 
 
 Content = Tensor | ExchangedRows | None
-"""What is handed over: None for a control tensor."""
+"""The content of a tensor on its way to another device; None for a control tensor."""
 
 
 def as_tensor(content: Content) -> Tensor | None:
-    """Returns what is handed over as one tensor."""
+    """Returns the content as one tensor."""
     return content.joined() if isinstance(content, ExchangedRows) else content

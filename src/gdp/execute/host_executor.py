@@ -36,7 +36,7 @@ class Runner(Protocol):
         """Writes in one process; its InputError is raised in all."""
 
     def error_of_all(self, what: str, note: str) -> ExecutionError:
-        """Returns an error for all processes to raise, each by itself; one of them prints it."""
+        """Returns an error that each process raises and one of them prints."""
 
     def leave(self, error: BaseException) -> None:
         """Ends the executor, and all ranks, after an error in the script."""

@@ -27,7 +27,7 @@ def detect_local() -> tuple[LocalDevice, ...]:
 
 
 def detect_machine() -> Machine:
-    """Returns this machine with the GPUs that PyTorch can use, also those that NVML does not know, such as AMD's."""
+    """Returns this machine with the GPUs that PyTorch can use, including GPUs unknown to NVML (AMD's)."""
     return detect(_as_pytorch_sees)
 
 

@@ -116,12 +116,12 @@ class LossScaler:
         return {} if self._scaler is None else dict(self._scaler.state_dict())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns what a training goes on from: the scale and the count of steps since it changed."""
+        """Returns the state to resume from: the scale and the count of steps since it changed."""
         state = self.state()
         return {key: torch.tensor(float(state[key]), dtype=torch.float64) for key in _SAVED if key in state}
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Loads what `tensors` returned; a scaler goes on as it is where a training had none."""
+        """Loads the answer of `tensors`; a scaler keeps its state where the saved training had none."""
         if tensors and self._scaler is None:
             raise InputError(f"{where}: the training scales its loss; give scaler=torch.amp.GradScaler(...)")
         if tensors.keys() == set(_SAVED) and self._scaler is not None:

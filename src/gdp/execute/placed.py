@@ -215,7 +215,7 @@ class Placed:
         return self._state
 
     def _started(self, loaded: Unstarted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running:
-        """Captures the step, and starts the workers with the model's state and what was loaded."""
+        """Captures the step, and starts the workers with the model's state and the loaded one."""
         program = placed_program(
             self.model,
             self.plan,
@@ -356,6 +356,6 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the structure of the arguments, and those that are no tensors."""
+    """Returns the structure of the arguments, and the arguments that are no tensors."""
     leaves, structure = tree_flatten((args, kwargs))
     return structure, *(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)

@@ -21,7 +21,8 @@ from gdp.parallel.recompute import Recomputation
 def with_copies(program: Program, step: Recomputation) -> Program:
     """Returns the program of the graph of `step`, a recomputation of the graph of `program`.
 
-    Copies draw what their originals draw, and write no buffers: batch normalisation is given no running statistics.
+    Copies draw the same random numbers as their originals, and write no buffers: batch normalisation is given no
+    running statistics.
     """
     is_copy = step.graph.is_in_role(RECOMPUTED).tolist()
     number = {op: new for new, op in enumerate(step.op_origin.tolist()) if not is_copy[new]}
@@ -45,7 +46,7 @@ def with_host_copies(program: Program, step: Offload) -> Program:
 def _renumbered(program: Program, graph: Graph, number: Mapping[int, int], tensor_origin: I64) -> Program:
     """Returns the program of `graph`, in which ops have another `number`, and tensors the content of others.
 
-    Ops that are new make no calls: they hand on what they are given.
+    New ops make no calls: they pass their input on.
     """
     origins = tensor_origin.tolist()
     inputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
@@ -74,7 +75,7 @@ def _renumbered(program: Program, graph: Graph, number: Mapping[int, int], tenso
 
 
 def _without_state(calls: tuple[Call, ...], values: set[int]) -> Iterator[Call]:
-    """Yields the calls of a copy; what they would overwrite that the copy is not given is None to them."""
+    """Yields the calls of a copy, with None for buffers that only the original overwrites."""
     for call in calls:
         unknown = {old for old, _ in call.writes if old not in values}
         values |= {new for old, new in call.writes if old in values} | {value for value in call.outputs if value >= 0}

@@ -1,4 +1,4 @@
-"""Script: what one device does in a step, op by op; made once from a program, a placement and an order.
+"""Script: the work of one device in a step, op by op; made once from a program, a placement and an order.
 
     await what other devices send -> run the op -> send what others need of it -> drop what nobody here needs any more
 

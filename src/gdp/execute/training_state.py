@@ -193,7 +193,7 @@ class SavedTraining:
 
 @dataclass(slots=True, eq=False)
 class Unstarted:
-    """A training before its first step, with what was loaded to begin from."""
+    """A training before its first step, with the state that was loaded."""
 
     state: dict[str, Tensor] = field(default_factory=dict)
     optimizer_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""Plans in the formats of the tools that users run already, and places for what these can express."""
+"""Plans in the formats of other tools, and searches for plans that these can express."""

@@ -53,7 +53,7 @@ class AdaptedPlan:
 
     @property
     def notes(self) -> list[str]:
-        """Returns sentences on what the target is assumed to do, and on what the figures lack."""
+        """Returns sentences on assumptions about the target, and on costs that the figures lack."""
         notes = self.target.notes(self.problem, self.units, self.devices)
         if self.is_offloaded and (unused := self._unused_memory()):
             notes.append(unused)

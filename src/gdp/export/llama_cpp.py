@@ -34,7 +34,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """Options of llama.cpp: `context` in tokens (None: a default; 0: no room for a cache), and what a unit is."""
+    """Options of llama.cpp: `context` in tokens (None: a default; 0: no room for a cache), and the size of a unit."""
 
     context: int | None = None
     split_layers: bool = False
@@ -105,7 +105,7 @@ class LlamaCpp:
         return "\n".join(lines) + "\n"
 
     def notes(self, problem: Problem, units: ExportUnits, devices: I64) -> list[str]:
-        """Returns sentences on what is assumed of llama.cpp, and on what the figures lack."""
+        """Returns sentences on assumptions about llama.cpp, and on costs that the figures lack."""
         cache = self.cache(problem.graph)
         if cache.is_in_graph:
             notes = ["The graph has its cache of keys and values; start llama.cpp with a -c of the same size."]

@@ -31,7 +31,7 @@ _LARGE = 0.5  # of the work: a container of more is not made a unit, its inconsi
 
 
 def module_units(problem: Problem, *, devices: Bool | None = None) -> ExportUnits:
-    """Makes the finest units such that any assignment of devices to them runs.
+    """Makes the finest units that run on any assignment of devices.
 
     They are modules that hold parameters, or compute from several places, named by their paths. A unit has several
     paths where modules must share a device.

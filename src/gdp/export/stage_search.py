@@ -1,4 +1,4 @@
-"""Contiguous stages of a chain of units: those nearest to a plan, and the fastest that a search finds.
+"""Contiguous stages of a chain of units: the nearest to a plan, and the fastest that a search finds.
 
 U units in the order of execution, D devices; stages are devices [U], each device in at most one run.
 """

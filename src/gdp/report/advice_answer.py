@@ -36,7 +36,7 @@ def advice_report(advice: Advice, simulation: Simulation) -> Iterator[Renderable
 
 
 def advice_sentences(advice: Advice, simulation: Simulation) -> Iterator[str]:
-    """Yields sentences: layouts are faster, one device fewer is as fast, memory limits nothing, what was not tried."""
+    """Yields sentences on faster layouts, on one device fewer, on memory, and on advice that was not tried."""
     step_ns = simulation.step_time_ns
     for what_if in advice.what_ifs:
         if what_if.change == LAYOUTS and what_if.step_time_ns is not None and what_if.step_time_ns < step_ns:

@@ -85,7 +85,7 @@ def batches_report(choice: BatchChoice, samples: int | None, written: str, comma
 
 
 def _devices(served: ServedLayout) -> RenderableType:
-    """Returns a table of the devices of a layout: what each holds, and how busy it is once the replicas are full."""
+    """Returns a table of the devices of a layout: their memory, and how busy they are once the replicas are full."""
     simulation = served.candidate.replay
     problem = simulation.problem
     table = new_table("device", "kind", "replica", ">busy", ">peak memory", ">limit")

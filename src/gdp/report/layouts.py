@@ -1,4 +1,4 @@
-"""Shows the choice of a layout: in words, and as a table of what was looked at."""
+"""Shows the choice of a layout: in words, and as a table of all layouts that were looked at."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """A report as one HTML file that asks no network for anything: text, data, scripts and styles are all in it.
 
 Only the scripts that are written here run: a Content-Security-Policy names them by their hashes and forbids all else.
-So a name in a graph, whatever is written in it, is text.
+So any name in a graph is text.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Tells what gdp does while it works: one live line on a terminal, now and then a line in a log; on standard error."""
+"""Shows the stage that runs: one live line on a terminal, now and then a line in a log; on standard error."""
 
 import contextlib
 import math
@@ -95,7 +95,7 @@ def _ratio(ratio: float) -> str:
 
 
 def live(line: StatusLine | str) -> contextlib.AbstractContextManager[None]:
-    """Shows `line` during a stage: live on a terminal; elsewhere the stage that runs is told every ten seconds."""
+    """Shows `line` during a stage: live on a terminal; elsewhere a line every ten seconds."""
     return _on_terminal(line) if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else _in_log(line)
 
 

@@ -74,7 +74,7 @@ class Timeline:
         return "\n".join(line.plain.rstrip() for line in timeline_text(self.simulation, _COLUMNS))
 
     def _repr_html_(self) -> str:
-        """Returns what Jupyter shows: the figure, or the text where Matplotlib is missing."""
+        """Returns Jupyter's view: the figure, or the text where Matplotlib is missing."""
         try:
             picture = base64.b64encode(figure_bytes(self.simulation, "png")).decode()
         except InputError:

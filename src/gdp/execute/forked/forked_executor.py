@@ -210,7 +210,7 @@ class ForkedExecutor(HostExecutor):
     def _ask(
         self, requests: Mapping[int, tuple[Any, ...]], content: Mapping[int, Mapping[Any, Tensor]] | None = None
     ) -> dict[Any, Tensor]:
-        """Returns tensors of processes, by what they call them."""
+        """Returns tensors of processes, by their keys."""
         self._check_open()
         tensors: dict[Any, Tensor] = {}
         for number, request in requests.items():
@@ -260,7 +260,7 @@ class ForkedExecutor(HostExecutor):
     # -- a forked process --------------------------------------------------------------------------------------------
 
     def _serve(self, number: int, worker: Worker, connection: Connection) -> NoReturn:
-        """Does what it is told to until the other end is closed."""
+        """Serves requests until the other end is closed."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process gets it, too, and ends this one
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for other in self._connections:
@@ -308,7 +308,7 @@ class ForkedExecutor(HostExecutor):
     def _serve_step(
         self, number: int, worker: Worker, connection: Connection, request: Sequence[Any]
     ) -> Mapping[int, Tensor | None]:
-        """Runs a step, answers with its record and the loss, and returns what its script did not drop."""
+        """Runs a step, answers with its record and the loss, and returns the tensors that its script kept."""
         seed, retain, is_timed, changed = request
         for op, keyword, value in changed:
             self.program.set_keyword(op, keyword, value)

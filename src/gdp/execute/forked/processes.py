@@ -33,7 +33,7 @@ def start(child: BaseProcess) -> None:
 
 
 def await_other_threads() -> None:
-    """Waits until no other thread of this process runs, those too that Python takes for ended.
+    """Waits until no other thread of this process runs, including threads that Python takes for ended.
 
     MKL frees a thread's memory as the thread ends, under a lock without an owner: a child forked just then would wait
     for it for ever.
@@ -101,7 +101,7 @@ def send_tensors(connection: Connection, tensors: Mapping[Any, Tensor]) -> None:
 
 
 def receive_tensors(connection: Connection) -> dict[Any, Tensor]:
-    """Returns what `send_tensors` sent, in memory of its own."""
+    """Receives the tensors of `send_tensors`, in memory of their own."""
     tensors: dict[Hashable, Tensor] = {}
     for key, dtype, size, stride in connection.recv():
         tensors[key] = memory = torch.empty_strided(size, stride, dtype=dtype)

@@ -142,7 +142,7 @@ class Communicator:
         return held
 
     def collect_items(self, own: Mapping[str, Tensor], *, everywhere: bool = False) -> dict[str, Tensor]:
-        """Returns as `collect` tensors that are none of the graph, by keys of which each is on one rank.
+        """Returns as `collect` tensors outside the graph, by key; each key is on one rank.
 
         A rank's own tensors are not copied, if they are on the CPU.
         """

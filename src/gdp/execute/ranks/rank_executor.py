@@ -49,7 +49,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord(StepRecord):
-    """A step, whole on the first rank; elsewhere only what that rank did. `transfers` are those of a timed step."""
+    """A step, whole on the first rank, elsewhere the rank's own part; `transfers` are recorded in timed steps."""
 
     transfers: tuple[Transfer, ...] = ()
 
@@ -238,7 +238,7 @@ class ProcessExecutor(PlanExecutor):
     def _collect(
         self, tensors: Collection[int], record: ProcessRecord | None = None, *, everywhere: bool = False
     ) -> dict[int, Tensor]:
-        """Returns `tensors` on the first rank, or everywhere: those that a step has left, and those of the state."""
+        """Returns `tensors` of a step or of the state, on the first rank or everywhere."""
         program, doing = self.program, "collecting state" if record is None else "collecting results"
         wanted: dict[int, list[int]] = {rank: [] for rank in range(len(self._scripts))}
         pieces: dict[int, list[int]] = {rank: [] for rank in range(len(self._scripts))}
@@ -258,7 +258,7 @@ class ProcessExecutor(PlanExecutor):
     # -- the record ------------------------------------------------------------------------------------------------
 
     def _record_size(self, rank: int) -> int:
-        """Returns how many numbers `rank` sends the first after a timed step: those that `_gather` lists and reads."""
+        """Returns the number of integers that `rank` sends to the first after a timed step, as `_gather` reads them."""
         ends = [(rank == source, rank == to, len(tensors)) for (source, to), tensors in self._traffic.items()]
         return 2 + 3 * len(self._scripts[rank]) + sum((2 * sends + receives) * count for sends, receives, count in ends)
 

@@ -236,7 +236,7 @@ class Ranks:
         return RankError(self.names[first["rank"]], first["what"], cause, first["note"], is_reporter=is_reporter)
 
     def _note_reader(self, key: str) -> None:
-        """Notes that this rank has read what ends the run on all, and lets the others read it."""
+        """Notes that this rank has read the cause of the end, and waits until the others have."""
         with contextlib.suppress(RuntimeError):
             within(CAUSE_SECONDS, partial(self.store.add, key, 1))
             within(3 * CAUSE_SECONDS, partial(self._wait_for_readers, key))

@@ -62,7 +62,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def gguf_tensors(path: Path) -> dict[str, GgufTensor]:
-    """Returns the tensors of a file by name, of a split model those of all its files."""
+    """Returns the tensors of a file, or of all files of a split model, by name."""
     tensors: dict[str, GgufTensor] = {}
     for part in _parts(path):
         for tensor in _reader(part).tensors:

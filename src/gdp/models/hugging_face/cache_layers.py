@@ -107,7 +107,7 @@ class ServedHybridLayer(ServedStateLayer, cache_utils.CacheLayerMixin):  # type:
         return updated
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns those of the attention."""
+        """Returns the mask sizes of the attention."""
         sizes: tuple[int, int] = self.attention.get_mask_sizes(query_length)
         return sizes
 

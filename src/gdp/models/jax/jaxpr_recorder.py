@@ -1,7 +1,7 @@
 """Recording of jaxprs: calls inlined, loops unrolled, views and repeated values resolved, stacks kept in parts.
 
 A value is made by an op, or it is *lazy*: equations away from at most one value that an op makes. Lazy values are views
-(reshape, transpose, ...), values repeated by `broadcast_in_dim`, of which consumers read the original, and scalars
+(reshape, transpose, ...), values repeated by `broadcast_in_dim`, whose consumers read the original, and scalars
 known from constants alone. Equations of a lazy value belong to each op that reads it. A consumer that needs a repeated
 value in memory (a scatter, its operand) makes it an op.
 

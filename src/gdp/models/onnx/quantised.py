@@ -76,7 +76,7 @@ def fuse_quantised(steps: list[OnnxOp], kept: Collection[str]) -> tuple[list[Onn
 
 
 def _dequantised_bits(step: OnnxOp) -> int:
-    """Returns the bits of what a DequantizeLinear reads, biases have 32; 0 for any other op."""
+    """Returns the bits of the input of a DequantizeLinear; biases have 32; 0 for any other op."""
     if table_name(step.kind) != _DEQUANTIZE or not step.inputs:
         return 0
     dtype = step.read_dtype
@@ -116,7 +116,7 @@ def _chain_to_quantise(
 
 
 def _absorbed(step: OnnxOp, wide: dict[str, OnnxOp]) -> OnnxOp:
-    """Returns `step` reading what the ops in `wide` read in place of what they make."""
+    """Returns `step` with the inputs of the ops in `wide` in place of their results."""
     inputs: list[str] = []
     num_bytes = step.bytes_accessed
     for name in step.inputs:

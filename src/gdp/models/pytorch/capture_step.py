@@ -216,7 +216,7 @@ def _noted(captured: Capture, model: nn.Module) -> Capture:
 
 
 class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake mode that all tensors share, also those of modules that `build` copies, as `nn.TransformerEncoder` does.
+    """A fake mode that all tensors share, also after `build` copies modules, as `nn.TransformerEncoder` does.
 
     The copy of a fake tensor would have a copy of its mode, and two modes do not mix.
     """
@@ -297,7 +297,7 @@ def _coverage(recorder: Recorder) -> Coverage:
 
 
 def _loss_of(output: Any, loss: Loss | None, name: str, recorder: Recorder) -> Tensor:
-    """Returns what `pick_loss` does; the error names the cause where a checkpoint has cut off the gradients."""
+    """Calls `pick_loss`; the error names the cause where a checkpoint has cut off the gradients."""
     try:
         return pick_loss(output, loss, name)
     except InputError:

@@ -155,7 +155,7 @@ NO_GRADIENT = (
 
 @contextlib.contextmanager
 def noting_cut_gradients() -> Iterator[None]:
-    """Makes a capture note what PyTorch warns of: a checkpoint without an input that requires a gradient."""
+    """Makes a capture note a warning of PyTorch's: a checkpoint without an input that requires a gradient."""
     check = checkpoint.check_backward_validity
 
     def check_and_note(inputs: Any) -> None:

@@ -2,8 +2,8 @@
 
 On a CPU, PyTorch computes attention with dropout, with values of another width than the keys or with unusual masks by
 plain products, in float32 for the half types. Cards have fused kernels for these in the type of the inputs. So while a
-step is captured, such calls are the CPU's fused operator; `replacements.py` has what executes them. With real tensors
-the CPU's kernel computes what it can. Attention in float64 is left to PyTorch.
+step is captured, such calls are the CPU's fused operator; `replacements.py` executes them. With real tensors
+the CPU's kernel computes the calls that it supports. Attention in float64 is left to PyTorch.
 
 The conditions are those of CUDA's kernels, in `aten/src/ATen/native/transformers/sdp_utils_cpp.h` and
 `cuda/sdp_utils.cpp` of PyTorch 2.13: in half types those that the flash and the memory-efficient kernel share, in

@@ -163,7 +163,7 @@ class EightBitAdamRule(UpdateRule):
         return [*moments, StatePart("absmax1", scales), StatePart("absmax2", scales)]
 
     def flops(self, weight: StridedLayout) -> int:
-        """Returns those of Adam, and for each moment a product to read it, a maximum and a quotient to write it."""
+        """Returns the FLOPs of Adam, and for each moment a product to read it, a maximum and a quotient to write it."""
         quantising = 6 if numel(weight) >= _MIN_8BIT_ELEMENTS else 0
         return (13 + 2 * bool(self.options["weight_decay"]) + quantising) * numel(weight)
 

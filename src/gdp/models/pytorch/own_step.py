@@ -44,7 +44,7 @@ def record_own_step(
     built: Sequence[Optimizer],
     explained: Explain,
 ) -> tuple[Recorder, dict[str, Any], StepCalls]:
-    """Records a call of `step`; returns the recording, what the call returned by name, and its intercepted calls.
+    """Records a call of `step`; returns the recording, the call's results by name, and its intercepted calls.
 
     `built` are optimizers that the step may use, `explained` turns errors into InputErrors. Real tensors of modules and
     optimizers are replaced by fake ones meanwhile.

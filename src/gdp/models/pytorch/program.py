@@ -134,7 +134,7 @@ class Program:
 
     @property
     def piece_tensors(self) -> frozenset[int]:
-        """The result tensors of which a device holds a piece after a step: another form than they are made with."""
+        """The result tensors that a device holds a piece of after a step."""
         return frozenset()
 
     @property

@@ -212,7 +212,7 @@ def _begun(layout: StridedLayout, copied: Tensor | None, device: torch.device | 
 def _recorded(
     result: Any, layouts: Sequence[StridedLayout | None], device: torch.device | None
 ) -> Iterator[Tensor | None]:
-    """Yields the tensors of a result in the layouts of the capture; None for those that nothing reads."""
+    """Yields the tensors of a result in the layouts of the capture; None for a tensor that nothing reads."""
     for layout, tensor in zip(layouts, leaves(result), strict=True):
         if layout is None:
             yield None

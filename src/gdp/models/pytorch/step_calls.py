@@ -42,7 +42,7 @@ class StepCalls:
         self._unscaled: set[int] = set()
 
     def backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Does what `torch.autograd.backward` does, and tells the recorder about the gradients that there are then."""
+        """Calls `torch.autograd.backward`, and gives the recorder the gradients that there are afterwards."""
         recorder = self.recorder
         if recorder is None:
             original(*args, **kwargs)
@@ -57,7 +57,7 @@ class StepCalls:
                 recorder.add_gradient(parameter)
 
     def step(self, optimizer: Optimizer, original: Callable[..., Any], closure: Any = None) -> Any:
-        """Does what `optimizer.step(closure)` does."""
+        """Replaces `optimizer.step(closure)`."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise InputError("LBFGS evaluates the model as often as tensors' content says; take another optimizer")
         loss = None
@@ -96,7 +96,7 @@ class StepCalls:
     # -- gradient scalers ------------------------------------------------------------------------------------------
 
     def scale(self, scaler: GradScaler, outputs: Any) -> Any:
-        """Does what `scaler.scale(outputs)` does."""
+        """Replaces `scaler.scale(outputs)`."""
         if not scaler.is_enabled():
             return outputs
         if isinstance(outputs, Tensor):
@@ -104,7 +104,7 @@ class StepCalls:
         return type(outputs)(self.scale(scaler, output) for output in outputs)
 
     def unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Does what `scaler.unscale_(optimizer)` does: reads and writes each gradient once."""
+        """Replaces `scaler.unscale_(optimizer)`: reads and writes each gradient once."""
         if not scaler.is_enabled() or id(optimizer) in self._unscaled:
             return
         self._unscaled.add(id(optimizer))
@@ -115,12 +115,12 @@ class StepCalls:
                         parameter.grad.mul_(1 / _SCALE)
 
     def scaler_step(self, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Does what `scaler.step(optimizer)` does if all gradients are finite."""
+        """Replaces `scaler.step(optimizer)`, with all gradients finite."""
         self.unscale(scaler, optimizer)
         return optimizer.step(*args, **kwargs)
 
     def scaler_update(self, _scaler: GradScaler, _new_scale: Any = None) -> None:
-        """Does what `scaler.update()` does: gradients are scaled anew."""
+        """Replaces `scaler.update()`: gradients are scaled anew."""
         self._unscaled.clear()
 
     # -- numbers ---------------------------------------------------------------------------------------------------

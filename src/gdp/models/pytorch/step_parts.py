@@ -58,7 +58,7 @@ def joined(prefix: str, path: str) -> str:
 
 
 class _PartsSearch:
-    """A walk through what a function can reach; each object once, under the first name."""
+    """A walk through the objects that a function can reach, each once, under its first name."""
 
     def __init__(self) -> None:
         self.modules: list[tuple[str, nn.Module]] = []
@@ -88,7 +88,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), types.ModuleType, type)
 
 
 def _children(item: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what an object leads to, with the names that code has for it."""
+    """Yields the objects inside an object, with the names that code has for them."""
     if isinstance(item, types.FunctionType):
         yield from _reached(item)
     elif isinstance(item, types.MethodType):
