@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from numba.core import event
 
+from benchmarks import graphs
 from benchmarks.benchmark import Benchmark, Say
-from benchmarks.graphs import workload_inputs
 from benchmarks.rows import Rows
 from benchmarks.simulator import SimulatorBenchmark, placement_families, simulation_rates
 from gdp.planning.warm_up import warm_up
@@ -48,7 +48,7 @@ class CompilationBenchmark(SimulatorBenchmark):
                 )
                 measured[name] = json.loads(done.stdout.splitlines()[-1])
                 say(f"{name}: {measured[name]['seconds']:.1f} s, {len(measured[name]['kernels'])} kernels compiled")
-        graph, cluster = workload_inputs(self.workload)
+        graph, cluster = graphs.workload_inputs(self.workload)
         problem = reduce(Problem.build(graph, cluster)).problem
         classical = placement_families(problem, self.placements_per_family, seed=0)["classical"]
         simulate = partial(evaluate_many, problem, classical, num_threads=1)

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import methods
+from benchmarks import graphs, methods
 from benchmarks.benchmark import Benchmark, Say, require_seconds
 from benchmarks.figures import Series, line_plot
-from benchmarks.graphs import lstm_training_graph, workload_inputs
+from benchmarks.graphs import lstm_training_graph
 from benchmarks.held_out import HeldOut, checkpoints_in, choose
 from benchmarks.page import geometric_mean, milliseconds, spread
 from benchmarks.rows import Rows
@@ -154,7 +154,7 @@ class ConvergenceBenchmark(Benchmark):
         curves: dict[tuple[str, str, int, float], Sequence[Sequence[float]]] = {}
         results = Results(self.methods, self.workloads, self.seeds, times, curves)
         for name in self.workloads:
-            inputs = workload_inputs(name)
+            inputs = graphs.workload_inputs(name)
             for seed in range(self.seeds):
                 for timed in self.methods:
                     for at in times if timed.plans else times[-1:]:

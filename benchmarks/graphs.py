@@ -5,7 +5,7 @@ loss at each step, the backward pass by reverse-mode differentiation with one op
 of two), one update for each parameter. An op has one output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.workloads import model_of, workloads
 from gdp.cluster import Cluster
@@ -14,6 +14,9 @@ from gdp.models.source import load
 
 BATCH, HIDDEN, VOCABULARY = 64, 1024, 10_000  # those of rnnlm-2, but for its wider layers
 FLOAT_BYTES = 4
+
+Inputs = Callable[[str], tuple[Graph, Cluster]]
+"""From a workload's name to its graph and cluster."""
 
 
 def workload_inputs(name: str) -> tuple[Graph, Cluster]:

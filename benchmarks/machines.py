@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import methods
+from benchmarks import graphs, methods
 from benchmarks.benchmark import Benchmark, Say, pick, require_seconds
 from benchmarks.comparison import BEST_CLASSICAL, MeanRatio, WorkloadRow, compare, ratio_dots
 from benchmarks.figures import dot_plot
-from benchmarks.graphs import workload_inputs
 from benchmarks.rows import Rows
 from benchmarks.runs import Run, WorkloadRuns
 from gdp.budget import Budget
@@ -152,7 +151,7 @@ class MachinesBenchmark(Benchmark):
         return dot_plot("Machines", "step time over the best classical placer's; a dot for each workload", dots)
 
     def _place(self, machine: BenchMachine, name: str, rows: Rows) -> MachineRow:
-        graph, _ = workload_inputs(name)
+        graph, _ = graphs.workload_inputs(name)
         cluster, method = machine.cluster(graph), methods.auto(self.budget)
         runs = WorkloadRuns(f"{name}-on-{machine.name}", rows, (graph, cluster))
         by_method: dict[str, tuple[Run, ...]] = {AUTO: self._run(runs)}

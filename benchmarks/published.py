@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import methods
+from benchmarks import graphs, methods
 from benchmarks.benchmark import Benchmark, Say
 from benchmarks.comparison import EXPERTS
 from benchmarks.figures import Series, line_plot
-from benchmarks.graphs import workload_inputs
 from benchmarks.page import geometric_mean, milliseconds
 from benchmarks.rows import Rows
 from benchmarks.runs import Method
@@ -101,7 +100,7 @@ class PublishedBenchmark(Benchmark):
         curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
         experts = {}
         for name in self.workloads:
-            inputs = workload_inputs(name)
+            inputs = graphs.workload_inputs(name)
             experts[name] = expert_ns(Problem.build(*inputs))
             for seed in range(self.seeds):
                 for label in self.methods:

@@ -14,10 +14,9 @@ from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
 
-from benchmarks import methods
+from benchmarks import graphs, methods
 from benchmarks.benchmark import Benchmark, Say, pick
 from benchmarks.gdp_batch import best_of_random, judge, train_on_batch
-from benchmarks.graphs import workload_inputs
 from benchmarks.page import geometric_mean
 from benchmarks.published import WORKLOADS, PatientClock, expert_ns
 from benchmarks.rows import Rows
@@ -216,7 +215,7 @@ class _BatchInputs:
 
     @cached_property
     def problems(self) -> dict[str, Problem]:
-        return {name: Problem.build(*workload_inputs(name)) for name in self.names}
+        return {name: Problem.build(*graphs.workload_inputs(name)) for name in self.names}
 
     @cached_property
     def experts_ns(self) -> dict[str, int]:

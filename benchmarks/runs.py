@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.graphs import workload_inputs
+from benchmarks import graphs
 from benchmarks.rows import Rows
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
@@ -64,7 +64,7 @@ class WorkloadRuns:
 
     def __init__(self, name: str, rows: Rows, inputs: tuple[Graph, Cluster] | None = None) -> None:
         self.name = name
-        self.graph, self.cluster = workload_inputs(name) if inputs is None else inputs
+        self.graph, self.cluster = graphs.workload_inputs(name) if inputs is None else inputs
         self._rows = rows
         graph_path, cluster_path = rows.directory / f"{name}.graph.json.gz", rows.directory / f"{name}.cluster.json"
         self.graph.save(graph_path)

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import methods
+from benchmarks import graphs, methods
 from benchmarks.benchmark import Benchmark, Say, require_seconds
 from benchmarks.comparison import MeanRatio, WorkloadRow, compare, ratio_dots
 from benchmarks.figures import dot_plot
-from benchmarks.graphs import workload_inputs
 from benchmarks.rows import Rows
 from benchmarks.runs import WorkloadRuns
 from benchmarks.search import PAPER_WORKLOADS
@@ -113,7 +112,7 @@ class ShortBenchmark(Benchmark):
 def _inputs(name: str) -> tuple[Graph, Cluster]:
     workload, _, text = name.partition(":")
     if not text:
-        return workload_inputs(workload)
+        return graphs.workload_inputs(workload)
     layout = Layout.parse(text)
     return Step.of(ModelSource(workload).part(layout.num_parts).graph, layout).graph, Cluster.parse(
         workloads.get(workload).cluster

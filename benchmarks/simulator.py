@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks import graphs
 from benchmarks.benchmark import Benchmark, Say
 from benchmarks.figures import dot_plot
-from benchmarks.graphs import lstm_training_graph_of, workload_inputs
+from benchmarks.graphs import lstm_training_graph_of
 from benchmarks.rows import Rows
 from gdp.arrays import I64
 from gdp.cluster import Cluster
@@ -47,7 +48,7 @@ class SimulatorBenchmark(Benchmark):
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
         """Returns all figures by name. RuntimeError if two ways to simulate disagree."""
-        graph, cluster = workload_inputs(self.workload)
+        graph, cluster = graphs.workload_inputs(self.workload)
         problem = reduce(Problem.build(graph, cluster)).problem
         families = placement_families(problem, self.placements_per_family, seed=0)
         small = Problem.build(lstm_training_graph_of(self.small_size), cluster)

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import methods
+from benchmarks import graphs, methods
 from benchmarks.benchmark import Benchmark, Say, require_seconds
 from benchmarks.figures import dot_plot
-from benchmarks.graphs import workload_inputs
 from benchmarks.rows import Rows
 from benchmarks.workloads import workloads
 from gdp import files
@@ -187,7 +186,7 @@ class TrainedBenchmark(Benchmark):
 
 
 def _workload(name: str) -> Problem:
-    return Problem.build(*workload_inputs(name))
+    return Problem.build(*graphs.workload_inputs(name))
 
 
 def _drawn(tasks: Tasks, number: int) -> Problem:

@@ -11,13 +11,12 @@ import pytest
 
 from benchmarks import graphs, page, runs, simulator
 from benchmarks.comparison import BEST_CLASSICAL, EXPERT, MeanRatio, WorkloadRow
+from benchmarks.graphs import Inputs
 from benchmarks.page import geometric_mean, header, milliseconds, spread
 from benchmarks.search import SearchBenchmark
 from benchmarks.simulator import SimulatorBenchmark
 from gdp.budget import Budget
-from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import Graph
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import verify
@@ -37,21 +36,11 @@ ROW = WorkloadRow(
 )
 
 
-def small_inputs(name: str) -> tuple[Graph, Cluster]:
-    """`lstm-K`: K steps of two layers, on two devices."""
-    return graphs.lstm_training_graph(int(name.split("-")[1]), num_layers=2), Cluster.parse("2xp100-pcie-16g")
-
-
-@pytest.fixture(autouse=True)
-def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "workload_inputs", small_inputs)
-    monkeypatch.setattr(simulator, "workload_inputs", small_inputs)
-
-
+pytestmark = pytest.mark.usefixtures("small_inputs")
 SEARCH = SearchBenchmark(workloads=("lstm-2", "lstm-3"), budget=Budget(simulations=50), seeds=2)
 
 
-def test_search_reports_every_workload_and_stores_plans_that_verify(tmp_path: Path) -> None:
+def test_search_reports_every_workload_and_stores_plans_that_verify(tmp_path: Path, small_inputs: Inputs) -> None:
     lines: list[str] = []
     figures = SEARCH.run(out=tmp_path, say=lines.append)
     assert [line.split(":")[0] for line in lines] == ["lstm-2", "lstm-3"]

@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import convergence, graphs, methods
+from benchmarks import convergence, methods
 from benchmarks.convergence import METHODS, ConvergenceBenchmark, Curve, Results
 from gdp.budget import Budget, Clock
-from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import Graph
 from gdp.policy.checkpoint import new_policy, save_checkpoint
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question
@@ -20,14 +18,9 @@ from gdp.search.solution import Solution
 LEARNED, PLANNING = METHODS[0], METHODS[-1]
 
 
-def small_inputs(name: str) -> tuple[Graph, Cluster]:
-    return graphs.lstm_training_graph(2 + len(name) % 2, num_layers=1), Cluster.parse("2xp100-pcie-16g")
-
-
 @pytest.fixture
-def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def policy(tmp_path: Path, small_inputs: object, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint, and small workloads."""
-    monkeypatch.setattr(convergence, "workload_inputs", small_inputs)
     monkeypatch.setattr(convergence, "TIMES", (0.05,))
     path = tmp_path / "policies" / "rnnlm.safetensors"
     save_checkpoint(path, new_policy("default"), {"held_out": ["rnnlm"]})

@@ -23,6 +23,7 @@ from gdp.execute.calibrate.calibrate import Calibration
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.local_devices import LocalDevice
 from gdp.execute.targets import CPU, Target
+from gdp.models.papers.families import RNNLM as RNNLM_FAMILY
 from gdp.models.pytorch import capture
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
@@ -35,7 +36,7 @@ GPT2 = Subject(
     8,
     {"num_layers": 2, "hidden": 16, "num_heads": 2, "num_steps": 6, "vocabulary": 23},
 )
-RNNLM = Subject("tiny-rnnlm", "recurrent", families.RNNLM, 4, {"num_steps": 3, "hidden": 8, "vocabulary": 11})
+RNNLM = Subject("tiny-rnnlm", "recurrent", RNNLM_FAMILY, 4, {"num_steps": 3, "hidden": 8, "vocabulary": 11})
 SETTING = RivalSetting(subject=GPT2, layers=("layers.0", "layers.1"), cut="layers.1")
 SMALL: dict[str, Any] = {
     "against": RIVALS,

@@ -10,16 +10,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from benchmarks import comparison, generalization, graphs, held_out, paper, runs
+from benchmarks import comparison, generalization, held_out, paper
 from benchmarks.comparison import BEST_CLASSICAL, EXPERT, WorkloadRow
 from benchmarks.generalization import GeneralizationBenchmark
+from benchmarks.graphs import Inputs
 from benchmarks.paper import PaperBenchmark
 from benchmarks.rows import Rows
 from benchmarks.runs import Method, Run, WorkloadRuns
 from gdp.budget import Budget, Clock
-from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import Graph
 from gdp.policy.checkpoint import new_policy, save_checkpoint
 from gdp.search.ops.auto import QUICK
 from gdp.search.question import Question
@@ -29,19 +28,8 @@ from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
 
-STEPS = {"rnnlm-2": 2, "unet-256": 3}  # of LSTMs that stand for these workloads
 BUDGET = Budget(simulations=700)  # more than zero-shot takes
-
-
-def small_inputs(name: str) -> tuple[Graph, Cluster]:
-    return graphs.lstm_training_graph(STEPS[name], num_layers=2), Cluster.parse("2xp100-pcie-16g")
-
-
-@pytest.fixture(autouse=True)
-def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "workload_inputs", small_inputs)
-
-
+pytestmark = pytest.mark.usefixtures("small_inputs")
 Save = Callable[..., Path]
 
 
@@ -110,7 +98,7 @@ def on_one_device(calls: list[int], **settings: int) -> Method:
     return Method("one", run, Budget(simulations=1), settings=settings)
 
 
-def test_a_run_is_made_once_and_found_again_with_its_plan_verified(tmp_path: Path) -> None:
+def test_a_run_is_made_once_and_found_again_with_its_plan_verified(tmp_path: Path, small_inputs: Inputs) -> None:
     calls: list[int] = []
     workload = WorkloadRuns("rnnlm-2", Rows(tmp_path))
     first = [workload.run(on_one_device(calls, size=1), seed) for seed in (0, 1)]

@@ -5,17 +5,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import graphs, published
 from benchmarks.published import HDP, METHODS, PUBLISHED, PatientClock, PublishedBenchmark
 from gdp.budget import Budget
-from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import Graph
 from gdp.search.candidate import Candidate, Figures
-
-
-def small_inputs(name: str) -> tuple[Graph, Cluster]:
-    return graphs.lstm_training_graph(2 + len(name) % 2, num_layers=1), Cluster.parse("2xp100-pcie-16g")
 
 
 def candidate(step_time_ns: int, excess_bytes: int = 0) -> Candidate:
@@ -35,8 +28,9 @@ def test_a_patient_clock_ends_when_nothing_comes_any_more() -> None:
     assert [(count, step_ns) for count, _, step_ns in clock.improvements.points] == [(9, 7)]
 
 
-def test_runs_have_curves_and_a_rerun_finds_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "workload_inputs", small_inputs)
+def test_runs_have_curves_and_a_rerun_finds_them_all(
+    tmp_path: Path, small_inputs: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings: dict[str, Any] = {"evaluations": 300, "patience": 200, "seeds": 1, "workloads": ("rnnlm-2", "gnmt-2")}
     figures = PublishedBenchmark(**settings).run(out=tmp_path)
     assert [run["method"] for run in figures["runs"]] == 2 * list(METHODS)

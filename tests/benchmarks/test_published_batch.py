@@ -9,7 +9,6 @@ from benchmarks import gdp_batch, graphs, published_batch
 from benchmarks.published_batch import BATCH, HELD_OUT, MEASURES, RANDOM, TUNED, PublishedBatchBenchmark
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import Graph
 from gdp.policy.checkpoint import new_policy
 from gdp.search.question import Question
 from gdp.simulator.problem import Problem
@@ -17,13 +16,10 @@ from gdp.simulator.problem import Problem
 SETTINGS: dict[str, Any] = {"updates": 1, "workloads": ("rnnlm-2", "gnmt-2")}
 
 
-def small_inputs(name: str) -> tuple[Graph, Cluster]:
-    return graphs.lstm_training_graph(2 + len(name) % 2, num_layers=1), Cluster.parse("2xp100-pcie-16g")
-
-
-def test_a_policy_is_never_trained_on_the_workload_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_is_never_trained_on_the_workload_held_out(
+    tmp_path: Path, small_inputs: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rerun finds all rows, and trains nothing again."""
-    monkeypatch.setattr(published_batch, "workload_inputs", small_inputs)
     trained: list[tuple[str, ...]] = []
 
     def train(policy: Any, questions: Any, **settings: Any) -> dict[str, dict[str, Any]]:

@@ -6,25 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import graphs, trained
+from benchmarks import trained
 from benchmarks.trained import TRAINED, TrainedBenchmark
 from gdp.budget import Budget
-from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import Graph
 from gdp.policy.checkpoint import new_policy, save_checkpoint
 from gdp.policy.scheduler import SchedulerPolicy
 
 NAMES = ("rnnlm-2", "unet-256")
 
 
-def small_inputs(name: str) -> tuple[Graph, Cluster]:
-    return graphs.lstm_training_graph(2 + NAMES.index(name), num_layers=2), Cluster.parse("2xp100-pcie-16g")
-
-
 @pytest.fixture(autouse=True)
-def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained, "workload_inputs", small_inputs)
+def _compiled(small_inputs: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained.methods, "warm_up", lambda: None)
 
 
