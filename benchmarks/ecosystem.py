@@ -138,7 +138,7 @@ class EcosystemBenchmark(Benchmark):
         return EcosystemRow(
             **runs.facts,
             baselines=modes,
-            runs={GDP: tuple(runs.run(method, seed) for seed in range(self.seeds))},
+            runs={GDP: runs.of_seeds(method, self.seeds)},
             machine=machine,
             model=model,
             step=step,

@@ -86,10 +86,10 @@ class GeneralizationBenchmark(Benchmark):
     def _place(self, runs: WorkloadRuns, checkpoint: HeldOut) -> WorkloadRow:
         at_once = methods.zero_shot(checkpoint.path)
         trained = methods.fine_tuned(checkpoint.path, self.fine_tune_budget, max_updates=MAX_UPDATES)
-        fine_tuned = tuple(runs.run(trained, seed) for seed in range(self.seeds))
+        fine_tuned = runs.of_seeds(trained, self.seeds)
         budgets = [Budget(seconds=run.cpu_seconds) for run in fine_tuned]
         search = tuple(runs.run(methods.plain_search(budget), seed) for seed, budget in enumerate(budgets))
-        zero_shot = tuple(runs.run(at_once, seed) for seed in range(self.seeds))
+        zero_shot = runs.of_seeds(at_once, self.seeds)
         return WorkloadRow(
             **runs.facts,
             baselines=methods.classical_baselines(runs, self.seeds),

@@ -171,7 +171,7 @@ class MachinesBenchmark(Benchmark):
         )
 
     def _run(self, runs: WorkloadRuns) -> tuple[Run, ...]:
-        return tuple(runs.run(methods.auto(self.budget), seed) for seed in range(self.seeds))
+        return runs.of_seeds(methods.auto(self.budget), self.seeds)
 
 
 def _removals(slow: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -106,10 +106,7 @@ class MicrobatchesBenchmark(Benchmark):
         inputs = accumulated(captured, count), Cluster.parse(f"{num_devices}xp100-pcie-16g")
         runs = WorkloadRuns(f"{model}-{num_devices}x-m{count}", rows, inputs)
         by_name = {AUTO: methods.auto(self.budget)} | {name: _stages(name) for name in STAGES}
-        found = {
-            name: tuple(runs.run(method, seed) for seed in range(self.seeds if name == AUTO else 1))
-            for name, method in by_name.items()
-        }
+        found = {name: runs.of_seeds(method, self.seeds if name == AUTO else 1) for name, method in by_name.items()}
         bubbles = {
             name: float(np.mean([_bubble(runs, by_name[name], seed) for seed in range(len(found[name]))]))
             for name in found

@@ -101,6 +101,10 @@ class WorkloadRuns:
             require_verified(path, self.problem, run.step_time_ns)
         return run
 
+    def of_seeds(self, method: Method, num_seeds: int) -> tuple[Run, ...]:
+        """Returns the runs of `method` with the first seeds."""
+        return tuple(self.run(method, seed) for seed in range(num_seeds))
+
     def plan(self, method: Method, seed: int) -> Plan:
         """Returns the plan of a run whose status is "ok"."""
         return Plan.load(self._plan_path(method, seed))

@@ -36,7 +36,7 @@ class SearchBenchmark(Benchmark):
         for name in self.workloads:
             runs = WorkloadRuns(name, rows)
             method = methods.auto(self.budget, counts_cpu=False)
-            found = tuple(runs.run(method, seed) for seed in range(self.seeds))
+            found = runs.of_seeds(method, self.seeds)
             baselines = methods.classical_baselines(runs, self.seeds)
             placed.append(WorkloadRow(**runs.facts, baselines=baselines, runs={AUTO: found}))
             say(str(placed[-1]))

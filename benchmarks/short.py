@@ -105,7 +105,7 @@ class ShortBenchmark(Benchmark):
         found = {}
         for name in (WITH, WITHOUT):
             method = methods.auto(Budget.parse(budget), asks_policy=name == WITH, name=f"{name}-{budget}")
-            found[name] = tuple(runs.run(method, seed) for seed in range(self.seeds))
+            found[name] = runs.of_seeds(method, self.seeds)
         return WorkloadRow(**runs.facts, baselines={}, runs=found)
 
 

@@ -40,7 +40,8 @@ pytestmark = pytest.mark.usefixtures("small_inputs")
 SEARCH = SearchBenchmark(workloads=("lstm-2", "lstm-3"), budget=Budget(simulations=50), seeds=2)
 
 
-def test_search_reports_every_workload_and_stores_plans_that_verify(tmp_path: Path, small_inputs: Inputs) -> None:
+def test_search(tmp_path: Path, small_inputs: Inputs) -> None:
+    """Search reports every workload and stores plans that verify."""
     lines: list[str] = []
     figures = SEARCH.run(out=tmp_path, say=lines.append)
     assert [line.split(":")[0] for line in lines] == ["lstm-2", "lstm-3"]
@@ -61,13 +62,15 @@ def test_search_reports_every_workload_and_stores_plans_that_verify(tmp_path: Pa
         assert part in text
 
 
-def test_search_ends_with_an_error_when_a_plan_does_not_give_its_figures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search ends with an error when a plan does not give its figures again."""
     monkeypatch.setattr(runs, "verify", lambda problem, plan: ["step_time_ns is 1; the replay gives 2"])
     with pytest.raises(RuntimeError, match=r"lstm-2-auto-seed0.plan.json.gz does not hold: .* the replay gives 2"):
         SEARCH.run()
 
 
-def test_a_page_is_written_with_its_figure_and_rows_are_kept_apart(tmp_path: Path) -> None:
+def test_a_page(tmp_path: Path) -> None:
+    """A page is written with its figure and rows are kept apart."""
     benchmark = SearchBenchmark(workloads=("lstm-2",), budget=Budget(simulations=20), seeds=1)
     figures = benchmark.run(out=tmp_path / "page.md", rows=tmp_path / "rows")
     assert {path.name for path in tmp_path.iterdir()} == {"page.md", "page.svg", "rows"}
@@ -78,13 +81,15 @@ def test_a_page_is_written_with_its_figure_and_rows_are_kept_apart(tmp_path: Pat
 
 
 @pytest.mark.parametrize("options", [{"seeds": 0}, {"workloads": ()}])
-def test_settings_that_measure_nothing_are_refused(options: dict[str, Any]) -> None:
+def test_empty_settings(options: dict[str, Any]) -> None:
+    """Settings that measure nothing are refused."""
     with pytest.raises(InputError, match=r"search: .*(seeds is 0|no workloads); at least"):
         SearchBenchmark(**options)
 
 
-def test_ratios_are_to_the_best_plan_that_fits() -> None:
+def test_ratios() -> None:
     # sqrt(80 * 125) = 100: as fast as METIS (100), half the expert's 200; `single` is fastest but does not fit
+    """Ratios are to the best plan that fits."""
     assert (ROW.best_classical, ROW.best_expert) == ("metis", "expert")
     assert ROW.ratio("auto", BEST_CLASSICAL) == pytest.approx(1.0)
     assert ROW.ratio("auto", EXPERT) == pytest.approx(0.5)
@@ -94,13 +99,15 @@ def test_ratios_are_to_the_best_plan_that_fits() -> None:
     assert [ROW.baseline_cell(placer) for placer in ("single", "heft")] == ["OOM", "none"]
 
 
-def test_the_expert_is_the_single_device_where_that_is_faster_but_not_in_the_table_of_placers() -> None:
+def test_the_expert() -> None:
+    """The expert is the single device where that is faster but not in the table of placers."""
     row = replace(ROW, baselines={"single": Baseline("ok", 1_000_000, 0.1), "expert": Baseline("ok", 2_000_000, 0.1)})
     assert (row.times_ns(EXPERT), row.named_cell(EXPERT)) == ((1_000_000,), "1.000 (single)")
     assert row.baseline_cell("expert") == "2.000"
 
 
-def test_a_mean_leaves_out_rows_without_a_ratio_and_says_over_how_many_it_is() -> None:
+def test_means() -> None:
+    """A mean leaves out rows without a ratio and says over how many it is."""
     mean = MeanRatio.of([[0.5, 0.5], None, [2.0, 4.5]])
     # by seed sqrt(0.5 * 2) and sqrt(0.5 * 4.5)
     assert (mean.ratio, mean.by_seed) == (pytest.approx(1.5**0.5), pytest.approx((1.0, 1.5)))
@@ -115,7 +122,8 @@ def test_a_mean_leaves_out_rows_without_a_ratio_and_says_over_how_many_it_is() -
     assert "so there is no mean" in macros.mean("`auto`", MeanRatio.of([None]), "the expert plan")
 
 
-def test_simulator_reports_speed_reference_ratio_and_slope(tmp_path: Path) -> None:
+def test_simulator(tmp_path: Path) -> None:
+    """Simulator reports speed reference ratio and slope."""
     benchmark = SimulatorBenchmark(
         workload="lstm-3",
         placements_per_family=3,
@@ -135,6 +143,7 @@ def test_simulator_reports_speed_reference_ratio_and_slope(tmp_path: Path) -> No
 
 
 def test_geometric_mean_by_hand() -> None:
+    """The geometric mean is that of a calculation by hand."""
     assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)  # sqrt(16)
     assert geometric_mean([0.5, 1.0, 2.0, 1.0]) == pytest.approx(1.0)
     for bad in ([], [1.0, 0.0]):
@@ -143,11 +152,13 @@ def test_geometric_mean_by_hand() -> None:
 
 
 def test_slope_is_the_power_of_the_size() -> None:
+    """The slope is the power of the size."""
     sizes = np.array([10, 100, 1000])
     assert simulator.log_log_slope(sizes, 3.0 * sizes**1.5) == pytest.approx(1.5)
 
 
 def test_tables_and_times_in_markdown() -> None:
+    """Tables and times are written in Markdown."""
     assert header("a", ["b"]) == "| a | b |\n| :-- | --: |"
     assert [spread(values, ".1f") for values in ([2.0, 1.0], [1.01, 1.0])] == ["1.0 to 2.0", "1.0"]
     assert [milliseconds(time) for time in (12_345_678, 999_960_000, 1_234_567_890, 12_345_678_900)] == [

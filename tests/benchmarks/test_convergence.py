@@ -32,9 +32,8 @@ def run(out: Path | None, **options: Any) -> dict[str, Any]:
     return ConvergenceBenchmark(**given).run(out=out)
 
 
-def test_every_method_gets_faster_with_time_and_a_rerun_finds_it_all(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_curves(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method gets faster with time and a rerun finds it all."""
     figures = run(tmp_path, checkpoints=policy.parent)
     runs = [(row["workload"], row["method"], row["seed"], row["seconds"]) for row in figures["curves"]]
     assert len(set(runs)) == len(runs)
@@ -60,6 +59,8 @@ def test_every_method_gets_faster_with_time_and_a_rerun_finds_it_all(
 
 
 def test_a_run_that_is_interrupted_is_not_kept(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is interrupted is not kept."""
+
     def interrupted(placer: str, question: Question, clock: Clock) -> Solution:
         clock.stop.set()  # as Ctrl-C does, after which the search returns its best so far
         return Solution(None)
@@ -71,7 +72,8 @@ def test_a_run_that_is_interrupted_is_not_kept(policy: Path, tmp_path: Path, mon
     assert not list((tmp_path / "out").rglob("*.json"))
 
 
-def test_a_policy_that_was_trained_on_the_family_is_named_or_refused(policy: Path) -> None:
+def test_trained_families(policy: Path) -> None:
+    """A policy that was trained on the family is named or refused."""
     figures = run(None, checkpoint=policy, workloads=("wavenet-2x9",), seeds=1, methods=(LEARNED,))
     assert "The policy was trained on the families of wavenet-2x9 too." in " ".join(figures["markdown"].split())
     with pytest.raises(InputError, match="wavenet"):
@@ -79,6 +81,7 @@ def test_a_policy_that_was_trained_on_the_family_is_named_or_refused(policy: Pat
 
 
 def test_only_placements_that_fit_and_are_faster_are_on_the_curve() -> None:
+    """Only placements that fit and are faster are on the curve."""
     curve = Curve(Clock(Budget(seconds=1)))
     for step_time_ns, excess_bytes in ((100, 5), (200, 0), (150, 1), (250, 0), (120, 0)):
         curve(Candidate(np.zeros(0, np.int64), Figures(excess_bytes, step_time_ns)))
@@ -101,7 +104,8 @@ def results(**curves: dict[float, list[tuple[float, int]]]) -> Results:
     )
 
 
-def test_methods_are_compared_by_what_they_have_found_until_then() -> None:
+def test_comparison() -> None:
+    """Methods are compared by what they have found until then."""
     found = results(
         gdp={10.0: [(0.5, 300), (1.05, 240), (5.0, 220)]},
         plain={1.0: [(0.2, 400), (1.2, 200)], 10.0: [(0.1, 500), (9.0, 200)]},
@@ -125,5 +129,6 @@ def test_methods_are_compared_by_what_they_have_found_until_then() -> None:
     ],
 )
 def test_bad_input_is_refused_in_one_line(policy: Path, options: dict[str, Any], message: str) -> None:
+    """Bad input is refused in one line."""
     with pytest.raises(InputError, match=message):
         run(None, checkpoint=policy, **options)

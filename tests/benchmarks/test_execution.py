@@ -56,6 +56,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def test_everything_is_measured_once(small: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is measured once."""
     said: list[str] = []
     figures = ExecutionBenchmark(**SMALL).run(out=tmp_path / "out", say=said.append)
     (row,) = figures["rows"]
@@ -84,6 +85,7 @@ def test_everything_is_measured_once(small: Cluster, tmp_path: Path, monkeypatch
 
 
 def test_placements_are_of_every_quality_and_keep_groups(small: Cluster) -> None:
+    """Placements are of every quality and keep groups."""
     workload = families.GNMT.workload("gnmt-2", "2xp100-pcie-16g", 2, num_steps=2, hidden=8, vocabulary=11)
     graph = capture_fn(workload.build, name="gnmt-2").graph
     problem = Problem.build(graph, small)
@@ -96,6 +98,7 @@ def test_placements_are_of_every_quality_and_keep_groups(small: Cluster) -> None
 
 
 def test_what_cannot_be_measured_is_said(small: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine or model that cannot be measured is an error with the reason."""
     with pytest.raises(InputError, match=r"no workload 'bert'; .*rnnlm-2"):
         ExecutionBenchmark(**SMALL | {"workloads": ("bert",)})
     monkeypatch.setattr(execution, "detect_local", lambda: (LocalDevice("cpu0", "core", 2**30, "cpu"),))

@@ -65,6 +65,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_arms_train_alike(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All arms train alike."""
     figures = ExecutionAgainstBenchmark(**SMALL).run(out=tmp_path / "out")
     (row,) = figures["rows"]
     for name in ("gdp", EAGER, *RIVALS):
@@ -90,6 +91,7 @@ def test_all_arms_train_alike(small: None, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("text", ["data=2,zero=1", "data=2,microbatches=2"])
 def test_a_layout_has_the_losses_of_its_parts(text: str) -> None:
+    """A layout has the losses of its parts."""
     layout = Layout.parse(text)
     captured = capture(GPT2.module(layout.num_parts), *GPT2.inputs(layout.num_parts)[0], name="tiny-gpt2")
     step = Step.of(captured.graph, layout)
@@ -119,6 +121,7 @@ def test_a_layer_that_takes_turns_is_no_stage() -> None:
 
 
 def test_the_cut_halves_the_forward_pass() -> None:
+    """The cut halves the forward pass."""
     (inputs,) = GPT2.inputs()
     graph = capture(GPT2.module(), *inputs, name="tiny-gpt2").graph
     is_in_layer = np.array([module.startswith("layers") for module in graph.modules])
@@ -126,6 +129,7 @@ def test_the_cut_halves_the_forward_pass() -> None:
 
 
 def test_processes_that_are_gone_are_a_reason() -> None:
+    """Processes that are gone are a reason."""
     with RivalProcesses(EAGER, SETTING, [()]) as processes:
         assert processes.step("2").loss > 0
         processes._ranks[0][0].kill()
@@ -136,6 +140,7 @@ def test_processes_that_are_gone_are_a_reason() -> None:
 
 
 def test_what_cannot_be_measured_is_said(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine or model that cannot be measured is an error with the reason."""
     with pytest.raises(InputError, match="no arm 'dpd'; did you mean ddp"):
         ExecutionAgainstBenchmark(**SMALL | {"against": ("dpd",)})
     with pytest.raises(InputError, match="no against; at least one is expected"):

@@ -39,7 +39,8 @@ def two_chains(memory_bytes: int = 2**50, resident_bytes: int = 0) -> Problem:
 
 @settings(max_examples=25)
 @given(instances(max_ops=12, max_devices=4))
-def test_every_answer_obeys_groups_devices_and_memory_and_has_its_simulated_time(instance: Instance) -> None:
+def test_answers(instance: Instance) -> None:
+    """Every answer obeys groups, devices and memory, and has its simulated time."""
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     best = run(problem, 2)
     if best is not None:
@@ -49,6 +50,7 @@ def test_every_answer_obeys_groups_devices_and_memory_and_has_its_simulated_time
 
 
 def test_finds_the_optimum_of_a_tiny_problem() -> None:
+    """HDP finds the optimum of a tiny problem."""
     problem = two_chains()
     placements = np.array(list(product(range(2), repeat=8)), np.int64)
     assert evaluate_many(problem, placements)[0].min() == 40  # a chain on each device
@@ -59,6 +61,7 @@ def test_finds_the_optimum_of_a_tiny_problem() -> None:
 
 def test_learns_what_as_many_untrained_samples_do_not_find() -> None:
     # a chain of 40 ops of 10 ns that pays 1000 ns wherever it changes device
+    """HDP learns a placement that as many untrained samples do not find."""
     tensors = [Tensor(op, (op + 1,), 1000) for op in range(39)]
     graph = Graph.build("test", [Op(f"op{op}") for op in range(40)], tensors)
     problem = Problem.build(graph, make_cluster(2, {}), op_time_ns=np.full((40, 2), 10, np.int64))
@@ -72,6 +75,7 @@ def test_learns_what_as_many_untrained_samples_do_not_find() -> None:
 
 
 def test_same_seed_and_updates_give_the_same_answer() -> None:
+    """The same seed and number of updates give the same answer."""
     problem = two_chains()
     first, second = run(problem, 5, seed=3), run(problem, 5, seed=3)
     assert first is not None
@@ -83,6 +87,7 @@ def test_same_seed_and_updates_give_the_same_answer() -> None:
 
 @pytest.mark.parametrize("simulations", [0, 3, 10])
 def test_spends_exactly_a_budget_in_simulations(simulations: int) -> None:
+    """HDP spends exactly a budget in simulations."""
     clock = Clock(Budget(simulations=simulations))
     solution = hdp(Question.about(two_chains()), clock, config=SMALL)
     assert clock.simulations == simulations
@@ -90,6 +95,7 @@ def test_spends_exactly_a_budget_in_simulations(simulations: int) -> None:
 
 
 def test_stops_when_time_is_up_or_it_is_asked_to() -> None:
+    """HDP stops when time is up or it is asked to."""
     question = Question.about(two_chains())
     assert hdp(question, Clock(Budget(seconds=0.0)), config=SMALL).num_updates == 0
     clock = Clock(Budget(seconds=60))
@@ -99,6 +105,7 @@ def test_stops_when_time_is_up_or_it_is_asked_to() -> None:
 
 def test_what_does_not_fit_is_met_and_never_returned() -> None:
     # a device holds the parameters of five ops, and all tensors
+    """Placements that do not fit are met and never returned."""
     problem = two_chains(memory_bytes=5 * 10_000 + 60, resident_bytes=10_000)
     torch.manual_seed(0)
     placements, _ = HdpPolicy(problem, SMALL).sample(64, torch.Generator().manual_seed(0))
@@ -109,7 +116,8 @@ def test_what_does_not_fit_is_met_and_never_returned() -> None:
     assert run(two_chains(memory_bytes=9_999, resident_bytes=10_000), 20) is None
 
 
-def test_log_probabilities_are_those_that_samples_are_drawn_with() -> None:
+def test_log_probabilities() -> None:
+    """Log probabilities are those that samples are drawn with."""
     torch.manual_seed(0)
     policy = HdpPolicy(two_chains(), SMALL)
     torch.nn.init.normal_(policy.placer.out.weight, std=5.0)  # far from uniform
@@ -127,6 +135,7 @@ def test_log_probabilities_are_those_that_samples_are_drawn_with() -> None:
 
 
 def test_gradients_are_finite_where_devices_are_forbidden() -> None:
+    """Gradients are finite where devices are forbidden."""
     times = np.full((8, 2), 10, np.int64)
     times[0, 0] = times[1, 1] = times[4, 0] = -1
     problem = Problem.build(two_chains().graph, two_chains().cluster, op_time_ns=times)
@@ -142,6 +151,7 @@ def test_gradients_are_finite_where_devices_are_forbidden() -> None:
 
 
 def test_refuses_sizes_that_make_no_sense() -> None:
+    """Sizes that make no sense are refused."""
     for wrong in ({"num_groups": 0}, {"placer_hidden": 7}, {"temperature": 0.0}, {"baseline_decay": 1.0}):
         with pytest.raises(ValueError, match="expected"):
             HdpConfig(**wrong)

@@ -53,9 +53,10 @@ def chosen(path: Path, workload: str) -> str:
 # Which checkpoint is asked
 
 
-def test_the_checkpoint_for_a_workload_holds_out_its_family_and_relatives_and_as_little_else_as_there_is(
+def test_the_checkpoint_for_a_workload(
     save: Save,
 ) -> None:
+    """The checkpoint for a workload holds out its family and relatives and as little else as there is."""
     save("all")
     save("half", "amoebanet", "hrnet", "nasnet", "resnet", "retinanet")
     cells = save("cells", "amoebanet", "nasnet")
@@ -68,7 +69,8 @@ def test_the_checkpoint_for_a_workload_holds_out_its_family_and_relatives_and_as
     assert chosen(cells, "amoebanet") == "cells.best"
 
 
-def test_a_missing_checkpoint_is_an_input_error_with_the_command_that_makes_it(save: Save) -> None:
+def test_a_missing_checkpoint(save: Save) -> None:
+    """A missing checkpoint is an input error with the command that makes it."""
     path = save("rnnlm", "rnnlm")
     with pytest.raises(InputError) as caught:
         chosen(path, "unet-256")
@@ -78,7 +80,8 @@ def test_a_missing_checkpoint_is_an_input_error_with_the_command_that_makes_it(s
         held_out.checkpoints_in(path.parent / "none")
 
 
-def test_a_checkpoint_that_was_trained_on_what_it_holds_out_is_refused(save: Save) -> None:
+def test_a_wrong_checkpoint(save: Save) -> None:
+    """A checkpoint that was trained on what it holds out is refused."""
     path = save("rnnlm", "rnnlm", graphs=("gnmt-2", "rnnlm/l1-s30-h1024-b128"))
     with pytest.raises(InputError, match=r"was trained on rnnlm/l1-.*, of a family that it should hold out"):
         held_out.checkpoints_in(path.parent)
@@ -98,7 +101,8 @@ def on_one_device(calls: list[int], **settings: int) -> Method:
     return Method("one", run, Budget(simulations=1), settings=settings)
 
 
-def test_a_run_is_made_once_and_found_again_with_its_plan_verified(tmp_path: Path, small_inputs: Inputs) -> None:
+def test_a_run(tmp_path: Path, small_inputs: Inputs) -> None:
+    """A run is made once and found again with its plan verified."""
     calls: list[int] = []
     workload = WorkloadRuns("rnnlm-2", Rows(tmp_path))
     first = [workload.run(on_one_device(calls, size=1), seed) for seed in (0, 1)]
@@ -117,6 +121,8 @@ def test_a_run_is_made_once_and_found_again_with_its_plan_verified(tmp_path: Pat
 
 
 def test_a_run_that_was_interrupted_is_not_kept(tmp_path: Path) -> None:
+    """A run that was interrupted is not kept."""
+
     def run(question: Question, clock: Clock) -> Solution:
         clock.stop.set()
         return Solution(None)
@@ -148,7 +154,8 @@ def a_row(workload: str, **times: tuple[int | None, ...]) -> WorkloadRow:
     )
 
 
-def test_ratios_pair_seeds_and_leave_out_what_does_not_fit_with_every_seed() -> None:
+def test_ratios_by_seed() -> None:
+    """Ratios pair seeds and leave out what does not fit with every seed."""
     row = a_row("w", new=(80, 125), other=(160, 125), partly=(80, None))
     assert (row.times_ns(EXPERT), row.times_ns(BEST_CLASSICAL), row.times_ns("single")) == ((200,), (100,), None)
     assert row.ratio("new", BEST_CLASSICAL) == pytest.approx(1.0)  # sqrt(0.8 * 1.25)
@@ -164,7 +171,8 @@ def test_ratios_pair_seeds_and_leave_out_what_does_not_fit_with_every_seed() -> 
 # The tables
 
 
-def test_generalization_compares_zero_shot_fine_tuning_and_search_and_resumes(tmp_path: Path, save: Save) -> None:
+def test_generalization(tmp_path: Path, save: Save) -> None:
+    """Generalization compares zero shot fine tuning and search and resumes."""
     directory = save("rnnlm", "rnnlm").parent
     save("unet", "unet")
     lines: list[str] = []
@@ -195,7 +203,8 @@ def test_generalization_compares_zero_shot_fine_tuning_and_search_and_resumes(tm
     assert run() == figures  # nothing is made anew: times would differ
 
 
-def test_the_papers_table_compares_all_methods_with_the_budgets_that_it_states(tmp_path: Path, save: Save) -> None:
+def test_the_papers_table(tmp_path: Path, save: Save) -> None:
+    """The paper's table compares all methods with the budgets that it states."""
     checkpoint = save("rnnlm", "rnnlm")
     benchmark = PaperBenchmark(
         checkpoints=checkpoint.parent,
@@ -222,7 +231,8 @@ def test_the_papers_table_compares_all_methods_with_the_budgets_that_it_states(t
     ElementTree.parse(tmp_path / "out/paper.svg")
 
 
-def test_the_papers_table_refuses_budgets_and_checkpoints_that_make_no_sense(tmp_path: Path, save: Save) -> None:
+def test_bad_input_of_the_papers_table(tmp_path: Path, save: Save) -> None:
+    """The paper's table refuses budgets and checkpoints that make no sense."""
     directory = save("rnnlm", "rnnlm").parent
     with pytest.raises(InputError, match=r"hdp_factor is 0.0; a factor above 0"):
         PaperBenchmark(checkpoints=directory, hdp_factor=0.0)

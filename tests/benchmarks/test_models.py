@@ -70,7 +70,8 @@ def num_parameters(module: nn.Module) -> int:
         (lambda: tree_lstm.TreeLSTMConfig(1, num_leaves=12), "num_leaves is 12; a power of two"),
     ],
 )
-def test_a_config_that_makes_no_model_is_an_input_error(make: Callable[[], object], message: str) -> None:
+def test_bad_configs(make: Callable[[], object], message: str) -> None:
+    """A config that makes no model is an input error."""
     with pytest.raises(InputError, match=message):
         make()
 
@@ -134,7 +135,8 @@ def test_forward_flops_are_twice_the_published_multiply_adds_and_at_most_a_tenth
     assert not capture.coverage.unknown
 
 
-def test_the_loss_of_all_alignments_and_its_gradient_equal_pytorchs() -> None:
+def test_alignments() -> None:
+    """The loss of all alignments and its gradient equal PyTorch's."""
     torch.manual_seed(0)
     scores = torch.randn(9, 4, 6, requires_grad=True)
     texts = torch.tensor([[1, 1, 2], [3, 4, 3], [5, 5, 5], [1, 2, 3]])
@@ -146,7 +148,7 @@ def test_the_loss_of_all_alignments_and_its_gradient_equal_pytorchs() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_relative_positions_of_t5_are_near_ones_exact_and_far_ones_together_and_causal_in_a_decoder() -> None:
+def test_relative_positions() -> None:
     """32 buckets: one way 16 exact and 16 for 16 to 128 and beyond; both ways half of that for each side."""
     steps = 200
     for causal in (False, True):
@@ -161,6 +163,7 @@ def test_relative_positions_of_t5_are_near_ones_exact_and_far_ones_together_and_
 
 
 def test_a_tree_lstm_reads_every_word_and_its_root_last() -> None:
+    """A tree lstm reads every word and its root last."""
     torch.manual_seed(0)
     module, (words, classes), _ = TINY["tree_lstm"]()
     assert isinstance(module, tree_lstm.TreeLSTM)
@@ -181,9 +184,10 @@ def test_a_tree_lstm_reads_every_word_and_its_root_last() -> None:
     [*FURTHER, *workloads.variants],
     ids=lambda workload: workload.name,
 )
-def test_contiguous_stages_fit_and_the_backward_pass_takes_twice_the_flops_of_the_forward_pass(
+def test_stages_and_flops(
     workload: Workload,
 ) -> None:
+    """Contiguous stages fit and the backward pass takes twice the flops of the forward pass."""
     capture = capture_fn(workload.build, name=workload.name)
     graph = capture.graph
     assert not capture.coverage.unknown
@@ -198,7 +202,8 @@ def test_contiguous_stages_fit_and_the_backward_pass_takes_twice_the_flops_of_th
     assert simulate(problem, placement).feasible
 
 
-def test_routed_experts_equal_a_plain_loop_over_tokens_when_every_choice_finds_a_place() -> None:
+def test_routed_experts() -> None:
+    """Routed experts equal a plain loop over tokens when every choice finds a place."""
     torch.manual_seed(0)
     config = mixture_of_experts.MixtureOfExpertsConfig(
         2, num_steps=8, hidden=16, num_heads=4, inner=12, num_experts=4, experts_per_token=2, spare_capacity=0.99
@@ -216,7 +221,7 @@ def test_routed_experts_equal_a_plain_loop_over_tokens_when_every_choice_finds_a
     torch.testing.assert_close(routed(x)[0], expected)
 
 
-def test_choices_beyond_an_experts_capacity_are_dropped_in_order_of_choice_then_token() -> None:
+def test_dropped_choices() -> None:
     """3 tokens, 2 experts, 1 choice, capacity 1: all prefer expert 1, so only the first token finds a place, slot 1."""
     config = mixture_of_experts.MixtureOfExpertsConfig(
         1, num_steps=3, hidden=4, num_heads=1, num_key_heads=1, num_experts=2, experts_per_token=1

@@ -32,6 +32,7 @@ def test_statistics_are_those_of_the_textbook() -> None:
     # the group of 4: ranks 1 2 3 predicted, 1 3 2 measured: rho = 1 - 6 * (0 + 1 + 1) / (3 * 8) = 0.5, no regret
     # the group of 8: the prediction prefers 11 ms to 10 ms: a regret of 10 %; ranks 1 2 against 2 1
     # pooled, from the middle: (-1, 0, 1, -0.5, 0.5) and (-1, 1, 0, 0.5, -0.5): (1 - 0.25 - 0.25) / 2.5 = 0.2
+    """Statistics are those of the textbook."""
     found = statistics(predictions((4, 10, 20), (4, 32, 40), (4, 42, 30), (8, 9.9, 11), (8, 10, 10)))
     assert found["errors"]["median"] == pytest.approx(0.2)
     assert found["errors"]["mean"] == pytest.approx(0.24)
@@ -63,6 +64,7 @@ def test_measured_steps_are_predicted_in_their_layouts(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_no_measurements_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    """Files that are no measurements are refused."""
     path = tmp_path / "runs.csv"
     path.write_text(text)
     with pytest.raises(InputError, match=problem):

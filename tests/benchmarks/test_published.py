@@ -16,6 +16,7 @@ def candidate(step_time_ns: int, excess_bytes: int = 0) -> Candidate:
 
 
 def test_a_patient_clock_ends_when_nothing_comes_any_more() -> None:
+    """A patient clock ends when nothing comes any more."""
     clock = PatientClock(Budget(simulations=100), patience=10)
     clock.spend(9)
     clock.note(candidate(7))
@@ -28,9 +29,8 @@ def test_a_patient_clock_ends_when_nothing_comes_any_more() -> None:
     assert [(count, step_ns) for count, _, step_ns in clock.improvements.points] == [(9, 7)]
 
 
-def test_runs_have_curves_and_a_rerun_finds_them_all(
-    tmp_path: Path, small_inputs: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs(tmp_path: Path, small_inputs: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs have curves and a rerun finds them all."""
     settings: dict[str, Any] = {"evaluations": 300, "patience": 200, "seeds": 1, "workloads": ("rnnlm-2", "gnmt-2")}
     figures = PublishedBenchmark(**settings).run(out=tmp_path)
     assert [run["method"] for run in figures["runs"]] == 2 * list(METHODS)
@@ -60,5 +60,6 @@ def test_runs_have_curves_and_a_rerun_finds_them_all(
 
 
 def test_unknown_methods_are_named() -> None:
+    """Unknown methods are named."""
     with pytest.raises(InputError, match="'gdp'; one of published, "):
         PublishedBenchmark(methods=("gdp",))

@@ -16,9 +16,7 @@ from gdp.simulator.problem import Problem
 SETTINGS: dict[str, Any] = {"updates": 1, "workloads": ("rnnlm-2", "gnmt-2")}
 
 
-def test_a_policy_is_never_trained_on_the_workload_held_out(
-    tmp_path: Path, small_inputs: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_out(tmp_path: Path, small_inputs: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rerun finds all rows, and trains nothing again."""
     trained: list[tuple[str, ...]] = []
 
@@ -63,5 +61,6 @@ def test_training_on_a_batch_improves_what_it_rewards() -> None:
 
 
 def test_workloads_of_one_family_leave_nothing_to_train_on() -> None:
+    """Workloads of one family leave nothing to train on."""
     with pytest.raises(InputError, match="no workload is of another family than rnnlm-2"):
         PublishedBatchBenchmark(workloads=("rnnlm-2", "rnnlm-4"))

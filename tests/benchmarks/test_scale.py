@@ -9,6 +9,7 @@ from gdp.parallel.layout import NONE
 
 @pytest.mark.parametrize("layout", [NONE, "microbatches=2", CHOSEN])
 def test_a_case_has_all_figures_and_a_page(layout: str) -> None:
+    """A case has all figures and a page."""
     case = {"model": "rnnlm-2", "layout": layout, "devices": "2xp100-pcie-16g", "budget": "1s"}
     row = ScaleRow(**measured(case))
     assert row.first_s is not None

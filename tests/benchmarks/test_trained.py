@@ -33,7 +33,8 @@ def checkpoint(path: Path, *, change: float = 0.0, seen: tuple[str, ...] = ()) -
     return path
 
 
-def test_an_untrained_checkpoint_is_even_and_another_is_not(tmp_path: Path) -> None:
+def test_untrained(tmp_path: Path) -> None:
+    """An untrained checkpoint is even and another is not."""
     budget = Budget(seconds=0.1)
     figures = []
     for number, change in enumerate((0.0, 5.0)):
@@ -51,6 +52,7 @@ def test_an_untrained_checkpoint_is_even_and_another_is_not(tmp_path: Path) -> N
 
 
 def test_a_workload_that_was_trained_on_is_refused(tmp_path: Path) -> None:
+    """A workload that was trained on is refused."""
     path = checkpoint(tmp_path / "seen.safetensors", seen=NAMES[:1])
     with pytest.raises(InputError, match="was trained on rnnlm-2; leave it out of --workloads"):
         TrainedBenchmark(checkpoint=(path,), workloads=NAMES).run()
@@ -70,6 +72,7 @@ def test_policies_of_other_seeds_stand_beside_the_first(tmp_path: Path) -> None:
 
 
 def test_two_policies_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Two policies of one name are refused."""
     directories = [tmp_path / name for name in "abc"]
     for directory in directories:
         directory.mkdir()
