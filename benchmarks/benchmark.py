@@ -41,7 +41,6 @@ HELP = {
     "fine_tune_budget": "Training on a workload.",
     "graphs": "Number of drawn graphs.",
     "hdp_factor": "HDP's processor time over that of fine-tuning.",
-    "hold_out": "Families to place, with families like them.",
     "machines": "Sets of devices.",
     "methods": "Placers.",
     "models": "Workloads, or configs; `all` are thirty.",
