@@ -90,7 +90,7 @@ def test_reprs_are_one_short_line(split: gdp.Plan) -> None:
     assert repr(gdp.Cluster.parse("2xl4-24g+cpu-16core")).startswith("Cluster('2xl4-24g+cpu-16core': 2 l4-24g, 1 cpu")
     assert repr(split).startswith(f"Plan({split.step_time_ns / 1e6:.3f} ms on 2 of 2 devices by auto, at most ")
     assert repr(split.problem) == "Problem('two-layers' on '2xl4-24g': 4 ops, 2 devices)"
-    step = split.simulation()
+    step = gdp.simulation_of(split)
     assert repr(step) == f"Simulation({split.step_time_ns / 1e6:.3f} ms: 'two-layers' on '2xl4-24g', 1 transfer)"
     captured = gdp.capture(nn.Linear(8, 4), (ones(2, 8),), training=False)
     assert repr(captured) == f"Capture({captured.graph!r})"
@@ -134,28 +134,29 @@ def test_a_plan_tells_the_device_of_an_op_or_module(split: gdp.Plan) -> None:
 
 def test_a_plan_draws_its_timeline_and_writes_its_report(split: gdp.Plan, tmp_path: Path) -> None:
     """The timeline has a line for each device and a row for each op; files have the page and the figure."""
-    timeline = split.timeline()
+    timeline = gdp.timeline(split)
     assert [line[:4] for line in repr(timeline).splitlines()] == ["gpu0", "gpu1", "    "]
     assert [(row.op, row.device) for row in timeline.rows] == [(f"op{n}", f"gpu{n // 3}") for n in range(4)]
     assert max(row.finish_ns for row in timeline.rows) == split.step_time_ns
     assert timeline._repr_html_().startswith("<img")
     assert timeline.save(tmp_path / "step.svg").read_text().endswith("</svg>\n")
-    assert "two-layers on 2xl4-24g" in split.report(tmp_path / "pages" / "report.html").read_text()
+    assert "two-layers on 2xl4-24g" in gdp.write_report(split, tmp_path / "pages" / "report.html").read_text()
     with pytest.raises(gdp.InputError, match="ends in"):
-        split.report(tmp_path / "report.pdf")
+        gdp.write_report(split, tmp_path / "report.pdf")
 
 
-def test_a_plan_from_a_file_asks_for_graph_and_devices(split: gdp.Plan, tmp_path: Path) -> None:
-    """The file has fingerprints alone: methods take the graph and the devices, and refuse others."""
+def test_a_plan_from_a_file_asks_for_a_graph_that_no_file_has(split: gdp.Plan, tmp_path: Path) -> None:
+    """The file knows its devices, and the graph by name alone; others are refused."""
     split.save(tmp_path / "plan.json")
     plan = gdp.Plan.load(tmp_path / "plan.json")
     with pytest.raises(gdp.InputError, match="does not have its graph"):
         plan.device_of("op3")
-    with pytest.raises(gdp.InputError, match="does not have its devices"):
-        plan.timeline(two_layers())
+    with pytest.raises(gdp.InputError, match="model 'two-layers': no built-in workload"):
+        gdp.timeline(plan)
+    assert gdp.timeline(plan, two_layers()).rows[0].op == "op0"
     with pytest.raises(gdp.InputError, match="the plan is of graph"):
         plan.device_of("a", Graph.build("other", [Op("a")], []))
     with pytest.raises(gdp.InputError, match="the plan is for cluster"):
-        plan.report(tmp_path / "report.html", two_layers(), "3xl4-24g")
+        gdp.write_report(plan, tmp_path / "report.html", two_layers(), "3xl4-24g")
     assert plan.device_of("op3", two_layers()) == "gpu1"
-    assert plan.simulation(two_layers(), CLUSTER).step_time_ns == plan.step_time_ns
+    assert gdp.simulation_of(plan, two_layers(), CLUSTER).step_time_ns == plan.step_time_ns

@@ -23,7 +23,10 @@ from .planning.advice import Advice as Advice
 from .planning.advice import advise as advise
 from .planning.compare import Comparison as Comparison
 from .planning.compare import compare as compare
+from .planning.plan_source import simulation_of as simulation_of
+from .report.page import write_report as write_report
 from .report.timeline import Timeline as Timeline
+from .report.timeline import timeline as timeline
 from .search.batches.place_batches import BatchChoice as BatchChoice
 from .search.batches.place_batches import place_batches as place_batches
 from .search.layouts.batch_parts import Parts as Parts

@@ -95,6 +95,19 @@ def read_json(path: str | Path) -> Any:
     return document
 
 
+def format_of(path: str | Path) -> str:
+    """Returns the `format` that a JSON file begins with; "" for anything else."""
+    path = Path(path)
+    try:
+        if not path.is_file():
+            return ""
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            found = re.search(rb'"format"\s*:\s*"([^"]*)"', file.read(1000))
+    except (OSError, EOFError):
+        return ""
+    return "" if found is None else found[1].decode("utf-8", "replace")
+
+
 class _DuplicateKeyError(Exception):
     pass
 

@@ -14,6 +14,8 @@ from gdp.errors import InputError
 from gdp.export import accelerate_maps
 from gdp.export.accelerate_maps import MODES, best_step, device_map, fetching_late, placement_of
 from gdp.graph import Graph, Op, Tensor
+from gdp.models.model import Microbatching, Reading
+from gdp.models.source import ModelSource
 from gdp.planning.compare import DEFAULT_PLACERS, compare
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
@@ -169,9 +171,13 @@ def test_compare() -> None:
 
 def test_defaults_of_compare() -> None:
     """`gdp compare` asks accelerate by default only for the maps that it can give."""
-    assert split_rivals("hf:bert", None, 1) == ([*DEFAULT_PLACERS], [*accelerate_maps.NAMES])
-    assert split_rivals("hf:bert", None, 2) == ([*DEFAULT_PLACERS], [])
-    assert split_rivals("gnmt-2", None, 1) == ([*DEFAULT_PLACERS], [])
-    assert split_rivals("gnmt-2", "accelerate-auto, heft", 1) == (["heft"], ["accelerate-auto"])
+
+    def split(model: str, placers: str | None, microbatches: int = 1) -> tuple[list[str], list[str]]:
+        return split_rivals(ModelSource(model, Reading(microbatching=Microbatching(microbatches))), placers)
+
+    assert split("hf:bert", None) == ([*DEFAULT_PLACERS], [*accelerate_maps.NAMES])
+    assert split("hf:bert", None, 2) == ([*DEFAULT_PLACERS], [])
+    assert split("gnmt-2", None) == ([*DEFAULT_PLACERS], [])
+    assert split("gnmt-2", "accelerate-auto, heft") == (["heft"], ["accelerate-auto"])
     with pytest.raises(InputError, match="name each once"):
-        split_rivals("gnmt-2", "accelerate-auto,accelerate-auto", 1)
+        split("gnmt-2", "accelerate-auto,accelerate-auto")

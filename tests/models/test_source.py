@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gdp import register_flops
-from gdp.cli import values
+from gdp.cli.shared import check_writable
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.models import graph_cache
@@ -195,7 +195,7 @@ def test_names_the_system_refuses() -> None:
     with pytest.raises(InputError, match="no such directory"):
         ModelSource(f"hf:{'a' * 300}").whole()
     with pytest.raises(InputError, match="cannot be written"):
-        values.check_writable(Path("a" * 300) / "plan.json")
+        check_writable(Path("a" * 300) / "plan.json")
 
 
 @pytest.mark.parametrize("refuses_copies", [False, True])

@@ -480,11 +480,11 @@ def test_cut_tables_say_so(driver: Any) -> None:
 def test_write_report(made: PageData, tmp_path: Path) -> None:
     """A plan's page is written from Python; a name that is no page's, or another graph, is refused before."""
     problem = made.simulation.problem
-    write_report(tmp_path / "page.html", made.plan, problem.graph, problem.cluster)
+    write_report(made.plan, tmp_path / "page.html", problem.graph, problem.cluster)
     assert "<h1>two-towers on" in (tmp_path / "page.html").read_text()
     for name, graph in (("page.txt", problem.graph), ("other.html", two_towers(layers=2))):
         with pytest.raises(InputError):
-            write_report(tmp_path / name, made.plan, graph, problem.cluster)
+            write_report(made.plan, tmp_path / name, graph, problem.cluster)
         assert not (tmp_path / name).exists()
 
 

@@ -229,7 +229,9 @@ def document(**changes: Any) -> dict[str, Any]:
     [
         ([], ["list", "gdp-plan"]),
         (document(format="gdp-graph"), ["format is 'gdp-graph'"]),
-        (document(version=3), ["version is 3", "reads gdp-plan version 1"]),
+        (document(version=3), ["version is 3", "reads gdp-plan version 2"]),
+        (document(version=1), ["version 1", "does not say what was asked", "place it anew"]),
+        (document(asked={"model": "gnmt-2"}), ["asked is", "an object with model, options, cluster and directory"]),
         (document(note=""), ["unknown key 'note'"]),
         ({key: value for key, value in document().items() if key != "order"}, ["order is missing"]),
         (document(placement="0011"), ["placement is '0011'"]),

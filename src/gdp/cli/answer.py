@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +121,7 @@ def respond(question: PlaceQuestion) -> int:
         try:
             with request.named():
                 found, problem = question.find(stop) if kept is None else (kept, question.problem_of(kept.plan))
+                found = replace(found, plan=replace(found.plan, asked=request.asked))
         except InputError:
             if stop.is_set():  # before there was any plan
                 return INTERRUPTED

@@ -7,7 +7,7 @@ import typer
 
 from gdp.cli.inputs import read_graph
 from gdp.cli.options import JsonOption, ModelArgument, ReadingOptions, with_options
-from gdp.cli.shared import OK, print_json, show
+from gdp.cli.shared import OK, check_writable, print_json, show
 from gdp.errors import InputError
 
 _GRAPH_FILES = (".json", ".json.gz", ".safetensors")
@@ -24,13 +24,12 @@ def capture(
     json: JsonOption = False,
 ) -> int:
     """Write the graph of one step of MODEL."""
-    from gdp.cli import values
     from gdp.models.source import ModelSource
 
     if not out.name.endswith(_GRAPH_FILES):
         raise InputError(f"--out {out}: a name that ends in .json, .json.gz or .safetensors is expected")
     model_source = ModelSource(model, model_options.reading())
-    values.check_writable(out)
+    check_writable(out)
     source = read_graph(model_source)
     is_like_it = model.endswith(".safetensors") == out.name.endswith(".safetensors")  # else a file in the other form
     if model.endswith(_GRAPH_FILES) and is_like_it and model_options.microbatches == 1:

@@ -1,28 +1,40 @@
 """Parses, calls and prints: `gdp compare`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gdp.cli.inputs import check_checkpoint, check_placers, check_rivals, find_rivals, read_graph, split_rivals
+from gdp.cli.inputs import (
+    check_checkpoint,
+    check_placers,
+    check_rivals,
+    find_rivals,
+    open_plan,
+    read_graph,
+    split_rivals,
+)
 from gdp.cli.options import (
     BudgetOption,
     CheckpointOption,
     ConstraintOptions,
-    DevicesOption,
+    Given,
     JsonOption,
-    ModelArgument,
+    PlacedDevicesOption,
+    PlanOrModelArgument,
     ReadingOptions,
     ThreadsOption,
+    group_of,
     with_options,
 )
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, print_json, show, warm_up
+from gdp.errors import InputError, prefixed
 
 
 @with_options
 def compare(
-    model: ModelArgument,
-    devices: DevicesOption,
+    plan_or_model: PlanOrModelArgument,
+    devices: PlacedDevicesOption = None,
     placers: Annotated[
         str | None,
         typer.Option(
@@ -37,20 +49,32 @@ def compare(
     *,
     limits: ConstraintOptions,
     model_options: ReadingOptions,
+    given: Given,
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Run several placers on MODEL and DEVICES with several seeds, each with the whole budget."""
+    """Run placers on what a plan was asked, or on MODEL and DEVICES, with several seeds, each with the whole budget."""
     from gdp.report import progress
 
     with progress.live("loading gdp"):
         from gdp.budget import Budget
         from gdp.cluster import Cluster
+        from gdp.files import format_of
         from gdp.models.source import ModelSource
+        from gdp.simulator.plan import FORMAT
 
-        limit, source = Budget.parse(budget), ModelSource(model, model_options.reading())
-        cluster = Cluster.parse(devices)
-        constraints = limits.constraints(cluster)
+        if format_of(plan_or_model) == FORMAT:
+            planned = open_plan(Path(plan_or_model), given)
+            budget = given.get("budget", planned.options.get("budget", budget))
+            with prefixed(plan_or_model):
+                source, options = planned.model, planned.options
+                cluster = planned.cluster if devices is None else Cluster.parse(devices)
+            limits = group_of(ConstraintOptions, options)
+        elif devices is None:
+            raise InputError(f"{plan_or_model}: is no plan; name the devices to place it on with --devices")
+        else:
+            source, cluster = ModelSource(plan_or_model, model_options.reading()), Cluster.parse(devices)
+        limit, constraints = Budget.parse(budget), limits.constraints(cluster)
         names, rivals = split_rivals(source, placers)
         check_placers(names)
         check_checkpoint(checkpoint, names)

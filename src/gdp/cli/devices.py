@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gdp.cli.options import JsonOption
-from gdp.cli.shared import log, print_json, print_text, show
+from gdp.cli.shared import check_writable, log, print_json, print_text, show
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,10 +56,8 @@ def devices_detect(
     json: JsonOption = False,
 ) -> int:
     """Show the devices of this machine, by their names in gdp run, and the links between them."""
-    from gdp.cli import values
-
     if out is not None:
-        values.check_writable(out)
+        check_writable(out)
     from gdp.report.progress import live
 
     with live("looking for devices"):
@@ -164,9 +162,7 @@ def devices_measure(
 
     Under torchrun each process measures a device, and the routes are those between the processes.
     """
-    from gdp.cli import values
-
-    values.check_writable(out)
+    check_writable(out)
     from gdp.execute.calibrate.calibrate import calibrate
     from gdp.execute.local_devices import detect_local
     from gdp.execute.worker import ExecutionError

@@ -5,18 +5,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.inputs import check_spares_plan, problem_of_plan
+from gdp.cli.inputs import check_spares_plan, open_plan, read_planned
 from gdp.cli.options import (
     ConstraintOptions,
+    Given,
     JsonOption,
     PlacedDevicesOption,
     PlacedGraphOption,
     PlanArgument,
     ReadingOptions,
     TargetOptions,
+    group_of,
     with_options,
 )
-from gdp.cli.shared import NOTHING_FITS, OK, fail, print_json, show, warm_up
+from gdp.cli.shared import NOTHING_FITS, OK, check_writable, fail, print_json, show, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ _TARGETS = (
 @with_options
 def export(
     plan: PlanArgument,
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help=_TARGETS)],
+    to: Annotated[str | None, typer.Option("--to", metavar="TARGET", help=_TARGETS)] = None,
     graph: PlacedGraphOption = None,
     devices: PlacedDevicesOption = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: beside PLAN, named after TARGET.")] = None,
@@ -41,6 +43,7 @@ def export(
     target_options: TargetOptions,
     limits: ConstraintOptions,
     model_options: ReadingOptions,
+    given: Given,
     json: JsonOption = False,
 ) -> int:
     """Write PLAN for another tool, as closely as the tool can express it, and say what that costs."""
@@ -49,16 +52,19 @@ def export(
 
     with live("loading gdp"):
         from gdp.export.layouts.targets import find_layout_target
-        from gdp.simulator.plan import Plan
 
-        read = Plan.load(plan)
-        layout_target = find_layout_target(to, is_cut=read.layout is not None)
+        source = open_plan(plan, given, graph, devices)
+        read, asked = source.plan, source.options.get("target")
+        name = to or asked
+        if name is None:
+            raise InputError(f"{plan}: was placed for no target; name one with --to, such as --to hf-device-map")
+        layout_target = find_layout_target(name, is_cut=read.layout is not None)
     if layout_target is not None:
         target_options.check_unused()
-        problem = problem_of_plan(plan, read, graph, devices, model_options, limits)
         path = _path(out, plan, layout_target.file_name)
+        _, problem = read_planned(source)
         return _export_layout(problem, read, layout_target, path, json=json)
-    target = target_options.target(to)
+    target = (group_of(TargetOptions, source.options) if name == asked else target_options).target(name)
     path = _path(out, plan, target.file_name)
     layout = read.layout
     if layout is not None and (layout.get("data") != 1 or layout.get("recompute") != "none" or "offload" in layout):
@@ -66,7 +72,7 @@ def export(
             f"{plan}: has replicas, recomputed blocks or activations on the host, which {target.name} does not take; "
             "export to torch-fsdp, torchtitan or megatron, or place with --parallel none"
         )
-    problem = problem_of_plan(plan, read, graph, devices, model_options, limits)
+    _, problem = read_planned(source)
     target.read_units(problem)  # a plan that cannot be exported is better known now
     warm_up(())
     with live(f"writing {path}"):
@@ -86,10 +92,8 @@ def export(
 
 def _path(out: Path | None, plan: Path, name: str) -> Path:
     """Returns the file to write: `out`, or `name` beside the plan. InputError if it cannot be written."""
-    from gdp.cli import values
-
     path = plan.with_name(name) if out is None else out
-    values.check_writable(path)
+    check_writable(path)
     check_spares_plan("--out", path, plan)
     return path
 

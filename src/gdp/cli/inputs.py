@@ -1,16 +1,15 @@
 """Reads and checks the inputs of commands: graphs, plans, placers, checkpoints."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gdp.cli.options import MemoryOptions, ReadingOptions
 from gdp.cli.shared import log
-from gdp.errors import InputError, UnevenBatchError
+from gdp.errors import InputError, UnevenBatchError, prefixed
+from gdp.planning.plan_directory import files_beside
 
 if TYPE_CHECKING:
     from gdp.cluster import Cluster
@@ -18,14 +17,10 @@ if TYPE_CHECKING:
     from gdp.models.model import Model
     from gdp.models.source import ModelSource
     from gdp.planning.compare import Rival
+    from gdp.planning.plan_source import PlanSource
     from gdp.search.rivals.rivals import RivalQuestion, RivalStep
     from gdp.simulator.constraints import Constraints
-    from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
-
-IN_JSON, IN_COLUMNS = "graph.json.gz", "graph.safetensors"
-GRAPH_FILES = IN_JSON, IN_COLUMNS
-"""Names of the graph beside a plan."""
 
 
 def read_graph(source: "ModelSource") -> "Model":
@@ -186,74 +181,32 @@ def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
     load_checkpoint(checkpoint)
 
 
-def problem_of_plan(
-    path: Path,
-    plan: "Plan",
-    graph: str | None,
-    devices: str | None,
-    model_options: ReadingOptions,
-    limits: MemoryOptions,
-) -> "Problem":
-    """Builds the problem that the `plan` in `path` solves, from --graph and --devices or the files beside the plan."""
-    from gdp.cluster import Cluster
-    from gdp.models.source import ModelSource
+def open_plan(
+    path: Path, given: Mapping[str, Any], model: str | None = None, devices: str | None = None
+) -> "PlanSource":
+    """Reads the plan in `path`, with what is `given` on the command line in place of what was asked."""
+    from gdp.planning.options import LIMITS, READING
+    from gdp.planning.plan_source import PlanSource
+    from gdp.simulator.plan import Plan
 
-    reading = model_options.reading()
-    model_options.check_has_model(graph)
-    cluster = Cluster.parse(_named_or_beside(path, devices, ("cluster.json",), "its devices", "--devices"))
-    model = ModelSource(_named_or_beside(path, graph, GRAPH_FILES, "its graph", "--graph"), reading)
-    source = read_planned(model, plan).graph
-    try:
-        plan.check_belongs(source, cluster)
-    except InputError as error:
-        raise InputError(f"{path}: {error}; or name its own with --graph and --devices") from None
-    return build_problem(source, cluster, limits.constraints(cluster))
+    options = {name: value for name, value in given.items() if name in (*READING, *LIMITS)}
+    return PlanSource(Plan.load(path), model=model or "", devices=devices or "", options=options)
 
 
-def _named_or_beside(plan: Path, text: str | None, names: Sequence[str], meaning: str, option: str) -> str:
-    """Returns `text`, or else the newest of the files of these `names` beside the plan, which was written with it."""
-    if text is not None:
-        return text
-    there = [path for path in map(plan.with_name, names) if path.is_file()]
-    if not there:
-        raise InputError(f"{plan}: no {names[0]} beside it; name {meaning} with {option}")
-    return str(max(there, key=lambda path: path.stat().st_mtime_ns))
+def read_planned(source: "PlanSource") -> "tuple[Model, Problem]":
+    """Reads the step that a plan places, and the problem that it solves. InputError names the plan."""
+    from gdp.report.progress import live
+
+    path = source.plan.path
+    with prefixed(path):
+        with live(f"reading the step of {path}"):
+            cluster, model = source.cluster, source.read()
+        for note in model.notes:
+            log(f"gdp: note: {note}")
+        return model, build_problem(model.graph, cluster, source.constraints)
 
 
 def check_spares_plan(option: str, path: Path, plan: Path) -> None:
     """Raises InputError if writing `path` would overwrite the plan or the files that are read beside it."""
-    needed = {os.path.realpath(plan.with_name(name)) for name in (plan.name, *GRAPH_FILES, "cluster.json")}
-    if os.path.realpath(path) in needed:
+    if os.path.realpath(path) in set(map(os.path.realpath, (plan, *files_beside(plan)))):
         raise InputError(f"{option} {path}: the plan needs that file; name another one")
-
-
-def read_planned(source: "ModelSource", plan: "Plan") -> "Model":
-    """Reads the graph of MODEL that `plan` is of: cut as its layout says, unless MODEL is a file, which is whole."""
-    from gdp.models.model import Model
-    from gdp.parallel.batches import BatchStream, in_flight
-    from gdp.parallel.step import Step
-    from gdp.search.layouts.batch_parts import Parts
-
-    layout = plan.layout
-    if layout is None:
-        return read_graph(source)
-    if in_flight(layout) or source.is_file:
-        model = read_graph(source)
-        if model.graph.fingerprint == plan.graph:
-            return model
-        whole = layout.get("whole", model.graph.fingerprint)
-        if whole != model.graph.fingerprint:
-            raise InputError(
-                f"the plan is of a layout of graph {whole[:12]}, not of {model.graph.name!r} "
-                f"({model.graph.fingerprint[:12]}); place this graph anew"
-            )
-        if in_flight(layout):
-            return replace(model, graph=BatchStream.of_document(model.graph, layout).graph)
-        return replace(model, graph=Step.of_document(Parts.of_graph(model.graph).exact, layout).graph)
-    if source.reading.microbatching.count > 1:
-        raise InputError("--microbatches: the plan has its layout in it; leave the option out")
-    from gdp.report.progress import live
-
-    with live(f"reading {source.text} as the plan cuts it"):
-        step = Step.of_document(lambda num_parts: source.part(num_parts).graph, layout)
-        return Model(step.graph, {}, is_captured=True)

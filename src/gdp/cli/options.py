@@ -1,11 +1,11 @@
 """Options that several commands have, each defined once; groups of them become one parameter of a command."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -24,15 +24,21 @@ ModelArgument = Annotated[
     ),
 ]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A gdp-plan file, as `gdp place` writes it.")]
+PlanOrModelArgument = Annotated[
+    str, typer.Argument(metavar="PLAN", help="A gdp-plan file, which knows its MODEL; or a MODEL, with --plan.")
+]
+PlanOption = Annotated[
+    Path | None, typer.Option(metavar="PLAN", help="The plan, where another MODEL is named than it was made for.")
+]
 DevicesOption = Annotated[
     str,
     typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, a cluster file, or local."),
 ]
 PlacedDevicesOption = Annotated[
-    str | None, typer.Option(metavar="DEVICES", help="The devices of the plan. Default: cluster.json beside PLAN.")
+    str | None, typer.Option(metavar="DEVICES", help="The devices of the plan. Default: those it was asked for.")
 ]
 PlacedGraphOption = Annotated[
-    str | None, typer.Option(metavar="GRAPH", help="The graph of the plan. Default: graph.json.gz beside PLAN.")
+    str | None, typer.Option(metavar="MODEL", help="The graph or MODEL of the plan. Default: the one it was asked for.")
 ]
 BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
 CheckpointOption = Annotated[
@@ -53,9 +59,9 @@ DtypeOption = Annotated[
     str, typer.Option(metavar="DTYPE", help="Convert MODEL to bfloat16, float16, float32 or float64.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
+Group = TypeVar("Group", bound="ReadingOptions | MemoryOptions | TargetOptions")
 
-_NO_RESERVE = "0%"
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads to search with; default: all processors.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,55 +94,9 @@ class ReadingOptions:
 
     def reading(self) -> "Reading":
         """Returns the options as a `Reading`, checked."""
-        from gdp.cli import values
-        from gdp.models.model import Microbatching, Reading, check_dtype
-        from gdp.models.op_costs import OpCosts
-        from gdp.models.serving import Serving
+        from gdp.planning.options import reading_of
 
-        serving = Serving.parse(self.phase, self.kv_cache)
-        is_inference = self.inference or serving.has_cache
-        if self.free_replicas and self.microbatches == 1:
-            raise InputError(
-                "--free-replicas: there are no replicas without micro-batches; give --microbatches as well"
-            )
-        if is_inference and self.microbatches > 1:
-            option = "--phase" if serving.has_cache else "--inference"
-            raise InputError(f"--microbatches: gradients are accumulated in training; leave out {option}")
-        try:
-            check_dtype(self.dtype)
-            microbatching = Microbatching(self.microbatches, self.free_replicas)
-        except InputError as error:
-            raise InputError(f"--{error}") from None
-        costs = None if self.op_costs is None else OpCosts.load(self.op_costs)
-        dims = values.parse_dims(self.dim or ())
-        return Reading(
-            not is_inference,
-            self.optimizer,
-            microbatching,
-            dims,
-            costs,
-            self.master_weights,
-            self.dtype,
-            serving,
-        )
-
-    def check_has_model(self, graph: str | None) -> None:
-        """Raises InputError for any of the options where there is no MODEL to read, only the `graph` of a plan."""
-        options = {
-            "--microbatches": self.microbatches > 1,
-            "--inference": self.inference,
-            "--optimizer": self.optimizer != "adam",
-            "--master-weights": self.master_weights,
-            "--dtype": self.dtype,
-            "--phase": self.phase != "step",
-            "--kv-cache": self.kv_cache is not None,
-            "--dim": self.dim,
-            "--op-costs": self.op_costs,
-        }
-        if graph is None and (names := [name for name, value in options.items() if value]):
-            raise InputError(
-                f"{names[0]}: says how the MODEL of --graph is read; graph.json.gz beside the plan has it already"
-            )
+        return reading_of(asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,19 +106,13 @@ class MemoryOptions:
     max_memory: Annotated[
         list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Use less of a device's memory. Repeatable.")
     ] = None
-    reserve: Annotated[str, typer.Option(metavar="SHARE", help="Keep this share of each device's memory free.")] = (
-        _NO_RESERVE
-    )
+    reserve: Annotated[str, typer.Option(metavar="SHARE", help="Keep this share of each device's memory free.")] = "0%"
 
     def constraints(self, cluster: "Cluster") -> "Constraints":
         """Returns the options as `Constraints`, checked."""
-        from gdp.cli import values
-        from gdp.simulator.constraints import Constraints
+        from gdp.planning.options import constraints_of
 
-        return Constraints(
-            max_memory_bytes=values.parse_max_memory(self.max_memory or (), cluster),
-            reserve=values.parse_fraction(self.reserve, "--reserve"),
-        )
+        return constraints_of(asdict(self), cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,24 +125,6 @@ class ConstraintOptions(MemoryOptions):
     forbid: Annotated[
         list[str] | None, typer.Option(metavar="REGEX=DEVICE", help="Kinds of ops that stay off a device. Repeatable.")
     ] = None
-
-    def constraints(self, cluster: "Cluster") -> "Constraints":
-        """Returns the options as `Constraints`, checked."""
-        from dataclasses import replace
-
-        from gdp.cli import values
-
-        return replace(
-            super().constraints(cluster),
-            pins=values.parse_pins(self.pin or (), cluster),
-            forbid=values.parse_forbid(self.forbid or (), cluster),
-        )
-
-    def words(self) -> list[str]:
-        """Returns the options as they are written on a command line."""
-        repeated = {"--pin": self.pin, "--forbid": self.forbid, "--max-memory": self.max_memory}
-        words = [word for option, texts in repeated.items() for text in texts or () for word in (option, text)]
-        return words if self.reserve == _NO_RESERVE else [*words, "--reserve", self.reserve]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,30 +154,54 @@ class TargetOptions:
             raise InputError(f"{'--split-layers' if self.ctx is None else '--ctx'}: needs --for llama-cpp")
 
 
+class Given(dict[str, Any]):
+    """The options that stand on the command line, by the names of their parameters, with plain values."""
+
+
 def with_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Replaces each parameter of `command` that is a group of options by these options, for Typer to see."""
+    """Replaces each parameter of `command` that is a group of options by these options, for Typer to see.
+
+    A parameter `given: Given` gets the options that stand on the command line.
+    """
     signature = inspect.signature(command)
     groups: dict[str, Any] = {
         name: parameter.annotation
         for name, parameter in signature.parameters.items()
         if is_dataclass(parameter.annotation)
     }
+    takes_given = "given" in signature.parameters
 
     @wraps(command)
-    def call(**values: Any) -> int:
+    def call(context: typer.Context, **values: Any) -> int:
+        if takes_given:
+            there = {name: value for name, value in values.items() if _is_given(context, name)}
+            values["given"] = Given(
+                {name: str(value) if isinstance(value, Path) else value for name, value in there.items()}
+            )
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         return command(**values)
 
-    parameters = []
+    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for name, parameter in signature.parameters.items():
-        if name not in groups:
+        if name in groups:
+            parameters += [
+                inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=item.type)
+                for item in fields(groups[name])
+            ]
+        elif name != "given":
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        parameters += [
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-            for field in fields(groups[name])
-        ]
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def group_of(group: type[Group], options: Mapping[str, Any]) -> Group:
+    """Returns a group of options with their values in `options`, and defaults for others."""
+    names = {item.name for item in fields(group)}
+    return group(**{name: value for name, value in options.items() if name in names})
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"

@@ -1,8 +1,9 @@
 """Finds the best plan, with advice on the machine: `gdp place`."""
 
+import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ from gdp.cli.options import (
     CheckpointOption,
     ConstraintOptions,
     DevicesOption,
+    Given,
     JsonOption,
     ModelArgument,
     ReadingOptions,
@@ -31,6 +33,9 @@ from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from gdp.export.export_target import ExportTarget
+    from gdp.simulator.plan import Asked
+
+_NOT_ASKED = ("model", "devices", "sweep", "advice", "with_cache", "out", "json")  # what is done with the answer
 
 
 @with_options
@@ -87,6 +92,7 @@ def place(
         Path | None,
         typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz, cluster.json, report.html."),
     ] = None,
+    given: Given,
     json: JsonOption = False,
 ) -> int:
     """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json.
@@ -97,8 +103,8 @@ def place(
 
     with live("loading gdp"):
         from gdp.budget import Budget
-        from gdp.cli import values
         from gdp.cluster import Cluster
+        from gdp.cluster.quantities import parse_fraction
         from gdp.models.source import ModelSource
         from gdp.planning.sweep import Sweep
 
@@ -115,14 +121,14 @@ def place(
             placer=placer,
             checkpoint=checkpoint,
             seed=seed,
-            robust=None if robust is None else values.parse_fraction(robust, "--robust", below=0.5),
+            robust=None if robust is None else parse_fraction(robust, "--robust", below=0.5),
             threads=threads,
             with_cache=with_cache,
             with_advice=advice and placer == "auto" and target is None,
             out=out,
             json=json,
             target=_target(target, target_options, placer, sweep, checkpoint),
-            limits=limits,
+            asked=_asked(model, devices, given, placer=placer, budget=budget, seed=seed),
             began_s=began_s,
         )
         check_placers([placer])
@@ -159,6 +165,14 @@ def _question(request: PlaceRequest, parallel: str | None, batches: int | None, 
             return choice
     has_layouts = parallel is not None and request.may_be_cut and has_several
     return OpPlacement(request, files, model, has_layouts=has_layouts)
+
+
+def _asked(model: str, devices: str, given: Given, **always: Any) -> "Asked":
+    """Returns the question as it was typed, with the options that a plan depends on."""
+    from gdp.simulator.plan import Asked
+
+    options = {name: value for name, value in given.items() if name not in _NOT_ASKED}
+    return Asked(model, options | always, devices, os.getcwd())
 
 
 def _target(

@@ -12,10 +12,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdp.cli.inputs import IN_COLUMNS, IN_JSON
 from gdp.cli.request import PlaceRequest
-from gdp.cli.shared import log
+from gdp.cli.shared import check_writable, log
 from gdp.errors import InputError
+from gdp.planning.plan_directory import files_beside
 from gdp.stop import skip_on_interrupt
 
 if TYPE_CHECKING:
@@ -45,25 +45,26 @@ class PlanFiles:
     @classmethod
     def of(cls, request: PlaceRequest) -> "PlanFiles":
         """Returns the names for --out, or those in the current directory."""
-        out = request.out
-        if out is None:
+        if request.out is None:
             # a graph with measured times, or costs of the user's, is nowhere else
             is_elsewhere = request.times is None and request.reading.op_costs is None
-            return cls(Path("plan.json"), None if is_elsewhere else Path(IN_JSON), None, None, False)
-        return cls(out / "plan.json", out / IN_JSON, out / "cluster.json", out / "report.html", True)
+            files = cls(Path("plan.json"), None, None, None, False)
+            return files if is_elsewhere else files.with_graph()
+        plan = request.out / "plan.json"
+        in_json, _, cluster = files_beside(plan)
+        return cls(plan, in_json, cluster, request.out / "report.html", True)
 
     def with_graph(self) -> "PlanFiles":
         """Returns the same files with the graph, beside the plan."""
-        name = self.plan.name.replace("plan", "graph", 1) + ".gz"
-        return replace(self, graph=self.graph or self.plan.with_name(name))
+        return replace(self, graph=self.graph or files_beside(self.plan)[0])
 
     def suited_to(self, problem: "Problem") -> "PlanFiles":
         """Returns the files of a plan for `problem`: large graphs in columns, and no cluster of very many devices."""
         files = self
         if self.are_asked_for and self.graph is not None and problem.num_ops > _MANY_OPS:  # else names spare others
-            files = replace(self, graph=self.graph.with_name(IN_COLUMNS))
+            files = replace(self, graph=files_beside(self.plan)[1])
         if files.cluster is not None and problem.num_devices > _MANY_DEVICES:
-            log(f"gdp: note: {files.cluster} is not written: it is long; commands on the plan need --devices")
+            log(f"gdp: note: {files.cluster} is not written: it is long")
             return replace(files, cluster=None)
         return files
 
@@ -75,10 +76,8 @@ class PlanFiles:
 
     def check(self) -> None:
         """Raises InputError if one cannot be written."""
-        from gdp.cli import values
-
         for path in filter(None, (self.plan, self.graph, self.cluster, self.report)):
-            values.check_writable(path)
+            check_writable(path)
 
     def sparing_others(self, graph: "Graph") -> "PlanFiles":
         """Returns names that overwrite nothing of another graph: plan-2.json, ... where the user named no directory."""
@@ -88,7 +87,7 @@ class PlanFiles:
         for number in count(1):
             suffix = "" if number == 1 else f"-{number}"
             plan = Path(f"plan{suffix}.json")
-            kept = None if self.graph is None else Path(f"graph{suffix}.json.gz")
+            kept = None if self.graph is None else files_beside(plan)[0]
             others = _others(plan, kept, graph)
             if not others:
                 break
@@ -160,28 +159,10 @@ class PlanFiles:
         return [path for path in self.written if path in (self.plan, self.report)]
 
     def next_command(self, request: PlaceRequest) -> str:
-        """Returns the command to go on with: of the plan, with the options that its graph needs."""
-        # the devices of this machine may have changed by then
-        placed_on = str(self.cluster) if self.cluster is not None and request.is_local else request.devices
-        graph = self.graph if self.graph in self.written else None
-        model = str(graph or request.model)
+        """Returns the command to go on with: the plan knows all that it needs."""
         if request.target is None:
-            command = ["gdp", "simulate", model, "--devices", placed_on, "--plan", str(self.plan)]
-        else:
-            command = ["gdp", "export", str(self.plan), "--to", request.target.name, *request.target.options]
-            command += [] if request.out is not None else ["--graph", model, "--devices", placed_on]
-        command += request.limits.words()
-        if graph is None:
-            reading = request.reading
-            if reading.microbatching.count > 1:
-                command += ["--microbatches", str(reading.microbatching.count)]
-                command += ["--free-replicas"] * reading.microbatching.free_replicas
-            command += reading.serving.words() or ["--inference"] * (not reading.training)
-            command += ["--optimizer", reading.optimizer] if reading.optimizer != "adam" else []
-            command += ["--master-weights"] * reading.master_weights
-            command += ["--dtype", reading.dtype] if reading.dtype else []
-            command += [part for name, size in reading.dims.items() for part in ("--dim", f"{name}={size}")]
-        return shlex.join(command)
+            return shlex.join(["gdp", "simulate", str(self.plan)])
+        return shlex.join(["gdp", "export", str(self.plan), "--to", request.target.name, *request.target.options])
 
 
 def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.inputs import check_spares_plan, problem_of_plan
+from gdp.cli.inputs import check_spares_plan, open_plan, read_planned
 from gdp.cli.options import (
+    Given,
     JsonOption,
     MemoryOptions,
     PlacedDevicesOption,
@@ -16,7 +17,7 @@ from gdp.cli.options import (
     ReadingOptions,
     with_options,
 )
-from gdp.cli.shared import OK, print_json, print_text, warm_up
+from gdp.cli.shared import OK, check_writable, print_json, print_text, warm_up
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,14 +67,13 @@ def report(
     *,
     limits: MemoryOptions,
     model_options: ReadingOptions,
+    given: Given,
     json: JsonOption = False,
 ) -> int:
     """Write PLAN as one HTML page (timeline, memory, critical path, modules), or only the other files asked for."""
     from gdp import files
-    from gdp.cli import values
     from gdp.report.progress import live
     from gdp.report.run_file import read_run
-    from gdp.simulator.plan import Plan
 
     paths = {
         "--out": out,
@@ -89,13 +89,14 @@ def report(
     for name, path in written.items():
         if not path.name.endswith(_ENDINGS[name]):
             raise InputError(f"{name} {path}: a name that ends in {' or '.join(_ENDINGS[name])} is expected")
-        values.check_writable(path)
+        check_writable(path)
         check_spares_plan(name, path, plan)
     if len(set(map(os.path.realpath, written.values()))) < len(written):
         raise InputError(f"{' and '.join(written)}: name different files")
-    read = Plan.load(plan)
+    source = open_plan(plan, given, graph, devices)
+    read = source.plan
     measured = None if run is None else read_run(run, read)
-    problem = problem_of_plan(plan, read, graph, devices, model_options, limits)
+    _, problem = read_planned(source)
     warm_up(("auto",) if compare and out is not None else ())
     from gdp.simulator.simulate import replay
 

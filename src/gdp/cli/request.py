@@ -15,13 +15,13 @@ from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from gdp.budget import Budget
-    from gdp.cli.options import ConstraintOptions
     from gdp.cluster import Cluster
     from gdp.export.export_target import ExportTarget
     from gdp.graph import Graph
     from gdp.models.model import Model, Reading
     from gdp.models.source import ModelSource
     from gdp.simulator.constraints import Constraints
+    from gdp.simulator.plan import Asked
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,7 +44,7 @@ class PlaceRequest:
     out: Path | None
     json: bool
     target: "ExportTarget | None"
-    limits: "ConstraintOptions"  # as given, for the next command
+    asked: "Asked"  # what a plan file says
     began_s: float = field(default_factory=time.monotonic)  # when the budget began, by `time.monotonic`
     latest_s: float = math.inf  # when all files are to be written
 

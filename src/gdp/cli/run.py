@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gdp.cli.inputs import open_plan
 from gdp.cli.options import (
     DtypeOption,
+    Given,
     InferenceOption,
     JsonOption,
     MasterWeightsOption,
     OptimizerOption,
     PlacedDevicesOption,
+    PlanOption,
+    PlanOrModelArgument,
+    with_options,
 )
-from gdp.cli.shared import INTERRUPTED, fail, log, print_json, show, warm_up
-from gdp.errors import InputError
+from gdp.cli.shared import INTERRUPTED, check_writable, fail, log, print_json, show, warm_up
+from gdp.errors import InputError, prefixed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,24 +31,17 @@ if TYPE_CHECKING:
     from gdp.cluster import Cluster
     from gdp.execute.executable import Executable
     from gdp.execute.run import RunResult
-    from gdp.graph import Graph
     from gdp.models.source import ModelSource
+    from gdp.planning.plan_source import PlanSource
     from gdp.simulator.plan import Plan
 
 OK, FAILED, OUT_OF_MEMORY = 0, 1, 3
 
 
-ExecutableArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A built-in workload, hf:DIR, or package.module:function with a PyTorch module."
-    ),
-]
-
-
+@with_options
 def run(
-    model: ExecutableArgument,
-    plan: Annotated[Path, typer.Option(metavar="PLAN", help="A gdp-plan file, as `gdp place` writes it.")],
+    plan_or_model: PlanOrModelArgument,
+    plan: PlanOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps, after two to warm up.")] = 20,
     on: Annotated[
         str | None,
@@ -63,19 +61,20 @@ def run(
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the model's initial parameters and inputs.")
     ] = 0,
+    *,
+    given: Given,
     json: JsonOption = False,
 ) -> int:
-    """Execute a plan of MODEL, check its results, and compare with one device and with the prediction."""
+    """Execute a plan, check its results, and compare with one device and with the prediction."""
     if _is_rank():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
-    from gdp.models.model import Reading
-    from gdp.models.source import ModelSource
-    from gdp.simulator.plan import Plan
-
-    source = ModelSource(model, Reading(not inference, optimizer, master_weights=master_weights, dtype=dtype))
-    read = Plan.load(plan)
+    path = Path(plan_or_model) if plan is None else plan
+    planned = open_plan(path, given, None if plan is None else plan_or_model, devices)
+    read = planned.plan
+    with prefixed(path):
+        source = planned.model
     source.check_runnable("executed")
-    cluster, graph = _cluster(read, plan, devices), _graph(read, plan)
+    cluster, graph = _cluster(planned, path, devices), planned.placed
     if times is not None:
         _check_times(times, cluster)
     with _live("loading PyTorch"):
@@ -84,8 +83,11 @@ def run(
         from gdp.models.user_function import printing_to_stderr
 
     def build() -> "Executable":
-        with _live(f"building {model}"):
-            return read_executable(source, plan=read, seed=seed)
+        with _live(f"building {source.text}"):
+            executable = read_executable(source, plan=read, placed=graph, seed=seed)
+        with prefixed(path):
+            planned.check_executes(executable.program.graph)
+        return executable
 
     places = None if on is None else on.split(",")
     interrupted = threading.Event()
@@ -179,7 +181,6 @@ def _live(text: str) -> "AbstractContextManager[None]":
 
 def _check_times(path: Path, cluster: "Cluster | None") -> None:
     """Raises InputError if measured times cannot be stored in `path`; writes nothing."""
-    from gdp.cli import values
     from gdp.models.measured_times import MeasuredTimes
 
     if cluster is None:
@@ -187,7 +188,7 @@ def _check_times(path: Path, cluster: "Cluster | None") -> None:
     if path.exists():
         MeasuredTimes(path)
     else:
-        values.check_writable(path)
+        check_writable(path)
 
 
 def _is_rank() -> bool:
@@ -195,34 +196,13 @@ def _is_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _cluster(plan: "Plan", path: Path, devices: str | None) -> "Cluster | None":
-    """Returns the devices of the plan: --devices, or the file that `gdp place --out` puts beside the plan."""
-    from gdp.cluster import Cluster
-
-    beside = path.with_name("cluster.json")
-    if devices is None and not beside.is_file():
+def _cluster(planned: "PlanSource", path: Path, devices: str | None) -> "Cluster | None":
+    """Returns the devices of the plan; None where they are not known any more, as those of a machine that changed."""
+    try:
+        with prefixed(path):
+            return planned.cluster
+    except InputError as error:
+        if devices is not None:
+            raise
+        log(f"gdp: note: {error}; nothing is compared op by op")
         return None
-    cluster = Cluster.parse(devices or str(beside))
-    if cluster.fingerprint == plan.cluster:
-        return cluster
-    if devices is None:
-        log(f"gdp: note: {beside} is of another plan, so nothing is compared op by op; give --devices")
-        return None
-    raise InputError(
-        f"{path}: the plan is for cluster {plan.cluster[:12]}, not for {devices} ({cluster.fingerprint[:12]}); "
-        "place for this cluster anew"
-    )
-
-
-def _graph(plan: "Plan", path: Path) -> "Graph | None":
-    """Returns the graph beside the plan, if any: it may have measured times, which the model does not have."""
-    from gdp.graph import Graph
-
-    beside = path.with_name("graph.json.gz")
-    if not beside.is_file():
-        return None
-    graph = Graph.load(beside)
-    if graph.fingerprint == plan.graph:
-        return graph
-    log(f"gdp: note: {beside} is of another plan")
-    return None

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdp.errors import InputError
@@ -121,3 +122,19 @@ def refuse_beside(option: str, others: Mapping[str, bool]) -> None:
     for name, is_given in others.items():
         if is_given:
             raise InputError(f"{name}: does not go with {option}; leave one of them out")
+
+
+def check_writable(path: Path) -> None:
+    """Raises InputError unless a file can be written to `path`, so that no search is in vain."""
+    parent = path.absolute().parent
+    try:
+        if path.is_dir():
+            raise InputError(f"{path}: is a directory; name a file")
+        while not parent.exists():
+            parent = parent.parent
+    except OSError as error:  # a directory that may not be looked into, a name too long
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
+    if not parent.is_dir():
+        raise InputError(f"{path}: cannot be written, {parent} is no directory; choose another place")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: cannot be written, no permission to write to {parent}; choose another place")

@@ -1,67 +1,153 @@
 """Parses, calls and prints: `gdp simulate`."""
 
+import io
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.inputs import build_problem, read_planned
-from gdp.cli.options import BatchesOption, ConstraintOptions, DevicesOption, JsonOption, ReadingOptions, with_options
-from gdp.cli.shared import NOTHING_FITS, OK, fail, print_json, show, warm_up
-from gdp.errors import InputError
+from gdp.cli.inputs import build_problem, open_plan, read_graph, read_planned
+from gdp.cli.options import (
+    BatchesOption,
+    ConstraintOptions,
+    Given,
+    JsonOption,
+    PlacedDevicesOption,
+    PlanOption,
+    PlanOrModelArgument,
+    ReadingOptions,
+    with_options,
+)
+from gdp.cli.shared import NOTHING_FITS, OK, check_writable, fail, print_json, show, warm_up
+from gdp.errors import InputError, prefixed, suggest
+
+if TYPE_CHECKING:
+    from gdp.simulator.plan import Plan
+    from gdp.simulator.problem import Problem
+    from gdp.simulator.simulate import Simulation
+    from gdp.simulator.throughput import Throughput
 
 
 @with_options
 def simulate(
-    graph: Annotated[str, typer.Argument(metavar="GRAPH", help="A gdp-graph file, or any other MODEL.")],
-    devices: DevicesOption,
-    plan: Annotated[Path, typer.Option(metavar="PLAN", help="A gdp-plan file.")],
+    plan_or_model: PlanOrModelArgument,
+    devices: PlacedDevicesOption = None,
+    plan: PlanOption = None,
+    placement: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A JSON object {op: device} to score, for a MODEL and DEVICES.")
+    ] = None,
     *,
     limits: ConstraintOptions,
     model_options: ReadingOptions,
     batches: BatchesOption = None,
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Write the time of each op on each device, in ns.")
+    ] = None,
+    given: Given,
     json: JsonOption = False,
 ) -> int:
-    """Derive every figure of a plan anew.
+    """Derive every figure of a plan anew, or score a placement.
 
     Exit status 2 if the plan has other figures, 3 if it exceeds memory or breaks a constraint.
     """
-    from gdp.cluster import Cluster
-    from gdp.models.source import ModelSource
-    from gdp.simulator.plan import Plan
+    if costs is not None:
+        if costs.suffix != ".npz":
+            raise InputError(f"--costs {costs}: a name that ends in .npz is expected")
+        check_writable(costs)
+    if placement is not None:
+        if devices is None or plan is not None:
+            raise InputError("--placement: scores a placement of a MODEL on --devices; leave --plan out")
+        from gdp.cluster import Cluster
+        from gdp.models.source import ModelSource
 
-    model = ModelSource(graph, model_options.reading())
-    cluster = Cluster.parse(devices)
-    read = Plan.load(plan)
-    constraints = limits.constraints(cluster)
-    source = read_planned(model, read)
-    problem = build_problem(source.graph, cluster, constraints)
-    warm_up(())
+        cluster, model = Cluster.parse(devices), read_graph(ModelSource(plan_or_model, model_options.reading()))
+        answer = _scored(build_problem(model.graph, cluster, limits.constraints(cluster)), placement)
+    else:
+        path = Path(plan_or_model) if plan is None else plan
+        source = open_plan(path, given, None if plan is None else plan_or_model, devices)
+        model, problem = read_planned(source)
+        warm_up(())
+        with prefixed(path):
+            answer = _derived(source.plan, problem, batches)
+    simulation, bound_ns, throughput = answer.simulation, answer.bound_ns, answer.throughput
     from gdp.report import console, documents, sentences
-    from gdp.report.progress import live
 
-    with live(f"deriving the figures of {plan}"):
+    if costs is not None:
+        _write_costs(costs, simulation.problem)
+    if json:
+        figures: dict[str, Any] = {} if throughput is None else {"throughput": throughput.document()}
+        print_json(documents.simulate_document(answer.plan, simulation, bound_ns, model.served) | figures)
+    else:
+        show(console.simulate_report(answer.headline, simulation, bound_ns, model.served, throughput))
+    if throughput is not None and simulation.feasible and throughput.missing_bytes.any():
+        lacking = sentences.lacking(simulation.problem.cluster, throughput.missing_bytes)
+        return fail(f"{batches} batches in flight do not fit: {lacking}", NOTHING_FITS)
+    return OK if simulation.feasible else fail(f"does not fit: {'; '.join(simulation.reasons)}", NOTHING_FITS)
+
+
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """A simulated plan or placement."""
+
+    simulation: "Simulation"
+    bound_ns: int
+    headline: str
+    plan: "Plan | None" = None
+    throughput: "Throughput | None" = None
+
+
+def _derived(plan: "Plan", problem: "Problem", batches: int | None) -> _Answer:
+    """Derives the figures of `plan` anew. InputError if it has others."""
+    from gdp.report.progress import live
+    from gdp.report.tables import format_ms
+
+    with live("deriving the figures of the plan"):
         from gdp.bounds.lower_bound import lower_bound
         from gdp.cli.batches import throughput_of
         from gdp.simulator.simulate import replay, verify
 
-        try:
-            simulation = replay(problem, read)
-            wrong = [text for text in verify(problem, read) if text not in simulation.reasons]
-        except InputError as error:
-            raise InputError(f"{plan}: {error}") from None
+        simulation = replay(problem, plan)
+        wrong = [text for text in verify(problem, plan) if text not in simulation.reasons]
         bound_ns = lower_bound(problem)
-        throughput = throughput_of(problem, read, simulation, batches)
-    if not wrong and read.lower_bound_ns > bound_ns:
-        wrong.append(f"lower_bound_ns is {read.lower_bound_ns}; the bound is {bound_ns}")
+        throughput = throughput_of(problem, plan, simulation, batches)
+    if not wrong and plan.lower_bound_ns > bound_ns:
+        wrong.append(f"lower_bound_ns is {plan.lower_bound_ns}; the bound is {bound_ns}")
     if wrong:
-        raise InputError(f"{plan}: the figures are not those of the plan: {', '.join(wrong)}; place the graph anew")
-    if json:
-        figures = {} if throughput is None else {"throughput": throughput.document()}
-        print_json(documents.simulate_document(read, simulation, bound_ns, source.served) | figures)
-    else:
-        show(console.simulate_report(read, simulation, bound_ns, source.served, throughput))
-    if throughput is not None and simulation.feasible and throughput.missing_bytes.any():
-        lacking = sentences.lacking(cluster, throughput.missing_bytes)
-        return fail(f"{batches} batches in flight do not fit: {lacking}", NOTHING_FITS)
-    return OK if simulation.feasible else fail(f"does not fit: {'; '.join(simulation.reasons)}", NOTHING_FITS)
+        raise InputError(f"the figures are not those of the plan: {', '.join(wrong)}; place the graph anew")
+    headline = f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan."
+    return _Answer(simulation, bound_ns, headline, plan, throughput)
+
+
+def _scored(problem: "Problem", path: Path) -> _Answer:
+    """Simulates the placement in `path`: the name of a device for each op."""
+    from gdp.bounds.lower_bound import lower_bound
+    from gdp.files import read_json
+    from gdp.report.tables import format_ms
+    from gdp.simulator.simulate import simulate
+
+    devices, graph = read_json(path), problem.graph
+    if not isinstance(devices, dict):
+        raise InputError(f"{path}: is a {type(devices).__name__}; an object with the device of each op is expected")
+    with prefixed(path):
+        if unknown := [name for name in devices if name not in graph.op_numbers]:
+            raise InputError(
+                f"op {unknown[0]!r} is not in {graph.name!r}; {suggest(unknown[0], graph.op_names, most=8)}"
+            )
+        if missing := [name for name in graph.op_names if name not in devices]:
+            raise InputError(f"op {missing[0]!r} has no device; {len(missing):,} of {graph.num_ops:,} ops have none")
+        placement = [problem.cluster.device_number(devices[name]) for name in graph.op_names]
+    warm_up(())
+    simulation = simulate(problem, placement)
+    return _Answer(simulation, lower_bound(problem), f"Step time {format_ms(simulation.step_time_ns)}.")
+
+
+def _write_costs(path: Path, problem: "Problem") -> None:
+    """Writes `op_time_ns` [N, D]: the time of each op on each device, -1 where it cannot run."""
+    import numpy as np
+
+    from gdp import files
+
+    content = io.BytesIO()
+    np.savez_compressed(content, op_time_ns=problem.op_time_ns)
+    files.write_bytes(path, content.getvalue())

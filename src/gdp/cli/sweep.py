@@ -1,11 +1,13 @@
 """Prints a table of plans over numbers of devices or of micro-batches: `gdp place --sweep`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdp.cli.request import PlaceRequest
-from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
+from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
+from gdp.planning.plan_directory import files_beside
 
 if TYPE_CHECKING:
     from gdp.planning.sweep import Sweep, SweepRow
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
 
 def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
     """Places with each value and prints the table; returns the exit status."""
-    from gdp.cli import values
     from gdp.planning.sweep import DEVICES, MICROBATCHES, sweep_devices, sweep_microbatches
     from gdp.report import advice_answer, progress
 
@@ -30,7 +31,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
         option = "--phase" if request.reading.serving.has_cache else "--inference"
         raise InputError(f"--sweep {MICROBATCHES}: gradients are accumulated in training; leave out {option}")
     if request.out is not None:
-        values.check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
+        check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
     common = {"budget": request.budget, **request.keywords}
     rows: list[SweepRow] = []
     served = None
@@ -57,7 +58,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
                 rows.append(row)
                 log(f"gdp: {advice_answer.sweep_line(sweep.what, row)}")
                 if request.out is not None and row.plan is not None and row.is_ok:
-                    _save(request.out / f"{sweep.what}-{row.value}", row)
+                    _save(request, request.out / f"{sweep.what}-{row.value}", sweep.what, row)
         except InputError:
             if not stop.is_set():  # if it is: there was no placement yet
                 raise
@@ -75,10 +76,26 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
     return OK
 
 
-def _save(directory: Path, row: "SweepRow") -> None:
+def _save(request: PlaceRequest, directory: Path, what: str, row: "SweepRow") -> None:
+    """Writes the plan of a row, which asks for the devices or the number of micro-batches of the row."""
+    from gdp.planning.sweep import MICROBATCHES
+
     assert row.plan is not None
     assert row.graph is not None
     assert row.cluster is not None
-    row.plan.save(directory / "plan.json")
-    row.graph.save(directory / "graph.json.gz")
-    row.cluster.save(directory / "cluster.json")
+    plan, asked = directory / "plan.json", request.asked
+    graph, _, cluster = files_beside(plan)
+    names = {name for device in row.cluster.devices for name in (device.name, device.kind)}
+    options = {
+        name: [text for text in value if text.rpartition("=")[2 if name == "forbid" else 0] in names]
+        if name in ("forbid", "max_memory")
+        else value
+        for name, value in asked.options.items()
+    }
+    if what == MICROBATCHES:
+        asked = replace(asked, options=options | {MICROBATCHES: row.value})
+    else:
+        asked = replace(asked, options=options, cluster=str(cluster.resolve()))
+    replace(row.plan, asked=asked).save(plan)
+    row.graph.save(graph)
+    row.cluster.save(cluster)

@@ -15,8 +15,7 @@ from typing import Any, cast
 
 from gdp import files
 from gdp.budget import Budget
-from gdp.cli import values
-from gdp.cli.shared import log
+from gdp.cli.shared import check_writable, log
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.models import source
@@ -138,7 +137,7 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
         raise InputError(
             f"--tensorboard {options.tensorboard}: tensorboard is not installed; pip install 'gdp-placement[train]'"
         )
-    values.check_writable(options.out)
+    check_writable(options.out)
     begun = options.out if options.styles is None else outcomes_path(options.out)
     if existing := [path for path in (options.out, begun) if path.exists() and not options.resume]:
         raise InputError(f"{existing[0]}: exists; go on with it by --resume, or choose another --out")

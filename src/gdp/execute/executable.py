@@ -22,7 +22,7 @@ from gdp.models.user_function import printing_to_stderr
 from gdp.parallel.batches import BatchStream, in_flight
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.simulator.plan import Plan
+from gdp.simulator.plan import Plan, microbatching_of
 
 
 class CaptureOptions(TypedDict, total=False):
@@ -72,10 +72,12 @@ class Executable:
         return ["" if origin < 0 else of_part[origin] for origin in self.cut.origin]
 
 
-def read_executable(source: ModelSource, *, plan: Plan | None = None, seed: int = 0) -> Executable:
+def read_executable(
+    source: ModelSource, *, plan: Plan | None = None, placed: Graph | None = None, seed: int = 0
+) -> Executable:
     """Builds the model of MODEL, with parameters and inputs drawn by `seed` on the CPU, and captures its step.
 
-    The step is cut as the layout of `plan` says. InputError where MODEL cannot be read, or has no model.
+    The step is cut as `plan` says, whose graph is `placed` where it is known. InputError where MODEL cannot be read.
     """
     text, reading = source.text, source.reading
     source.check_runnable("executed")
@@ -101,7 +103,7 @@ def read_executable(source: ModelSource, *, plan: Plan | None = None, seed: int 
         executable = Executable(whole, model, args, kwargs)
         if plan is None:
             return executable
-        return as_planned(executable, plan, captured, source.sizes_of_part)
+        return as_planned(executable, plan, captured, source.sizes_of_part, placed)
 
 
 def as_planned(
@@ -109,48 +111,53 @@ def as_planned(
     plan: Plan,
     captured: Callable[[Any, Any], Capture],
     sizes: Callable[[int], Sizes | None] | None = None,
+    placed: Graph | None = None,
 ) -> Executable:
     """Returns `executable`, of the whole batch, cut as the layout of `plan` says, or as a stream of batches.
 
     `captured(args, kwargs)` captures a part, and `sizes(K)` are those of its inputs for K parts, by default found by
-    the batch size in the plan.
+    the batch size in the plan. `placed` is the graph of the plan, where it is known.
     """
     whole, args, kwargs = executable.capture, executable.args, executable.kwargs
-    layout = layout_of(plan, whole.graph)
-    if layout is None:
+    cut = Cut.of(plan, placed)
+    if cut is None:
         return executable
+    layout = cut.layout
     if in_flight(layout):
         stream = BatchStream.of_document(whole.graph, layout)
         return replace(executable, cut=stream_program(whole.program, stream))
     num_parts = Layout.of_document(layout).num_parts
     found = sizes(num_parts) if sizes is not None else part_sizes(args, kwargs, num_parts, layout.get("batch"))
     part = captured(*first_part(args, kwargs, num_parts, found))
-    return replace(executable, cut=cut_step(part, layout, plan.graph))
+    return replace(executable, cut=cut_step(part, cut))
 
 
-def cut_step(part: Capture, document: Mapping[str, Any], fingerprint: str = "") -> StepProgram:
-    """Returns the program of the step that a plan's `document` of its layout describes, from that of one part.
-
-    Micro-batches whose copies are placed one by one (`free_replicas`) are known by the graph's `fingerprint`.
-    InputError for a layout of another model, and one that is not executed.
-    """
-    step = Step.of_document(lambda _parts: part.graph, document)
-    if step.layout == Layout((step.layout.num_parts,)) and step.graph.fingerprint != fingerprint:
-        free = accumulated(part.graph, step.layout.num_parts, free_replicas=True)
-        step = replace(step, graph=free) if free.fingerprint == fingerprint else step
+def cut_step(part: Capture, cut: "Cut") -> StepProgram:
+    """Returns the program of the step that `cut` makes of one part. InputError for a layout that is not executed."""
+    step = Step.of_document(lambda _parts: part.graph, cut.layout)
+    if cut.free_replicas:
+        step = replace(step, graph=accumulated(part.graph, step.layout.num_parts, free_replicas=True))
     return step_program(part.program, step)
 
 
-def layout_of(plan: Plan, captured: Graph) -> Mapping[str, Any] | None:
-    """Returns the document of the layout of a plan: that of micro-batches, too, where the names of ops tell them.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the step of a plan is cut."""
 
-    `captured` is the step of the whole batch, with as many ops as that of a micro-batch.
-    """
-    if plan.layout is not None or len(plan.placement) <= captured.num_ops:
-        return plan.layout
-    two, three = (accumulated(captured, count).num_ops for count in (2, 3))
-    more, rest = divmod(len(plan.placement) - two, three - two)
-    return None if rest else Layout((2 + more,)).document()
+    layout: Mapping[str, Any]  # as in the plan
+    free_replicas: bool = False  # of micro-batches, whose copies are placed one by one
+
+    @classmethod
+    def of(cls, plan: Plan, placed: Graph | None = None) -> "Cut | None":
+        """Returns how the step of `plan` is cut: by its layout, or into micro-batches alone. None: it is not.
+
+        `placed` is the graph of the plan, where it is known.
+        """
+        if plan.layout is not None:
+            return cls(plan.layout)
+        options = plan.question.options if placed is None else microbatching_of(placed)
+        count = options.get("microbatches", 1)
+        return None if count == 1 else cls(Layout((count,)).document(), options.get("free_replicas", False))
 
 
 def check_executable(program: Program) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gdp.errors import InputError
-from gdp.execute.executable import CaptureOptions, check_executable, cut_step, layout_of
+from gdp.execute.executable import CaptureOptions, Cut, check_executable, cut_step
 from gdp.execute.layouts.batch import first_part, part_sizes
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.run import check_belongs
@@ -44,14 +44,12 @@ def placed_program(
         program = part.program
         return part if learning_rate is None else replace(part, program=_with_learning_rate(program, learning_rate))
 
-    if plan.layout is not None:
-        layout: Mapping[str, Any] | None = plan.layout
-    else:
+    cut = Cut.of(plan, graph)
+    if cut is None:
         whole = captured(args, kwargs)
-        layout = layout_of(plan, whole.graph)
-    if layout is None:
-        check_belongs(plan, graph or whole.graph, whole.graph)
+        check_belongs(plan, graph, whole.graph)
         return whole.program
+    layout = cut.layout
     num_parts = Layout.of_document(layout).num_parts
     sizes = part_sizes(args, kwargs, num_parts, layout.get("batch"))
     try:
@@ -64,8 +62,8 @@ def placed_program(
             f"the plan is of batches of {layout['batch']} samples, and the first input is {shape}; give a whole batch "
             f"(drop_last=True with a DataLoader). Cut along another dimension than the first: {error}"
         ) from error
-    program = cut_step(part, layout, plan.graph)
-    check_belongs(plan, graph or program.graph, program.graph)
+    program = cut_step(part, cut)
+    check_belongs(plan, graph, program.graph)
     return program
 
 

@@ -24,7 +24,7 @@ from gdp.execute.equality import (
     updated_outputs,
     without_parameters,
 )
-from gdp.execute.executable import CaptureOptions, Executable, as_planned, check_executable, layout_of
+from gdp.execute.executable import CaptureOptions, Cut, Executable, as_planned, check_executable
 from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.machine_notes import machine_notes
@@ -35,6 +35,7 @@ from gdp.execute.ranks.ranks import Ranks
 from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
+from gdp.graph.difference import difference
 from gdp.models.measured_times import OpTime
 from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Program, Replay, capture
@@ -127,19 +128,32 @@ def run(
     check_executable(captured.program)
     executable = Executable(captured, model, tuple(args), dict(kwargs or {}), options.get("loss"))
     executable = as_planned(
-        executable, plan, lambda args, kwargs: capture(model, args, kwargs, name=captured.graph.name, **options)
+        executable,
+        plan,
+        lambda args, kwargs: capture(model, args, kwargs, name=captured.graph.name, **options),
+        placed=graph,
     )
     return run_on_host(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
 
 
-def check_belongs(plan: Plan, placed: Graph, captured: Graph) -> None:
-    """Raises InputError unless `plan` is one of `placed`, which is `captured` but for its costs."""
-    if plan.graph == placed.fingerprint and without_costs(placed).fingerprint == without_costs(captured).fingerprint:
+def check_belongs(plan: Plan, placed: Graph | None, captured: Graph) -> None:
+    """Raises InputError, with what differs, unless `plan` is one of `captured` but for its costs.
+
+    `placed` is the graph of the plan; None: `captured` itself.
+    """
+    if placed is None and plan.problem is not None:
+        placed = plan.problem.graph
+    if plan.graph == (placed or captured).fingerprint and not (
+        what := "" if placed is None else difference(without_costs(captured), without_costs(placed))
+    ):
         return
+    if placed is None or plan.graph != placed.fingerprint:
+        what = "costs, names or edges differ"
+        if captured.num_ops != len(plan.placement):
+            what = f"it has {captured.num_ops:,} ops, not {len(plan.placement):,}"
     raise InputError(
-        f"the plan is of graph {plan.graph[:12]}, which is not the step of {captured.name!r} "
-        f"({captured.fingerprint[:12]}): the model, its sizes, inference or training, the optimizer, the dtype, "
-        "measured times or the version of gdp or PyTorch differ; place it anew"
+        f"the plan is not one of the step of {captured.name!r}: {what}; the model, its sizes, inference or training, "
+        "the optimizer, the dtype or the version of gdp or PyTorch differ; place it anew"
     )
 
 
@@ -303,9 +317,11 @@ def _of_layout(
 ) -> dict[str, Any]:
     """Returns what a result has for a step that is cut, or a stream."""
     cut = executable.cut
-    document = layout_of(plan, executable.capture.graph)
-    if cut is None or document is None:
+    if cut is None:
         return {}
+    how = Cut.of(plan, cut.graph)
+    assert how is not None
+    document = how.layout
     if cut.is_stream:
         layout = layout_in_flight(document)
         words = f"{layout.num_parts} batches in flight, replicas of the model: {layout.data}"
@@ -341,9 +357,8 @@ def drawing_alike(program: Program, order: Order, targets: Sequence[Target]) -> 
 
 def _simulation(executable: Executable, plan: Plan, graph: Graph | None, cluster: Cluster | None) -> Simulation | None:
     captured = executable.program.graph
-    placed = graph or captured
-    check_belongs(plan, placed, captured)
-    return None if cluster is None else replay(Problem.build(placed, cluster), plan)
+    check_belongs(plan, graph, captured)
+    return None if cluster is None else replay(Problem.build(graph or captured, cluster), plan)
 
 
 def _fastest_device(simulation: Simulation | None) -> int:

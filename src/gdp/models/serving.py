@@ -57,13 +57,6 @@ class Serving:
         """True for prefill and decode."""
         return self.phase != PHASES[0]
 
-    def words(self) -> list[str]:
-        """Returns the options as they are written on a command line."""
-        words = ["--phase", self.phase] if self.has_cache else []
-        return (
-            words if self.cache_element_bytes is None else [*words, "--kv-cache", str(float(self.cache_element_bytes))]
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ServedStep:

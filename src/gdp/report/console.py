@@ -111,14 +111,14 @@ def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator
 
 
 def simulate_report(
-    plan: Plan,
+    headline: str,
     simulation: Simulation,
     bound_ns: int,
     served: ServedStep | None = None,
     throughput: Throughput | None = None,
 ) -> Iterator[RenderableType]:
-    """Yields the answer of `gdp simulate` for a plan with correct figures."""
-    yield Text(f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan.")
+    """Yields the answer of `gdp simulate`."""
+    yield Text(headline)
     if throughput is not None:
         yield Text(of_throughput(throughput), style="bold")
     if served is not None:

@@ -118,16 +118,18 @@ def compare_document(
 
 
 def simulate_document(
-    plan: Plan, simulation: Simulation, bound_ns: int, served: ServedStep | None = None
+    plan: Plan | None, simulation: Simulation, bound_ns: int, served: ServedStep | None = None
 ) -> dict[str, Any]:
-    """Returns the answer of `gdp simulate --json`: figures of the replay, and the bound derived anew."""
+    """Returns the answer of `gdp simulate --json`: figures of the replay, and the bound derived anew.
+
+    `plan` is None for a bare placement.
+    """
     problem = simulation.problem
+    made = {} if plan is None else {"placer": plan.placer, "seed": plan.seed, "gdp_version": plan.gdp_version}
     return {
         "graph": graph_document(problem.graph),
         "cluster": cluster_document(problem.cluster),
-        "placer": plan.placer,
-        "seed": plan.seed,
-        "gdp_version": plan.gdp_version,
+        **made,
         "step_time_ns": simulation.step_time_ns,
         "lower_bound_ns": bound_ns,
         "gap": _gap(simulation.step_time_ns, bound_ns),

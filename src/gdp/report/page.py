@@ -17,13 +17,11 @@ import orjson
 from gdp import files
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import Graph
+from gdp.graph import GraphSource
+from gdp.planning.plan_source import simulation_of
 from gdp.report.page_data import PageData, columns, summary
 from gdp.report.tables import short
-from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
-from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import replay
 
 SCRIPTS = (
     "core",
@@ -43,17 +41,19 @@ SCRIPTS = (
 
 
 def write_report(
-    path: Path, plan: Plan, graph: Graph, cluster: Cluster, constraints: Constraints | None = None
-) -> None:
-    """Writes the report of a plan to `path`: what `gdp report` writes.
+    plan: Plan, path: str | Path, graph: GraphSource | None = None, cluster: Cluster | str | None = None
+) -> Path:
+    """Writes the page of `gdp report` to `path`, which ends in .html or .htm, and returns the path.
 
-    A plan of `gdp.place` brings its baselines; `constraints` lower the memory limits that are shown. InputError if the
-    plan is not one of `graph` on `cluster`, or if `path` does not end in .html or cannot be written.
+    A plan of `gdp.place` brings its baselines, and one from a file reads its graph and devices again; `graph` and
+    `cluster` are others to be taken in their place. InputError if the plan is not of them, or the file cannot be
+    written.
     """
-    if path.suffix not in (".html", ".htm"):
-        raise InputError(f"{path}: a name that ends in .html is expected")
-    simulation = replay(Problem.build(graph, cluster, constraints), plan)
-    write_page(path, PageData(plan, simulation))
+    path = Path(path)
+    if not path.name.endswith((".html", ".htm")):
+        raise InputError(f"{path}: a name that ends in .html is expected, such as report.html")
+    write_page(path, PageData(plan, simulation_of(plan, graph, cluster)))
+    return path
 
 
 def write_page(path: Path, data: PageData) -> None:

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gdp import files
+from gdp.cluster import Cluster
 from gdp.errors import InputError
+from gdp.graph import GraphSource
+from gdp.planning.plan_source import simulation_of
 from gdp.report.figure import figure_bytes
 from gdp.report.timeline_text import timeline_text
+from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
 
 _COLUMNS = 100
@@ -80,3 +84,11 @@ class Timeline:
         except InputError:
             return f"<pre>{html.escape(repr(self))}</pre>"
         return f'<img alt="timeline" width="700" src="data:image/png;base64,{picture}">'
+
+
+def timeline(plan: Plan, graph: GraphSource | None = None, cluster: Cluster | str | None = None) -> Timeline:
+    """Returns the step of a plan over time: a figure in a notebook, text elsewhere, and its rows for a data frame.
+
+    A plan from a file reads its graph and devices again; `graph` and `cluster` are others to be taken in their place.
+    """
+    return Timeline(simulation_of(plan, graph, cluster))

@@ -3,8 +3,9 @@
 docs/machine-model.md, sections 3 and 6, is the definition. N ops, D devices.
 """
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,14 @@ import numpy.typing as npt
 from gdp import files, notebook
 from gdp.arrays import I64
 from gdp.cluster import Cluster
-from gdp.errors import InputError, suggest
+from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph, GraphSource
+from gdp.graph.microbatches import microbatch_of
 
 if TYPE_CHECKING:
-    from gdp.report.timeline import Timeline
     from gdp.simulator.problem import Problem
-    from gdp.simulator.simulate import Simulation
 
-FORMAT, VERSION = "gdp-plan", 1
+FORMAT, VERSION = "gdp-plan", 2
 _MOST_SUGGESTED = 20_000  # names that are searched for similar ones
 
 
@@ -59,12 +59,39 @@ class Search:
     order: str = "b-level"  # that ops were started in, one of `gdp.simulator.orders`
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The question that a plan answers, as it was typed."""
+
+    model: str = ""  # MODEL; "": not known
+    options: Mapping[str, Any] = field(default_factory=dict)  # by their names with _ for -, where they were given
+    cluster: str = ""  # DEVICES; "": not known
+    directory: str = ""  # where relative paths in them begin
+
+    @classmethod
+    def of(cls, problem: "Problem", placer: str, seed: int) -> "Asked":
+        """Returns the question of a call in Python, as far as it is known: names of the graph and of the devices."""
+        options = {"placer": placer, "seed": seed} | microbatching_of(problem.graph)
+        return cls(problem.graph.name, options, problem.cluster.name, os.getcwd())
+
+
+def microbatching_of(graph: Graph) -> dict[str, Any]:
+    """Returns the options `microbatches` and `free_replicas` that `graph` was made with; {} for one micro-batch."""
+    microbatch = microbatch_of(graph)
+    count = int(microbatch.max(initial=0)) + 1
+    if count == 1:
+        return {}
+    is_second, groups = microbatch == 1, graph.group_index
+    is_tied = bool(np.isin(groups[is_second], groups[~is_second]).all())
+    return {"microbatches": count} | ({} if is_tied else {"free_replicas": True})
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A placement and the order of ops on each device, with the figures that a replay gives; a `gdp-plan` file.
 
     `search` says how it was found and `problem` what was asked when it comes from `gdp.place`; both are None when it
-    was read from a file, which has neither. So methods that need the graph or the devices then take them as arguments.
+    was read from a file. `asked` says what graph and devices can be read from again.
     """
 
     graph: str  # fingerprint
@@ -81,6 +108,15 @@ class Plan:
     search: Search | None = None
     problem: "Problem | None" = None
     layout: Mapping[str, Any] | None = None  # how the step is cut (`gdp.parallel.Step.document`); None: it is not
+    asked: Asked | None = None  # None: known from `problem` alone
+    path: Path | None = None  # of the file that it was read from
+
+    @property
+    def question(self) -> Asked:
+        """What the plan answers, as far as it is known."""
+        if self.asked is not None:
+            return self.asked
+        return Asked() if self.problem is None else Asked.of(self.problem, self.placer, self.seed)
 
     def __repr__(self) -> str:
         """Returns `Plan(13.203 ms on 2 of 3 devices by auto, at most 3.2% above the lower bound)`."""
@@ -131,49 +167,9 @@ class Plan:
         used = sorted(np.flatnonzero(counts).tolist(), key=lambda device: -counts[device])
         return {self.devices[device]: int(counts[device]) for device in used}
 
-    def simulation(self, graph: "GraphSource | None" = None, cluster: Cluster | str | None = None) -> "Simulation":
-        """Returns the replay of the plan: every start, finish and transfer.
-
-        `graph` and `cluster` are needed for a plan from a file, and are the whole question then: without constraints.
-        """
-        from gdp.simulator.problem import Problem
-        from gdp.simulator.simulate import replay
-
-        if self.problem is not None and graph is None and cluster is None:
-            return replay(self.problem, self)
-        if cluster is None and self.problem is None:
-            raise InputError(_unknown("devices", 'cluster="2xl4-24g"'))
-        devices = self.problem.cluster if cluster is None and self.problem is not None else Cluster.of(cluster or "")
-        return replay(Problem.build(self._graph(graph), devices), self)
-
-    def timeline(self, graph: "GraphSource | None" = None, cluster: Cluster | str | None = None) -> "Timeline":
-        """Returns the step over time: a figure in a notebook, text elsewhere, and its rows for a data frame.
-
-        Arguments as for `simulation`.
-        """
-        from gdp.report.timeline import Timeline
-
-        return Timeline(self.simulation(graph, cluster))
-
-    def report(
-        self, path: str | Path, graph: "GraphSource | None" = None, cluster: Cluster | str | None = None
-    ) -> Path:
-        """Writes the page of `gdp report` to `path`, which ends in .html or .htm, and returns the path.
-
-        Arguments as for `simulation`. Raises InputError if the file cannot be written.
-        """
-        from gdp.report.page import write_page
-        from gdp.report.page_data import PageData
-
-        path = Path(path)
-        if not path.name.endswith((".html", ".htm")):
-            raise InputError(f"{path}: a name that ends in .html is expected, such as report.html")
-        write_page(path, PageData(self, self.simulation(graph, cluster)))
-        return path
-
     def _graph(self, graph: "GraphSource | None") -> Graph:
         if graph is None and self.problem is None:
-            raise InputError(_unknown("graph", "graph=gdp.load(MODEL)"))
+            raise InputError("a plan from a file does not have its graph; give it as graph=gdp.load(MODEL)")
         known = self.problem.graph if graph is None and self.problem is not None else Graph.of(graph)  # type: ignore[arg-type]
         if self.graph != known.fingerprint:
             raise InputError(_other_graph(self, known))
@@ -225,6 +221,7 @@ class Plan:
             "placer": self.placer,
             "seed": self.seed,
             "gdp_version": self.gdp_version,
+            "asked": asdict(self.question),
         } | ({} if self.layout is None else {"layout": dict(self.layout)})
 
     def save(self, path: str | Path) -> None:
@@ -235,14 +232,16 @@ class Plan:
     def load(cls, path: str | Path) -> "Plan":
         """Read a `gdp-plan` file. InputError names the file, the place and the remedy."""
         document = files.read_json(path)
-        try:
-            return cls.from_document(document)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        with prefixed(path):
+            return replace(cls.from_document(document), path=Path(path))
 
     @classmethod
     def from_document(cls, document: object) -> "Plan":
         """The plan of a `gdp-plan` document; strict."""
+        if isinstance(document, dict) and (document.get("format"), document.get("version")) == (FORMAT, 1):
+            raise InputError(
+                "is a plan of version 1, which does not say what was asked and has other fingerprints; place it anew"
+            )
         content = files.require_header(document, FORMAT, VERSION)
         files.require_keys(content, "plan", _PLAN_FIELDS, set(_PLAN_FIELDS) - {"layout"})
         num_ops, num_devices = len(content["placement"]), len(content["devices"])
@@ -279,6 +278,7 @@ class Plan:
             seed=content["seed"],
             gdp_version=content["gdp_version"],
             layout=content.get("layout"),
+            asked=Asked(**content["asked"]),
         )
 
     def check_belongs(self, graph: Graph, cluster: Cluster) -> None:
@@ -293,14 +293,14 @@ class Plan:
 
 
 def _other_graph(plan: Plan, graph: Graph) -> str:
+    num_ops = len(plan.placement)
+    differs = "as many ops, with other costs, names or edges"
+    if graph.num_ops != num_ops:
+        differs = f"{graph.num_ops:,} ops, and the plan places {num_ops:,}"
     return (
-        f"the plan is of graph {plan.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}); "
+        f"the plan is of graph {plan.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}): it has {differs}; "
         "place this graph anew, or give the options that it was placed with, such as --microbatches"
     )
-
-
-def _unknown(what: str, example: str) -> str:
-    return f"a plan from a file does not have its {what}; give them as {example}"
 
 
 def _ends(module: str) -> list[int]:
@@ -323,6 +323,17 @@ def _is_sizes(value: object) -> bool:
     return type(value) is list and all(files.is_size(item) for item in value)
 
 
+def _is_asked(value: object) -> bool:
+    """an object with model, options, cluster and directory"""
+    texts = ("model", "cluster", "directory")
+    return (
+        type(value) is dict
+        and value.keys() == {"options", *texts}
+        and type(value["options"]) is dict
+        and all(type(value[name]) is str for name in texts)
+    )
+
+
 def _is_layout(value: object) -> bool:
     """an object, as --parallel writes it"""
     return type(value) is dict
@@ -343,4 +354,5 @@ _PLAN_FIELDS = {
     "seed": files.is_size,
     "gdp_version": files.is_string,
     "layout": _is_layout,
+    "asked": _is_asked,
 }
