@@ -18,8 +18,7 @@ from benchmarks.benchmark import HELP, Benchmark, Setting, settings_of
 from gdp.budget import Budget
 from gdp.cli import main as run_commands
 from gdp.cli.options import JsonOption
-from gdp.cli.shared import log, print_json, print_text
-from gdp.cli.values import check_writable
+from gdp.cli.shared import check_writable, log, print_json, print_text
 
 NAMES = tuple(sorted(path.stem for path in (Path(__file__).parent / "pages").glob("[!_]*.md")))
 

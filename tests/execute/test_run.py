@@ -87,9 +87,10 @@ def test_place_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_plans_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan runs without its cluster."""
+    """The devices are neither beside the plan nor where it was asked, so nothing is predicted."""
     assert place("run_models:net") == 0
     Path("p/cluster.json").unlink()
+    Path("two.yaml").unlink()
     found = answer(capsys, "run", "run_models:net", "--plan", "p/plan.json", "--steps", "1", *ON)
     assert "prediction" not in found
     assert main(["run", "run_models:net", "--plan", "p/plan.json", "--times", "t.db", *ON]) == 2
@@ -100,17 +101,17 @@ def test_plans_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "run_models:wide"}, "is not the step of 'run_models:wide'"),
+        ({"model": "run_models:wide"}, "run_models:wide is not what was placed"),
         ({"model": "p/graph.json.gz"}, "does not say what its ops execute"),
         ({"model": "p/model.onnx"}, "an ONNX file is placed, not executed"),
         ({"--plan": "absent.json"}, "no such file"),
         ({"--on": "cpu"}, "--on names 1 devices; the plan has 2"),
         ({"--on": "cpu,cuda:63"}, "there is no cuda:63 here"),
-        ({"--devices": "2xp100-pcie-16g"}, "place for this cluster anew"),
+        ({"--devices": "2xp100-pcie-16g"}, "the plan is for other devices than 2xp100-pcie-16g"),
         ({"--times": "run_models.py"}, "cannot be used as a file of measured times"),
         ({"--optimizer": "lion"}, "one of adam, adamw, sgd, sgd-momentum, adafactor, adam-8bit is expected"),
         ({"--optimizer": "adam-8bit"}, "placed, not executed: adam-8bit is computed by kernels of bitsandbytes"),
-        ({"--optimizer": "sgd"}, "inference or training, the optimizer"),
+        ({"--optimizer": "sgd"}, "asked with no --optimizer, not --optimizer sgd; leave"),
         ({"--steps": "0"}, "--steps"),
     ],
     ids=str,
@@ -301,12 +302,10 @@ def test_a_device_that_is_too_small(here: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """The help lists the models that can be run."""
+    """A plan, or another MODEL with it."""
     assert main(["run", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "A built-in workload, hf:DIR, or package.module:function with a PyTorch module." in text
-    assert ".onnx" not in text
-    assert "gdp-graph" not in text
+    assert "A gdp-plan file, which knows its MODEL; or a MODEL, with --plan." in text
 
 
 def test_what_is_odd_about_the_machine_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

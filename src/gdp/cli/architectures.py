@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gdp.cli.options import JsonOption
-from gdp.cli.shared import INTERRUPTED, OK, print_json, print_text
+from gdp.cli.shared import INTERRUPTED, OK, check_writable, print_json, print_text
 from gdp.errors import InputError
 
 
@@ -23,7 +23,6 @@ def architectures(
     json: JsonOption = False,
 ) -> int:
     """Draw architectures and keep the graphs of their training steps, to train policies on; Ctrl-C saves."""
-    from gdp.cli.values import check_writable
 
     check_writable(directory / "set.json")
     from gdp.policy.training.architectures.draw import DEFAULT, FAMILIES
