@@ -151,7 +151,7 @@ def test_a_plan_from_a_file_asks_for_a_graph_that_no_file_has(split: gdp.Plan, t
     plan = gdp.Plan.load(tmp_path / "plan.json")
     with pytest.raises(gdp.InputError, match="does not have its graph"):
         plan.device_of("op3")
-    with pytest.raises(gdp.InputError, match="model 'two-layers': no built-in workload"):
+    with pytest.raises(gdp.InputError, match="was made in Python, of a graph called 'two-layers'; name its MODEL"):
         gdp.timeline(plan)
     assert gdp.timeline(plan, two_layers()).rows[0].op == "op0"
     with pytest.raises(gdp.InputError, match="the plan is of graph"):

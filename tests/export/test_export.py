@@ -283,19 +283,31 @@ def test_help(run: Run) -> None:
 
 
 def test_bad_input(run: Run) -> None:
-    """Bad input is one line, and nothing is written."""
+    """A plan of Python knows its devices, not its graph; others are refused by what differs."""
     graph, cluster = three_modules(), gdp.Cluster.parse("2xp100-pcie-16g")
     plan_with(graph, cluster, [0] * 9).save("plan.json")
     cases: list[tuple[list[str], str]] = [
         (["--to", "hf-device-mapp"], "target 'hf-device-mapp' is unknown; did you mean hf-device-map?"),
-        (["--to", "hf-device-map"], "plan.json: no cluster.json beside it"),
-        (["--to", "hf-device-map", "--devices", "2xp100-pcie-16g"], "plan.json: no graph.json.gz beside it"),
-        (["--to", "hf-device-map", "--devices", "3xp100-pcie-16g", "--graph", "g.json"], "the plan is for cluster"),
-        (["--to", "hf-device-map", "--devices", "2xp100-pcie-16g", "--graph", "h.json"], "the plan is of graph"),
+        (["--to", "hf-device-map"], "made in Python, of a graph called 'three'"),
+        (
+            ["--to", "hf-device-map", "--devices", "2xp100-pcie-16g"],
+            "made in Python, of a graph called 'three'",
+        ),
+        (
+            ["--to", "hf-device-map", "--devices", "3xp100-pcie-16g", "--graph", "g.json"],
+            "the plan is for other devices",
+        ),
+        (
+            ["--to", "hf-device-map", "--devices", "2xp100-pcie-16g", "--graph", "h.json"],
+            "h.json is not what was placed",
+        ),
         (["--to", "vllm", "--devices", "2xp100-pcie-16g", "--graph", "g.json"], "is that of a list of layers"),
-        (["--to", "onnxruntime", "--devices", "2xp100-pcie-16g", "--graph", "p.json"], "the plan is of graph"),
-        (["--to", "hf-device-map", "--microbatches", "2", "--devices", "2xp100-pcie-16g"], "the MODEL of --graph"),
-        (["--to", "hf-device-map", "--inference"], "--inference: says how the MODEL of --graph is read"),
+        (["--to", "onnxruntime", "--devices", "2xp100-pcie-16g", "--graph", "p.json"], "p.json is not what was placed"),
+        (
+            ["--to", "hf-device-map", "--microbatches", "2", "--devices", "2xp100-pcie-16g"],
+            "made in Python, of a graph called 'three'",
+        ),
+        (["--to", "hf-device-map", "--inference"], "made in Python, of a graph called 'three'"),
         (["--to", "hf-device-map", "--out", "../{here}/plan.json"], "the plan needs that file"),
         (["--to", "hf-device-map", "--out", "graph.json.gz"], "the plan needs that file"),
     ]

@@ -146,8 +146,8 @@ def test_commands_take_a_file(
     assert status == 0
     assert json.loads(out)["step_time_ns"] >= 2 * 3_000_000
     assert dict(Graph.load("graph.json.gz").times_ns[1]) == {"p100-pcie-16g": 3_000_000}  # beside the plan
-    assert run("simulate", "net.json", *devices, "--plan", "plan.json")[0] == 2
-    assert run("simulate", "net.json", *devices, "--plan", "plan.json", "--op-costs", "costs.yaml")[0] == 0
+    Path("graph.json.gz").unlink()
+    assert run("simulate", "plan.json")[0] == 0  # which read the costs again
     placers = ["--placers", "single", "--budget", "10sims", "--seeds", "1"]
     status, out, _ = run("compare", "net.json", *devices, *placers, "--op-costs", "costs.yaml", "--json")
     assert json.loads(out)["rows"][0]["step_time_ns"] >= 2 * 3_000_000

@@ -118,7 +118,13 @@ class PlanSource:
         is_asked = not self._model and not self._given.keys() & {*READING, "times"}
         if is_asked and self.placed is not None:
             return Model(self.placed, {}, is_captured=False)
-        model = self._cut()
+        try:
+            model = self._cut()
+        except InputError as error:
+            if self._model or "budget" in self.plan.question.options:
+                raise
+            name = self.plan.question.model
+            raise InputError(f"was made in Python, of a graph called {name!r}; name its MODEL or file") from error
         if model.graph.fingerprint != self.plan.graph:
             raise InputError(self._differs(model.graph))
         return model
