@@ -119,7 +119,7 @@ def as_planned(
     the batch size in the plan. `placed` is the graph of the plan, where it is known.
     """
     whole, args, kwargs = executable.capture, executable.args, executable.kwargs
-    cut = Cut.of(plan, placed)
+    cut = PlannedCut.of(plan, placed)
     if cut is None:
         return executable
     layout = cut.layout
@@ -132,7 +132,7 @@ def as_planned(
     return replace(executable, cut=cut_step(part, cut))
 
 
-def cut_step(part: Capture, cut: "Cut") -> StepProgram:
+def cut_step(part: Capture, cut: "PlannedCut") -> StepProgram:
     """Returns the program of the step that `cut` makes of one part. InputError for a layout that is not executed."""
     step = Step.of_document(lambda _parts: part.graph, cut.layout)
     if cut.free_replicas:
@@ -141,14 +141,14 @@ def cut_step(part: Capture, cut: "Cut") -> StepProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How the step of a plan is cut."""
+class PlannedCut:
+    """The way in which the step of a plan is cut."""
 
     layout: Mapping[str, Any]  # as in the plan
     free_replicas: bool = False  # of micro-batches, whose copies are placed one by one
 
     @classmethod
-    def of(cls, plan: Plan, placed: Graph | None = None) -> "Cut | None":
+    def of(cls, plan: Plan, placed: Graph | None = None) -> "PlannedCut | None":
         """Returns how the step of `plan` is cut: by its layout, or into micro-batches alone. None: it is not.
 
         `placed` is the graph of the plan, where it is known.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gdp.errors import InputError
-from gdp.execute.executable import CaptureOptions, Cut, check_executable, cut_step
+from gdp.execute.executable import CaptureOptions, PlannedCut, check_executable, cut_step
 from gdp.execute.layouts.batch import first_part, part_sizes
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.run import check_belongs
@@ -44,7 +44,7 @@ def placed_program(
         program = part.program
         return part if learning_rate is None else replace(part, program=_with_learning_rate(program, learning_rate))
 
-    cut = Cut.of(plan, graph)
+    cut = PlannedCut.of(plan, graph)
     if cut is None:
         whole = captured(args, kwargs)
         check_belongs(plan, graph, whole.graph)

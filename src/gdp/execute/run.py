@@ -24,7 +24,7 @@ from gdp.execute.equality import (
     updated_outputs,
     without_parameters,
 )
-from gdp.execute.executable import CaptureOptions, Cut, Executable, as_planned, check_executable
+from gdp.execute.executable import CaptureOptions, Executable, PlannedCut, as_planned, check_executable
 from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.machine_notes import machine_notes
@@ -319,7 +319,7 @@ def _of_layout(
     cut = executable.cut
     if cut is None:
         return {}
-    how = Cut.of(plan, cut.graph)
+    how = PlannedCut.of(plan, cut.graph)
     assert how is not None
     document = how.layout
     if cut.is_stream:

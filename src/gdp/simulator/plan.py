@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def question(self) -> Asked:
-        """What the plan answers, as far as it is known."""
+        """The question that the plan answers, as far as it is known."""
         if self.asked is not None:
             return self.asked
         return Asked() if self.problem is None else Asked.of(self.problem, self.placer, self.seed)
