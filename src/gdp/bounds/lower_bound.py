@@ -57,7 +57,8 @@ class Edges(NamedTuple):
 class HeadScratch(NamedTuple):
     """Working memory of `earliest_starts`. M ops are taken before each op at most."""
 
-    state: I64  # [N] 2 * turn: a candidate of this turn; 2 * turn + 1: taken
+    listed: I64  # [N] turn (of an op and a class) in which an op was last a candidate
+    gone: I64  # [N] turn in which it was last taken
     reach: I64  # [N] earliest start of v if the candidate runs on another device than v
     below: I64  # [N] path on v's device from the candidate's successors to v
     candidates: I64  # [N]
@@ -71,10 +72,10 @@ class HeadScratch(NamedTuple):
     @classmethod
     def of(cls, num_ops: int, max_taken: int) -> "HeadScratch":
         """For a graph of that size."""
-        state, reach, below, candidates = np.zeros((4, num_ops), np.int64)
+        listed, gone, reach, below, candidates = np.zeros((5, num_ops), np.int64)
         taken, by_head, ops, starts = np.zeros((4, max_taken), np.int64)
         values, is_exact = np.zeros(max_taken + 1, np.int64), np.zeros(max_taken + 1, np.bool_)
-        return cls(state, reach, below, candidates, taken, by_head, values, is_exact, ops, starts)
+        return cls(listed, gone, reach, below, candidates, taken, by_head, values, is_exact, ops, starts)
 
 
 class IntervalScratch(NamedTuple):
@@ -215,10 +216,11 @@ def earliest_starts(times, edges, max_delayed, scratch, heads):
     """
     num_ops, num_classes = times.shape
     offsets, predecessors, transfer = edges
-    state, reach, below, candidates, taken, by_head, values, is_exact, _, _ = scratch
+    listed, gone, reach, below = scratch.listed, scratch.gone, scratch.reach, scratch.below
+    candidates, taken, values, is_exact = scratch.candidates, scratch.taken, scratch.values, scratch.is_exact
     max_taken = len(taken)
     for op in range(num_ops):
-        state[op] = 0
+        listed[op] = gone[op] = 0
         for here in range(num_classes):
             heads[op, here] = _NEVER
     turn = 0
@@ -227,21 +229,21 @@ def earliest_starts(times, edges, max_delayed, scratch, heads):
             if times[v, here] < 0:
                 continue
             turn += 1
-            num_candidates, num_taken, num_delayed = 0, 0, 0
+            num_candidates, num_taken, num_left = 0, 0, max_delayed
             path, serial, head = 0, 0, _NEVER
             op, path_below = v, 0
             while True:
                 for edge in range(offsets[op], offsets[op + 1]):
                     before = predecessors[edge]
-                    if state[before] == 2 * turn + 1:
+                    if gone[before] == turn:
                         continue
                     arrival = _arrival(heads, times, transfer, edge, before, here)
                     if op == v and times[before, here] >= 0:
                         path = max(path, min(heads[before, here] + times[before, here], arrival))
                     elif op == v:
                         path = max(path, arrival)
-                    if state[before] != 2 * turn:
-                        state[before] = 2 * turn
+                    if listed[before] != turn:
+                        listed[before] = turn
                         reach[before], below[before] = 0, 0
                         candidates[num_candidates] = before
                         num_candidates += 1
@@ -249,49 +251,69 @@ def earliest_starts(times, edges, max_delayed, scratch, heads):
                     below[before] = max(below[before], path_below)
                 if num_candidates == 0 or num_taken == max_taken:
                     values[num_taken], is_exact[num_taken] = serial, True
-                    head = min(head, serial)
-                    is_last = True
+                    head, limit = min(head, serial), _NEVER
                 else:
-                    worst = 0
-                    for index in range(1, num_candidates):
-                        if reach[candidates[index]] > reach[candidates[worst]]:
-                            worst = index
-                    op = candidates[worst]
+                    op = _take_worst(candidates, num_candidates, reach)
+                    num_candidates -= 1
                     taken[num_taken] = op
                     values[num_taken], is_exact[num_taken] = max(serial, reach[op]), False
-                    head = min(head, values[num_taken])
-                    is_last = times[op, here] < 0
-                while is_last or serial >= head:
-                    best = 0
-                    for index in range(1, num_taken + 1):
-                        if values[index] < values[best]:
-                            best = index
-                    head = values[best]
-                    if is_exact[best] or not (is_last or serial >= head):
+                    head, limit = min(head, values[num_taken]), serial if times[op, here] >= 0 else _NEVER
+                if limit >= head:
+                    head, num_left = _refine(times, edges, heads, scratch, here, num_taken, limit, num_left)
+                    if limit >= head:
                         break
-                    is_exact[best] = True
-                    num_delayed += 1
-                    if num_delayed > max_delayed:
-                        break
-                    delayed = _delayed(times, edges, heads, scratch, np.int64(best), here)
-                    values[best] = max(values[best], delayed)
-                if is_last or serial >= head:
-                    break
-                num_candidates -= 1
-                candidates[worst] = candidates[num_candidates]
-                state[op] = 2 * turn + 1
-                at = num_taken
-                while at > 0 and heads[by_head[at - 1], here] < heads[op, here]:
-                    by_head[at] = by_head[at - 1]
-                    at -= 1
-                by_head[at] = op
+                gone[op] = turn
                 num_taken += 1
-                total, serial = 0, 0
-                for index in range(num_taken):
-                    total += times[by_head[index], here]
-                    serial = max(serial, heads[by_head[index], here] + total)
+                serial = _serial_ns(times, heads, scratch.by_head, op, here, num_taken)
                 path_below = below[op] + times[op, here]
             heads[v, here] = max(path, head)
+
+
+@inlined
+def _take_worst(candidates, num_candidates, reach):
+    """Takes the candidate of the largest `reach` off the list and returns it."""
+    worst = 0
+    for index in range(1, num_candidates):
+        if reach[candidates[index]] > reach[candidates[worst]]:
+            worst = index
+    op = candidates[worst]
+    candidates[worst] = candidates[num_candidates - 1]
+    return op
+
+
+@inlined
+def _refine(times, edges, heads, scratch, here, num_taken, limit, num_left):
+    """Makes the least of `values` exact until it passes `limit`, at most `num_left` times; returns (it, times left)."""
+    values, is_exact = scratch.values, scratch.is_exact
+    while True:
+        best = 0
+        for index in range(1, num_taken + 1):
+            if values[index] < values[best]:
+                best = index
+        if is_exact[best] or values[best] > limit:
+            break
+        is_exact[best] = True
+        num_left -= 1
+        if num_left < 0:
+            break
+        delayed = _delayed(times, edges, heads, scratch, np.int64(best), here)
+        values[best] = max(values[best], delayed)
+    return values[best], num_left
+
+
+@inlined
+def _serial_ns(times, heads, by_head, op, here, num_taken):
+    """Adds `op`, the last of `num_taken`, to those `by_head`; returns when all have run on one device."""
+    at = num_taken - 1
+    while at > 0 and heads[by_head[at - 1], here] < heads[op, here]:
+        by_head[at] = by_head[at - 1]
+        at -= 1
+    by_head[at] = op
+    total, serial = 0, 0
+    for index in range(num_taken):
+        total += times[by_head[index], here]
+        serial = max(serial, heads[by_head[index], here] + total)
+    return serial
 
 
 @inlined

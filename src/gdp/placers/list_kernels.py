@@ -3,7 +3,6 @@
 - `earliest_first`: of all ready ops and devices, the pair that can start first (ETF: J.-J. Hwang et al., SIAM Journal
   on Computing 18, 1989), with the waiting for favourite children of SCT (C. Hanen, A. Munier, 1995).
 - `in_order`: ops in a given order, each into the first gap of a device that is long enough (HEFT's insertion).
-
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.compiled import inner, kernel
+from gdp.compiled import inlined, inner, kernel
 from gdp.placers.schedule import (
     EVERYWHERE,
     PartialSchedule,
@@ -27,13 +26,33 @@ from gdp.simulator.heaps import pop_top, push
 from gdp.simulator.problem import Problem
 
 NEVER = np.iinfo(np.int64).max
-NUM_STATE = 3  # of what the kernels below go on from
+NUM_STATE = 3  # numbers that a call of the kernels below hands to the next one
 
 
-_WAITING, _READY = (
-    0,
-    1,
-)  # the two heaps of a device: ops whose inputs come later than it is free, and the others by rank
+class Ready(NamedTuple):
+    """Two heaps for each device: ops whose inputs arrive after it is free, and the others, by rank."""
+
+    waiting_ns: Any  # int64 [D, N] arrival of the last input
+    waiting: Any  # int64 [D, N] ranks
+    num_waiting: Any  # int64 [D]
+    no_ns: Any  # int64 [D, N] zeros: the other heap has no times
+    here: Any  # int64 [D, N] ranks
+    num_here: Any  # int64 [D]
+
+    @classmethod
+    def empty(cls, num_devices: int, num_ops: int) -> "Ready":
+        """Returns heaps without ops."""
+        shape = num_devices, num_ops
+        heaps = (np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(num_devices, np.int64))
+        return cls(*heaps, np.zeros(shape, np.int64), np.empty(shape, np.int64), np.zeros(num_devices, np.int64))
+
+
+class Offers(NamedTuple):
+    """The op that each device would start first."""
+
+    op: Any  # int64 [D] -1: none
+    start_ns: Any  # int64 [D] earliest start: checked when the op is chosen
+    is_stale: Any  # bool [D] whether another op may start sooner by now
 
 
 class Queues(NamedTuple):
@@ -42,42 +61,36 @@ class Queues(NamedTuple):
     rank: Any  # uint32 [N]
     op_of_rank: Any  # uint32 [N]
     favourite: Any  # int64 [N] the child that a device waits for when it can start there first, -1: none
-    keys: Any  # int64 [2, D, N] of both heaps of each device: when inputs are there, or 0
-    items: Any  # int64 [2, D, N] ranks
-    sizes: Any  # int64 [2, D]
+    is_uniform: Any  # bool [N] takes equally long everywhere: where it starts first, it ends first
     missing: Any  # int64 [N] inputs that are not placed yet
     is_ready: Any  # bool [N]
     is_placed: Any  # bool [N]
     options: Any  # int64 [N] devices in whose heaps an op still is
     last: Any  # int64 [D] the op placed last, -1: none
     fresh: Any  # int64 [N] ops that became ready
-    is_uniform: Any  # bool [N] takes equally long everywhere: where it starts first, it ends first
-    offers: Any  # int64 [D] what each device would start first, -1: nothing
-    offer_ns: Any  # int64 [D] and when at the earliest: checked when chosen
-    is_stale: Any  # bool [D] whether that may come sooner by now
+    ready: Ready
+    offers: Offers
 
     @classmethod
     def of(cls, problem: Problem, favourite: I64, schedule: PartialSchedule) -> "Queues":
-        """At the beginning."""
+        """Returns the queues before any op is placed."""
         num_ops, num_devices = schedule.op_time_ns.shape
         graph = problem.graph
         is_counted = ~schedule.floating[graph.producers[graph.edge_tensors]]
         return cls(
             *problem.simulator.ranks(problem.order),
             favourite,
-            keys=np.empty((2, num_devices, num_ops), np.int64),
-            items=np.empty((2, num_devices, num_ops), np.int64),
-            sizes=np.zeros((2, num_devices), np.int64),
+            is_uniform=(schedule.op_time_ns == schedule.op_time_ns[:, :1]).all(axis=1),
             missing=np.bincount(graph.consumers[is_counted], minlength=num_ops),
             is_ready=np.zeros(num_ops, np.bool_),
             is_placed=schedule.floating.copy(),
             options=np.zeros(num_ops, np.int64),
             last=np.full(num_devices, -1, np.int64),
             fresh=np.empty(num_ops, np.int64),
-            is_uniform=(schedule.op_time_ns == schedule.op_time_ns[:, :1]).all(axis=1),
-            offers=np.full(num_devices, -1, np.int64),
-            offer_ns=np.full(num_devices, NEVER),
-            is_stale=np.ones(num_devices, np.bool_),
+            ready=Ready.empty(num_devices, num_ops),
+            offers=Offers(
+                np.full(num_devices, -1, np.int64), np.full(num_devices, NEVER), np.ones(num_devices, np.bool_)
+            ),
         )
 
 
@@ -90,25 +103,31 @@ class Gaps(NamedTuple):
 
     @classmethod
     def of(cls, schedule: PartialSchedule) -> "Gaps":
-        """At the beginning: none."""
+        """Returns room for gaps, none yet."""
         num_ops, num_devices = schedule.op_time_ns.shape
         shape = num_devices, num_ops + 1
         return cls(np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(num_devices, np.int64))
 
 
 @kernel
-def earliest_first(arrays, schedule, queues, state, size):
-    """Places `size` further ops, each time the (ready op, device) that can start first, ties by rank; the op then goes
+def earliest_first(arrays, schedule, queues, state, count):
+    """Places `count` further ops, each time the (ready op, device) that can start first, ties by rank; the op then goes
     to the device where it ends first. Returns True once all are placed.
+
+        while ops are left:
+            each op that became ready goes into the waiting heap of each device that may run it
+            loop:
+                each device whose offer is stale makes a new one (`_offer`)
+                the earliest offer, ties by rank, is chosen if it was made in this loop; else it is made anew
+            unless times are alike, the op goes to the device where it ends first; one that fits nowhere goes to the
+                device with most room
+            consumers that miss no other input become ready
 
     `state` [NUM_STATE] is 0 at the beginning; between calls it has the numbers of ops left and of fresh ones.
     """
-    rank, _, _, keys, items, sizes, missing, is_ready, is_placed, options, last, fresh, is_uniform = queues[:13]
-    offers, offer_ns, is_stale = queues[13:]
-    op_time_ns, unit, _, _, _, _, unit_device, finish_ns, free_ns = schedule[:9]
-    ready_ns, _, foresight = schedule[14:]
-    tensor_offsets, consumer_offsets, consumers = arrays[2:5]
-    num_ops, num_devices = op_time_ns.shape
+    rank, fresh, missing, is_placed = queues.rank, queues.fresh, queues.missing, queues.is_placed
+    offers, is_stale, free_ns = queues.offers, queues.offers.is_stale, schedule.free_ns
+    num_ops, num_devices = schedule.op_time_ns.shape
     has_begun, num_left, num_fresh = state[0], state[1], state[2]
     if not has_begun:
         for op in range(num_ops):
@@ -117,74 +136,42 @@ def earliest_first(arrays, schedule, queues, state, size):
                 if missing[op] == 0:
                     fresh[num_fresh] = op
                     num_fresh += 1
-    end = max(num_left - size, 0)
+    end = max(num_left - count, 0)
     while num_left > end:
         for position in range(num_fresh):
-            op = fresh[position]
-            is_ready[op] = True
-            ready_times(arrays, schedule, op, EVERYWHERE)
-            for device in range(num_devices):
-                if may_go(schedule, op, device):
-                    options[op] += 1
-                    waiting_ns, waiting = keys[_WAITING, device], items[_WAITING, device]
-                    size = push(waiting_ns, waiting, sizes[_WAITING, device], ready_ns[device], np.int64(rank[op]))
-                    sizes[_WAITING, device] = size
-                    is_stale[device] |= ready_ns[device] <= offer_ns[device]
+            _add_ready_op(arrays, schedule, queues, fresh[position])
         num_fresh = 0
 
-        at = -1
-        while True:
-            forced = False
+        at, is_forced = -1, False
+        while not is_forced:
             for device in range(num_devices):
-                if is_stale[device] or (offers[device] >= 0 and is_placed[offers[device]]):
+                if is_stale[device] or (offers.op[device] >= 0 and is_placed[offers.op[device]]):
                     is_stale[device] = False
-                    offers[device], offer_ns[device], forced = _candidate(arrays, schedule, queues, device)
-                    if forced:
+                    offers.op[device], offers.start_ns[device], is_forced = _offer(arrays, schedule, queues, device)
+                    if is_forced:
                         at = device
                         break
-            if forced:
-                break
-            best = -1
-            for device in range(num_devices):
-                if offers[device] >= 0 and (
-                    best < 0
-                    or offer_ns[device] < offer_ns[best]
-                    or (offer_ns[device] == offer_ns[best] and rank[offers[device]] < rank[offers[best]])
-                ):
-                    best = device
-            if best == at:
+            best = _earliest(offers, rank)
+            if is_forced or best == at:
                 break
             at = best
             is_stale[at] = True
-        chosen = offers[at]
+        chosen = offers.op[at]
         is_stale[at] = True
-        if forced:
+        if is_forced:
             at = roomiest(schedule, chosen)
-        elif (foresight or not is_uniform[chosen]) and unit_device[unit[chosen]] < 0:
-            ready_times(arrays, schedule, chosen, EVERYWHERE)
-            first, end_ns = at, NEVER
-            for turn in range(-1, num_devices):  # the device where it starts first, then the others
-                device = first if turn < 0 else turn
-                if turn >= 0 and (
-                    device == first
-                    or not may_go(schedule, chosen, device)
-                    or not fits(arrays, schedule, chosen, device)
-                ):
-                    continue
-                start_ns = offer_ns[first] if turn < 0 else max(free_ns[device], ready_ns[device])
-                other_ns = start_ns + op_time_ns[chosen, device]
-                if foresight:
-                    other_ns += sending_ns(arrays, schedule, chosen, device)
-                if other_ns < end_ns:
-                    end_ns, at = other_ns, device
+        elif schedule.unit_device[schedule.unit[chosen]] < 0 and (schedule.foresight or not queues.is_uniform[chosen]):
+            at = _first_to_end(arrays, schedule, chosen, at, offers.start_ns[at])
         is_stale[at] = True
-        arrival = place(arrays, schedule, chosen, at)
-        finish_ns[chosen] = free_ns[at] = max(arrival, free_ns[at]) + op_time_ns[chosen, at]
-        last[at] = chosen
+        arrival_ns = place(arrays, schedule, chosen, at)
+        end_ns = max(arrival_ns, free_ns[at]) + schedule.op_time_ns[chosen, at]
+        schedule.finish_ns[chosen] = free_ns[at] = end_ns
+        queues.last[at] = chosen
         is_placed[chosen] = True
         num_left -= 1
-        for index in range(consumer_offsets[tensor_offsets[chosen]], consumer_offsets[tensor_offsets[chosen + 1]]):
-            consumer = consumers[index]
+        first, last = arrays.tensor_offsets[chosen], arrays.tensor_offsets[chosen + 1]
+        for index in range(arrays.consumer_offsets[first], arrays.consumer_offsets[last]):
+            consumer = arrays.consumers[index]
             missing[consumer] -= 1
             if missing[consumer] == 0:
                 fresh[num_fresh] = consumer
@@ -196,29 +183,81 @@ def earliest_first(arrays, schedule, queues, state, size):
 
 
 @inner
-def _candidate(arrays, schedule, queues, device):
+def _add_ready_op(arrays, schedule, queues, op):
+    """Adds `op`, whose inputs are all placed, to the waiting heap of each device that may run it."""
+    ready, offers, ready_ns = queues.ready, queues.offers, schedule.ready_ns
+    queues.is_ready[op] = True
+    ready_times(arrays, schedule, op, EVERYWHERE)
+    for device in range(len(ready_ns)):
+        if may_go(schedule, op, device):
+            queues.options[op] += 1
+            ready.num_waiting[device] = push(
+                ready.waiting_ns[device],
+                ready.waiting[device],
+                ready.num_waiting[device],
+                ready_ns[device],
+                np.int64(queues.rank[op]),
+            )
+            offers.is_stale[device] |= ready_ns[device] <= offers.start_ns[device]
+
+
+@inlined
+def _earliest(offers, rank):
+    """Returns the device of the earliest offer, of equal ones that of the op of lowest rank; -1: no offers."""
+    best = -1
+    for device in range(len(offers.op)):
+        if offers.op[device] >= 0 and (
+            best < 0
+            or offers.start_ns[device] < offers.start_ns[best]
+            or (offers.start_ns[device] == offers.start_ns[best] and rank[offers.op[device]] < rank[offers.op[best]])
+        ):
+            best = device
+    return best
+
+
+@inner
+def _first_to_end(arrays, schedule, op, first, first_ns):
+    """Returns the device where `op` ends first; it starts first on `first`, at `first_ns`."""
+    ready_times(arrays, schedule, op, EVERYWHERE)
+    at, end_ns = first, NEVER
+    for turn in range(-1, len(schedule.free_ns)):  # the device where it starts first, then the others
+        device = first if turn < 0 else turn
+        if turn >= 0 and (
+            device == first or not may_go(schedule, op, device) or not fits(arrays, schedule, op, device)
+        ):
+            continue
+        start_ns = first_ns if turn < 0 else max(schedule.free_ns[device], schedule.ready_ns[device])
+        other_ns = start_ns + schedule.op_time_ns[op, device]
+        if schedule.foresight:
+            other_ns += sending_ns(arrays, schedule, op, device)
+        if other_ns < end_ns:
+            end_ns, at = other_ns, device
+    return at
+
+
+@inner
+def _offer(arrays, schedule, queues, device):
     """Returns (op, start, forced): the op that `device` would start first, -1 if none; forced: it fits on no device."""
-    _, op_of_rank, favourite, keys, items, sizes, _, is_ready, is_placed, options, last = queues[:11]
-    unit, unit_device, all_free_ns, ready_ns = schedule[1], schedule[6], schedule[8], schedule[14]
-    free_ns = all_free_ns[device]
-    waiting_ns, waiting, ready = keys[_WAITING, device], items[_WAITING, device], items[_READY, device]
-    num_waiting, num_ready = sizes[_WAITING, device], sizes[_READY, device]
+    ready, is_placed, unit_device = queues.ready, queues.is_placed, schedule.unit_device
+    free_ns = schedule.free_ns[device]
+    waiting_ns, waiting, here = ready.waiting_ns[device], ready.waiting[device], ready.here[device]
+    num_waiting, num_here = ready.num_waiting[device], ready.num_here[device]
     op, start_ns = -1, NEVER
     while True:
         while num_waiting > 0 and waiting_ns[0] <= free_ns:
-            num_ready = push(keys[_READY, device], ready, num_ready, np.int64(0), waiting[0])
+            num_here = push(ready.no_ns[device], here, num_here, np.int64(0), waiting[0])
             num_waiting = pop_top(waiting_ns, waiting, num_waiting)
-        is_here = num_ready > 0
+        is_here = num_here > 0
         if not is_here and num_waiting == 0:
             break
-        item = ready[0] if is_here else waiting[0]
-        top = np.int64(op_of_rank[item])
+        item = here[0] if is_here else waiting[0]
+        top = np.int64(queues.op_of_rank[item])
         is_gone = is_placed[top] or not may_go(schedule, top, device)
-        if not is_gone and unit_device[unit[top]] < 0 and not fits(arrays, schedule, top, device):
+        if not is_gone and unit_device[schedule.unit[top]] < 0 and not fits(arrays, schedule, top, device):
             is_gone = True
-            options[top] -= 1
-            if options[top] == 0:
-                sizes[_WAITING, device], sizes[_READY, device] = num_waiting, num_ready
+            queues.options[top] -= 1
+            if queues.options[top] == 0:
+                ready.num_waiting[device], ready.num_here[device] = num_waiting, num_here
                 return top, free_ns, True
         later_ns = NEVER
         if not is_gone:
@@ -227,39 +266,51 @@ def _candidate(arrays, schedule, queues, device):
                 op, start_ns = top, max(later_ns, free_ns)
                 break
         if is_here:
-            num_ready = pop_top(keys[_READY, device], ready, num_ready)
+            num_here = pop_top(ready.no_ns[device], here, num_here)
         else:
             num_waiting = pop_top(waiting_ns, waiting, num_waiting)
         if not is_gone:
             num_waiting = push(waiting_ns, waiting, num_waiting, later_ns, item)
-    sizes[_WAITING, device], sizes[_READY, device] = num_waiting, num_ready
+    ready.num_waiting[device], ready.num_here[device] = num_waiting, num_here
+    child, child_ns = _awaited_child(arrays, schedule, queues, device, op, start_ns)
+    return (child, child_ns, False) if child >= 0 else (op, start_ns, False)
 
-    child = favourite[last[device]] if last[device] >= 0 else -1
-    if child >= 0 and is_ready[child] and not is_placed[child] and may_go(schedule, child, device):
-        ready_times(arrays, schedule, child, EVERYWHERE)
-        child_ns = max(free_ns, ready_ns[device])
+
+@inner
+def _awaited_child(arrays, schedule, queues, device, op, start_ns):
+    """Returns (the favourite child of the last op of `device`, its start) if the device waits for it, else (-1, 0).
+
+    It waits if the child can start nowhere sooner and fits, unless `op`, which could start at `start_ns`, is urgent.
+    """
+    all_free_ns, ready_ns = schedule.free_ns, schedule.ready_ns
+    child = queues.favourite[queues.last[device]] if queues.last[device] >= 0 else np.int64(-1)
+    if child < 0 or not queues.is_ready[child] or queues.is_placed[child] or not may_go(schedule, child, device):
+        return np.int64(-1), np.int64(0)
+    free_ns = all_free_ns[device]
+    ready_times(arrays, schedule, child, EVERYWHERE)
+    child_ns = max(free_ns, ready_ns[device])
+    for other in range(len(all_free_ns)):
+        if may_go(schedule, child, other) and max(all_free_ns[other], ready_ns[other]) < child_ns:
+            return np.int64(-1), np.int64(0)
+    is_urgent = op >= 0 and start_ns == free_ns < child_ns
+    if is_urgent:  # ready everywhere, so that running it here now makes nobody wait for a transfer
+        ready_times(arrays, schedule, op, EVERYWHERE)
         for other in range(len(all_free_ns)):
-            if may_go(schedule, child, other) and max(all_free_ns[other], ready_ns[other]) < child_ns:
-                return op, start_ns, False
-        is_urgent = op >= 0 and start_ns == free_ns < child_ns
-        if is_urgent:  # ready everywhere, so that running it here now makes nobody wait for a transfer
-            ready_times(arrays, schedule, op, EVERYWHERE)
-            for other in range(len(all_free_ns)):
-                is_urgent &= ready_ns[other] <= free_ns or not may_go(schedule, op, other)
-        if not is_urgent and fits(arrays, schedule, child, device):
-            return child, child_ns, False
-    return op, start_ns, False
+            is_urgent &= ready_ns[other] <= free_ns or not may_go(schedule, op, other)
+    if is_urgent or not fits(arrays, schedule, child, device):
+        return np.int64(-1), np.int64(0)
+    return child, child_ns
 
 
 @kernel
-def in_order(arrays, schedule, op_of_rank, gaps, state, size):
-    """Places `size` further ops in the order of `op_of_rank` (topological), each where it ends first, in the first gap
+def in_order(arrays, schedule, op_of_rank, gaps, state, count):
+    """Places `count` further ops in the order of `op_of_rank` (topological), each where it ends first, in the first gap
     long enough. Returns True once all are placed.
 
     `state` [NUM_STATE] is 0 at the beginning; between calls it has the number of ops that were placed.
     """
-    op_time_ns, unit, _, _, _, floating, unit_device, finish_ns, free_ns = schedule[:9]
-    ready_ns, _, foresight = schedule[14:]
+    op_time_ns, unit, floating = schedule.op_time_ns, schedule.unit, schedule.floating
+    unit_device, finish_ns, free_ns = schedule.unit_device, schedule.finish_ns, schedule.free_ns
     starts, ends, counts = gaps
     num_ops, num_devices = op_time_ns.shape
     shortest = NEVER  # gaps below that are of no use
@@ -267,7 +318,7 @@ def in_order(arrays, schedule, op_of_rank, gaps, state, size):
         for device in range(num_devices):
             if 0 < op_time_ns[op, device] < shortest:
                 shortest = op_time_ns[op, device]
-    end = min(state[0] + size, num_ops)
+    end = min(state[0] + count, num_ops)
     for rank in range(state[0], end):
         op = np.int64(op_of_rank[rank])
         if floating[op]:
@@ -279,10 +330,10 @@ def in_order(arrays, schedule, op_of_rank, gaps, state, size):
                 is_settled = unit_device[unit[op]] >= 0
                 if is_settled or fits(arrays, schedule, op, device):
                     time_ns = op_time_ns[op, device]
-                    gap = _find_gap(starts[device], ends[device], counts[device], ready_ns[device], time_ns)
+                    gap = _find_gap(starts[device], ends[device], counts[device], schedule.ready_ns[device], time_ns)
                     begin = free_ns[device] if gap < 0 else starts[device, gap]
-                    end_ns = max(begin, ready_ns[device]) + time_ns
-                    if foresight:
+                    end_ns = max(begin, schedule.ready_ns[device]) + time_ns
+                    if schedule.foresight:
                         end_ns += sending_ns(arrays, schedule, op, device)
                     if end_ns < best_ns:
                         best, best_ns = device, end_ns

@@ -100,20 +100,20 @@ def _queue(following, newest, newest_ns, soonest_ns, device, rank, ready_ns):
 @inlined
 def _choose(scratch, num_started, dispatch, device, now):
     """Returns the rank of the op that `device` starts at `now`, which is taken off its ready set; _EMPTY: none."""
-    waiting, _, bits0, bits1, bits2, lowest = scratch[:6]
-    ready_ns, following, taken, newest, _, soonest_ns = scratch[12:18]
-    rank, _, _, _, order_offsets, order_ops = dispatch
+    bits0, bits1, bits2, lowest = scratch.bits0, scratch.bits1, scratch.bits2, scratch.lowest
+    ready_ns, following, soonest_ns = scratch.ready_ns, scratch.following, scratch.soonest_ns
+    taken, newest, order_ops = scratch.taken, scratch.newest, dispatch.order_ops
     while soonest_ns[device] <= now:
         own = np.uint64(following[taken[device]])
         _add_ready(bits0, bits1, bits2, lowest, device, own)
         taken[device] = own
         soonest_ns[device] = NEVER if own == newest[device] else ready_ns[following[own]]
     if len(order_ops) > 0:
-        at = order_offsets[device] + num_started[device]
-        if at == order_offsets[device + np.uint64(1)]:
+        at = dispatch.order_offsets[device] + num_started[device]
+        if at == dispatch.order_offsets[device + np.uint64(1)]:
             return _EMPTY
-        own = np.uint64(rank[order_ops[at]])
-        return own if waiting[own] & _MISSING == 0 and ready_ns[own] <= now else _EMPTY
+        own = np.uint64(dispatch.rank[order_ops[at]])
+        return own if scratch.waiting[own] & _MISSING == 0 and ready_ns[own] <= now else _EMPTY
     if lowest[device] == _EMPTY:
         return _EMPTY
     return _take_ready(bits0, bits1, bits2, lowest, device)
@@ -122,17 +122,56 @@ def _choose(scratch, num_started, dispatch, device, now):
 @inlined
 def _start(scratch, schedule, dispatch, tail_ns, stops, device, own, now):
     """Returns when the op of rank `own` ends, which `device` starts, and if `stops` a lower bound of the step time."""
-    duration_ns, remaining_ns = scratch[1], scratch[8]
-    finish_ns, started, num_started = schedule[:3]
-    op, duration = dispatch[1][own], duration_ns[own]
+    remaining_ns, num_started = scratch.remaining_ns, schedule.num_ops
+    op, duration = dispatch.op_of_rank[own], scratch.duration_ns[own]
     bound = 0
     if stops:
         bound = now + max(tail_ns[op], remaining_ns[device])
         remaining_ns[device] -= duration
-    finish_ns[op] = now + duration
-    started[device, num_started[device]] = op
+    schedule.finish_ns[op] = now + duration
+    schedule.ops[device, num_started[device]] = op
     num_started[device] += 1
     return now + duration, bound
+
+
+@inlined
+def is_sent(arrays, placement, tensor, device):
+    """Returns whether a consumer of `tensor` is on `device`."""
+    for index in range(arrays.consumer_offsets[tensor], arrays.consumer_offsets[tensor + np.uint64(1)]):
+        if placement[arrays.consumers[index]] == device:
+            return True
+    return False
+
+
+@inlined
+def request_transfer(arrays, schedule, channel_free_ns, transfer, tensor, source, device, now):
+    """Writes the times of `transfer`, which sends `tensor` from `source` to `device` once all channels of the route are
+    free, and returns its arrival."""
+    route = source * np.uint64(len(arrays.latency_ns)) + device
+    first_channel, end_channel = arrays.route_offsets[route], arrays.route_offsets[route + np.uint64(1)]
+    start = now
+    for index in range(first_channel, end_channel):
+        start = max(start, channel_free_ns[arrays.route_channels[index]])
+    end = start + arrays.occupancy_ns[tensor, arrays.route_rate[source, device]]
+    for index in range(first_channel, end_channel):
+        channel_free_ns[arrays.route_channels[index]] = end
+    arrival = end + arrays.latency_ns[source, device]
+    schedule.transfer_tensor[transfer] = tensor
+    schedule.transfer_route[transfer] = route
+    schedule.transfer_start_ns[transfer] = start
+    schedule.transfer_end_ns[transfer] = end
+    schedule.arrival_ns[transfer] = arrival
+    return arrival
+
+
+@inlined
+def end_of_run(schedule, num_transfers, num_ops):
+    """Notes the number of transfers and returns the status: COMPLETED if all ops have been started."""
+    schedule.num_transfers[0] = num_transfers
+    num_run = 0
+    for device in range(len(schedule.num_ops)):
+        num_run += schedule.num_ops[device]
+    return COMPLETED if num_run == num_ops else DEADLOCK
 
 
 @inner
@@ -142,13 +181,16 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     `op_time_ns` is int64 [N, D], or [N, 1] where all devices are alike. Its -1 are never read: placements are checked
     before. The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED.
     """
-    num_inputs, sources, tensor_offsets, consumer_offsets, consumers, occupancy_ns = arrays[:6]
-    route_rate, latency_ns, route_offsets, route_channels, tail_ns = arrays[6:11]
-    waiting, duration_ns, bits0, bits1, bits2, lowest, running, until_ns, remaining_ns, channel_free_ns = scratch[:10]
-    first_edge, end_edge, ready_ns, following, taken, newest, newest_ns, soonest_ns, heap_ns, heap_item = scratch[10:]
-    num_started, transfer_tensor, transfer_route, transfer_start_ns, transfer_end_ns, arrival_ns, total = schedule[2:9]
-    rank, op_of_rank, successor_offsets, successors = dispatch[:4]
-    num_ops, num_devices = np.uint64(len(op_time_ns)), np.uint64(len(latency_ns))
+    tensor_offsets, consumer_offsets, tail_ns = arrays.tensor_offsets, arrays.consumer_offsets, arrays.tail_ns
+    waiting, duration_ns, remaining_ns = scratch.waiting, scratch.duration_ns, scratch.remaining_ns
+    bits0, bits1, bits2, lowest = scratch.bits0, scratch.bits1, scratch.bits2, scratch.lowest
+    running, until_ns, channel_free_ns = scratch.running, scratch.until_ns, scratch.channel_free_ns
+    first_edge, end_edge, ready_ns = scratch.first_edge, scratch.end_edge, scratch.ready_ns
+    following, taken, newest = scratch.following, scratch.taken, scratch.newest
+    newest_ns, soonest_ns = scratch.newest_ns, scratch.soonest_ns
+    heap_ns, heap_item, num_started = scratch.heap_ns, scratch.heap_item, schedule.num_ops
+    op_of_rank, successor_offsets, successors = dispatch.op_of_rank, dispatch.successor_offsets, dispatch.successors
+    num_ops, num_devices = np.uint64(len(op_time_ns)), np.uint64(len(arrays.latency_ns))
     devices_differ = op_time_ns.shape[1] > 1
     zero, one = np.uint64(0), np.uint64(1)
     heap_size = np.int64(0)
@@ -173,15 +215,15 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
         op = op_of_rank[at]
         device = np.uint64(placement[op])
         duration_ns[at] = op_time_ns[op, device if devices_differ else zero]
-        waiting[at] = np.uint64(num_inputs[op]) | device << _DEVICE_SHIFT
+        waiting[at] = np.uint64(arrays.num_inputs[op]) | device << _DEVICE_SHIFT
     if stops:
         for at in range(num_ops):
             remaining_ns[waiting[at] >> _DEVICE_SHIFT] += duration_ns[at]
         for device in range(num_devices):
             if remaining_ns[device] >= stop_ns:
                 return STOPPED, remaining_ns[device]
-    for op in sources:
-        _add_ready(bits0, bits1, bits2, lowest, np.uint64(placement[op]), np.uint64(rank[op]))
+    for op in arrays.sources:
+        _add_ready(bits0, bits1, bits2, lowest, np.uint64(placement[op]), np.uint64(dispatch.rank[op]))
 
     now = 0
     idle = ~zero >> (np.uint64(64) - num_devices)
@@ -267,32 +309,13 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
                     device = trailing_zeros(destinations)
                     destinations &= destinations - one
                     last_one = device << _DEVICE_SHIFT | one
-                    route = source * num_devices + device
-                    first_channel = route_offsets[route]
-                    end_channel = route_offsets[route + one]
                     for tensor in range(first_tensor, end_tensor):
-                        if end_tensor - first_tensor > one:
-                            is_wanted = False
-                            for index in range(consumer_offsets[tensor], consumer_offsets[tensor + one]):
-                                if placement[consumers[index]] == device:
-                                    is_wanted = True
-                                    break
-                            if not is_wanted:
-                                continue
-                        start = now
-                        for index in range(first_channel, end_channel):
-                            start = max(start, channel_free_ns[route_channels[index]])
-                        end = start + occupancy_ns[tensor, route_rate[source, device]]
-                        for index in range(first_channel, end_channel):
-                            channel_free_ns[route_channels[index]] = end
-                        arrival = end + latency_ns[source, device]
-                        transfer = num_transfers
+                        if end_tensor - first_tensor > one and not is_sent(arrays, placement, tensor, device):
+                            continue
+                        arrival = request_transfer(
+                            arrays, schedule, channel_free_ns, num_transfers, tensor, source, device, now
+                        )
                         num_transfers += 1
-                        transfer_tensor[transfer] = tensor
-                        transfer_route[transfer] = route
-                        transfer_start_ns[transfer] = start
-                        transfer_end_ns[transfer] = end
-                        arrival_ns[transfer] = arrival
                         latest = max(latest, arrival)
                         begin = first + consumer_offsets[tensor] - consumer_offsets[first_tensor]
                         for index in range(begin, begin + consumer_offsets[tensor + one] - consumer_offsets[tensor]):
@@ -338,11 +361,4 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
             _add_ready(bits0, bits1, bits2, lowest, device, successor)
             candidates |= (idle >> device & one) << device
 
-    latest = max(latest, now)
-    total[0] = num_transfers
-    num_run = 0
-    for device in range(num_devices):
-        num_run += num_started[device]
-    if num_run < num_ops:
-        return DEADLOCK, latest
-    return COMPLETED, latest
+    return end_of_run(schedule, num_transfers, num_ops), max(latest, now)

@@ -14,7 +14,7 @@ No array grows with ops times devices. docs/machine-model.md, section 3, is the 
 import numpy as np
 
 from gdp.compiled import inlined, inner
-from gdp.simulator.engine import COMPLETED, DEADLOCK, NEVER, STOPPED
+from gdp.simulator.engine import NEVER, STOPPED, end_of_run, is_sent, request_transfer
 from gdp.simulator.heaps import pop_top, push, replace_top, trailing_zeros
 
 
@@ -63,16 +63,16 @@ def _note(changed, is_changed, num_changed, device):
 @inner
 def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     """Returns (status, step time in ns) of `placement` uint16 [N], and fills `schedule`, as `engine.run` does."""
-    num_inputs, sources, tensor_offsets, consumer_offsets, consumers, occupancy_ns = arrays[:6]
-    route_rate, latency_ns, route_offsets, route_channels, tail_ns = arrays[6:11]
-    missing, ready, num_ready, is_idle, changed, is_changed, remaining_ns, channel_free_ns = scratch[:8]
-    destinations, first, last, following, first_in, next_in, num_waiting = scratch[8:15]
-    end_ns, end_item, heap_ns, heap_item = scratch[15:]
-    finish_ns, started, num_started, transfer_tensor, transfer_route, transfer_start_ns = schedule[:6]
-    transfer_end_ns, arrival_ns, total, begins = schedule[6:]
-    rank, op_of_rank, _, _, order_offsets, order_ops = dispatch
-    producers = arrays[11][5]
-    num_ops, num_devices = len(op_time_ns), np.uint64(len(latency_ns))
+    tensor_offsets, consumer_offsets, consumers = arrays.tensor_offsets, arrays.consumer_offsets, arrays.consumers
+    route_offsets, tail_ns, producers = arrays.route_offsets, arrays.tail_ns, arrays.memory.producers
+    missing, ready, num_ready, is_idle = scratch.missing, scratch.ready, scratch.num_ready, scratch.is_idle
+    changed, is_changed, remaining_ns = scratch.changed, scratch.is_changed, scratch.remaining_ns
+    destinations, first, last, following = scratch.destinations, scratch.first, scratch.last, scratch.following
+    first_in, next_in, num_waiting = scratch.first_in, scratch.next_in, scratch.num_waiting
+    end_ns, end_item, heap_ns, heap_item = scratch.end_ns, scratch.end_item, scratch.heap_ns, scratch.heap_item
+    num_started, begins, transfer_route = schedule.num_ops, schedule.begins, schedule.transfer_route
+    rank, order_offsets, order_ops = dispatch.rank, dispatch.order_offsets, dispatch.order_ops
+    num_ops, num_devices = len(op_time_ns), np.uint64(len(arrays.latency_ns))
     devices_differ = op_time_ns.shape[1] > 1
     replays = len(order_ops) > 0
     zero, one, six, low = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
@@ -90,11 +90,11 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
         num_started[device] = num_ready[device] = remaining_ns[device] = 0
         is_idle[device] = 1
         is_changed[device] = 0
-    channel_free_ns[:] = 0
+    scratch.channel_free_ns[:] = 0
     destinations[:] = zero
-    total[0] = 0
+    schedule.num_transfers[0] = 0
     for op in range(num_ops):
-        missing[op] = num_inputs[op]
+        missing[op] = arrays.num_inputs[op]
         num_ready[placement[op]] += 1
     begin = np.int64(0)
     for device in range(num_devices):
@@ -107,7 +107,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
         for device in range(num_devices):
             if remaining_ns[device] >= stop_ns:
                 return STOPPED, remaining_ns[device]
-    for op in sources:
+    for op in arrays.sources:
         device = np.uint64(placement[op])
         _push_rank(ready, begins[device], num_ready[device], rank[op])
         num_ready[device] += 1
@@ -130,7 +130,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
             else:
                 if num_ready[device] == 0:
                     continue
-                op = op_of_rank[_pop_rank(ready, begins[device], num_ready[device])]
+                op = dispatch.op_of_rank[_pop_rank(ready, begins[device], num_ready[device])]
                 num_ready[device] -= 1
             duration = op_time_ns[op, device if devices_differ else zero]
             if now + tail_ns[op] >= stop_ns or now + remaining_ns[device] >= stop_ns:
@@ -139,8 +139,8 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
             is_idle[device] = 0
             started_zero |= duration == 0
             num_running = push(end_ns, end_item, num_running, now + duration, np.int64(op))
-            finish_ns[op] = now + duration
-            started[0, begins[device] + num_started[device]] = op
+            schedule.finish_ns[op] = now + duration
+            schedule.ops[0, begins[device] + num_started[device]] = op
             num_started[device] += 1
         num_changed = np.int64(0)
 
@@ -161,7 +161,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
             num_changed = _note(changed, is_changed, num_changed, source)
             first_tensor = tensor_offsets[op]
             end_tensor = tensor_offsets[op + one]
-            is_sent = False
+            sends = False
             for index in range(consumer_offsets[first_tensor], consumer_offsets[end_tensor]):
                 consumer = consumers[index]
                 device = np.uint64(placement[consumer])
@@ -173,37 +173,20 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                         num_ready[source] += 1
                 else:
                     destinations[device >> six] |= one << (device & low)
-                    is_sent = True
-            for word in range(len(destinations) if is_sent else 0):
+                    sends = True
+            for word in range(len(destinations) if sends else 0):
                 while destinations[word] != zero:
                     device = (np.uint64(word) << six) + trailing_zeros(destinations[word])
                     destinations[word] &= destinations[word] - one
                     route = source * num_devices + device
-                    first_channel = route_offsets[route]
-                    end_channel = route_offsets[route + one]
                     for tensor in range(first_tensor, end_tensor):
-                        if end_tensor - first_tensor > one:
-                            is_wanted = False
-                            for index in range(consumer_offsets[tensor], consumer_offsets[tensor + one]):
-                                if placement[consumers[index]] == device:
-                                    is_wanted = True
-                                    break
-                            if not is_wanted:
-                                continue
-                        start = now
-                        for index in range(first_channel, end_channel):
-                            start = max(start, channel_free_ns[route_channels[index]])
-                        end = start + occupancy_ns[tensor, route_rate[source, device]]
-                        for index in range(first_channel, end_channel):
-                            channel_free_ns[route_channels[index]] = end
-                        arrival = end + latency_ns[source, device]
+                        if end_tensor - first_tensor > one and not is_sent(arrays, placement, tensor, device):
+                            continue
                         transfer = num_transfers
                         num_transfers += 1
-                        transfer_tensor[transfer] = tensor
-                        transfer_route[transfer] = route
-                        transfer_start_ns[transfer] = start
-                        transfer_end_ns[transfer] = end
-                        arrival_ns[transfer] = arrival
+                        arrival = request_transfer(
+                            arrays, schedule, scratch.channel_free_ns, transfer, tensor, source, device, now
+                        )
                         following[transfer] = -1
                         if first[route] < 0:
                             first[route] = transfer
@@ -214,17 +197,17 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                         last[route] = transfer
                         if num_waiting[route] == 0:
                             heap_size = push(heap_ns, heap_item, heap_size, arrival, np.int64(transfer))
-                        num_waiting[route] += first_channel < end_channel
+                        num_waiting[route] += route_offsets[route] < route_offsets[route + one]
 
         # arrivals at `now`
         while heap_size > 0 and heap_ns[0] == now:
             transfer = heap_item[0]
-            tensor = transfer_tensor[transfer]
+            tensor = schedule.transfer_tensor[transfer]
             route = transfer_route[transfer]
             num_waiting[route] -= route_offsets[route] < route_offsets[route + one]
             if num_waiting[route] > 0:
                 after = following[transfer]
-                replace_top(heap_ns, heap_item, heap_size, arrival_ns[after], np.int64(after))
+                replace_top(heap_ns, heap_item, heap_size, schedule.arrival_ns[after], np.int64(after))
             else:
                 heap_size = pop_top(heap_ns, heap_item, heap_size)
             device = route - placement[producers[tensor]] * num_devices
@@ -239,10 +222,4 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                             num_ready[device] += 1
                         num_changed = _note(changed, is_changed, num_changed, device)
 
-    total[0] = num_transfers
-    num_run = 0
-    for device in range(num_devices):
-        num_run += num_started[device]
-    if num_run < num_ops:
-        return DEADLOCK, latest
-    return COMPLETED, latest
+    return end_of_run(schedule, num_transfers, num_ops), latest
