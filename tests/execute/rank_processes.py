@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,17 @@ PATIENCE_SECONDS = 60
 PRELOADED = ["torch._dynamo", "execute.rank_jobs", "execute.placed_jobs"]  # the first is what takes time in a capture
 
 
-def start_ranks(target: Callable[..., None], out: Path, count: int, job: str, *args: Any) -> list[BaseProcess]:
-    """Starts `target(out, environment, job, *args)` on each rank."""
+def fork_server() -> ForkServerContext:
+    """Returns the context of processes that begin with PyTorch loaded."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def start_ranks(target: Callable[..., None], out: Path, count: int, job: str, *args: Any) -> list[BaseProcess]:
+    """Starts `target(out, environment, job, *args)` on each rank."""
+    context = fork_server()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from execute.placed_steps import assert_same, cpus, randomly_placed, tower
+from execute.rank_processes import fork_server
 from gdp.execute.exchanged_rows import ExchangedRows
 from gdp.execute.forked import processes
 from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
@@ -104,41 +104,38 @@ def test_killed_processes_end_the_step() -> None:
         executor.step(content)
 
 
-TRAINING = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
-sys.path[:0] = {paths!r}
-from execute.test_forked import *
-found, content = tower()
-executor = ForkedExecutor(found.program, randomly_placed(found, 3, 0).order, cpus())
-executor.load(content)
-executor.step(content)
-print(*(child.pid for child in executor._children), flush=True)
-try:
-    while True:
-        executor.step(content)
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-"""
+def train_until_ended(out: Path) -> None:
+    """Takes steps in a session of its own until a signal ends it; writes down its processes, then an interrupt."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+    found, content = tower()
+    executor = ForkedExecutor(found.program, randomly_placed(found, 3, 0).order, cpus())
+    executor.load(content)
+    executor.step(content)
+    (out / "new").write_text(" ".join(str(child.pid) for child in executor._children))
+    (out / "new").rename(out / "processes")
+    try:
+        while True:
+            executor.step(content)
+    except KeyboardInterrupt:
+        (out / "interrupted").touch()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_processes_end_with_their_parent(number: signal.Signals) -> None:
+def test_processes_end_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
     """However that ends, in a step: none is left, and no shared memory has a name that could be left."""
-    here = Path(__file__).parent
     before = set(os.listdir("/dev/shm"))
-    code = TRAINING.format(paths=[str(here.parent)])
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
+    process = fork_server().Process(target=train_until_ended, args=(tmp_path,))
+    process.start()
+    wait_until((tmp_path / "processes").exists, 60.0)
+    pids = [int(word) for word in (tmp_path / "processes").read_text().split()]
     assert len(pids) == 4
     time.sleep(0.3)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
-    else:
-        process.send_signal(number)
-    out, _ = process.communicate(timeout=20)
-    assert out == ("interrupted\n" if number == signal.SIGINT else "")
+    assert process.pid is not None
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)  # a terminal interrupts all
+    process.join(20)
+    assert process.exitcode == (0 if number == signal.SIGINT else -number)
+    assert (tmp_path / "interrupted").exists() == (number == signal.SIGINT)
     wait_until(lambda: not any(map(is_there, pids)))
     assert set(os.listdir("/dev/shm")) <= before
 
