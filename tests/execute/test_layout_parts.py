@@ -1,6 +1,7 @@
 """The parts of a layout's execution: chunks of tensors, places in rings, refusals, memory that is overwritten late."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,8 @@ def test_chunks_after_a_copy(case: tuple[list[int], Cut]) -> None:
 
 
 @given(st.data())
-def test_owners_of_chunks(data: st.DataObject) -> None:
-    """Each replica owns a chunk, and its rings cover all chunks."""
+def test_rings_cover_all_chunks(data: st.DataObject) -> None:
+    """The hops of a replica take each chunk but one; its last sum is of the chunk that it owns, and sends first."""
     num_hosts, per_host = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     count = num_hosts * per_host
     ring = data.draw(st.permutations(range(count)))
@@ -89,21 +90,29 @@ def test_owners_of_chunks(data: st.DataObject) -> None:
     assert sorted(places.owned(replica) for replica in range(count)) == list(range(count))
     whole = list(range(count))
 
-    def covered(replica: int, num_chunks: int, *, is_inside: bool) -> list[int]:
-        return [one for chunk in range(num_chunks) for one in places.chunks(replica, chunk, is_inside=is_inside)]
+    def taken(replica: int, num_chunks: int, is_sum: bool, *, is_inside: bool) -> list[range]:
+        """Returns the chunks of each hop of a ring, and those of one more."""
+        return [places.taken(replica, turn, is_sum=is_sum, is_inside=is_inside) for turn in range(num_chunks)]
 
-    for replica in range(count):
+    def joined(chunks: list[range]) -> list[int]:
+        return sorted(one for chunk in chunks for one in chunk)
+
+    for replica, is_sum in product(range(count), (True, False)):
         own = places.owned(replica)
+        last = -2 if is_sum else -1
         if not over_hosts:
-            assert covered(replica, count, is_inside=False) == whole
-            assert list(places.chunks(replica, own, is_inside=False)) == [own]
+            hops = taken(replica, count, is_sum, is_inside=False)
+            assert joined(hops) == whole
+            assert list(hops[last % count]) == [own]
             continue
-        assert covered(replica, places.num_inner, is_inside=True) == whole
+        hops = taken(replica, places.num_inner, is_sum, is_inside=True)
+        assert joined(hops) == whole
         if num_hosts == 1:  # nothing goes round between hosts
             continue
-        inner = list(places.chunks(replica, places.owned_inner(replica), is_inside=True))
-        assert covered(replica, places.num_outer, is_inside=False) == inner
-        assert inner[own % places.num_outer] == own
+        inner = list(hops[last % places.num_inner])
+        outer = taken(replica, places.num_outer, is_sum, is_inside=False)
+        assert joined(outer) == inner
+        assert list(outer[last % places.num_outer]) == [own]
 
 
 # -- refusals, and what is no reason for one --------------------------------------------------------------------------
