@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.accumulation import accumulated
+from gdp.graph.accumulation import accumulated, one_microbatch
 from gdp.graph.excerpts import Excerpt
 from gdp.graph.microbatches import count_microbatches, microbatch_of
-from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.capture_step import _isolated, capture_fn
 from gdp.models.pytorch.optimizers import OPTIMIZERS

@@ -14,8 +14,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.copies import RECOMPUTED
 from gdp.models.pytorch import capture
-from gdp.parallel.block_choice import cheapest_blocks
-from gdp.parallel.blocks import Blocks
+from gdp.parallel.blocks import Blocks, cheapest_blocks
 from gdp.parallel.layout import Layout
 from gdp.parallel.offload import offloaded
 from gdp.parallel.recompute import Recomputation, recomputed

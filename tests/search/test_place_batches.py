@@ -147,7 +147,7 @@ def test_a_stream_has_the_work_of_its_batches_and_one_copy_of_weights_a_replica(
     ("graph", "num_batches", "problem"),
     [
         (Graph.build("t", [Op("a"), Op("b", phase="backward")], [Tensor(0, (1,))]), 2, "is a training step; add"),
-        (Graph.build("m", [Op("a"), Op("a@1")], []), 2, "has copies of ops already"),
+        (Graph.build("m", [Op("a"), Op("a@1", origin=0, microbatch=1)], []), 2, "has copies of ops already"),
         (forward_layers(), 0, "1 to 256"),
         (forward_layers(), 10**6, "1 to 256"),
     ],

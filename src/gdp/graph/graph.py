@@ -10,19 +10,28 @@ from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, Union, overload
 
 import numpy as np
 
 from gdp import files, notebook
 from gdp.arrays import I64, Bool
-from gdp.errors import InputError, prefixed
+from gdp.errors import InputError, prefixed, suggest
 from gdp.graph.checks import check
 from gdp.graph.column_file import is_in_columns, read_columns, write_columns
 from gdp.graph.copies import EXCHANGE, first_copies, have_role, role_codes, roots
 from gdp.graph.document import FORMAT, OP_FIELDS, TENSOR_FIELDS, VERSION, Op, Tensor, read_document
 from gdp.graph.fingerprint import graph_fingerprint
-from gdp.graph.views import GraphSource, OpView
+
+
+class HasGraph(Protocol):
+    """Something that has the graph of a step: a `Capture`."""
+
+    @property
+    def graph(self) -> "Graph": ...
+
+
+GraphSource = Union["Graph", HasGraph]
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +168,7 @@ class Graph:
         )
 
     @property
-    def ops(self) -> OpView:
+    def ops(self) -> "OpView":
         """[N] the ops as records, made when they are asked for; also by name: `graph.ops["encoder.0.matmul"]`."""
         return OpView(self)
 
@@ -335,3 +344,33 @@ def _int64(values: Sequence[int], record: str, name: str) -> I64:
     except (OverflowError, TypeError, ValueError):
         bad = next(i for i, value in enumerate(values) if type(value) is not int or not -(2**63) <= value < 2**63)
         raise InputError(f"{record} {bad}: {name} is {values[bad]!r}; an integer below 2^63 is expected") from None
+
+
+class OpView(Sequence[Op]):
+    """The ops of a graph, one record each."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+
+    def __len__(self) -> int:
+        return self._graph.num_ops
+
+    @overload
+    def __getitem__(self, key: int | str) -> Op: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Op, ...]: ...
+    def __getitem__(self, key: int | str | slice) -> Op | tuple[Op, ...]:
+        if isinstance(key, slice):
+            return tuple(self._graph.op(number) for number in range(len(self))[key])
+        if not isinstance(key, str):
+            return self._graph.op(range(len(self))[key])
+        if key not in self._graph.op_numbers:
+            raise InputError(
+                f"graph {self._graph.name!r} has no op {key!r}; {suggest(key, self._graph.op_names, most=8)}"
+            )
+        return self._graph.op(self._graph.op_numbers[key])
+
+    def __repr__(self) -> str:
+        """Returns `<25 ops: 'left.0', 'right.0', 'left.1', ...>`."""
+        names = ", ".join(map(repr, self._graph.op_names[:3]))
+        return f"<{notebook.count(len(self), 'op')}: {names}{', ...' if len(self) > 3 else ''}>"

@@ -18,8 +18,8 @@ from gdp.graph.copies import exchange_ends, label_end
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import bucket_bytes_over, buckets_of, gradients_of
 from gdp.parallel.graph_builder import GraphBuilder
+from gdp.parallel.replica_step import ReplicaStep
 from gdp.parallel.rings import Collective, Rings, add_exchange
-from gdp.parallel.sums import Sums
 
 
 def replicated(
@@ -48,10 +48,9 @@ def replicated(
         num_bytes = sum(gradient.num_bytes for gradient in gradients.values())
         bucket_bytes = bucket_bytes_over(len(replicas), num_bytes, rings.num_hops)
     buckets = buckets_of(gradients, of_first, bucket_bytes)
-    sums = Sums(buckets, len(replicas), zero)
-    inserted = {id(graph): sums.insert(graph) for graph in {id(graph): graph for graph in replicas}.values()}
-    collectives = inserted[id(first)][1]
-    return joined([inserted[id(graph)][0] for graph in replicas], collectives, rings)
+    distinct = {id(graph): graph for graph in replicas}
+    steps = {key: ReplicaStep.of(graph, buckets, len(replicas), zero) for key, graph in distinct.items()}
+    return joined([steps[id(graph)].graph for graph in replicas], steps[id(first)].collectives, rings)
 
 
 def joined(

@@ -16,10 +16,10 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
 from gdp.graph.copies import HOST_COPY, numbers_in
-from gdp.parallel.fully_sharded import FullyShardedStep
 from gdp.parallel.layout import Layout
 from gdp.parallel.offload import offloaded
 from gdp.parallel.recompute import recomputed
+from gdp.parallel.replica_step import ReplicaStep
 from gdp.parallel.replicas import joined, replicated
 from gdp.parallel.rings import Rings
 
@@ -129,7 +129,7 @@ def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | N
 
 
 def _fully_sharded(graph: Graph, layout: Layout, places: I64 | None, rings: Rings) -> Graph:
-    sharded = FullyShardedStep.of(graph, layout.data, places)
+    sharded = ReplicaStep.sharded(graph, layout.data, places)
     replica, releases = sharded.repeated(layout.microbatches[0])
     return joined([replica] * layout.data, sharded.collectives, rings, releases)
 

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.accumulation import one_microbatch
 from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
-from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.source import ModelSource
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.search.settings import DEFAULTS, LargeSteps

@@ -20,7 +20,7 @@ from gdp.cluster.changes import only
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.microbatches import shared_ops
-from gdp.parallel.block_choice import cheapest_blocks, longest_held_blocks
+from gdp.parallel.blocks import cheapest_blocks, longest_held_blocks
 from gdp.parallel.buckets import BUCKET_BYTES, MANY_REPLICAS, bucket_bytes_over
 from gdp.parallel.interpolation import have_same_ops
 from gdp.parallel.layout import AUTO, NONE, Layout
