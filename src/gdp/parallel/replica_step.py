@@ -55,20 +55,20 @@ class ReplicaStep:
             bucket.num_bytes != sum(sizes[name] for name in bucket.names) for bucket in buckets
         ):
             raise InputError(f"graph {graph.name!r}: its gradients are not those of the other replicas")
-        rewrite = _Rewrite(graph, buckets, count, zero)
-        early = np.flatnonzero(~rewrite.state.is_late)
-        resident = rewrite.state.cut_resident(graph, count, with_parameters=False) if zero else graph.resident_bytes
-        rewrite.copy(early, resident_bytes=resident[early])
-        sums = [rewrite.add_sum(bucket) for bucket in buckets]
+        replica = _ReplicaBuilder(graph, buckets, count, zero)
+        early = np.flatnonzero(~replica.state.is_late)
+        resident = replica.state.cut_resident(graph, count, with_parameters=False) if zero else graph.resident_bytes
+        replica.copy(early, resident_bytes=resident[early])
+        sums = [replica.add_sum(bucket) for bucket in buckets]
         if zero:
-            rewrite.add_updates()
-            rewrite.gather_updated()
-        rewrite.copy(np.flatnonzero(rewrite.number < 0))
-        rewrite.copy_tensors(np.ones(len(graph.consumers), np.bool_), with_parameters=False)
+            replica.add_updates()
+            replica.gather_updated()
+        replica.copy(np.flatnonzero(replica.number < 0))
+        replica.copy_tensors(np.ones(len(graph.consumers), np.bool_), with_parameters=False)
         for bucket, ends in zip(buckets, sums, strict=True):
-            rewrite.connect_sum(bucket, ends)
-        rewrite.add_waits()
-        return cls(rewrite.build(), rewrite.collectives)
+            replica.connect_sum(bucket, ends)
+        replica.add_waits()
+        return cls(replica.build(), replica.collectives)
 
     @classmethod
     def sharded(cls, graph: Graph, count: int, places: I64 | None = None) -> "ReplicaStep":
@@ -87,31 +87,31 @@ class ReplicaStep:
         alone = np.flatnonzero(blocks < 0)
         by_block[alone] = graph.num_ops + alone
         buckets = buckets_of(gradients, by_block.tolist(), _WHOLE_BLOCK)
-        rewrite = _Rewrite(graph, buckets, count, 3, blocks, places)
-        state, gathers = rewrite.state, rewrite.gathers
+        replica = _ReplicaBuilder(graph, buckets, count, 3, blocks, places)
+        state, gathers = replica.state, replica.gathers
         others, updates = np.flatnonzero(~state.is_update), np.flatnonzero(state.is_update)
-        rewrite.copy(others, resident_bytes=state.cut_resident(graph, count, with_parameters=True)[others])
-        rewrite.add_updates()
+        replica.copy(others, resident_bytes=state.cut_resident(graph, count, with_parameters=True)[others])
+        replica.add_updates()
         positions = [4 * others + 1, 4 * updates + 1]
         is_edge = np.ones(len(graph.consumers), np.bool_)
         is_edge[[edge for gather in gathers for edge in gather.edges]] = False
-        rewrite.copy_tensors(is_edge, with_parameters=True)
-        starts = [rewrite.gather_block(index) for index in range(len(gathers))]
+        replica.copy_tensors(is_edge, with_parameters=True)
+        starts = [replica.gather_block(index) for index in range(len(gathers))]
         positions += [np.full(2, 4 * gather.users[0]) for gather in gathers]
         for bucket in buckets:
-            rewrite.connect_sum(bucket, rewrite.add_sum(bucket))
+            replica.connect_sum(bucket, replica.add_sum(bucket))
             last = max(gradients[name].producer for name in bucket.names)
             positions.append(np.full(2, 4 * last + 2))
         position = np.concatenate(positions)
         order = np.argsort(position, kind="stable")
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
-        in_order = np.argsort(place[[start for start, _ in rewrite.starts]]).tolist()
+        in_order = np.argsort(place[[start for start, _ in replica.starts]]).tolist()
         after = [
-            (int(place[rewrite.number[gathers[before].users[-1]]]), int(place[starts[index]]))
+            (int(place[replica.number[gathers[before].users[-1]]]), int(place[starts[index]]))
             for before, index in _between_microbatches(gathers)
         ]
-        return cls(rewrite.build(position), [rewrite.collectives[index] for index in in_order], after)
+        return cls(replica.build(position), [replica.collectives[index] for index in in_order], after)
 
     def repeated(self, num_microbatches: int) -> tuple[Graph, I64]:
         """Returns the step of so many micro-batches, and the ops [2, X] of which each second one waits for the first.
@@ -134,7 +134,7 @@ class _Gather:
     parameters: list[int] = field(default_factory=list)
 
 
-class _Rewrite:
+class _ReplicaBuilder:
     """A replica under construction: ops are copied, exchanges added, and edges redirected to what these make."""
 
     def __init__(
