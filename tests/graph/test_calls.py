@@ -39,5 +39,6 @@ def test_ops_of_a_part_of_the_text_are_of_its_call() -> None:
     assert (call[shared] == NO_CALL).all()
 
 
-def test_layers_that_are_called_once_have_no_calls() -> None:
+def test_layers_called_once() -> None:
+    """Layers that are called once have no calls."""
     assert calls_of(heavy_layers()) is None

@@ -254,7 +254,7 @@ def test_ops_that_hold_weights_hold_them_where_they_run() -> None:
 
 @pytest.mark.parametrize("family", ["rnnlm", "resnet", "bert", "mixture_of_experts"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_one_micro_batch_is_taken_out_of_several_and_makes_them_again(family: str, count: int) -> None:
+def test_one_micro_batch_makes_several_again(family: str, count: int) -> None:
     """`accumulated` of what was taken out is the step that it was taken out of, tied weights and buffers too."""
     several = accumulated(capture_fn(TINY[family], name=family).graph, count)
     one = one_microbatch(several)
@@ -263,7 +263,8 @@ def test_one_micro_batch_is_taken_out_of_several_and_makes_them_again(family: st
     assert accumulated(one, count).fingerprint == several.fingerprint
 
 
-def test_a_graph_without_alike_micro_batches_has_none_to_take_out() -> None:
+def test_nothing_to_take_out() -> None:
+    """A graph without alike micro-batches has none to take out."""
     ops = [Op("w", "parameter"), Op("f", flops=1), Op("f@1", flops=2, origin=1, microbatch=1), Op("g", flops=1)]
     for graph in (
         Graph.build("plain", ops[:2], [Tensor(0, (1,), 1)]),

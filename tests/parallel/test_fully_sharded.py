@@ -64,7 +64,7 @@ def test_a_chain_by_hand() -> None:
     assert simulation.peak_memory_bytes.tolist() == [18_000] * 2
 
 
-def test_blocks_are_gathered_as_one_and_tied_parameters_for_each_block() -> None:
+def test_what_is_gathered_together() -> None:
     """Two layers of two parameters each, and one outside of them that the last block uses again."""
     modules = {"w0": "embed", "w1": "h.0.a", "w2": "h.0.b", "w3": "h.1.a", "w4": "h.1.b"}
     graph = with_modules(chain([10, 20, 30, 40, 50]), modules)

@@ -19,6 +19,7 @@ from gdp.parallel.layout import Layout
     ],
 )
 def test_words_and_documents_come_back(text: str) -> None:
+    """A layout is what its words and its document are read as."""
     layout = Layout.parse(text)
     assert str(layout) == text
     assert Layout.of_document(layout.document()) == layout
@@ -44,14 +45,16 @@ def test_words_and_documents_come_back(text: str) -> None:
         ("data=2,zero=3,offload=auto", "take zero=2 or less"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(text: str, problem: str) -> None:
+def test_nonsense_is_refused(text: str, problem: str) -> None:
+    """One line says what makes no sense, and what would."""
     with pytest.raises(InputError, match=problem) as error:
         Layout.parse(text)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("change", [{"microbatches": 1.5}, {"data": True}, {"zero": "1"}, {"sharding": 2}])
-def test_a_document_with_other_keys_or_kinds_of_values_is_refused(change: dict[str, object]) -> None:
+def test_bad_documents_are_refused(change: dict[str, object]) -> None:
+    """Other keys, and values of other types, are refused."""
     document = Layout((1, 1), zero=1).document()
     assert Layout.of_document(document) == Layout((1, 1), zero=1)
     with pytest.raises(InputError, match="layout: "):

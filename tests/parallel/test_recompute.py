@@ -87,7 +87,7 @@ def in_order(graph: Graph) -> Simulation:
     return simulate(Problem.build(graph, cluster()), zeros, order=[np.arange(graph.num_ops)])
 
 
-def test_a_chain_of_blocks_takes_the_time_of_its_copies_and_holds_one_block() -> None:
+def test_a_chain_of_blocks_by_hand() -> None:
     """Three blocks hold 300 bytes of activations, recomputed 100 at a time."""
     # forward 3 x (2 + 1) ns, loss 1 ns, backward 3 x (2 + 4) ns                              = 28 ns
     # peak without: x, f0, g0, f1, g1, f2 and g2 while loss makes its gradient:
@@ -120,6 +120,7 @@ def test_a_module_by_path_is_recomputed_alone() -> None:
 
 @pytest.mark.parametrize("modules", ["none", ()])
 def test_nothing_recomputed_is_the_same_graph(modules: str | tuple[str, ...]) -> None:
+    """Without modules the graph is returned as it is."""
     graph = blocks_of_two(2)
     assert recomputed(graph, modules) is graph
 
@@ -128,7 +129,8 @@ def test_nothing_recomputed_is_the_same_graph(modules: str | tuple[str, ...]) ->
     ("modules", "problem"),
     [(["block.1"], "no module 'block.1'; did you mean blocks.1"), (["blocks.1", "x"], "no module 'x'")],
 )
-def test_a_module_that_is_not_there_is_refused_with_near_names(modules: list[str], problem: str) -> None:
+def test_unknown_modules_are_refused(modules: list[str], problem: str) -> None:
+    """The error names modules of similar names."""
     with pytest.raises(InputError, match=problem):
         recomputed(blocks_of_two(3), modules)
 
@@ -141,7 +143,8 @@ def test_blocks_of_a_model_without_layers_are_refused() -> None:
         recomputed(graph, "blocks")
 
 
-def test_a_graph_that_has_no_backward_pass_or_was_rewritten_is_refused() -> None:
+def test_other_graphs_are_refused() -> None:
+    """Forward passes, steps of micro-batches and steps with copies cannot be recomputed."""
     forward = Graph.build("f", [Op("a", "mm", phase="forward", module="a")], [])
     for graph, problem in (
         (forward, "no backward pass"),
@@ -242,7 +245,7 @@ def test_every_op_reads_what_it_read_before_or_a_copy_of_it(graph: Graph) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(training_steps(reads_all=True))
-def test_memory_is_not_above_that_without_where_the_backward_pass_reads_all(graph: Graph) -> None:
+def test_memory_is_not_above_that_without(graph: Graph) -> None:
     """Each copy stands for a tensor that would be held: in the order of ops the peak cannot rise."""
     paths = list(dict.fromkeys(module for module in graph.modules if module.startswith("blocks")))
     again = recomputed(graph, paths)

@@ -35,9 +35,8 @@ def chain(sizes: list[int], dtype: str = "float32") -> Graph:
     st.lists(st.integers(1, 3), min_size=2, max_size=5),
     st.integers(1, 3000),
 )
-def test_work_is_that_of_the_whole_batch_and_rings_move_what_a_ring_moves(
-    sizes: list[int], microbatches: list[int], bucket_bytes: int
-) -> None:
+def test_work_and_hops(sizes: list[int], microbatches: list[int], bucket_bytes: int) -> None:
+    """Work is that of the whole batch, and rings move 2 (R - 1) times the gradients."""
     graph = chain(sizes)
     whole = replicated([accumulated(graph, count) for count in microbatches], bucket_bytes=bucket_bytes)
     total, count = sum(microbatches), len(microbatches)
@@ -74,11 +73,13 @@ def test_a_ring_of_three_takes_the_time_of_four_hops() -> None:
 
 
 def test_one_replica_is_the_graph_itself() -> None:
+    """One replica needs no exchange."""
     graph = chain([10, 20])
     assert replicated([graph]) is graph
 
 
-def test_buckets_close_when_they_are_full_and_do_not_cross_places() -> None:
+def test_buckets_close() -> None:
+    """Buckets close when they are full, and do not cross places."""
     graph = chain([10, 20, 30, 40])  # gradients are made in the order w3, w2, w1, w0
     for bucket_bytes, expected in ((50, 2), (1000, 1), (1, 4), (40, 3)):
         whole = replicated([graph] * 2, bucket_bytes=bucket_bytes)
@@ -92,6 +93,7 @@ def test_buckets_close_when_they_are_full_and_do_not_cross_places() -> None:
 
 
 def test_a_step_without_gradients_is_refused() -> None:
+    """Replicas of a forward pass have nothing to sum."""
     graph = Graph.build("f", [Op("a"), Op("b")], [Tensor(0, (1,))])
     with pytest.raises(InputError, match="no gradients"):
         replicated([graph, graph])

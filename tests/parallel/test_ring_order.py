@@ -32,6 +32,7 @@ def test_directions_may_differ() -> None:
 
 @pytest.mark.parametrize("count", [3, 6, 8])
 def test_no_order_has_a_faster_slowest_hop(count: int) -> None:
+    """No order of up to 8 replicas has a faster slowest hop."""
     seconds = np.random.default_rng(count).random((count, count))
     least = min(slowest(seconds, np.array(order)) for order in permutations(range(count)))
     assert slowest(seconds, ring_order(seconds)) == least

@@ -7,7 +7,8 @@ from gdp.parallel.step import Step
 from tests.parallel.test_replicas import chain
 
 
-def test_replicas_are_placed_alike_with_their_sums_beside_the_updates() -> None:
+def test_replicas_are_placed_alike() -> None:
+    """Replicas are placed alike, with their sums beside the updates."""
     graph = chain([10, 20, 30, 40])
     places = np.array([0, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1])
     step = Step.of(graph, Layout((3, 1)), places=places)
@@ -23,6 +24,7 @@ def test_replicas_are_placed_alike_with_their_sums_beside_the_updates() -> None:
 
 
 def test_a_step_that_is_not_cut_is_the_graph() -> None:
+    """A layout that cuts nothing returns the graph itself."""
     graph = chain([10, 20])
     step = Step.of(graph, Layout())
     assert step.graph is graph

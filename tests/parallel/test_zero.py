@@ -143,6 +143,7 @@ def test_rings_over_hosts_send_little_between_hosts() -> None:
 
 
 def test_uneven_hosts_are_refused() -> None:
+    """Rings over hosts need as many replicas on each."""
     with pytest.raises(InputError, match="2, 1 replicas"):
         Step.of(chain([4000]), Layout((1,) * 3), hosts=[0, 0, 1])
     with pytest.raises(InputError, match="each once"):
@@ -150,11 +151,13 @@ def test_uneven_hosts_are_refused() -> None:
 
 
 def test_other_gradients_are_refused() -> None:
+    """Replicas of graphs with other gradients do not go together."""
     with pytest.raises(InputError, match="not those of the other"):
         replicated([chain([10, 20]), accumulated(chain([10, 30]), 2)])
 
 
 def test_replicas_are_made_once() -> None:
+    """A graph with replicas is not replicated again."""
     whole = Step.of(chain([10]), Layout((1, 1))).graph
     with pytest.raises(InputError, match="has replicas already"):
         Step.of(whole, Layout((1, 1)))

@@ -42,7 +42,8 @@ amounts = st.one_of(st.integers(0, LARGEST), st.integers(0, 10**6))
 
 
 @given(st.lists(amounts, max_size=5), rates)
-def test_occupancy_is_the_exact_quotient_rounded_up_or_an_overflow(sizes: list[int], rate: int) -> None:
+def test_occupancy_is_exact(sizes: list[int], rate: int) -> None:
+    """The occupancy of a channel is the exact quotient, rounded up, or an overflow."""
     expected = [exact_ns(size, rate) for size in sizes]
     if any(time > LARGEST for time in expected):
         with pytest.raises(InputError, match=r"tensor \d+: .* take 2\^63 ns or more"):
@@ -58,9 +59,8 @@ def test_occupancy_is_the_exact_quotient_rounded_up_or_an_overflow(sizes: list[i
     st.tuples(rates, rates, rates),
     st.one_of(st.integers(0, 10_000), st.integers(0, LARGEST)),
 )
-def test_the_roofline_is_exact_or_an_overflow(
-    ops: list[tuple[int, int, str]], rate: tuple[int, ...], launch: int
-) -> None:
+def test_the_roofline_is_exact(ops: list[tuple[int, int, str]], rate: tuple[int, ...], launch: int) -> None:
+    """The time of an op is the exact roofline, rounded up, or an overflow."""
     only = Device("d", "k", 0, {"float32": rate[0], "float16": rate[1]}, rate[2], launch)
     expected = [
         launch + max(exact_ns(flops, rate[1] if dtype == "float16" else rate[0]), exact_ns(moved, rate[2]))
@@ -77,6 +77,7 @@ def test_the_roofline_is_exact_or_an_overflow(
 
 
 def test_the_roofline_by_hand() -> None:
+    """Ops take the time of their flops or of their bytes, and the launch."""
     # P100: flops 9.3e9 / 9.3e12 = 1 ms; bytes 732e3 / 732e9 = 1 us; launch 5 us.
     graph = graph_of(
         Op("compute", flops=9_300_000_000, bytes_accessed=732_000),
@@ -89,7 +90,8 @@ def test_the_roofline_by_hand() -> None:
     assert times[:, 0].tolist() == [1_005_000, 1_005_001, 1_005_000, 1_005_000, 0]
 
 
-def test_measured_times_go_by_name_then_kind_then_roofline() -> None:
+def test_which_time_counts() -> None:
+    """Measured times go by device name, then by device kind; else the roofline counts."""
     cluster = cluster_of(device("a", "x", 7), device("b", "x", 7), device("c", "y", 7), device("y", "z", 7))
 
     def times(time_ns: Mapping[str, int]) -> list[int]:
@@ -102,12 +104,14 @@ def test_measured_times_go_by_name_then_kind_then_roofline() -> None:
     assert times({"x": 0, "y": 0, "elsewhere": 9}) == [0, 0, 0, 0]
 
 
-def test_a_measured_time_stands_in_for_figures_that_overflow() -> None:
+def test_a_measured_time_spares_the_roofline() -> None:
+    """A measured time stands in for figures that overflow."""
     graph = graph_of(Op("o", flops=LARGEST, time_ns={"d": 3}))
     assert op_times(graph, cluster_of(device(float32=1))).tolist() == [[3]]
 
 
-def test_sources_of_times_are_counted_for_each_device() -> None:
+def test_sources_of_times_are_counted() -> None:
+    """For each device ops are counted by the source of their times."""
     graph = graph_of(
         Op("measured", flops=1, time_ns={"x": 5}),
         Op("barred", flops=1, time_ns={"a": -1}),

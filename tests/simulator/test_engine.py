@@ -3,7 +3,7 @@
 from gdp.simulator import records
 
 
-def test_fields_stand_in_the_order_in_which_the_engine_unpacks_them() -> None:
+def test_fields_stand_as_unpacked() -> None:
     """A field moved in one place only would make two arrays change roles."""
     expected = {
         records.Arrays: "num_inputs sources tensor_offsets consumer_offsets consumers occupancy_ns "

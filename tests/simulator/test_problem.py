@@ -32,12 +32,14 @@ LAYERS = chain(
 )
 
 
-def test_a_pin_holds_the_ops_whose_module_or_name_it_matches_anywhere_on_its_device() -> None:
+def test_pins() -> None:
+    """A pin holds the ops on its device whose module or name it matches anywhere."""
     problem = Problem.build(LAYERS, CLUSTER, pins=[(r"layers\.1|coder$", "gpu1"), ("^inp", "gpu0")])
     assert problem.allowed.tolist() == [[True, False], [True, True], [False, True], [False, True]]
 
 
 def test_the_same_pin_twice_is_no_contradiction() -> None:
+    """Two equal pins are one."""
     problem = Problem.build(LAYERS, CLUSTER, pins=[("encoder", "gpu1"), ("mm_1", "gpu1")])
     assert problem.allowed[:, 0].tolist() == [True, False, False, True]
 
@@ -54,21 +56,22 @@ KINDS = chain(Op("a", "aten.mm"), Op("b", "aten.mm.out"), Op("c", "aten.relu"), 
         ([("^$", "gpu2"), ("^$", "gpu2")], [[True] * 3] * 3 + [[True, True, False]]),
     ],
 )
-def test_a_forbidden_kind_stays_off_the_device_or_all_of_the_kind_of_device(
-    forbid: list[tuple[str, str]], allowed: list[list[bool]]
-) -> None:
+def test_forbidden_kinds(forbid: list[tuple[str, str]], allowed: list[list[bool]]) -> None:
+    """A forbidden kind of op stays off the device, or off all devices of a kind."""
     problem = Problem.build(KINDS, Cluster.parse("2xp100-pcie-16g+l4-24g"), forbid=forbid)
     assert problem.allowed.tolist() == allowed
     assert (problem.op_time_ns >= 0).all()  # they could run there, and default priorities stay
 
 
 def test_a_device_called_like_a_kind_is_meant_alone() -> None:
+    """A device's name goes before a kind of devices that is called alike."""
     devices = [replace(CLUSTER.devices[0], name="p100-pcie-16g"), CLUSTER.devices[1]]
     cluster = replace(CLUSTER, devices=tuple(devices))
     assert Problem.build(KINDS, cluster, forbid=[("mm", "p100-pcie-16g")]).allowed.sum(axis=0).tolist() == [2, 4]
 
 
 def test_a_group_may_go_only_where_all_its_ops_may() -> None:
+    """A group may go where each of its ops may."""
     ops = (
         Op("a", group=3, time_ns={"gpu0": 1, "gpu1": 1}),
         Op("b", time_ns={"gpu0": 1, "gpu1": 1}),
@@ -160,9 +163,8 @@ def test_a_group_may_go_only_where_all_its_ops_may() -> None:
         ((Op("a"),), {"op_time_ns": np.ones((2, 2), np.int64)}, ["op_time_ns has shape (2, 2)", "(1, 2)"]),
     ],
 )
-def test_constraints_that_cannot_be_kept_are_refused_in_one_line(
-    ops: tuple[Op, ...], options: dict[str, Any], fragments: list[str]
-) -> None:
+def test_impossible_constraints_are_refused(ops: tuple[Op, ...], options: dict[str, Any], fragments: list[str]) -> None:
+    """One line says which constraints cannot be kept, and the remedy."""
     with pytest.raises(InputError) as caught:
         Problem.build(chain(*ops), CLUSTER, **options)
     assert "\n" not in str(caught.value)
@@ -170,13 +172,15 @@ def test_constraints_that_cannot_be_kept_are_refused_in_one_line(
         assert fragment in str(caught.value)
 
 
-def test_pins_that_fill_a_device_to_the_last_byte_are_kept() -> None:
+def test_pins_may_fill_a_device() -> None:
+    """Pins that fill a device to the last byte are kept."""
     graph = chain(Op("a", resident_bytes=5), Op("b", resident_bytes=4), Op("c", resident_bytes=9))
     problem = Problem.build(graph, CLUSTER, pins=[("a|b", "gpu1")], max_memory_bytes={"gpu1": 9})
     assert problem.allowed.tolist() == [[False, True], [False, True], [True, True]]
 
 
-def test_memory_limits_are_the_lower_of_those_by_name_and_the_devices_own_less_a_share() -> None:
+def test_memory_limits() -> None:
+    """A limit is the lower of that by name and the device's own, less the share kept free."""
     problem = Problem.build(LAYERS, CLUSTER, max_memory_bytes={"gpu0": 9 * GIB}, reserve=0.25)
     # gpu0: 9 < 16 - 16 / 4, gpu1: 16 - 16 / 4; a limit above the device's memory changes nothing
     assert problem.memory_limit_bytes.tolist() == [9 * GIB, 12 * GIB]
@@ -184,7 +188,8 @@ def test_memory_limits_are_the_lower_of_those_by_name_and_the_devices_own_less_a
     assert Problem.build(LAYERS, CLUSTER, max_memory_bytes={"gpu1": 99 * GIB}).memory_limit_bytes[1] == 16 * GIB
 
 
-def test_a_placement_is_told_what_constraints_it_breaks() -> None:
+def test_broken_constraints() -> None:
+    """A placement is told which constraints it breaks."""
     ops = (Op("a", flops=1, group=0), Op("b", flops=1, group=0), Op("c", flops=1))
     problem = Problem.build(chain(*ops), CLUSTER, pins=[("c", "gpu0")], max_memory_bytes={"gpu0": 3})
     split = simulate(problem, [0, 1, 0])
@@ -250,9 +255,8 @@ def document(**changes: Any) -> dict[str, Any]:
         (document(seed=None), ["seed is None"]),
     ],
 )
-def test_a_bad_plan_is_refused_in_one_line_with_file_place_and_remedy(
-    tmp_path: Path, content: object, fragments: list[str]
-) -> None:
+def test_bad_plans_are_refused(tmp_path: Path, content: object, fragments: list[str]) -> None:
+    """One line names the file, the place and the remedy."""
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(content))
     with pytest.raises(InputError) as caught:
@@ -265,7 +269,8 @@ def test_a_bad_plan_is_refused_in_one_line_with_file_place_and_remedy(
 
 
 @pytest.mark.parametrize("name", ["plan.json", "plan.json.gz"])
-def test_a_plan_that_is_read_and_written_again_is_bit_equal_and_verifies(tmp_path: Path, name: str) -> None:
+def test_plans_are_bit_equal_again(tmp_path: Path, name: str) -> None:
+    """A plan that is read and written again is bit-equal, and verifies."""
     PLAN.save(tmp_path / name)
     read = Plan.load(tmp_path / name)
     read.save(tmp_path / f"again-{name}")
@@ -273,7 +278,8 @@ def test_a_plan_that_is_read_and_written_again_is_bit_equal_and_verifies(tmp_pat
     assert verify(Problem.build(LAYERS, CLUSTER), read) == []
 
 
-def test_a_plan_is_refused_on_another_graph_or_cluster_but_not_under_another_name() -> None:
+def test_plans_of_other_questions_are_refused() -> None:
+    """A plan is refused on another graph or cluster, and not under another name."""
     PLAN.check_belongs(replace(LAYERS, name="renamed"), replace(CLUSTER, name="renamed"))
     with pytest.raises(InputError, match=r"the plan is of graph .*; place this graph anew"):
         PLAN.check_belongs(chain(Op("other")), CLUSTER)
@@ -281,7 +287,8 @@ def test_a_plan_is_refused_on_another_graph_or_cluster_but_not_under_another_nam
         PLAN.check_belongs(LAYERS, Cluster.parse("2xl4-24g"))
 
 
-def test_verify_names_every_figure_that_a_replay_does_not_give() -> None:
+def test_verify_names_wrong_figures() -> None:
+    """Verifying names every figure that a replay does not give."""
     problem = Problem.build(LAYERS, CLUSTER)
     wrong = replace(PLAN, step_time_ns=PLAN.step_time_ns + 1, peak_memory_bytes=PLAN.peak_memory_bytes + 1)
     step_time, peak = verify(problem, wrong)
@@ -292,6 +299,7 @@ def test_verify_names_every_figure_that_a_replay_does_not_give() -> None:
 
 
 def test_an_order_that_deadlocks_is_refused() -> None:
+    """An order in which ops wait for each other is refused."""
     problem = Problem.build(LAYERS, CLUSTER)
     with pytest.raises(InputError, match=r"deadlock, op 1 waits"):
         simulate(problem, PLAN.placement, order=[[1, 0], [2, 3]])
@@ -311,6 +319,7 @@ def test_sums_that_could_wrap_around_are_refused(graph: Graph, message: str) -> 
 
 
 def test_op_times_are_copied_and_checked() -> None:
+    """Changes of the caller's times change no problem, and wrong shapes are refused."""
     times = np.ones((LAYERS.num_ops, CLUSTER.num_devices), np.int64)
     problem = Problem.build(LAYERS, CLUSTER, op_time_ns=times)
     times[:] = 5  # the caller's array stays writable, and the problem as it was

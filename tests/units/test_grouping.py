@@ -14,7 +14,8 @@ from strategies import Instance, instances
 
 @settings(max_examples=100)
 @given(instances(max_ops=24, num_placements=2, keep_groups=True), st.integers(1, 12))
-def test_groups_are_parts_of_what_the_placements_have_on_one_device(instance: Instance, num_groups: int) -> None:
+def test_groups_share_a_device(instance: Instance, num_groups: int) -> None:
+    """Groups are parts of what each of the placements has on one device."""
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     units = Units.of(problem)
     pairs = units.pairs()
@@ -32,6 +33,7 @@ def test_groups_are_parts_of_what_the_placements_have_on_one_device(instance: In
 @settings(max_examples=100)
 @given(instances(max_ops=24, keep_groups=True), st.integers(1, 6), st.integers(0, 2**32))
 def test_figures_of_units_are_those_of_their_ops(instance: Instance, num_units: int, seed: int) -> None:
+    """Work and bytes of units are sums over their ops."""
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     index = np.unique(np.random.default_rng(seed).integers(0, num_units, problem.num_ops), return_inverse=True)[1]
     units = Units.of(problem, index)
@@ -46,7 +48,8 @@ def test_figures_of_units_are_those_of_their_ops(instance: Instance, num_units: 
     assert units.devices_of(units.place(devices)).tolist() == devices.tolist()  # type: ignore[union-attr]
 
 
-def test_parts_that_share_no_tensors_do_not_use_up_the_groups() -> None:
+def test_parts_without_shared_tensors() -> None:
+    """Parts that share no tensors do not use up the groups."""
     # a chain with work, and beside it 60 counters that nothing reads
     chain = [Op(f"op{i}", "mm", flops=10**10) for i in range(40)]
     counters = [Op(f"counter{i}", "add") for i in range(60)]

@@ -17,6 +17,10 @@ _OF_OPS = {
     "resident_bytes": "resident_bytes",
     "modules": "module",
     "groups": "group",
+    "origins": "origin",
+    "microbatches": "microbatch",
+    "replicas": "replica",
+    "roles": "role",
     "times_ns": "time_ns",
 }
 _OF_TENSORS = {"tensor_bytes": "bytes", "is_resident": "resident", "is_kept": "keep", "view_of": "view_of"}

@@ -14,9 +14,9 @@ from typing import Any
 from gdp.cluster import Cluster
 from gdp.errors import InputError, prefixed
 from gdp.graph import Graph, GraphSource
+from gdp.graph.accumulation import one_microbatch
 from gdp.graph.difference import difference
 from gdp.graph.microbatches import count_microbatches
-from gdp.graph.one_microbatch import one_microbatch
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.model import Model
 from gdp.models.op_costs import without_costs

@@ -22,7 +22,7 @@ from gdp.graph import Graph
 if TYPE_CHECKING:
     from gdp.policy.training.architectures.likeness import BuiltIns
 
-SET_FORMAT, GRAPH_FORMAT, VERSION = "gdp-graph-set", "gdp-drawn-graph", 1
+SET_FORMAT, GRAPH_FORMAT, VERSION = "gdp-graph-set", "gdp-drawn-graph", 2
 INDEX = "set.json"
 _AGAIN = "delete it and run gdp architectures again"
 _SAVE_EVERY = 50  # graphs
