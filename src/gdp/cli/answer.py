@@ -64,11 +64,11 @@ class PlaceQuestion(ABC):
         return None
 
     @abstractmethod
-    def get_ready(self) -> None:
-        """Does what a search needs before its clock begins."""
+    def get_ready(self) -> PlaceRequest:
+        """Does what a search needs before its clock begins; returns the request with the budget that is left."""
 
     @abstractmethod
-    def find(self, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
+    def find(self, request: PlaceRequest, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
         """Returns the answer, and the problem that its plan solves.
 
         InputError where there is none; `stop.has_answer` becomes true with the first plan.
@@ -86,8 +86,8 @@ class PlaceQuestion(ABC):
         """Returns the files for a plan of `problem`."""
         return self.files
 
-    def changes_that_fit(self, stop: "Stop") -> list[str]:
-        """Returns changes with which a plan would fit, in words."""
+    def changes_that_fit(self, request: PlaceRequest, plan: "Plan", stop: "Stop") -> list[str]:
+        """Returns changes with which `plan`, which does not fit, would, in words."""
         return []
 
     def notes(self, answer: Answer) -> Sequence[str]:
@@ -114,19 +114,22 @@ def respond(question: PlaceQuestion) -> int:
         entry = question.cache_entry()
         kept = plan_cache.load(entry, lambda plan: question.problem_of(plan).graph, request.cluster)
     if kept is None:
-        question.get_ready()
+        request = question.get_ready()
     else:
         log(FOUND_BEFORE)
     with progress.stop_on_interrupt(has_answer=kept is not None) as stop:
         try:
             with request.named():
-                found, problem = question.find(stop) if kept is None else (kept, question.problem_of(kept.plan))
+                if kept is None:
+                    found, problem = question.find(request, stop)
+                else:
+                    found, problem = kept, question.problem_of(kept.plan)
                 found = replace(found, plan=replace(found.plan, asked=request.asked))
         except InputError:
             if stop.is_set():  # before there was any plan
                 return INTERRUPTED
             raise
-        answer = _written(question, found, problem, stop)
+        answer = _written(question, request, found, problem, stop)
         if answer.fits and kept is None and not stop.is_set() and question.may_be_kept(problem):
             plan_cache.store(entry, found)
         return _told(question, answer, stop)
@@ -151,12 +154,14 @@ def _told(question: PlaceQuestion, answer: Answer, stop: "Stop") -> int:
     return INTERRUPTED if stop.is_set() else OK if answer.fits else NOTHING_FITS
 
 
-def _written(question: PlaceQuestion, found: "KeptAnswer", problem: "Problem", stop: "Stop") -> Answer:
+def _written(
+    question: PlaceQuestion, request: PlaceRequest, found: "KeptAnswer", problem: "Problem", stop: "Stop"
+) -> Answer:
     """Returns the answer with its files; one that does not fit has none, but changes with which one would."""
     from gdp.simulator.simulate import replay
 
     simulation, files = replay(problem, found.plan), question.files_of(problem).suited_to(problem)
     if found.plan.status == "ok":
-        latest_s = question.request.latest_s
-        return Answer(found, simulation, files, failure=files.write(found, simulation, stop, latest_s))
-    return Answer(found, simulation, files, [] if stop.is_set() else question.changes_that_fit(stop))
+        return Answer(found, simulation, files, failure=files.write(found, simulation, stop, request.latest_s))
+    would_fit = [] if stop.is_set() else question.changes_that_fit(request, found.plan, stop)
+    return Answer(found, simulation, files, would_fit)

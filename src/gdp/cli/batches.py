@@ -38,18 +38,18 @@ class BatchesInFlight(PlaceQuestion):
             self.problem = build_problem(model.graph, request.cluster, request.constraints)
         self.samples = request.source.batch_size
 
-    def get_ready(self) -> None:
+    def get_ready(self) -> PlaceRequest:
         """See `PlaceQuestion`."""
         compiled_s = warm_up(("auto",), self.problem)
-        self.request = self.request.later(compiled_s).within_budget(self.files.written_s(self.problem.num_ops))
+        return self.request.later(compiled_s).within_budget(self.files.written_s(self.problem.num_ops))
 
-    def find(self, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
+    def find(self, request: PlaceRequest, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
         """See `PlaceQuestion`."""
         from gdp.planning.plan_cache import KeptAnswer
         from gdp.report import batches_answer, progress
         from gdp.report.tables import format_ms
 
-        request, name = self.request, self.graph.name
+        name = self.graph.name
         line = progress.StatusLine(f"{name} on {request.cluster.name}: looking at layouts")
 
         def tell(served: "ServedLayout") -> None:

@@ -47,18 +47,18 @@ class OpPlacement(PlaceQuestion):
         """See `PlaceQuestion`."""
         return self.request.cache_entry(self.model.graph, [] if self.cut_too is None else [self.model.is_captured])
 
-    def get_ready(self) -> None:
+    def get_ready(self) -> PlaceRequest:
         """See `PlaceQuestion`."""
         compiled_s = warm_up((self.request.placer,), self.problem)
         written_s = self.files.written_s(self.problem.num_ops)
-        self.request = self.request.later(compiled_s).within_budget(written_s)
+        return self.request.later(compiled_s).within_budget(written_s)
 
-    def find(self, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
+    def find(self, request: PlaceRequest, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
         """See `PlaceQuestion`; the problem is of another graph where weights are offloaded."""
         from gdp.planning.plan_cache import KeptAnswer
         from gdp.report import progress
 
-        request, problem = self.request, self.problem
+        problem = self.problem
         line = progress.SearchLine(f"{problem.graph.name} on {problem.cluster.name}")
 
         def tell(news: "Progress") -> None:
@@ -94,9 +94,9 @@ class OpPlacement(PlaceQuestion):
         )
         return files
 
-    def changes_that_fit(self, stop: "Stop") -> list[str]:
+    def changes_that_fit(self, request: PlaceRequest, plan: "Plan", stop: "Stop") -> list[str]:
         """See `PlaceQuestion`."""
-        return find_changes_that_fit(self.request, self.problem, stop)
+        return find_changes_that_fit(request, self.problem, stop)
 
     def document(self, answer: Answer) -> dict[str, Any]:
         """See `PlaceQuestion`."""

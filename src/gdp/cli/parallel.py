@@ -43,7 +43,6 @@ class LayoutChoice(PlaceQuestion):
         """`layout` is the one that is asked for; None: any."""
         super().__init__(request, files.sparing_others(model.graph))
         self.model, self.parts, self.layout = model, parts, layout
-        self.clock: Clock  # of the search, once it began
         with request.named():
             self.whole = build_problem(model.graph, request.cluster, request.constraints)
         request.say_notes(model.graph)
@@ -73,7 +72,7 @@ class LayoutChoice(PlaceQuestion):
         text = AUTO if self.layout is None else str(self.layout)
         return self.request.cache_entry(self.model.graph, [text, self.parts.batch_size])
 
-    def get_ready(self) -> None:
+    def get_ready(self) -> PlaceRequest:
         """See `PlaceQuestion`."""
         from gdp.report.progress import live
 
@@ -84,35 +83,34 @@ class LayoutChoice(PlaceQuestion):
         read_s = time.monotonic() - began
         compiled_s = warm_up((AUTO,), self.whole)
         written_s = self.files.written_s(self.whole.num_ops * num_parts)
-        self.request = self.request.later(read_s + compiled_s).within_budget(written_s)
+        return self.request.later(read_s + compiled_s).within_budget(written_s)
 
-    def find(self, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
+    def find(self, request: PlaceRequest, stop: "Stop") -> "tuple[KeptAnswer, Problem]":
         """See `PlaceQuestion`."""
         from gdp.budget import Clock
         from gdp.planning.plan_cache import KeptAnswer
         from gdp.report.layout_answer import LayoutAnswer
 
-        request, parts = self.request, self.parts
-        self.clock = Clock(request.budget, stop=stop)
-        choice = self._chosen(stop)
+        parts, clock = self.parts, Clock(request.budget, stop=stop)
+        choice = self._chosen(request, clock, stop)
         assert choice.trial.candidate is not None
         problem = choice.trial.candidate.replay.problem
         plan, advice = choice.plan, None
         if not stop.is_set():
-            plan = _beside_single(request, parts, _under_noise(request, plan, self.clock))
+            plan = _beside_single(request, parts, _under_noise(request, plan, clock))
         if request.with_advice and plan.status == "ok":
             if choice.trial.is_whole:
                 advice = find_advice(request, problem, plan, stop)
                 plan = advice.plan
             elif self.layout is None:
-                advice = self._advice(choice, problem.num_ops)
+                advice = self._advice(request, choice, clock, problem.num_ops)
         return KeptAnswer(plan, advice, (), LayoutAnswer.of(choice, parts).document()), problem
 
-    def _chosen(self, stop: "Stop") -> "Choice":
+    def _chosen(self, request: PlaceRequest, clock: "Clock", stop: "Stop") -> "Choice":
         """Returns the layout, and shows those that are looked at."""
         from gdp.report import layouts, progress
 
-        request, name = self.request, self.model.graph.name
+        name = self.model.graph.name
         line = progress.StatusLine(f"{name} on {request.cluster.name}: looking at layouts")
 
         def tell(trial: "Trial") -> None:
@@ -127,7 +125,7 @@ class LayoutChoice(PlaceQuestion):
                 request.cluster,
                 request.constraints,
                 layout=self.layout,
-                budget=self.clock.part(1 - ADVICE_SHARE) if request.with_advice else self.clock,
+                budget=clock.part(1 - ADVICE_SHARE) if request.with_advice else clock,
                 seed=request.seed,
                 checkpoint=request.checkpoint,
                 num_threads=request.threads,
@@ -136,15 +134,15 @@ class LayoutChoice(PlaceQuestion):
             tell(choice.trial)
         return choice
 
-    def _advice(self, choice: "Choice", num_ops: int) -> "Advice":
-        """Returns what layouts on other machines would give; files of `num_ops` are written after it."""
+    def _advice(self, request: PlaceRequest, choice: "Choice", search: "Clock", num_ops: int) -> "Advice":
+        """Returns what layouts on other machines would give after the `search`; files of `num_ops` come after it."""
         from gdp.budget import Clock
         from gdp.planning.layout_advice import advise_on_layouts
         from gdp.report.progress import StatusLine, live
         from gdp.report.tables import format_ms
 
-        request, last_s = self.request, self.files.written_s(num_ops)
-        clock = Clock(advice_budget(request, self.clock.seconds, last_s), stop=self.clock.stop)
+        last_s = self.files.written_s(num_ops)
+        clock = Clock(advice_budget(request, search.seconds, last_s), stop=search.stop)
         text = f"{self.model.graph.name}: {format_ms(choice.plan.step_time_ns)}; estimating other machines"
         with live(StatusLine(text, clock.seconds_left)):
             return advise_on_layouts(choice, self.parts, request.constraints, clock)
@@ -157,17 +155,18 @@ class LayoutChoice(PlaceQuestion):
         graph = self.parts.exact(1) if plan.layout is None else Step.of_document(self.parts.exact, plan.layout).graph
         return Problem.build(graph, self.request.cluster, self.request.constraints)
 
-    def changes_that_fit(self, stop: "Stop") -> list[str]:
+    def changes_that_fit(self, request: PlaceRequest, plan: "Plan", stop: "Stop") -> list[str]:
         """See `PlaceQuestion`; those that a layout of its own choice would fit with."""
         from gdp.budget import Clock
         from gdp.planning.layout_advice import changes_that_fit_a_layout
         from gdp.report.progress import StatusLine, live
 
-        if self.layout is not None or not self.request.with_advice:
+        if self.layout is not None or not request.with_advice:
             return []
-        clock = Clock(advice_budget(self.request, self.clock.seconds), stop=stop)
+        assert plan.search is not None
+        clock = Clock(advice_budget(request, plan.search.seconds), stop=stop)
         with live(StatusLine("nothing fits; looking for changes with which it would", clock.seconds_left)):
-            return changes_that_fit_a_layout(self.parts, self.request.cluster, self.request.constraints, clock)
+            return changes_that_fit_a_layout(self.parts, request.cluster, request.constraints, clock)
 
     def notes(self, answer: Answer) -> Sequence[str]:
         """See `PlaceQuestion`."""
