@@ -63,14 +63,16 @@ def random_order(problem: Problem, placement: np.ndarray, rng: random.Random) ->
 
 @settings(max_examples=300)
 @given(instances(max_ops=6, max_devices=3))
-def test_no_placement_of_a_small_graph_beats_the_bound(instance: Instance) -> None:
+def test_no_placement_beats_the_bound(instance: Instance) -> None:
+    """The fastest of all placements of a small graph takes at least the bound."""
     problem = build(instance)
     assert max(lower_bound(problem), quick_bound(problem)) <= optimum_ns(problem)
 
 
 @settings(max_examples=300)
 @given(instances(num_placements=5), st.randoms(use_true_random=False))
-def test_no_priority_and_no_replayed_order_beats_the_bound(instance: Instance, rng: random.Random) -> None:
+def test_no_order_beats_the_bound(instance: Instance, rng: random.Random) -> None:
+    """No priority and no replayed order is faster than the bound."""
     problem = build(instance)
     bound = lower_bound(problem)
     for priority in (None, instance.priority, [rng.randrange(5) for _ in range(problem.num_ops)]):
@@ -81,66 +83,78 @@ def test_no_priority_and_no_replayed_order_beats_the_bound(instance: Instance, r
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 4))
-def test_a_chain_on_equal_devices_takes_as_long_as_its_ops(times: list[int], num_devices: int) -> None:
+def test_chain_on_equal_devices(times: list[int], num_devices: int) -> None:
+    """A chain takes as long as its ops."""
     edges = [(op, op + 1, 7) for op in range(len(times) - 1)]
     assert lower_bound(make_problem([[time_ns] * num_devices for time_ns in times], edges)) == sum(times)
 
 
 @settings(max_examples=50)
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 50))
-def test_independent_equal_ops_fill_whole_rounds(num_rounds: int, num_devices: int, time_ns: int) -> None:
+def test_equal_ops_fill_rounds(num_rounds: int, num_devices: int, time_ns: int) -> None:
+    """Independent equal ops fill whole rounds."""
     problem = make_problem([[time_ns] * num_devices] * (num_rounds * num_devices))
     assert lower_bound(problem) == num_rounds * time_ns
 
 
-def test_the_bound_is_rounded_up() -> None:
+def test_bound_is_rounded_up() -> None:
+    """Shared work is rounded up to whole ns."""
     assert lower_bound(make_problem([[1] * 3] * 4)) == 2  # 4/3
 
 
-def test_work_is_shared_in_proportion_to_speed() -> None:
+def test_work_is_shared_by_speed() -> None:
+    """Work is shared out in proportion to the speed of devices."""
     # 3 ops on the fast device and 2 on the slow one: 3 * 2 = 2 * 3 = 6
     assert lower_bound(make_problem([[2, 3]] * 5)) == 6
 
 
-def test_ops_go_where_they_are_relatively_fast() -> None:
+def test_ops_go_where_they_are_fast() -> None:
+    """Ops go where they are relatively fast."""
     # 2 ops of [2, 9] on d0 and 2 of [9, 2] on d1
     assert lower_bound(make_problem([[2, 9], [9, 2]] * 2)) == 4
 
 
-def test_an_op_that_runs_on_one_device_only_is_no_work_for_the_other() -> None:
+def test_op_of_one_device() -> None:
+    """An op that runs on one device is no work for the other."""
     assert lower_bound(make_problem([[5, -1]] * 3)) == 15
 
 
-def test_moving_to_a_faster_device_costs_a_transfer() -> None:
+def test_faster_devices_cost_a_transfer() -> None:
+    """A faster device costs a transfer."""
     # a on d0, 1; transfer 5; b on d1, 1. Both on one device: 11
     assert lower_bound(make_problem([[1, 10], [10, 1]], [(0, 1, 5)])) == 7
     assert lower_bound(make_problem([[1, 10], [10, 1]], [(0, 1, 3)], latency_ns=2)) == 7
 
 
-def test_tensors_from_one_op_to_another_follow_each_other_on_a_route() -> None:
+def test_tensors_follow_each_other() -> None:
+    """Tensors from one op to another follow each other on a route."""
     assert lower_bound(make_problem([[1, -1], [-1, 1]], [(0, 1, 5), (0, 1, 6)])) == 1 + 5 + 6 + 1
 
 
 @pytest.mark.parametrize(("size", "expected"), [(0, 30), (2, 32), (4, 34), (9, 39), (10, 40), (99, 40)])
-def test_branches_run_one_after_the_other_unless_their_transfers_are_cheap(size: int, expected: int) -> None:
+def test_branches_wait_or_are_sent(size: int, expected: int) -> None:
+    """Branches run one after the other unless their transfers are cheap."""
     # fork 0 -> 1, 2 -> join 3, each 10 ns. In parallel: 0 and 1 on d0, 2 and 3 on d1, so 2 starts at 10 + size and 3 at
     # 20 + size, when 1 has arrived too. In turn: 40
     problem = make_problem([[10, 10]] * 4, [(0, 1, size), (0, 2, size), (1, 3, size), (2, 3, size)])
     assert lower_bound(problem) == optimum_ns(problem) == expected
 
 
-def test_a_branch_of_many_ops_is_one_cluster() -> None:
+def test_branch_is_one_cluster() -> None:
+    """A branch of many ops is sent at most once."""
     # 0 -> two chains of 4 ops -> 9, each 10 ns; a transfer of 39 saves nothing
     chains = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 5), (5, 6), (6, 7), (7, 8), (4, 9), (8, 9)]
     problem = make_problem([[10, 10]] * 10, [(source, target, 40) for source, target in chains])
     assert lower_bound(problem) == optimum_ns(problem) == 100
 
 
-def test_work_between_a_common_head_and_a_common_tail_counts() -> None:
+def test_work_between_head_and_tail() -> None:
+    """Work between a common head and a common tail counts."""
     # 0 -> 1, 2, 3, 4 -> 5: 10 + 4 * 10 / 2 + 10, where the critical path is 30 and the work by two 30
     edges = [(0, op, 0) for op in range(1, 5)] + [(op, 5, 0) for op in range(1, 5)]
     assert lower_bound(make_problem([[10, 10]] * 6, edges)) == 40
 
 
-def test_times_near_the_largest_do_not_overflow() -> None:
+def test_large_times_do_not_overflow() -> None:
+    """Times near the largest give a bound without overflow."""
     assert lower_bound(make_problem([[2**59, 2**59]] * 2, [(0, 1, 1)])) == 2**60

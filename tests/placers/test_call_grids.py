@@ -31,7 +31,7 @@ def called_layers(num_calls: int = CALLS) -> Graph:
     return Graph.build("called layers", ops, tensors)
 
 
-def test_calls_are_cut_along_one_side_and_layers_along_the_other() -> None:
+def test_calls_and_layers_are_cut() -> None:
     """On 2 x 2 devices each has one layer in two calls, on 1 x 4 both layers in one call; parameters are shared out."""
     two, four = call_grids(Problem.build(called_layers(), "4xp100-pcie-16g"))
     calls, layers = np.divmod(np.arange(LAYERS * CALLS), LAYERS)
@@ -50,11 +50,13 @@ def test_unequal_devices_take_calls_in_proportion() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_grids_obey_constraints(name: str) -> None:
+    """Placements by grids keep groups and allowed devices."""
     problem = CASES[name].problem()
     for placement in call_grids(problem):
         assert problem.broken_constraints(placement) == []
 
 
-def test_layers_that_are_called_once_and_micro_batches_have_none() -> None:
+def test_steps_without_grids() -> None:
+    """Layers that are called once and micro-batches have no grids."""
     assert call_grids(Problem.build(heavy_layers(), "4xp100-pcie-16g")) == []
     assert call_grids(Problem.build(accumulated(called_layers(), 2), "4xp100-pcie-16g")) == []

@@ -32,8 +32,10 @@ MIB = 2**20
 def training_graph(num_layers: int = 8, *, branches: int = 2) -> Graph:
     """Layers of `branches` parallel ops of 1 ms forward and 2 ms backward, activations of 1 MiB that the backward ops
     read, and 4 MiB of parameters a layer with their update."""
-    ops = [Op(f"w{layer}", "parameter", resident_bytes=4 * MIB, module=f"layers.{layer}", group=layer, phase="forward")
-           for layer in range(num_layers)]  # fmt: skip
+    ops = [
+        Op(f"w{layer}", "parameter", resident_bytes=4 * MIB, module=f"layers.{layer}", group=layer, phase="forward")
+        for layer in range(num_layers)
+    ]
     consumers: list[list[int]] = [[] for _ in range(num_layers)]
     producers = list(range(num_layers))
     tensor_of: dict[str, int] = {}
@@ -101,9 +103,8 @@ def check_contract(problem: Problem, name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 @given(instance=instances())
 @settings(max_examples=25)
-def test_any_problem_gets_a_placement_that_obeys_groups_and_devices_and_the_same_one_each_time(
-    name: str, instance: Instance
-) -> None:
+def test_placements_obey_and_repeat(name: str, instance: Instance) -> None:
+    """Each placer obeys groups and devices on any problem, and repeats its answer."""
     check_contract(Problem.build(instance.graph, instance.cluster), name)
 
 
@@ -111,12 +112,14 @@ def test_any_problem_gets_a_placement_that_obeys_groups_and_devices_and_the_same
 @pytest.mark.parametrize(
     "problem", [Problem.build(training_graph(), cluster_of(4)), unequal_problem()], ids=["equal", "unequal"]
 )
-def test_training_graphs_get_placements_that_obey_groups_and_devices(name: str, problem: Problem) -> None:
+def test_training_graphs_are_placed(name: str, problem: Problem) -> None:
+    """Each placer obeys groups and devices on training graphs."""
     check_contract(problem, name)
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSICAL if name != "single"])
-def test_a_step_that_fits_only_on_several_devices_is_made_to_fit(name: str) -> None:
+def test_steps_are_made_to_fit(name: str) -> None:
+    """A step that fits only on several devices is made to fit."""
     # 8 layers x (4 MiB parameters + 2 MiB activations) = 48 MiB, and copies; 4 devices of 22 MiB
     problem = Problem.build(training_graph(), cluster_of(4, 22 * MIB))
     placement = CLASSICAL[name](problem, 0)
@@ -127,7 +130,8 @@ def test_a_step_that_fits_only_on_several_devices_is_made_to_fit(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["contiguous", "metis", "m-etf", "m-sct", "heft"])
-def test_independent_chains_are_spread_without_a_transfer(name: str) -> None:
+def test_chains_are_spread(name: str) -> None:
+    """Independent chains are spread without a transfer."""
     # 4 chains of 8 ops of 1 ms with 64 MiB between them: 8 ms on 4 devices, 32 ms on one
     ops = [Op(f"{chain}.{step}", time_ns={"test-device": MS}) for chain in range(4) for step in range(8)]
     tensors = [Tensor(8 * chain + step, (8 * chain + step + 1,), 64 * MIB) for chain in range(4) for step in range(7)]
@@ -137,7 +141,8 @@ def test_independent_chains_are_spread_without_a_transfer(name: str) -> None:
     assert evaluate(problem, placement)[0] == 8 * MS
 
 
-def test_single_takes_the_fastest_device_on_which_all_fits() -> None:
+def test_single_takes_the_fastest_that_fits() -> None:
+    """One device: the fastest on which all fits."""
     # device 0 is fastest but too small, device 2 is faster than device 1
     graph = Graph.build("two", [Op("a", resident_bytes=10), Op("b")], [Tensor(0, (1,), 1)])
     times = np.array([[1, 5, 3], [1, 5, 3]])
@@ -150,10 +155,35 @@ def test_single_takes_the_fastest_device_on_which_all_fits() -> None:
 
 
 # The example of Topcuoglu, Hariri and Wu (IEEE TPDS 2002), figure 2 and table 2: 10 tasks, 3 processors.
-HEFT_TIMES = [[14, 16, 9], [13, 19, 18], [11, 13, 19], [13, 8, 17], [12, 13, 10],
-              [13, 16, 9], [7, 15, 11], [5, 11, 14], [18, 12, 20], [21, 7, 16]]  # fmt: skip
-HEFT_EDGES = {(0, 1): 18, (0, 2): 12, (0, 3): 9, (0, 4): 11, (0, 5): 14, (1, 7): 19, (1, 8): 16, (2, 6): 23, (3, 7): 27,
-              (3, 8): 23, (4, 8): 13, (5, 7): 15, (6, 9): 17, (7, 9): 11, (8, 9): 13}  # fmt: skip
+HEFT_TIMES = [
+    [14, 16, 9],
+    [13, 19, 18],
+    [11, 13, 19],
+    [13, 8, 17],
+    [12, 13, 10],
+    [13, 16, 9],
+    [7, 15, 11],
+    [5, 11, 14],
+    [18, 12, 20],
+    [21, 7, 16],
+]
+HEFT_EDGES = {
+    (0, 1): 18,
+    (0, 2): 12,
+    (0, 3): 9,
+    (0, 4): 11,
+    (0, 5): 14,
+    (1, 7): 19,
+    (1, 8): 16,
+    (2, 6): 23,
+    (3, 7): 27,
+    (3, 8): 23,
+    (4, 8): 13,
+    (5, 7): 15,
+    (6, 9): 17,
+    (7, 9): 11,
+    (8, 9): 13,
+}
 
 
 def heft_problem() -> Problem:
@@ -167,7 +197,8 @@ def heft_problem() -> Problem:
     return Problem.build(Graph.build("heft", ops, tensors), cluster, op_time_ns=1000 * np.array(HEFT_TIMES))
 
 
-def test_heft_ranks_tasks_as_in_its_paper() -> None:
+def test_heft_ranks_as_published() -> None:
+    """Upward ranks are those of the paper's example."""
     # table 3: 108, 77, 80, 80, 69, 63.333, 42.667, 35.667, 44.333, 14.667
     problem = heft_problem()
     ranks = upward_ranks(problem, *_transfers(problem)) / 1000
@@ -175,14 +206,16 @@ def test_heft_ranks_tasks_as_in_its_paper() -> None:
     np.testing.assert_allclose(ranks, expected, atol=0.01)
 
 
-def test_heft_reaches_the_schedule_length_of_its_paper() -> None:
+def test_heft_schedules_as_published() -> None:
+    """The schedule of the paper's example is as long as there."""
     # figure 4: 80; its order is not the simulator's, which starts ops by b-level, so the best of the variants counts
     placement = CLASSICAL["heft"](heft_problem(), 0)
     assert placement is not None
     assert evaluate(heft_problem(), placement)[0] <= 80_000
 
 
-def test_favourite_children_are_the_matching_that_shortens_the_step_most() -> None:
+def test_favourite_children() -> None:
+    """Favourite children are the matching that shortens the step most."""
     # transfers 0 -> 1 -> 3 cost 5 each, 0 -> 2 -> 3 cost 1 each, ops take 10: with 0, 1, 3 together the other path is
     # 10 + 1 + 10 + 1 + 10 = 32, in any other matching some path takes at least 36
     ops = [Op(f"op{number}", time_ns={"test-device": 10}) for number in range(4)]
@@ -191,7 +224,8 @@ def test_favourite_children_are_the_matching_that_shortens_the_step_most() -> No
     assert favourite_children(problem).tolist() == [1, 3, -1, -1]
 
 
-def test_stages_of_unequal_devices_take_equally_long() -> None:
+def test_stages_take_equally_long() -> None:
+    """Stages on unequal devices take equally long."""
     # 9 ops of 1 ms, device 0 twice as fast as device 1: 6 ops of 0.5 ms and 3 of 1 ms, 3 ms each
     ops = [Op(f"op{number}") for number in range(9)]
     graph = Graph.build("chain", ops, [Tensor(number, (number + 1,), 1) for number in range(8)])
@@ -200,7 +234,8 @@ def test_stages_of_unequal_devices_take_equally_long() -> None:
     assert stages(problem, units, topological_chain(problem, units), np.arange(2)).tolist() == [0] * 6 + [1] * 3
 
 
-def test_stages_by_layer_keep_a_layer_with_its_backward_ops_and_its_parameters_together() -> None:
+def test_stages_keep_layers_together() -> None:
+    """Stages keep a layer with its backward ops and parameters."""
     problem = Problem.build(training_graph(), cluster_of(4))
     units = Units.of(problem)
     chosen = stages(problem, units, module_chain(problem, units, whole_layers=True), np.arange(4))[units.index]
@@ -208,7 +243,8 @@ def test_stages_by_layer_keep_a_layer_with_its_backward_ops_and_its_parameters_t
     assert chosen.tolist() == expected
 
 
-def test_the_expert_cuts_the_longest_list_of_layers_into_equal_ranges() -> None:
+def test_expert_cuts_layers_equally() -> None:
+    """The expert cuts the longest list of layers into equal ranges."""
     modules = [
         "",
         "embed",
@@ -226,7 +262,8 @@ def test_the_expert_cuts_the_longest_list_of_layers_into_equal_ranges() -> None:
     assert placement.tolist() == devices.tolist()
 
 
-def test_backward_ops_join_the_forward_ops_whose_results_they_use() -> None:
+def test_backward_joins_forward() -> None:
+    """Backward ops join the forward ops whose results they use."""
     problem = Problem.build(training_graph(2, branches=1), cluster_of(2))
     numbers = {name: number for number, name in enumerate(problem.graph.op_names)}
     unit = forward_units(problem)
@@ -237,7 +274,8 @@ def test_backward_ops_join_the_forward_ops_whose_results_they_use() -> None:
 
 @given(instance=instances(keep_groups=True))
 @settings(max_examples=150)
-def test_what_ops_hold_at_the_peak_sums_to_the_peak(instance: Instance) -> None:
+def test_held_bytes_sum_to_the_peak(instance: Instance) -> None:
+    """The bytes that ops hold at the peak sum to the peak."""
     problem = Problem.build(instance.graph, instance.cluster)
     simulation = simulate(problem, instance.placement)
     for device in range(problem.num_devices):
@@ -246,7 +284,8 @@ def test_what_ops_hold_at_the_peak_sums_to_the_peak(instance: Instance) -> None:
 
 @given(instance=instances(keep_groups=True))
 @settings(max_examples=60)
-def test_repair_never_misses_more_memory_than_before_and_keeps_what_fits(instance: Instance) -> None:
+def test_repair_never_misses_more(instance: Instance) -> None:
+    """Repair misses no more memory than before, and keeps a placement that fits."""
     problem = Problem.build(instance.graph, instance.cluster)
     repaired = fit_memory(problem, instance.placement)
     (time, peaks), (repaired_time, repaired_peaks) = (
@@ -257,7 +296,8 @@ def test_repair_never_misses_more_memory_than_before_and_keeps_what_fits(instanc
     assert problem.broken_constraints(repaired) == problem.broken_constraints(instance.placement) == []
 
 
-def test_repair_spreads_what_is_on_one_device_without_making_the_step_longer() -> None:
+def test_repair_spreads_one_device() -> None:
+    """Repair spreads a full device without making the step longer."""
     # 48 MiB of parameters and activations on a device of 28 MiB beside an empty one
     problem = Problem.build(training_graph(), cluster_of(2, 28 * MIB))
     placement = np.zeros(problem.num_ops, np.int64)

@@ -1,5 +1,7 @@
 """Placers on a clock: each answers with the best that it has, or says that it has none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,8 @@ def up() -> Clock:
 
 @pytest.mark.parametrize("name", CLASSICAL)
 @pytest.mark.parametrize("case", CASES)
-def test_a_placer_whose_clock_is_up_has_a_placement_or_says_that_it_has_none(name: str, case: str) -> None:
+def test_placers_out_of_time(name: str, case: str) -> None:
+    """A placer whose clock is up has a placement or says that it has none."""
     problem = CASES[case].problem()
     try:
         placement = CLASSICAL[name](problem, 0, up())
@@ -31,21 +34,24 @@ def test_a_placer_whose_clock_is_up_has_a_placement_or_says_that_it_has_none(nam
 
 
 @pytest.mark.parametrize("name", CLASSICAL)
-def test_a_clock_with_time_changes_no_placement(name: str) -> None:
+def test_clocks_change_no_placement(name: str) -> None:
+    """With time left, a clock changes no placement."""
     problem = Problem.build(recurrent(), "3xp100-pcie-16g")
     without, with_one = CLASSICAL[name](problem, 0), CLASSICAL[name](problem, 0, Clock(Budget(seconds=1e6)))
     np.testing.assert_array_equal(without, with_one)
 
 
 @pytest.mark.parametrize("name", ["heft", "m-etf", "m-sct"])
-def test_list_schedules_made_in_slices_are_those_made_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_equal_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """List schedules made in slices are those made at once."""
     problem = Problem.build(accumulating(), "3xp100-pcie-16g")
     at_once = CLASSICAL[name](problem, 0)
-    monkeypatch.setattr(lists, "_SLICE", 7 * problem.num_devices)
+    monkeypatch.setattr(lists, "LISTS", replace(lists.LISTS, slice=7 * problem.num_devices))
     np.testing.assert_array_equal(at_once, CLASSICAL[name](problem, 0))
 
 
-def test_the_first_placement_is_tried_at_any_time() -> None:
+def test_first_placement_is_always_tried() -> None:
+    """The first placement is tried even when the clock is up."""
     problem = Problem.build(recurrent(), "2xl4-24g")
     assert TriedPlacements(problem, up()).run([np.zeros(problem.num_ops, np.int64)])
 
@@ -61,5 +67,6 @@ def test_replicas_are_placed_on_devices_of_their_own() -> None:
         assert own == [{0, 1}, {2, 3}]
 
 
-def test_a_step_without_replicas_has_no_stages_of_replicas() -> None:
+def test_no_replicas_no_stages() -> None:
+    """A step without replicas has no stages of replicas."""
     assert list(replicated_stages(Problem.build(recurrent(), "2xl4-24g"))) == []

@@ -48,20 +48,23 @@ def assert_exact(problem: Problem) -> None:
 
 @settings(max_examples=200)
 @given(instances(max_ops=6, max_devices=3))
-def test_equals_brute_force_under_every_feature_of_the_model(instance: Instance) -> None:
+def test_equals_brute_force(instance: Instance) -> None:
+    """The answer is the fastest of all placements, under every feature of the model."""
     assert_exact(Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns))
 
 
 @settings(max_examples=200)
 @given(instances(max_ops=6, max_devices=4, features=set(FEATURES) - {"forbidden", "large figures"}))
-def test_equals_brute_force_on_equal_devices_that_share_channels(instance: Instance) -> None:
+def test_equals_brute_force_on_shared_channels(instance: Instance) -> None:
+    """Also on equal devices that share channels."""
     num_devices = instance.cluster.num_devices
     cluster = equal_devices(num_devices, int(instance.cluster.devices[0].memory_bytes))
     op_time_ns = np.repeat(instance.op_time_ns[:, :1], num_devices, axis=1)
     assert_exact(Problem.build(instance.graph, cluster, op_time_ns=op_time_ns))
 
 
-def test_pairs_of_equal_devices_are_exchanged_only_within_the_pair() -> None:
+def test_exchanges_within_pairs() -> None:
+    """Pairs of equal devices are exchanged only within the pair."""
     # two hosts of two devices: the network is slow, so the fastest placement keeps each of the two chains in one host
     routes = {
         (source, target): Route(0, 10**9 if source // 2 == target // 2 else 10**8, (f"{source}-{target}",))
@@ -83,20 +86,23 @@ def fan_problem(cluster: Cluster, memory: dict[str, int] | None = None) -> Probl
     return Problem.build(graph, cluster, op_time_ns=times, max_memory_bytes=memory)
 
 
-def test_which_of_two_equal_devices_is_served_first_can_matter() -> None:
+def test_first_served_can_matter() -> None:
+    """Which of two equal devices is served first can matter."""
     # op 3 stays with op 0 until 35; op 2 must be served first, on d1: 10, transfer 4, latency 1, 20; op 1 goes to d2
     problem = fan_problem(equal_devices(3))
     assert_exact(problem)
     assert exact(problem).step_time_ns == 35
 
 
-def test_devices_with_unequal_memory_limits_are_not_exchanged() -> None:
+def test_unequal_limits_are_not_exchanged() -> None:
+    """Devices with unequal memory limits are not exchanged."""
     problem = fan_problem(equal_devices(2), memory={"d0": 5})
     assert_exact(problem)
     assert exact(problem).step_time_ns == 60  # all on d1
 
 
-def test_devices_that_share_channels_differently_are_not_exchanged() -> None:
+def test_unequal_channels_are_not_exchanged() -> None:
+    """Devices that share channels differently are not exchanged."""
     # ops 0, 1, 2 feed op 3, which stays with op 2 for its large input. The routes into d2 share a channel, so that must
     # not be there: 10, transfer 4, latency 1, 10
     routes = {
@@ -120,7 +126,8 @@ def layered_problem(memory_bytes: int = 2**50) -> Problem:
     return Problem.build(graph, equal_devices(4, memory_bytes), op_time_ns=times)
 
 
-def test_a_search_cut_short_claims_nothing_and_keeps_its_start() -> None:
+def test_short_search_keeps_its_start() -> None:
+    """A search cut short claims no optimum and keeps its start."""
     problem = layered_problem()
     start = np.arange(16) % 4
     result = exact(problem, max_nodes=2, start=start)
@@ -130,7 +137,8 @@ def test_a_search_cut_short_claims_nothing_and_keeps_its_start() -> None:
     assert not exact(problem, time_limit_s=0.0).is_optimal
 
 
-def test_the_same_search_gives_the_same_answer() -> None:
+def test_search_repeats_itself() -> None:
+    """The same number of nodes gives the same answer, whatever the seed."""
     first, second = (exact(layered_problem(), seed, max_nodes=300) for seed in (0, 1))
     assert first.placement is not None
     assert second.placement is not None
@@ -138,7 +146,8 @@ def test_the_same_search_gives_the_same_answer() -> None:
     assert first.num_nodes == second.num_nodes
 
 
-def test_what_cannot_fit_is_proved_not_to_fit() -> None:
+def test_nothing_fits_is_proved() -> None:
+    """That nothing fits is proved."""
     result = exact(layered_problem(memory_bytes=29))  # 16 ops of 10 bytes on 4 devices need 40
     assert result.placement is None
     assert result.step_time_ns is None

@@ -75,9 +75,7 @@ def test_a_draw_like_a_built_in_workload_is_rejected(whole: GraphSet) -> None:
     assert structure(again.graph) != structure(first)
 
 
-def test_a_set_is_the_same_in_one_go_and_after_interruptions(
-    tmp_path: Path, whole: GraphSet, built_ins: BuiltIns
-) -> None:
+def test_sets_survive_interruptions(tmp_path: Path, whole: GraphSet, built_ins: BuiltIns) -> None:
     """One part ends by request, one by a kill that left a graph without a row."""
     directory = tmp_path / "parts"
     calls = iter(range(10))
@@ -93,7 +91,8 @@ def test_a_set_is_the_same_in_one_go_and_after_interruptions(
     assert len({graph.structure for graph in done.graphs}) == 4
 
 
-def test_a_set_is_opened_without_reading_its_graphs(tmp_path: Path, whole: GraphSet) -> None:
+def test_sets_open_without_graphs(tmp_path: Path, whole: GraphSet) -> None:
+    """A set is opened without reading its graphs."""
     directory = Path(shutil.copytree(whole.directory, tmp_path / "copy"))
     graphs = GraphSet.open(directory).graphs
     assert graphs[1].load().fingerprint == graphs[1].fingerprint
@@ -106,12 +105,13 @@ def test_a_set_is_opened_without_reading_its_graphs(tmp_path: Path, whole: Graph
         graphs[1].load()
 
 
-def test_a_set_of_another_seed_is_refused(whole: GraphSet, built_ins: BuiltIns) -> None:
+def test_sets_of_another_seed_are_refused(whole: GraphSet, built_ins: BuiltIns) -> None:
+    """A set of another seed is not added to."""
     with pytest.raises(InputError, match="has graphs of seed 3, not 4; name another directory"):
         make_set(whole.directory, 4, seed=4, families=PAIR, built_ins=lambda: built_ins)
 
 
-def test_graphs_without_a_cluster_have_a_task_of_their_own(whole: GraphSet) -> None:
+def test_graphs_have_a_task_of_their_own(whole: GraphSet) -> None:
     """Drawn once, with cluster and layout, and the same in every process."""
     config = TaskConfig(layout_share=0.7)
     sources = [TaskSource(stored, None) for stored in whole.graphs[1::2] for _ in range(3)]
@@ -126,7 +126,7 @@ def test_graphs_without_a_cluster_have_a_task_of_their_own(whole: GraphSet) -> N
     assert max(one.num_ops for one, _ in problems) <= 2 * config.max_layout_ops
 
 
-def test_unrolled_nets_are_drawn_where_they_are_named() -> None:
+def test_unrolled_nets_are_drawn_by_name() -> None:
     """So a number of a seed stays the same graph of the other families; they have few modules for their ops."""
     assert "unrolled" not in DEFAULT
     graph = draw(0, 0, ("unrolled",), BuiltIns({"none": np.zeros(1, np.uint64)})).graph

@@ -51,9 +51,8 @@ def chain(num_devices: int, op_time_ns: list[list[int]], *, groups: tuple[int, .
 
 @settings(max_examples=60)
 @given(instances(max_ops=24, keep_groups=True), st.sampled_from(ABLATIONS), st.sampled_from([0.0, 0.5, 1.0]))
-def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
-    instance: Instance, config: PaperConfig, temperature: float
-) -> None:
+def test_samples_keep_rules_and_scores(instance: Instance, config: PaperConfig, temperature: float) -> None:
+    """Samples keep groups and allowed devices, and score as they were drawn."""
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     policy = policy_of(config)
     view = policy.instance(problem, rng())
@@ -73,7 +72,8 @@ def test_samples_obey_groups_and_allowed_devices_and_score_as_they_were_drawn(
         torch.testing.assert_close(log_prob.detach(), rollouts.log_prob)
 
 
-def test_a_forbidden_device_has_probability_0_and_finite_gradients_however_much_it_is_wanted() -> None:
+def test_forbidden_devices_are_never_drawn() -> None:
+    """A forbidden device has probability 0 and finite gradients, however much it is wanted."""
     problem = chain(3, [[1, -1, 1]] * 4 + [[1, 1, -1]] * 4)
     policy = policy_of(SMALL)
     with torch.no_grad():
@@ -88,7 +88,8 @@ def test_a_forbidden_device_has_probability_0_and_finite_gradients_however_much_
     assert all(parameter.grad.isfinite().all() for parameter in policy.parameters())
 
 
-def test_probabilities_sum_to_1_over_placements_and_are_the_frequencies_of_samples() -> None:
+def test_probabilities_are_frequencies() -> None:
+    """Probabilities sum to 1 over placements, and are the frequencies of samples."""
     problem = chain(3, [[1, 1, 1], [1, -1, 1], [1, 1, 1], [1, 1, 1]], groups=(0, -1, -1, 0))
     policy = policy_of(SMALL, seed=3)
     view = policy.instance(problem, rng())
@@ -107,7 +108,8 @@ def test_probabilities_sum_to_1_over_placements_and_are_the_frequencies_of_sampl
 
 
 @pytest.mark.parametrize("config", ABLATIONS)
-def test_training_reaches_the_known_optimum_of_a_tiny_problem(config: PaperConfig) -> None:
+def test_training_reaches_the_optimum(config: PaperConfig) -> None:
+    """Training reaches the optimum of a tiny problem."""
     # two chains of three ops; each op is fast on one of two devices, and a transfer costs about what that gains
     fast = (0, 1, 0, 1, 0, 1)  # ops 0, 2, 4 are one chain, ops 1, 3, 5 the other
     ops = [Op(f"op{i}", kind) for i, kind in enumerate(("aten.mm", "aten.add") * 3)]
@@ -135,7 +137,8 @@ def test_training_reaches_the_known_optimum_of_a_tiny_problem(config: PaperConfi
     assert tuple(policy.sample(view, 1, draws, temperature=0.0).placements[0]) == fast
 
 
-def test_the_same_seed_gives_the_same_parameters_and_samples_and_leaves_torchs_generator_alone() -> None:
+def test_seeds_repeat() -> None:
+    """A seed gives the same parameters and samples, and leaves PyTorch's generator alone."""
     state = torch.random.get_rng_state()
     first, second, other = (new_policy("paper", seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -149,7 +152,8 @@ def test_the_same_seed_gives_the_same_parameters_and_samples_and_leaves_torchs_g
     assert (draws[0] == draws[1]).all()
 
 
-def test_unknown_kinds_fall_into_buckets_behind_the_known_ones_always_into_the_same() -> None:
+def test_unknown_kinds_have_buckets() -> None:
+    """Unknown kinds fall into buckets behind the known ones, always into the same."""
     names = [f"onnx.Op{i}" for i in range(50)]
     numbers = kind_numbers(("b", *names, "a", "b"), common=("a", "b"), num_unknown=4)
     assert numbers[[0, -2, -1]].tolist() == [1, 0, 1]
@@ -157,7 +161,8 @@ def test_unknown_kinds_fall_into_buckets_behind_the_known_ones_always_into_the_s
     assert (kind_numbers(names[::-1], ("a", "b"), 4)[::-1] == numbers[1:-2]).all()
 
 
-def test_more_devices_than_the_policy_takes_are_refused_in_one_line() -> None:
+def test_too_many_devices_are_refused() -> None:
+    """More devices than the policy takes are one clear error."""
     policy = policy_of(replace(SMALL, max_devices=2))
     policy.instance(chain(2, [[1, 1]]), rng())
     with pytest.raises(InputError) as error:
@@ -186,6 +191,7 @@ def test_glorots_weights_tell_ops_apart() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"initial": "zero"}, {"max_devices": 0}, {"kinds": ("a", "a")}, {"num_unknown_kinds": 0}]
 )
-def test_impossible_sizes_and_names_are_refused(wrong: dict[str, object]) -> None:
+def test_impossible_sizes_are_refused(wrong: dict[str, object]) -> None:
+    """The error names the size."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         replace(SMALL, **wrong)

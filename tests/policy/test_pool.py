@@ -28,10 +28,12 @@ def drawn(updates: range, config: PoolConfig = CONFIG) -> list[list[tuple[int, b
 
 @pytest.mark.parametrize("config", [CONFIG, PoolConfig()])
 def test_draws_do_not_depend_on_earlier_ones(config: PoolConfig) -> None:
+    """A run that starts at update 30 draws what one from the start draws there."""
     assert drawn(range(30, 40), config) == drawn(range(40), config)[30:]
 
 
-def test_problems_and_instances_stay_as_long_as_they_should_and_are_replaced_in_turn() -> None:
+def test_problems_are_replaced_in_turn() -> None:
+    """Problems and instances stay for their numbers of updates, and are replaced in turn."""
     updates = drawn(range(72))
     by_place = [[update[index] for update in updates[half::2]] for half in (0, 1) for index in range(4)]
     replaced = np.zeros(36, np.int64)
@@ -45,7 +47,8 @@ def test_problems_and_instances_stay_as_long_as_they_should_and_are_replaced_in_
     assert replaced.max() < len(by_place)
 
 
-def test_nonsense_is_refused() -> None:
+def test_bad_settings_are_refused() -> None:
+    """The error names the setting."""
     with pytest.raises(InputError, match="pool is 10; a multiple of the 4 graphs of an update is expected"):
         Pool(tiny_tasks(), tiny_policy(), PoolConfig(size=10), 4)
     with pytest.raises(InputError, match="problem_uses is 0"):

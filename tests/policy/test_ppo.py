@@ -38,11 +38,13 @@ def random_problem(seed: int = 0) -> Problem:
 
 
 def test_rewards_are_those_of_the_paper() -> None:
+    """Minus the root of the step time in seconds, and -10 where memory is exceeded."""
     rewards = paper_rewards(np.array([250_000_000, 4_000_000_000, 1]), np.array([True, True, False]))
     assert rewards.tolist() == [-0.5, -2.0, -10.0]
 
 
-def test_relative_rewards_fall_with_the_step_time_and_with_what_does_not_fit() -> None:
+def test_relative_rewards_fall() -> None:
+    """Relative rewards fall with the step time and with missing memory."""
     limits = np.array([100, 50])
     peaks = np.array([[100, 50], [100, 0], [150, 50], [100, 125], [200, 150]])
     # excess relative to the limits: 0, 0, 0.5, 1.5, 1 + 2 = 3
@@ -52,7 +54,8 @@ def test_relative_rewards_fall_with_the_step_time_and_with_what_does_not_fit() -
     assert np.isfinite(relative_rewards(np.array([1]), np.array([[7]]), np.array([0]), 0, 1.0)).all()
 
 
-def test_advantages_compare_with_the_batch_or_with_history() -> None:
+def test_advantages_by_batch_or_history() -> None:
+    """Rewards are compared with the mean of the batch or of earlier trials."""
     rewards = np.array([-1.0, -2.0, -3.0, -2.0])
     # the deviation is sqrt(0.5); 0.02 is added, so that differences of luck stay small
     assert advantages(rewards, CONFIG) == pytest.approx(np.array([1, 0, -1, 0]) / (np.sqrt(0.5) + 0.02))
@@ -62,7 +65,7 @@ def test_advantages_compare_with_the_batch_or_with_history() -> None:
     assert advantages(np.full(4, -3.0), CONFIG).tolist() == [0.0] * 4
 
 
-def test_gradient_is_the_policy_gradient_averaged_over_problems() -> None:
+def test_gradient_is_the_mean_over_problems() -> None:
     """Before the first step all ratios are 1: the gradient is that of mean(advantage * log-probability)."""
     policy, config = tiny_policy(), PPOConfig(num_epochs=1, entropy_weight=0.0, max_gradient_norm=1e9)
     trials = [some_trials(policy, random_problem(seed), seed) for seed in (1, 2, 3)]
@@ -91,7 +94,8 @@ def test_clipped_choices_no_longer_pull() -> None:
     assert statistics.approx_kl > 0
 
 
-def test_the_step_is_no_longer_than_the_clipped_gradient() -> None:
+def test_gradients_are_clipped() -> None:
+    """A step is no longer than the clipped gradient."""
     policy, config = tiny_policy(), PPOConfig(num_epochs=1, max_gradient_norm=1e-3)
     before = torch.nn.utils.parameters_to_vector(policy.parameters()).detach().clone()
     trials = [some_trials(policy, random_problem(seed)) for seed in range(3)]
@@ -101,7 +105,7 @@ def test_the_step_is_no_longer_than_the_clipped_gradient() -> None:
     assert float(moved.detach().norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_the_optimum_of_a_small_problem_is_found_and_kept() -> None:
+def test_optimum_is_found_and_kept() -> None:
     """Of all 64 placements the policy ends up choosing the fastest, with either reward."""
     problem = Problem.build(mixed_chain(), Cluster.parse("2xp100-pcie-16g"))
     everything = np.array(list(product(range(2), repeat=6)))
@@ -120,7 +124,8 @@ def test_the_optimum_of_a_small_problem_is_found_and_kept() -> None:
         assert likeliest.step_time_ns.tolist() == [optimum_ns]
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+def test_bad_gradients_change_nothing() -> None:
+    """A gradient that is not finite changes no parameter."""
     policy = tiny_policy()
     trial = some_trials(policy, random_problem())
     trial.rollouts.log_prob[0, 0] = -torch.inf
@@ -133,6 +138,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"reward": "x"}, {"baseline": ""}, {"num_epochs": 0}, {"clip": 1.0}, {"entropy_weight": -1.0}]
 )
-def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
+def test_bad_settings_are_refused(wrong: dict[str, object]) -> None:
+    """The error names the setting."""
     with pytest.raises(InputError, match=next(iter(wrong))):
         PPOConfig(**wrong)  # type: ignore[arg-type]

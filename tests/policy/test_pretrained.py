@@ -52,7 +52,7 @@ def test_files_place_as_their_policy(checkpoint: Path) -> None:
     assert np.array_equal(place(read_policy(checkpoint), problem), place(policy.constructor, problem))
 
 
-def test_the_scores_of_styles_in_a_file_are_those_of_the_policy(checkpoint: Path) -> None:
+def test_files_score_as_their_policy(checkpoint: Path) -> None:
     """Where a policy has learned none, nor has its file."""
     policy, problem = load_checkpoint(checkpoint), layered()
     assert isinstance(policy, SchedulerPolicy)

@@ -116,6 +116,7 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
 
 
 def test_stop_saves_the_last_whole_update(tmp_path: Path) -> None:
+    """A run that is stopped resumes from its last whole update."""
     out, whole = tmp_path / "stopped.safetensors", tmp_path / "whole.safetensors"
     stop = threading.Event()
 
@@ -152,7 +153,8 @@ def test_history_and_validation_resume_too(tmp_path: Path) -> None:
     assert best["validation"]["feasible"] == 1.0
 
 
-def test_resume_of_another_run_names_the_difference_and_overwrites_nothing(tmp_path: Path) -> None:
+def test_resume_names_the_difference(tmp_path: Path) -> None:
+    """Resuming another run names the difference and overwrites nothing."""
     out = tmp_path / "tiny.safetensors"
     stop = threading.Event()
     train_tiny(out, 4, stop=stop, on_update=lambda progress: stop.set())
@@ -185,6 +187,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
 
 
 def test_learning_rate_rises_and_falls() -> None:
+    """The learning rate rises linearly, then falls along a cosine."""
     config = TrainingConfig(updates=100, learning_rate=1.0, warmup_updates=9, final_learning_rate=0.1)
     rates = [config.learning_rate_at(update) for update in range(100)]
     assert rates[0] == pytest.approx(0.1, rel=1e-3)
@@ -193,6 +196,7 @@ def test_learning_rate_rises_and_falls() -> None:
 
 
 def test_tensorboard_gets_the_curve(tmp_path: Path) -> None:
+    """Each update writes its figures."""
     run = TrainingRun(tensorboard=tmp_path / "board", num_threads=1)
     train(tiny_policy(), tiny_tasks(), tiny_training(2), tmp_path / "tiny.safetensors", run=run)
     (events,) = (tmp_path / "board").iterdir()
@@ -200,6 +204,7 @@ def test_tensorboard_gets_the_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"updates": 0}, {"samples": 1}, {"learning_rate": 0.0}, {"seed": -1}])
-def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
+def test_bad_settings_are_refused(wrong: dict[str, object]) -> None:
+    """The error names the setting."""
     with pytest.raises(InputError, match=next(iter(wrong))):
         TrainingConfig(**wrong)  # type: ignore[arg-type]

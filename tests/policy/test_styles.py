@@ -50,14 +50,15 @@ def scores_of(net: StyleNetwork, problem: Problem = PROBLEM) -> StyleScores:
 
 
 @pytest.mark.parametrize("devices", ["p100-pcie-16g", "4xp100-pcie-16g", "p100-pcie-16g+cpu-16core"])
-def test_problem_features_are_finite_and_small(devices: str) -> None:
+def test_problem_features_are_small(devices: str) -> None:
+    """Features of problems are finite and small, on one device and on unlike ones."""
     features = problem_features(UnitSource.of(Problem.build(random_graph(24, 0), Cluster.parse(devices))))
     assert features.shape == (len(PROBLEM_FEATURES),)
     assert np.isfinite(features).all()
     assert np.abs(features).max() <= 16
 
 
-def test_problem_features_do_not_depend_on_the_unit_of_time() -> None:
+def test_problem_features_have_no_unit() -> None:
     """Devices and links half as fast: shares and ratios stay, up to rounding and the overhead of each op."""
     problem = Problem.build(random_graph(24, 0), Cluster.parse("4xp100-pcie-16g"))
     cluster = problem.cluster
@@ -67,7 +68,8 @@ def test_problem_features_do_not_depend_on_the_unit_of_time() -> None:
     np.testing.assert_allclose(*features, atol=1e-5)
 
 
-def test_scores_are_those_of_the_network_in_pytorch() -> None:
+def test_scores_equal_pytorchs() -> None:
+    """Scores in NumPy are those of the network in PyTorch."""
     net = network()
     numbers = style_numbers(draw_styles(32, np.random.default_rng(0)), PROBLEM.num_devices)
     features = torch.from_numpy(problem_features(UnitSource.of(PROBLEM))).expand(32, -1)
@@ -75,7 +77,8 @@ def test_scores_are_those_of_the_network_in_pytorch() -> None:
     np.testing.assert_allclose(scores_of(net).of(numbers), expected.detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_styles_of_one_grouping_are_scored_as_if_drawn_in_it() -> None:
+def test_styles_move_to_a_grouping() -> None:
+    """Styles of one grouping are scored as if drawn in it."""
     styles = draw_styles(5, np.random.default_rng(1))
     moved = [replace(style, num_units=styles[0].num_units, following=styles[0].following) for style in styles]
     numbers = in_grouping(style_numbers(styles, 4), styles[0].num_units, styles[0].following)
@@ -97,7 +100,8 @@ def test_scores_learn_from_ranks_on_the_problem() -> None:
     np.testing.assert_allclose(scores.learn(numbers, exact).of(numbers), scores.of(numbers), atol=1e-4)
 
 
-def test_a_pool_gives_the_best_styles_of_one_grouping_and_none_twice() -> None:
+def test_pools_give_no_style_twice() -> None:
+    """A pool gives the best styles of one grouping, and none twice."""
     scores = scores_of(network())
     pool = StylePool(scores, np.random.default_rng(4))
     first = pool.take(8, [])
@@ -110,7 +114,8 @@ def test_a_pool_gives_the_best_styles_of_one_grouping_and_none_twice() -> None:
     assert len(set(scales)) == 16
 
 
-def test_outcomes_rank_what_fits_before_what_does_not() -> None:
+def test_outcomes_rank_fitting_first() -> None:
+    """Placements that fit rank before all others."""
     ranks = style_outcomes._ranks(np.array([5, 1, 9, 3]), np.array([0, 7, 0, 2]))
     assert ranks.tolist() == [0.125, 0.875, 0.375, 0.625]
 
@@ -141,9 +146,7 @@ def same(policy: SchedulerPolicy, out: Path) -> bool:
     return all(torch.equal(parameter, resumed.get_parameter(name)) for name, parameter in policy.named_parameters())
 
 
-def test_a_run_that_was_interrupted_resumes_to_the_same_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_runs_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted after five of six tasks, the last one in a part that is not full."""
     monkeypatch.setattr(style_training, "PART", 2)
     whole, progress = trained(tmp_path / "whole.safetensors")
@@ -173,7 +176,8 @@ def test_a_run_that_has_ended_goes_on_to_more_tasks(tmp_path: Path, monkeypatch:
     assert same(whole, out)
 
 
-def test_a_run_does_not_go_back_to_fewer_tasks(tmp_path: Path) -> None:
+def test_runs_keep_their_tasks(tmp_path: Path) -> None:
+    """A run does not go back to fewer tasks."""
     out = tmp_path / "mine.safetensors"
     trained(out, num_tasks=3)
     before = out.read_bytes()
@@ -182,12 +186,14 @@ def test_a_run_does_not_go_back_to_fewer_tasks(tmp_path: Path) -> None:
     assert out.read_bytes() == before
 
 
-def test_fits_follow_at_twice_as_many_tasks() -> None:
+def test_fits_follow_at_twice_the_tasks() -> None:
+    """Each fit follows at twice as many tasks as the one before."""
     config = StyleTrainingConfig(first_fit=25)
     assert [config.last_fit(number) for number in (24, 25, 49, 50, 99, 100, 5000)] == [0, 25, 25, 50, 50, 100, 3200]
 
 
-def test_tensorboard_gets_the_rank_correlation_of_each_fit(tmp_path: Path) -> None:
+def test_tensorboard_gets_each_fit(tmp_path: Path) -> None:
+    """Each fit writes its rank correlation."""
     board = tmp_path / "board"
     _, progress = trained(tmp_path / "mine.safetensors", TrainingRun(tensorboard=board))
     events = event_accumulator.EventAccumulator(str(board)).Reload()
@@ -196,7 +202,8 @@ def test_tensorboard_gets_the_rank_correlation_of_each_fit(tmp_path: Path) -> No
     assert curve[-1].value == pytest.approx(progress.rank_correlation)
 
 
-def test_outcomes_of_another_run_are_refused(tmp_path: Path) -> None:
+def test_other_outcomes_are_refused(tmp_path: Path) -> None:
+    """Outcomes of another run are one clear error."""
     outcome = try_styles(PROBLEM, UNTRAINED, None, 1, 4, np.random.default_rng(0))
     directory = outcomes_path(tmp_path / "mine.safetensors")
     write_part(directory, 0, "one run", [outcome])

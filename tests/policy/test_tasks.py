@@ -36,7 +36,7 @@ def draws(tasks: Tasks, updates: range, num_tasks: int = 4) -> list[tuple[object
     return [(*identity(task), float(rng.random())) for task, rng in drawn]
 
 
-def test_a_draw_depends_on_seed_update_and_index_alone() -> None:
+def test_draws_depend_on_their_numbers_alone() -> None:
     """Not on what was drawn before (another process, a resumed run)."""
     whole = draws(tiny_tasks(), range(4))
     assert draws(tiny_tasks(), range(2, 4)) == whole[8:]
@@ -46,14 +46,16 @@ def test_a_draw_depends_on_seed_update_and_index_alone() -> None:
     assert draws(tiny_tasks(seed=1), range(4)) != whole
 
 
-def test_every_source_has_its_turn_before_any_comes_again() -> None:
+def test_sources_take_turns() -> None:
+    """Every source has its turn before any comes again."""
     tasks = tiny_tasks(random_share=0.0)
     sources = [tasks.draw(update, index, 5)[0].source for update in range(6) for index in range(5)]
     assert all(sorted(sources[at : at + 3]) == [0, 1, 2] for at in range(0, 30, 3))
     assert len({tuple(sources[at : at + 3]) for at in range(0, 30, 3)}) > 1
 
 
-def test_a_source_as_it_is_comes_with_its_cluster_and_reference() -> None:
+def test_sources_come_as_they_are() -> None:
+    """A source that is not varied has its own cluster and reference."""
     source = TaskSource(random_graph(20, 0), Cluster.parse("2xp100-pcie-16g"), reference_ns=12345)
     bounded = replace(source, reference_ns=None)
     tasks = Tasks([source, bounded], TaskConfig(), 0)
@@ -81,6 +83,7 @@ def test_varied_tasks_are_placeable_and_bounded() -> None:
 
 
 def test_clusters_are_of_all_sorts() -> None:
+    """Drawn clusters differ in devices, links and hosts."""
     clusters = [draw_cluster(np.random.default_rng(seed), 1, 16) for seed in range(200)]
     sizes = Counter(cluster.num_devices for cluster in clusters)
     assert set(sizes) == set(range(1, 17))
@@ -93,7 +96,8 @@ def test_clusters_are_of_all_sorts() -> None:
     assert len({cluster.fingerprint for cluster in clusters if cluster.num_devices > 1}) > 150
 
 
-def test_layouts_are_of_all_sorts_and_within_their_limits() -> None:
+def test_layouts_are_of_all_sorts() -> None:
+    """Drawn layouts differ, within their limits."""
     layouts = [draw_layout(np.random.default_rng(seed), 1 + seed % 8, 1 + seed % 24) for seed in range(400)]
     for seed, layout in enumerate(layouts):
         assert layout.data <= 1 + seed % 8
@@ -104,7 +108,7 @@ def test_layouts_are_of_all_sorts_and_within_their_limits() -> None:
     assert min(len(uneven), len(whole), sum(layout.recompute != "none" for layout in layouts)) > 20
 
 
-def test_a_larger_batch_scales_work_and_activations_but_no_parameters() -> None:
+def test_batches_scale_activations_alone() -> None:
     """weight, input -> forward -> loss; backward makes the weight's gradient; update."""
     ops = [
         Op("weight", "parameter", resident_bytes=3 * MIB),
@@ -131,14 +135,15 @@ def test_a_larger_batch_scales_work_and_activations_but_no_parameters() -> None:
     assert dict(scaled.times_ns[2]) == {"p100-pcie-16g": 28, "cpu-16core": -1}
 
 
-def test_ops_that_can_run_on_few_kinds_fall_back_on_the_source() -> None:
+def test_rare_kinds_fall_back_on_the_source() -> None:
     """No drawn device has the name that the op has a time for: the source itself is the task."""
     graph = Graph.build("picky", [Op("op", time_ns={**dict.fromkeys(KINDS, -1), "gpu0": 5})], [])
     tasks = Tasks([TaskSource(graph, Cluster.parse("2xp100-pcie-16g"))], TaskConfig(random_share=1.0), 0)
     assert tasks.draw(0, 0, 1)[0].problem.cluster.name == "2xp100-pcie-16g"
 
 
-def test_a_graph_that_cannot_fit_is_refused() -> None:
+def test_large_graphs_are_refused() -> None:
+    """A graph whose parameters exceed the cluster's memory is one clear error."""
     graph = Graph.build("large", [Op("op", resident_bytes=33 * 2**30)], [])
     with pytest.raises(InputError, match=r"graph 'large' holds .* train on more or larger devices"):
         Tasks([TaskSource(graph, Cluster.parse("2xp100-pcie-16g"))], TaskConfig(), 0)
@@ -150,6 +155,7 @@ def test_a_graph_that_cannot_fit_is_refused() -> None:
     "wrong",
     [{"random_share": 1.5}, {"min_devices": 0}, {"max_devices": 65}, {"batch_factors": ()}, {"room": (2.0, 1.0)}],
 )
-def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
+def test_bad_settings_are_refused(wrong: dict[str, object]) -> None:
+    """The error names the setting."""
     with pytest.raises(InputError, match=next(iter(wrong))):
         TaskConfig(**wrong)  # type: ignore[arg-type]

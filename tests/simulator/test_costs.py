@@ -76,7 +76,7 @@ def test_the_roofline_is_exact(ops: list[tuple[int, int, str]], rate: tuple[int,
         assert op_times(graph, cluster_of(only)).tolist() == [[time] for time in expected]
 
 
-def test_the_roofline_by_hand() -> None:
+def test_roofline_by_hand() -> None:
     """Ops take the time of their flops or of their bytes, and the launch."""
     # P100: flops 9.3e9 / 9.3e12 = 1 ms; bytes 732e3 / 732e9 = 1 us; launch 5 us.
     graph = graph_of(
@@ -124,7 +124,7 @@ def test_sources_of_times_are_counted() -> None:
     }
 
 
-def test_a_float_type_that_a_kind_lacks_is_told_with_the_kind() -> None:
+def test_missing_float_types_are_told() -> None:
     """A V100 has no bfloat16 and takes the rate of float32, 15.7 TFLOP/s, as the note says; an A100 has 312."""
     graph = graph_of(Op("o", flops=15_700_000, dtype="bfloat16"))
     both = Cluster.parse("a100-sxm-80g+v100-sxm-32g")

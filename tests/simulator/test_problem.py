@@ -38,7 +38,7 @@ def test_pins() -> None:
     assert problem.allowed.tolist() == [[True, False], [True, True], [False, True], [False, True]]
 
 
-def test_the_same_pin_twice_is_no_contradiction() -> None:
+def test_equal_pins_agree() -> None:
     """Two equal pins are one."""
     problem = Problem.build(LAYERS, CLUSTER, pins=[("encoder", "gpu1"), ("mm_1", "gpu1")])
     assert problem.allowed[:, 0].tolist() == [True, False, False, True]
@@ -63,14 +63,14 @@ def test_forbidden_kinds(forbid: list[tuple[str, str]], allowed: list[list[bool]
     assert (problem.op_time_ns >= 0).all()  # they could run there, and default priorities stay
 
 
-def test_a_device_called_like_a_kind_is_meant_alone() -> None:
+def test_device_named_like_a_kind() -> None:
     """A device's name goes before a kind of devices that is called alike."""
     devices = [replace(CLUSTER.devices[0], name="p100-pcie-16g"), CLUSTER.devices[1]]
     cluster = replace(CLUSTER, devices=tuple(devices))
     assert Problem.build(KINDS, cluster, forbid=[("mm", "p100-pcie-16g")]).allowed.sum(axis=0).tolist() == [2, 4]
 
 
-def test_a_group_may_go_only_where_all_its_ops_may() -> None:
+def test_groups_go_where_all_ops_may() -> None:
     """A group may go where each of its ops may."""
     ops = (
         Op("a", group=3, time_ns={"gpu0": 1, "gpu1": 1}),
@@ -298,7 +298,7 @@ def test_verify_names_wrong_figures() -> None:
     assert bound.startswith("lower_bound_ns")
 
 
-def test_an_order_that_deadlocks_is_refused() -> None:
+def test_deadlocks_are_refused() -> None:
     """An order in which ops wait for each other is refused."""
     problem = Problem.build(LAYERS, CLUSTER)
     with pytest.raises(InputError, match=r"deadlock, op 1 waits"):

@@ -26,6 +26,7 @@ weights y >= 0 of the devices that sum to 1, the sum over ops of min over device
 load of the most loaded device. Weights are found in floating point and rounded to integers: the bound itself is exact.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -38,12 +39,21 @@ from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.problem import Problem
 
 _NEVER = 2**61  # an op that cannot run there, a transfer without a route; sums of two such times still fit in int64
-_MAX_TAKEN = 64  # ops taken before each op; 256 raise no bound of a built-in workload by more than 0.1 %
-_TAKEN_BUDGET = 2**21  # ops taken in all, fewer for each op of a large problem: 46k ops on 8 unequal devices take 0.7 s
-_DELAYED_BUDGET = 2**16  # calls of `_delayed` in all
-_WEIGHT_SCALE = 2**20  # sum of integer weights unless times are long: rounding costs less than 1e-5 of the bound
-_WEIGHT_ROUNDS = 60  # cutting planes; 20k ops with random times on 8 devices: 200 add 0.006 % to the bound
-_INTERVAL_ROUNDS = 3  # alternations between the best interval and the best weights for its ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundSettings:
+    """The effort that a bound is worth."""
+
+    max_taken: int = 64  # ops taken before each op; measured: 256 raise no bound of a workload by more than 0.1 %
+    taken_budget: int = 2**21  # ops taken in all; measured: 46k ops on 8 unequal devices take 0.7 s
+    delayed_budget: int = 2**16  # calls of `_delayed` in all; untuned
+    weight_scale: int = 2**20  # sum of integer weights unless times are long: rounding costs under 1e-5 of the bound
+    weight_rounds: int = 60  # cutting planes; measured: 200 add 0.006 % for 20k ops with random times on 8 devices
+    interval_rounds: int = 3  # alternations between the best interval and the best weights for its ops; untuned
+
+
+SETTINGS = BoundSettings()
 
 
 class Edges(NamedTuple):
@@ -132,8 +142,8 @@ def _classes(op_time_ns: I64) -> tuple[I64, I64, I64]:
 
 def _heads_and_tails(problem: Problem, times: I64, device_class: I64, num_classes: int) -> tuple[I64, I64]:
     """([N, C] heads, [N, C] tails) of each op on each class; _NEVER where it cannot run."""
-    max_taken = min(_MAX_TAKEN, 1 + _TAKEN_BUDGET // times.size)
-    max_delayed = 1 + _DELAYED_BUDGET // times.size
+    max_taken = min(SETTINGS.max_taken, 1 + SETTINGS.taken_budget // times.size)
+    max_delayed = 1 + SETTINGS.delayed_budget // times.size
     forward, backward = edges(problem, device_class, num_classes)
     heads, tails = np.empty_like(times), np.empty_like(times)
     scratch = HeadScratch.of(len(times), max_taken)
@@ -229,8 +239,8 @@ def earliest_starts(times, edges, max_delayed, scratch, heads):
             if times[v, here] < 0:
                 continue
             turn += 1
-            num_candidates, num_taken, num_left = 0, 0, max_delayed
-            path, serial, head = 0, 0, _NEVER
+            num_candidates = num_taken = path = serial = np.int64(0)  # no literals: helpers are compiled once
+            num_left, head = max_delayed, np.int64(_NEVER)
             op, path_below = v, 0
             while True:
                 for edge in range(offsets[op], offsets[op + 1]):
@@ -251,7 +261,7 @@ def earliest_starts(times, edges, max_delayed, scratch, heads):
                     below[before] = max(below[before], path_below)
                 if num_candidates == 0 or num_taken == max_taken:
                     values[num_taken], is_exact[num_taken] = serial, True
-                    head, limit = min(head, serial), _NEVER
+                    head, limit = min(head, serial), np.int64(_NEVER)
                 else:
                     op = _take_worst(candidates, num_candidates, reach)
                     num_candidates -= 1
@@ -375,11 +385,11 @@ def _interval_bound(times: I64, multiplicity: I64, heads: I64, tails: I64) -> in
     """The best bound a + b + work over intervals and weights of devices."""
     fastest_ns = np.where(times >= 0, times, np.iinfo(np.int64).max).min(axis=1)
     longest_ns = int(heads.max()) + int(tails.max()) + int(fastest_ns.sum()) + 1
-    scale = min(_WEIGHT_SCALE, 2**61 // longest_ns)  # weighted sums stay below 2^61
+    scale = min(SETTINGS.weight_scale, 2**61 // longest_ns)  # weighted sums stay below 2^61
     by_head, by_tail = np.argsort(-heads, kind="stable"), np.argsort(tails, kind="stable")
     members, scratch = np.arange(len(times)), IntervalScratch.of(len(times))
     best = 0
-    for _ in range(1 if len(multiplicity) == 1 else _INTERVAL_ROUNDS):
+    for _ in range(1 if len(multiplicity) == 1 else SETTINGS.interval_rounds):
         weights = device_weights(times[members], multiplicity, scale)
         total = int(weights @ multiplicity)
         if not 0 < total <= scale:
@@ -408,7 +418,7 @@ def device_weights(times: I64, multiplicity: I64, scale: int) -> I64:
     unit = max(float(times.max(axis=1).sum()), 1.0)
     weights = np.full(num_classes, 1 / multiplicity.sum())
     best, best_value, cuts = weights, -1.0, []
-    for _ in range(_WEIGHT_ROUNDS):
+    for _ in range(SETTINGS.weight_rounds):
         cuts.append(_loads(times, weights) / unit)
         value = float(cuts[-1] @ weights)
         if value > best_value:

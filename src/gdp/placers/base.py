@@ -15,6 +15,7 @@ from gdp.arrays import I64, narrow
 from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
 from gdp.placers.memory_repair import excess_bytes, fit_memory
+from gdp.placers.settings import TRIED
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import default_threads, evaluate_many
 from gdp.units.forward_units import forward_units
@@ -34,10 +35,6 @@ class Placer(Protocol):
     """
 
     def __call__(self, problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None: ...
-
-
-_OPS_AT_ONCE = 200_000  # simulated together, on all processors, between two looks at a clock: up to a tenth of a second
-_NUM_REPAIRS = 3  # candidates that are repaired when none of them fits
 
 
 def unit_choices(problem: Problem) -> list[Units]:
@@ -89,7 +86,7 @@ class TriedPlacements:
     def run(self, candidates: Iterable[Placement]) -> list[tuple[int, int]]:
         """Returns (bytes over the limits, step time) of each of `candidates` [N] that there was time for."""
         iterator, done = iter(candidates), list[tuple[int, int]]()
-        size = max(_OPS_AT_ONCE // self.problem.num_ops, default_threads())
+        size = max(TRIED.ops_at_once // self.problem.num_ops, default_threads())
         while not self._figures or has_time(self.clock, self._slowest_s):
             began = time.perf_counter()
             keys = [_key(placement) for placement in islice(iterator, size)]
@@ -119,7 +116,7 @@ class TriedPlacements:
         if not self.fits:
             by_excess = sorted(figures, key=lambda key: figures[key])
             fastest = min(figures, key=lambda key: figures[key][::-1])
-            for key in list(dict.fromkeys([by_excess[0], fastest, *by_excess[1:]]))[:_NUM_REPAIRS]:
+            for key in list(dict.fromkeys([by_excess[0], fastest, *by_excess[1:]]))[: TRIED.num_repairs]:
                 if has_time(self.clock):
                     self.run([fit_memory(self.problem, _placement(key), self.clock)])
         return self.nearest()

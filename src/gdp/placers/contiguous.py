@@ -14,14 +14,11 @@ import numpy.typing as npt
 from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.placers.base import TriedPlacements, columns_of, device_subsets, inherit, unit_choices
+from gdp.placers.settings import CONTIGUOUS
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import containers
 from gdp.units.units import Units
-
-_MEMORY_SHARES = (0.5, 0.9)  # weight of memory in the balance, tried where balanced times alone do not fit
-_WORK = 1_000_000  # ops simulated in all, about half a second; above, the other numbers of devices are tried
-_NUM_CHAINS = 3  # only on so many of the best chains
 
 
 def contiguous(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
@@ -44,11 +41,11 @@ def contiguous(problem: Problem, seed: int = 0, clock: Clock | None = None) -> P
                 yield units.place_allowed(stages(problem, units, chain, devices, share))
 
     times = [time_ns for _, time_ns in tried.run(on_all())]
-    if problem.num_ops * len(times) * len(subsets) > _WORK:
-        chains = [chains[number] for number in np.sort(np.argsort(times, kind="stable")[:_NUM_CHAINS])]
+    if problem.num_ops * len(times) * len(subsets) > CONTIGUOUS.work:
+        chains = [chains[number] for number in np.sort(np.argsort(times, kind="stable")[: CONTIGUOUS.num_chains])]
     tried.run(balanced(0.0, subsets[1:]))
     if not tried.fits:
-        for share in _MEMORY_SHARES:
+        for share in CONTIGUOUS.memory_shares:
             tried.run(balanced(share, subsets))
     return tried.best()
 

@@ -23,11 +23,9 @@ from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
 from gdp.placers.base import best_of, columns_of, device_subsets
 from gdp.placers.contiguous import Chain, each_chain
+from gdp.placers.settings import STAGES
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
-
-_ALIVE = (0.25, 0.5, 1.0)  # of what a stage allocates, held at once: tried where the least bottleneck does not fit
-_HALVINGS = 50  # the bottleneck to 15 digits
 
 
 def dp_stages(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
@@ -43,7 +41,7 @@ def dp_stages(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Pl
             for devices in subsets:
                 yield units.place_allowed(least_bottleneck(problem, units, order, devices, alive, clock))
 
-    return best_of(problem, candidates(0.0), lambda: chain.from_iterable(map(candidates, _ALIVE)), clock)
+    return best_of(problem, candidates(0.0), lambda: chain.from_iterable(map(candidates, STAGES.alive)), clock)
 
 
 def least_bottleneck(
@@ -75,7 +73,7 @@ def least_bottleneck(
         room = np.full(len(devices), np.inf)
         ends = ends_under(high)
     low = 0.0
-    for _ in range(_HALVINGS):
+    for _ in range(STAGES.num_halvings):
         if not has_time(clock):
             break
         middle = (low + high) / 2

@@ -32,15 +32,14 @@ from gdp.bounds.lower_bound import (
 )
 from gdp.cluster import Cluster
 from gdp.compiled import inner, kernel
+from gdp.placers.settings import EXACT
 from gdp.simulator.engine import COMPLETED, NEVER, run
 from gdp.simulator.memory import find_peaks
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.records import Arrays, Dispatch, Workspace
 from gdp.units.symmetry import can_exchange
 
-_MAX_TAKEN, _MAX_DELAYED = 16, 4  # see bounds.py; a bound is worth no more time than a few simulations
-_NODES_PER_CALL = 256  # between two looks at the clock
-_MAX_EXCHANGES = 5040  # those of 7 equal devices; any further ones are taken for unequal
+_MAX_DELAYED = np.int64(EXACT.max_delayed)  # kernels read no records of settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +79,7 @@ def exact(
             break
         if stop is not None and stop.is_set():
             break
-        is_done = _branch(search, min(_NODES_PER_CALL, (max_nodes or NEVER) - num_nodes))
+        is_done = _branch(search, min(EXACT.nodes_per_call, (max_nodes or NEVER) - num_nodes))
     step_time_ns, num_nodes = search.best.tolist()
     if step_time_ns == NEVER:
         return Exact(None, None, is_done, num_nodes)
@@ -126,7 +125,7 @@ class _Scratch(NamedTuple):
             np.zeros(num_devices, np.bool_),
             resident,
             at_end,
-            HeadScratch.of(num_ops, _MAX_TAKEN),
+            HeadScratch.of(num_ops, EXACT.max_taken),
             IntervalScratch.of(num_ops),
         )
 
@@ -213,7 +212,10 @@ def _exchanges(problem: Problem) -> tuple[I64, npt.NDArray[np.uint8]]:
     for device in range(num_devices):
         for members in classes:
             larger = [len(other) + (other is members) for other in classes]
-            if can_exchange(problem, members[0], device) and math.prod(map(math.factorial, larger)) <= _MAX_EXCHANGES:
+            if (
+                can_exchange(problem, members[0], device)
+                and math.prod(map(math.factorial, larger)) <= EXACT.max_exchanges
+            ):
                 members.append(device)
                 break
         else:

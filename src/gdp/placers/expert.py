@@ -19,14 +19,10 @@ from gdp.models.papers import PAPERS
 from gdp.placers.base import allowed_work, inherit
 from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.memory_repair import fit_memory
+from gdp.placers.settings import EXPERT
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import containers
 from gdp.units.units import Units
-
-# Share of the main list's layers that another list needs to count too, such as an encoder's beside a decoder's.
-_MIN_SHARE = 0.5
-# A CPU does not get as many layers as an accelerator: devices this many times slower than the fastest are left out.
-_SLOWEST = 4.0
 
 
 def expert(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
@@ -35,7 +31,7 @@ def expert(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Place
     work_ns, num_allowed = allowed_work(problem)
     mean_ns = work_ns / np.maximum(num_allowed, 1)
     mean_ns[num_allowed == 0] = np.inf
-    devices = np.flatnonzero(mean_ns <= _SLOWEST * mean_ns.min())
+    devices = np.flatnonzero(mean_ns <= EXPERT.slowest * mean_ns.min())
     positions = _layer_devices(problem, len(devices))
     if positions is None:
         chosen = stages(problem, units, module_chain(problem, units, whole_layers=True), devices)
@@ -83,7 +79,9 @@ def layer_ranges(problem: Problem, num_devices: int) -> I64 | None:
     if not repeated:
         return None
     longest = max(repeated, key=lambda path: (list_time_ns[path], len(layers_of[path])))
-    paths = {path for path in repeated if len(layers_of[path]) >= _MIN_SHARE * len(layers_of[longest])} | {longest}
+    paths = {path for path in repeated if len(layers_of[path]) >= EXPERT.min_share * len(layers_of[longest])} | {
+        longest
+    }
     entered: dict[str, int] = {}
     for module, (path, layer) in layer_of.items():
         if path in paths:

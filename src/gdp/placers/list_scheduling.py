@@ -22,17 +22,11 @@ from gdp.placers.base import NoTimeError, TriedPlacements, best_of, device_subse
 from gdp.placers.contiguous import topological_chain
 from gdp.placers.list_kernels import NUM_STATE, Gaps, Queues, earliest_first, in_order
 from gdp.placers.schedule import PartialSchedule
+from gdp.placers.settings import LISTS
 from gdp.simulator.longest_paths import longest_from, ranks_of
 from gdp.simulator.orders import B_LEVEL, GPIPE
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
-
-_WORK = 2_000_000  # ops x devices scheduled in all, about 1 s
-_LEAST_NS = 300  # that an op takes for each device; benchmarks/results/scale.md has what placers take
-_SLICE = 500_000  # ops x devices between two looks at the clock
-_LIMITS = (0.85, 0.7)  # of the memory, tried when what was planned with all of it does not fit
-_MAX_LP_EDGES = 3000  # above, the favourite children are found greedily: the linear program would take many seconds
-_FAVOURITE = 0.5  # Baechi's rounding of the relaxation
 
 Slice = Callable[[I64, int], bool]
 """Places so many further ops, from the state in an array; returns True once all are placed."""
@@ -101,13 +95,13 @@ def favourite_children(problem: Problem) -> I64:
     sources, targets, transfer_ns = _transfers(problem)
     real = ~_floating(problem)[sources]
     sources, targets, transfer_ns = sources[real], targets[real], transfer_ns[real]
-    apart = _relaxation(problem, sources, targets, transfer_ns) if 0 < len(sources) <= _MAX_LP_EDGES else None
+    apart = _relaxation(problem, sources, targets, transfer_ns) if 0 < len(sources) <= LISTS.max_lp_edges else None
     if apart is None:
         weight = transfer_ns + problem.b_level_ns[targets]
         order = np.lexsort((targets, -transfer_ns, -weight))
     else:
         order = np.lexsort((targets, -transfer_ns, apart))
-        order = order[apart[order] < _FAVOURITE]
+        order = order[apart[order] < LISTS.favourite]
     child, parent = np.full((2, problem.num_ops), -1)
     for source, target in zip(sources[order].tolist(), targets[order].tolist(), strict=True):
         if child[source] < 0 and parent[target] < 0:
@@ -194,26 +188,26 @@ def _best_schedule(
                 yield placement
 
     subsets = device_subsets(problem, smallest=min(2, problem.num_devices))
-    most = max(_WORK // (problem.num_ops * problem.num_devices), 3)
+    most = max(LISTS.work // (problem.num_ops * problem.num_devices), 3)
     settings = list(product(subsets, unit_choices(problem), (True, False)))[:most]
     tried = TriedPlacements(problem, clock)
     if not tried.run(made(settings, (1.0,))):
         raise NoTimeError
     if not tried.fits:
-        tried.run(made(settings[:4], _LIMITS))
+        tried.run(made(settings[:4], LISTS.limits))
     return tried.best()
 
 
 def _check_time(problem: Problem, clock: Clock | None) -> None:
     """Raises NoTimeError unless there is time for one schedule, by what it takes at least."""
-    if not has_time(clock, 1e-9 * _LEAST_NS * problem.num_ops * problem.num_devices):
+    if not has_time(clock, 1e-9 * LISTS.least_ns * problem.num_ops * problem.num_devices):
         raise NoTimeError
 
 
 def _is_completed(place_some: Slice, problem: Problem, clock: Clock | None) -> bool:
     """Places all ops, a slice at a time; returns False as soon as there is no time for the rest."""
     state, done = np.zeros(NUM_STATE, np.int64), 0
-    num_slices = -(-problem.num_ops * problem.num_devices // _SLICE)
+    num_slices = -(-problem.num_ops * problem.num_devices // LISTS.slice)
     size = -(-problem.num_ops // num_slices)
     began = time.perf_counter()
     while not place_some(state, size):

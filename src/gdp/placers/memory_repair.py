@@ -11,14 +11,12 @@ import numpy as np
 
 from gdp.arrays import F64, I64, Bool
 from gdp.budget import Clock, has_time
+from gdp.placers.settings import REPAIR
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, evaluate, simulate
 from gdp.units.grouping import group_units
 from gdp.units.units import Pairs, Units
 
-_LEVELS = (128, 512, 2048)  # numbers of groups to move, coarse to fine
-_ROUNDS = 8  # simulated batches of moves at each level, for each device
-_MOST_HELD = 2**26  # ops times devices: `held_bytes` makes a table of them, of half a GB
 _FOREVER = np.iinfo(np.int64).max
 
 
@@ -37,12 +35,12 @@ def fit_memory(problem: Problem, placement: Placement, clock: Clock | None = Non
     best = np.asarray(placement, np.int64)
     step_time_ns, peaks = evaluate(problem, best)
     best_key = int(excess_bytes(problem, peaks)), step_time_ns
-    is_too_wide = problem.num_ops * problem.num_devices > _MOST_HELD
+    is_too_wide = problem.num_ops * problem.num_devices > REPAIR.most_held
     if best_key[0] == 0 or problem.num_devices == 1 or is_too_wide or not has_time(clock):
         return best
     units = Units.of(problem)
     pairs = units.pairs()
-    for num_groups in _LEVELS:
+    for num_groups in REPAIR.levels:
         if not has_time(clock):
             return best
         groups = group_units(units, pairs, [best], num_groups, pairs.transfer_ns.astype(np.float64), slack=3.0)
@@ -82,7 +80,7 @@ class _Groups:
 def _moves(groups: Units, units: Units, pairs: Pairs, start: Placement) -> Iterator[Placement]:
     """Yields placements that free memory: at each step the device that lacks most memory gives groups away."""
     problem, state = groups.problem, _state(groups, units, pairs, start)
-    for _ in range(_ROUNDS * problem.num_devices):
+    for _ in range(REPAIR.rounds * problem.num_devices):
         simulation = simulate(problem, groups.place(state.device))
         missing = simulation.missing_bytes
         device = int(np.argmax(missing))

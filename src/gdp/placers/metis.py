@@ -21,19 +21,10 @@ import pymetis
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
 from gdp.placers.base import NoTimeError, best_of, device_subsets
+from gdp.placers.settings import METIS
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
 
-_TOTAL_WEIGHT = 10**9  # of all vertices; METIS adds weights up in int64
-_IMBALANCES = (30, 100, 300, 1000)  # METIS' ufactor: a part may be heavier than its share by so many thousandths
-_WORK = 3_000_000  # vertices and edges partitioned in all, about 1 s
-_MAX_RUNS = 256
-_MEMORY_SHARES = (0.5, 0.8)
-_PREPARED_NS, _PARTITIONED_NS = 500, 20_000
-# METIS complains on standard output and leaves parts empty if a part has few vertices or one vertex most of the weight.
-_VERTICES_PER_PART = 8  # at least
-_SMALLEST_TARGET = 0.1  # of an equal share; slower devices get no part
-_SMALLEST_WEIGHT = 0.02  # of the mean weight
 _REDIRECTING = threading.Lock()  # standard output is the whole process's
 
 
@@ -45,12 +36,12 @@ def metis(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placem
         raise NoTimeError
     parts = Partitioner(problem)
     size = len(parts.units.index) + len(parts.graph.neighbours)
-    num_runs = min(max(_WORK // size, 2 * len(_IMBALANCES)), _MAX_RUNS)
+    num_runs = min(max(METIS.work // size, 2 * len(METIS.imbalances)), METIS.max_runs)
     settings = list(islice(_settings(problem, seed), num_runs))
 
     def balanced_in_memory() -> Iterator[Placement]:
         for setting in settings[: max(num_runs // 4, 2)]:
-            for share in _MEMORY_SHARES:
+            for share in METIS.memory_shares:
                 yield parts.partition(*setting, memory_share=share)
 
     return best_of(problem, (parts.partition(*setting) for setting in settings), balanced_in_memory, clock)
@@ -61,14 +52,14 @@ def metis_blind(problem: Problem, seed: int = 0, clock: Clock | None = None) -> 
     if problem.num_devices == 1:
         return np.zeros(problem.num_ops, np.int64)
     everywhere = np.arange(problem.num_devices)
-    return Partitioner(problem).partition(everywhere, _IMBALANCES[0], False, seed)
+    return Partitioner(problem).partition(everywhere, METIS.imbalances[0], False, seed)
 
 
 def partition_s(problem: Problem, num_parts: int) -> float:
     """Returns about how many seconds it takes to prepare METIS for `problem` and to run it once, without a pause."""
     num_units = int(problem.graph.group_index.max()) + 1
-    prepared_ns = _PREPARED_NS * (problem.num_ops + len(problem.graph.consumers))
-    return 1e-9 * (prepared_ns + _PARTITIONED_NS * num_units * (1 + num_parts / 8))
+    prepared_ns = METIS.prepared_ns * (problem.num_ops + len(problem.graph.consumers))
+    return 1e-9 * (prepared_ns + METIS.partitioned_ns * num_units * (1 + num_parts / 8))
 
 
 def _settings(problem: Problem, seed: int) -> Iterator[tuple[I64, int, bool, int]]:
@@ -77,7 +68,7 @@ def _settings(problem: Problem, seed: int) -> Iterator[tuple[I64, int, bool, int
     repeats = 1 if problem.num_devices == 1 else 64
     for repeat in range(repeats):
         for devices in subsets:
-            for imbalance in _IMBALANCES:
+            for imbalance in METIS.imbalances:
                 for recursive in (False, True):
                     yield devices, imbalance, recursive, seed * repeats + repeat
 
@@ -109,7 +100,7 @@ class Partitioner:
             transfer_ns *= np.exp(noise.normal(size=len(transfer_ns)))
         sources = np.concatenate((pairs.first, pairs.second))
         order = np.argsort(sources, kind="stable")
-        scale = max(float(transfer_ns.sum()) / _TOTAL_WEIGHT, 1.0)
+        scale = max(float(transfer_ns.sum()) / METIS.total_weight, 1.0)
         self.graph = _Csr(
             offsets=np.concatenate(([0], np.cumsum(np.bincount(sources, minlength=self.units.num_units)))),
             neighbours=np.concatenate((pairs.second, pairs.first))[order],
@@ -126,22 +117,22 @@ class Partitioner:
         speed = np.maximum(covered_ns, 1) / work_ns  # relative, over the units that may go there
         room = self.problem.memory_limit_bytes[devices]
         target = (1 - memory_share) * _shares(speed) + memory_share * _shares(room)
-        wanted = np.argsort(-target, kind="stable")[: max(units.num_units // _VERTICES_PER_PART, 1)]
-        wanted = np.sort(wanted[target[wanted] >= _SMALLEST_TARGET / len(devices)])
+        wanted = np.argsort(-target, kind="stable")[: max(units.num_units // METIS.vertices_per_part, 1)]
+        wanted = np.sort(wanted[target[wanted] >= METIS.smallest_target / len(devices)])
         devices, target = devices[wanted], _shares(target[wanted])
         if len(devices) == 1:
             return units.place_allowed(np.repeat(devices, units.num_units))
         held = units.resident_bytes + units.tensor_bytes
         weights = (1 - memory_share) * _shares(units.mean_time_ns) + memory_share * _shares(held)
         weights = np.clip(
-            weights, _SMALLEST_WEIGHT / units.num_units, 1 / len(devices)
+            weights, METIS.smallest_weight / units.num_units, 1 / len(devices)
         )  # heavier units fill a part anyway
         options = pymetis.Options(ufactor=imbalance, seed=seed % 2**31)
         with _without_complaints():
             found = pymetis.part_graph(
                 len(devices),
                 pymetis.CSRAdjacency(self.graph.offsets, self.graph.neighbours),
-                vweights=np.rint(weights * _TOTAL_WEIGHT).astype(np.int64),
+                vweights=np.rint(weights * METIS.total_weight).astype(np.int64),
                 eweights=self.graph.weights,
                 tpwgts=target.tolist(),
                 recursive=recursive,

@@ -16,12 +16,12 @@ from gdp.errors import InputError
 from gdp.policy.rollout import roll_out
 from gdp.policy.rollout_arrays import RolloutArrays, RolloutOptions, RolloutRecord
 from gdp.policy.sampling import Style, options_of
+from gdp.policy.settings import GROUPING
 from gdp.policy.style_scorer import StyleScorer, StyleScores
 from gdp.policy.unit_graph import UnitGraph, UnitSource
 from gdp.simulator.problem import Placement, Problem
 
 _LARGEST_WEIGHT = 1e6  # scores of larger ones could overflow; trained ones are below 10
-_FREED = (0.005, 0.6)  # share of the units that choose again when an incumbent is refined, by its logarithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -
         return fixed
     received = csr_array((near.shares, near.units, near.offsets), shape=(num_units, num_units)).T
     for sample in range(num_samples):
-        share = np.exp(rng.uniform(*np.log(_FREED)))
+        share = np.exp(rng.uniform(*np.log(GROUPING.freed)))
         count = max(round(share * num_units), 1)
         kind = rng.integers(3)
         if kind == 0:

@@ -6,6 +6,7 @@ N ops, D devices, B equal slices of the critical path, M features.
 import numpy as np
 
 from gdp.arrays import F32
+from gdp.policy.settings import SCORER
 from gdp.policy.unit_graph import NUM_SLICES, UnitSource
 
 PROBLEM_FEATURES = (
@@ -31,8 +32,6 @@ PROBLEM_FEATURES = (
     "slices that a byte spans",
     "consumers of a tensor",
 )
-_LARGEST = 6.0  # of logarithms of ratios, some of which are next to nothing
-_USUAL_LOG_OPS = 7.0
 
 
 def problem_features(source: UnitSource) -> F32:
@@ -56,7 +55,7 @@ def problem_features(source: UnitSource) -> F32:
     in_slices = np.bincount(source.op_slice, work_ns, NUM_SLICES) / total_ns
     quarter = NUM_SLICES // 4
     features = [
-        _log(problem.num_ops, largest=2 * _LARGEST) - _USUAL_LOG_OPS,
+        _log(problem.num_ops, largest=2 * SCORER.largest_log) - SCORER.usual_log_ops,
         _log(num_devices),
         _log(total_ns / source.critical_ns),
         _log(total_ns / source.critical_ns / num_devices),
@@ -81,5 +80,5 @@ def problem_features(source: UnitSource) -> F32:
     return np.array(features, np.float32)
 
 
-def _log(ratio: float, largest: float = _LARGEST) -> float:
-    return float(np.clip(np.log(max(float(ratio), 1e-9)), -_LARGEST, largest))
+def _log(ratio: float, largest: float = SCORER.largest_log) -> float:
+    return float(np.clip(np.log(max(float(ratio), 1e-9)), -SCORER.largest_log, largest))

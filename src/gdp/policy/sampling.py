@@ -16,17 +16,8 @@ import numpy as np
 from gdp.arrays import F32, F64
 from gdp.policy.features import FEATURES, NUM_FEATURES, NUMBERS
 from gdp.policy.rollout_arrays import RolloutOptions
+from gdp.policy.settings import STYLES
 
-SIZES = (50, 100, 200, 400, 800, 1500)  # numbers of units
-_SIZE_SHARES = (0.2, 0.25, 0.25, 0.15, 0.1, 0.05)
-_FINE = (200, 400, 800, 1500)
-_KINDS, _KIND_SHARES = ("mixed", "finish", "stages"), (0.75, 0.1, 0.15)
-_PASSES, _PASS_SHARES = (1, 2, 3, 5), (0.35, 0.2, 0.25, 0.2)
-_MOST, _MOST_SHARES = (0.25, 0.5, 0.75, 1.0), (0.15, 0.15, 0.15, 0.55)
-_SLACKS = (0.6, 0.8, 1.0, 1.3, 1e9)
-_SPREAD, _LATER_SPREAD, _VARIATION, _WIDER = 0.7, 0.5, 0.3, 0.5  # standard deviations of the logarithm of a scale
-_REFINING_TEMPERATURES = (0.3, 1.0)
-_LEFT_OUT = 0.1  # probability of each feature to be left out
 _SPECIAL = [number for number, feature in enumerate(FEATURES) if feature.mixed_share is not None]
 _MIXED_SHARES = [feature.mixed_share for feature in FEATURES if feature.mixed_share is not None]
 _STAGES_SHARES = [FEATURES[number].stages_share for number in _SPECIAL]
@@ -56,26 +47,28 @@ class Style:
 
 def draw_styles(count: int, rng: np.random.Generator) -> list[Style]:
     """Draws styles to construct with: mostly mixtures of all features, else by the earliest finish or by stages."""
-    kinds = rng.choice(_KINDS, count, p=_KIND_SHARES)
+    kinds = rng.choice(STYLES.kinds, count, p=STYLES.kind_shares)
     by_finish, by_stages = kinds == "finish", kinds == "stages"
-    first = _scales(rng, _SPREAD, count)
+    first = _scales(rng, STYLES.spread, count)
     shares = np.where(by_stages[:, None], _STAGES_SHARES, _MIXED_SHARES)
     first[:, _SPECIAL] *= rng.random((count, len(_SPECIAL))) < shares
     first[by_finish] = 0.0
     for name, scales in _FINISH.items():
         first[by_finish, NUMBERS[name]] = rng.choice(scales, int(by_finish.sum()))
     sees_all = rng.random(count) < 0.5
-    later = np.where(sees_all[:, None], _without_special(_scales(rng, _LATER_SPREAD, count)), first)
-    num_units = np.where(by_finish, rng.choice(_FINE, count), rng.choice(SIZES, count, p=_SIZE_SHARES))
+    later = np.where(sees_all[:, None], _without_special(_scales(rng, STYLES.later_spread, count)), first)
+    num_units = np.where(
+        by_finish, rng.choice(STYLES.fine, count), rng.choice(STYLES.sizes, count, p=STYLES.size_shares)
+    )
     columns = (
         np.stack((first, later), axis=1).astype(np.float32),
         sees_all.tolist(),
         num_units.tolist(),
         (rng.random(count) < 0.5).tolist(),
-        rng.choice(_MOST, count, p=_MOST_SHARES).tolist(),
-        rng.choice(_SLACKS, count).tolist(),
+        rng.choice(STYLES.most, count, p=STYLES.most_shares).tolist(),
+        rng.choice(STYLES.slacks, count).tolist(),
         rng.choice((0.0, 0.5), count, p=(0.7, 0.3)).tolist(),
-        rng.choice(_PASSES, count, p=_PASS_SHARES).tolist(),
+        rng.choice(STYLES.passes, count, p=STYLES.pass_shares).tolist(),
     )
     return [Style(*values) for values in zip(*columns, strict=True)]
 
@@ -87,15 +80,15 @@ def draw_style(rng: np.random.Generator) -> Style:
 
 def draw_refinement(rng: np.random.Generator) -> Style:
     """Draws a style to refine an incumbent with, in any units."""
-    scale = _without_special(_scales(rng, _LATER_SPREAD, 1))[0]
+    scale = _without_special(_scales(rng, STYLES.later_spread, 1))[0]
     return Style(
         scale=np.stack((scale, scale)).astype(np.float32),
         sees_all=True,
         num_units=0,
         following=False,
         most=1.0,
-        slack=float(rng.choice(_SLACKS[1:])),
-        temperature=float(rng.choice(_REFINING_TEMPERATURES)),
+        slack=float(rng.choice(STYLES.slacks[1:])),
+        temperature=float(rng.choice(STYLES.refining_temperatures)),
         passes=2,
     )
 
@@ -104,9 +97,9 @@ def vary(style: Style, rng: np.random.Generator) -> Style:
     """Draws a style near to `style`."""
     return replace(
         style,
-        scale=_bent(style, _VARIATION, rng),
-        num_units=int(rng.choice(SIZES[:-1])) if rng.random() < 0.3 else style.num_units,
-        passes=int(rng.choice(_PASSES)) if rng.random() < 0.3 else style.passes,
+        scale=_bent(style, STYLES.variation, rng),
+        num_units=int(rng.choice(STYLES.sizes[:-1])) if rng.random() < 0.3 else style.num_units,
+        passes=int(rng.choice(STYLES.passes)) if rng.random() < 0.3 else style.passes,
     )
 
 
@@ -114,10 +107,10 @@ def widen(style: Style, rng: np.random.Generator) -> Style:
     """Draws a style in a wider neighbourhood of `style`, with options as likely as any."""
     return replace(
         style,
-        scale=_bent(style, _WIDER, rng),
-        most=float(rng.choice(_MOST)),
-        slack=float(rng.choice(_SLACKS)),
-        passes=int(rng.choice(_PASSES)),
+        scale=_bent(style, STYLES.wider, rng),
+        most=float(rng.choice(STYLES.most)),
+        slack=float(rng.choice(STYLES.slacks)),
+        passes=int(rng.choice(STYLES.passes)),
     )
 
 
@@ -145,7 +138,7 @@ def options_of(styles: Sequence[Style], num_devices: int, *, refines: bool) -> R
 def _scales(rng: np.random.Generator, spread: float, count: int) -> F64:
     """Draws scales [S, K] around 1, some 0."""
     shape = count, NUM_FEATURES
-    return np.exp(rng.normal(0.0, spread, shape)) * (rng.random(shape) >= _LEFT_OUT)
+    return np.exp(rng.normal(0.0, spread, shape)) * (rng.random(shape) >= STYLES.left_out)
 
 
 def _without_special(scales: F64) -> F64:

@@ -26,16 +26,13 @@ from gdp.policy.base import Policy, Rollouts
 from gdp.policy.construction import Constructor, Instance, SchedulerConfig, UnitInstance, check_weights
 from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.sampling import Style, draw_refinement, draw_style
+from gdp.policy.settings import PRACTICE
 from gdp.policy.style_network import StyleNetwork
 from gdp.policy.style_scorer import StyleScorer
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate_many
 
 _UNTRAINED = Constructor.of(np.array(INITIAL_WEIGHTS, np.float32))
-_NUM_TRIED = 4  # placements of each step that leads to a training incumbent
-_MANY = 16  # from 16 samples on, groups of 16 share a style: only their choices differ (POMO, Kwon et al. 2020)
-_TRAINING_TEMPERATURE = 0.5  # of constructions, most of which take the best device in use; refinements have 1
-_TRAINING_PASSES = 2  # at most: a record of more takes time and memory, for the same weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +78,7 @@ class SchedulerPolicy(Policy):
             return instance
         best: tuple[tuple[int, int], Placement] | None = None
         for _ in range(int(rng.integers(1, 5))):
-            styles = [self._training_style(instance, rng) for _ in range(_NUM_TRIED)]
+            styles = [self._training_style(instance, rng) for _ in range(PRACTICE.num_tried)]
             placements = _UNTRAINED.place(instance, styles, rng)
             step_time_ns, peaks = evaluate_many(problem, placements, num_threads=1)
             excess = np.maximum(peaks - problem.memory_limit_bytes, 0).sum(axis=1)
@@ -97,10 +94,10 @@ class SchedulerPolicy(Policy):
     ) -> Rollouts:
         """See `Policy.sample`. Samples have styles drawn for training: a few have one each; sixteen share one."""
         assert isinstance(instance, UnitInstance)
-        alike = _MANY if num_samples >= _MANY else 1
+        alike = PRACTICE.many if num_samples >= PRACTICE.many else 1
         group = np.arange(num_samples) // alike
         of_group = [self._training_style(instance, rng) for _ in range(int(group[-1]) + 1)]
-        temperature *= 1.0 if instance.refines else _TRAINING_TEMPERATURE
+        temperature *= 1.0 if instance.refines else PRACTICE.temperature
         styles = [replace(of_group[number], temperature=temperature) for number in group]
         placements, options, record = self.constructor.roll_out(instance, styles, rng, num_recorded=num_samples)
         later = np.minimum(np.arange(record.devices.shape[1]), 1)  # of each pass
@@ -128,7 +125,7 @@ class SchedulerPolicy(Policy):
 
     def _training_style(self, instance: UnitInstance, rng: np.random.Generator) -> Style:
         style = draw_refinement(rng) if instance.refines else draw_style(rng)
-        return replace(style, passes=min(style.passes, _TRAINING_PASSES))
+        return replace(style, passes=min(style.passes, PRACTICE.passes))
 
     def _weights(self) -> F32:
         return np.ascontiguousarray(self.base.detach().cpu().numpy())

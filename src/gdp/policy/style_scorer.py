@@ -17,15 +17,12 @@ from gdp.arrays import F32, F64, I64
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.problem_features import PROBLEM_FEATURES, problem_features
 from gdp.policy.sampling import Style
+from gdp.policy.settings import SCORER
 from gdp.policy.unit_graph import UnitSource
 
 PREFIX = "styles."  # of the names of tensors in checkpoints
 _GROUPING, _FURTHER = 3, 6  # numbers of a style's grouping, which come first, and others beside its scales
 NUM_STYLE_NUMBERS = _GROUPING + 4 * NUM_FEATURES + _FURTHER
-_USUAL_LOG_UNITS = 5.5
-_AMPLE_LOG_SLACK = 1.0  # of styles that ignore the estimate of memory
-_FIRST_RANK = 0.02  # added to ranks, so that the very first do not outweigh all others
-_PRIOR = 1.0  # weight of what was learned on other problems
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +89,13 @@ class StyleScores:
         """
         layer, errors = self.last_layer(numbers), target(ranks) - self.of(numbers)
         layer, errors = layer - layer.mean(axis=0), errors - errors.mean()
-        change = np.linalg.solve(layer.T @ layer + _PRIOR * np.eye(layer.shape[1]), layer.T @ errors)
+        change = np.linalg.solve(layer.T @ layer + SCORER.prior * np.eye(layer.shape[1]), layer.T @ errors)
         return replace(self, scorer=replace(self.scorer, out=(self.scorer.out + change).astype(np.float32)))
 
 
 def target(ranks: F64) -> F64:
     """Returns the scores that styles with these `ranks`, from 0, the best, to 1, should have."""
-    return np.asarray(np.log(ranks + _FIRST_RANK), np.float64)
+    return np.asarray(np.log(ranks + SCORER.first_rank), np.float64)
 
 
 def names() -> tuple[str, ...]:
@@ -132,7 +129,7 @@ def style_numbers(styles: Sequence[Style], num_devices: int) -> F32:
         [style.sees_all for style in styles],
         most,
         np.ceil(most * num_devices) <= 1,
-        np.minimum(np.log([style.slack for style in styles]), _AMPLE_LOG_SLACK),
+        np.minimum(np.log([style.slack for style in styles]), SCORER.ample_log_slack),
         [style.temperature for style in styles],
         np.log([style.passes for style in styles]),
     )
@@ -149,5 +146,5 @@ def in_grouping(numbers: F32, num_units: int, following: bool) -> F32:
 
 
 def _grouping_numbers(num_units: int, following: bool) -> tuple[float, ...]:
-    log_units = float(np.log(num_units)) - _USUAL_LOG_UNITS
+    log_units = float(np.log(num_units)) - SCORER.usual_log_units
     return log_units, log_units**2 - 1.0, float(following)

@@ -13,6 +13,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.compiled import allocating_kernel
+from gdp.policy.settings import GROUPING
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate
@@ -25,8 +26,6 @@ if TYPE_CHECKING:  # a quarter of a second to import
     from scipy.sparse import csr_array
 
 NUM_SLICES = 16
-_SLACK = 4.0  # how much heavier than average a unit may be
-_SPREAD = 0.5  # standard deviation of the noise on the logarithm of a pair's score
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +103,9 @@ class UnitSource:
         """
         follows = bool(rng.random() < 0.5) if following is None else following
         units, pairs = self.following if follows and incumbent is None else self.units
-        score = np.exp(rng.normal(0.0, _SPREAD, len(pairs.first))) * pairs.transfer_ns.astype(np.float64)
+        score = np.exp(rng.normal(0.0, GROUPING.spread, len(pairs.first))) * pairs.transfer_ns.astype(np.float64)
         together = [self.freedom] if incumbent is None else [self.freedom, incumbent]
-        return _unit_graph(self, group_units(units, pairs, together, num_units, score, _SLACK), incumbent)
+        return _unit_graph(self, group_units(units, pairs, together, num_units, score, GROUPING.slack), incumbent)
 
 
 def _numbered(names: Sequence[str]) -> I64:

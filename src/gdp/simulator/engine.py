@@ -193,9 +193,7 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     num_ops, num_devices = np.uint64(len(op_time_ns)), np.uint64(len(arrays.latency_ns))
     devices_differ = op_time_ns.shape[1] > 1
     zero, one = np.uint64(0), np.uint64(1)
-    heap_size = np.int64(0)
-    num_transfers = 0
-    latest = 0  # arrival
+    heap_size = num_transfers = now = latest = np.int64(0)  # no literals, for which helpers would be compiled twice
     stops = stop_ns < NEVER
 
     bits0[:] = zero
@@ -225,7 +223,6 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     for op in arrays.sources:
         _add_ready(bits0, bits1, bits2, lowest, np.uint64(placement[op]), np.uint64(dispatch.rank[op]))
 
-    now = 0
     idle = ~zero >> (np.uint64(64) - num_devices)
     awaited = zero  # devices with an entry in `until_ns`
     candidates = idle  # devices that may be able to start an op

@@ -76,9 +76,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
     devices_differ = op_time_ns.shape[1] > 1
     replays = len(order_ops) > 0
     zero, one, six, low = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
-    heap_size = num_running = num_changed = np.int64(0)
-    num_transfers = 0
-    latest = 0
+    heap_size = num_running = num_changed = num_transfers = now = latest = np.int64(0)
 
     for device in range(num_devices):  # what the run before left of routes
         transfer = first_in[device]
@@ -113,7 +111,6 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
         num_ready[device] += 1
         num_changed = _note(changed, is_changed, num_changed, device)
 
-    now = 0
     while True:
         # idle devices each start one op (section 3, rule 4)
         started_zero = False
