@@ -44,6 +44,7 @@ class Problem:
     memory_limit_bytes: I64  # [D] at most the device's memory
     microbatch: I64  # [N] of each op; -1: shared by all, or the graph has none
     order: str = B_LEVEL
+    other_simulator: Simulator | None = None  # of a problem that may have the same graph, cluster and times
 
     def __post_init__(self) -> None:
         for array in (self.op_time_ns, self.allowed, self.memory_limit_bytes, self.microbatch):
@@ -93,16 +94,11 @@ class Problem:
 
     def in_order(self, order: str) -> "Problem":
         """The same problem with another `order`."""
-        return self._sharing_simulator(replace(self, order=order))
+        return replace(self, order=order, other_simulator=self.simulator)
 
     def with_allowed(self, allowed: Bool) -> "Problem":
         """The same problem with other devices `allowed` [N, D]."""
-        return self._sharing_simulator(replace(self, allowed=allowed))
-
-    def _sharing_simulator(self, other: "Problem") -> "Problem":
-        """Returns `other`, whose graph, cluster and times are this problem's."""
-        other.__dict__["simulator"] = self.simulator
-        return other
+        return replace(self, allowed=allowed, other_simulator=self.simulator)
 
     def __repr__(self) -> str:
         """Returns `Problem('gnmt-2' on '2xl4-24g': 8,000 ops, 2 devices)`."""
@@ -112,7 +108,8 @@ class Problem:
     @cached_property
     def simulator(self) -> Simulator:
         """The arrays, ranks and workspaces of this problem's simulations."""
-        return Simulator(self.graph, self.cluster, self.op_time_ns, self.microbatch)
+        values, other = (self.graph, self.cluster, self.op_time_ns, self.microbatch), self.other_simulator
+        return other if other is not None and other.is_of(*values) else Simulator(*values)
 
     @property
     def num_ops(self) -> int:

@@ -47,6 +47,11 @@ class Simulator:
         """The type of a placement as kernels take it."""
         return np.uint16 if self.is_for_many else np.uint8
 
+    def is_of(self, graph: Graph, cluster: Cluster, op_time_ns: I64, microbatch: I64) -> bool:
+        """Returns whether these are the very values that it simulates."""
+        own = self.graph, self.cluster, self.op_time_ns, self.microbatch
+        return all(one is other for one, other in zip(own, (graph, cluster, op_time_ns, microbatch), strict=True))
+
     @cached_property
     def mean_op_time_ns(self) -> I64:
         """[N] mean over the devices that can run the op, rounded down: the m of docs/machine-model.md, section 3."""
