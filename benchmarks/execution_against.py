@@ -34,7 +34,7 @@ from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.local_devices import detect_local
 from gdp.execute.targets import Target
 from gdp.graph.layers import LayerPaths
-from gdp.search.layouts.choose import choose_layout
+from gdp.search.place import place
 
 RIVALS = tuple(name for name in ARMS if name != EAGER)
 _OWN = "gdp"
@@ -112,7 +112,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Returns the row of a subject."""
     measured = MeasuredSubject(subject, cluster, targets, num_steps=config.calibration_steps)
-    plan = choose_layout(measured.parts, cluster, budget=config.budget, seed=_SEED).plan
+    plan = place(measured.parts, cluster, budget=config.budget, seed=_SEED, robust=0.0)
     step = measured.step(plan)
     program = measured.program(step)
     cores = [target.cores for target in targets]

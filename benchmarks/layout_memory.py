@@ -21,8 +21,9 @@ from gdp.cluster import Cluster
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 from gdp.planning.warm_up import warm_up
-from gdp.search.layouts.batch_parts import Parts
-from gdp.search.rivals.rivals import RIVALS, RivalQuestion
+from gdp.search.batch_parts import Parts
+from gdp.search.question import BatchQuestion
+from gdp.search.rivals.rivals import RIVALS
 
 MODEL = "llama-7b"
 DTYPE = "bfloat16"
@@ -99,7 +100,7 @@ class LayoutMemoryBenchmark(Benchmark):
         self, method: str, devices: str, num_layers: int, *, models: "_Models", rows: Rows, say: Say
     ) -> dict[str, Any]:
         """Returns the row of `method` for the model with so many layers."""
-        question = RivalQuestion(models.parts(num_layers), Cluster.parse(devices))
+        question = BatchQuestion(models.parts(num_layers), Cluster.parse(devices))
         make: Callable[[], Attempt] = partial(ask, method, question) if method in RIVALS else self._chooser(question)
         name = f"{devices}-{method}-{num_layers}"
         settings = {
@@ -114,7 +115,7 @@ class LayoutMemoryBenchmark(Benchmark):
         say(f"{name}: {row['layout'] if row['status'] == 'ok' else row['reason']}")
         return row
 
-    def _chooser(self, question: RivalQuestion) -> Callable[[], Attempt]:
+    def _chooser(self, question: BatchQuestion) -> Callable[[], Attempt]:
         return partial(choose, question, self.budget)
 
 

@@ -1,6 +1,6 @@
 """gdp's arm of benchmark `execution-against`: layouts of a subject, chosen by measured times and run on this host.
 
-parts of the batch --captured, ops measured--> Parts --choose_layout--> plan --step_program--> host_executor
+parts of the batch --captured, ops measured--> Parts --place--> plan --step_program--> host_executor
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from gdp.graph import Graph
 from gdp.models.pytorch import Program, capture
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.search.layouts.batch_parts import Parts
+from gdp.search.batch_parts import Parts
 from gdp.simulator.plan import Plan
 
 

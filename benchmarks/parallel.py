@@ -1,6 +1,6 @@
 """Benchmark `parallel`: our choice of a layout against op placement and the parallel steps that users run today.
 
-Each model trains on each set of devices under `gdp.choose_layout`, under op placement by `auto` with the same
+Each model trains on each set of devices under `gdp.place`, under op placement by `auto` with the same
 budget, and under the rivals of `gdp.search.rivals`. All are scored by one simulator, memory enforced.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.rows import Rows
 from benchmarks.runs import Run, require_verified
 from benchmarks.workloads import model_of, workloads
 from gdp.bounds.layout_bound import layout_bound
-from gdp.budget import Budget
+from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.models.papers import PAPERS
 from gdp.models.source import ModelSource
@@ -30,10 +30,12 @@ from gdp.notebook import size
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
-from gdp.search.layouts.batch_parts import Parts
+from gdp.search.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
-from gdp.search.place import place, plan_of
-from gdp.search.rivals.rivals import RIVALS, RivalQuestion
+from gdp.search.place import place
+from gdp.search.question import BatchQuestion
+from gdp.search.rivals.rivals import RIVALS, accelerators
+from gdp.search.solution import plan_of
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 
@@ -157,7 +159,7 @@ class ParallelBenchmark(Benchmark):
     def _row(self, model: str, devices: str, text: str, parts: Parts, rows: Rows) -> ParallelRow:
         cluster, whole = Cluster.parse(devices), parts.exact(1)
         name = f"{model}-on-{devices}"
-        question = RivalQuestion(parts, cluster)
+        question = BatchQuestion(parts, cluster)
         methods: dict[str, Callable[[], Attempt]] = {
             # first, and from parts of its own: its budget pays for what it reads
             AUTO: lambda: choose(replace(question, parts=Parts.of_source(ModelSource(text), whole)), self.budget),
@@ -181,7 +183,7 @@ class ParallelBenchmark(Benchmark):
             baselines={key: Baseline(row["status"], row["step_time_ns"], row["seconds"]) for key, row in found.items()},
             runs={AUTO: (run,)},
             model=model,
-            is_equal=len({cluster.devices[number].kind for number in question.devices}) == 1,
+            is_equal=len({cluster.devices[number].kind for number in accelerators(question)}) == 1,
             layouts={key: row["layout"] for key, row in attempts.items()},
             reasons={key: row["reason"] for key, row in attempts.items()},
         )
@@ -191,7 +193,7 @@ def _all_or(names: tuple[str, ...], everything: tuple[str, ...]) -> tuple[str, .
     return everything if names == (ALL,) else names
 
 
-def _settings(question: RivalQuestion, budget: str = "") -> dict[str, str]:
+def _settings(question: BatchQuestion, budget: str = "") -> dict[str, str]:
     return {
         "graph": question.parts.exact(1).fingerprint,
         "cluster": question.cluster.fingerprint,
@@ -200,13 +202,13 @@ def _settings(question: RivalQuestion, budget: str = "") -> dict[str, str]:
     }
 
 
-def bound_row(question: RivalQuestion) -> dict[str, Any]:
+def bound_row(question: BatchQuestion) -> dict[str, Any]:
     """Returns a time that no layout of the batch on these devices can beat, as a row."""
     question.parts.read_ahead(question.cluster.num_devices)
     return {"bound_ns": max(layout_bound(question.parts.read, question.cluster), 1)}
 
 
-def made_row(make: Callable[[], Attempt], path: Path, question: RivalQuestion) -> dict[str, Any]:
+def made_row(make: Callable[[], Attempt], path: Path, question: BatchQuestion) -> dict[str, Any]:
     """Returns an attempt as a row; its plan is saved in `path`, read back and replayed. RuntimeError if it differs."""
     attempt = make()
     plan = attempt.plan
@@ -219,24 +221,28 @@ def made_row(make: Callable[[], Attempt], path: Path, question: RivalQuestion) -
     return row
 
 
-def _verify(row: Mapping[str, Any], path: Path, question: RivalQuestion) -> None:
+def _verify(row: Mapping[str, Any], path: Path, question: BatchQuestion) -> None:
     """Raises RuntimeError unless the plan in `path` gives the row's figures on the graph of MODEL and its layout."""
     document = Plan.load(path).layout
     graph = question.parts.exact(1) if document is None else Step.of_document(question.parts.exact, document).graph
     require_verified(path, Problem.build(graph, question.cluster), row["step_time_ns"])
 
 
-def place_ops(question: RivalQuestion, budget: Budget) -> Attempt:
+def place_ops(question: BatchQuestion, budget: Budget) -> Attempt:
     """Places the ops of the whole step."""
     began, whole = time.monotonic(), question.parts.exact(1)
     return _attempt(place(whole, question.cluster, budget=budget), str(Layout()), began)
 
 
-def choose(question: RivalQuestion, budget: Budget) -> Attempt:
+def choose(question: BatchQuestion, budget: Budget) -> Attempt:
     """Chooses a layout and its placement: our answer."""
     began = time.monotonic()
-    choice = choose_layout(question.parts, question.cluster, budget=budget)
-    return _attempt(choice.plan, str(choice.trial.layout), began)
+    question.parts.exact(1)
+    question.parts.read_ahead(question.cluster.num_devices)
+    solution = choose_layout(question, Clock(budget))
+    assert solution.best is not None, "it was looked for"
+    assert solution.plan is not None, "it is of the best"
+    return _attempt(solution.plan, str(solution.best.layout), began)
 
 
 def _attempt(plan: Plan, layout: str, began: float) -> Attempt:
@@ -252,15 +258,15 @@ def _attempt(plan: Plan, layout: str, began: float) -> Attempt:
     return Attempt("infeasible", plan.step_time_ns, layout, reason, seconds, None)
 
 
-def ask(rival: str, question: RivalQuestion) -> Attempt:
+def ask(rival: str, question: BatchQuestion) -> Attempt:
     began = time.monotonic()
-    step = RIVALS[rival](question)
-    seconds, simulation = time.monotonic() - began, step.simulation
-    layout = "" if step.layout is None else str(step.layout)
-    if simulation is None:
-        return Attempt("failed", None, layout, step.reason, seconds, None)
-    if not step.fits:
-        return Attempt("infeasible", simulation.step_time_ns, layout, step.reason, seconds, None)
-    assert step.step is not None, "it was simulated"
-    plan = replace(plan_of(simulation, 0, rival, 0), layout=step.step.document())
-    return Attempt("ok", simulation.step_time_ns, layout, "", seconds, plan)
+    best = RIVALS[rival](question).best
+    seconds = time.monotonic() - began
+    assert best is not None, "it says at least why there is no step"
+    layout = "" if best.cut is None else str(best.layout)
+    if best.simulation is None:
+        return Attempt("failed", None, layout, best.obstacle, seconds, None)
+    if not best.fits:
+        return Attempt("infeasible", best.replay.step_time_ns, layout, best.obstacle, seconds, None)
+    plan = replace(plan_of(best.simulation, 0, rival, 0), layout=best.step.document())
+    return Attempt("ok", best.step_time_ns, layout, "", seconds, plan)

@@ -33,11 +33,12 @@ from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.planning.fixed_time import search_s, written_s
 from gdp.planning.warm_up import warm_up
-from gdp.search.layouts.batch_parts import Parts
+from gdp.search.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import constructed_places
 from gdp.search.place import place
+from gdp.search.question import BatchQuestion
 from gdp.search.settings import DEFAULTS
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -268,19 +269,18 @@ def _measured_choice(model: str, layout: str, cluster: Cluster, budget_s: float)
     parts.exact(1)
     parts.read_ahead(cluster.num_devices)
     budget = Budget(seconds=search_s(budget_s, 0.0, written_s(parts.exact(1).num_ops)))
-    choice, first_s, searched_s = _timed_search(
+    solution, first_s, searched_s = _timed_search(
         lambda tell: choose_layout(
-            parts,
-            cluster,
-            budget=Clock(budget, timer=time.process_time),
-            num_threads=1,
-            on_progress=lambda trial: tell(trial.fits),
+            BatchQuestion(parts, cluster, num_threads=1, on_progress=lambda candidate: tell(candidate.fits)),
+            Clock(budget, timer=time.process_time),
         )
     )
-    assert choice.trial.step is not None, "it was simulated"
-    phases, graph = _Phases(), choice.trial.step.graph
-    total_s = searched_s + _write(phases, choice.plan)
-    return _figures(graph.num_ops, phases, first_s, searched_s, total_s, choice.plan, choice.layout_bound_ns)
+    plan, best = solution.plan, solution.best
+    assert plan is not None, "it is of the best"
+    assert best is not None, "it was looked for"
+    phases, num_ops = _Phases(), best.problem.num_ops
+    total_s = searched_s + _write(phases, plan)
+    return _figures(num_ops, phases, first_s, searched_s, total_s, plan, solution.bound_ns)
 
 
 def _timed_search(search: Callable[[Callable[[bool], None]], _T]) -> tuple[_T, float | None, float]:

@@ -6,9 +6,16 @@ from functools import cache
 from typing import Any
 
 from benchmarks.graphs import lstm_training_graph
+from gdp.budget import Clock
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
+from gdp.search.batch_parts import Parts
+from gdp.search.batches.place_batches import place_batches
+from gdp.search.layouts.choose import choose_layout
+from gdp.search.question import BatchQuestion
+from gdp.search.solution import Solution
+from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 
 
@@ -71,3 +78,20 @@ CASES: Mapping[str, Case] = {
     "one device": Case(recurrent, "l4-24g"),
     "seven ops": Case(two_chains, "2xp100-pcie-16g", {"forbid": [("", "gpu0")]}),
 }
+
+
+def choose(
+    parts: Parts, cluster: Cluster, constraints: Constraints | None = None, *, budget: Clock | str, **fields: Any
+) -> Solution:
+    """Returns the best layout of the batch of `parts`; `fields` are those of the question."""
+    question = BatchQuestion(parts, cluster, constraints or Constraints(), **fields)
+    return choose_layout(question, Clock.of(budget))
+
+
+def serve(
+    graph: Graph, cluster: Cluster, num_batches: int, constraints: Constraints | None = None, *, budget: str
+) -> Solution:
+    """Returns the best layout for `num_batches` of the forward pass `graph` in flight."""
+    parts = Parts(lambda num_parts: graph, 1, graph)
+    question = BatchQuestion(parts, cluster, constraints or Constraints(), num_batches=num_batches, num_threads=1)
+    return place_batches(question, Clock.of(budget))

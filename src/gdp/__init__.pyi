@@ -27,11 +27,7 @@ from .planning.plan_source import simulation_of as simulation_of
 from .report.page import write_report as write_report
 from .report.timeline import Timeline as Timeline
 from .report.timeline import timeline as timeline
-from .search.batches.place_batches import BatchChoice as BatchChoice
-from .search.batches.place_batches import place_batches as place_batches
-from .search.layouts.batch_parts import Parts as Parts
-from .search.layouts.choose import Choice as Choice
-from .search.layouts.choose import choose_layout as choose_layout
+from .search.batch_parts import Parts as Parts
 from .search.place import Progress as Progress
 from .search.place import place as place
 from .simulator.constraints import Constraints as Constraints
@@ -40,5 +36,6 @@ from .simulator.problem import Problem as Problem
 from .simulator.simulate import Simulation as Simulation
 from .simulator.simulate import simulate as simulate
 from .simulator.simulate import verify as verify
+from .simulator.throughput import throughput as throughput
 
 __version__: str

@@ -1,6 +1,5 @@
 """The benchmarks of layouts: tiny runs, statistics by hand, and files that are no measurements."""
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,9 @@ from benchmarks.measured import MeasuredBenchmark, MeasuredRun, PredictedRun, re
 from benchmarks.parallel import AUTO, OPS, OTHERS, ParallelBenchmark
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
-from gdp.search.layouts.choose import Choice, choose_layout
+from gdp.search.layouts.choose import choose_layout
+from gdp.search.question import BatchQuestion
+from gdp.search.solution import Solution
 
 HEADER = (
     "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,tensor_parallel,data_parallel,pipeline_parallel,"
@@ -93,11 +94,9 @@ def test_our_choice_stands_beside_what_users_run(tmp_path: Path) -> None:
 def test_an_interrupted_search_ends_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during a search, which answers with its best so far, leaves no row of it."""
 
-    def interrupted(*args: object, **kwargs: object) -> Choice:
-        stop = threading.Event()
-        stop.set()
-        clock = Clock(kwargs.pop("budget"), stop=stop)  # type: ignore[arg-type]
-        return choose_layout(*args, budget=clock, **kwargs)  # type: ignore[arg-type]
+    def interrupted(question: BatchQuestion, clock: Clock) -> Solution:
+        clock.stop.set()
+        return choose_layout(question, clock)
 
     monkeypatch.setattr(benchmarks.parallel, "choose_layout", interrupted)
     rows = tmp_path / "rows"

@@ -34,7 +34,7 @@ PLACE = """
 import torch
 from torch import nn
 import gdp
-from gdp.search.layouts.batch_parts import Parts
+from gdp.search.batch_parts import Parts
 
 model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 8))
 
@@ -42,8 +42,8 @@ def part(count):
     return gdp.capture(model, (torch.zeros(8 // count, 16),), name="Sequential").graph
 
 layout = gdp.Layout.parse("data=2,microbatches=2,zero=1")
-choice = gdp.choose_layout(Parts(part, 8), gdp.Cluster.parse("2xcpu-16core"), layout=layout, budget="10sims")
-choice.plan.save("plan.json")
+plan = gdp.place(Parts(part, 8), gdp.Cluster.parse("2xcpu-16core"), parallel=layout, budget="10sims")
+plan.save("plan.json")
 """
 STEPS_A_KILL = 40
 

@@ -18,7 +18,7 @@ from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import capture
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.search.place import plan_of
+from gdp.search.solution import plan_of
 
 Batch = tuple[Tensor, ...]
 Build = Callable[[], nn.Module]

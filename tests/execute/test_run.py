@@ -27,7 +27,7 @@ from gdp.execute.worker import ExecutionError
 from gdp.graph.accumulation import accumulated
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture
-from gdp.search.layouts.batch_parts import Parts
+from gdp.search.batch_parts import Parts
 from run_cases import CLUSTER, MODEL
 from tiny_models import TINY
 
@@ -423,7 +423,7 @@ def test_layouts_in_python() -> None:
         return gdp.capture(model, (tokens[:, : 8 // count].clone(),), name="Steps").graph
 
     layout = gdp.Layout.parse("data=2,microbatches=2")
-    plan = gdp.choose_layout(Parts(part, 8), CLUSTER_OF_TWO, layout=layout, budget="5sims").plan
+    plan = gdp.place(Parts(part, 8), CLUSTER_OF_TWO, parallel=layout, budget="5sims")
     made = gdp.run(model, (tokens,), plan=plan, on=["cpu", "cpu"], steps=1)
     assert made.is_equal
     assert made.whole_batch is not None
@@ -434,7 +434,7 @@ def test_batches_in_flight() -> None:
     """Python runs batches in flight."""
     model, args = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.randn(4, 8),)
     graph = gdp.capture(model, args, name="Sequential", training=False).graph
-    plan = gdp.place_batches(graph, CLUSTER_OF_TWO, 3, budget="5sims").plan
+    plan = gdp.place(graph, CLUSTER_OF_TWO, batches=3, budget="5sims")
     made = gdp.run(model, args, plan=plan, on=["cpu", "cpu"], steps=1, training=False)
     assert made.equality.is_exact
     assert made.layout.startswith("3 batches in flight")

@@ -18,7 +18,7 @@ from gdp.export.layouts.targets import LAYOUT_TARGETS
 from gdp.export.targets_by_name import TARGETS, find_target
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
-from gdp.search.place import plan_of
+from gdp.search.solution import plan_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem

@@ -23,7 +23,7 @@ from gdp.export.layouts.targets import LAYOUT_TARGETS
 from gdp.export.module_chains import find_layers
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.search.place import plan_of
+from gdp.search.solution import plan_of
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

@@ -7,20 +7,20 @@ from gdp.parallel.layout import Layout
 from gdp.planning.advice import LAYOUTS, Advice, WhatIf
 from gdp.planning.layout_advice import advise_on_layouts, estimated_layout
 from gdp.report.advice_answer import advice_sentences
-from gdp.search.layouts.batch_parts import Parts
-from gdp.search.layouts.choose import choose_layout
+from gdp.search.batch_parts import Parts
 from gdp.search.place import place
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import replay
+from problems import choose
 from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of
 
 
 def test_what_does_not_fit_as_it_is_gets_a_layout_that_takes_less_memory() -> None:
     """Three cards on which the batch fits with recomputed layers only; with one less it does so too."""
     parts, cluster = Parts(encoder, BATCH), machine_of([1.0] * 3, memory="24MB")
-    choice = choose_layout(parts, cluster, budget="20sims")
-    assert choice.trial.layout.recompute != "none" or max(choice.trial.layout.microbatches) > 1
+    choice = choose(parts, cluster, budget="20sims")
+    assert choice.best.layout.recompute != "none" or max(choice.best.layout.microbatches) > 1
     advice = advise_on_layouts(choice, parts, Constraints(), Clock(Budget.of("2000sims")))
     less = next(each for each in advice.what_ifs if each.change == "one device fewer")
     assert less.step_time_ns is not None
@@ -33,7 +33,7 @@ def test_op_placement_is_told_what_a_layout_would_take() -> None:
     clock = Clock(Budget.of("2000sims"))
     told = estimated_layout(parts_of(), cluster, Constraints(), clock)
     assert told is not None
-    best = choose_layout(parts_of(), cluster, budget="300sims")
+    best = choose(parts_of(), cluster, budget="300sims")
     assert told.step_time_ns == pytest.approx(best.plan.step_time_ns, rel=0.05)
     assert Layout.parse(told.layout).data == 4
 

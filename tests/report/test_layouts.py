@@ -5,7 +5,7 @@ import pytest
 from gdp.parallel.layout import Layout
 from gdp.report.layout_answer import LayoutAnswer, LayoutRow
 from gdp.report.layouts import choice_report
-from gdp.search.layouts.trial import ESTIMATED, OK
+from gdp.search.candidate import ESTIMATED, OK
 
 
 def row(option: str, status: str, step_time_ns: int) -> LayoutRow:

@@ -19,7 +19,7 @@ from gdp.report.memory_parts import GATHERED, GRADIENTS, STATE, MemoryParts
 from gdp.report.page import render
 from gdp.report.page_data import PageData, summary
 from gdp.report.trace import trace_document
-from gdp.search.place import plan_of
+from gdp.search.solution import plan_of
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 from tests.parallel.test_replicas import chain

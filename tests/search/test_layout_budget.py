@@ -14,13 +14,17 @@ from gdp.parallel.layout import AUTO, BLOCKS, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute, recomputed
 from gdp.planning.layout_advice import changes_that_fit_a_layout
 from gdp.report.layout_answer import LayoutAnswer
-from gdp.search.layouts.arrangement import Arrangement, replicated_ways
-from gdp.search.layouts.batch_parts import Parts
-from gdp.search.layouts.choose import Choice, _confirmed, choose_layout
+from gdp.search.batch_parts import Parts
+from gdp.search.candidate import Arrangement, BatchCut, Candidate, Figures
+from gdp.search.layouts.arrangement import replicated_ways
+from gdp.search.layouts.choose import _confirmed
 from gdp.search.layouts.estimate import Estimator
+from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
-from gdp.search.layouts.trial import OK, Choosing, Trial
+from gdp.search.settings import DEFAULTS
+from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
+from problems import choose
 from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of
 
 BUDGET_S, TICK_S = 10.0, 0.02
@@ -46,20 +50,20 @@ class SlowMachine:
         self.num_reads += 1
         return layers(num_parts)
 
-    def choose(self, memory: str, monkeypatch: pytest.MonkeyPatch) -> Choice:
+    def choose(self, memory: str, monkeypatch: pytest.MonkeyPatch) -> Solution:
         """Chooses in a budget that begins when the whole step is read."""
-        simulate: Callable[..., Any] = Choosing.simulate
+        simulate: Callable[..., Any] = LayoutSearch.simulate
 
-        def slow(search: Choosing, arrangement: Any, *args: Any, **options: Any) -> Any:
+        def slow(search: LayoutSearch, arrangement: Any, *args: Any, **options: Any) -> Any:
             self.now_s += self.simulation_s
             self.layouts.append(str(arrangement.layout))
             return simulate(search, arrangement, *args, **options)
 
-        monkeypatch.setattr(Choosing, "simulate", slow)
+        monkeypatch.setattr(LayoutSearch, "simulate", slow)
         parts = self.parts = Parts(self.part, BATCH, self.part(1), seconds=self.read_s)
         self.num_reads, self.now_s = 0, 0.0
         clock = Clock(Budget(seconds=BUDGET_S), timer=self)
-        return choose_layout(parts, machine_of([1.0] * 4, memory=memory), budget=clock, num_threads=1)
+        return choose(parts, machine_of([1.0] * 4, memory=memory), budget=clock, num_threads=1)
 
 
 @pytest.mark.parametrize(("read_s", "most"), [(0.5, 20), (4.0, 2), (9.0, 1), (11.0, 0)])
@@ -71,9 +75,9 @@ def test_parts_are_read_while_there_is_time(read_s: float, most: int, monkeypatc
     assert (machine.num_reads == 0) == (most == 0)
     assert machine.num_reads <= most
     assert choice.plan.status == "ok"
-    assert choice.trial.is_whole == (most == 0)
+    assert choice.best.is_whole == (most == 0)
     if most == 0:
-        reasons = {trial.reason for trial in choice.trials}
+        reasons = {each.refusal or "" for each in choice.looked_at}
         assert any("no time is left to read the model with 1/4 of its batch" in reason for reason in reasons)
         assert "there was no time to read the model" in LayoutAnswer.of(choice, machine.parts).notes[0]
 
@@ -92,16 +96,16 @@ def test_layouts_are_simulated_while_there_is_time(memory: str, monkeypatch: pyt
 def test_no_step_is_simulated_that_there_is_no_time_for(op_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 16 to 2,000 ops at 10, 40 or 200 ms an op: all but the first end within the budget."""
     machine = SlowMachine()
-    simulated: Callable[..., Any] = Choosing._simulated
+    simulated: Callable[..., Any] = LayoutSearch._simulated
     ends: list[float] = []
 
-    def slow(search: Choosing, *args: Any) -> Any:
-        trial = simulated(search, *args)
-        machine.now_s += op_s * trial.problem.num_ops
+    def slow(search: LayoutSearch, *args: Any) -> Any:
+        candidate = simulated(search, *args)
+        machine.now_s += op_s * candidate.problem.num_ops
         ends.append(machine.now_s)
-        return trial
+        return candidate
 
-    monkeypatch.setattr(Choosing, "_simulated", slow)
+    monkeypatch.setattr(LayoutSearch, "_simulated", slow)
     choice = machine.choose("1GB", monkeypatch)
     assert choice.plan.status == "ok"
     assert len(ends) < 2 or ends[-1] <= BUDGET_S
@@ -114,7 +118,7 @@ def test_what_takes_the_least_memory_is_found_however_slow_the_machine(
 ) -> None:
     """Where FSDP with all blocks recomputed just fits, an answer fits, also where one step takes all of the time."""
     way = Layout((1,) * 4, zero=3, recompute=BLOCKS)
-    alone = choose_layout(parts_of(), machine_of([1.0] * 4, memory="1GB"), layout=way, budget="1sims")
+    alone = choose(parts_of(), machine_of([1.0] * 4, memory="1GB"), layout=way, budget="1sims")
     memory = f"{max(alone.plan.peak_memory_bytes)}B"
     machine = SlowMachine(simulation_s=simulation_s)
     assert machine.choose(memory, monkeypatch).plan.status == "ok"
@@ -123,7 +127,7 @@ def test_what_takes_the_least_memory_is_found_however_slow_the_machine(
 def test_changes_that_fit_are_estimated_while_there_is_time() -> None:
     """Weights, state and gradients do not fit on two devices of 7 MB, whatever the batch; on four they do."""
     parts, cluster = parts_of(held_bytes=10**5), machine_of([1.0] * 2, memory="7MB")
-    assert choose_layout(parts, cluster, budget="20sims").plan.status == "infeasible"
+    assert choose(parts, cluster, budget="20sims").plan.status == "infeasible"
     clock = Clock(Budget(simulations=10_000))
     assert changes_that_fit_a_layout(parts, cluster, Constraints(), clock) == ["2 more x1.0"]
     assert changes_that_fit_a_layout(parts, cluster, Constraints(), clock.part(0.0)) == []
@@ -135,7 +139,7 @@ def test_arithmetic_promises_no_more_than_estimates(memory: str) -> None:
     parts, cluster = Parts(layers, BATCH), machine_of([1.0, 1.0, 2.0, 2.0], memory=memory)
     estimator = Estimator(parts, cluster, Constraints())
     ways = replicated_ways(estimator.machine, BATCH)
-    ways += [other for way in ways for other in with_less_memory(way, BATCH, has_cpu=False)]
+    ways += [other for way in ways for other in with_less_memory(way, BATCH, DEFAULTS.layouts, has_cpu=False)]
     least = [estimator.least(way).missing_bytes for way in dict.fromkeys(ways)]
     estimated = [estimator.estimate(way).missing_bytes for way in dict.fromkeys(ways)]
     assert all(one <= other for one, other in zip(least, estimated, strict=True))
@@ -163,7 +167,7 @@ def test_estimates_find_each_set_of_blocks_once(monkeypatch: pytest.MonkeyPatch)
     estimator = Estimator(parts, cluster, Constraints())
     ways = replicated_ways(estimator.machine, BATCH)
     for way in ways:
-        for other in with_less_memory(way, BATCH, has_cpu=False):
+        for other in with_less_memory(way, BATCH, DEFAULTS.layouts, has_cpu=False):
             if other.layout.recompute == AUTO:
                 estimator.estimate(other)
     assert seen
@@ -172,17 +176,17 @@ def test_estimates_find_each_set_of_blocks_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_layout_that_was_told_of_is_not_lost_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt may end an attempt after its step was simulated, before it returns."""
-    attempt: Callable[..., Any] = Choosing.attempt
+    attempt: Callable[..., Any] = LayoutSearch.attempt
 
-    def cut_short(search: Choosing, *args: Any) -> Any:
+    def cut_short(search: LayoutSearch, *args: Any) -> Any:
         found = attempt(search, *args)
-        return None if isinstance(found, Trial) else found
+        return None if isinstance(found, Candidate) and found.simulation is not None else found
 
-    monkeypatch.setattr(Choosing, "attempt", cut_short)
-    told: list[Trial] = []
-    choice = choose_layout(parts_of(), machine_of([1.0] * 4), budget="300sims", on_progress=told.append)
-    assert choice.trial.key == min(trial.key for trial in told if trial.may_be_answer)
-    assert not choice.trial.is_whole
+    monkeypatch.setattr(LayoutSearch, "attempt", cut_short)
+    told: list[Candidate] = []
+    choice = choose(parts_of(), machine_of([1.0] * 4), budget="300sims", on_progress=told.append)
+    assert choice.best.figures == min(each.figures for each in told if each.may_be_answer)
+    assert not choice.best.is_whole
 
 
 @pytest.mark.parametrize(("replica_ns", "is_confirmed"), [(100, True), (5_000, False)])
@@ -190,21 +194,24 @@ def test_replicas_beside_a_better_op_placement_are_confirmed_before_they_are_sea
     replica_ns: int, is_confirmed: bool
 ) -> None:
     """Those that are interpolated and cannot be read in time are left out; hopeless ones are never searched."""
-    candidate: Any = object()
-    whole = Trial(Layout(), ((0, 1, 2, 3),), OK, 90, 0, candidate=candidate)
-    rough = Trial(
-        Layout((1, 1)),
-        ((0, 1), (2, 3)),
-        OK,
-        replica_ns,
-        0,
-        candidate=candidate,
-        places=np.zeros(1, int),
-        is_captured=False,
+    step: Any = SimpleNamespace(feasible=True)
+    replicas = Arrangement(Layout((1, 1)), ((0, 1), (2, 3)))
+    whole, rough = (
+        Candidate(np.zeros(1, int), Figures(0, time_ns), simulation=step, cut=cut)
+        for time_ns, cut in (
+            (90, BatchCut(Arrangement(Layout(), ((0, 1, 2, 3),)))),
+            (
+                replica_ns,
+                BatchCut(replicas, None, np.zeros(1, int), is_captured=False),
+            ),
+        )
     )
     asked: list[Arrangement] = []
     search: Any = SimpleNamespace(
-        has_time=lambda _: True, attempt=lambda _, way: asked.append(way), simulate=lambda *_, **__: None
+        has_time=lambda _: True,
+        attempt=lambda _, way: asked.append(way),
+        simulate=lambda *_, **__: None,
+        settings=DEFAULTS,
     )
     assert _confirmed(search, [whole, rough]) == ([whole] if is_confirmed else [whole, rough])
     assert asked == [rough.way] * is_confirmed

@@ -20,17 +20,19 @@ from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
-from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds, arrangements, forced
-from gdp.search.layouts.batch_parts import Parts
-from gdp.search.layouts.choose import Choice, choose_layout
+from gdp.search.batch_parts import Parts
+from gdp.search.candidate import DOES_NOT_FIT, NOT_ALLOWED, OK, Arrangement
+from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import fewest_blocks
-from gdp.search.layouts.trial import DOES_NOT_FIT, NOT_ALLOWED, OK
+from gdp.search.place import place
 from gdp.search.settings import LargeSteps
+from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
+from problems import choose
 
 BATCH, LAYERS = 16, 4
 
@@ -96,29 +98,29 @@ def parts_of(**sizes: int) -> Parts:
 def test_the_answer_is_no_slower_than_any_layout_and_verifies() -> None:
     """On four equal devices a chain of layers is fastest with a replica on each."""
     cluster = machine_of([1.0] * 4)
-    choice = choose_layout(parts_of(), cluster, budget="2000sims")
-    problem = choice.trial.problem
+    choice = choose(parts_of(), cluster, budget="2000sims")
+    problem = choice.best.problem
     assert problem is not None
     assert verify(problem, choice.plan) == []
-    assert choice.trial.layout.data == 4
-    assert all(choice.plan.step_time_ns <= row.step_time_ns for row in choice.trials if row.status == OK)
+    assert choice.best.layout.data == 4
+    assert all(choice.plan.step_time_ns <= row.step_time_ns for row in choice.looked_at if row.status == OK)
     plain = Step.of(layers(4), Layout((1,) * 4))
     placement = plain.placement(np.zeros(layers(4).num_ops, int), np.arange(4)[:, None])
     assert choice.plan.step_time_ns <= simulate(Problem.build(plain.graph, cluster), placement).step_time_ns
     # 16 samples x 4 layers x 3 ms on four devices are 48 ms: what is left are rings and updates
-    assert choice.layout_bound_ns == pytest.approx(48e6, rel=1e-3)
-    assert choice.layout_bound_ns <= choice.plan.step_time_ns < 1.05 * choice.layout_bound_ns
+    assert choice.bound_ns == pytest.approx(48e6, rel=1e-3)
+    assert choice.bound_ns <= choice.plan.step_time_ns < 1.05 * choice.bound_ns
 
 
 def test_ops_are_placed_with_a_policy_of_ones_own() -> None:
     with pytest.raises(InputError, match="no such file"):
-        choose_layout(parts_of(), machine_of([1.0] * 2), budget="200sims", checkpoint="none.safetensors")
+        choose(parts_of(), machine_of([1.0] * 2), budget="200sims", checkpoint="none.safetensors")
 
 
 def test_a_layout_that_is_forced_gives_the_same_step_time() -> None:
     cluster = machine_of([1.0] * 4, memory="200MB")
-    best = choose_layout(parts_of(), cluster, budget="500sims")
-    again = choose_layout(parts_of(), cluster, layout=best.trial.layout, budget="500sims")
+    best = choose(parts_of(), cluster, budget="500sims")
+    again = choose(parts_of(), cluster, layout=best.best.layout, budget="500sims")
     assert again.plan.step_time_ns == best.plan.step_time_ns
     document = best.plan.layout
     assert document is not None
@@ -129,8 +131,8 @@ def test_a_layout_that_is_forced_gives_the_same_step_time() -> None:
 def test_unequal_devices_take_micro_batches_in_proportion() -> None:
     """A device twice as fast as each of two others takes half of the batch."""
     cluster = machine_of([2.0, 1.0, 1.0])
-    choice = choose_layout(parts_of(), cluster, budget="500sims")
-    assert sorted(choice.trial.layout.microbatches)[-1] * 2 == choice.trial.layout.num_parts
+    choice = choose(parts_of(), cluster, budget="500sims")
+    assert sorted(choice.best.layout.microbatches)[-1] * 2 == choice.best.layout.num_parts
     # 16 x 4 x 3 Gflop at 4 Tflop/s
     assert choice.plan.step_time_ns < 1.05 * 48e6
 
@@ -139,9 +141,7 @@ def test_tight_memory_is_kept_by_what_costs_least_time() -> None:
     """Weights of 3 x 4 MB fit; activations of 4 samples x 4 layers do not, and more micro-batches hold fewer."""
     parts = parts_of(held_bytes=10**6)
     # a replica of 4 samples holds 4 x 4 MB of activations at once, one of 2 samples 8 MB
-    roomy, tight = (
-        choose_layout(parts, machine_of([1.0] * 4, memory=size), budget="300sims") for size in ("1GB", "24MB")
-    )
+    roomy, tight = (choose(parts, machine_of([1.0] * 4, memory=size), budget="300sims") for size in ("1GB", "24MB"))
     assert max(roomy.plan.peak_memory_bytes) > 24 * 10**6 >= max(tight.plan.peak_memory_bytes)
     assert tight.plan.status == "ok"
     assert tight.plan.step_time_ns < 1.1 * roomy.plan.step_time_ns
@@ -152,13 +152,13 @@ def test_rings_avoid_slow_links_and_plans_keep_their_order() -> None:
     rates = np.full((4, 4), 12.0)
     for pair in ((0, 1), (1, 0), (2, 3), (3, 2)):
         rates[pair] = 1.2
-    choice = choose_layout(parts_of(), machine_with_links(rates), layout=Layout((1,) * 4), budget="20sims")
+    choice = choose(parts_of(), machine_with_links(rates), layout=Layout((1,) * 4), budget="20sims")
     document = choice.plan.layout
     assert document is not None
     assert document["ring"] in ([0, 2, 1, 3], [0, 3, 1, 2])
     assert Step.of_document(layers, document).graph.fingerprint == choice.plan.graph
     # without the diagonals the step takes as long as on equal links
-    equal = choose_layout(parts_of(), machine_of([1.0] * 4), layout=Layout((1,) * 4), budget="20sims")
+    equal = choose(parts_of(), machine_of([1.0] * 4), layout=Layout((1,) * 4), budget="20sims")
     assert choice.plan.step_time_ns <= 1.001 * equal.plan.step_time_ns
 
 
@@ -181,7 +181,7 @@ def test_no_ring_is_slower_for_its_order(seed: int) -> None:
 def test_a_replica_on_one_device_computes_as_the_program_does() -> None:
     """No order of what it computes is faster in the machine model, and this one is on real devices."""
     graph, cluster = encoder(2), machine_of([1.0, 1.0])
-    choice = choose_layout(Parts(encoder, BATCH), cluster, layout=Layout((1, 1)), budget="20sims")
+    choice = choose(Parts(encoder, BATCH), cluster, layout=Layout((1, 1)), budget="20sims")
     step = Step.of_document(encoder, choice.plan.layout)
     for ops in choice.plan.order:
         computed = [op for op in ops.tolist() if not step.graph.is_collective[op] and step.origin[op] < graph.num_ops]
@@ -201,14 +201,14 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(text: str) -> None:
     layout = Layout.parse(text)
     peaks = [
         max(
-            choose_layout(
+            choose(
                 Parts(encoder, BATCH), machine_of([1.0] * 3), layout=replace(layout, recompute=what), budget="1sims"
             ).plan.peak_memory_bytes
         )
         for what in ("none", "blocks")
     ]
     roomy, tight, none = (
-        choose_layout(
+        choose(
             Parts(encoder, BATCH),
             machine_of([1.0] * 3, memory=f"{bytes_}B"),
             layout=replace(layout, recompute="auto"),
@@ -221,7 +221,7 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(text: str) -> None:
     assert tight.plan.status == "ok"
     assert tight.plan.layout is not None
     assert 0 < len(tight.plan.layout["recompute"]) < 6
-    assert str(tight.trial.layout) == f"{layout},recompute=auto"
+    assert str(tight.best.layout) == f"{layout},recompute=auto"
     assert Step.of_document(encoder, tight.plan.layout).graph.fingerprint == tight.plan.graph
     assert none.plan.status == "infeasible"
 
@@ -230,10 +230,10 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(text: str) -> None:
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
 def test_a_device_that_is_too_small_takes_less_at_a_time(share: float, speeds: list[float]) -> None:
     """Alone, or beside one that is too slow to hold a replica, it takes micro-batches or computes blocks twice."""
-    whole = choose_layout(Parts(encoder, BATCH), machine_of([1.0]), layout=Layout(), budget="1sims").plan
+    whole = choose(Parts(encoder, BATCH), machine_of([1.0]), layout=Layout(), budget="1sims").plan
     cluster = machine_of(speeds, memory=f"{int(share * max(whole.peak_memory_bytes))}B")
-    forced = choose_layout(Parts(encoder, BATCH), cluster, layout=Layout.parse("recompute=auto"), budget="1sims").plan
-    choice = choose_layout(Parts(encoder, BATCH), cluster, budget="40sims")
+    forced = choose(Parts(encoder, BATCH), cluster, layout=Layout.parse("recompute=auto"), budget="1sims").plan
+    choice = choose(Parts(encoder, BATCH), cluster, budget="40sims")
     assert choice.plan.status == "ok"
     assert choice.plan.layout is not None
     assert choice.plan.step_time_ns < 1.2 * whole.step_time_ns
@@ -243,10 +243,10 @@ def test_a_device_that_is_too_small_takes_less_at_a_time(share: float, speeds: l
 def test_parts_that_are_none_are_refused() -> None:
     """MODEL and graphs in micro-batches are taken; anything else is named, with what is expected."""
     for wrong in (3, None, {"model": 1}):
-        with pytest.raises(InputError, match=r"parts is a .*; gdp.Parts, a MODEL"):
-            choose_layout(wrong, machine_of([1.0]))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"Layout\.parse"):
-        choose_layout(Parts(encoder, BATCH), machine_of([1.0]), layout="data=2")  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="graph is a"):
+            place(wrong, machine_of([1.0]), parallel="data=2")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"parallel is 2; .*data=4,zero=1"):
+        place(Parts(encoder, BATCH), machine_of([1.0]), parallel=2)  # type: ignore[arg-type]
 
 
 def test_activations_wait_on_the_cpu_of_their_host() -> None:
@@ -255,9 +255,9 @@ def test_activations_wait_on_the_cpu_of_their_host() -> None:
     cpu = replace(cards[2], name="cpu", kind="cpu")
     routes = {pair: Route(1_000, 10**11, (f"{pair}",)) for pair in permutations(range(3), 2)}
 
-    def answer(layout: str, memory_bytes: int) -> Choice:
+    def answer(layout: str, memory_bytes: int) -> Solution:
         devices = [*(replace(card, memory_bytes=memory_bytes) for card in cards[:2]), cpu]
-        return choose_layout(
+        return choose(
             Parts(encoder, BATCH), Cluster.build("host", devices, routes), layout=Layout.parse(layout), budget="1sims"
         )
 
@@ -268,20 +268,20 @@ def test_activations_wait_on_the_cpu_of_their_host() -> None:
     assert away.plan.status == "ok"
     assert away.plan.step_time_ns < 1.01 * whole.plan.step_time_ns
     assert away.plan.peak_memory_bytes[2] > 0
-    assert str(away.trial.layout) == "data=2,offload=auto"
+    assert str(away.best.layout) == "data=2,offload=auto"
     assert away.plan.layout is not None
     assert away.plan.layout["offload"][0] == "layers.0"
     assert Step.of_document(encoder, away.plan.layout).graph.fingerprint == away.plan.graph
     with pytest.raises(InputError, match="offload needs a CPU"):
-        choose_layout(Parts(encoder, BATCH), machine_of([1.0] * 2), layout=away.trial.layout, budget="1sims")
+        choose(Parts(encoder, BATCH), machine_of([1.0] * 2), layout=away.best.layout, budget="1sims")
 
 
 def test_blocks_are_the_same_when_their_layout_is_forced() -> None:
     """The text that the answer prints, with recompute=auto, stands for the same blocks on the same machine."""
     cluster = machine_of([1.0] * 2, memory="50MB")
-    best = choose_layout(Parts(encoder, BATCH), cluster, budget="100sims")
-    assert best.trial.layout.recompute == "auto"
-    again = choose_layout(Parts(encoder, BATCH), cluster, layout=Layout.parse(str(best.trial.layout)), budget="1sims")
+    best = choose(Parts(encoder, BATCH), cluster, budget="100sims")
+    assert best.best.layout.recompute == "auto"
+    again = choose(Parts(encoder, BATCH), cluster, layout=Layout.parse(str(best.best.layout)), budget="1sims")
     assert best.plan.layout is not None
     assert best.plan.layout["recompute"] not in ("none", "auto")
     assert again.plan.layout == best.plan.layout
@@ -323,9 +323,9 @@ def test_a_cpu_holds_activations_where_that_costs_least() -> None:
     routes = {pair: Route(1_000, 10**11, (f"{pair}",)) for pair in permutations(range(3), 2)}
     devices = [*(replace(card, memory_bytes=9 * 10**7) for card in cards[:2]), replace(cards[2], kind="cpu")]
     cluster = Cluster.build("host", devices, routes)
-    choice = choose_layout(Parts(encoder, BATCH), cluster, budget="300sims")
+    choice = choose(Parts(encoder, BATCH), cluster, budget="300sims")
     assert choice.plan.status == "ok"
-    fitting = {trial.layout.offload: trial.step_time_ns for trial in choice.trials if trial.status == OK}
+    fitting = {each.layout.offload: each.step_time_ns for each in choice.looked_at if each.status == OK}
     assert "auto" in fitting
     assert choice.plan.step_time_ns <= min(fitting.values())
 
@@ -357,8 +357,8 @@ def test_a_large_step_that_fits_by_the_b_level_fits() -> None:
 def test_a_pin_keeps_replicas_away() -> None:
     """With an op pinned to one device its replicas cannot be on others, and the step is not cut so."""
     pinned = Constraints(pins=(("w0", "d1"),))
-    choice = choose_layout(parts_of(), machine_of([1.0] * 2), pinned, budget="300sims")
-    assert choice.trial.layout.data == 1
+    choice = choose(parts_of(), machine_of([1.0] * 2), pinned, budget="300sims")
+    assert choice.best.layout.data == 1
     assert choice.plan.status == "ok"
 
 
@@ -409,7 +409,7 @@ def test_layouts_that_do_not_go_on_the_devices_are_refused(layout: Layout, probl
 
 def test_a_batch_without_so_many_parts_is_refused_with_numbers_that_do() -> None:
     with pytest.raises(InputError, match=r"batch of 16 has no 3 equal micro-batches .*take 1, 2, 4, 8"):
-        choose_layout(parts_of(), machine_of([1.0] * 3), layout=Layout((1,) * 3), budget="10sims")
+        choose(parts_of(), machine_of([1.0] * 3), layout=Layout((1,) * 3), budget="10sims")
 
 
 def test_a_sample_alone_may_have_other_ops() -> None:
@@ -423,20 +423,20 @@ def test_a_sample_alone_may_have_other_ops() -> None:
         tensors = [whole.tensor(tensor) for tensor in range(whole.num_tensors)]
         return Graph.build("one", [*ops, Op("more", "mm", flops=1, phase="forward")], tensors)
 
-    choice = choose_layout(Parts(read, BATCH), machine_of([1.0] * 4, memory="20MB"), budget="200sims")
+    choice = choose(Parts(read, BATCH), machine_of([1.0] * 4, memory="20MB"), budget="200sims")
     assert choice.plan.status == "ok"
     layout = Layout((BATCH // 4,) * 4)
-    assert choose_layout(Parts(read, BATCH), machine_of([1.0] * 4), layout=layout, budget="50sims").plan.status == "ok"
+    assert choose(Parts(read, BATCH), machine_of([1.0] * 4), layout=layout, budget="50sims").plan.status == "ok"
 
 
 @pytest.mark.parametrize("layout", [Layout((4,), stages=3), Layout((2, 2), stages=2), Layout((1,), stages=4)])
 def test_blocks_of_a_replica_are_on_its_stages_in_order(layout: Layout) -> None:
     """No search moves ops out of their stages: forward passes go from device to device, backward passes back."""
-    choice = choose_layout(parts_of(), machine_of([1.0] * 4), layout=layout, budget="300sims")
-    step, stages = choice.trial.step, choice.trial.layout.stages
+    choice = choose(parts_of(), machine_of([1.0] * 4), layout=layout, budget="300sims")
+    step, stages = choice.best.step, choice.best.layout.stages
     assert step is not None
-    assert choice.trial.layout == layout
-    for replica, devices in enumerate(choice.trial.devices):
+    assert choice.best.layout == layout
+    for replica, devices in enumerate(choice.best.devices):
         assert len(set(devices)) == stages
         turn = {device: stage for stage, device in enumerate(devices)}
         for end, is_back in ((".f", False), (".b", True)):
@@ -455,13 +455,13 @@ def test_a_part_that_the_model_fails_with_leaves_other_layouts() -> None:
             raise InputError("the model failed")
         return layers(count)
 
-    choice = choose_layout(Parts(read, BATCH), machine_of([1.0] * 2), budget="300sims")
+    choice = choose(Parts(read, BATCH), machine_of([1.0] * 2), budget="300sims")
     assert choice.plan.status == "ok"
-    assert choice.trial.layout.num_parts not in (2, BATCH)
-    refused = [trial for trial in choice.trials if trial.reason]
-    assert {trial.layout.num_parts for trial in refused} == {2, BATCH}
+    assert choice.best.layout.num_parts not in (2, BATCH)
+    refused = [each for each in choice.looked_at if each.refusal]
+    assert {each.layout.num_parts for each in refused} == {2, BATCH}
     with pytest.raises(InputError, match="the model failed"):
-        choose_layout(Parts(read, BATCH), machine_of([1.0] * 2), layout=Layout((1, 1)), budget="10sims")
+        choose(Parts(read, BATCH), machine_of([1.0] * 2), layout=Layout((1, 1)), budget="10sims")
 
 
 def test_the_fastest_device_has_the_most_micro_batches() -> None:
@@ -474,7 +474,7 @@ def test_the_fastest_device_has_the_most_micro_batches() -> None:
 def test_what_does_not_fit_is_better_than_what_is_not_allowed() -> None:
     """A pin keeps replicas from devices, which takes no time and lacks no memory; the answer lacks memory instead."""
     pinned = Constraints(pins=(("w0", "d1"),))
-    choice = choose_layout(parts_of(), machine_of([1.0] * 2, memory="4MB"), pinned, budget="50sims")
-    assert {trial.status for trial in choice.trials} >= {NOT_ALLOWED, DOES_NOT_FIT}
+    choice = choose(parts_of(), machine_of([1.0] * 2, memory="4MB"), pinned, budget="50sims")
+    assert {each.status for each in choice.looked_at} >= {NOT_ALLOWED, DOES_NOT_FIT}
     assert choice.plan.status == "infeasible"
-    assert choice.trial.missing_bytes > 0
+    assert choice.best.missing_bytes > 0

@@ -9,13 +9,13 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.parallel.layout import Layout
 from gdp.parallel.rings import Rings
 from gdp.parallel.step import Step
-from gdp.search.layouts.batch_parts import Parts
-from gdp.search.layouts.choose import choose_layout
+from gdp.search.batch_parts import Parts
 from gdp.search.place import place
 from gdp.search.settings import DEFAULTS
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import replay, verify
+from problems import choose
 
 PODS = "2x(5x(8xa100-sxm-80g)@100gbit)@200gbit"
 
@@ -80,9 +80,8 @@ def test_pins_and_unlike_devices_hold_on_many_devices() -> None:
 def test_a_layout_of_more_than_64_replicas_is_a_plan_like_others() -> None:
     """On 128 devices a replica on each is simulated exactly, and its plan is cut again from its own document."""
     cluster = Cluster.parse("16x(8xa100-sxm-80g)@100gbit")
-    choice = choose_layout(parts(256), cluster, layout=Layout.parse("data=128"), budget="20sims")
-    plan, problem = choice.plan, choice.trial.problem
-    assert problem is not None
+    choice = choose(parts(256), cluster, layout=Layout.parse("data=128"), budget="20sims")
+    plan, problem = choice.plan, choice.best.problem
     assert verify(problem, plan) == []
     assert plan.layout is not None
     again = Step.of_document(parts(256).exact, plan.layout)
@@ -93,11 +92,11 @@ def test_a_layout_of_more_than_64_replicas_is_a_plan_like_others() -> None:
 
 def test_the_choice_of_a_layout_on_many_devices_beats_op_placement() -> None:
     """Of 160 devices in two pods more than 64 are used, and no replica has more than 64 places."""
-    choice = choose_layout(parts(320), Cluster.parse("2x(10x(8xa100-sxm-80g)@100gbit)@200gbit"), budget="60sims")
-    used = {device for devices in choice.trial.devices for device in devices}
+    choice = choose(parts(320), Cluster.parse("2x(10x(8xa100-sxm-80g)@100gbit)@200gbit"), budget="60sims")
+    used = {device for devices in choice.best.devices for device in devices}
     assert len(used) > 64
-    assert all(len(trial.devices[0]) <= 64 for trial in choice.trials if not trial.is_whole)
-    wholes = [trial.step_time_ns for trial in choice.trials if trial.is_whole and trial.fits]
+    assert all(len(each.devices[0]) <= 64 for each in choice.looked_at if not each.is_whole)
+    wholes = [each.step_time_ns for each in choice.looked_at if each.is_whole and each.fits]
     assert not wholes or choice.plan.step_time_ns <= min(wholes)
 
 
@@ -118,7 +117,7 @@ def test_a_step_that_is_too_large_is_refused_before_it_is_built() -> None:
     with pytest.raises(
         InputError, match=rf"about [0-9,]+ ops, and up to {DEFAULTS.large.most_ops:,} can be simulated; take fewer"
     ):
-        choose_layout(parts(1024), cluster, layout=Layout.parse("data=1024"), budget="2sims")
+        choose(parts(1024), cluster, layout=Layout.parse("data=1024"), budget="2sims")
 
 
 @pytest.mark.parametrize("placer", ["exact", "gdp-zero-shot"])

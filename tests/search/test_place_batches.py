@@ -10,12 +10,14 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.parallel.batches import ROUNDS, BatchStream, batch_ends
 from gdp.parallel.layout import Layout
-from gdp.search.batches.place_batches import EQUAL_STAGES, REPLICAS, BatchChoice, place_batches
+from gdp.search.batches.place_batches import EQUAL_STAGES, REPLICAS, throughput_of
+from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
 from gdp.simulator.throughput import Throughput
 from hand_cases import make_cluster
+from problems import serve
 
 
 @pytest.mark.parametrize(
@@ -51,9 +53,9 @@ def test_throughput_by_hand(
     assert simulation.peak_memory_bytes.tolist() == peaks
 
 
-def served(choice: BatchChoice) -> dict[str, int]:
+def served(choice: Solution) -> dict[str, int]:
     """Returns the time per batch of each baseline that fits."""
-    return {name: way.throughput.time_per_batch_ns for name, way in choice.baselines.items() if not way.missing_bytes}
+    return {each.name: each.step_time_ns for each in choice.looked_at if each.name and each.fits}
 
 
 @pytest.mark.parametrize(
@@ -69,54 +71,54 @@ def served(choice: BatchChoice) -> dict[str, int]:
 def test_the_answer_is_no_slower_than_what_users_run(speeds: list[float], memory: str, num_batches: int) -> None:
     """It fits, is rebuilt from its document, verifies, and keeps its bounds; memory holds all batches in flight."""
     cluster = machine(speeds, memory)
-    choice = place_batches(forward_layers(), cluster, num_batches, budget="500sims", num_threads=1)
-    best, figures = choice.best, choice.best.throughput
-    problem = best.candidate.replay.problem
+    choice = serve(forward_layers(), cluster, num_batches, budget="500sims")
+    best, figures = choice.best, throughput_of(choice.best)
+    problem = best.problem
     assert choice.plan.status == "ok"
     assert verify(problem, choice.plan) == []
     assert all(figures.time_per_batch_ns <= time_ns for time_ns in served(choice).values())
-    assert best.stream.num_batches == num_batches
+    assert best.layout.num_parts == num_batches
     again = BatchStream.of_document(forward_layers(), choice.plan.layout or {})
     assert again.graph.fingerprint == choice.plan.graph
-    for each in choice.layouts:
-        assert each.throughput.time_per_batch_ns >= choice.bound_ns
-        assert each.throughput.busy_fraction.max() <= 1 + 1e-9
+    for each in choice.looked_at:
+        assert each.step_time_ns >= choice.bound_ns
+        assert throughput_of(each).busy_fraction.max() <= 1 + 1e-9
         # as many are in flight all the time, so the slowest takes at least the mean: N times the time per batch
-        fullest = max(each.arrangement.layout.microbatches)
-        rates = 1 / each.throughput.time_per_batch_ns / each.arrangement.layout.data
-        if len(set(each.arrangement.layout.microbatches)) == 1:
-            assert each.throughput.latency_ns >= math.floor(0.999 * fullest / rates / 1.0001)
+        fullest = max(each.layout.microbatches)
+        rates = 1 / each.step_time_ns / each.layout.data
+        if len(set(each.layout.microbatches)) == 1:
+            assert throughput_of(each).latency_ns >= math.floor(0.999 * fullest / rates / 1.0001)
 
 
 def test_replicas_where_they_fit_and_a_pipeline_where_they_do_not() -> None:
     """40 ms of work on four devices are 10 ms per batch: replicas with nothing to send, stages with 0.1 ms a hop."""
-    roomy = place_batches(forward_layers(), machine([1.0] * 4), 4, budget="300sims", num_threads=1)
-    assert roomy.best.arrangement.devices == ((0,), (1,), (2,), (3,))
-    assert roomy.best.throughput.time_per_batch_ns == 10**7 == roomy.bound_ns
-    assert roomy.best.throughput.latency_ns == 4 * 10**7
-    tight = place_batches(forward_layers(), machine([1.0] * 4, "15MB"), 5, budget="300sims", num_threads=1)
-    assert tight.baselines[REPLICAS].missing_bytes > 0
-    assert tight.baselines[EQUAL_STAGES].missing_bytes == 0
-    assert len(tight.best.arrangement.devices[0]) == 4
-    assert tight.best.throughput.time_per_batch_ns < 1.02 * 10**7
+    roomy = serve(forward_layers(), machine([1.0] * 4), 4, budget="300sims")
+    assert roomy.best.devices == ((0,), (1,), (2,), (3,))
+    assert roomy.best.step_time_ns == 10**7 == roomy.bound_ns
+    assert throughput_of(roomy.best).latency_ns == 4 * 10**7
+    tight = serve(forward_layers(), machine([1.0] * 4, "15MB"), 5, budget="300sims")
+    assert tight.baselines[REPLICAS].status == "infeasible"
+    assert tight.baselines[EQUAL_STAGES].status == "ok"
+    assert len(tight.best.devices[0]) == 4
+    assert tight.best.step_time_ns < 1.02 * 10**7
 
 
 def test_unequal_devices_get_batches_in_proportion() -> None:
     """Rates add up: 25 + 12.5 + 12.5 batches per second on devices of 2, 1 and 1 Tflop/s are 20 ms per batch."""
-    choice = place_batches(forward_layers(), machine([2.0, 1.0, 1.0]), 8, budget="300sims", num_threads=1)
-    assert choice.best.throughput.time_per_batch_ns == 10 * 10**6
-    assert choice.best.arrangement.layout.microbatches == (4, 2, 2)
+    choice = serve(forward_layers(), machine([2.0, 1.0, 1.0]), 8, budget="300sims")
+    assert choice.best.step_time_ns == 10 * 10**6
+    assert choice.best.layout.microbatches == (4, 2, 2)
 
 
 def test_pins_are_kept_with_batches_in_flight() -> None:
     """Layers on two devices by name leave one copy of the model, on both."""
     pins = Constraints(pins=(("layers.0", "d0"), ("layers.3", "d1")))
-    choice = place_batches(forward_layers(), machine([1.0] * 2), 2, pins, budget="200sims", num_threads=1)
+    choice = serve(forward_layers(), machine([1.0] * 2), 2, pins, budget="200sims")
     assert choice.plan.status == "ok"
-    problem = choice.best.candidate.replay.problem
+    problem = choice.best.problem
     assert problem.broken_constraints(choice.plan.placement) == []
     # a pipeline of two layers each takes 20 ms per batch
-    assert choice.best.throughput.time_per_batch_ns < 21 * 10**6
+    assert choice.best.step_time_ns < 21 * 10**6
 
 
 def test_batches_in_flight_hold_their_activations() -> None:
@@ -154,4 +156,4 @@ def test_a_stream_has_the_work_of_its_batches_and_one_copy_of_weights_a_replica(
 )
 def test_what_has_no_batches_in_flight_is_refused(graph: Graph, num_batches: int, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
-        place_batches(graph, machine([1.0] * 2), num_batches, budget="10sims")
+        serve(graph, machine([1.0] * 2), num_batches, budget="10sims")

@@ -9,8 +9,9 @@ import pytest
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.parallel.layout import BLOCKS, NONE, Layout
-from gdp.search.layouts.batch_parts import Parts
-from gdp.search.rivals.rivals import RIVALS, RivalQuestion, ddp, megatron, simulate_layout
+from gdp.search.batch_parts import Parts
+from gdp.search.question import BatchQuestion
+from gdp.search.rivals.rivals import RIVALS, ddp, megatron, simulate_layout
 from tests.parallel.test_replicas import chain
 from tests.search.test_layouts import encoder
 
@@ -34,8 +35,8 @@ def machine(count: int, memory: str = "1GB") -> Cluster:
     return Cluster.from_document(document)
 
 
-def question(num_layers: int, cluster: Cluster) -> RivalQuestion:
-    return RivalQuestion(Parts(lambda num_parts: layered(num_layers, num_parts), BATCH), cluster)
+def question(num_layers: int, cluster: Cluster) -> BatchQuestion:
+    return BatchQuestion(Parts(lambda num_parts: layered(num_layers, num_parts), BATCH), cluster)
 
 
 def test_ddp_of_two_devices_takes_its_passes_and_a_ring_of_two() -> None:
@@ -45,17 +46,17 @@ def test_ddp_of_two_devices_takes_its_passes_and_a_ring_of_two() -> None:
     #   2 hops of 1,500 bytes          2 x (1,500 + 10,000) =    23,000 ns
     #   1 sum, 4,500 bytes at 1 TB/s, rounded up                      5 ns
     #   update of 1 byte                                              1 ns
-    step = ddp(question(1, machine(2)))
+    step = ddp(question(1, machine(2))).best
     assert step.layout == Layout((1, 1))
     assert step.step_time_ns == 12_000 + 23_000 + 5 + 1
 
 
 def test_ddp_raises_micro_batches_until_the_step_fits() -> None:
     """Without a byte of what one micro-batch takes it is two, with half the activations each."""
-    whole = ddp(question(4, machine(2)))
+    whole = ddp(question(4, machine(2))).best
     assert whole.layout == Layout((1, 1))
     assert whole.simulation is not None
-    step = ddp(question(4, machine(2, f"{whole.simulation.peak_memory_bytes.max() - 1}B")))
+    step = ddp(question(4, machine(2, f"{whole.simulation.peak_memory_bytes.max() - 1}B"))).best
     assert step.layout == Layout((2, 2))
     assert step.fits
 
@@ -68,11 +69,11 @@ def test_a_rival_that_does_not_fit_says_by_how_much() -> None:
         asked.append(num_parts)
         return layered(4, num_parts)
 
-    step = ddp(RivalQuestion(Parts(source, BATCH), machine(2, "21000B")))
-    assert step.step_time_ns is None
+    step = ddp(BatchQuestion(Parts(source, BATCH), machine(2, "21000B"))).best
+    assert not step.fits
     assert step.simulation is not None
     missing = int(step.simulation.peak_memory_bytes[0]) - 21_000
-    assert step.reason == f"does not fit by {missing / 1024:.1f} KiB on d0"
+    assert step.obstacle == f"does not fit by {missing / 1024:.1f} KiB on d0"
     assert sorted(asked) == [2]
 
 
@@ -84,8 +85,8 @@ def test_fsdp_fits_where_ddp_and_zero1_do_not() -> None:
         return replace(graph, tensor_bytes=np.where(graph.tensor_bytes == 64_000 // num_parts, 8, graph.tensor_bytes))
 
     # half of 36,000 and two blocks are 24,000; zero1 holds 12,000 of parameters, 6,000 of the rest, 12,000 of gradients
-    asked = RivalQuestion(Parts(small, BATCH), machine(2, "24100B"))
-    assert [name for name in ("ddp", "zero1", "fsdp") if RIVALS[name](asked).fits] == ["fsdp"]
+    asked = BatchQuestion(Parts(small, BATCH), machine(2, "24100B"))
+    assert [name for name in ("ddp", "zero1", "fsdp") if RIVALS[name](asked).best.fits] == ["fsdp"]
 
 
 def test_fsdp_recomputes_blocks_where_no_number_of_micro_batches_fits() -> None:
@@ -99,17 +100,18 @@ def test_fsdp_recomputes_blocks_where_no_number_of_micro_batches_fits() -> None:
         _, simulation = simulate_layout(graph, layout, cluster, np.zeros(graph.num_ops, np.int64), grid)
         peaks.append(int(simulation.peak_memory_bytes.max()))
     assert peaks[1] < peaks[0]
-    step = RIVALS["fsdp"](RivalQuestion(parts, machine(2, f"{peaks[0] - 1}B")))
+    solution = RIVALS["fsdp"](BatchQuestion(parts, machine(2, f"{peaks[0] - 1}B")))
+    step = solution.best
     assert step.fits
     assert step.layout == Layout((1, 1), 3, recompute=BLOCKS)
-    assert step.num_tried == 2
+    assert len(solution.looked_at) == 2
 
 
 def test_a_batch_without_equal_parts_leaves_a_device_out() -> None:
     """A batch of 8 has no three equal parts: two devices take it, as if there were no third."""
-    step = ddp(question(1, machine(3)))
+    step = ddp(question(1, machine(3))).best
     assert step.layout == Layout((1, 1))
-    assert step.step_time_ns == ddp(question(1, machine(2))).step_time_ns
+    assert step.step_time_ns == ddp(question(1, machine(2))).best.step_time_ns
 
 
 def layouts(num_devices: int, num_layers: int) -> Iterator[tuple[Layout, int]]:
@@ -133,10 +135,9 @@ def test_megatron_takes_the_grid_that_trying_all_of_them_finds(num_layers: int, 
         _, simulation = simulate_layout(graph, layout, cluster, stage, np.arange(4).reshape(-1, stages))
         if simulation.feasible:
             times[layout] = simulation.step_time_ns
-    step = megatron(question(num_layers, cluster))
-    assert step.step_time_ns == min(times.values(), default=None)
+    step = megatron(question(num_layers, cluster)).best
+    assert (step.step_time_ns if step.fits else None) == min(times.values(), default=None)
     if times:
-        assert step.layout is not None
         assert times[step.layout] == step.step_time_ns
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gdp.budget import Budget, Clock
     from gdp.models.model import Model
     from gdp.planning.advice import Advice, WhatIf
-    from gdp.search.layouts.batch_parts import Parts
+    from gdp.search.batch_parts import Parts
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
 
@@ -81,7 +81,7 @@ def _parts(request: PlaceRequest, model: "Model") -> "Parts | None":
     worth.
     """
     from gdp.report.progress import StatusLine, live
-    from gdp.search.layouts.batch_parts import Parts
+    from gdp.search.batch_parts import Parts
 
     if any(model.graph.times_ns) or not model.seconds:
         return None

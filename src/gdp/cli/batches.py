@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from gdp.models.model import Model
     from gdp.planning.plan_cache import KeptAnswer
-    from gdp.search.batches.place_batches import BatchChoice, ServedLayout
+    from gdp.search.candidate import Candidate
+    from gdp.search.solution import Solution
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
     from gdp.simulator.simulate import Simulation
@@ -31,7 +32,7 @@ class BatchesInFlight(PlaceQuestion):
 
         super().__init__(request, files)
         self.graph, self.num_batches = model.graph, num_batches
-        self.choice: BatchChoice  # once it is found
+        self.solution: Solution  # once it is found
         request.say_notes(model.graph)
         with request.named():
             check_batches(model.graph, num_batches)
@@ -52,27 +53,31 @@ class BatchesInFlight(PlaceQuestion):
         name = self.graph.name
         line = progress.StatusLine(f"{name} on {request.cluster.name}: looking at layouts")
 
-        def tell(served: "ServedLayout") -> None:
+        def tell(candidate: "Candidate") -> None:
             stop.has_answer = True
-            time = format_ms(served.throughput.time_per_batch_ns)
-            line.say(f"{name}: {batches_answer.layout_in_words(served)}, {time} per batch")
+            time = format_ms(candidate.step_time_ns)
+            line.say(f"{name}: {batches_answer.layout_in_words(candidate)}, {time} per batch")
 
         with progress.live(line):
+            from gdp.budget import Clock
+            from gdp.search.batch_parts import Parts
             from gdp.search.batches.place_batches import place_batches
+            from gdp.search.question import BatchQuestion
 
-            self.choice = place_batches(
-                self.graph,
+            question = BatchQuestion(
+                Parts(lambda num_parts: self.graph, 1, self.graph),
                 request.cluster,
-                self.num_batches,
                 request.constraints,
-                budget=request.budget,
+                num_batches=self.num_batches,
                 seed=request.seed,
                 num_threads=request.threads,
                 on_progress=tell,
-                stop=stop,
             )
+            self.solution = place_batches(question, Clock(request.budget, stop=stop))
         stop.has_answer = True
-        return KeptAnswer(self.choice.plan, None, ()), self.choice.best.candidate.replay.problem
+        assert self.solution.plan is not None
+        assert self.solution.best is not None
+        return KeptAnswer(self.solution.plan, None, ()), self.solution.best.problem
 
     def problem_of(self, plan: "Plan") -> "Problem":
         """See `PlaceQuestion`."""
@@ -90,13 +95,13 @@ class BatchesInFlight(PlaceQuestion):
         document = documents.place_document(
             graph, cluster, answer.plan, answer.plan_path, advice=None, would_fit=answer.would_fit
         )
-        return document | batches_answer.batches_document(self.choice, self.samples)
+        return document | batches_answer.batches_document(self.solution, self.samples)
 
     def report(self, answer: Answer, next_command: str) -> "Iterable[RenderableType]":
         """See `PlaceQuestion`."""
         from gdp.report import batches_answer
 
-        return batches_answer.batches_report(self.choice, self.samples, answer.shown_paths, next_command)
+        return batches_answer.batches_report(self.solution, self.samples, answer.shown_paths, next_command)
 
 
 def throughput_of(

@@ -88,6 +88,12 @@ def compare(
     warm_up(names)
     from gdp.planning.compare import compare as run
     from gdp.report import console, documents
+    from gdp.search.place import parts_to_cut
+
+    parts = parts_to_cut(source, read) if "auto" in names else None
+    if parts is not None:
+        with progress.live(f"reading a part of the batch of {graph.name}"):
+            parts.read_ahead(cluster.num_devices)
 
     def on_start(placer: str, seed: int) -> None:
         nonlocal runs_left
@@ -97,7 +103,7 @@ def compare(
 
     with progress.stop_on_interrupt() as stop, progress.live(line):
         comparison = run(
-            graph,
+            parts or graph,
             cluster,
             constraints,
             placers=names,

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from gdp.models.source import ModelSource
     from gdp.planning.compare import Rival
     from gdp.planning.plan_source import PlanSource
-    from gdp.search.rivals.rivals import RivalQuestion, RivalStep
+    from gdp.search.question import BatchQuestion
+    from gdp.search.solution import Solution
     from gdp.simulator.constraints import Constraints
     from gdp.simulator.problem import Problem
 
@@ -134,15 +135,16 @@ def check_rivals(names: Sequence[str], source: "ModelSource") -> None:
 def _parallel_steps(
     names: Sequence[str], source: "ModelSource", cluster: "Cluster", constraints: "Constraints"
 ) -> "dict[str, Rival]":
-    from gdp.search.layouts.batch_parts import Parts
-    from gdp.search.rivals.rivals import RIVALS, RivalQuestion
+    from gdp.search.batch_parts import Parts
+    from gdp.search.question import BatchQuestion
+    from gdp.search.rivals.rivals import RIVALS
 
     parts = Parts(lambda num_parts: source.part(num_parts).graph, source.batch_size or 1)
-    question = RivalQuestion(parts, cluster, constraints)
+    question = BatchQuestion(parts, cluster, constraints)
     return {name: partial(_ask, RIVALS[name], question) for name in names}
 
 
-def _ask(rival: "Callable[[RivalQuestion], RivalStep]", question: "RivalQuestion", problem: "Problem") -> "RivalStep":
+def _ask(rival: "Callable[[BatchQuestion], Solution]", question: "BatchQuestion", problem: "Problem") -> "Solution":
     """Returns the rival's step of the batch that `problem` is the graph of."""
     return rival(question)
 

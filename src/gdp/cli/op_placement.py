@@ -130,14 +130,10 @@ class OpPlacement(PlaceQuestion):
 
 def fits_alone(request: PlaceRequest, graph: "Graph") -> bool:
     """Returns whether all of `graph` fits on the first device."""
-    import numpy as np
-
-    from gdp.search.ops.good_order import in_program_order
-    from gdp.simulator.simulate import simulate
+    from gdp.search.place import fits_alone
 
     with request.named():
-        problem = build_problem(graph, request.cluster, request.constraints)
-    return in_program_order(simulate(problem, np.zeros(graph.num_ops, np.int64))).feasible
+        return fits_alone(build_problem(graph, request.cluster, request.constraints))
 
 
 def _search(

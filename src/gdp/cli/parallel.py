@@ -1,6 +1,5 @@
 """Chooses how the batch of a training step is cut: `gdp place`, where the batch can be split."""
 
-import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,9 +23,10 @@ if TYPE_CHECKING:
     from gdp.planning.advice import Advice
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report.layout_answer import LayoutAnswer
-    from gdp.search.layouts.batch_parts import Parts
-    from gdp.search.layouts.choose import Choice
-    from gdp.search.layouts.trial import Trial
+    from gdp.search.batch_parts import Parts
+    from gdp.search.candidate import Candidate
+    from gdp.search.question import BatchQuestion
+    from gdp.search.solution import Solution
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
     from gdp.stop import Stop
@@ -90,62 +90,72 @@ class LayoutChoice(PlaceQuestion):
         from gdp.budget import Clock
         from gdp.planning.plan_cache import KeptAnswer
         from gdp.report.layout_answer import LayoutAnswer
+        from gdp.search.place import completed
+        from gdp.search.settings import DEFAULTS
 
         parts, clock = self.parts, Clock(request.budget, stop=stop)
-        choice = self._chosen(request, clock, stop)
-        assert choice.trial.candidate is not None
-        problem = choice.trial.candidate.replay.problem
-        plan, advice = choice.plan, None
+        solution, advice = self._solution(request, clock, stop), None
+        best, plan = solution.best, solution.plan
+        assert best is not None
+        assert plan is not None
+        problem = best.problem
         if not stop.is_set():
-            plan = _beside_single(request, parts, _under_noise(request, plan, clock))
+            noise_share = DEFAULTS.noise.spread if request.robust is None else request.robust
+            plan = completed(self._asked(request), solution, clock, noise_share)
         if request.with_advice and plan.status == "ok":
-            if choice.trial.is_whole:
+            if best.is_whole:
                 advice = find_advice(request, problem, plan, stop)
                 plan = advice.plan
             elif self.layout is None:
-                advice = self._advice(request, choice, clock, problem.num_ops)
-        return KeptAnswer(plan, advice, (), LayoutAnswer.of(choice, parts).document()), problem
+                advice = self._advice(request, solution, clock, problem.num_ops)
+        return KeptAnswer(plan, advice, (), LayoutAnswer.of(solution, parts).document()), problem
 
-    def _chosen(self, request: PlaceRequest, clock: "Clock", stop: "Stop") -> "Choice":
+    def _asked(self, request: PlaceRequest) -> "BatchQuestion":
+        from gdp.search.question import BatchQuestion
+
+        return BatchQuestion(
+            self.parts,
+            request.cluster,
+            request.constraints,
+            self.layout,
+            seed=request.seed,
+            checkpoint=request.checkpoint,
+            num_threads=request.threads,
+        )
+
+    def _solution(self, request: PlaceRequest, clock: "Clock", stop: "Stop") -> "Solution":
         """Returns the layout, and shows those that are looked at."""
         from gdp.report import layouts, progress
 
         name = self.model.graph.name
         line = progress.StatusLine(f"{name} on {request.cluster.name}: looking at layouts")
 
-        def tell(trial: "Trial") -> None:
-            stop.has_answer |= trial.may_be_answer
-            line.say(f"{name}: {trial.layout} {layouts.state(trial)}")
+        def tell(candidate: "Candidate") -> None:
+            stop.has_answer |= candidate.may_be_answer
+            line.say(f"{name}: {candidate.layout} {layouts.state(candidate)}")
 
         with progress.live(line):
             from gdp.search.layouts.choose import choose_layout
 
-            choice = choose_layout(
-                self.parts,
-                request.cluster,
-                request.constraints,
-                layout=self.layout,
-                budget=clock.part(1 - ADVICE_SHARE) if request.with_advice else clock,
-                seed=request.seed,
-                checkpoint=request.checkpoint,
-                num_threads=request.threads,
-                on_progress=tell,
-            )
-            tell(choice.trial)
-        return choice
+            part = clock.part(1 - ADVICE_SHARE) if request.with_advice else clock
+            solution = choose_layout(replace(self._asked(request), on_progress=tell), part)
+            assert solution.best is not None
+            tell(solution.best)
+        return solution
 
-    def _advice(self, request: PlaceRequest, choice: "Choice", search: "Clock", num_ops: int) -> "Advice":
+    def _advice(self, request: PlaceRequest, solution: "Solution", search: "Clock", num_ops: int) -> "Advice":
         """Returns what layouts on other machines would give after the `search`; files of `num_ops` come after it."""
         from gdp.budget import Clock
         from gdp.planning.layout_advice import advise_on_layouts
         from gdp.report.progress import StatusLine, live
         from gdp.report.tables import format_ms
 
+        assert solution.plan is not None
         last_s = self.files.written_s(num_ops)
         clock = Clock(advice_budget(request, search.seconds, last_s), stop=search.stop)
-        text = f"{self.model.graph.name}: {format_ms(choice.plan.step_time_ns)}; estimating other machines"
+        text = f"{self.model.graph.name}: {format_ms(solution.plan.step_time_ns)}; estimating other machines"
         with live(StatusLine(text, clock.seconds_left)):
-            return advise_on_layouts(choice, self.parts, request.constraints, clock)
+            return advise_on_layouts(solution, self.parts, request.constraints, clock)
 
     def problem_of(self, plan: "Plan") -> "Problem":
         """See `PlaceQuestion`: of the step that the layout of `plan` cuts."""
@@ -234,45 +244,7 @@ def _looked_at(answer: Answer) -> "LayoutAnswer":
 
 def _parts(request: PlaceRequest, model: "Model") -> "Parts":
     """Returns the parts of the batch. InputError where it has none."""
-    from gdp.search.layouts.batch_parts import Parts
+    from gdp.search.batch_parts import Parts
 
     with request.named():
         return Parts.of_source(request.source, model.graph, model.captured_s)
-
-
-def _under_noise(request: PlaceRequest, plan: "Plan", clock: "Clock") -> "Plan":
-    """Returns `plan` with its step times when op times vary, if there is time to replay it."""
-    from gdp.search.noise import step_times_under_noise
-    from gdp.search.place import RECORD_S
-    from gdp.search.settings import DEFAULTS
-    from gdp.simulator.simulate import replay
-
-    share = DEFAULTS.noise.spread if request.robust is None else request.robust
-    assert plan.search is not None
-    assert plan.problem is not None
-    if not share or plan.search.interrupted:
-        return plan
-    simulation = replay(plan.problem, plan)
-    noisy = step_times_under_noise(simulation, share, request.seed + 1, clock.at_least(RECORD_S))
-    return replace(plan, search=replace(plan.search, under_noise=noisy))
-
-
-def _beside_single(request: PlaceRequest, parts: "Parts", plan: "Plan") -> "Plan":
-    """Adds the best single device as a baseline, where op placement was not searched."""
-    from gdp.budget import Clock
-    from gdp.search.ops.classical import ClassicalRuns
-    from gdp.search.question import Question
-    from gdp.simulator.problem import Problem
-    from gdp.units.reduction import Reduction
-
-    search = plan.search
-    if search is None or search.interrupted or "single" in search.baselines:
-        return plan
-    with contextlib.suppress(InputError):  # constraints allow none
-        problem = Problem.build(parts.exact(1), request.cluster, request.constraints)
-        runs = ClassicalRuns(Question(problem, Reduction.nothing(problem)))
-        runs.run(("single",), Clock.of("1sims"))
-        if runs.best is None:
-            return plan
-        return replace(plan, search=replace(search, baselines={**runs.baselines, **search.baselines}))
-    return plan

@@ -70,11 +70,9 @@ class PlaceRequest:
     @property
     def may_be_cut(self) -> bool:
         """True if nothing but the model speaks against layouts of the batch: no option is about op placement alone."""
-        reading = self.reading
-        is_whole = reading.microbatching.count == 1 and not reading.microbatching.free_replicas
-        is_step = reading.training and not reading.serving.has_cache
-        is_searched = self.placer == "auto" and self.target is None
-        return is_whole and is_step and is_searched and self.can_split
+        from gdp.search.place import may_be_cut
+
+        return self.placer == "auto" and self.target is None and self.times is None and may_be_cut(self.source)
 
     def under_measured_noise(self, noise: float | None) -> "PlaceRequest":
         """Returns the request with the noise of measured op times, unless --robust gives another."""

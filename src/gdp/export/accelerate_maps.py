@@ -22,6 +22,7 @@ from gdp.export.modules import STATE_KINDS, enclosing
 from gdp.graph import Graph, Tensor
 from gdp.models.source import ModelSource
 from gdp.models.stored_weights import stored_weights
+from gdp.search.candidate import Figures
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 
@@ -163,7 +164,7 @@ def best_step(module: "nn.Module", problem: Problem, mode: str) -> Simulation | 
             late = fetching_late(problem, placement)
             if late is not None:
                 steps.append(simulate(*late))
-    return min(steps, key=lambda step: (int(step.missing_bytes.sum()), step.step_time_ns), default=None)
+    return min(steps, key=Figures.of, default=None)
 
 
 def fetching_late(problem: Problem, placement: Placement) -> tuple[Problem, Placement] | None:

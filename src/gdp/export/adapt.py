@@ -12,7 +12,7 @@ from gdp.export.export_units import ExportUnits
 from gdp.export.stage_search import StageSearch, allowed_stages, balanced_stages, nearest_stages
 from gdp.graph import Graph
 from gdp.placers.memory_repair import fit_memory
-from gdp.search.candidate import Candidate
+from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question
 from gdp.search.solvers import solve
 from gdp.simulator.plan import Plan
@@ -149,17 +149,12 @@ def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) 
     if plan is not None:
         started = simulate(problem, plan.placement, order=plan.order)
         simulations.append(simulate(problem, placement, priority=Candidate.start(started).priority))
-    return min(simulations, key=key_of)
+    return min(simulations, key=Figures.of)
 
 
 def order_of(problem: Problem, placement: Placement) -> str:
     """Returns the order of micro-batches in which `placement` does best; without any the b-level."""
-    return min(problem.orders, key=lambda name: key_of(simulate(problem.in_order(name), placement)))
-
-
-def key_of(simulation: Simulation) -> tuple[int, int]:
-    """Returns (bytes over the limits, step time); less is better."""
-    return int(simulation.missing_bytes.sum()), simulation.step_time_ns
+    return min(problem.orders, key=lambda name: Figures.of(simulate(problem.in_order(name), placement)))
 
 
 def can_run(units: ExportUnits, devices: I64) -> bool:

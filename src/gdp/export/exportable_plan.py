@@ -15,12 +15,13 @@ from gdp.arrays import I64
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.export.adapt import AdaptedPlan, adapt_within, arranged, key_of, order_of, simulated
+from gdp.export.adapt import AdaptedPlan, adapt_within, arranged, order_of, simulated
 from gdp.export.export_target import ExportTarget
 from gdp.export.stage_search import StageSearch, balanced_stages
 from gdp.graph import Graph
-from gdp.search.candidate import Candidate
-from gdp.search.place import place, plan_of
+from gdp.search.candidate import Candidate, Figures
+from gdp.search.place import place
+from gdp.search.solution import plan_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan, Search
 from gdp.simulator.problem import Problem
@@ -86,7 +87,7 @@ def place_for(
         assert devices is not None, "units are groups there"
         best = arranged(problem, target, units, devices, best)[1]
         baselines, under_noise = answer.search.baselines, answer.search.under_noise
-    if key_of(adapted.simulation) < key_of(best):
+    if Figures.of(adapted.simulation) < Figures.of(best):
         best, under_noise = adapted.simulation, None
     is_offloaded = False
     if best.missing_bytes.any() and target.offload is not None and not clock.stop.is_set():

@@ -45,6 +45,16 @@ class ModelSource:
             self.text = _in_directory(self.text, directory)
         self._directory = directory
 
+    @classmethod
+    def of_example(cls, example: Example, reading: Reading | None = None) -> "ModelSource":
+        """Returns a module with its inputs, (module, args) or (module, args, kwargs), as one object."""
+        from gdp.models.pytorch.capture_step import Built
+
+        name = type(example[0]).__name__
+        source = cls(f"{name}:inputs", reading)
+        source._built = Built.by(lambda: example, name).copied()
+        return source
+
     def whole(self) -> Model:
         """Returns the step of the whole batch, split into the micro-batches of the reading.
 

@@ -18,8 +18,9 @@ from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate
 from gdp.search.noise import step_times_under_noise
-from gdp.search.place import place, plan_of
+from gdp.search.place import place
 from gdp.search.question import Question
+from gdp.search.solution import plan_of
 from gdp.search.solvers import solve
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Unpack
 
@@ -12,11 +12,13 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.graph import GraphSource
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import AUTO, Layout
 from gdp.placers import CLASSICAL
-from gdp.search.question import Question
-from gdp.search.rivals.rivals import RivalStep
+from gdp.search.candidate import Candidate
+from gdp.search.layouts.choose import choose_layout
+from gdp.search.place import Placeable, fits_alone, opened
+from gdp.search.question import BatchQuestion, Question
+from gdp.search.solution import Solution
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
 from gdp.simulator.problem import Problem
@@ -25,7 +27,7 @@ from gdp.units.reduction import reduce
 
 DEFAULT_PLACERS = (*CLASSICAL, "auto")
 
-Rival = Callable[[Problem], Simulation | RivalStep | None]
+Rival = Callable[[Problem], Simulation | Solution | None]
 """From a problem to the step of another tool's placement, or of its layout of the same batch; None: no answer."""
 
 
@@ -38,7 +40,7 @@ class PlacerRow:
     step_time_ns_by_seed: tuple[int | None, ...]  # None where it is not "ok"
     seconds: float  # mean over seeds
     simulations: int  # mean over seeds
-    layout: Layout | None = None  # of a rival that cuts the batch; None: a placement of the graph as it is
+    layout: Layout | None = None  # of the fastest seed, where the batch may be cut; None: of the graph as it is
     reason: str = ""  # why a rival that cuts the batch has no step time
 
     @property
@@ -80,7 +82,7 @@ class Comparison:
 
 
 def compare(
-    graph: GraphSource,
+    model: Placeable,
     cluster: Cluster | str,
     constraints: Constraints | None = None,
     *,
@@ -94,7 +96,10 @@ def compare(
     stop: threading.Event | None = None,
     **keywords: Unpack[ConstraintKeywords],
 ) -> Comparison:
-    """Runs each of `placers` with seeds 0 to `seeds` - 1, each with the whole `budget`.
+    """Runs each of `placers` on `model` with seeds 0 to `seeds` - 1, each with the whole `budget`.
+
+    `model` is as in `place`, and `auto` does as there: where the batch of a training step can be cut, it chooses a
+    layout. Other placers place the ops of the whole step.
 
     `on_start(placer, seed)` is called before each run. After `stop` only the rows that are complete are returned.
     Constraints are those of `Problem.build`; `checkpoint` is the file of a policy to use instead of the one that comes
@@ -111,40 +116,63 @@ def compare(
         raise InputError(f"seeds is {seeds!r}; a number of at least 1 is expected")
     limit = Budget.of(budget)
     stop = stop or threading.Event()
-    problem = Problem.build(graph, cluster, Constraints.of(constraints, keywords, compare))
+    limits = Constraints.of(constraints, keywords, compare)
+    whole, parts = opened(model, AUTO, None, is_for_ops=False)
+    problem = Problem.build(whole, cluster, limits)
+    if parts is not None and problem.num_devices == 1 and fits_alone(problem):
+        parts = None
     bound_ns = lower_bound(problem)
     reduction = reduce(problem)
     rows = [_rival_row(name, rival, problem) for name, rival in rivals.items()]
     for name in placers:
         solver_of(name).prepare()
-        times_ns: list[int | None] = []
-        statuses, seconds, simulations = set(), 0.0, 0
+        answers: list[Candidate | None] = []
+        seconds, simulations = 0.0, 0
         for seed in range(seeds):
             if on_start is not None:
                 on_start(name, seed)
             clock = Clock(limit, stop=stop)
-            question = Question(problem, reduction, seed=seed, checkpoint=checkpoint, num_threads=num_threads)
-            best = solve(name, question, clock).best
+            if name == AUTO and parts is not None:
+                asked = BatchQuestion(parts, problem.cluster, limits, seed=seed)
+                asked = replace(asked, checkpoint=checkpoint, num_threads=num_threads)
+                best = choose_layout(asked, clock).best
+            else:
+                question = Question(problem, reduction, seed=seed, checkpoint=checkpoint, num_threads=num_threads)
+                best = solve(name, question, clock).best
             if stop.is_set():
                 return Comparison(tuple(rows), bound_ns, interrupted=True)
-            statuses.add("failed" if best is None else "ok" if best.fits else "infeasible")
-            times_ns.append(best.replay.step_time_ns if best is not None and best.fits else None)
+            answers.append(best)
             seconds += clock.seconds / seeds
             simulations += clock.simulations
-        status = next(status for status in ("failed", "infeasible", "ok") if status in statuses)
-        rows.append(PlacerRow(name, status, tuple(times_ns), seconds, simulations // seeds))
+        rows.append(_row(name, answers, seconds, simulations // seeds))
     return Comparison(tuple(rows), bound_ns)
+
+
+def _row(name: str, answers: Sequence[Candidate | None], seconds: float, simulations: int) -> PlacerRow:
+    statuses = {"failed" if best is None else "ok" if best.fits else "infeasible" for best in answers}
+    status = next(status for status in ("failed", "infeasible", "ok") if status in statuses)
+    times_ns = tuple(best.replay.step_time_ns if best is not None and best.fits else None for best in answers)
+    cut = min((best for best in answers if best is not None and best.cut is not None), default=None)
+    return PlacerRow(name, status, times_ns, seconds, simulations, None if cut is None else cut.layout)
 
 
 def _rival_row(name: str, rival: Rival, problem: Problem) -> PlacerRow:
     began = time.perf_counter()
     found = rival(problem)
     seconds = time.perf_counter() - began
-    if isinstance(found, RivalStep):
-        status = "ok" if found.fits else "failed" if found.simulation is None else "infeasible"
-        return PlacerRow(name, status, (found.step_time_ns,), seconds, found.num_tried, found.layout, found.reason)
+    if isinstance(found, Solution):
+        return _layout_row(name, found, seconds)
     if found is None:
         return PlacerRow(name, "failed", (None,), seconds, 0)
     if not found.feasible:
         return PlacerRow(name, "infeasible", (None,), seconds, 1)
     return PlacerRow(name, "ok", (found.step_time_ns,), seconds, 1)
+
+
+def _layout_row(name: str, solution: Solution, seconds: float) -> PlacerRow:
+    best = solution.best
+    assert best is not None, "it says at least why there is no step"
+    status = "ok" if best.fits else "failed" if best.simulation is None else "infeasible"
+    time_ns = best.step_time_ns if best.fits else None
+    layout = None if best.cut is None else best.layout
+    return PlacerRow(name, status, (time_ns,), seconds, len(solution.looked_at), layout, best.obstacle)

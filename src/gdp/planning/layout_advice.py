@@ -19,13 +19,15 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.planning.advice import FEWER_SAMPLES, LAYOUTS, MEMORY_MATTERS, MOST_MORE, ONE_FEWER, Advice, WhatIf
-from gdp.search.layouts.arrangement import Arrangement, replicated_ways
-from gdp.search.layouts.batch_parts import Parts
-from gdp.search.layouts.choose import Choice
-from gdp.search.layouts.estimate import Estimate, Estimator
-from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit
+from gdp.search.batch_parts import Parts
+from gdp.search.candidate import Arrangement, Candidate
+from gdp.search.layouts.arrangement import replicated_ways
+from gdp.search.layouts.estimate import Estimator
+from gdp.search.layouts.estimate_queue import EstimateQueue
+from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.screening import Screening
-from gdp.search.layouts.trial import Choosing
+from gdp.search.question import BatchQuestion
+from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 
 _TRY_SHARE = 0.25  # of the time left, for each change of which something might fit
@@ -42,10 +44,11 @@ class _LayoutChange:
     batch_factor: int = 1
 
 
-def advise_on_layouts(choice: Choice, parts: Parts, constraints: Constraints, clock: Clock) -> Advice:
+def advise_on_layouts(solution: Solution, parts: Parts, constraints: Constraints, clock: Clock) -> Advice:
     """Estimates the best layout of each changed machine, and of twice the batch, until `clock` ends."""
-    assert choice.trial.candidate is not None
-    simulation = choice.trial.candidate.replay
+    assert solution.best is not None
+    assert solution.plan is not None
+    simulation, plan = solution.best.replay, solution.plan
     cluster = simulation.problem.cluster
     quick = Parts(parts.within(clock).rough, parts.batch_size, parts.exact(1))
     filled = float((simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)).max())
@@ -53,7 +56,7 @@ def advise_on_layouts(choice: Choice, parts: Parts, constraints: Constraints, cl
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
     estimator = Estimator(quick, cluster, constraints, clock=clock)
-    factors = _factors(choice, estimator, clock)
+    factors = _factors(solution, estimator, clock)
     for change in _layout_changes(quick, cluster, constraints, memory_matters=matters):
         estimate = None
         if not clock.is_up:
@@ -66,9 +69,9 @@ def advise_on_layouts(choice: Choice, parts: Parts, constraints: Constraints, cl
         time_ns = None if estimate.missing_bytes else max(estimate.step_time_ns, bound_ns)
         detail = change.detail
         if change.batch_factor > 1 and time_ns is not None:
-            detail += f", {time_ns / choice.plan.step_time_ns / change.batch_factor:.2f} of the time per sample"
-        what_ifs.append(WhatIf(change.change, detail, time_ns, str(estimate.arrangement.layout)))
-    return Advice(tuple(what_ifs), tuple(not_asked), matters, choice.plan)
+            detail += f", {time_ns / plan.step_time_ns / change.batch_factor:.2f} of the time per sample"
+        what_ifs.append(WhatIf(change.change, detail, time_ns, str(estimate.layout)))
+    return Advice(tuple(what_ifs), tuple(not_asked), matters, plan)
 
 
 def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> WhatIf | None:
@@ -78,7 +81,7 @@ def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, c
         return None
     estimator = Estimator(parts, cluster, constraints, clock=clock)
 
-    def attempt(action: Callable[[Arrangement], Estimate], way: Arrangement) -> Estimate | None:
+    def attempt(action: Callable[[Arrangement], Candidate], way: Arrangement) -> Candidate | None:
         with contextlib.suppress(InputError):  # the model fails with so few samples, or there is no time to read it
             return action(way)
         return None
@@ -86,9 +89,9 @@ def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, c
     queue = EstimateQueue(estimator, parts.batch_size, attempt)
     queue.add(replicated_ways(estimator.machine, parts.batch_size, is_fixed=parts.is_fixed), clock)
     best = queue.best(clock)
-    if best is None or not can_fit(best):
+    if best is None or not best.fits:
         return None
-    return WhatIf(LAYOUTS, "", best.step_time_ns, str(best.arrangement.layout))
+    return WhatIf(LAYOUTS, "", best.step_time_ns, str(best.layout))
 
 
 def changes_that_fit_a_layout(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> list[str]:
@@ -125,7 +128,7 @@ def changes_that_fit_a_layout(parts: Parts, cluster: Cluster, constraints: Const
 
 def _fits(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> bool:
     """Returns whether a layout is found that fits; False where time is up before."""
-    search = Choosing(parts, cluster, constraints, clock.part(_TRY_SHARE), 0, None, lambda trial: None)
+    search = LayoutSearch(BatchQuestion(parts, cluster, constraints), clock.part(_TRY_SHARE))
     return Screening(search).finds_one_that_fits()
 
 
@@ -189,15 +192,15 @@ class _HalfParts:
         return self.parts.exact(num_parts // 2)
 
 
-def _factors(choice: Choice, estimator: Estimator, clock: Clock) -> dict[_Kind, float]:
+def _factors(solution: Solution, estimator: Estimator, clock: Clock) -> dict[_Kind, float]:
     """Returns simulated / estimated step times of the best layout of each kind that was simulated."""
     factors: dict[_Kind, float] = {}
-    for trial in choice.trials:  # the best first
+    for each in solution.looked_at:  # the best first
         if clock.is_up:
             break
-        kind = _kind(trial.way)
-        if trial.candidate is not None and not trial.is_whole and kind not in factors and estimator.has_time(trial.way):
-            factors[kind] = trial.step_time_ns / max(estimator.estimate(trial.way).step_time_ns, 1)
+        kind = _kind(each.way)
+        if each.simulation is not None and not each.is_whole and kind not in factors and estimator.has_time(each.way):
+            factors[kind] = each.step_time_ns / max(estimator.estimate(each.way).step_time_ns, 1)
     return factors
 
 
@@ -205,17 +208,18 @@ def _kind(way: Arrangement) -> _Kind:
     return way.layout.zero, way.num_places == 1
 
 
-def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock, pace: Pace) -> Estimate | None:
+def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock, pace: Pace) -> Candidate | None:
     """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before.
 
     `pace` is that of estimates so far.
     """
     estimator = Estimator(change.parts, change.cluster, change.constraints, clock=clock, pace=pace)
 
-    def attempt(action: Callable[[Arrangement], Estimate], way: Arrangement) -> Estimate | None:
+    def attempt(action: Callable[[Arrangement], Candidate], way: Arrangement) -> Candidate | None:
         with contextlib.suppress(InputError):  # of parts that are not known
             estimate = action(way)
-            return replace(estimate, step_time_ns=round(estimate.step_time_ns * factors.get(_kind(way), 1.0)))
+            time_ns = round(estimate.step_time_ns * factors.get(_kind(way), 1.0))
+            return replace(estimate, figures=replace(estimate.figures, step_time_ns=time_ns))
         return None
 
     queue = EstimateQueue(estimator, change.parts.batch_size, attempt)

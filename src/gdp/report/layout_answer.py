@@ -9,10 +9,11 @@ import numpy as np
 
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
 from gdp.report.tables import format_gib
-from gdp.search.layouts.batch_parts import Parts
-from gdp.search.layouts.choose import Choice
-from gdp.search.layouts.trial import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Trial
+from gdp.search.batch_parts import Parts
+from gdp.search.candidate import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Candidate
+from gdp.search.solution import Solution
 
 _MOST_REASON = 120  # characters of an error in the table
 _RANDOM = ("dropout", "bernoulli")  # in kinds of ops
@@ -26,19 +27,21 @@ class LayoutRow:
     option: str  # the layout as `--parallel` takes it
     layout: Layout  # with the modules that recompute=auto stands for, if it was simulated
     num_places: int  # devices of a replica
-    status: str  # as that of a `Trial`
+    status: str  # as that of a `Candidate`
     step_time_ns: int
     missing_bytes: int
     peak_memory_bytes: tuple[int, ...] | None  # of each device; None: not simulated
     limit: str  # what keeps it from being faster, or from being used, in a few words
 
     @classmethod
-    def of(cls, trial: Trial) -> "LayoutRow":
-        """Returns the row of `trial`."""
-        peaks = None if trial.candidate is None else tuple(trial.candidate.replay.peak_memory_bytes.tolist())
-        figures = trial.status, trial.step_time_ns, trial.missing_bytes
-        layout = trial.layout if trial.step is None else trial.step.layout
-        return cls(str(trial.layout), layout, len(trial.devices[0]), *figures, peaks, limit(trial))
+    def of(cls, candidate: Candidate) -> "LayoutRow":
+        """Returns the row of `candidate`."""
+        is_simulated = candidate.simulation is not None
+        peaks = tuple(candidate.replay.peak_memory_bytes.tolist()) if is_simulated else None
+        time_ns = 0 if candidate.status == NOT_ALLOWED else candidate.step_time_ns
+        figures = candidate.status, time_ns, candidate.missing_bytes
+        layout = candidate.step.layout if is_simulated else candidate.layout
+        return cls(str(candidate.layout), layout, len(candidate.devices[0]), *figures, peaks, limit(candidate))
 
     def document(self) -> dict[str, Any]:
         """Returns the row as in `--json`."""
@@ -79,11 +82,12 @@ class LayoutAnswer:
     notes: tuple[str, ...]  # what the step does otherwise than the whole one
 
     @classmethod
-    def of(cls, choice: Choice, parts: Parts) -> "LayoutAnswer":
-        """Returns what is kept of `choice` among layouts of the batch of `parts`."""
-        trials = [choice.trial, *(trial for trial in choice.trials if trial is not choice.trial)]
-        rows = tuple(LayoutRow.of(trial) for trial in trials)
-        return cls(rows, choice.layout_bound_ns, num_moved(choice.trial), tuple(_notes(choice.trial, parts)))
+    def of(cls, solution: Solution, parts: Parts) -> "LayoutAnswer":
+        """Returns what is kept of `solution` among layouts of the batch of `parts`."""
+        best = solution.best
+        assert best is not None
+        rows = tuple(map(LayoutRow.of, (best, *(each for each in solution.looked_at if each is not best))))
+        return cls(rows, solution.bound_ns, num_moved(best), tuple(_notes(best, parts)))
 
     @property
     def distinct(self) -> list[LayoutRow]:
@@ -113,43 +117,45 @@ class LayoutAnswer:
         return cls(rows, int(document["layout_bound_ns"]), int(document["moved_ops"]), notes)
 
 
-def limit(trial: Trial) -> str:
+def limit(candidate: Candidate) -> str:
     """Returns what keeps a layout from being faster, or from being used, in a few words."""
-    if trial.status == NOT_ALLOWED:
-        return shorten(trial.reason, _MOST_REASON) or "a pin or --forbid keeps its replicas from their devices"
-    if trial.status == ESTIMATED:
-        return f"would lack about {format_gib(trial.missing_bytes)}" if trial.missing_bytes else "estimated"
-    assert trial.candidate is not None
-    simulation = trial.candidate.replay
+    if candidate.status == NOT_ALLOWED:
+        return (
+            shorten(candidate.refusal or "", _MOST_REASON) or "a pin or --forbid keeps its replicas from their devices"
+        )
+    if candidate.status == ESTIMATED:
+        return f"would lack about {format_gib(candidate.missing_bytes)}" if candidate.missing_bytes else "estimated"
+    simulation = candidate.replay
     devices = simulation.problem.cluster.devices
-    if trial.status == DOES_NOT_FIT:
+    if candidate.status == DOES_NOT_FIT:
         lacking = int(simulation.missing_bytes.argmax())
         return f"does not fit by {format_gib(int(simulation.missing_bytes[lacking]))} on {devices[lacking].name}"
     busiest = int(simulation.busy_fraction.argmax())
     return f"{devices[busiest].name} computes for {simulation.busy_fraction[busiest]:.0%} of it"
 
 
-def num_moved(trial: Trial) -> int:
+def num_moved(candidate: Candidate) -> int:
     """Returns the number of ops that a search put on devices of other replicas than their own."""
-    if trial.candidate is None or trial.step is None or trial.is_whole:
+    if candidate.simulation is None or candidate.is_whole:
         return 0
-    is_own = np.zeros((trial.layout.data, trial.candidate.replay.problem.num_devices), np.bool_)
-    for replica, devices in enumerate(trial.devices):
+    is_own = np.zeros((candidate.layout.data, candidate.replay.problem.num_devices), np.bool_)
+    for replica, devices in enumerate(candidate.devices):
         is_own[replica, list(devices)] = True
-    is_moved = ~is_own[trial.step.replica, trial.candidate.replay.placement]
-    return int((is_moved & ~trial.step.is_on_host).sum())
+    step = candidate.step
+    assert isinstance(step, Step)
+    return int((~is_own[step.replica, candidate.replay.placement] & ~step.is_on_host).sum())
 
 
-def _notes(trial: Trial, parts: Parts) -> Iterator[str]:
-    layout = trial.layout
+def _notes(candidate: Candidate, parts: Parts) -> Iterator[str]:
+    layout = candidate.layout
     if parts.refused:
         yield (
             f"layouts of {', '.join(map(str, sorted(parts.refused)))} parts of the batch were not tried: there was no "
             "time to read the model with those; give a larger --budget"
         )
-    if layout.num_parts == 1 or trial.step is None or parts.is_fixed:
+    if layout.num_parts == 1 or parts.is_fixed:
         return
-    kinds = set(trial.step.graph.kinds)
+    kinds = set(candidate.step.graph.kinds)
     samples = parts.batch_size // layout.num_parts
     if any("batch_norm" in kind for kind in kinds):
         yield f"batch normalisation sees {samples} samples at a time instead of {parts.batch_size}, as in DDP"

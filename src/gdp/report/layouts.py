@@ -12,7 +12,7 @@ from gdp.parallel.batches import in_flight, layout_in_flight
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.report.layout_answer import LayoutAnswer
 from gdp.report.tables import format_gib, format_ms, new_table
-from gdp.search.layouts.trial import ESTIMATED, NOT_ALLOWED, Trial
+from gdp.search.candidate import ESTIMATED, NOT_ALLOWED, Candidate
 from gdp.simulator.plan import Plan
 
 _MOST_ROWS = 12  # of the table; all are in --json
@@ -52,12 +52,12 @@ def _blocks(modules: str | tuple[str, ...]) -> str:
     return ", ".join(modules) if len(modules) <= _MOST_NAMED else f"{len(modules)} modules"
 
 
-def state(trial: Trial) -> str:
-    """Returns the step time of a trial, or why it has none."""
-    if trial.status == NOT_ALLOWED:
-        return shorten(trial.reason, _MOST_REASON) or "not allowed by a constraint"
-    lacking = f", {format_gib(trial.missing_bytes)} too much" if trial.missing_bytes else ""
-    return f"{format_ms(trial.step_time_ns)}{lacking}"
+def state(candidate: Candidate) -> str:
+    """Returns the step time of a candidate, or why it has none."""
+    if candidate.refusal is not None:
+        return shorten(candidate.refusal, _MOST_REASON) or "not allowed by a constraint"
+    lacking = f", {format_gib(candidate.missing_bytes)} too much" if candidate.missing_bytes else ""
+    return f"{format_ms(candidate.step_time_ns)}{lacking}"
 
 
 def choice_report(answer: LayoutAnswer, plan_report: Iterable[RenderableType]) -> Iterator[RenderableType]:

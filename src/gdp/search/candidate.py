@@ -1,21 +1,40 @@
-"""Candidates: placements with their figures, ordered. All searches compare placements by them."""
+"""Candidates: ways to run a step with their figures, ordered. All searches compare by them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.notebook import size
+from gdp.parallel.batches import BatchStream
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
 from gdp.simulator.orders import B_LEVEL
-from gdp.simulator.problem import Placement
+from gdp.simulator.plan import Baseline
+from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, Simulation
+
+OK, DOES_NOT_FIT, NOT_ALLOWED, ESTIMATED = "ok", "does not fit", "not allowed", "estimated"
+_NOWHERE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Figures:
-    """Figures to compare placements by: fit first, then be fast."""
+    """Figures to compare candidates by: fit first, then be fast. The lesser ones are better.
 
-    excess_bytes: int = NEVER  # over the memory limits, summed over devices
-    step_time_ns: int = NEVER
+    Missing bytes are summed over devices, not those of the fullest one: so each byte less is a gain for a search. An
+    estimate knows one replica, and has the bytes that its fullest device lacks at least.
+    """
+
+    excess_bytes: int = NEVER  # over the memory limits
+    step_time_ns: int = NEVER  # of batches in flight: for each batch
+    ties: tuple[int, ...] = ()  # further figures, by which equally fast candidates are compared
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> "Figures":
+        """Returns the figures of a step that was simulated."""
+        return cls(int(simulation.missing_bytes.sum()), simulation.step_time_ns)
 
     @property
     def fits(self) -> bool:
@@ -24,37 +43,53 @@ class Figures:
 
 
 UNKNOWN = Figures()
-"""Of a placement that was not simulated: worse than any."""
+"""Of a candidate that was not simulated: worse than any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A layout, and the devices of each replica in the order of its places; R replicas, P places."""
+
+    layout: Layout
+    devices: tuple[tuple[int, ...], ...]  # [R][P]
+
+    @property
+    def num_places(self) -> int:
+        """The number of devices of a replica."""
+        return len(self.devices[0])
+
+    @property
+    def all_devices(self) -> tuple[int, ...]:
+        """The devices that are used."""
+        return tuple(chain.from_iterable(self.devices))
+
+
+@dataclass(frozen=True, eq=False)
+class BatchCut:
+    """The cut of the batch of a candidate, and the devices that it goes to."""
+
+    arrangement: Arrangement
+    step: Step | BatchStream | None = None  # None: it was not cut
+    places: I64 | None = None  # [N] of a replica's ops; None: not known, or all in one place
+    is_captured: bool = True  # False: with figures between those of two captured steps
+    is_searched: bool = False  # a search has placed the ops of the whole step
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A placement, how its ops are started, and its figures; the lesser of two candidates is the better one."""
+    """A way to run a step, and its figures; the lesser of two candidates is the better one."""
 
-    placement: Placement  # [N]
+    placement: Placement  # [N]; empty where no step was simulated
     figures: Figures = UNKNOWN
     priority: I64 | None = None  # [N] by which ready ops are started; None: the problem's, in `order`
     order: str = B_LEVEL  # of micro-batches
     simulation: Simulation | None = None  # the step in full, if it was kept
+    cut: BatchCut | None = None  # None: the graph as it is
+    refusal: str | None = None  # why it is not allowed; "": by a constraint; None: it is
+    name: str = ""  # of what users run
 
     def __lt__(self, other: "Candidate") -> bool:
         return self.figures < other.figures
-
-    @property
-    def fits(self) -> bool:
-        """True if no memory limit is passed."""
-        return self.figures.fits
-
-    @property
-    def step_time_ns(self) -> int:
-        return self.figures.step_time_ns
-
-    @property
-    def replay(self) -> Simulation:
-        """The step in full; ValueError if it was not kept."""
-        if self.simulation is None:
-            raise ValueError("candidate: its simulation was not kept; make it with `Question.replay`")
-        return self.simulation
 
     @classmethod
     def start(cls, simulation: Simulation) -> "Candidate":
@@ -65,3 +100,113 @@ class Candidate:
         priority = np.empty(len(position), np.int64)
         priority[np.lexsort((position, simulation.op_start_ns))[::-1]] = np.arange(len(position))
         return cls(simulation.placement, priority=priority)
+
+    @classmethod
+    def of(cls, simulation: Simulation, order: str = B_LEVEL) -> "Candidate":
+        """Returns the candidate that `simulation` is, with a priority that runs it again; `order` is its name."""
+        return replace(cls.start(simulation), figures=Figures.of(simulation), order=order, simulation=simulation)
+
+    @classmethod
+    def estimated(cls, arrangement: Arrangement, figures: Figures, places: I64 | None = None) -> "Candidate":
+        """Returns an arrangement whose step was not simulated; without `places` what arithmetic says of it at least."""
+        return cls(_NOWHERE, figures, cut=BatchCut(arrangement, places=places))
+
+    @classmethod
+    def refused(cls, cut: BatchCut | None, reason: str = "") -> "Candidate":
+        """Returns one that is not allowed, for a reason; "": a constraint."""
+        return cls(_NOWHERE, cut=cut, refusal=reason)
+
+    @property
+    def fits(self) -> bool:
+        """True if it is allowed and passes no memory limit."""
+        return self.figures.fits and self.refusal is None
+
+    @property
+    def step_time_ns(self) -> int:
+        return self.figures.step_time_ns
+
+    @property
+    def status(self) -> str:
+        """OK, DOES_NOT_FIT, NOT_ALLOWED, or ESTIMATED for what was not simulated."""
+        if self.refusal is not None:
+            return NOT_ALLOWED
+        return ESTIMATED if self.simulation is None else OK if self.fits else DOES_NOT_FIT
+
+    @property
+    def missing_bytes(self) -> int:
+        """The bytes that the device lacks which lacks most; 0 where it fits or is not allowed."""
+        if self.simulation is not None:
+            return int(self.simulation.missing_bytes.max())
+        return 0 if self.refusal is not None else self.figures.excess_bytes
+
+    @property
+    def obstacle(self) -> str:
+        """The reason why it does not fit or is not allowed; "" where it may run."""
+        if self.refusal is not None or self.fits:
+            return self.refusal or ""
+        device = int(np.argmax(self.replay.missing_bytes))
+        name = self.problem.cluster.devices[device].name
+        return f"does not fit by {size(int(self.replay.missing_bytes[device]))} on {name}"
+
+    @property
+    def replay(self) -> Simulation:
+        """The step in full; ValueError if it was not kept."""
+        if self.simulation is None:
+            raise ValueError("candidate: its simulation was not kept; make it with `Question.replay`")
+        return self.simulation
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that its step solves."""
+        return self.replay.problem
+
+    @property
+    def way(self) -> Arrangement:
+        """The arrangement of the batch; ValueError for a placement of the graph as it is."""
+        if self.cut is None:
+            raise ValueError("candidate: its batch is not cut")
+        return self.cut.arrangement
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the batch; of a placement of the graph as it is, the whole one."""
+        return Layout() if self.cut is None else self.cut.arrangement.layout
+
+    @property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices [R][P] of each replica."""
+        return self.way.devices
+
+    @property
+    def step(self) -> Step | BatchStream:
+        """The step that was cut; ValueError where none was."""
+        if self.cut is None or self.cut.step is None:
+            raise ValueError("candidate: its step was not cut")
+        return self.cut.step
+
+    @property
+    def places(self) -> I64:
+        """The places [N] of a replica's ops; ValueError where they are not known."""
+        if self.cut is None or self.cut.places is None:
+            raise ValueError("candidate: the places of its ops are not known")
+        return self.cut.places
+
+    @property
+    def has_places(self) -> bool:
+        """True if more is known of it than arithmetic says: the places of a replica's ops."""
+        return self.cut is not None and self.cut.places is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """True for op placement of the whole step."""
+        return self.layout.is_whole
+
+    @property
+    def may_be_answer(self) -> bool:
+        """True if it was simulated as captured, whether or not it fits."""
+        return self.simulation is not None and (self.cut is None or self.cut.is_captured)
+
+    @property
+    def baseline(self) -> Baseline:
+        """The row of a comparison with an answer; ValueError for one that was not simulated."""
+        return Baseline("ok" if self.fits else "infeasible", self.step_time_ns, 0.0)

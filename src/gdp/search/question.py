@@ -1,15 +1,19 @@
-"""Question: what a solver is asked. It judges placements, of the problem as given or of its reduction."""
+"""Questions: `Question` is about the ops of one problem, `BatchQuestion` about a batch that may be cut."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from gdp.budget import Clock, has_time
+from gdp.cluster import Cluster
+from gdp.parallel.layout import Layout
+from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.noise import Noise, mean_step_time_ns
 from gdp.search.settings import DEFAULTS, Settings
+from gdp.simulator.constraints import Constraints
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import EXCHANGES_FIRST, PROGRAM, ZERO_BUBBLE, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem
@@ -23,7 +27,10 @@ _WITHOUT_PROGRAM = {PROGRAM: EXCHANGES_FIRST, ZERO_BUBBLE_PROGRAM: ZERO_BUBBLE}
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A problem, and all that an answer may depend on besides the budget. N ops."""
+    """A problem, and all that an answer may depend on besides the budget. N ops.
+
+    It judges placements, of the problem as given or of its reduction.
+    """
 
     problem: Problem
     reduction: Reduction  # of `problem`, to the same steps in fewer ops
@@ -71,7 +78,7 @@ class Question:
         step_time_ns = simulation.step_time_ns
         if self.noise is not None:
             step_time_ns = mean_step_time_ns(simulation, self.noise.original_ns)
-        figures = Figures(int(simulation.missing_bytes.sum()), step_time_ns)
+        figures = replace(Figures.of(simulation), step_time_ns=step_time_ns)
         return Candidate(simulation.placement, figures, None, order or self.problem.order, simulation)
 
     def try_orders(
@@ -119,3 +126,29 @@ class Question:
         """Returns the same question with a reduction that merges nothing."""
         noise = None if self.noise is None else replace(self.noise, reduced_ns=self.noise.original_ns)
         return replace(self, reduction=Reduction.nothing(self.problem), noise=noise)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchQuestion:
+    """A batch that may be cut over devices: a question to layouts, batches in flight and rivals."""
+
+    parts: Parts
+    cluster: Cluster
+    constraints: Constraints = field(default_factory=Constraints)
+    layout: Layout | None = None  # None: any
+    num_batches: int = 0  # in flight of a forward pass; 0: one training step is cut
+    seed: int = 0
+    checkpoint: str | None = None  # the file of a policy for op placement; None: the one that comes with gdp
+    num_threads: int | None = None  # None: as many as there are processors
+    on_progress: OnProgress | None = None  # told of each candidate that is simulated
+    settings: Settings = DEFAULTS
+
+    def about(self, problem: Problem, **others: object) -> Question:
+        """Returns the question of how to place the ops of `problem`; `others` are further fields."""
+        own = {"seed": self.seed, "checkpoint": self.checkpoint, "num_threads": self.num_threads}
+        return Question.about(problem, **own, settings=self.settings, **others)
+
+    def tell(self, candidate: Candidate) -> None:
+        """Reports a candidate to whoever asked."""
+        if self.on_progress is not None:
+            self.on_progress(candidate)

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from gdp.arrays import F64, I64
-from gdp.parallel.batches import ROUNDS, BatchStream, batch_ends
+from gdp.errors import InputError
+from gdp.parallel.batches import ROUNDS, BatchStream, batch_ends, in_flight, layout_in_flight
 from gdp.parallel.layout import Layout
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.orders import GPIPE
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import Simulation, simulate
+from gdp.simulator.simulate import Simulation, replay, simulate
 
 _FILL = ROUNDS // 2  # rounds that are not measured
 
@@ -92,3 +93,11 @@ def throughput_of_plan(problem: Problem, plan: Plan, num_batches: int) -> Throug
     whole = Problem.build(stream.graph, problem.cluster, limits)
     placement = stream.placement(plan.placement, [range(problem.num_devices)])
     return Throughput.of(simulate(whole, placement, priority=whole.priority(GPIPE, whole.b_level_ns)), layout)
+
+
+def throughput(plan: Plan) -> Throughput:
+    """Returns the figures of a plan of batches in flight, as `place(..., batches=N)` makes it."""
+    if plan.problem is None or not in_flight(plan.layout):
+        raise InputError("throughput: a plan of batches in flight is expected, as place(..., batches=N) makes it")
+    assert plan.layout is not None
+    return Throughput.of(replay(plan.problem, plan), layout_in_flight(plan.layout))

@@ -16,25 +16,8 @@ import numpy as np
 from gdp.arrays import F64, I64
 from gdp.errors import InputError
 from gdp.parallel.layout import AUTO, Layout
+from gdp.search.candidate import Arrangement
 from gdp.search.settings import DEFAULTS, LayoutSettings
-
-
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """A layout, and the devices of each replica in the order of its places; R replicas, P places."""
-
-    layout: Layout
-    devices: tuple[tuple[int, ...], ...]  # [R][P]
-
-    @property
-    def num_places(self) -> int:
-        """The number of devices of a replica."""
-        return len(self.devices[0])
-
-    @property
-    def all_devices(self) -> tuple[int, ...]:
-        """The devices that are used."""
-        return tuple(chain.from_iterable(self.devices))
 
 
 @dataclass(frozen=True, eq=False)

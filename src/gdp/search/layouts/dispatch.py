@@ -7,20 +7,19 @@ the program's order where it is as fast, since caches like it (`search/ops/good_
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
 from gdp.parallel.step import Step
-from gdp.search.candidate import Candidate, Figures
+from gdp.search.candidate import Candidate
 from gdp.search.layouts.published_1f1b import simulate_1f1b
 from gdp.search.settings import DEFAULTS, LargeSteps
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import B_LEVEL, ONE_F_ONE_B, PROGRAM, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import Simulation, simulate
+from gdp.simulator.simulate import simulate
 
 _AS_FAST = 1e-3  # of a step: by how much the order of the program may be slower
 
@@ -47,10 +46,10 @@ def best_dispatch(
     for order, level in ways:
         if found and problem.num_ops > large.slow_ops and not has_time(clock, 2 * problem.simulator.fastest_s):
             return preferred(found)
-        found.append(as_candidate(simulate(problem, placement, priority=problem.priority(order, level)), order))
+        found.append(Candidate.of(simulate(problem, placement, priority=problem.priority(order, level)), order))
     if problem.microbatch.max() > 0 and len(np.unique(placement[problem.microbatch >= 0])) > step.layout.data:
         published = simulate_1f1b(problem, placement, _stages(step, placement), step.replica, levels[:1])
-        found.append(as_candidate(published, ONE_F_ONE_B))
+        found.append(Candidate.of(published, ONE_F_ONE_B))
     return preferred(found)
 
 
@@ -84,9 +83,3 @@ def _stages(step: Step, placement: Placement) -> I64:
         turn[used[np.argsort(own[first])]] = np.arange(len(used))
         stages[ops] = turn[placement[ops]]
     return stages
-
-
-def as_candidate(simulation: Simulation, order: str = B_LEVEL) -> Candidate:
-    """Returns the candidate that `simulation` is, with a priority that runs it again; `order` is its name."""
-    figures = Figures(int(simulation.missing_bytes.sum()), simulation.step_time_ns)
-    return replace(Candidate.start(simulation), figures=figures, order=order, simulation=simulation)

@@ -30,8 +30,9 @@ from gdp.parallel.rings import Rings
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
-from gdp.search.layouts.arrangement import Arrangement, DeviceSpeeds
-from gdp.search.layouts.batch_parts import Parts
+from gdp.search.batch_parts import Parts
+from gdp.search.candidate import Arrangement, Candidate, Figures
+from gdp.search.layouts.arrangement import DeviceSpeeds
 from gdp.search.layouts.dispatch import levels_of
 from gdp.search.layouts.less_memory import with_chosen_blocks
 from gdp.search.layouts.part_figures import PartFigures, with_gradients_cut
@@ -45,16 +46,6 @@ from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 _ESTIMATE_US = 15.0  # for an op of a replica, before it was measured
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Expected figures of an arrangement; `places` [N] is where ops of a replica are."""
-
-    arrangement: Arrangement
-    step_time_ns: int
-    missing_bytes: int  # on the device that lacks most; 0: it fits
-    places: I64
 
 
 @dataclass(eq=False)
@@ -89,10 +80,10 @@ class Estimator:
         """[D] the memory that constraints leave."""
         return memory_limits(self.cluster, self.constraints)
 
-    def estimate(self, arrangement: Arrangement) -> Estimate:
+    def estimate(self, arrangement: Arrangement) -> Candidate:
         """Returns the fastest estimate over constructive places of a replica, of those that fit if any does."""
         guesses = [self._with_places(arrangement, places) for places in self._candidates(arrangement)]
-        return min(guesses, key=lambda guess: (guess.missing_bytes > 0, guess.step_time_ns))
+        return min(guesses)
 
     def has_time(self, arrangement: Arrangement) -> bool:
         """Returns whether there is time for an estimate."""
@@ -102,7 +93,7 @@ class Estimator:
         num_ops *= num_guesses * self._seen(layout, max(layout.microbatches), num_places)
         return has_time(self.clock, self.pace.seconds(num_ops))
 
-    def least(self, arrangement: Arrangement) -> Estimate:
+    def least(self, arrangement: Arrangement) -> Candidate:
         """Returns what a pipeline would take that is never empty, without rings: arithmetic alone.
 
         Memory is that of what is resident, spread over all places of a replica.
@@ -118,7 +109,7 @@ class Estimator:
             once_ns = float(figures.once_ns[fastest].min()) / num_places / (layout.data if layout.zero else 1)
             slowest_ns = max(slowest_ns, count / rate + once_ns)
             missing = max(missing, -(-(resident_bytes - int(self.limits_bytes[fastest].sum())) // num_places))
-        return Estimate(arrangement, int(slowest_ns), missing, np.zeros(0, np.int64))
+        return Candidate.estimated(arrangement, Figures(missing, int(slowest_ns)))
 
     def check_size(self, arrangement: Arrangement) -> None:
         """Raises InputError where a step on many devices has too many ops, the hops of its rings among them."""
@@ -236,7 +227,7 @@ class Estimator:
         ]
         return np.asarray(np.max(lacks, axis=0), np.int64)
 
-    def _with_places(self, arrangement: Arrangement, places: I64) -> Estimate:
+    def _with_places(self, arrangement: Arrangement, places: I64) -> Candidate:
         layout, num_places = self.resolved(arrangement, places), arrangement.num_places
         cut, figures = replace(arrangement, layout=layout), self.figures(layout)
         slowest_ns, missing = 0, int(self._lacking(cut, places).max())
@@ -250,7 +241,7 @@ class Estimator:
         slowest_ns += self._rings(arrangement, figures, slowest_ns)
         graph = self.parts.rough(layout.num_parts)
         busy_ns = busiest_channel_ns(self.cluster, arrangement, graph, places)
-        return Estimate(arrangement, max(slowest_ns, busy_ns), max(missing, 0), places)
+        return Candidate.estimated(arrangement, Figures(max(missing, 0), max(slowest_ns, busy_ns)), places)
 
     def _unlike(self, arrangement: Arrangement) -> list[int]:
         """Returns a replica of each kind: those with as many micro-batches on devices of the same kinds are alike."""
@@ -409,7 +400,7 @@ def _best_alone(problem: Problem, step: Step, placement: Placement) -> Simulatio
         found.append(simulate(problem, placement, priority=problem.priority(order, level)))
         if is_one_device and not found[-1].missing_bytes.any():
             return found[-1]
-    return min(found, key=lambda each: (each.missing_bytes.any(), each.step_time_ns))
+    return min(found, key=Figures.of)
 
 
 def constructed_places(problem: Problem, large: LargeSteps) -> list[I64]:

@@ -8,11 +8,11 @@ arithmetic --the most promising one--> estimate
 from collections.abc import Callable, Iterable
 
 from gdp.budget import Clock, has_time
-from gdp.search.layouts.arrangement import Arrangement
-from gdp.search.layouts.estimate import Estimate, Estimator
+from gdp.search.candidate import Arrangement, Candidate
+from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import with_less_memory
 
-Attempt = Callable[[Callable[[Arrangement], Estimate], Arrangement], Estimate | None]
+Attempt = Callable[[Callable[[Arrangement], Candidate], Arrangement], Candidate | None]
 """Returns an estimate of an arrangement by a function that makes one; None where the model does not allow it."""
 
 
@@ -22,7 +22,7 @@ class EstimateQueue:
     def __init__(self, estimator: Estimator, batch_size: int, attempt: Attempt, *, grows: bool = True) -> None:
         """With `grows` false none joins."""
         self.estimator = estimator
-        self.left: list[Estimate] = []
+        self.left: list[Candidate] = []
         self._batch_size, self._attempt, self._grows = batch_size, attempt, grows
         self._seen: set[Arrangement] = set()
         self._num_parts: set[int] = set()  # of the batch, that were looked at
@@ -45,40 +45,30 @@ class EstimateQueue:
                 self.left.append(least)
                 pending += self._smaller(least)[::-1]
 
-    def estimate(self, known: Estimate) -> None:
+    def estimate(self, known: Candidate) -> None:
         """Replaces what arithmetic says of an arrangement by an estimate."""
         self.left.remove(known)
-        estimate = self._attempt(self.estimator.estimate, known.arrangement)
+        estimate = self._attempt(self.estimator.estimate, known.way)
         if estimate is not None:
             self.left.append(estimate)
             self.add(self._smaller(estimate))
 
-    def best(self, clock: Clock) -> Estimate | None:
+    def best(self, clock: Clock) -> Candidate | None:
         """Returns the most promising of all, estimated; None where there is none, or time is up before."""
         while self.left and not clock.is_up:
-            most = min(self.left, key=promise)
-            if len(most.places):
+            most = min(self.left)
+            if most.has_places:
                 return most
-            if not self.estimator.has_time(most.arrangement):
+            if not self.estimator.has_time(most.way):
                 return None
             self.estimate(most)
             clock.spend(1)
         return None
 
-    def _smaller(self, estimate: Estimate) -> list[Arrangement]:
-        if can_fit(estimate) or not self._grows:
+    def _smaller(self, estimate: Candidate) -> list[Arrangement]:
+        if estimate.fits or not self._grows:
             return []
-        way = estimate.arrangement
+        way = estimate.way
         return with_less_memory(
             way, self._batch_size, self.estimator.settings.layouts, has_cpu=self.estimator.has_spare_cpu(way)
         )
-
-
-def can_fit(estimate: Estimate) -> bool:
-    """Returns whether nothing is known by which it does not fit."""
-    return not estimate.missing_bytes
-
-
-def promise(estimate: Estimate) -> tuple[int, int]:
-    """Returns figures to compare estimates by: the quickest that fits, else the one that lacks least."""
-    return estimate.missing_bytes, estimate.step_time_ns

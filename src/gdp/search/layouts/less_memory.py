@@ -12,7 +12,8 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
 from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
-from gdp.search.layouts.arrangement import Arrangement, more_microbatches
+from gdp.search.candidate import Arrangement
+from gdp.search.layouts.arrangement import more_microbatches
 from gdp.search.settings import DEFAULTS, LayoutSettings
 
 

@@ -9,7 +9,7 @@ D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clust
 M ops of a step, P stages.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from gdp.arrays import I64
 from gdp.graph import Graph
 from gdp.graph.copies import ACCUMULATE
 from gdp.parallel.graph_builder import with_controls
+from gdp.search.candidate import Figures
 from gdp.simulator.orders import ONE_F_ONE_B
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -31,14 +32,10 @@ def simulate_1f1b(
     `stage` and `replica` [M] are those of the ops. Without micro-batches ops start by the levels alone.
     """
     if problem.microbatch.max() < 1:
-        return _best(simulate(problem, placement, priority=level) for level in levels)
+        return min((simulate(problem, placement, priority=level) for level in levels), key=Figures.of)
     limited = replace(problem, graph=_limited(problem, stage, replica))
     orders = (simulate(limited, placement, priority=problem.priority(ONE_F_ONE_B, level)).order for level in levels)
-    return _best(simulate(problem, placement, order=order) for order in orders)
-
-
-def _best(simulations: Iterable[Simulation]) -> Simulation:
-    return min(simulations, key=lambda found: (int(found.missing_bytes.sum()), found.step_time_ns))
+    return min((simulate(problem, placement, order=order) for order in orders), key=Figures.of)
 
 
 def _limited(problem: Problem, stage: I64, replica: I64) -> Graph:

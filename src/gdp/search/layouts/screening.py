@@ -13,47 +13,46 @@ from dataclasses import replace
 import numpy as np
 
 from gdp.parallel.layout import BLOCKS, NONE, Layout
-from gdp.search.layouts.arrangement import Arrangement, forced, more_microbatches, replicated_ways
-from gdp.search.layouts.estimate import Estimate
-from gdp.search.layouts.estimate_queue import EstimateQueue, can_fit, promise
-from gdp.search.layouts.trial import Choosing, Trial
+from gdp.search.candidate import Arrangement, Candidate
+from gdp.search.layouts.arrangement import forced, more_microbatches, replicated_ways
+from gdp.search.layouts.estimate_queue import EstimateQueue
+from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.simulator.simulate import NEVER
 
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
 
 
 class Screening:
-    """The arrangements that are left, and trials of others."""
+    """The arrangements that are left, and candidates of those that were simulated."""
 
-    def __init__(self, search: Choosing, trials: Sequence[Trial] = ()) -> None:
-        """`trials` are known already; shares of the budget are those of what is left of it now."""
-        self.search, self.trials, self._settings = search, [*trials], search.settings.layouts
+    def __init__(self, search: LayoutSearch, simulated: Sequence[Candidate] = ()) -> None:
+        """`simulated` are known already; shares of the budget are those of what is left of it now."""
+        self.search, self.simulated, self._settings = search, [*simulated], search.settings.layouts
         self._clock = search.clock.part()
-        self._has_least = search.layout is not None  # what takes the least memory was simulated, or is not asked for
+        is_asked = search.question.layout is not None  # a layout is asked for
+        self._has_least = is_asked  # what takes the least memory was simulated, or is not asked for
         self._is_tight = False  # it alone is known to fit
-        self._queue = EstimateQueue(
-            search.estimator, search.parts.batch_size, search.attempt, grows=search.layout is None
-        )
-        self._put_aside: list[Estimate] = []  # there is no time to look at them
+        self._queue = EstimateQueue(search.estimator, search.parts.batch_size, search.attempt, grows=not is_asked)
+        self._put_aside: list[Candidate] = []  # there is no time to look at them
 
     @property
-    def estimates(self) -> list[Estimate]:
+    def estimates(self) -> list[Candidate]:
         """Estimates of the arrangements that were not simulated, the most promising first."""
-        return sorted([*self._queue.left, *self._put_aside], key=promise)
+        return sorted([*self._queue.left, *self._put_aside])
 
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search), self._clock.until(self._settings.screen_share))
         while self._queue.left and not self._is_over(next_one := self._next()):
-            may_fit = can_fit(next_one) and len(next_one.places) > 0 and not self.trials
+            may_fit = next_one.fits and next_one.has_places and not self.simulated
             is_tight = self._fitting_ns is None and not may_fit
             if is_tight and not self._has_least and self._clock.share_spent > self._settings.screen_share:
-                self.trials += self.with_least_memory()
+                self.simulated += self.with_least_memory()
             else:
                 self._advance(next_one)
-        if self.search.cluster.is_large and all(trial.is_whole for trial in self.trials):
+        if self.search.question.cluster.is_large and all(candidate.is_whole for candidate in self.simulated):
             self._simulate_most_promising()
-        if self.search.layout is None:
+        if self.search.question.layout is None:
             for zero in USUAL_ZERO:
                 self._simulate_usual(zero)
 
@@ -67,7 +66,7 @@ class Screening:
             self._advance(next_one, is_needed=False)
         return self._fitting_ns is not None
 
-    def _next(self) -> Estimate:
+    def _next(self) -> Candidate:
         """Returns the arrangement to look at next: the most promising one.
 
         After `screen_share` of the budget one whose estimate fits; after `late_share`, one with an estimate. Where
@@ -75,57 +74,56 @@ class Screening:
         """
         share = self._clock.share_spent
         left = self._readable(self._queue.left) or self._queue.left
-        if (
-            not self.trials and share > self._settings.first_share
-        ):  # pipelines take long to estimate, and a plan should be there soon
-            left = [each for each in left if each.arrangement.num_places == 1 and can_fit(each)] or left
-        estimated = [each for each in left if len(each.places) and (can_fit(each) or share > self._settings.late_share)]
-        return min(estimated if estimated and share > self._settings.screen_share else left, key=promise)
+        # pipelines take long to estimate, and a plan should be there soon
+        if not self.simulated and share > self._settings.first_share:
+            left = [each for each in left if each.way.num_places == 1 and each.fits] or left
+        estimated = [each for each in left if each.has_places and (each.fits or share > self._settings.late_share)]
+        return min(estimated if estimated and share > self._settings.screen_share else left)
 
-    def _readable(self, estimates: Sequence[Estimate]) -> list[Estimate]:
+    def _readable(self, estimates: Sequence[Candidate]) -> list[Candidate]:
         """Returns those of `estimates` whose part of the batch is read, or can be in the time left."""
-        readable = self.search.parts.readable({each.arrangement.layout.num_parts for each in estimates})
-        return [each for each in estimates if each.arrangement.layout.num_parts in readable]
+        readable = self.search.parts.readable({each.way.layout.num_parts for each in estimates})
+        return [each for each in estimates if each.way.layout.num_parts in readable]
 
-    def _is_over(self, next_one: Estimate) -> bool:
-        clock, num_trials = self._clock, len(self.trials)
+    def _is_over(self, next_one: Candidate) -> bool:
+        clock, num_simulated = self._clock, len(self.simulated)
         fitting_ns = self._fitting_ns
         if fitting_ns is None:
             is_late = clock.stop.is_set() or clock.share_spent > self._settings.late_share
-            return num_trials > 0 and (
-                is_late or (num_trials >= self._settings.most_simulated and not can_fit(next_one))
+            return num_simulated > 0 and (
+                is_late or (num_simulated >= self._settings.most_simulated and not next_one.fits)
             )
-        is_far = not can_fit(next_one) or next_one.step_time_ns > self._settings.far_estimate * fitting_ns
+        is_far = not next_one.fits or next_one.step_time_ns > self._settings.far_estimate * fitting_ns
         is_late = clock.share_spent > (self._settings.late_share if self._is_tight else self._settings.screen_share)
-        return is_far or num_trials >= self._settings.most_simulated or is_late or clock.stop.is_set()
+        return is_far or num_simulated >= self._settings.most_simulated or is_late or clock.stop.is_set()
 
     @property
     def _fitting_ns(self) -> int | None:
-        """The step time of the best trial that fits; None: there is none."""
-        return min((trial.step_time_ns for trial in self.trials if trial.fits), default=None)
+        """The step time of the best candidate that fits; None: there is none."""
+        return min((candidate.step_time_ns for candidate in self.simulated if candidate.fits), default=None)
 
-    def _advance(self, known: Estimate, *, is_needed: bool = True) -> None:
+    def _advance(self, known: Candidate, *, is_needed: bool = True) -> None:
         """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation.
 
-        What there is no time for is put aside, unless there is no trial yet and one `is_needed`.
+        What there is no time for is put aside, unless there is no candidate yet and one `is_needed`.
         """
-        search, way = self.search, known.arrangement
-        is_needed = is_needed and not self.trials
-        if not is_needed and not (search.has_time(way) if len(known.places) else search.estimator.has_time(way)):
+        search, way = self.search, known.way
+        is_needed = is_needed and not self.simulated
+        if not is_needed and not (search.has_time(way) if known.has_places else search.estimator.has_time(way)):
             self._queue.left.remove(known)
             self._put_aside.append(known)
-        elif len(known.places):
+        elif known.has_places:
             self._queue.left.remove(known)
-            trial = search.attempt(lambda way: search.simulate(way, known.places), way)
-            self.trials += [] if trial is None else [trial]
-            self._is_tight &= trial is None or not trial.fits
+            candidate = search.attempt(lambda way: search.simulate(way, known.places), way)
+            self.simulated += [] if candidate is None else [candidate]
+            self._is_tight &= candidate is None or not candidate.fits
         else:
             self._queue.estimate(known)
 
     def _simulate_most_promising(self) -> None:
         """Simulates the best estimate, if it promises more than op placement: all time may have gone into estimates."""
-        estimated = [each for each in self._queue.left if len(each.places) and can_fit(each)]
-        best = min(self._readable(estimated), key=promise, default=None)
+        estimated = [each for each in self._queue.left if each.has_places and each.fits]
+        best = min(self._readable(estimated), default=None)
         if best is not None and best.step_time_ns < (self._fitting_ns or NEVER) and not self._clock.stop.is_set():
             self._advance(best)
 
@@ -136,54 +134,58 @@ class Screening:
         def is_usual(layout: Layout) -> bool:
             return layout.zero == zero and layout.is_even and layout.recompute == layout.offload == NONE
 
-        while not any(len(trial.devices[0]) == 1 and is_usual(trial.layout) for trial in self.trials if trial.fits):
-            alone = [each for each in self._queue.left if each.arrangement.num_places == 1]
-            usual = [each for each in alone if is_usual(each.arrangement.layout)]
-            widest = max((each.arrangement.layout.data for each in usual), default=0)
-            best = min((each for each in usual if each.arrangement.layout.data == widest), key=promise, default=None)
+        def is_there() -> bool:
+            fitting = [each for each in self.simulated if each.fits]
+            return any(len(each.devices[0]) == 1 and is_usual(each.layout) for each in fitting)
+
+        while not is_there():
+            alone = [each for each in self._queue.left if each.way.num_places == 1]
+            usual = [each for each in alone if is_usual(each.way.layout)]
+            widest = max((each.way.layout.data for each in usual), default=0)
+            best = min((each for each in usual if each.way.layout.data == widest), default=None)
             limit_ns = self._settings.far_usual * (self._fitting_ns or NEVER)
             is_late = clock.stop.is_set() or (clock.share_spent > self._settings.usual_share and zero > 0)
-            if best is None or not can_fit(best) or best.step_time_ns > limit_ns or is_late or self._loses(best):
+            if best is None or not best.fits or best.step_time_ns > limit_ns or is_late or self._loses(best):
                 return
             self._advance(best)
 
-    def with_least_memory(self) -> list[Trial]:
-        """Returns trials of FSDP with all blocks recomputed, once: with more micro-batches until it fits.
+    def with_least_memory(self) -> list[Candidate]:
+        """Returns candidates of FSDP with all blocks recomputed, once: with more micro-batches until it fits.
 
         The first is simulated at any time, others while there is time.
         """
         ways = [way for way in _ways(self.search) if way.num_places == 1 and way.layout.zero == 3]
         way = None if self._has_least else max(ways, key=lambda way: way.layout.data, default=None)
         self._has_least = True
-        trials: list[Trial] = []
+        candidates: list[Candidate] = []
         while way is not None and not self._is_tight and not self._clock.stop.is_set():
             cut = replace(way, layout=replace(way.layout, recompute=BLOCKS))
-            trial = self.search.attempt(self._simulated_together, cut)
-            if trial is None:
+            candidate = self.search.attempt(self._simulated_together, cut)
+            if candidate is None:
                 break
-            trials.append(trial)
-            self._is_tight = trial.fits
+            candidates.append(candidate)
+            self._is_tight = candidate.fits
             is_late = self._clock.share_spent > self._settings.late_share or not self.search.has_time(cut)
             way = None if is_late else more_microbatches(way, self.search.parts.batch_size, self._settings)
-        return trials
+        return candidates
 
-    def _simulated_together(self, way: Arrangement) -> Trial:
+    def _simulated_together(self, way: Arrangement) -> Candidate:
         """Returns the step of `way` with all ops of a replica in one place."""
         num_ops = self.search.parts.exact(way.layout.num_parts).num_ops
         return self.search.simulate(way, np.zeros(num_ops, np.int64), is_captured=True)
 
-    def _loses(self, known: Estimate) -> bool:
+    def _loses(self, known: Candidate) -> bool:
         """Returns whether a large step of replicas on one device each computes for longer than the best one takes."""
-        way = known.arrangement
+        way = known.way
         if self.search.num_ops(way) < self.search.settings.large.winning_ops or self._fitting_ns is None:
             return False
         return self.search.estimator.least(way).step_time_ns >= self._fitting_ns
 
 
-def _ways(search: Choosing) -> list[Arrangement]:
+def _ways(search: LayoutSearch) -> list[Arrangement]:
     """Returns all arrangements, or those of the layout that is asked for."""
     machine, batch_size = search.estimator.machine, search.parts.batch_size
-    if search.layout is not None:
-        return [] if search.layout.is_whole else forced(machine, search.layout, batch_size)
+    if (layout := search.question.layout) is not None:
+        return [] if layout.is_whole else forced(machine, layout, batch_size)
     ways = replicated_ways(machine, batch_size, is_fixed=search.parts.is_fixed)
     return sorted(ways, key=lambda way: way.num_places)  # those that are quickest to look at

@@ -11,7 +11,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.graph import Graph
-from gdp.search.layouts.arrangement import Arrangement
+from gdp.search.candidate import Arrangement
 
 
 def busiest_channel_ns(cluster: Cluster, arrangement: Arrangement, graph: Graph, places: I64) -> int:

@@ -10,6 +10,7 @@ from gdp.placers.base import devices_by_speed
 from gdp.placers.call_grids import call_grids
 from gdp.placers.contiguous import folded_chain, stages
 from gdp.placers.replicated import replicated_stages
+from gdp.search.candidate import Figures
 from gdp.search.ops.local_search import diverse_starts
 from gdp.search.question import Question
 from gdp.simulator.orders import B_LEVEL, BY_CALL
@@ -93,4 +94,4 @@ def in_program_order(simulation: Simulation) -> Simulation:
     if problem.microbatch.max() >= 1 or problem.graph.is_collective.any():
         return simulation
     other = simulate(problem, simulation.placement, priority=np.arange(problem.num_ops)[::-1])
-    return min(other, simulation, key=lambda each: (int(each.missing_bytes.sum()), each.step_time_ns))
+    return min(other, simulation, key=Figures.of)

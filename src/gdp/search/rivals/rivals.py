@@ -13,94 +13,69 @@ too, and leave CPUs beside accelerators idle. R replicas, P stages, D devices, N
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.cluster import Cluster, Device
+from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.copies import RECOMPUTED
 from gdp.graph.microbatches import shared_ops
-from gdp.notebook import size
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
-from gdp.search.layouts.batch_parts import Parts
+from gdp.search.candidate import UNKNOWN, Arrangement, BatchCut, Candidate
 from gdp.search.layouts.dispatch import levels_of
 from gdp.search.layouts.published_1f1b import simulate_1f1b
+from gdp.search.question import BatchQuestion
 from gdp.search.rivals.equal_stages import equal_stages
+from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.costs import op_times
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import NEVER, Simulation
-
-SimulatedStep = tuple[Step, Simulation]
+from gdp.simulator.simulate import Simulation
 
 
-@dataclass(frozen=True, eq=False)
-class RivalStep:
-    """The best step of a rival; the one nearest to fitting if none fits, and none at all if there is none."""
-
-    layout: Layout | None
-    simulation: Simulation | None
-    reason: str = ""  # why there is no step that fits
-    num_tried: int = 0  # layouts that were simulated
-    step: Step | None = None  # that `simulation` is of
-
-    @property
-    def fits(self) -> bool:
-        """True if memory and all other constraints are respected."""
-        return self.simulation is not None and self.simulation.feasible
-
-    @property
-    def step_time_ns(self) -> int | None:
-        """The step time; None where nothing fits."""
-        return self.simulation.step_time_ns if self.fits and self.simulation is not None else None
+def accelerators(question: BatchQuestion) -> list[int]:
+    """Returns the accelerators, by number; all devices if there is none."""
+    kinds = [device.kind.lower() for device in question.cluster.devices]
+    return [number for number, kind in enumerate(kinds) if "cpu" not in kind] or list(range(len(kinds)))
 
 
-@dataclass(frozen=True, eq=False)
-class RivalQuestion:
-    """The question to a rival: a batch in parts, and the devices."""
+def _by_speed(question: BatchQuestion) -> I64:
+    """Returns the accelerators by number, the faster ones first."""
+    devices = accelerators(question)
+    times_ns = op_times(question.parts.exact(1), question.cluster)[:, devices].clip(0).sum(axis=0)
+    return np.array(devices)[np.argsort(times_ns, kind="stable")]
 
-    parts: Parts
-    cluster: Cluster
-    constraints: Constraints | None = None
 
-    @cached_property
-    def devices(self) -> list[int]:
-        """The accelerators, by number; all devices if there is none."""
-        kinds = [device.kind.lower() for device in self.cluster.devices]
-        return [number for number, kind in enumerate(kinds) if "cpu" not in kind] or list(range(len(kinds)))
+def _simulated(question: BatchQuestion, layout: Layout, stage: I64, grid: I64) -> Candidate:
+    """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
 
-    @cached_property
-    def by_speed(self) -> I64:
-        """The accelerators by number, the faster ones first."""
-        times_ns = op_times(self.parts.exact(1), self.cluster)[:, self.devices].clip(0).sum(axis=0)
-        return np.array(self.devices)[np.argsort(times_ns, kind="stable")]
+    Rings avoid slow links. Over hosts, the better of one ring over all and of rings inside and between them, as NCCL
+    chooses.
+    """
+    cluster, graph = question.cluster, question.parts.exact(layout.num_parts)
+    names = [[cluster.devices[number].name.rpartition(".")[0] for number in column] for column in grid.T.tolist()]
+    hosts = [np.unique(column, return_inverse=True)[1] for column in names]
+    sizes = np.bincount(hosts[0])
+    over_hosts = len(sizes) > 1 and len(set(sizes.tolist())) == 1 and sizes[0] > 1
+    ways = [None, hosts[0].tolist()] if over_hosts and all((own == hosts[0]).all() for own in hosts) else [None]
+    ring = ring_over(cluster, grid)
+    steps = [
+        simulate_layout(graph, layout, cluster, stage, grid, question.constraints, ring=ring, hosts=way) for way in ways
+    ]
+    return min(_candidate(layout, grid, *each) for each in steps)
 
-    def simulate(self, graph: Graph, layout: Layout, stage: I64, grid: I64) -> SimulatedStep:
-        """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
 
-        Rings avoid slow links. Over hosts, the better of one ring over all and of rings inside and between them, as
-        NCCL chooses.
-        """
-        names = [[device.name.rpartition(".")[0] for device in self._of(column)] for column in grid.T]
-        hosts = [np.unique(column, return_inverse=True)[1] for column in names]
-        sizes = np.bincount(hosts[0])
-        over_hosts = len(sizes) > 1 and len(set(sizes.tolist())) == 1 and sizes[0] > 1
-        ways = [None, hosts[0].tolist()] if over_hosts and all((own == hosts[0]).all() for own in hosts) else [None]
-        ring = ring_over(self.cluster, grid)
-        steps = [
-            simulate_layout(graph, layout, self.cluster, stage, grid, self.constraints, ring=ring, hosts=way)
-            for way in ways
-        ]
-        return min(steps, key=lambda each: (not each[1].feasible, each[1].step_time_ns))
-
-    def _of(self, numbers: I64) -> list[Device]:
-        return [self.cluster.devices[number] for number in numbers.tolist()]
+def _candidate(layout: Layout, grid: I64, step: Step, simulation: Simulation) -> Candidate:
+    """Returns the candidate that a step is; one that breaks another constraint than memory is not allowed."""
+    cut = BatchCut(Arrangement(layout, tuple(map(tuple, grid.tolist()))), step)
+    candidate = replace(Candidate.of(simulation), cut=cut)
+    is_allowed = simulation.feasible or simulation.missing_bytes.any()
+    return candidate if is_allowed else replace(candidate, figures=UNKNOWN, refusal=simulation.reasons[0])
 
 
 def simulate_layout(
@@ -114,7 +89,7 @@ def simulate_layout(
     ring: Sequence[int] | None = None,
     hosts: Sequence[int] | None = None,
     in_program_order: bool = False,
-) -> SimulatedStep:
+) -> tuple[Step, Simulation]:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
 
     `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `ring` and `hosts` [R] as in `Step.of`.
@@ -140,58 +115,68 @@ def _check_modelled(step: Step) -> None:
         raise InputError("recomputation finds no block in this graph; leave recompute out")
 
 
-def ddp(question: RivalQuestion) -> RivalStep:
+def ddp(question: BatchQuestion) -> Solution:
     """Returns the step of DistributedDataParallel."""
     return _accumulating(question, zero=0)
 
 
-def zero1(question: RivalQuestion) -> RivalStep:
+def zero1(question: BatchQuestion) -> Solution:
     """Returns the step of data parallelism with the optimizer's state cut over replicas."""
     return _accumulating(question, zero=1)
 
 
-def fsdp(question: RivalQuestion) -> RivalStep:
+def fsdp(question: BatchQuestion) -> Solution:
     """Returns the step of fully sharded data parallelism."""
     return _accumulating(question, zero=3)
 
 
-def _accumulating(question: RivalQuestion, zero: int) -> RivalStep:
+def _accumulating(question: BatchQuestion, zero: int) -> Solution:
     """Returns the step with a replica a device and the fewest micro-batches that fit.
 
     Where those are several, all blocks may be recomputed for fewer of them, if that is faster. Where the batch has no
     equal part for each device, some devices are left out, the slowest first.
     """
-    count = len(question.devices)
+    devices = accelerators(question)
+    count = len(devices)
     if count == 1 and zero:
-        return RivalStep(None, None, "one device has no replicas to cut state over")
+        return Solution(Candidate.refused(None, "one device has no replicas to cut state over"))
     while count > 2 and not question.parts.divides(count):
         count -= 1
-    is_all = count == len(question.devices)
-    grid = (np.array(question.devices) if is_all else np.sort(question.by_speed[:count]))[:, None]
+    is_all = count == len(devices)
+    grid = (np.array(devices) if is_all else np.sort(_by_speed(question)[:count]))[:, None]
     kept = _fewest_microbatches(question, Layout((1,) * count, zero), grid)
-    if kept.layout is None or kept.simulation is None or (kept.fits and max(kept.layout.microbatches) == 1):
+    best = kept.best
+    assert best is not None
+    if best.simulation is None or (best.fits and max(best.layout.microbatches) == 1):
         return kept
     again = _fewest_microbatches(question, Layout((1,) * count, zero, recompute=BLOCKS), grid)
-    is_better = again.fits and (again.step_time_ns or NEVER) < (kept.step_time_ns or NEVER)
-    return replace(again if is_better else kept, num_tried=kept.num_tried + again.num_tried)
+    is_better = again.best is not None and again.best.fits and again.best < best
+    return Solution(again.best if is_better else best, looked_at=(*kept.looked_at, *again.looked_at))
 
 
-def _fewest_microbatches(question: RivalQuestion, layout: Layout, grid: I64) -> RivalStep:
+def _fewest_microbatches(question: BatchQuestion, layout: Layout, grid: I64) -> Solution:
     """Returns the step of `layout` with the fewest micro-batches that fit; the nearest to it where none does."""
-    nearest = RivalStep(None, None, _uneven(question, layout.data))
-    for num_tried, microbatches in enumerate(question.parts.counts(layout.data), 1):
+    tried: list[Candidate] = []
+    for microbatches in question.parts.counts(layout.data):
         way = replace(layout, microbatches=(microbatches,) * layout.data)
         try:
-            graph = question.parts.exact(way.num_parts)
-            step, simulation = question.simulate(graph, way, np.zeros(graph.num_ops, np.int64), grid)
+            stage = np.zeros(question.parts.exact(way.num_parts).num_ops, np.int64)
+            candidate = _simulated(question, way, stage, grid)
         except InputError as error:
-            return nearest if num_tried > 1 else RivalStep(way, None, str(error))
-        if simulation.feasible:
-            return RivalStep(way, simulation, num_tried=num_tried, step=step)
-        nearest = replace(_nearer(nearest, way, simulation), num_tried=num_tried)
-        if (_held_bytes(simulation) > simulation.problem.memory_limit_bytes).any():
+            tried = tried or [_impossible(way, grid, error)]
+            break
+        tried.append(candidate)
+        if candidate.fits:
+            return Solution(candidate, looked_at=tuple(tried))
+        if (_held_bytes(candidate.replay) > candidate.problem.memory_limit_bytes).any():
             break  # parameters and optimizer state, of which more micro-batches free nothing
-    return nearest
+    nearest = min(tried, default=Candidate.refused(None, _uneven(question, layout.data)))
+    return Solution(nearest, looked_at=tuple(each for each in tried if each.simulation is not None))
+
+
+def _impossible(layout: Layout, grid: I64, error: InputError) -> Candidate:
+    """Returns a layout that the model does not allow."""
+    return Candidate.refused(BatchCut(Arrangement(layout, tuple(map(tuple, grid.tolist())))), str(error))
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,39 +190,42 @@ class _Grid:
     excess_bytes: int  # what parameters and optimizer state alone pass the memory limit by
 
 
-def megatron(question: RivalQuestion) -> RivalStep:
+def megatron(question: BatchQuestion) -> Solution:
     """Returns the best step over all grids, micro-batches and both ways to map replicas to devices.
 
     A grid is simulated with recomputation where it does not fit without: that only adds work. Grids whose busiest
     device computes for longer than the best step takes are left out.
     """
     grids = sorted(_grids(question), key=lambda grid: (grid.excess_bytes > 0, grid.likely_ns, grid.excess_bytes))
-    num_tried, best, best_ns = 0, None, NEVER
-    nearest = RivalStep(None, None, _uneven(question, len(question.devices)))
+    tried: list[Candidate] = []
+    refused = Candidate.refused(None, _uneven(question, len(accelerators(question))))
     for grid in grids:
-        if best is not None and (grid.excess_bytes or grid.bound_ns >= best_ns):
+        best = min(tried, default=refused)
+        if best.fits and (grid.excess_bytes or grid.bound_ns >= best.step_time_ns):
             continue
-        if grid.excess_bytes and nearest.simulation is not None:
+        if grid.excess_bytes and any(not each.fits for each in tried):
             break  # the others hold more
         for recompute in (NONE, BLOCKS):
             layout = replace(grid.layout, recompute=recompute)
             try:
-                step, simulation = _simulated(question, layout, grid.devices)
+                tried.append(_simulated(question, layout, _stages(question, layout, grid.devices), grid.devices))
             except InputError as error:
-                if nearest.simulation is None:
-                    nearest = RivalStep(layout, None, str(error))
+                refused = _impossible(layout, grid.devices, error)
                 continue
-            num_tried += 1
-            if simulation.feasible:
-                if simulation.step_time_ns < best_ns:
-                    best, best_ns = RivalStep(layout, simulation, step=step), simulation.step_time_ns
+            if tried[-1].fits:
                 break
-            nearest = _nearer(nearest, layout, simulation)
-    return replace(best or nearest, num_tried=num_tried)
+    return Solution(min(tried, default=refused), looked_at=tuple(tried))
 
 
-def _grids(question: RivalQuestion) -> Iterator[_Grid]:
-    num_devices = len(question.devices)
+def _stages(question: BatchQuestion, layout: Layout, devices: I64) -> I64:
+    problem = Problem.build(question.parts.exact(layout.num_parts), question.cluster)
+    stage = equal_stages(problem, devices.shape[1])
+    assert stage is not None, "the layers are those of the graph that the grid was found with"
+    return stage
+
+
+def _grids(question: BatchQuestion) -> Iterator[_Grid]:
+    num_devices = len(accelerators(question))
     for num_replicas in range(1, num_devices + 1):
         if num_devices % num_replicas:
             continue
@@ -253,14 +241,7 @@ def _grids(question: RivalQuestion) -> Iterator[_Grid]:
                     yield _bounded(question, problem, layout, stage, devices)
 
 
-def _simulated(question: RivalQuestion, layout: Layout, devices: I64) -> SimulatedStep:
-    graph = question.parts.exact(layout.num_parts)
-    stage = equal_stages(Problem.build(graph, question.cluster), devices.shape[1])
-    assert stage is not None, "the layers are those of the graph that the grid was found with"
-    return question.simulate(graph, layout, stage, devices)
-
-
-def _bounded(question: RivalQuestion, problem: Problem, layout: Layout, stage: I64, devices: I64) -> _Grid:
+def _bounded(question: BatchQuestion, problem: Problem, layout: Layout, stage: I64, devices: I64) -> _Grid:
     graph, count = problem.graph, layout.microbatches[0]
     is_source, is_update = shared_ops(graph)
     times = np.where(is_source | is_update, 1, count)[:, None] * np.maximum(problem.op_time_ns, 0)
@@ -272,18 +253,18 @@ def _bounded(question: RivalQuestion, problem: Problem, layout: Layout, stage: I
         busy_ns[:, number] = times[ops].sum(axis=0)[devices[:, number]]
         held[number] = graph.resident_bytes[ops].sum()
     bound_ns = int(busy_ns.max())
-    limits = memory_limits(question.cluster, question.constraints or Constraints())
+    limits = memory_limits(question.cluster, question.constraints)
     excess = int(np.maximum(held - limits[devices], 0).sum())
     bubble = (num_stages - 1) / count
     return _Grid(layout, devices, bound_ns, bound_ns * (1 + bubble), excess)
 
 
-def _device_grids(question: RivalQuestion, num_replicas: int, num_stages: int) -> list[I64]:
+def _device_grids(question: BatchQuestion, num_replicas: int, num_stages: int) -> list[I64]:
     """Returns the grids [R, P] of devices: the stages of a replica side by side, and the replicas of a stage.
 
     The second is Megatron's order of ranks. They differ only where devices or routes do.
     """
-    devices = np.array(question.devices)
+    devices = np.array(accelerators(question))
     inner = devices.reshape(num_replicas, num_stages)
     outer = devices.reshape(num_stages, num_replicas).T
     cluster = question.cluster
@@ -300,22 +281,10 @@ def _held_bytes(simulation: Simulation) -> I64:
     return np.bincount(simulation.placement, graph.resident_bytes, count).astype(np.int64)
 
 
-def _uneven(question: RivalQuestion, count: int) -> str:
+def _uneven(question: BatchQuestion, count: int) -> str:
     return f"a batch of {question.parts.batch_size} has no {count} equal parts"
 
 
-def _nearer(nearest: RivalStep, layout: Layout, simulation: Simulation) -> RivalStep:
-    """Returns the step that lacks less memory, with what it lacks on the fullest device."""
-    before = nearest.simulation
-    if before is not None and before.missing_bytes.max() <= simulation.missing_bytes.max():
-        return nearest
-    device = int(np.argmax(simulation.missing_bytes))
-    missing = int(simulation.missing_bytes[device])
-    name = simulation.problem.cluster.devices[device].name
-    reason = f"does not fit by {size(missing)} on {name}" if missing else simulation.reasons[0]
-    return RivalStep(layout, simulation, reason)
-
-
-RIVALS: Mapping[str, Callable[[RivalQuestion], RivalStep]] = MappingProxyType(
+RIVALS: Mapping[str, Callable[[BatchQuestion], Solution]] = MappingProxyType(
     {"ddp": ddp, "zero1": zero1, "fsdp": fsdp, "megatron": megatron}
 )
