@@ -153,8 +153,8 @@ def failing(*_args, **_keywords):
         pass
     raise ImportError("half a module")
 
-module.app, sys.argv = failing, ["gdp"]
-sys.exit(module.main())
+sys.argv = ["gdp"]
+sys.exit(module.main(commands=failing))
 """
     for number in (signal.SIGINT, signal.SIGTERM):
         command = [sys.executable, "-c", script.format(number=int(number))]
