@@ -27,6 +27,7 @@ RUN = [page for page in PAGES if page not in RECORDS]
 LONG = {"exports.md", "tutorial.md"} | {
     page.name for page in (*DOCS.glob("models-*.md"), *DOCS.glob("howto/*.md")) if page.name != "onnx.md"
 }
+LAST_COMMIT = re.compile(r"commit [0-9a-f]{7} is the last")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?=[\s`=\]'\",):;|/]|\.\s|$)")
 OF_OTHER_TOOLS = {  # options of torchrun, vLLM, Megatron-LM, torchtitan and pip
     "--nproc-per-node",
@@ -86,11 +87,11 @@ def test_long_blocks_run(page: Path, tmp_path: Path, graphs: Path) -> None:
 
 
 def test_commands_parse() -> None:
-    """Every command in a block of a page, and every command in the text of a record, could be run."""
+    """Every command of a page could be run, and a record has one, or names the last commit that had it."""
     commands = {page: list(command_lines(page)) for page in PAGES}
     for page in RECORDS:
         commands[page] += inline_commands(page)
-    assert all(commands[page] for page in RECORDS)
+    assert [page for page in RECORDS if not (commands[page] or LAST_COMMIT.search(page.read_text()))] == []
     assert commands[ROOT / "README.md"]
     for command in itertools.chain.from_iterable(commands.values()):
         check_command(command)
