@@ -23,7 +23,7 @@ from benchmarks import model_configs
 from benchmarks.benchmark import Benchmark, Say, require_seconds
 from benchmarks.rows import Rows
 from gdp.bounds.lower_bound import lower_bound
-from gdp.budget import Budget, Clock
+from gdp.budget import Budget, Clock, Effort, search_s
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.graph import Graph
@@ -31,7 +31,6 @@ from gdp.models.source import ModelSource
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
-from gdp.planning.fixed_time import search_s, written_s
 from gdp.planning.warm_up import warm_up
 from gdp.search.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
@@ -219,7 +218,7 @@ def _measured_step(model: str, layout: str, cluster: Cluster, budget_s: float) -
         phases.time(AS_JSON[0], lambda: Graph.load(other))
     problem, bound_ns = _time_fixed(phases, cut, cluster)
     by_hand_ns = _by_hand_ns(step, part, problem)
-    search = Budget(seconds=search_s(budget_s, phases.seconds["read"], written_s(graph.num_ops)))
+    search = Budget(seconds=search_s(budget_s, phases.seconds["read"], Effort().written_s(graph.num_ops)))
     plan, first_s, searched_s = _timed_search(
         lambda tell: place(
             graph,
@@ -268,7 +267,7 @@ def _measured_choice(model: str, layout: str, cluster: Cluster, budget_s: float)
     parts = Parts.of(model)
     parts.exact(1)
     parts.read_ahead(cluster.num_devices)
-    budget = Budget(seconds=search_s(budget_s, 0.0, written_s(parts.exact(1).num_ops)))
+    budget = Budget(seconds=search_s(budget_s, 0.0, Effort().written_s(parts.exact(1).num_ops)))
     solution, first_s, searched_s = _timed_search(
         lambda tell: choose_layout(
             BatchQuestion(parts, cluster, num_threads=1, on_progress=lambda candidate: tell(candidate.fits)),

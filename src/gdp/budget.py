@@ -1,4 +1,4 @@
-"""Budgets of a search: seconds, or a number of simulations, which makes an answer reproducible."""
+"""Budgets of a search: seconds, or a number of simulations, which makes an answer reproducible; what work takes."""
 
 import contextlib
 import re
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gdp.errors import InputError
 
@@ -69,6 +69,68 @@ class Budget:
         return f"{self.simulations}sims" if self.seconds is None else f"{self.seconds:g}s"
 
 
+@dataclass(slots=True)
+class Pace:
+    """The time that one kind of work takes for each op of a step, as it was for the largest step so far."""
+
+    op_us: float  # at first a guess
+    num_ops: int = 0  # of the step that it was measured on; 0: none was
+
+    def seconds(self, num_ops: int) -> float:
+        """Returns about how long the work takes for a step of `num_ops`."""
+        return 1e-6 * self.op_us * num_ops
+
+    @contextlib.contextmanager
+    def measured(self, num_ops: int, clock: "Clock | None") -> Iterator[None]:
+        """Measures the work of the block, on a step of `num_ops`, by `clock`; without a clock, by that of the wall."""
+        timer = time.monotonic if clock is None else lambda: clock.seconds
+        began = timer()
+        yield
+        if num_ops >= self.num_ops:
+            self.num_ops, self.op_us = num_ops, 1e6 * (timer() - began) / num_ops
+
+
+@dataclass(slots=True, eq=False)
+class Effort:
+    """Beside a clock: how long work takes on this machine, learned as it goes, and what may pass a budget's end.
+
+    First guesses, in us an op, are of one core of a Xeon at 2.5 GHz (`python -m benchmarks scale`).
+    """
+
+    read_kept: Pace = field(default_factory=lambda: Pace(10.0))  # a step from the cache
+    estimate: Pace = field(default_factory=lambda: Pace(15.0))  # a replica's step
+    simulate: Pace = field(default_factory=lambda: Pace(15.0))  # a step is cut, and simulated in several orders
+    close: Pace = field(default_factory=lambda: Pace(8.0))  # bound, fingerprint and replay of the answer, plan file
+    write_plan: Pace = field(default_factory=lambda: Pace(3.0))  # replay of a plan, and its file
+    write_graph: Pace = field(default_factory=lambda: Pace(1.0))
+    write_report: Pace = field(default_factory=lambda: Pace(8.0))
+
+    def written_s(self, num_ops: int, *, has_graph: bool = False, has_report: bool = False) -> float:
+        """Returns about how long it takes to write the plan of a step of `num_ops`, with its graph and its report."""
+        paces = [self.write_plan, *([self.write_graph] * has_graph), *([self.write_report] * has_report)]
+        return sum(pace.seconds(num_ops) for pace in paces)
+
+
+PREPARED, REPLAYED = 20, 4  # simulations that take as long as to prepare a search, and to replay its answer
+PLACERS_LATE_S = 0.5  # that placers may take after the time, all together: those that take milliseconds run always
+REPLAYS_LATE_S = 0.2  # the same for replays of the answer under noise
+ORDERS_LATE_S = 0.1  # the same for further priorities of a search's cycle
+_LATE_SHARE, _LATE_S = 0.1, 0.5  # that a command may take longer than its budget
+
+
+def search_s(total_s: float, spent_s: float, last_s: float) -> float:
+    """Returns the seconds for a search and advice in a budget of `total_s`, after `spent_s` and before `last_s`.
+
+    At least half of the budget is for the search.
+    """
+    return max(total_s - spent_s - last_s, total_s / 2)
+
+
+def latest_s(total_s: float) -> float:
+    """Returns the seconds after the begin of a budget of `total_s` by which all files are to be written."""
+    return (1 + _LATE_SHARE) * total_s + _LATE_S
+
+
 @dataclass(slots=True, eq=False)
 class _Meter:
     """The total that all parts of a clock have spent."""
@@ -76,6 +138,7 @@ class _Meter:
     timer: Callable[[], float]
     started: float
     simulations: int = 0
+    effort: Effort = field(default_factory=Effort)
 
 
 class Clock:
@@ -109,6 +172,11 @@ class Clock:
     def simulations(self) -> int:
         """Simulations spent by all parts of the clock."""
         return self._meter.simulations
+
+    @property
+    def effort(self) -> Effort:
+        """How long work takes, as all parts of the clock have learned it."""
+        return self._meter.effort
 
     @property
     def seconds_left(self) -> float | None:
@@ -173,27 +241,6 @@ class Clock:
         clock = copy(self)
         clock._begin, clock._end = begin, end
         return clock
-
-
-@dataclass(slots=True)
-class Pace:
-    """The time that one kind of work takes for each op of a step, as it was for the largest step so far."""
-
-    op_us: float  # at first a guess
-    num_ops: int = 0  # of the step that it was measured on; 0: none was
-
-    def seconds(self, num_ops: int) -> float:
-        """Returns about how long the work takes for a step of `num_ops`."""
-        return 1e-6 * self.op_us * num_ops
-
-    @contextlib.contextmanager
-    def measured(self, num_ops: int, clock: Clock | None) -> Iterator[None]:
-        """Measures the work of the block, on a step of `num_ops`, by `clock`; without a clock, by that of the wall."""
-        timer = time.monotonic if clock is None else lambda: clock.seconds
-        began = timer()
-        yield
-        if num_ops >= self.num_ops:
-            self.num_ops, self.op_us = num_ops, 1e6 * (timer() - began) / num_ops
 
 
 def has_time(clock: Clock | None, seconds: float = 0.0) -> bool:

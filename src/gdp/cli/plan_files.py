@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gdp.budget import Effort
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import check_writable, log
 from gdp.errors import InputError
@@ -41,6 +42,7 @@ class PlanFiles:
     are_asked_for: bool  # by --out, which may overwrite
     note: str = ""  # why names are numbered
     written: list[Path] = field(default_factory=list)
+    effort: Effort = field(default_factory=Effort)
 
     @classmethod
     def of(cls, request: PlaceRequest) -> "PlanFiles":
@@ -70,9 +72,7 @@ class PlanFiles:
 
     def written_s(self, num_ops: int) -> float:
         """Returns about how long it takes to write them for a step of `num_ops`."""
-        from gdp.planning.fixed_time import written_s
-
-        return written_s(num_ops, has_graph=self.graph is not None, has_report=self.report is not None)
+        return self.effort.written_s(num_ops, has_graph=self.graph is not None, has_report=self.report is not None)
 
     def check(self) -> None:
         """Raises InputError if one cannot be written."""
@@ -110,7 +110,6 @@ class PlanFiles:
         After `stop` no files are written that would take seconds, and no long report that would end after `latest_s`,
         by `time.monotonic`; notes say which.
         """
-        from gdp.planning.fixed_time import report_s
         from gdp.report.layout_answer import LayoutAnswer
         from gdp.report.page import write_page
         from gdp.report.page_data import PageData
@@ -137,7 +136,11 @@ class PlanFiles:
                     reason = ""
                     if is_long and stop is not None and stop.is_set():
                         reason = _TAKES_SECONDS
-                    elif is_long and path == self.report and time.monotonic() + report_s(problem.num_ops) > latest_s:
+                    elif (
+                        is_long
+                        and path == self.report
+                        and time.monotonic() + self.effort.write_report.seconds(problem.num_ops) > latest_s
+                    ):
                         reason = "that takes longer than the budget has"
                     else:
                         line.say(f"writing {path}")

@@ -89,8 +89,7 @@ class PlaceRequest:
 
         Writing takes `written_s`. At least half of the budget stays for the answer.
         """
-        from gdp.budget import Budget
-        from gdp.planning.fixed_time import latest_s, search_s
+        from gdp.budget import Budget, latest_s, search_s
 
         total_s = self.budget.seconds
         if total_s is None:

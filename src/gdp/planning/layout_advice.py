@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 
 from gdp.bounds.layout_bound import layout_bound
-from gdp.budget import Clock, Pace
+from gdp.budget import Clock
 from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
 from gdp.graph import Graph
@@ -60,7 +60,7 @@ def advise_on_layouts(solution: Solution, parts: Parts, constraints: Constraints
     for change in _layout_changes(quick, cluster, constraints, memory_matters=matters):
         estimate = None
         if not clock.is_up:
-            estimate = _best_estimate(change, factors, clock, estimator.pace)
+            estimate = _best_estimate(change, factors, clock)
         if estimate is None:
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
             not_asked.append(f"{change.change} ({why})")
@@ -208,12 +208,9 @@ def _kind(way: Arrangement) -> _Kind:
     return way.layout.zero, way.num_places == 1
 
 
-def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock, pace: Pace) -> Candidate | None:
-    """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before.
-
-    `pace` is that of estimates so far.
-    """
-    estimator = Estimator(change.parts, change.cluster, change.constraints, clock=clock, pace=pace)
+def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock) -> Candidate | None:
+    """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before."""
+    estimator = Estimator(change.parts, change.cluster, change.constraints, clock=clock)
 
     def attempt(action: Callable[[Arrangement], Candidate], way: Arrangement) -> Candidate | None:
         with contextlib.suppress(InputError):  # of parts that are not known

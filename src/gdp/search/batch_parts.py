@@ -9,7 +9,7 @@ from itertools import combinations
 from math import inf
 from types import MappingProxyType
 
-from gdp.budget import Clock
+from gdp.budget import Clock, Effort
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import one_microbatch
@@ -17,8 +17,6 @@ from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
 from gdp.models.source import ModelSource
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.search.settings import DEFAULTS, LargeSteps
-
-_KEPT_US = 10.0  # that an op takes which is read from the cache
 
 
 class Parts:
@@ -186,12 +184,13 @@ class Parts:
 
     def readable(self, counts: Iterable[int]) -> set[int]:
         """Returns those of the numbers of parts whose steps were read, or can be in the time left."""
-        clock, left_s = self._clock, inf
+        clock, left_s, effort = self._clock, inf, Effort()
         if clock is not None:
+            effort = clock.effort
             seconds_left = clock.seconds_left
             left_s = 0.0 if clock.stop.is_set() else inf if seconds_left is None else seconds_left
         num_ops = max((graph.num_ops for graph in self._exact.values()), default=0)
-        captured_s, kept_s = max(self._seconds.values()), 1e-6 * _KEPT_US * num_ops
+        captured_s, kept_s = max(self._seconds.values()), effort.read_kept.seconds(num_ops)
         return {
             count
             for count in counts

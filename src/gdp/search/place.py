@@ -17,7 +17,7 @@ import numpy as np
 
 from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound
-from gdp.budget import Budget, Clock
+from gdp.budget import REPLAYS_LATE_S, Budget, Clock
 from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction
 from gdp.errors import InputError
@@ -44,8 +44,6 @@ from gdp.units.reduction import Reduction, reduce
 
 Placeable = str | ModelSource | Parts | GraphSource | Problem | tuple[Any, ...]
 """A MODEL, the parts of a batch, a step, or (module, args) and (module, args, kwargs)."""
-
-RECORD_S = 0.2  # seconds that the replays under noise of the answer may take after the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,7 @@ def completed(question: BatchQuestion, solution: Solution, clock: Clock, noise_s
         return plan
     search = plan.search
     if noise_share:
-        part, settings = clock.at_least(RECORD_S), question.settings.noise
+        part, settings = clock.at_least(REPLAYS_LATE_S), question.settings.noise
         noisy = step_times_under_noise(replay(plan.problem, plan), noise_share, question.seed + 1, part, settings)
         search = replace(search, under_noise=noisy)
     if "single" not in search.baselines:
@@ -280,7 +278,7 @@ def _search_record(solution: Solution, best: Simulation, clock: Clock, robust: f
     assert solution.best is not None
     noisy = None
     if robust:
-        part = clock.at_least(RECORD_S)
+        part = clock.at_least(REPLAYS_LATE_S)
         noisy = step_times_under_noise(best, robust, question.seed + 1, part, question.settings.noise)
     return Search(
         seconds=clock.seconds,

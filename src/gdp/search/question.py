@@ -21,7 +21,6 @@ from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.reduction import Reduction, reduce
 
 OnProgress = Callable[[Candidate], None]
-PREPARED, REPLAYED = 20, 4  # simulations that take as long as to prepare a search, and to replay its answer
 _WITHOUT_PROGRAM = {PROGRAM: EXCHANGES_FIRST, ZERO_BUBBLE_PROGRAM: ZERO_BUBBLE}
 
 

@@ -103,7 +103,7 @@ def _finalists(search: LayoutSearch, candidates: Sequence[Candidate]) -> list[Ca
     if wholes:
         wholes = [each for each in wholes if each.simulation is None or lower_bound(each.problem) < limit_ns]
     elif layout is None or layout.is_whole:
-        has_time = best is None or search.clock.has(search.simulation.seconds(search.parts.exact(1).num_ops))
+        has_time = best is None or search.clock.has(search.clock.effort.simulate.seconds(search.parts.exact(1).num_ops))
         clock = search.clock.part(search.settings.layouts.quick_share)
         wholes = _ops_placed(search, clock, limit_ns) if has_time else []
     return [*wholes, *chosen]
@@ -199,7 +199,7 @@ def _searched(search: LayoutSearch, candidate: Candidate, clock: Clock) -> Candi
     if candidate.simulation is None or is_kept:
         return candidate
     num_ops, way, settings = candidate.problem.num_ops, candidate.way, search.settings
-    clock = clock.before(search.closing_s(num_ops))
+    clock = clock.before(search.clock.effort.close.seconds(num_ops))
     if clock.is_up or not (candidate.is_whole or clock.has(search.seconds(way))):
         return candidate
     if len(way.devices[0]) > 1 and len(way.devices) > 1 and not _is_searched(candidate):

@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.budget import Clock, Pace, has_time
+from gdp.budget import Clock, Effort, has_time
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.errors import InputError
@@ -45,8 +45,6 @@ from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
-_ESTIMATE_US = 15.0  # for an op of a replica, before it was measured
-
 
 @dataclass(eq=False)
 class Estimator:
@@ -57,7 +55,6 @@ class Estimator:
     constraints: Constraints
     settings: Settings = DEFAULTS
     clock: Clock | None = None  # looked at where blocks are chosen
-    pace: Pace = field(default_factory=lambda: Pace(_ESTIMATE_US))  # of replicas
     _figures: dict[tuple[int, str | tuple[str, ...]], PartFigures] = field(default_factory=dict)
     _rings_ns: dict[tuple[tuple[tuple[int, ...], ...], tuple[int, ...] | None], int] = field(default_factory=dict)
     _places: dict[tuple[tuple[str, ...], tuple[int, ...]], list[I64]] = field(default_factory=dict)
@@ -80,6 +77,11 @@ class Estimator:
         """[D] the memory that constraints leave."""
         return memory_limits(self.cluster, self.constraints)
 
+    @cached_property
+    def effort(self) -> Effort:
+        """How long estimates take."""
+        return Effort() if self.clock is None else self.clock.effort
+
     def estimate(self, arrangement: Arrangement) -> Candidate:
         """Returns the fastest estimate over constructive places of a replica, of those that fit if any does."""
         guesses = [self._with_places(arrangement, places) for places in self._candidates(arrangement)]
@@ -91,7 +93,7 @@ class Estimator:
         num_ops = self.parts.rough(layout.num_parts).num_ops
         num_guesses = 1 if num_places == 1 else self.settings.layouts.most_guesses
         num_ops *= num_guesses * self._seen(layout, max(layout.microbatches), num_places)
-        return has_time(self.clock, self.pace.seconds(num_ops))
+        return has_time(self.clock, self.effort.estimate.seconds(num_ops))
 
     def least(self, arrangement: Arrangement) -> Candidate:
         """Returns what a pipeline would take that is never empty, without rings: arithmetic alone.
@@ -265,7 +267,7 @@ class Estimator:
         share = _gradient_share(layout, layout.microbatches[replica])
         key = (layout.num_parts, is_captured, layout.recompute, layout.offload, kinds, few, share, places.tobytes())
         if key not in self._replicas:
-            with self.pace.measured(few * self.parts.rough(layout.num_parts).num_ops, self.clock):
+            with self.effort.estimate.measured(few * self.parts.rough(layout.num_parts).num_ops, self.clock):
                 step = self._step(layout, few, share)
                 problem = self.alone(step.graph, devices)
                 placement = step.placement(places, [range(len(own))], None if cpus is None else [len(own)])

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from gdp.arrays import I64
-from gdp.budget import Clock, Pace
+from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.ring_order import ring_over
@@ -26,8 +26,6 @@ from gdp.simulator.problem import Problem
 from gdp.stop import skip_on_interrupt
 
 _T = TypeVar("_T")
-_SIMULATION_US = 15.0  # for an op, before it was measured: to cut the step, and to simulate it in several orders
-_CLOSING_US = 8.0  # the same at the end: bound, fingerprint, replay and plan file
 
 
 @dataclass(eq=False)
@@ -40,7 +38,6 @@ class LayoutSearch:
     classical: ClassicalRuns | None = None  # of op placement of a large step
     baselines: Mapping[str, Baseline] = field(default_factory=dict)  # that op placement began from
     best: Candidate | None = None  # of those that may be the answer, simulated so far
-    simulation: Pace = field(default_factory=lambda: Pace(_SIMULATION_US))  # of whole steps
     estimator: Estimator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,15 +77,12 @@ class LayoutSearch:
 
     def seconds(self, way: Arrangement) -> float:
         """Returns about how long it takes to simulate the step of `way`."""
-        return self.simulation.seconds(self.num_ops(way))
-
-    def closing_s(self, num_ops: int) -> float:
-        """Returns about how long the answer takes once a step of `num_ops` is chosen."""
-        return 1e-6 * _CLOSING_US * num_ops
+        return self.clock.effort.simulate.seconds(self.num_ops(way))
 
     def has_time(self, way: Arrangement) -> bool:
         """Returns whether the step of `way` can be simulated, and be the answer."""
-        return self.clock.has(self.seconds(way) + self.closing_s(self.num_ops(way)))
+        num_ops, effort = self.num_ops(way), self.clock.effort
+        return self.clock.has(effort.simulate.seconds(num_ops) + effort.close.seconds(num_ops))
 
     def simulate(
         self, arrangement: Arrangement, places: I64, *, is_captured: bool = False, reserve_bytes: int = 0
@@ -107,7 +101,7 @@ class LayoutSearch:
         cut = self.estimator.resolved(arrangement, places, reserve_bytes=reserve_bytes)
         cpus, num_ops, candidates = self.estimator.cpus(arrangement), self.num_ops(arrangement), list[Candidate]()
         for hosts in self.estimator.ring_hosts(arrangement)[: 1 if num_ops > self.settings.large.slow_ops else None]:
-            with self.simulation.measured(num_ops, self.clock):
+            with self.clock.effort.simulate.measured(num_ops, self.clock):
                 candidates.append(self._simulated(replace(arrangement, layout=cut), graph, places, hosts, cpus))
             if candidates[-1].refusal is not None:
                 break

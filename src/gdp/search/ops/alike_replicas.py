@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gdp.arrays import I64, narrow, rows_of
-from gdp.budget import Clock
+from gdp.budget import PREPARED, REPLAYED, Clock
 from gdp.cluster import WORD_DEVICES
 from gdp.cluster.changes import only
 from gdp.graph.excerpts import Excerpt
 from gdp.placers.replicated import ReplicatedChain, replicated_stages
 from gdp.search.candidate import Candidate
-from gdp.search.question import PREPARED, REPLAYED, Question
+from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units

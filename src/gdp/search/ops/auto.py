@@ -11,7 +11,7 @@ for the policy and for the search.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gdp.budget import Clock
+from gdp.budget import PREPARED, REPLAYED, Clock
 from gdp.placers.call_grids import call_grids
 from gdp.placers.exact import exact
 from gdp.placers.interleaved import interleaved_stages
@@ -23,7 +23,7 @@ from gdp.search.ops.fewer_microbatches import Few, best_of_few
 from gdp.search.ops.local_search import LocalSearch, diverse_starts
 from gdp.search.ops.over_64_devices import search_on_many
 from gdp.search.ops.zero_shot import draw_near
-from gdp.search.question import PREPARED, REPLAYED, Question
+from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.streaming.stream_weights import stream_weights
 from gdp.simulator.problem import Problem

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gdp.budget import Clock
+from gdp.budget import PLACERS_LATE_S, Clock
 from gdp.placers import CLASSICAL, NoTimeError
 from gdp.search.candidate import Candidate
 from gdp.search.ops.fewer_microbatches import Few
@@ -13,7 +13,6 @@ from gdp.simulator.orders import B_LEVEL
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Placement, Problem
 
-QUICKLY_S = 0.5  # that placers may take even after the time, all together
 _STAGES = ("contiguous", "dp-stages")
 
 
@@ -38,7 +37,7 @@ class ClassicalRuns:
         Of all, those are left out that there is no time for, once an answer fits; there is always time for placers that
         take milliseconds. A placer ends after half of the time left, with the best that it has.
         """
-        least = clock.at_least(QUICKLY_S)
+        least = clock.at_least(PLACERS_LATE_S)
         for name in names:
             if clock.stop.is_set() and (self.candidates or self.question.is_large):
                 return
@@ -54,7 +53,7 @@ class ClassicalRuns:
                 continue
             began = time.perf_counter()
             try:
-                found = self._best_of(name, least.part(0.5).at_least(min(QUICKLY_S, least.seconds_left or 0.0)))
+                found = self._best_of(name, least.part(0.5).at_least(min(PLACERS_LATE_S, least.seconds_left or 0.0)))
             except NoTimeError:
                 self.baselines[name] = Baseline("skipped", None, time.perf_counter() - began)
                 continue

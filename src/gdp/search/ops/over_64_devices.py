@@ -12,14 +12,14 @@ from dataclasses import replace
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.budget import Clock
+from gdp.budget import REPLAYED, Clock
 from gdp.cluster import WORD_DEVICES
 from gdp.cluster.changes import only
 from gdp.placers.base import devices_by_speed
 from gdp.search.candidate import Candidate
 from gdp.search.ops.annealing import is_too_wide
 from gdp.search.ops.local_search import LocalSearch
-from gdp.search.question import REPLAYED, Question
+from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

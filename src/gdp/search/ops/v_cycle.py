@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64
-from gdp.budget import Clock
+from gdp.budget import ORDERS_LATE_S, Clock
 from gdp.placers.memory_repair import excess_bytes
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.ops import annealing
@@ -24,8 +24,6 @@ from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, run_batch
 from gdp.units.grouping import group_units, move_arrays
 from gdp.units.units import Pairs, Units
-
-_RETUNED_S = 0.1  # that further priorities may take after the time
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +104,7 @@ class Island:
             share = min(max(num_moves * level // sum(levels), 1), left)
             best = self._anneal(best, level, mate, share, clock)
             left -= share
-        return best if clock.stop.is_set() else self._retune(best, clock.at_least(_RETUNED_S))
+        return best if clock.stop.is_set() else self._retune(best, clock.at_least(ORDERS_LATE_S))
 
     def _anneal(
         self, start: Candidate, num_groups: int, mate: Placement | None, num_moves: int, clock: Clock
