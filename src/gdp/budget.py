@@ -92,7 +92,7 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class Effort:
-    """Beside a clock: how long work takes on this machine, learned as it goes, and what may pass a budget's end.
+    """The time that work takes on this machine, learned as it goes: an estimate for each op of a step.
 
     First guesses, in us an op, are of one core of a Xeon at 2.5 GHz (`python -m benchmarks scale`).
     """
@@ -175,7 +175,7 @@ class Clock:
 
     @property
     def effort(self) -> Effort:
-        """How long work takes, as all parts of the clock have learned it."""
+        """The time that work takes, as all parts of the clock have learned it."""
         return self._meter.effort
 
     @property

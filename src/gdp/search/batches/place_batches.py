@@ -70,7 +70,7 @@ class _BatchSearch:
 
     def alone(self, graph: Graph, devices: Sequence[int]) -> Problem:
         """Returns the problem of placing `graph` on `devices`, with the memory that constraints leave there."""
-        return self._estimator.alone(graph, devices)
+        return self._estimator.replicas.alone(graph, devices)
 
     def local_search(self, problem: Problem, clock: Clock) -> LocalSearch:
         """Returns a search of `problem`."""

@@ -213,7 +213,7 @@ def _replica_searched(search: LayoutSearch, candidate: Candidate, clock: Clock) 
     layout, devices, known = candidate.layout, candidate.devices[0], candidate.places
     graph = search.parts.exact(layout.num_parts)
     step = Step.of(graph, Layout((layout.microbatches[0],), recompute=candidate.step.layout.recompute))
-    problem = search.estimator.alone(step.graph, devices)
+    problem = search.estimator.replicas.alone(step.graph, devices)
     placement = step.placement(known, [range(len(devices))])
     answer = _placed_from(search, problem, best_dispatch(problem, step, placement, large=search.settings.large), clock)
     places = np.empty_like(known)

@@ -73,7 +73,9 @@ class LayoutSearch:
         num_ops = self.parts.rough(layout.num_parts).num_ops * sum(layout.microbatches)
         if layout.data == 1:
             return num_ops
-        return num_ops + self.estimator.num_exchanging(way, self.estimator.figures(layout).gradient_bytes)
+        return num_ops + self.estimator.rings.num_exchanging(
+            way, self.estimator.replicas.figures(layout).gradient_bytes
+        )
 
     def seconds(self, way: Arrangement) -> float:
         """Returns about how long it takes to simulate the step of `way`."""
@@ -100,7 +102,7 @@ class LayoutSearch:
             places = self.estimator.estimate(arrangement).places
         cut = self.estimator.resolved(arrangement, places, reserve_bytes=reserve_bytes)
         cpus, num_ops, candidates = self.estimator.cpus(arrangement), self.num_ops(arrangement), list[Candidate]()
-        for hosts in self.estimator.ring_hosts(arrangement)[: 1 if num_ops > self.settings.large.slow_ops else None]:
+        for hosts in self.estimator.rings.hosts(arrangement)[: 1 if num_ops > self.settings.large.slow_ops else None]:
             with self.clock.effort.simulate.measured(num_ops, self.clock):
                 candidates.append(self._simulated(replace(arrangement, layout=cut), graph, places, hosts, cpus))
             if candidates[-1].refusal is not None:
