@@ -7,7 +7,7 @@ halved and doubled. A number that moves no plan of any problem is not worth a na
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class TunedProblem:
 
     @property
     def name(self) -> str:
-        return f"{self.model} on {self.devices}" + (", ops" if self.parallel == "none" else "")
+        return f"{self.model} on {self.devices}" + (" (ops)" if self.parallel == "none" else "")
 
 
 PROBLEMS = (
@@ -88,7 +88,7 @@ class TunablesBenchmark(Benchmark):
         moved: dict[str, set[str]] = defaultdict(set)
         readers: dict[str, set[str]] = defaultdict(set)
         for problem in [problem for problem in PROBLEMS if problem.name in self.problems]:
-            usual = self._row(rows, problem, "usual", lambda problem=problem: self._traced(problem, rows))
+            usual = self._row(rows, problem, "usual", partial(self._traced, problem, rows))
             for number in usual["reads"]:
                 if not self._is_asked(number):
                     continue
@@ -98,7 +98,7 @@ class TunablesBenchmark(Benchmark):
                     if changed is None:
                         continue
                     made = self._row(
-                        rows, problem, f"{number}-{factor:g}", lambda p=problem, s=changed: self._placed(p, s, rows)
+                        rows, problem, f"{number}-{factor:g}", partial(self._placed, problem, changed, rows)
                     )
                     if made["plan"] != usual["plan"]:
                         moved[number].add(problem.name)
