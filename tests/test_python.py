@@ -53,6 +53,15 @@ def test_a_capture_is_placed_on_named_devices_in_seconds() -> None:
     assert captured.graph.name == "Linear"
 
 
+def test_a_module_with_inputs_is_a_model() -> None:
+    """A module and its inputs are placed in layouts, as their MODEL would be."""
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    plan = gdp.place((net, (ones(16, 64),)), "2xl4-24g", parallel="data=2", budget="20sims", num_threads=1)
+    assert plan.status == "ok"
+    assert plan.layout is not None
+    assert plan.layout["data"] == 2
+
+
 @pytest.mark.parametrize(
     ("graph", "cluster", "keywords", "message"),
     [

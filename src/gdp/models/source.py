@@ -52,7 +52,7 @@ class ModelSource:
 
         name = type(example[0]).__name__
         source = cls(f"{name}:inputs", reading)
-        source._built = Built.by(lambda: example, name).copied()
+        source._named, source._built = example[0], Built.by(lambda: example, name).copied()
         return source
 
     def whole(self) -> Model:
