@@ -67,6 +67,7 @@ def test_what_is_no_budget(text: str) -> None:
 
 
 def test_a_clock_ends_earlier_or_not_before_some_seconds() -> None:
+    """`before` ends a clock some seconds earlier, and `at_least` leaves it at least some seconds."""
     now = [0.0]
     clock = Clock(Budget(seconds=10.0), timer=lambda: now[0])
     assert clock.before(3.0).seconds_left == 7.0
@@ -77,6 +78,7 @@ def test_a_clock_ends_earlier_or_not_before_some_seconds() -> None:
 
 
 def test_seconds_do_not_end_a_clock_that_counts_simulations() -> None:
+    """Seconds do not limit a clock that counts simulations or no clock at all, but a stop leaves no time."""
     clock = Clock(Budget(simulations=10))
     assert clock.before(3.0).simulations_left == clock.at_least(3.0).simulations_left == 10
     assert has_time(clock, 1e9)

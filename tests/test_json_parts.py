@@ -18,6 +18,7 @@ DOCUMENT = st.dictionaries(st.sampled_from(["ops", "tensors", "name"]) | TEXT, V
 
 @given(DOCUMENT, st.integers(1, 60), st.booleans())
 def test_parts_give_the_document_of_the_whole(document: object, part_bytes: int, is_indented: bool) -> None:
+    """Reading JSON in parts of any size gives the original document."""
     content = orjson.dumps(document, option=orjson.OPT_INDENT_2 if is_indented else None)
     assert loads(content, part_bytes) == document
 

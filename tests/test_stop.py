@@ -17,6 +17,7 @@ def interrupt(number: int = signal.SIGTERM) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_cuts_work_short_that_can_be_skipped_and_stops(number: int) -> None:
+    """An interrupt cuts skippable work short and sets the stop."""
     with stop_on_interrupt(has_answer=True) as stop:
         assert skip_on_interrupt(stop, lambda: interrupt(number)) is None
         assert (stop.is_set(), stop.is_skippable) == (True, False)
@@ -34,12 +35,14 @@ def test_only_the_innermost_work_is_cut_short_and_no_other_later() -> None:
 
 
 def test_without_an_answer_an_interrupt_ends_everything() -> None:
+    """Without an answer, an interrupt in skippable work raises KeyboardInterrupt and does not set the stop."""
     with stop_on_interrupt(has_answer=False) as stop, pytest.raises(KeyboardInterrupt):
         skip_on_interrupt(stop, interrupt)
     assert not stop.is_set()
 
 
 def test_work_that_finds_the_answer_is_not_cut_short() -> None:
+    """An interrupt after work has found the answer sets the stop but lets that work finish."""
     with stop_on_interrupt(has_answer=False) as stop:
 
         def find() -> str:
@@ -51,6 +54,8 @@ def test_work_that_finds_the_answer_is_not_cut_short() -> None:
 
 
 def test_errors_go_on_unless_an_interrupt_causes_them() -> None:
+    """An error in skippable work is raised unless an interrupt caused it."""
+
     def fail() -> NoReturn:
         raise ImportError
 
@@ -83,6 +88,7 @@ def test_signals_close_together_neither_escape_nor_wait_for_each_other() -> None
 
 
 def test_other_events_and_none_are_taken() -> None:
+    """Work runs to its end with a plain event or None in place of a stop, and a new stop is not set."""
     assert not Stop(has_answer=True).is_set()
     for event in (threading.Event(), None):
         assert skip_on_interrupt(event, lambda: "done") == "done"

@@ -127,6 +127,7 @@ def test_files_and_functions_of_jax_are_served_too(capsys: pytest.CaptureFixture
 def test_what_makes_no_sense_is_refused_in_one_line(
     options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`--batches` is refused in one line when its number is bad or the other options do not allow it."""
     assert main(["place", "deep:build", "--devices", DEVICES, "--budget", "20sims", *options]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert problem in lines[-1]
@@ -134,6 +135,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(
 
 
 def test_nothing_fits_is_said_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """When no layout fits, `place --batches` exits with status 3 and says that nothing fits in memory."""
     command = ["deep:build", "--devices", DEVICES, "--inference", "--batches", "2", "--budget", "20sims"]
     limits = [word for gpu in range(2) for word in ("--max-memory", f"gpu{gpu}=2MiB")]
     assert main(["place", *command, *limits]) == 3

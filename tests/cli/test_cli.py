@@ -69,6 +69,7 @@ def place(*args: str) -> list[str]:
 
 
 def test_a_learned_placer_is_shown_beside_a_single_device_and_the_expert(run: Run) -> None:
+    """A learned placer has just a single device and the expert as baselines, and is faster than the single device."""
     status, out, _ = run("place", "graph.json.gz", "--devices", DEVICES, "--placer", "gdp-zero-shot", "--json")
     document = json.loads(out)
     assert status == 0
@@ -78,6 +79,7 @@ def test_a_learned_placer_is_shown_beside_a_single_device_and_the_expert(run: Ru
 
 
 def test_place_writes_a_plan_that_verifies_and_says_what_to_do_next(run: Run) -> None:
+    """`place` writes a plan that verifies, prints its figures and baselines, and names a next command that works."""
     status, out, err = run(*place())
     assert (status, err) == (0, "")
     plan = Plan.load("plan.json")
@@ -102,6 +104,7 @@ def test_place_writes_a_plan_that_verifies_and_says_what_to_do_next(run: Run) ->
 
 
 def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run: Run) -> None:
+    """`place --json` prints one object that has exactly the documented keys and agrees with the files written."""
     status, out, err = run(*place("--json", "--out", "answers"))
     assert (status, err, out.count("\n")) == (0, "", 1)
     answer = json.loads(out)
@@ -151,6 +154,7 @@ def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run:
 
 
 def test_options_of_place_reach_the_search(run: Run) -> None:
+    """The pins, seed and noise level that `place` is given take effect in the plan and the printed answer."""
     constraints = ["--pin", "left=gpu1", "--pin", "right|join=gpu1", "--max-memory", "gpu1=1GiB", "--reserve", "5%"]
     status, out, _ = run(*place(*constraints, "--robust", "2%", "--seed", "7", "--threads", "1"))
     assert status == 0
@@ -161,6 +165,7 @@ def test_options_of_place_reach_the_search(run: Run) -> None:
 
 
 def test_forbidden_kinds_of_ops_stay_off_devices_and_their_kind(run: Run) -> None:
+    """`--forbid` keeps ops off a device or a kind in `place` and `compare`, and `simulate` reports violations of it."""
     devices = ["--devices", "2xp100-pcie-16g+l4-24g"]
     assert run(*place(*devices, "--forbid", "m{2}=p100-pcie-16g", "--json"))[0] == 0
     plan = Plan.load("plan.json")
@@ -178,6 +183,7 @@ def test_forbidden_kinds_of_ops_stay_off_devices_and_their_kind(run: Run) -> Non
 
 
 def test_when_nothing_fits_place_names_the_device_and_the_bytes_and_writes_nothing(run: Run) -> None:
+    """When nothing fits, `place` writes no files and prints one line that names the device and the bytes it lacks."""
     limits = ["--max-memory", "gpu0=20MiB", "--max-memory", "gpu1=1MiB", "--pin", "left.1$=gpu1"]
     for options in ([], ["--json"]):
         status, out, err = run(*place(*limits, "--out", "answers", *options))
@@ -253,6 +259,7 @@ def test_traceback_shows_where_an_error_comes_from(run: Run) -> None:
 
 
 def test_an_identical_question_is_answered_without_searching(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an identical question is answered from the cache, and a damaged cache entry is replaced by a new search."""
     status, first, err = run(*place("--out", "first"))
     assert (status, err) == (0, "")
 
@@ -297,6 +304,7 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
 
 
 def test_an_interrupted_search_is_not_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted search writes its plan but leaves nothing in the cache."""
     find = gdp.place
 
     def interrupted(*args: Any, stop: threading.Event | None = None, **keywords: Any) -> Plan:
@@ -315,6 +323,7 @@ def test_an_interrupted_search_is_not_kept(run: Run, monkeypatch: pytest.MonkeyP
 
 
 def test_compare_json_has_a_row_for_each_placer_with_a_time_for_each_seed(run: Run) -> None:
+    """`compare --json` has a row per placer with a step time per seed, and the row's step time is the smallest."""
     args = ["compare", "graph.json.gz", "--devices", DEVICES, "--placers", "single,auto", "--budget", "100sims"]
     status, out, err = run(*args, "--seeds", "2", "--json")
     assert (status, err) == (0, "")
@@ -358,6 +367,7 @@ def test_compare_has_a_row_with_its_layout_for_each_way_to_train(run: Run) -> No
 
 
 def test_simulate_derives_a_plans_figures_anew(run: Run) -> None:
+    """`simulate` reproduces the figures of `place` and refuses a plan whose recorded figures are wrong."""
     placed = json.loads(run(*place("--json"))[1])
     args = ["simulate", "graph.json.gz", "--devices", DEVICES, "--plan", "plan.json"]
     status, out, err = run(*args, "--json")
@@ -383,6 +393,7 @@ def test_simulate_derives_a_plans_figures_anew(run: Run) -> None:
 
 
 def test_simulate_says_why_a_plan_does_not_fit(run: Run) -> None:
+    """`simulate` exits with status 3 and names the device whose peak memory is too high."""
     cluster = Cluster.parse(DEVICES)
     small = replace(cluster, devices=tuple(replace(device, memory_bytes=MIB) for device in cluster.devices))
     small.save("small.yaml")
@@ -411,6 +422,7 @@ def test_simulate_says_why_a_plan_does_not_fit(run: Run) -> None:
 
 
 def test_capture_writes_the_graph_of_a_function(run: Run) -> None:
+    """`capture` writes the graph of a Python function, for inference or with an optimizer, and prints its summary."""
     code = "from torch import nn, ones\ndef f():\n    return nn.Linear(8, 4), ones(2, 8)\n"
     Path("cli_model.py").write_text(code)
     status, out, err = run("capture", "cli_model:f", "--out", "step.json.gz", "--inference", "--json")
@@ -432,6 +444,7 @@ def test_capture_writes_the_graph_of_a_function(run: Run) -> None:
 
 
 def test_a_graph_in_columns_is_placed_as_the_same_in_json(run: Run) -> None:
+    """A graph in a safetensors file gives the same plan as in JSON and converts back to the same bytes."""
     assert run("capture", "graph.json.gz", "--out", "graph.safetensors")[0] == 0
     answers = []
     for name in ("graph.json.gz", "graph.safetensors"):
@@ -446,6 +459,7 @@ def test_a_graph_in_columns_is_placed_as_the_same_in_json(run: Run) -> None:
 
 
 def test_a_cluster_that_is_shown_as_json_is_a_cluster_file(run: Run) -> None:
+    """The output of `devices show --json` can be used as a cluster file."""
     status, out, _ = run("devices", "show", "2xl4-24g+cpu-16core", "--json")
     assert status == 0
     Path("cluster.json").write_text(out)
@@ -455,6 +469,7 @@ def test_a_cluster_that_is_shown_as_json_is_a_cluster_file(run: Run) -> None:
 
 
 def test_workloads_lists_the_built_in_models(run: Run) -> None:
+    """`gdp workloads` lists the built-in models, states the number of variants, and lists those with `--variants`."""
     assert "gnmt-8" in run("workloads")[1]
     assert [row["name"] for row in json.loads(run("workloads", "--json")[1])["workloads"]][:2] == ["rnnlm-2", "rnnlm-4"]
     closing = re.search(r"one of (\d+) smaller and larger variants: gdp workloads --variants", run("workloads")[1])
@@ -485,6 +500,7 @@ def test_nothing_but_a_capture_imports_pytorch(run: Run, monkeypatch: pytest.Mon
 
 
 def test_help_and_version_are_no_errors(run: Run) -> None:
+    """Help and `--version` exit with status 0, and help prints nothing on standard error."""
     for args in ([], ["--help"], ["place", "--help"], ["devices", "list", "--help"]):
         status, out, err = run(*args)
         assert (status, err) == (0, "")
@@ -630,6 +646,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
 def test_bad_input_is_one_line_with_status_2_and_leaves_nothing_behind(
     run: Run, args: list[str], fragments: list[str]
 ) -> None:
+    """Bad input ends with status 2 and a one-line error, and leaves no new files."""
     for name, content in FILES.items():
         Path(name).write_bytes(content)
     Path("truncated.json.gz").write_bytes(Path("graph.json.gz").read_bytes()[:-20])
@@ -646,6 +663,7 @@ def test_bad_input_is_one_line_with_status_2_and_leaves_nothing_behind(
 
 
 def test_a_plan_of_another_graph_or_cluster_or_with_a_deadlock_is_bad_input(run: Run) -> None:
+    """`simulate` refuses a plan with a deadlock, a plan for another graph or cluster, and a file that is no plan."""
     assert run(*place("--json"))[0] == 0
     two_chains(5).save("other.json")
     document = json.loads(Path("plan.json").read_text())
@@ -682,6 +700,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_a_search_and_write_the_best_plan_so_far(run: Run, number: int) -> None:
+    """SIGINT and SIGTERM end a search early with status 130, and the best plan so far is written."""
     lstm_training_graph(4).save("lstm.json.gz")  # not solved at once, as `graph.json.gz` is
     command = [
         sys.executable,
@@ -714,6 +733,7 @@ def test_ctrl_c_and_sigterm_end_a_search_and_write_the_best_plan_so_far(run: Run
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
+    """The command exits with status 0 and prints no error when the reader of its output closes the pipe."""
     command = [sys.executable, "-m", "gdp", "devices", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -724,12 +744,14 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 def test_help_imports_neither_pytorch_nor_numba_nor_numpy() -> None:
+    """`gdp --help` imports none of PyTorch, Numba, NumPy, SciPy and Rich."""
     code = "import sys, gdp.cli; gdp.cli.main(['--help']); sys.exit(any(name in sys.modules for name in sys.argv[1:]))"
     heavy = ["torch", "numba", "numpy", "scipy", "rich"]
     subprocess.run([sys.executable, "-c", code, *heavy], check=True, stdout=subprocess.DEVNULL, env=os.environ)
 
 
 def test_lists_import_neither_numba_nor_scipy() -> None:
+    """`gdp workloads` imports none of PyTorch, Numba and SciPy."""
     code = (
         "import sys, gdp.cli; gdp.cli.main(['workloads']); sys.exit(any(name in sys.modules for name in sys.argv[1:]))"
     )
@@ -737,6 +759,7 @@ def test_lists_import_neither_numba_nor_scipy() -> None:
 
 
 def test_a_full_standard_output_is_one_line() -> None:
+    """When standard output is full, the command exits with status 2 and a one-line error."""
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "gdp", "devices", "list"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -745,6 +768,7 @@ def test_a_full_standard_output_is_one_line() -> None:
 
 
 def test_functions_of_the_package_stay_functions_when_their_modules_are_imported() -> None:
+    """Importing a module such as `gdp.search.place` does not replace the function of the same name in `gdp`."""
     code = """
 import sys, gdp
 assert not {"numpy", "torch"} & set(sys.modules)

@@ -124,6 +124,7 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_while_the_command_line_is_imported_is_a_line() -> None:
+    """An interrupt during the import of the command line prints only `gdp: interrupted` and exits with status 130."""
     script = """
 import signal, sys
 from gdp.__main__ import main
@@ -163,12 +164,14 @@ sys.exit(module.main(commands=failing))
 
 
 def test_random_interruptions_leave_an_answer_or_a_refusal_in_time(tmp_path: Path) -> None:
+    """Four random signals or short budgets each leave a true answer or a one-line refusal, in time."""
     interrupted(accumulated(lstm_training_graph(20), 4), 4, 0, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_steps", [4, 40, 160, 400])
 def test_many_random_interruptions_of_steps_of_several_sizes(num_steps: int, tmp_path: Path) -> None:
+    """Fifty random interruptions of a step of each size leave a true answer or a one-line refusal, in time."""
     make = partial(accumulated, lstm_training_graph(num_steps), 16)
     interrupted(make(), 50, num_steps, tmp_path)
 

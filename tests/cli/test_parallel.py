@@ -48,6 +48,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_plan_of_the_best_layout_is_derived_anew_from_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """`simulate` and `place --parallel LAYOUT` give the same step time from the model as `place --parallel auto`."""
     command = ["wide:build", "--devices", DEVICES]
     assert main(["place", *command, "--parallel", "auto", "--budget", "300sims", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -67,6 +68,7 @@ def test_the_plan_of_the_best_layout_is_derived_anew_from_the_model(capsys: pyte
 def test_layouts_are_the_default_and_an_identical_call_is_answered_from_the_cache(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """`place` considers layouts unless told `--parallel none`, and answers an identical call from the cache."""
     command = ["place", "wide:build", "--devices", DEVICES, "--budget", "300sims", "--threads", "1"]
     assert main(command) == 0
     first = capsys.readouterr()
@@ -87,6 +89,7 @@ def test_layouts_are_the_default_and_an_identical_call_is_answered_from_the_cach
 def test_the_default_gives_way_to_options_of_op_placement(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without `--parallel`, an option that is only for op placement turns layouts off."""
     assert main(["place", "wide:build", "--devices", DEVICES, "--budget", "20sims", *options]) == 0
     assert "Best layout" not in capsys.readouterr().out
 
@@ -110,6 +113,7 @@ def test_the_default_gives_way_to_options_of_op_placement(
 def test_what_makes_no_sense_is_refused_in_one_line(
     options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A layout that is impossible or contradicts other options is refused in one line, and no plan is written."""
     assert main(["place", "wide:build", "--devices", DEVICES, "--budget", "20sims", *options]) == 2
     printed = capsys.readouterr()
     lines = printed.err.strip().splitlines()
@@ -164,6 +168,7 @@ def test_the_step_of_jax_is_dealt_out_from_a_file_of_one_micro_batch(capsys: pyt
 
 
 def test_files_without_micro_batches_are_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """A graph file without micro-batches is refused for layouts, and the error says which option to use."""
     for options, problem in (([], "say how many there are with --microbatches"), (["--inference"], "--batches N")):
         assert main(["capture", "wide:build", *options, "--out", "graph.json.gz"]) == 0
         assert main(["place", "graph.json.gz", "--devices", DEVICES, "--parallel", "auto"]) == 2

@@ -32,6 +32,7 @@ def written() -> set[str]:
 
 
 def test_a_large_graph_is_in_columns_and_read_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large graph is written as safetensors and a small one as JSON, and `report` finds the one of the plan."""
     placing = [*PLACE, "--devices", "2xp100-pcie-16g", "--budget", "20sims"]
     assert main(placing) == 0
     assert written() == {"plan.json", "graph.safetensors", "cluster.json", "report.html"}
@@ -48,6 +49,7 @@ def test_a_large_graph_is_in_columns_and_read_beside_the_plan(monkeypatch: pytes
 
 
 def test_without_out_a_large_graph_keeps_the_name_that_spares_others() -> None:
+    """A large graph's file becomes safetensors only if files were asked for; otherwise it keeps its name."""
     problem = Problem.build(STEP, Cluster.parse("2xp100-pcie-16g"))
     for is_asked_for, name in ((False, "graph-2.json.gz"), (True, "graph-2.safetensors")):
         files = plan_files.PlanFiles(Path("plan-2.json"), Path("graph-2.json.gz"), None, None, is_asked_for)
@@ -71,6 +73,7 @@ def test_a_report_that_takes_longer_than_the_budget_is_left_out(
 def test_an_interrupt_while_the_report_is_written_leaves_it_out_and_shows_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An interrupt while the report is written leaves it out with a note, and the answer is still printed."""
     reached = []
 
     def write_slowly(_path: Path, _data: PageData) -> None:
@@ -88,6 +91,7 @@ def test_an_interrupt_while_the_report_is_written_leaves_it_out_and_shows_the_an
 
 
 def test_a_cluster_of_many_devices_is_not_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """The cluster file of 132 devices is left out with a note, and `report` works without it."""
     devices = ["--devices", "33x(4xl4-24g)@100gbit"]
     assert main([*PLACE, *devices, "--budget", "2sims"]) == 0
     assert written() == {"plan.json", "graph.safetensors", "report.html"}

@@ -54,6 +54,7 @@ def train(*args: str, out: str = OUT) -> list[str]:
 
 
 def test_the_answer_is_a_policy_that_can_be_loaded_and_trained_on(run: Run) -> None:
+    """`gdp train` writes a checkpoint that can be loaded, and training can start from it on other graphs."""
     status, out, _ = run(*train("--json", "--validation", "random.json.gz", "--randomize"))
     answer = json.loads(out)
     assert (status, answer["updates"], answer["done"], answer["interrupted"]) == (0, 4, True, False)
@@ -107,6 +108,7 @@ def test_a_style_scorer_is_trained_on_outcomes(run: Run) -> None:
 
 
 def test_samples_are_the_styles_of_a_problem(run: Run) -> None:
+    """With `--styles`, each update tries `--samples` styles, and existing outcomes are not overwritten."""
     status, _, err = run("--styles", "8", "--updates", "2", "--samples", "16", "--out", OUT)
     assert (status, read_manifest(OUT)["num_trials"]) == (0, 2 * 16), err
     Path(OUT).unlink()
@@ -142,6 +144,7 @@ def test_styles_resume_from_their_own_checkpoint_and_outcomes_alone(run: Run) ->
 def test_a_graph_file_that_is_damaged_is_named_and_made_anew(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A damaged graph file is named in one line, and after its deletion `architectures` makes the same file again."""
     monkeypatch.setattr(BuiltIns, "read", lambda: BuiltIns({"none": np.zeros(1, np.uint64)}))
     make = ["architectures", "drawn", "--count", "2", "--family", "tables"]
     assert main(make) == 0
@@ -159,6 +162,7 @@ def test_a_graph_file_that_is_damaged_is_named_and_made_anew(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_and_resumes(run: Run, number: signal.Signals) -> None:
+    """A run that SIGINT or SIGTERM interrupts saves its checkpoint and continues from it with `--resume`."""
     args = train("--save-every", "1", "--updates", "100000")
 
     def interrupt() -> None:
@@ -180,6 +184,7 @@ def test_an_interrupted_run_saves_and_resumes(run: Run, number: signal.Signals) 
 
 
 def test_the_seed_alone_decides(run: Run) -> None:
+    """Training with equal seeds gives equal parameters, and another seed gives different ones."""
     for out, seed in (("a.safetensors", "3"), ("b.safetensors", "3"), ("c.safetensors", "4")):
         torch.manual_seed(len(out) + int(seed))
         assert run(*train("--seed", seed, out=out))[0] == 0
@@ -206,6 +211,7 @@ def test_the_seed_alone_decides(run: Run) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(run: Run, args: list[str], message: str) -> None:
+    """Bad input to `gdp train` ends with status 2 and a one-line error, and writes no checkpoint."""
     status, out, err = run(*args)
     assert (status, out) == (2, "")
     assert message in err
@@ -214,6 +220,7 @@ def test_bad_input_is_one_line_and_writes_nothing(run: Run, args: list[str], mes
 
 
 def test_an_existing_checkpoint_is_neither_overwritten_nor_taken_for_another_run(run: Run) -> None:
+    """An existing checkpoint is refused without `--resume` or with other arguments, and stays as it was."""
     assert run(*train())[0] == 0
     before = Path(OUT).read_bytes()
     for args, message in (
@@ -247,6 +254,7 @@ def _small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_small_workloads")
 def test_the_training_set_goes_on_its_usual_devices_and_leaves_out_families(run: Run) -> None:
+    """`training-set` stands for its workloads on their own clusters, without those of a family held out."""
     status, _, err = run(*train("--hold-out", "amoebanet"), graphs=("training-set",), devices=None)
     assert status == 0, err
     manifest = read_manifest(OUT)
@@ -263,6 +271,7 @@ def test_the_training_set_goes_on_its_usual_devices_and_leaves_out_families(run:
 
 @pytest.mark.usefixtures("_small_workloads")
 def test_what_is_held_out_is_neither_trained_nor_chosen_on_nor_known_from_before(run: Run) -> None:
+    """A held-out family is refused in graphs, in validation graphs, and in a checkpoint that did not hold it out."""
     assert run(*train("--hold-out", "wavenet"))[0] == 0
     for args, graphs, message in (
         (["--hold-out", "amoebanet"], ("amoebanet",), "amoebanet: is of family amoebanet, which is held out"),
@@ -283,6 +292,7 @@ def test_what_is_held_out_is_neither_trained_nor_chosen_on_nor_known_from_before
 def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A held-out built-in graph is refused before any graph is read."""
     monkeypatch.setattr(source, "load", lambda *_: pytest.fail("read"))
     for args, graphs in (
         (["--hold-out", "gnmt"], ("rnnlm-2", "gnmt-2")),

@@ -27,6 +27,7 @@ def num_parameters(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("family", TINY)
 def test_every_parameter_of_a_tiny_model_gets_a_gradient_from_a_finite_loss(family: str) -> None:
+    """A tiny model of each family has a finite scalar loss that gives each parameter a finite, nonzero gradient."""
     torch.manual_seed(0)
     module, args, kwargs = TINY[family]()
     loss = module(*args, **kwargs)
@@ -40,12 +41,14 @@ def test_every_parameter_of_a_tiny_model_gets_a_gradient_from_a_finite_loss(fami
 
 
 def test_the_registry_holds_the_papers_workloads_on_their_numbers_of_devices() -> None:
+    """The registry lists exactly the paper's workloads, each on the paper's number of P100s."""
     assert PAPERS.names() == tuple(name for name, _ in PAPER)
     for name, num_devices in PAPER:
         assert PAPERS.get(name).cluster == f"{num_devices}xp100-pcie-16g"
 
 
 def test_every_family_has_at_least_three_training_variants_named_after_it_and_their_sizes() -> None:
+    """Each family has at least three variants, whose names are unique, start with the family, and are no workload's."""
     variants = PAPERS.variants
     families = [variant.family for variant in variants]
     assert all(families.count(family) >= 3 for family in PAPERS.family_names())
@@ -56,6 +59,7 @@ def test_every_family_has_at_least_three_training_variants_named_after_it_and_th
 
 
 def test_a_variant_is_found_by_name_but_is_none_of_the_listed_workloads() -> None:
+    """Each variant is found by its name, and an unknown name is not found."""
     assert PAPERS.variant_names() == tuple(variant.name for variant in PAPERS.variants)
     for name in PAPERS.variant_names():
         assert PAPERS.get(name).name == name
@@ -63,6 +67,7 @@ def test_a_variant_is_found_by_name_but_is_none_of_the_listed_workloads() -> Non
 
 
 def test_the_training_set_is_all_variants_and_small_workloads_but_for_families_held_out() -> None:
+    """The training set has all variants and small workloads, except those of families that are held out."""
     names = [workload.name for workload in PAPERS.training_set()]
     assert set(PAPERS.variant_names()) <= set(names)
     assert set(PAPERS.names()) - set(names) == {"rnnlm-4", "rnnlm-8", "gnmt-2", "gnmt-4", "gnmt-8"}
@@ -77,16 +82,19 @@ def test_the_training_set_is_all_variants_and_small_workloads_but_for_families_h
 @pytest.mark.long
 @pytest.mark.parametrize("name", PAPERS.names())
 def test_a_workload_is_in_the_training_set_if_it_has_at_most_6000_ops(name: str) -> None:
+    """A workload is in the training set exactly if it has at most 6000 ops."""
     num_ops = capture_fn(PAPERS.get(name).build, name=name).graph.num_ops
     assert (PAPERS.get(name) in PAPERS.training_set()) == (num_ops <= 6000)
 
 
 def test_importing_the_registry_and_listing_variants_does_not_import_pytorch() -> None:
+    """Importing the registry does not import PyTorch."""
     code = "import sys, gdp.models.papers; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_unknown_workload_is_an_input_error_that_lists_the_known_ones() -> None:
+    """An unknown workload is an input error that lists the known ones."""
     with pytest.raises(InputError, match=r"'gnmt-3' is not built in; one of rnnlm-2, .* is expected"):
         PAPERS.get("gnmt-3")
 
@@ -101,12 +109,14 @@ def test_an_unknown_workload_is_an_input_error_that_lists_the_known_ones() -> No
     ],
 )
 def test_a_config_that_makes_no_model_is_an_input_error(make: Callable[[], object], message: str) -> None:
+    """A config value from which no model can be built is an input error that says what is expected."""
     with pytest.raises(InputError, match=message):
         make()
 
 
 @pytest.mark.parametrize("name", PAPERS.names())
 def test_a_full_size_model_builds_without_memory_and_its_batch_is_the_stated_one(name: str) -> None:
+    """Each full-size model builds with fake tensors in training mode, and its inputs have the stated batch size."""
     workload = PAPERS.get(name)
     with FakeTensorMode():
         module, args, _ = workload.build()
@@ -115,6 +125,7 @@ def test_a_full_size_model_builds_without_memory_and_its_batch_is_the_stated_one
 
 
 def test_parameter_counts_are_the_published_ones() -> None:
+    """Inception, AmoebaNet, GNMT and a layer of Transformer-XL have the published numbers of parameters."""
     with FakeTensorMode():
         # torchvision's inception_v3, with and without its auxiliary classifier.
         assert num_parameters(inception.Inception(inception.InceptionConfig(1, auxiliary=True))) == 27_161_264
@@ -132,6 +143,7 @@ def test_parameter_counts_are_the_published_ones() -> None:
 
 
 def test_the_expert_gives_a_layer_to_a_device_and_what_is_outside_layers_to_the_first_or_last() -> None:
+    """The expert puts one layer on each device, embeddings on the first, and other modules on the last."""
     rule = layer_per_device(4)
     assert [rule(f"encoder.layers.{layer}.cell") for layer in range(4)] == [0, 1, 2, 3]
     assert rule("decoder.layers.2.dropout") == 2

@@ -145,6 +145,7 @@ def test_sweeps_over_micro_batches() -> None:
     [("devices=1..3", (1, 2, 3)), ("microbatches=8,1,2", (1, 2, 8)), ("devices=4", (4,)), ("devices=2..2", (2,))],
 )
 def test_texts_of_sweeps(text: str, values: tuple[int, ...]) -> None:
+    """A sweep's range or list is read as sorted values of the quantity that it names."""
     assert Sweep.parse(text).values == values
     assert Sweep.parse(text).what == text.partition("=")[0]
 
@@ -153,5 +154,6 @@ def test_texts_of_sweeps(text: str, values: tuple[int, ...]) -> None:
     "text", ["", "devices", "devices=", "devices=a..b", "devices=1..999", "links=1..2", "devices=0"]
 )
 def test_nonsense_of_sweeps(text: str) -> None:
+    """A malformed, unknown or excessive sweep is an input error that names `--sweep`."""
     with pytest.raises(InputError, match="--sweep"):
         Sweep.parse(text)

@@ -40,6 +40,7 @@ def test_op_placement_is_told_what_a_layout_would_take() -> None:
 
 @pytest.mark.parametrize(("memory", "share"), [("4MB", 1.0), ("1GB", 0.0)])
 def test_nothing_is_told_of_layouts_that_do_not_fit_or_without_time(memory: str, share: float) -> None:
+    """No layout is estimated when none fits in memory or no time is left."""
     clock = Clock(Budget.of("2000sims")).part(share)
     assert estimated_layout(parts_of(), machine_of([1.0] * 4, memory=memory), Constraints(), clock) is None
 

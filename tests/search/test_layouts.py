@@ -113,11 +113,13 @@ def test_the_answer_is_no_slower_than_any_layout_and_verifies() -> None:
 
 
 def test_ops_are_placed_with_a_policy_of_ones_own() -> None:
+    """The user's checkpoint is read when layouts are chosen, so a missing file is an input error."""
     with pytest.raises(InputError, match="no such file"):
         choose(parts_of(), machine_of([1.0] * 2), budget="200sims", checkpoint="none.safetensors")
 
 
 def test_a_layout_that_is_forced_gives_the_same_step_time() -> None:
+    """Forcing the best layout gives the same step time, and its document rebuilds the plan's graph."""
     cluster = machine_of([1.0] * 4, memory="200MB")
     best = choose(parts_of(), cluster, budget="500sims")
     again = choose(parts_of(), cluster, layout=best.best.layout, budget="500sims")
@@ -363,6 +365,7 @@ def test_a_pin_keeps_replicas_away() -> None:
 
 
 def test_steps_between_two_batch_sizes_are_those_that_are_captured() -> None:
+    """A step interpolated between two batch sizes equals the step captured at that size."""
     steps = {
         samples: capture_fn(
             lambda samples=samples: bert.build(bert.BERTConfig(samples, 1, 5, 2, 8, 2, 16)), name="bert"
@@ -374,6 +377,7 @@ def test_steps_between_two_batch_sizes_are_those_that_are_captured() -> None:
 
 
 def test_no_placement_of_any_layout_is_below_its_bound() -> None:
+    """No random placement of a layout takes less time than the layout bound."""
     rng = np.random.default_rng(0)
     for speeds in ([1.0, 1.0], [3.0, 1.0, 0.5]):
         cluster = machine_of(speeds)
@@ -388,6 +392,7 @@ def test_no_placement_of_any_layout_is_below_its_bound() -> None:
 
 
 def test_arrangements_use_groups_that_are_alike() -> None:
+    """On two alike pairs of a slow and a fast device, each pair can be a replica, and replicas have equal sizes."""
     pairs = DeviceSpeeds(np.array([1.0, 2.0, 1.0, 2.0]), np.array([0, 1, 0, 1]))
     found = {(way.layout.data, way.devices) for way in arrangements(pairs, 16)}
     assert (2, ((0, 1), (2, 3))) in found
@@ -403,11 +408,13 @@ def test_arrangements_use_groups_that_are_alike() -> None:
     ],
 )
 def test_layouts_that_do_not_go_on_the_devices_are_refused(layout: Layout, problem: str) -> None:
+    """A layout that needs too many devices or mixes stages with uneven replicas is an input error."""
     with pytest.raises(InputError, match=problem):
         forced(DeviceSpeeds(np.ones(4), np.zeros(4, int)), layout, 240)
 
 
 def test_a_batch_without_so_many_parts_is_refused_with_numbers_that_do() -> None:
+    """A batch that does not split into the requested parts is refused with the numbers that do divide it."""
     with pytest.raises(InputError, match=r"batch of 16 has no 3 equal micro-batches .*take 1, 2, 4, 8"):
         choose(parts_of(), machine_of([1.0] * 3), layout=Layout((1,) * 3), budget="10sims")
 

@@ -25,6 +25,7 @@ from strategies import Instance, instances
 @settings(max_examples=30)
 @given(instances(max_ops=24, keep_groups=True), st.integers(1, 60))
 def test_figures_are_true_and_no_worse_than_the_starts_within_the_budget(instance: Instance, budget: int) -> None:
+    """Local search obeys all constraints, reports true figures, is no worse than its start, and keeps to its budget."""
     problem = Problem.build(instance.graph, instance.cluster, op_time_ns=instance.op_time_ns)
     starts = [problem.allowed.argmax(axis=1)]
     clock = Clock(Budget(simulations=budget))
@@ -41,6 +42,7 @@ def test_figures_are_true_and_no_worse_than_the_starts_within_the_budget(instanc
 
 
 def test_refinements_differ_from_the_incumbent_and_improve_a_bad_one() -> None:
+    """A refiner proposes distinct placements, and at least one is faster than a random incumbent."""
     problem = layered(num_devices=3)
     rng = np.random.default_rng(0)
     incumbent = rng.integers(0, 3, problem.num_ops)
@@ -68,6 +70,7 @@ def test_a_short_budget_skips_slow_placers_and_says_so() -> None:
 
 @pytest.mark.parametrize("placer", ["auto", "local-search", "gdp-zero-shot"])
 def test_one_seed_gives_one_answer_on_any_number_of_threads(placer: str) -> None:
+    """One seed gives the same figures and the same number of simulations on one thread and on two."""
     clocks = [Clock(Budget(simulations=3000)) for _ in range(3)]
     problem = layered(num_layers=12, num_devices=4)
     solutions = [
@@ -79,6 +82,7 @@ def test_one_seed_gives_one_answer_on_any_number_of_threads(placer: str) -> None
 
 
 def test_progress_only_improves_and_counts_all_simulations() -> None:
+    """Reported progress never gets worse, and its count of simulations never falls or exceeds the plan's."""
     seen: list[Progress] = []
     problem = layered(num_layers=12, num_devices=4)
     plan = place(problem.graph, problem.cluster, budget="2000sims", on_progress=seen.append)

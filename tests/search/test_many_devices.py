@@ -122,5 +122,6 @@ def test_a_step_that_is_too_large_is_refused_before_it_is_built() -> None:
 
 @pytest.mark.parametrize("placer", ["exact", "gdp-zero-shot"])
 def test_placers_for_few_devices_say_so(placer: str) -> None:
+    """A placer for up to 64 devices refuses 72 devices and recommends `auto`."""
     with pytest.raises(InputError, match="places on up to 64 devices, and there are 72; use auto"):
         place(training_step(2, 1), "72xl4-24g", placer=placer, budget="1sims")

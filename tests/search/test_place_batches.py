@@ -137,6 +137,7 @@ def test_batches_in_flight_hold_their_activations() -> None:
 
 
 def test_a_stream_has_the_work_of_its_batches_and_one_copy_of_weights_a_replica() -> None:
+    """A stream has the work of all its batches, one copy of the weights per replica, and an end for each batch."""
     graph = forward_layers()
     stream = BatchStream.of(graph, Layout((3, 1)))
     num_batches = 4 * ROUNDS
@@ -155,5 +156,6 @@ def test_a_stream_has_the_work_of_its_batches_and_one_copy_of_weights_a_replica(
     ],
 )
 def test_what_has_no_batches_in_flight_is_refused(graph: Graph, num_batches: int, problem: str) -> None:
+    """A training step, a graph with copies of ops, and a number of batches outside 1 to 256 are input errors."""
     with pytest.raises(InputError, match=problem):
         serve(graph, machine([1.0] * 2), num_batches, budget="10sims")

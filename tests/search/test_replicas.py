@@ -57,6 +57,7 @@ def test_one_replica_takes_as_long_as_the_model_alone(num_microbatches: int) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_placement_of_one_replica_is_one_of_all(layout: str) -> None:
+    """A placement of one replica expands to a valid placement of all replicas and can be restored from it."""
     step = Step.of(recurrent(), Layout.parse(layout))
     problem = Problem.build(step.graph, "7xp100-pcie-16g")  # one device is left over
     one = OneReplica.of(problem)
@@ -71,11 +72,13 @@ def test_a_placement_of_one_replica_is_one_of_all(layout: str) -> None:
 
 
 def test_replicas_with_different_numbers_of_micro_batches_are_not_alike() -> None:
+    """Replicas with different numbers of micro-batches cannot be placed as one."""
     assert OneReplica.of(Problem.build(Step.of(recurrent(), Layout((2, 1))).graph, "4xp100-pcie-16g")) is None
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "microbatches=2+1"])
 def test_cuts_shift_in_all_replicas_at_once(layout: str) -> None:
+    """Shifting a cut moves it in all replicas, keeps cuts in order, and keeps each op on its own replica's devices."""
     way = Layout((2, 1)) if "+" in layout else Layout.parse(layout)
     step = Step.of(recurrent(), way)
     problem = Problem.build(step.graph, "6xp100-pcie-16g")
@@ -99,6 +102,7 @@ def of_rnn(layout: str) -> tuple[Question, ReplicatedChain, np.ndarray]:
 
 @pytest.mark.parametrize("layout", ["data=2", "data=2,microbatches=3"])
 def test_shifted_cuts_and_a_search_of_one_replica_are_judged_in_the_whole_step(layout: str) -> None:
+    """Shifting bad cuts makes them faster, and step times found from one replica are those of the whole step."""
     question, chain, cuts = of_rnn(layout)
     bad = chain.shifted(cuts, np.array([0.4]))  # most of the work in the first stage
     start = question.try_orders(chain.place(bad), (question.problem.order,))
@@ -113,6 +117,7 @@ def test_shifted_cuts_and_a_search_of_one_replica_are_judged_in_the_whole_step(l
 
 
 def test_replicas_are_placed_in_time_and_the_same_with_one_seed() -> None:
+    """Placing by replicas is repeatable, is no worse than plain stages, and gives one answer when time is up."""
     question, _, _ = of_rnn("data=2,microbatches=3")
     first, again = (placed_by_replicas(question, Clock.of("300sims"), auto) for _ in range(2))
     assert [each.step_time_ns for each in first] == [each.step_time_ns for each in again]
@@ -145,6 +150,7 @@ def test_constraints_hold_in_all_replicas(limits: dict[str, Any]) -> None:
 
 
 def test_after_an_interrupt_what_is_known_is_the_answer() -> None:
+    """After an interrupt, placing by replicas returns only the one candidate that is known already."""
     question, _, _ = of_rnn("data=2,microbatches=3")
     clock = Clock.of("300sims")
     question = in_good_order(question, clock)
@@ -154,5 +160,6 @@ def test_after_an_interrupt_what_is_known_is_the_answer() -> None:
 
 
 def test_a_step_without_replicas_has_no_excerpt() -> None:
+    """A step that has micro-batches but no replicas has no excerpt of one replica."""
     graph: Graph = accumulated(recurrent(), 3)
     assert Excerpt.of_replica(graph) is None

@@ -194,6 +194,7 @@ def test_pins_to_one_of_the_cards_leave_the_others_to_turns() -> None:
 
 
 def test_what_must_be_on_the_host_is_computed_there_and_weights_are_streamed_all_the_same() -> None:
+    """An op pinned to the host runs there, and weight streaming still reaches about the GPU's time."""
     found = fastest(Problem.build(layers(), machine(400 * MB + 10**4), pins=[("norm12", "cpu")]))
     assert found is not None
     assert found.placement[3 * 12 + 2] == 1
@@ -201,6 +202,7 @@ def test_what_must_be_on_the_host_is_computed_there_and_weights_are_streamed_all
 
 
 def test_place_answers_with_it_and_the_plan_holds() -> None:
+    """`place` answers with a streamed plan that verifies and is over three times as fast as every baseline."""
     problem = Problem.build(layers(), machine(300 * MB + 10**4))
     plan = place(problem.graph, problem.cluster, budget="200sims")
     assert verify(problem, plan) == []
@@ -209,12 +211,14 @@ def test_place_answers_with_it_and_the_plan_holds() -> None:
 
 
 def test_nothing_is_streamed_where_everything_fits() -> None:
+    """Weight streaming gives no candidates when all weights fit on the GPU."""
     assert list(stream_weights(Problem.build(layers(), machine(10**10)))) == []
 
 
 @settings(max_examples=150)
 @given(instances(max_devices=3, features=frozenset(FEATURES) - {"priorities"}))
 def test_what_is_found_fits_obeys_all_constraints_and_is_a_plan(instance: Instance) -> None:
+    """Every streamed placement obeys all constraints, and each one that fits makes a plan that verifies."""
     problem = Problem.build(instance.graph, instance.cluster)
     for found in stream_weights(problem):
         assert problem.broken_constraints(found.placement) == []
