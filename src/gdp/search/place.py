@@ -34,12 +34,12 @@ from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.question import BatchQuestion, Question
 from gdp.search.settings import DEFAULTS, Settings
-from gdp.search.solution import Solution, plan_of
+from gdp.search.solution import Solution, plan_of, search_record
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
-from gdp.simulator.plan import Plan, Search
+from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import Simulation, replay, simulate
+from gdp.simulator.simulate import replay, simulate
 from gdp.units.reduction import Reduction, reduce
 
 Placeable = str | ModelSource | Parts | GraphSource | Problem | tuple[Any, ...]
@@ -104,26 +104,22 @@ def place(
     noise_share = _check(placer, seed, robust, settings)
     if num_threads is not None and not (isinstance(num_threads, Integral) and num_threads > 0):
         raise InputError(f"num_threads is {num_threads!r}; an integer above 0 is expected")
-    if isinstance(model, Problem):
-        if model.cluster is not cluster or constraints is not None or keywords:
-            raise InputError("place: a problem has its devices and constraints; give no others")
-        solver_of(placer).prepare()
-        own = {"seed": seed, "starts": starts, "checkpoint": checkpoint, "num_threads": num_threads}
-        question = Question(model, Reduction.nothing(model), settings=settings, **own)  # type: ignore[arg-type]
-        return _ops_placed(question, placer, Clock.of(budget, stop=stop), robust, on_progress)
-    cluster, limits = Cluster.of(cluster), Constraints.of(constraints, keywords, place)
     if not isinstance(parallel, str | Layout):
         raise InputError(f"parallel is {parallel!r}; 'auto', 'none', or a layout such as 'data=4,zero=1' is expected")
+    if isinstance(model, Problem) and (model.cluster is not cluster or constraints is not None or keywords):
+        raise InputError("place: a problem has its devices and constraints; give no others")
+    cluster, limits = Cluster.of(cluster), Constraints.of(constraints, keywords, place)
     layout = Layout.parse(parallel) if isinstance(parallel, str) and parallel not in (AUTO, NONE) else parallel
-    whole, parts = opened(model, layout, batches, is_for_ops=placer != AUTO or len(starts) > 0)
+    is_for_ops = placer != AUTO or len(starts) > 0 or isinstance(model, Problem)
+    whole, parts = opened(model, layout, batches, is_for_ops=is_for_ops)
     if parts is not None and layout == AUTO and batches is None and cluster.num_devices == 1:
         parts = None if fits_alone(Problem.build(whole, cluster, limits)) else parts
     if parts is None:
         solver_of(placer).prepare()
         clock = Clock.of(budget, stop=stop)
-        problem = Problem.build(whole, cluster, limits)
-        own = {"seed": seed, "starts": starts, "checkpoint": checkpoint, "num_threads": num_threads}
-        question = Question(problem, Reduction.nothing(problem), settings=settings, **own)  # type: ignore[arg-type]
+        problem = model if isinstance(model, Problem) else Problem.build(whole, cluster, limits)
+        question = Question(problem, Reduction.nothing(problem), seed=seed, starts=starts, settings=settings)
+        question = replace(question, checkpoint=checkpoint, num_threads=num_threads)
         return _ops_placed(question, placer, clock, robust, on_progress)
     asked = BatchQuestion(parts, cluster, limits, seed=seed, checkpoint=checkpoint, num_threads=num_threads)
     asked = replace(asked, layout=layout if isinstance(layout, Layout) else None, settings=settings)
@@ -241,8 +237,11 @@ def _ops_placed(
         names = f"{problem.graph.name!r} on {problem.cluster.name!r}"
         raise InputError(f"placer {placer!r} found no placement of {names}; use placer auto")
     best = in_program_order(solution.best.replay)
-    noise_share = 0.0 if question.noise is None else noise_share
-    record = _search_record(solution, best, clock, noise_share, question)
+    record = search_record(best, clock, solution.best.order, solution.baselines)
+    if question.noise is not None:
+        part = clock.at_least(REPLAYS_LATE_S)
+        noisy = step_times_under_noise(best, noise_share, question.seed + 1, part, settings.noise)
+        record = replace(record, under_noise=noisy)
     return plan_of(best, bound_ns, placer, question.seed, record)
 
 
@@ -271,22 +270,3 @@ def _best_so_far(on_progress: Callable[[Progress], None], clock: Clock, bound_ns
         )
 
     return report
-
-
-def _search_record(solution: Solution, best: Simulation, clock: Clock, robust: float, question: Question) -> Search:
-    """Returns how the plan was found; `best` is the step that it runs."""
-    assert solution.best is not None
-    noisy = None
-    if robust:
-        part = clock.at_least(REPLAYS_LATE_S)
-        noisy = step_times_under_noise(best, robust, question.seed + 1, part, question.settings.noise)
-    return Search(
-        seconds=clock.seconds,
-        simulations=clock.simulations,
-        baselines=solution.baselines,
-        busy_fraction=best.busy_fraction,
-        missing_bytes=best.missing_bytes,
-        interrupted=clock.stop.is_set(),
-        under_noise=noisy,
-        order=solution.best.order,
-    )

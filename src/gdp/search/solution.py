@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import NamedTuple
 
+from gdp.budget import Clock
 from gdp.search.candidate import Candidate
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.simulate import Simulation
@@ -37,4 +38,17 @@ def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, searc
         gdp_version=version("gdp-placement"),
         search=search,
         problem=problem,
+    )
+
+
+def search_record(simulation: Simulation, clock: Clock, order: str, baselines: Mapping[str, Baseline]) -> Search:
+    """Returns how the plan that `simulation` runs was found, its ops started in `order`."""
+    return Search(
+        seconds=clock.seconds,
+        simulations=clock.simulations,
+        baselines=baselines,
+        busy_fraction=simulation.busy_fraction,
+        missing_bytes=simulation.missing_bytes,
+        interrupted=clock.stop.is_set(),
+        order=order,
     )

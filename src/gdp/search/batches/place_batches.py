@@ -32,11 +32,10 @@ from gdp.search.ops.local_search import LocalSearch
 from gdp.search.question import BatchQuestion
 from gdp.search.rivals.equal_stages import equal_stages
 from gdp.search.settings import Settings
-from gdp.search.solution import Solution, plan_of
+from gdp.search.solution import Solution, plan_of, search_record
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.orders import GPIPE
-from gdp.simulator.plan import Search
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.simulator.throughput import Throughput
@@ -71,11 +70,6 @@ class _BatchSearch:
     def alone(self, graph: Graph, devices: Sequence[int]) -> Problem:
         """Returns the problem of placing `graph` on `devices`, with the memory that constraints leave there."""
         return self._estimator.replicas.alone(graph, devices)
-
-    def local_search(self, problem: Problem, clock: Clock) -> LocalSearch:
-        """Returns a search of `problem`."""
-        asked, settings = self.question, self.settings.local_search
-        return LocalSearch(problem, clock, seed=asked.seed, settings=settings, num_threads=asked.num_threads)
 
     def simulate(self, arrangement: Arrangement, places: I64, name: str = "") -> Candidate | None:
         """Simulates the batches with these places [N] of a replica's ops; None where constraints forbid them."""
@@ -255,7 +249,7 @@ def _search_places(search: _BatchSearch, arrangement: Arrangement, clock: Clock)
     problem = search.alone(stream.graph, group).in_order(GPIPE)
     question = search.question.about(problem)
     reduction = question.reduction
-    local = search.local_search(reduction.problem, clock)
+    local = LocalSearch.of(question, clock)
     placement = stream.placement(start.places, [range(len(group))])
     local.start([Candidate(reduction.restrict(placement), order=GPIPE)])
     local.run()
@@ -269,15 +263,7 @@ def _search_places(search: _BatchSearch, arrangement: Arrangement, clock: Clock)
 def _answer(search: _BatchSearch) -> Solution:
     ranked, clock, asked = sorted(search.found), search.clock, search.question
     best, baselines = ranked[0], {each.name: each.baseline for each in ranked if each.name}
-    record = Search(
-        seconds=clock.seconds,
-        simulations=clock.simulations,
-        baselines=baselines,
-        busy_fraction=best.replay.busy_fraction,
-        missing_bytes=best.replay.missing_bytes,
-        interrupted=clock.stop.is_set(),
-        order=GPIPE,
-    )
+    record = search_record(best.replay, clock, GPIPE, baselines)
     plan = plan_of(best.replay, lower_bound(best.problem), "auto", asked.seed, record)
     plan = replace(plan, layout=best.step.document())
     distinct = {each.way: each for each in reversed(ranked)}

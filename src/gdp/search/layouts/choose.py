@@ -29,8 +29,8 @@ from gdp.search.ops.auto import auto, run_classical
 from gdp.search.ops.good_order import in_good_order, in_program_order
 from gdp.search.ops.local_search import LocalSearch
 from gdp.search.question import BatchQuestion
-from gdp.search.solution import Solution, plan_of
-from gdp.simulator.plan import Baseline, Plan, Search
+from gdp.search.solution import Solution, plan_of, search_record
+from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER
 from gdp.stop import skip_on_interrupt
@@ -250,13 +250,7 @@ def _refined(search: LayoutSearch, problem: Problem, start: Candidate, clock: Cl
     """Returns the best that a local search finds from `start`, and for op placement from starts of its own."""
     question = search.question.about(problem)
     reduction = question.reduction
-    local = LocalSearch(
-        reduction.problem,
-        clock,
-        seed=question.seed,
-        settings=question.settings.local_search,
-        num_threads=question.num_threads,
-    )
+    local = LocalSearch.of(question, clock)
     priority = None if start.priority is None else reduction.restrict(start.priority)
     first = Candidate(reduction.restrict(start.placement), priority=priority, order=start.order)
     local.start([first], num_more=0 if problem.graph.is_collective.any() else None)
@@ -279,18 +273,9 @@ def _solution(
 
 def _plan(search: LayoutSearch, best: Candidate, baselines: dict[str, Baseline]) -> Plan:
     """Returns the plan of `best`."""
-    clock, parts = search.clock, search.parts
-    simulation = in_program_order(best.replay)
+    parts, simulation = search.parts, in_program_order(best.replay)
     bound_ns = _bound_ns(search, best.problem)
-    record = Search(
-        seconds=clock.seconds,
-        simulations=clock.simulations,
-        baselines=baselines,
-        busy_fraction=simulation.busy_fraction,
-        missing_bytes=simulation.missing_bytes,
-        interrupted=clock.stop.is_set(),
-        order=best.order,
-    )
+    record = search_record(simulation, search.clock, best.order, baselines)
     plan = plan_of(simulation, bound_ns, "auto", search.question.seed, record)
     if best.is_whole:
         return plan
