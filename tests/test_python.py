@@ -66,9 +66,10 @@ def test_a_module_with_inputs_is_a_model() -> None:
     ("graph", "cluster", "keywords", "message"),
     [
         (nn.Linear(8, 4), CLUSTER, {}, "PyTorch module, Linear; give gdp.capture"),
-        ((nn.Linear(8, 4), ones(2, 8)), CLUSTER, {}, "tuple; give gdp.capture"),
         (two_layers, CLUSTER, {}, "function 'two_layers'; give gdp.capture_fn"),
-        ("gnmt-4", CLUSTER, {}, r"gdp.load\('gnmt-4'\)"),
+        ("gnmt-44", CLUSTER, {}, "model 'gnmt-44'"),
+        (two_layers(), CLUSTER, {"parallel": 2}, "parallel is 2; 'auto', 'none'"),
+        (two_layers(), CLUSTER, {"parallel": "data=2", "placer": "single"}, "leave placer and starts out"),
         (two_layers(), 2, {}, "cluster is a int"),
         (two_layers(), "2xl44", {}, "no kind 'l44'"),
         (two_layers(), CLUSTER, {"budget": None}, "budget is None"),
@@ -169,3 +170,16 @@ def test_a_plan_from_a_file_asks_for_a_graph_that_no_file_has(split: gdp.Plan, t
         gdp.write_report(plan, tmp_path / "report.html", two_layers(), "3xl4-24g")
     assert plan.device_of("op3", two_layers()) == "gpu1"
     assert gdp.simulation_of(plan, two_layers(), CLUSTER).step_time_ns == plan.step_time_ns
+
+
+def test_place_takes_what_the_command_takes() -> None:
+    """A module with inputs, and a MODEL, are cut where that is faster, as by `gdp place`; a graph is one step."""
+    module = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+    own = gdp.place((module, (ones(64, 512),)), CLUSTER, parallel="data=2", budget="5sims")
+    assert own.layout is not None
+    assert own.layout["batch"] == 64
+    auto = gdp.place((module, (ones(64, 512),)), CLUSTER, budget="20sims")
+    captured = gdp.place(gdp.capture(module, (ones(64, 512),)), CLUSTER, budget="20sims")
+    assert captured.layout is None
+    assert auto.step_time_ns <= own.step_time_ns
+    assert gdp.place((module, (ones(64, 512),)), CLUSTER, parallel="none", budget="20sims").layout is None

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.models import bert
-from gdp.bounds.layout_bound import layout_bound
 from gdp.cluster import Cluster
 from gdp.cluster.device import Route
 from gdp.errors import InputError
@@ -116,18 +115,6 @@ def test_ops_are_placed_with_a_policy_of_ones_own() -> None:
     """The user's checkpoint is read when layouts are chosen, so a missing file is an input error."""
     with pytest.raises(InputError, match="no such file"):
         choose(parts_of(), machine_of([1.0] * 2), budget="200sims", checkpoint="none.safetensors")
-
-
-def test_a_layout_that_is_forced_gives_the_same_step_time() -> None:
-    """Forcing the best layout gives the same step time, and its document rebuilds the plan's graph."""
-    cluster = machine_of([1.0] * 4, memory="200MB")
-    best = choose(parts_of(), cluster, budget="500sims")
-    again = choose(parts_of(), cluster, layout=best.best.layout, budget="500sims")
-    assert again.plan.step_time_ns == best.plan.step_time_ns
-    document = best.plan.layout
-    assert document is not None
-    step = Step.of_document(layers, document)
-    assert step.graph.fingerprint == best.plan.graph
 
 
 def test_unequal_devices_take_micro_batches_in_proportion() -> None:
@@ -374,21 +361,6 @@ def test_steps_between_two_batch_sizes_are_those_that_are_captured() -> None:
     }
     assert have_same_ops(steps[2], steps[8])
     assert interpolated(steps[2], 2, steps[8], 8, 4).fingerprint == steps[4].fingerprint
-
-
-def test_no_placement_of_any_layout_is_below_its_bound() -> None:
-    """No random placement of a layout takes less time than the layout bound."""
-    rng = np.random.default_rng(0)
-    for speeds in ([1.0, 1.0], [3.0, 1.0, 0.5]):
-        cluster = machine_of(speeds)
-        bound_ns = layout_bound({1: layers(1), 4: layers(4)}, cluster)
-        for layout in (Layout(), Layout((2, 2)), Layout((3, 1))):
-            step = Step.of(layers(layout.num_parts), layout)
-            problem = Problem.build(step.graph, cluster)
-            for _ in range(5):
-                devices = rng.integers(len(speeds), size=(layout.data, 1))
-                placement = step.placement(np.zeros(layers(1).num_ops, int), devices)
-                assert simulate(problem, placement).step_time_ns >= bound_ns
 
 
 def test_arrangements_use_groups_that_are_alike() -> None:
