@@ -517,7 +517,7 @@ def changed(**changes: Any) -> bytes:
 
 FILES = {
     "text.json": b"no json",
-    "version.json": changed(version=2),
+    "version.json": changed(version=3),
     "unknown.json": changed(colour="red"),
     "empty.json": b"",
     "zipped.json.gz": b"{}",
@@ -534,7 +534,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["place", "zipped.json.gz", "--devices", DEVICES], ["zipped.json.gz", "it is not gzip"]),
     (["place", "text.json", "--devices", DEVICES], ["text.json: line 1", "not valid JSON"]),
     (["place", "empty.json", "--devices", DEVICES], ["empty.json: is empty"]),
-    (["place", "version.json", "--devices", DEVICES], ["version.json: version is 2"]),
+    (["place", "version.json", "--devices", DEVICES], ["version.json: version is 3"]),
     (["place", "unknown.json", "--devices", DEVICES], ["unknown.json: graph: unknown key 'colour'"]),
     (["place", "graph.json.gz", "--devices", DEVICES, "--seed", str(2**64)], ["--seed", "9223372036854775807"]),
     (
