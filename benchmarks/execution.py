@@ -72,9 +72,6 @@ class ExecutionBenchmark(Benchmark):
     calibration_steps: int = 5
     quick: bool = False  # measure devices in seconds
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
     def check_workloads(self) -> None:
         pick(self.name, "workload", self.workloads, tuple(SUBJECTS))
 

@@ -100,7 +100,7 @@ def test_placements_are_of_every_quality_and_keep_groups(small: Cluster) -> None
 def test_what_cannot_be_measured_is_said(small: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine or model that cannot be measured is an error with the reason."""
     with pytest.raises(InputError, match=r"no workload 'bert'; .*rnnlm-2"):
-        ExecutionBenchmark(**SMALL | {"workloads": ("bert",)})
+        ExecutionBenchmark(**SMALL | {"workloads": ("bert",)}).check_workloads()
     monkeypatch.setattr(execution, "detect_local", lambda: (LocalDevice("cpu0", "core", 2**30, "cpu"),))
     with pytest.raises(InputError, match="one device, so there is nothing to place"):
         ExecutionBenchmark(**SMALL).run()

@@ -454,7 +454,7 @@ def test_batches_that_do_not_fit() -> None:
     with placed(built(Mlp), batch, "data=2,microbatches=2") as trained:
         with pytest.raises(InputError, match="the batch of 6 samples has no 4 equal parts"):
             trained(*(tensor[:6] for tensor in batch))
-        with pytest.raises(InputError, match=r"which is not the step of .* place it anew"):
+        with pytest.raises(InputError, match=r"the plan is not one of the step of .* place it anew"):
             trained(*(torch.cat([tensor, tensor]) for tensor in batch))
         trained(*batch)
         for size in (4, 6):

@@ -87,7 +87,7 @@ def test_a_layout_of_more_than_64_replicas_is_a_plan_like_others() -> None:
     again = Step.of_document(parts(256).exact, plan.layout)
     read = Plan.from_document(plan.to_document())
     assert replay(Problem.build(again.graph, cluster), read).step_time_ns == plan.step_time_ns
-    assert choice.layout_bound_ns <= plan.step_time_ns
+    assert choice.bound_ns <= plan.step_time_ns
 
 
 def test_the_choice_of_a_layout_on_many_devices_beats_op_placement() -> None:
