@@ -39,7 +39,7 @@ OTHERS = (  # models and machines on which no number was chosen
     ("dlrm", "2xrtx3090-24g+cpu-16core"),
     ("nasnet-a", "2x(2xl4-24g)@25gbit"),
     ("efficientnet-b4", "8xp100-pcie-16g"),
-    ("retinanet-50", "3xv100-sxm-16g"),
+    ("retinanet-50", "3xv100-sxm-32g"),
     ("densenet-121", "rtx4090-24g+3xrtx3090-24g"),
     ("hf:bert-base", "6xl4-24g"),
     ("hf:sd-1.5-unet", "2xrtx4090-24g+l4-24g"),

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tunables import DOUBLE, HALF, TunablesBenchmark, all_numbers, scaled, traced
+from benchmarks import model_configs
+from benchmarks.tunables import DOUBLE, HALF, HF, PROBLEMS, TunablesBenchmark, all_numbers, scaled, traced
+from benchmarks.workloads import model_of
 from gdp.budget import Budget
+from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.search.settings import DEFAULTS
 
@@ -32,6 +35,16 @@ def test_reads_are_noticed() -> None:
     assert reads == set()
     assert settings.ops.slow_share == DEFAULTS.ops.slow_share
     assert reads == {"ops.slow_share"}
+
+
+def test_problems_can_be_asked() -> None:
+    """Each problem has a model that there is, on devices that there are."""
+    for problem in PROBLEMS:
+        assert Cluster.parse(problem.devices).num_devices > 1
+        if problem.model.startswith(HF):
+            assert model_configs.get(problem.model.removeprefix(HF)).config
+        else:
+            assert model_of(problem.model)
 
 
 def test_numbers_on_a_problem(tmp_path: Path) -> None:
