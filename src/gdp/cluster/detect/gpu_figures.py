@@ -10,33 +10,7 @@ from gdp.cluster.device import Device
 # An assumption: a desktop's windows change free memory by less, so `local` mostly stays the same cluster.
 _MEMORY_STEP_BYTES = GIB // 4
 
-# The driver's names of the built-in kinds, without NVIDIA in front, which older drivers leave out; cards that only
-# sound alike (H100 PCIe, A100-SXM4-40GB, RTX 4090 D, RTX 4090 Laptop GPU) have other figures.
-KIND_BY_NAME: Mapping[str, str] = {
-    "Tesla P100-PCIE-16GB": "p100-pcie-16g",
-    "Tesla P100-SXM2-16GB": "p100-sxm-16g",
-    "Tesla V100-SXM2-32GB": "v100-sxm-32g",
-    "A100-SXM4-80GB": "a100-sxm-80g",
-    "H100 80GB HBM3": "h100-sxm-80g",
-    "H200": "h200-sxm-141g",
-    "L4": "l4-24g",
-    "GeForce RTX 3090": "rtx3090-24g",
-    "GeForce RTX 4090": "rtx4090-24g",
-    "A100-SXM4-40GB": "a100-sxm-40g",
-    "A100-PCIE-40GB": "a100-pcie-40g",
-    "A10": "a10-24g",
-    "A30": "a30-24g",
-    "Tesla T4": "t4-16g",
-    "L40S": "l40s-48g",
-    "GeForce RTX 3060": "rtx3060-12g",
-    "GeForce RTX 3080": "rtx3080-10g",
-    "GeForce RTX 4060 Ti": "rtx4060ti-16g",
-    "GeForce RTX 4080": "rtx4080-16g",
-    "GeForce RTX 5070 Ti": "rtx5070ti-16g",
-    "GeForce RTX 5080": "rtx5080-16g",
-    "GeForce RTX 5090": "rtx5090-32g",
-    "B200": "b200-sxm-180g",
-}
+KIND_BY_NAME: Mapping[str, str] = {kind.driver: name for name, kind in KINDS.items() if kind.driver}
 
 
 def kind_of(gpu: Gpu) -> str:

@@ -4,13 +4,12 @@ Drawn are the number of devices, their inequality and their links, on which a po
 `gdp.cluster.catalogue`, a little wider. D devices.
 """
 
-from collections.abc import Mapping
+from dataclasses import replace
 from itertools import permutations
-from types import MappingProxyType
 
 import numpy as np
 
-from gdp.cluster import Cluster, Device, Route
+from gdp.cluster import Cluster, Route
 from gdp.cluster.catalogue import KINDS, DeviceKind
 
 _WIRING = ("port", "pair", "bus")
@@ -33,17 +32,7 @@ def draw_cluster(rng: np.random.Generator, min_devices: int, max_devices: int) -
     names = rng.choice(sorted(KINDS), size=min(int(rng.geometric(0.5)), _MAX_KINDS), replace=False).tolist()
     kinds = {name: _vary(KINDS[name], rng) for name in names}
     kind_of = sorted(rng.choice(names, size=num_devices).tolist(), key=names.index)
-    devices = [
-        Device(
-            f"dev{number}",
-            name,
-            kinds[name].memory_bytes,
-            kinds[name].flops_per_second,
-            kinds[name].memory_bytes_per_second,
-            kinds[name].launch_ns,
-        )
-        for number, name in enumerate(kind_of)
-    ]
+    devices = [kinds[name].device(f"dev{number}", name) for number, name in enumerate(kind_of)]
     num_hosts = min(int(rng.integers(2, _MAX_HOSTS + 1)), num_devices) if rng.random() < 0.4 else 1
     host_of = np.arange(num_devices) * num_hosts // num_devices
     return Cluster.build(f"random-{num_devices}", devices, _routes(rng, host_of.tolist()))
@@ -51,12 +40,9 @@ def draw_cluster(rng: np.random.Generator, min_devices: int, max_devices: int) -
 
 def _vary(kind: DeviceKind, rng: np.random.Generator) -> DeviceKind:
     compute, bandwidth = _log_uniform(rng, _SPEED), _log_uniform(rng, _SPEED)
-    rates: Mapping[str, int] = MappingProxyType(
-        {dtype: round(rate * compute) for dtype, rate in kind.flops_per_second.items()}
-    )
-    return DeviceKind(
-        kind.memory_bytes, rates, round(kind.memory_bytes_per_second * bandwidth), kind.launch_ns, kind.port
-    )
+    rates = {dtype: round(rate * compute) for dtype, rate in kind.flops_per_second.items()}
+    memory_bytes_per_second = round(kind.memory_bytes_per_second * bandwidth)
+    return replace(kind, flops_per_second=rates, memory_bytes_per_second=memory_bytes_per_second)
 
 
 def _routes(rng: np.random.Generator, host_of: list[int]) -> dict[tuple[int, int], Route]:
