@@ -97,21 +97,6 @@ def test_without_attention_nothing_crosses_ops(kind: type[nn.Module]) -> None:
     torch.testing.assert_close(body(x.flip(0)), body(x).flip(0))  # nor does the order matter
 
 
-@pytest.mark.parametrize("kind", [SegmentTransformer, Superposition])
-def test_padded_batches_equal_their_graphs(kind: type[nn.Module]) -> None:
-    """A padded batch gives each graph the vectors that it has alone."""
-    body, lengths = network(kind), [3, 14, 8]  # the first is followed by segments of padding alone
-    graphs = [torch.randn(length, 12) for length in lengths]
-    batch = nn.utils.rnn.pad_sequence(graphs, batch_first=True, padding_value=7.0).requires_grad_()
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    out = body(batch, mask)
-    for row, graph in zip(out, graphs, strict=True):
-        torch.testing.assert_close(row[: len(graph)], body(graph), rtol=1e-4, atol=1e-5)
-    (gradient,) = torch.autograd.grad((out[mask] ** 2).sum(), batch)
-    assert gradient.isfinite().all()
-    assert (gradient[~mask] == 0).all()
-
-
 @pytest.mark.parametrize("wrong", [{"segment": 0}, {"num_heads": 5}])
 def test_impossible_sizes_are_refused(wrong: dict[str, object]) -> None:
     """The error names the size."""

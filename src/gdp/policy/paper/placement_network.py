@@ -11,7 +11,7 @@ network"). Nothing is masked for coming later: all ops are placed at once.
               [ segment 0 ]     [ segment 1 ]     [ segment 2 ]
 
 A layer needs only the layer below, so it runs over all segments at once, without a loop.
-B graphs, N ops, H = d_model, S segments of L ops.
+N ops, H = d_model, S segments of L ops.
 """
 
 from dataclasses import dataclass, replace
@@ -53,9 +53,9 @@ class SegmentAttention(nn.Module):
         self.out = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, cache: Tensor, visible: Tensor) -> Tensor:
-        """Returns [B, S, L, H] from the same, the cache for the next segments, and `visible` [B * S, 1, 1, 2L]."""
-        before = pad(cache[:, :-1], (0, 0, 0, 0, 1, 0))
-        key, value = self.key_value(torch.cat((before, x), dim=2)).chunk(2, dim=-1)
+        """Returns [S, L, H] from the same, the cache for the next segments, and `visible` [S, 1, 1, 2L]."""
+        before = pad(cache[:-1], (0, 0, 0, 0, 1, 0))
+        key, value = self.key_value(torch.cat((before, x), dim=1)).chunk(2, dim=-1)
         attended = scaled_dot_product_attention(
             self._heads(self.query(x)), self._heads(key), self._heads(value), attn_mask=visible
         )
@@ -63,8 +63,8 @@ class SegmentAttention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B * S, heads, length, H / heads] from [B, S, length, H]."""
-        return x.reshape(-1, x.shape[2], self.num_heads, x.shape[3] // self.num_heads).transpose(1, 2)
+        """[S, heads, length, H / heads] from [S, length, H]."""
+        return x.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
 
 
 class SegmentLayer(nn.Module):
@@ -81,7 +81,7 @@ class SegmentLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
-        """Returns [B, S, L, H] from the same and `visible`; parameters are trained through the cache too."""
+        """Returns [S, L, H] from the same and `visible`; parameters are trained through the cache too."""
         if self.attention is not None and self.attention_norm is not None:
             x = self.attention_norm(x + self.attention(x, x.detach(), visible))
         out: Tensor = self.feed_forward_norm(x + self.feed_forward(x))
@@ -96,22 +96,18 @@ class SegmentTransformer(nn.Module):
         self.segment = config.segment
         self.layers = nn.ModuleList(SegmentLayer(config) for _ in range(config.num_layers))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, condition: Tensor | None = None) -> Tensor:
-        """Returns the shape of `x`: [N, H] of one graph, or [B, N, H] of several, padded where `mask` [B, N] is false.
-
-        `condition`, shaped as `x`, multiplies every layer's input (see `Superposition`). Rows of padding mean nothing.
-        """
-        if x.dim() == 2:
-            alone: Tensor = self(x[None], mask, None if condition is None else condition[None])[0]
-            return alone
-        num_ops = x.shape[1]
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        """Returns [N, H] from the same; `condition` [N, H] multiplies every layer's input (see `Superposition`)."""
+        num_ops = len(x)
         length = min(self.segment, num_ops)
         factor = 1 if condition is None else _segments(condition, length)
-        visible = _visible(x, mask, length)
+        own = _segments(torch.ones(num_ops, 1, device=x.device), length)[..., 0] > 0
+        # which ops are there, in the segment before and in the segment itself
+        visible = torch.cat((pad(own[:-1], (0, 0, 1, 0)), own), dim=1)[:, None, None]
         x = _segments(x, length)
         for layer in self.layers:
             x = layer(factor * x, visible)
-        return x.flatten(1, 2)[:, :num_ops]
+        return x.flatten(0, 1)[:num_ops]
 
 
 class Superposition(nn.Module):
@@ -128,22 +124,12 @@ class Superposition(nn.Module):
         self.conditioning = SegmentTransformer(replace(config, num_layers=1))
         self.placer = SegmentTransformer(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Returns the shape of `x`: [N, H], or [B, N, H] padded where `mask` [B, N] is false."""
-        out: Tensor = self.placer(x, mask, self.conditioning(x, mask))
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [N, H] from the same."""
+        out: Tensor = self.placer(x, self.conditioning(x))
         return out
 
 
 def _segments(x: Tensor, length: int) -> Tensor:
-    """[B, S, L, H] from [B, N, H], zeros behind the last op."""
-    num_graphs, num_ops, width = x.shape
-    return pad(x, (0, 0, 0, -num_ops % length)).view(num_graphs, -1, length, width)
-
-
-def _visible(x: Tensor, mask: Tensor | None, length: int) -> Tensor:
-    """[B * S, 1, 1, 2L] which ops are there, in the segment before and in the segment itself."""
-    present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-    own = _segments(present[..., None], length)[..., 0]
-    both = torch.cat((pad(own[:, :-1], (0, 0, 1, 0)), own), dim=2)
-    # a segment of padding alone may see anything: a softmax over nothing is not a number
-    return (both | ~both.any(dim=2, keepdim=True)).flatten(0, 1)[:, None, None]
+    """[S, L, H] from [N, H], zeros behind the last op."""
+    return pad(x, (0, 0, 0, -len(x) % length)).view(-1, length, x.shape[1])

@@ -1,7 +1,5 @@
 """Convolutional networks of drawn cells: a stem, then normal and reduction cells, each a drawn acyclic graph."""
 
-# mypy: disable-error-code=no-any-return
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Layers that work on each step alone: feed-forwards, and mixtures of them as experts."""
 
-# mypy: disable-error-code=no-any-return
-
 from dataclasses import dataclass
 
 import torch

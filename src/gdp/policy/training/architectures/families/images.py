@@ -1,7 +1,5 @@
 """Parts of networks for images [batch, channels, height, width]."""
 
-# mypy: disable-error-code=no-any-return
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Layers that mix steps: kinds of attention, and mixers without attention. All map [batch, steps, width] to itself."""
 
-# mypy: disable-error-code=no-any-return
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

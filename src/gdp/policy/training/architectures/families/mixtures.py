@@ -5,8 +5,6 @@ source -> body --.
 source -> body ---> merged -> head                   towers, one of which may be used for several sources
 """
 
-# mypy: disable-error-code=no-any-return
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

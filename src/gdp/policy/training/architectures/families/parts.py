@@ -1,7 +1,5 @@
 """Parts that the families share: a stream of choices, and small modules that are drawn from it."""
 
-# mypy: disable-error-code=no-any-return
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Recurrent stacks, unrolled step by step: drawn cells, directions, skips, shared weights, periods and attention."""
 
-# mypy: disable-error-code=no-any-return
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Residual and dense networks for images, of blocks with drawn branches, gates, shortcuts and skips."""
 
-# mypy: disable-error-code=no-any-return
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Embedding tables with perceptrons: bags of rows, drawn interactions, shared experts, several tasks."""
 
-# mypy: disable-error-code=no-any-return
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

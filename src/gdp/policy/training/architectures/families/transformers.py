@@ -1,7 +1,5 @@
 """Encoders, decoders, encoder-decoders and mixtures of experts, of blocks with drawn sublayers."""
 
-# mypy: disable-error-code=no-any-return
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType

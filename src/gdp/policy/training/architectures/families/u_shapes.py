@@ -1,7 +1,5 @@
 """U-shapes: down through resolutions and up again, with drawn blocks, skips, and nodes between down and up."""
 
-# mypy: disable-error-code=no-any-return
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

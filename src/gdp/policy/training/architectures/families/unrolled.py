@@ -1,7 +1,5 @@
 """Long unrolled recurrent nets: stacks over many steps with a loss at each, or a stack that sees all of another's."""
 
-# mypy: disable-error-code=no-any-return
-
 from collections.abc import Sequence
 
 import torch

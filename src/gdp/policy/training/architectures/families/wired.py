@@ -3,8 +3,6 @@
 The graphs are those of Xie et al. 2019 (arXiv 1904.01569): Erdos-Renyi, Barabasi-Albert, Watts-Strogatz.
 """
 
-# mypy: disable-error-code=no-any-return
-
 from collections.abc import Sequence
 
 import torch
