@@ -3,15 +3,17 @@
 S samples, P passes, U units, D devices, K features, B slices of the step, E pairs of units.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.compiled import allocating_kernel
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.unit_graph import UnitGraph
 from gdp.simulator.problem import Problem
+
+if TYPE_CHECKING:  # a quarter of a second to import
+    from scipy.sparse import csr_array
 
 
 class Shares(NamedTuple):
@@ -20,6 +22,11 @@ class Shares(NamedTuple):
     offsets: Any  # int64 [U + 1]
     units: Any  # int64
     shares: Any  # float64
+
+    @classmethod
+    def of(cls, matrix: "csr_array") -> "Shares":
+        """Returns the entries of a matrix [U, U], by row."""
+        return cls(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64), matrix.data)
 
 
 class RolloutArrays(NamedTuple):
@@ -48,28 +55,26 @@ class RolloutArrays(NamedTuple):
     def of(cls, problem: Problem, units: UnitGraph, equal_before: I64) -> "RolloutArrays":
         """The arrays of `units` of `problem`."""
         num_units, num_devices = units.num_units, problem.num_devices
-        near, second = _nearness(units.sources, units.targets, units.sent_ns, num_units)
-        similar = units.similar
+        near, second = _nearness(units)
         by_target = np.argsort(units.targets, kind="stable")
         between = ~np.eye(num_devices, dtype=np.bool_)
         ns_per_byte, latency_ns = np.zeros((2, num_devices, num_devices))
         ns_per_byte[between] = 1e9 / problem.cluster.bytes_per_second[between]
         latency_ns[between] = problem.cluster.latency_ns[between]
-        times = np.where(units.time_ns >= 0, units.time_ns, np.nan)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            slowness = np.nansum(np.where(np.isnan(times), 0.0, times) + 1.0, axis=0) / np.maximum(
-                np.nansum(np.where(np.isnan(times), 0.0, units.work_ns[:, None]) + 1.0, axis=0), 1.0
-            )
-        speed = 1.0 / np.maximum(slowness, 1e-9)
+        own_ns, mean_ns = (
+            (np.where(units.time_ns >= 0, times, 0.0) + 1.0).sum(axis=0)
+            for times in (units.time_ns, units.work_ns[:, None])
+        )
+        speed = 1.0 / np.maximum(own_ns / np.maximum(mean_ns, 1.0), 1e-9)
         return cls(
             time_ns=units.time_ns,
             work_ns=units.work_ns,
             slices=units.slices,
             slice_ns=np.maximum(units.slices.sum(axis=0), 1e-9),
             total_ns=max(float(units.work_ns.sum()), 1.0),
-            near=Shares(*near),
-            second=Shares(*second),
-            similar=Shares(similar.indptr.astype(np.int64), similar.indices.astype(np.int64), similar.data),
+            near=Shares.of(near),
+            second=Shares.of(second),
+            similar=Shares.of(units.similar),
             offsets=np.concatenate(([0], np.cumsum(np.bincount(units.targets, minlength=num_units)))),
             senders=units.sources[by_target],
             sent_bytes=units.sent_bytes[by_target],
@@ -112,65 +117,20 @@ class RolloutRecord(NamedTuple):
         return cls(np.zeros(shape, np.int64), features, masks, np.zeros(shape, np.float32))
 
 
-@allocating_kernel
-def _nearness(sources, targets, sent_ns, num_units):
-    """(near, second) of `RolloutArrays`, each (offsets, units, shares)."""
-    count = np.zeros(num_units + 1, np.int64)
-    for pair in range(len(sources)):
-        count[sources[pair] + 1] += 1
-        count[targets[pair] + 1] += 1
-    begin = np.cumsum(count)
-    at = begin[:-1].copy()
-    other, amount = np.empty(begin[-1], np.int64), np.empty(begin[-1])
-    for pair in range(len(sources)):
-        for unit, neighbour in ((sources[pair], targets[pair]), (targets[pair], sources[pair])):
-            other[at[unit]] = neighbour
-            amount[at[unit]] = sent_ns[pair]
-            at[unit] += 1
-    sums = np.zeros(num_units)
-    near_offsets, second_offsets = np.zeros((2, num_units + 1), np.int64)
-    near_units, near_shares = np.empty(begin[-1], np.int64), np.empty(begin[-1])
-    for unit in range(num_units):  # two units may send both ways
-        end, total = near_offsets[unit], 0.0
-        for index in range(begin[unit], begin[unit + 1]):
-            if sums[other[index]] == 0.0:
-                near_units[end] = other[index]
-                end += 1
-            sums[other[index]] += max(amount[index], 1e-9)
-            total += max(amount[index], 1e-9)
-        for index in range(near_offsets[unit], end):
-            near_shares[index] = sums[near_units[index]] / total
-            sums[near_units[index]] = 0.0
-        near_offsets[unit + 1] = end
-    bound = 0
-    for unit in range(num_units):
-        steps = 0
-        for index in range(near_offsets[unit], near_offsets[unit + 1]):
-            steps += near_offsets[near_units[index] + 1] - near_offsets[near_units[index]]
-        bound += min(steps, num_units)
-    second_units, second_shares = np.empty(bound, np.int64), np.empty(bound)
-    for unit in range(num_units):
-        end = second_offsets[unit]
-        for index in range(near_offsets[unit], near_offsets[unit + 1]):
-            middle = near_units[index]
-            for further in range(near_offsets[middle], near_offsets[middle + 1]):
-                if near_units[further] == unit:
-                    continue
-                if sums[near_units[further]] == 0.0:
-                    second_units[end] = near_units[further]
-                    end += 1
-                sums[near_units[further]] += near_shares[index] * near_shares[further]
-        total = 0.0
-        for index in range(second_offsets[unit], end):
-            second_shares[index] = sums[second_units[index]]
-            total += second_shares[index]
-            sums[second_units[index]] = 0.0
-        for index in range(second_offsets[unit], end):
-            second_shares[index] /= total
-        second_offsets[unit + 1] = end
-    end, last = near_offsets[num_units], second_offsets[num_units]
-    return (near_offsets, near_units[:end], near_shares[:end]), (
-        second_offsets,
-        second_units[:last],
-        second_shares[:last],
-    )
+def _nearness(units: UnitGraph) -> tuple["csr_array", "csr_array"]:
+    """Returns `near` and `second` of `RolloutArrays` [U, U]; two units may send both ways."""
+    from scipy.sparse import csr_array  # a quarter of a second, which most commands never need
+
+    rows, columns = np.concatenate((units.sources, units.targets)), np.concatenate((units.targets, units.sources))
+    amounts = np.tile(np.maximum(units.sent_ns, 1e-9), 2)
+    near = _by_row(csr_array((amounts, (rows, columns)), shape=(units.num_units, units.num_units)))
+    return near, _by_row(near @ near)
+
+
+def _by_row(amounts: "csr_array") -> "csr_array":
+    """Returns the shares of each row that its entries have; 0 on the diagonal."""
+    row = np.repeat(np.arange(amounts.shape[0]), np.diff(amounts.indptr))
+    amounts.data[row == amounts.indices] = 0.0
+    sums = np.bincount(row, amounts.data, amounts.shape[0])
+    amounts.data /= np.maximum(sums, 1e-300)[row]
+    return amounts
