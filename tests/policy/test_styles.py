@@ -14,7 +14,7 @@ from gdp.errors import InputError
 from gdp.policy.checkpoint import load_checkpoint, new_policy
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
-from gdp.policy.problem_features import PROBLEM_FEATURES, problem_features
+from gdp.policy.problem_features import NUM_PROBLEM_FEATURES, problem_features
 from gdp.policy.sampling import draw_styles
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.style_network import StyleNetwork
@@ -39,7 +39,7 @@ def network(seed: int = 0) -> StyleNetwork:
     net.reset(generator)
     with torch.no_grad():
         net.out.copy_(torch.randn(8, generator=generator))
-    net.normalize(torch.full((len(PROBLEM_FEATURES),), 0.5), torch.full((len(PROBLEM_FEATURES),), 2.0))
+    net.normalize(torch.full((NUM_PROBLEM_FEATURES,), 0.5), torch.full((NUM_PROBLEM_FEATURES,), 2.0))
     return net
 
 
@@ -53,7 +53,7 @@ def scores_of(net: StyleNetwork, problem: Problem = PROBLEM) -> StyleScores:
 def test_problem_features_are_small(devices: str) -> None:
     """Features of problems are finite and small, on one device and on unlike ones."""
     features = problem_features(UnitSource.of(Problem.build(random_graph(24, 0), Cluster.parse(devices))))
-    assert features.shape == (len(PROBLEM_FEATURES),)
+    assert features.shape == (NUM_PROBLEM_FEATURES,)
     assert np.isfinite(features).all()
     assert np.abs(features).max() <= 16
 
@@ -127,7 +127,7 @@ def test_the_fit_ranks_what_it_saw() -> None:
     for _ in range(8):
         numbers = style_numbers(draw_styles(64, rng), 4)
         ranks = (np.argsort(np.argsort(numbers[:, 0] + 1e-3 * rng.random(64))) + 0.5) / 64
-        outcomes.append(Outcomes(rng.random(len(PROBLEM_FEATURES), np.float32), numbers, ranks.astype(np.float32)))
+        outcomes.append(Outcomes(rng.random(NUM_PROBLEM_FEATURES, np.float32), numbers, ranks.astype(np.float32)))
     fit(net, outcomes, replace(CONFIG, epochs=60))
     assert style_training._correlation(net, outcomes) > 0.8  # type: ignore[operator]
 

@@ -9,33 +9,11 @@ from gdp.arrays import F32
 from gdp.policy.settings import SCORER
 from gdp.policy.unit_graph import NUM_SLICES, UnitSource
 
-PROBLEM_FEATURES = (
-    "ops",
-    "devices",
-    "work over critical path",
-    "work over critical path, a device",
-    "bytes sent if no two ops share a device, in time, over work",
-    "latencies likewise, over work",
-    "slowest over fastest device",
-    "memory alive over memory",
-    "memory alive over memory of the largest device",
-    "resident bytes over memory",
-    "longest op over work",
-    "modules over ops",
-    "fastest over slowest link",
-    "work of the forward pass",
-    "work of updates",
-    "entropy of work along the critical path",
-    "work in its first quarter",
-    "work in its last quarter",
-    "bytes that skip two slices or more",
-    "slices that a byte spans",
-    "consumers of a tensor",
-)
+NUM_PROBLEM_FEATURES = 21
 
 
 def problem_features(source: UnitSource) -> F32:
-    """Returns [M], by `PROBLEM_FEATURES`; ratios are logarithms, shares are from 0 to 1."""
+    """Returns [M]; ratios are logarithms, shares are from 0 to 1."""
     problem, graph, cluster = source.problem, source.problem.graph, source.problem.cluster
     num_devices, phases = problem.num_devices, np.array(graph.phases)
     work_ns = problem.mean_op_time_ns.astype(np.float64)
@@ -54,30 +32,30 @@ def problem_features(source: UnitSource) -> F32:
     all_bytes = max(float(sent_bytes.sum()), 1.0)
     in_slices = np.bincount(source.op_slice, work_ns, NUM_SLICES) / total_ns
     quarter = NUM_SLICES // 4
-    features = [
-        _log(problem.num_ops, largest=2 * SCORER.largest_log) - SCORER.usual_log_ops,
-        _log(num_devices),
-        _log(total_ns / source.critical_ns),
-        _log(total_ns / source.critical_ns / num_devices),
-        _log(all_bytes * source.ns_per_byte / total_ns),
-        _log(source.latency_ns * len(senders) / total_ns),
-        _log(device_ns.max() / device_ns.min()) if len(device_ns) else 0.0,
-        _log(alive_bytes / limits.sum()),
-        _log(alive_bytes / limits.max()),
-        _log(resident_bytes / limits.sum()),
-        _log(work_ns.max() / total_ns),
-        _log(len(set(graph.modules)) / problem.num_ops),
-        _log(rates.max() / rates.min()),
-        work_ns[phases == "forward"].sum() / total_ns,
-        work_ns[phases == "update"].sum() / total_ns,
-        -(in_slices * np.log(in_slices + 1e-9)).sum(),
-        in_slices[:quarter].sum(),
-        in_slices[-quarter:].sum(),
-        (sent_bytes * (spans > 2)).sum() / all_bytes,
-        (sent_bytes * spans).sum() / all_bytes,
-        _log(len(senders) / max(graph.num_tensors, 1)),
-    ]
-    return np.array(features, np.float32)
+    features = {
+        "ops": _log(problem.num_ops, largest=2 * SCORER.largest_log) - SCORER.usual_log_ops,
+        "devices": _log(num_devices),
+        "work over critical path": _log(total_ns / source.critical_ns),
+        "work over critical path, a device": _log(total_ns / source.critical_ns / num_devices),
+        "bytes sent if no two ops share a device, in time, over work": _log(all_bytes * source.ns_per_byte / total_ns),
+        "latencies likewise, over work": _log(source.latency_ns * len(senders) / total_ns),
+        "slowest over fastest device": _log(device_ns.max() / device_ns.min()) if len(device_ns) else 0.0,
+        "memory alive over memory": _log(alive_bytes / limits.sum()),
+        "memory alive over memory of the largest device": _log(alive_bytes / limits.max()),
+        "resident bytes over memory": _log(resident_bytes / limits.sum()),
+        "longest op over work": _log(work_ns.max() / total_ns),
+        "modules over ops": _log(len(set(graph.modules)) / problem.num_ops),
+        "fastest over slowest link": _log(rates.max() / rates.min()),
+        "work of the forward pass": work_ns[phases == "forward"].sum() / total_ns,
+        "work of updates": work_ns[phases == "update"].sum() / total_ns,
+        "entropy of work along the critical path": -(in_slices * np.log(in_slices + 1e-9)).sum(),
+        "work in its first quarter": in_slices[:quarter].sum(),
+        "work in its last quarter": in_slices[-quarter:].sum(),
+        "bytes that skip two slices or more": (sent_bytes * (spans > 2)).sum() / all_bytes,
+        "slices that a byte spans": (sent_bytes * spans).sum() / all_bytes,
+        "consumers of a tensor": _log(len(senders) / max(graph.num_tensors, 1)),
+    }
+    return np.array(list(features.values()), np.float32)
 
 
 def _log(ratio: float, largest: float = SCORER.largest_log) -> float:

@@ -18,37 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdp.compiled import allocating_inlined, allocating_kernel
-from gdp.policy.features import NUM_FEATURES, NUMBERS
+from gdp.policy.features import AT, NUM_FEATURES
 
 _FORGET = 0.8  # of "recent units here", for each further unit; untuned
 _CAP = 4.0  # of features without a natural limit, as large as the largest weights; untuned
 _FULL, _STEEPNESS = 0.8, 5.0  # share of the memory from which on it is short, and 1 / (1 - that); untuned
-
-# the columns of features
-_NEAR = NUMBERS["neighbours here, of all"]
-_NEAR_PLACED = NUMBERS["neighbours here, of those placed"]
-_SECOND = NUMBERS["neighbours' neighbours here"]
-_LIKE = NUMBERS["like units here, of those placed"]
-_START_LATER = NUMBERS["start later than elsewhere"]
-_END_LATER = NUMBERS["end later than elsewhere"]
-_LOAD = NUMBERS["load"]
-_LOAD_AFTER = NUMBERS["load after, of the highest"]
-_MEANWHILE = NUMBERS["load meanwhile"]
-_MEANWHILE_ABOVE = NUMBERS["load meanwhile above the lowest"]
-_MEMORY = NUMBERS["memory"]
-_MEMORY_SHORT = NUMBERS["memory short"]
-_EMPTY = NUMBERS["empty"]
-_EMPTY_OTHERS = NUMBERS["empty, by how many are not"]
-_BEFORE = NUMBERS["unit before is here"]
-_RECENT = NUMBERS["recent units here"]
-_SLOWER = NUMBERS["slower than the fastest"]
-_SENDING = NUMBERS["inputs to send"]
-_SENDING_ABOVE = NUMBERS["inputs to send above the lowest"]
-_LIKE_MEANWHILE = NUMBERS["like units here, by load meanwhile"]
-_OLD = NUMBERS["was here"]
-_ABOVE_FAIR = NUMBERS["load after, above a fair share"]
-_BEFORE_FAIR = NUMBERS["unit before is here, within a fair share"]
-_MOST_LIKE = NUMBERS["most of like units are here"]
 
 
 class _State(NamedTuple):
@@ -290,30 +264,30 @@ def _see(arrays, state, unit, before, old, most, mask, features, scratch):
         more = (sending[device] - lowest_sending) / own_ns
         like = similar[device]
         seen = features[device]
-        seen[_NEAR] = near[device]
-        seen[_NEAR_PLACED] = near[device] / near_placed
-        seen[_SECOND] = second[device]
-        seen[_LIKE] = like / similar_placed
-        seen[_START_LATER] = min((start_ns[device] - lowest_start) / share, _CAP)
-        seen[_END_LATER] = late / (1.0 + late)
-        seen[_LOAD] = min(load_ns[device] / share, _CAP)
-        seen[_LOAD_AFTER] = after / max(highest, after, 1.0)
-        seen[_MEANWHILE] = min(meanwhile[device], _CAP)
-        seen[_MEANWHILE_ABOVE] = min(meanwhile[device] - lowest_meanwhile, _CAP)
-        seen[_MEMORY] = min(memory, _CAP)
-        seen[_MEMORY_SHORT] = min(max(memory - _FULL, 0.0) * _STEEPNESS, _CAP)
-        seen[_EMPTY] = 1.0 if count[device] == 0 else 0.0
-        seen[_EMPTY_OTHERS] = num_used / num_devices if count[device] == 0 else 0.0
-        seen[_BEFORE] = 1.0 if device == before else 0.0
-        seen[_RECENT] = recent[device]
-        seen[_SLOWER] = np.log((time_ns[unit, device] + 1.0) / (fastest_ns + 1.0))
-        seen[_SENDING] = sending[device] / (sending[device] + own_ns)
-        seen[_SENDING_ABOVE] = more / (1.0 + more)
-        seen[_LIKE_MEANWHILE] = min(like * meanwhile[device] / similar_placed, _CAP)
-        seen[_OLD] = 1.0 if device == old else 0.0
-        seen[_ABOVE_FAIR] = min(max(after / fair - 1.0, 0.0) * 4.0, _CAP)
-        seen[_BEFORE_FAIR] = 1.0 if device == before and after <= fair else 0.0
-        seen[_MOST_LIKE] = 1.0 if like > 0.5 * similar_placed else 0.0
+        seen[AT.near] = near[device]
+        seen[AT.near_placed] = near[device] / near_placed
+        seen[AT.second] = second[device]
+        seen[AT.like] = like / similar_placed
+        seen[AT.start_later] = min((start_ns[device] - lowest_start) / share, _CAP)
+        seen[AT.end_later] = late / (1.0 + late)
+        seen[AT.load] = min(load_ns[device] / share, _CAP)
+        seen[AT.load_after] = after / max(highest, after, 1.0)
+        seen[AT.meanwhile] = min(meanwhile[device], _CAP)
+        seen[AT.meanwhile_above] = min(meanwhile[device] - lowest_meanwhile, _CAP)
+        seen[AT.memory] = min(memory, _CAP)
+        seen[AT.memory_short] = min(max(memory - _FULL, 0.0) * _STEEPNESS, _CAP)
+        seen[AT.empty] = 1.0 if count[device] == 0 else 0.0
+        seen[AT.empty_others] = num_used / num_devices if count[device] == 0 else 0.0
+        seen[AT.before] = 1.0 if device == before else 0.0
+        seen[AT.recent] = recent[device]
+        seen[AT.slower] = np.log((time_ns[unit, device] + 1.0) / (fastest_ns + 1.0))
+        seen[AT.sending] = sending[device] / (sending[device] + own_ns)
+        seen[AT.sending_above] = more / (1.0 + more)
+        seen[AT.like_meanwhile] = min(like * meanwhile[device] / similar_placed, _CAP)
+        seen[AT.old] = 1.0 if device == old else 0.0
+        seen[AT.above_fair] = min(max(after / fair - 1.0, 0.0) * 4.0, _CAP)
+        seen[AT.before_fair] = 1.0 if device == before and after <= fair else 0.0
+        seen[AT.most_like] = 1.0 if like > 0.5 * similar_placed else 0.0
 
 
 @allocating_inlined

@@ -9,13 +9,13 @@ M features of a problem, F numbers of a style, K features of a unit on a device,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from gdp.arrays import F32, F64, I64
 from gdp.policy.features import NUM_FEATURES
-from gdp.policy.problem_features import PROBLEM_FEATURES, problem_features
+from gdp.policy.problem_features import NUM_PROBLEM_FEATURES, problem_features
 from gdp.policy.sampling import Style
 from gdp.policy.settings import SCORER
 from gdp.policy.unit_graph import UnitSource
@@ -43,7 +43,7 @@ class StyleScorer:
     @classmethod
     def of(cls, tensors: Mapping[str, F32]) -> "StyleScorer":
         """The parameters among the `tensors` of a checkpoint."""
-        return cls(*(tensors[PREFIX + name] for name in names()))
+        return cls(*(tensors[PREFIX + name] for name in _AXES))
 
     def on(self, source: UnitSource) -> "StyleScores":
         """Returns the scorer of styles on one problem."""
@@ -98,26 +98,14 @@ def target(ranks: F64) -> F64:
     return np.asarray(np.log(ranks + SCORER.first_rank), np.float64)
 
 
-def names() -> tuple[str, ...]:
-    """Returns the names of the parameters."""
-    return tuple(field.name for field in fields(StyleScorer))
+_AXES = {"mean": "M", "deviation": "M", "problem": "MH", "problem_bias": "H", "mixing": "HH"}
+_AXES |= {"style": "FH", "bias": "H", "hidden": "HH", "hidden_bias": "H", "out": "H"}
 
 
 def shapes(hidden: int) -> Mapping[str, tuple[int, ...]]:
     """Returns the shape of each parameter in a network of `hidden` numbers a layer."""
-    num_features = len(PROBLEM_FEATURES)
-    return {
-        "mean": (num_features,),
-        "deviation": (num_features,),
-        "problem": (num_features, hidden),
-        "problem_bias": (hidden,),
-        "mixing": (hidden, hidden),
-        "style": (NUM_STYLE_NUMBERS, hidden),
-        "bias": (hidden,),
-        "hidden": (hidden, hidden),
-        "hidden_bias": (hidden,),
-        "out": (hidden,),
-    }
+    sizes = {"M": NUM_PROBLEM_FEATURES, "F": NUM_STYLE_NUMBERS, "H": hidden}
+    return {name: tuple(sizes[axis] for axis in axes) for name, axes in _AXES.items()}
 
 
 def style_numbers(styles: Sequence[Style], num_devices: int) -> F32:

@@ -166,7 +166,9 @@ def fit(network: StyleNetwork, outcomes: Sequence[Outcomes], config: StyleTraini
     for _ in range(config.epochs):
         for rows in torch.split(torch.randperm(len(ranks), generator=generator), config.batch):
             seen = features[problem[rows]]
-            seen = seen + config.noise * network.deviation * torch.randn(seen.shape, generator=generator)
+            seen = seen + config.noise * network.get_parameter("deviation") * torch.randn(
+                seen.shape, generator=generator
+            )
             error = network(seen, numbers[rows]) - targets[rows]
             optimizer.zero_grad()
             (error**2).mean().backward()
