@@ -72,10 +72,20 @@ def onnx() -> None:
     Path("net.onnx").write_bytes(proto.SerializeToString())
 
 
+def policy() -> None:
+    """Trains a policy for one update on the model that it then places."""
+    words = ["--samples", "2", "--updates", "1", "--seed", "0"]
+    assert main(["train", "models:net", *TWO, *words, "--out", "policy.safetensors"]) == 0
+
+
+STAGES = ["models:net", *TWO, "--microbatches", "4", "--placer", "expert"]
+LEARNED = ["models:net", *TWO, "--placer", "gdp-zero-shot", "--checkpoint", "policy.safetensors"]
 CASES: dict[str, tuple[list[str], bool]] = {
     "a small GPU": (["models:net", *TWO, "--parallel", "none", "--max-memory", "cpu0=4GiB", "--reserve", "10%"], True),
     "unequal cards": (["models:net", "--devices", "rtx4090-24g+rtx3090-24g", "--optimizer", "sgd"], True),
-    "several cards": (["models:net", *TWO, "--parallel", "data=2,microbatches=2,zero=1"], True),
+    "several cards": (["models:net", "--devices", "2xl4-24g", "--parallel", "data=2,microbatches=2,zero=1"], True),
+    "equal stages": (STAGES, True),
+    "a trained policy": (LEARNED, True),
     "stages": (["models:net", *TWO, "--microbatches", "4", "--free-replicas"], True),
     "micro-batches": (["models:net", *TWO, "--microbatches", "2", "--pin", "0=cpu1"], True),
     "batches in flight": (["models:net", *TWO, "--inference", "--batches", "2"], True),
@@ -84,6 +94,12 @@ CASES: dict[str, tuple[list[str], bool]] = {
     "a JAX function": (["models:jax", *TWO, "--inference"], False),
     "kernels of my own": (["models:net", *TWO, "--op-costs", "costs.yaml", "--parallel", "none"], True),
     "a graph file": (["chains.json", *TWO], False),
+}
+EXPORTS = {
+    "several cards": "torch-fsdp",
+    "equal stages": "torch-pipelining",
+    "a Transformers config": "hf-device-map",
+    "an ONNX file": "onnxruntime",
 }
 
 
@@ -100,6 +116,8 @@ def test_a_plan_is_simulated_shown_exported_and_run(
         pytest.importorskip("jax")
     if case == "a Transformers config":
         pytest.importorskip("transformers")
+    if case == "a trained policy":
+        policy()
     assert main(["place", *words, *QUICK, *(["--out", "."] if has_out else [])]) == 0
     assert "Next: gdp simulate plan.json" in capsys.readouterr().out
     plan = str(Path("plan.json").resolve())
@@ -110,9 +128,8 @@ def test_a_plan_is_simulated_shown_exported_and_run(
         assert main(["simulate", plan, "--costs", "costs.npz"]) == 0
         assert np.load("costs.npz")["op_time_ns"].shape == (len(Plan.load(plan).placement), 2)
         assert main(["report", plan, "--trace", "trace.json"]) == 0
-        target = "hf-device-map" if case == "a Transformers config" else "onnxruntime"
-        if case in ("a Transformers config", "an ONNX file"):
-            assert main(["export", plan, "--to", target]) == 0
+        if case in EXPORTS:
+            assert main(["export", plan, "--to", EXPORTS[case]]) == 0
         if can_run:
             assert main(["run", plan, *RUNS]) == 0
         else:
